@@ -1,0 +1,47 @@
+"""One family of errors: each says what is wrong, what was got, what was expected, and the fix."""
+
+from __future__ import annotations
+
+
+class LezoError(Exception):
+    """Base of every error this package raises on purpose; `exit_code` is what the commands end with."""
+
+    exit_code = 1
+
+
+class UserError(LezoError):
+    """Bad input: a config value, a file, a command line. One line, exit code 2.
+
+    Args:
+        what: what is wrong, naming the key, file or record.
+        got: the offending value, shown with repr unless it is a string.
+        expected: what would have been right.
+        fix: what to do about it.
+
+    >>> print(UserError("zo.sparsity is out of range", got=1.5, expected="0 to 1", fix="set zo.sparsity=0.75"))
+    zo.sparsity is out of range; got: 1.5; expected: 0 to 1; fix: set zo.sparsity=0.75
+    """
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, got: object = None, expected: str = "", fix: str = "") -> None:
+        parts = [what]
+        if got is not None:
+            parts.append(f"got: {got if isinstance(got, str) else repr(got)}")
+        if expected:
+            parts.append(f"expected: {expected}")
+        if fix:
+            parts.append(f"fix: {fix}")
+        super().__init__("; ".join(parts))
+
+
+class JournalError(LezoError):
+    """The journal cannot be written, or what it holds cannot be trusted."""
+
+    exit_code = 3
+
+
+class DivergenceError(LezoError):
+    """The loss was not finite for too many steps in a row."""
+
+    exit_code = 4
