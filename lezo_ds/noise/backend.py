@@ -1,0 +1,168 @@
+"""What every noise backend offers; all of them give the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lezo_ds.noise.precision import STORAGE_DTYPES, UpdatePrecision
+
+SeedAndCoefficient = tuple[int, float]
+
+
+class NoiseBackend(Protocol):
+    """Operations on z(seed, parameter, element) (see `lezo_ds.noise.gaussian`).
+
+    Everywhere: `seed` is an unsigned 64-bit integer, `parameter_id` an unsigned 32-bit one, `start` the index
+    of the first element in the unsharded, unpadded, flattened parameter, 0 to 2**40. Scales and coefficients
+    are rounded to fp32. Tensors are fp32, bf16 or fp16. Wrong arguments raise ValueError.
+    """
+
+    def normal(self, seed: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
+        """Return z of elements [start, start + count): fp32 [count]."""
+        ...
+
+    def perturb(
+        self, theta: Tensor, seed: int, parameter_id: int, scale: float, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return theta + scale z as a new tensor (MeZO: Malladi et al. 2023, algorithm 1).
+
+        Computed in fp32, product and sum each rounded, then rounded to nearest.
+
+        Args:
+            theta: the whole parameter, any shape; the element index is the flat row-major one.
+            seed: the step's seed.
+            parameter_id: the parameter's id.
+            scale: the perturbation scale, with its sign.
+            out_dtype: of the result; theta's by default.
+
+        """
+        ...
+
+    def perturb_pair(
+        self, theta: Tensor, seed: int, parameter_id: int, scale: float, out_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (theta + scale z, theta - scale z), z drawn once; the bits of two calls of `perturb`."""
+        ...
+
+    def perturb_rows(
+        self,
+        theta: Tensor,
+        rows: Tensor,
+        seed: int,
+        parameter_id: int,
+        scale: float,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Return the given rows of `perturb(theta, ...)`, computing noise for those rows only.
+
+        Args:
+            theta: [num_rows, width].
+            rows: int64 [n], each in [0, num_rows), in any order, with or without repeats.
+            seed: the step's seed.
+            parameter_id: the parameter's id.
+            scale: the perturbation scale, with its sign.
+            out_dtype: of the result; theta's by default.
+
+        Returns:
+            [n, width].
+
+        """
+        ...
+
+    def perturb_rows_pair(
+        self,
+        theta: Tensor,
+        rows: Tensor,
+        seed: int,
+        parameter_id: int,
+        scale: float,
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `perturb_rows` with +scale and with -scale, z drawn once."""
+        ...
+
+    def update_(
+        self,
+        shard: Tensor,
+        start: int,
+        seed: int,
+        parameter_id: int,
+        coefficient: float,
+        precision: UpdatePrecision,
+        low: Tensor | None = None,
+    ) -> None:
+        """Subtract coefficient z from the shard in place (MeZO: learning rate * projected gradient * z).
+
+        Computed in fp32, product and difference each rounded, then stored by `precision`.
+
+        Args:
+            shard: contiguous [n], holding elements [start, start + n) of the parameter.
+            start: index of the shard's first element.
+            seed: the step's seed.
+            parameter_id: the parameter's id.
+            coefficient: what z is multiplied with.
+            precision: how the result is stored (`lezo_ds.noise.precision`).
+            low: contiguous int16 [n] from `split_master` if `precision` is "fp32_master" and the shard has
+                16 bits; else None.
+
+        """
+        ...
+
+    def update_many_(
+        self,
+        shard: Tensor,
+        start: int,
+        parameter_id: int,
+        steps: Sequence[SeedAndCoefficient],
+        precision: UpdatePrecision,
+        low: Tensor | None = None,
+    ) -> None:
+        """Apply `update_` for each (seed, coefficient) in order, bit for bit, in one pass over memory."""
+        ...
+
+
+def check_range(seed: int, parameter_id: int, start: int, count: int) -> None:
+    """Raise ValueError unless (seed, parameter id, elements) lie in the counter's range."""
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed must be an unsigned 64-bit integer, got {seed}")
+    if not 0 <= parameter_id < 2**32:
+        raise ValueError(f"parameter_id must be an unsigned 32-bit integer, got {parameter_id}")
+    if start < 0 or count < 0 or start + count > 2**40:
+        raise ValueError(f"elements [{start}, {start + count}) must lie in [0, 2**40)")
+
+
+def check_perturb(theta: Tensor, rows: Tensor | None, out_dtype: torch.dtype) -> None:
+    """Raise ValueError unless theta, rows and the result's dtype are ones a backend can perturb."""
+    if theta.dtype not in STORAGE_DTYPES or out_dtype not in STORAGE_DTYPES:
+        raise ValueError(f"theta and result must be fp32, bf16 or fp16, got {theta.dtype} and {out_dtype}")
+    if rows is not None and (theta.ndim != 2 or rows.ndim != 1 or rows.dtype != torch.int64):
+        raise ValueError(
+            f"rows need a 2-D theta and a 1-D int64 index, got {theta.ndim}-D and {rows.ndim}-D {rows.dtype}"
+        )
+
+
+def check_update(shard: Tensor, precision: UpdatePrecision, low: Tensor | None) -> None:
+    """Raise ValueError unless shard and low are flat, contiguous and what `precision` needs."""
+    if shard.dtype not in STORAGE_DTYPES or shard.ndim != 1 or not shard.is_contiguous():
+        raise ValueError(
+            f"shard must be flat, contiguous fp32, bf16 or fp16, got {shard.dtype} {shard.shape}"
+        )
+    if precision not in ("stochastic", "fp32_master", "nearest"):
+        raise ValueError(f"unknown precision {precision!r}")
+    if (low is not None) != (precision == "fp32_master" and shard.dtype != torch.float32):
+        raise ValueError(
+            f"low is for fp32_master over 16 bits only, and needed there; {precision}, {shard.dtype}"
+        )
+    if low is not None and (
+        low.dtype != torch.int16
+        or low.shape != shard.shape
+        or not low.is_contiguous()
+        or low.device != shard.device
+    ):
+        raise ValueError(
+            f"low must be contiguous int16 {shard.shape} on {shard.device}, got {low.dtype} {low.shape}"
+        )

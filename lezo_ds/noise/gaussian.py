@@ -1,0 +1,135 @@
+"""The noise z(seed, parameter, element) as a pure function: the eager reference of every backend.
+
+Philox4x32-10 (Salmon et al. 2011) with
+
+    key     = the 64-bit seed (low word, high word)
+    counter = (block low word, block high word, parameter id, stream),   block = element // 4
+
+gives four 32-bit words per block, and Box-Muller turns them into four standard normals. Logarithm, sine and
+cosine are polynomials made of IEEE fp32 additions, multiplications and square roots only, each rounded on its
+own, so that PyTorch, C++ and Triton produce the same bits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lezo_ds.noise.philox import MASK32, Words, philox4x32_10
+
+NORMAL_STREAM = 0
+DITHER_STREAM = 1
+
+# Cephes logf: log(1 + x) = x - x**2/2 + x**3 P(x) on [sqrt(1/2) - 1, sqrt(2) - 1], highest power first.
+LOG_COEFFICIENTS = (
+    7.0376836292e-2,
+    -1.1514610310e-1,
+    1.1676998740e-1,
+    -1.2420140846e-1,
+    1.4249322787e-1,
+    -1.6668057665e-1,
+    2.0000714765e-1,
+    -2.4999993993e-1,
+    3.3333331174e-1,
+)
+SQRT2 = 1.4142135381698608
+# ln 2 in two parts: the high part times a small integer is exact in fp32.
+LN2_HIGH = 0.693359375
+LN2_LOW = -2.12194440e-4
+# Cephes sinf and cosf on [-pi/4, pi/4], highest power first.
+SIN_COEFFICIENTS = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)
+COS_COEFFICIENTS = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
+QUARTER_PI_OVER_2_31 = 3.657291987e-10
+
+
+def words_of_blocks(seed: int, parameter_id: int, blocks: Tensor, stream: int) -> Words:
+    """Return the four Philox words of each block.
+
+    Args:
+        seed: unsigned 64-bit key.
+        parameter_id: unsigned 32-bit id, the third counter word.
+        blocks: int64 block indices (element // 4), any shape, 0 to 2**63 - 1.
+        stream: `NORMAL_STREAM` or `DITHER_STREAM`, the fourth counter word.
+
+    Returns:
+        Four int64 tensors of unsigned 32-bit words in the shape of `blocks`.
+
+    """
+    zero = torch.zeros((), dtype=torch.int64, device=blocks.device)
+    counter = (blocks & MASK32, (blocks >> 32) & MASK32, zero + parameter_id, zero + stream)
+    return philox4x32_10(counter, (seed & MASK32, seed >> 32))
+
+
+def normals_of_blocks(seed: int, parameter_id: int, blocks: Tensor) -> Tensor:
+    """Return the four standard normals of each block: fp32, the shape of `blocks` plus a last axis of 4.
+
+    Args are those of `words_of_blocks`. Box-Muller: words 0 and 1 give z0, z1; words 2 and 3 give z2, z3.
+    |z| is at most sqrt(-2 ln 2**-24) = 5.77.
+    """
+    words = words_of_blocks(seed, parameter_id, blocks, NORMAL_STREAM)
+    radius01 = _sqrt(_minus_two_log_uniform(words[0]))
+    radius23 = _sqrt(_minus_two_log_uniform(words[2]))
+    sin01, cos01 = _sin_cos(words[1])
+    sin23, cos23 = _sin_cos(words[3])
+    return torch.stack([radius01 * cos01, radius01 * sin01, radius23 * cos23, radius23 * sin23], -1)
+
+
+def normal(seed: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
+    """Return z of elements [start, start + count) of one parameter: fp32 [count]."""
+    blocks = _blocks(start, count, device)
+    return _slice(normals_of_blocks(seed, parameter_id, blocks), start, count)
+
+
+def dither_words(seed: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
+    """Return the dither words of elements [start, start + count): int64 [count], unsigned 32-bit values."""
+    words = words_of_blocks(seed, parameter_id, _blocks(start, count, device), DITHER_STREAM)
+    return _slice(torch.stack(words, -1), start, count)
+
+
+def _blocks(start: int, count: int, device: torch.device) -> Tensor:
+    return torch.arange(start // 4, (start + count + 3) // 4, dtype=torch.int64, device=device)
+
+
+def _slice(values_of_blocks: Tensor, start: int, count: int) -> Tensor:
+    return values_of_blocks.reshape(-1)[start % 4 : start % 4 + count]
+
+
+def _minus_two_log_uniform(word: Tensor) -> Tensor:
+    """Return -2 ln u in fp32 for u = (2 (word >> 9) + 1) / 2**24, which is never 0 nor 1."""
+    odd = (((word >> 9) << 1) | 1).to(torch.float32)  # 24 bits: exact
+    bits = odd.view(torch.int32)
+    mantissa = ((bits & 0x7FFFFF) | 0x3F800000).view(torch.float32)
+    above = mantissa > SQRT2
+    x = torch.where(above, mantissa * 0.5, mantissa) - 1.0
+    exponent = ((bits >> 23) - 127 + above.to(torch.int32) - 24).to(torch.float32)
+    polynomial = x * LOG_COEFFICIENTS[0] + LOG_COEFFICIENTS[1]
+    for coefficient in LOG_COEFFICIENTS[2:]:
+        polynomial = polynomial * x + coefficient
+    square = x * x
+    tail = polynomial * x * square + exponent * LN2_LOW - square * 0.5
+    return ((x + tail) + exponent * LN2_HIGH) * -2.0
+
+
+def _sin_cos(word: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sine and cosine: the top two bits choose the quadrant, the rest an angle in [-pi/4, pi/4)."""
+    quadrant = word >> 30
+    rest = (word << 2) & MASK32
+    x = (rest - ((rest >> 31) << 32)).to(torch.float32) * QUARTER_PI_OVER_2_31
+    square = x * x
+    sine = (square * SIN_COEFFICIENTS[0] + SIN_COEFFICIENTS[1]) * square + SIN_COEFFICIENTS[2]
+    sine = sine * square * x + x
+    cosine = (square * COS_COEFFICIENTS[0] + COS_COEFFICIENTS[1]) * square + COS_COEFFICIENTS[2]
+    cosine = cosine * (square * square) - square * 0.5 + 1.0
+    odd = (quadrant & 1) == 1
+    sine, cosine = torch.where(odd, cosine, sine), torch.where(odd, sine, cosine)
+    sine = torch.where(quadrant >= 2, -sine, sine)
+    cosine = torch.where((quadrant == 1) | (quadrant == 2), -cosine, cosine)
+    return sine, cosine
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    # PyTorch's eager square root is not correctly rounded on the CPU; NumPy's is.
+    if x.device.type == "cpu":
+        return torch.from_numpy(np.sqrt(x.numpy()))
+    return torch.sqrt(x)
