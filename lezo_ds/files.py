@@ -1,0 +1,61 @@
+"""Files that are either whole or absent, also after a crash or a power cut."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+
+def sync_directory(path: Path) -> None:
+    """Force a directory's entries (files created, renamed or removed in it) to the disk.
+
+    Raises:
+        OSError: the directory cannot be opened or synced.
+
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, content: bytes | str) -> None:
+    """Write a file so that readers, and a restart after a crash, see the old content or the new, never a mix.
+
+    The content goes to `.<name>.tmp` beside the file, is synced, takes the file's name in one rename, and
+    the directory is synced. A path has one writer at a time, so what a killed writer left under the
+    temporary name is overwritten by the next one.
+
+    Args:
+        path: the file to create or replace; its directory exists.
+        content: bytes, or text to be stored as UTF-8 with its newlines as they are.
+
+    Raises:
+        OSError: the disk is full, the directory is missing or not writable; the old content stays.
+
+    """
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sha256_file(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes as 64 hexadecimal digits, reading it in pieces.
+
+    Raises:
+        OSError: the file cannot be read.
+
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

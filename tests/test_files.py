@@ -1,0 +1,72 @@
+import hashlib
+import os
+import stat
+
+import pytest
+
+from lezo_ds.files import sha256_file, sync_directory, write_atomically
+
+
+def test_bytes_and_text_are_written_as_they_are(tmp_path):
+    write_atomically(tmp_path / "bytes", b"\x00\xff\r\n")
+    write_atomically(tmp_path / "text", "caf\u00e9\r\n\n")
+    assert (tmp_path / "bytes").read_bytes() == b"\x00\xff\r\n"
+    assert (tmp_path / "text").read_bytes() == b"caf\xc3\xa9\r\n\n"
+
+
+def test_writing_again_replaces_the_file_and_leaves_nothing_beside_it(tmp_path):
+    write_atomically(tmp_path / "result.json", "old and longer")
+    write_atomically(tmp_path / "result.json", "new")
+    assert (tmp_path / "result.json").read_text() == "new"
+    assert os.listdir(tmp_path) == ["result.json"]
+
+
+def test_a_reader_that_opened_the_old_file_keeps_reading_the_old_content(tmp_path):
+    write_atomically(tmp_path / "file", "old")
+    with (tmp_path / "file").open() as reader:
+        write_atomically(tmp_path / "file", "new")
+        assert reader.read() == "old"
+
+
+def test_what_a_killed_writer_left_is_overwritten(tmp_path):
+    (tmp_path / ".file.tmp").write_text("half of something much longer than the new content")
+    write_atomically(tmp_path / "file", "new")
+    assert os.listdir(tmp_path) == ["file"]
+    assert (tmp_path / "file").read_text() == "new"
+
+
+def test_a_failed_rename_keeps_the_old_file_and_removes_the_temporary_one(tmp_path):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "inside").write_text("kept")
+    with pytest.raises(OSError, match="directory"):
+        write_atomically(tmp_path / "taken", "content")
+    assert os.listdir(tmp_path) == ["taken"]
+    assert (tmp_path / "taken" / "inside").read_text() == "kept"
+
+
+def test_a_missing_directory_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_atomically(tmp_path / "missing" / "file", "content")
+
+
+def test_the_file_gets_the_users_usual_permissions(tmp_path):
+    old = os.umask(0o027)
+    try:
+        write_atomically(tmp_path / "file", "content")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
+
+
+def test_only_directories_can_be_synced_as_directories(tmp_path):
+    sync_directory(tmp_path)
+    (tmp_path / "file").write_text("content")
+    with pytest.raises(NotADirectoryError):
+        sync_directory(tmp_path / "file")
+
+
+@pytest.mark.parametrize("size", [0, 1, 3_000_000])
+def test_the_sha256_of_a_file_is_that_of_its_bytes(tmp_path, size):
+    data = bytes(index % 251 for index in range(size))
+    (tmp_path / "file").write_bytes(data)
+    assert sha256_file(tmp_path / "file") == hashlib.sha256(data).hexdigest()
