@@ -1,0 +1,42 @@
+"""Which examples a step trains on: a pure function of the seed and the step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def batch_indices(seed: int, step: int, num_examples: int, batch_size: int) -> list[int]:
+    """Return the examples of one step, by index.
+
+    Examples come from an endless stream, one permutation of them all after another. Step t takes the
+    positions t * batch_size to (t + 1) * batch_size - 1, so a batch may end one epoch and begin the
+    next, nothing is dropped, and a resumed run need not skip through data.
+
+    An epoch's permutation sorts the raw 64-bit words of Philox4x64 (Salmon et al. 2011) under the key
+    (seed, epoch): NumPy promises never to change those, unlike its own `Generator.permutation`.
+
+    Args:
+        seed: 0 to 2**64 - 1.
+        step: from 0.
+        num_examples: size of the training set, at least 1.
+        batch_size: examples in a batch, at least 1.
+
+    Returns:
+        batch_size indices, each 0 to num_examples - 1.
+
+    >>> sorted(batch_indices(seed=0, step=0, num_examples=3, batch_size=3))
+    [0, 1, 2]
+    """
+    if not (0 <= seed < 2**64 and step >= 0 and num_examples >= 1 and batch_size >= 1):
+        raise ValueError(f"batch_indices({seed=}, {step=}, {num_examples=}, {batch_size=})")
+    first = step * batch_size
+    epochs = range(first // num_examples, (first + batch_size - 1) // num_examples + 1)
+    stream = np.concatenate([_permutation(seed, epoch, num_examples) for epoch in epochs])
+    start = first - epochs.start * num_examples
+    batch: list[int] = stream[start : start + batch_size].tolist()
+    return batch
+
+
+def _permutation(seed: int, epoch: int, num_examples: int) -> np.ndarray:
+    words = np.random.Philox(key=seed + (epoch << 64)).random_raw(num_examples)
+    return np.argsort(words, kind="stable")
