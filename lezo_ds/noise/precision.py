@@ -25,8 +25,8 @@ def round_stochastic(values: Tensor, words: Tensor, dtype: torch.dtype) -> Tenso
     """Round to one of the two neighbours in `dtype`, each the likelier the nearer it is.
 
     bf16: the low 16 bits of the word are added to the fp32 bits, then 16 bits are cut off. fp16: likewise 13
-    bits where |x| >= 2**-14; below, |x| in units of 2**-44 (cut off) plus the word's low 20 bits, shifted right
-    by 20. fp32 is returned unchanged; infinities and NaN stay what they are.
+    bits where |x| >= 2**-14; below, |x| in units of 2**-44 (cut off) plus the word's low 20 bits loses its
+    last 20 bits. fp32 is returned unchanged; infinities and NaN stay what they are.
 
     Args:
         values: fp32, any shape.

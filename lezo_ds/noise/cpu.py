@@ -1,0 +1,257 @@
+"""The noise operations for CPUs: C++ compiled once for this machine, called through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lezo_ds.noise.backend import SeedAndCoefficient, check_perturb, check_range, check_update
+from lezo_ds.noise.precision import UpdatePrecision
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
+# -fno-trapping-math lets selections become SIMD code; unlike -ffast-math it changes no result.
+FLAGS = [
+    *("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    *("-shared", "-fPIC", "-pthread"),
+]
+
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_PRECISIONS: dict[UpdatePrecision, int] = {"nearest": 0, "stochastic": 1, "fp32_master": 2}
+
+
+class BuildError(Exception):
+    """The C++ kernels cannot be built or loaded here."""
+
+
+class CpuNoise:
+    """`NoiseBackend` on the CPU. Uses `torch.get_num_threads()` threads; their number changes no bit.
+
+    Raises:
+        BuildError: no C++ compiler, or it failed.
+
+    """
+
+    def __init__(self) -> None:
+        self._kernels = load_kernels()
+
+    def normal(self, seed: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
+        """See `NoiseBackend.normal`."""
+        check_range(seed, parameter_id, start, count)
+        _check_cpu(device)
+        out = torch.empty(count, dtype=torch.float32)
+        self._kernels.lezo_normal(out.data_ptr(), start, count, seed, parameter_id, torch.get_num_threads())
+        return out
+
+    def perturb(
+        self, theta: Tensor, seed: int, parameter_id: int, scale: float, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """See `NoiseBackend.perturb`."""
+        return self._perturb(theta, None, seed, parameter_id, scale, out_dtype, pair=False)[0]
+
+    def perturb_pair(
+        self, theta: Tensor, seed: int, parameter_id: int, scale: float, out_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See `NoiseBackend.perturb_pair`."""
+        plus, minus = self._perturb(theta, None, seed, parameter_id, scale, out_dtype, pair=True)
+        return plus, minus
+
+    def perturb_rows(
+        self,
+        theta: Tensor,
+        rows: Tensor,
+        seed: int,
+        parameter_id: int,
+        scale: float,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """See `NoiseBackend.perturb_rows`."""
+        return self._perturb(theta, rows, seed, parameter_id, scale, out_dtype, pair=False)[0]
+
+    def perturb_rows_pair(
+        self,
+        theta: Tensor,
+        rows: Tensor,
+        seed: int,
+        parameter_id: int,
+        scale: float,
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `NoiseBackend.perturb_rows_pair`."""
+        plus, minus = self._perturb(theta, rows, seed, parameter_id, scale, out_dtype, pair=True)
+        return plus, minus
+
+    def update_(
+        self,
+        shard: Tensor,
+        start: int,
+        seed: int,
+        parameter_id: int,
+        coefficient: float,
+        precision: UpdatePrecision,
+        low: Tensor | None = None,
+    ) -> None:
+        """See `NoiseBackend.update_`."""
+        self.update_many_(shard, start, parameter_id, [(seed, coefficient)], precision, low)
+
+    def update_many_(
+        self,
+        shard: Tensor,
+        start: int,
+        parameter_id: int,
+        steps: Sequence[SeedAndCoefficient],
+        precision: UpdatePrecision,
+        low: Tensor | None = None,
+    ) -> None:
+        """See `NoiseBackend.update_many_`."""
+        check_update(shard, precision, low)
+        _check_cpu(shard.device)
+        for seed, _ in steps:
+            check_range(seed, parameter_id, start, shard.numel())
+        self._kernels.lezo_update(
+            shard.data_ptr(),
+            _FORMATS[shard.dtype],
+            None if low is None else low.data_ptr(),
+            _PRECISIONS[precision],
+            start,
+            shard.numel(),
+            parameter_id,
+            (ctypes.c_uint64 * len(steps))(*(seed for seed, _ in steps)),
+            (ctypes.c_float * len(steps))(*(coefficient for _, coefficient in steps)),
+            len(steps),
+            torch.get_num_threads(),
+        )
+
+    def _perturb(
+        self,
+        theta: Tensor,
+        rows: Tensor | None,
+        seed: int,
+        parameter_id: int,
+        scale: float,
+        out_dtype: torch.dtype | None,
+        *,
+        pair: bool,
+    ) -> list[Tensor]:
+        """Return [theta + scale z], and theta - scale z if `pair`, of the given rows or (None) of all."""
+        out_dtype = out_dtype or theta.dtype
+        check_perturb(theta, rows, out_dtype)
+        check_range(seed, parameter_id, 0, theta.numel())
+        _check_cpu(theta.device)
+        theta = theta.contiguous()
+        if rows is None:
+            shape, num_rows, width = theta.shape, 1, theta.numel()
+        else:
+            rows = rows.contiguous()
+            shape, num_rows, width = torch.Size((len(rows), theta.shape[1])), len(rows), theta.shape[1]
+            if num_rows and not (int(rows.min()) >= 0 and int(rows.max()) < len(theta)):
+                raise ValueError(f"rows must lie in [0, {len(theta)})")
+        outs = [torch.empty(shape, dtype=out_dtype) for _ in range(2 if pair else 1)]
+        self._kernels.lezo_perturb(
+            theta.data_ptr(),
+            _FORMATS[theta.dtype],
+            outs[0].data_ptr(),
+            outs[1].data_ptr() if pair else None,
+            _FORMATS[out_dtype],
+            None if rows is None else rows.data_ptr(),
+            num_rows,
+            width,
+            seed,
+            parameter_id,
+            scale,
+            torch.get_num_threads(),
+        )
+        return outs
+
+
+@functools.cache
+def load_kernels() -> ctypes.CDLL:
+    """Return the kernels, compiled first if this source, compiler and processor have not met before.
+
+    Raises:
+        BuildError: no C++ compiler, or it failed.
+
+    """
+    try:
+        kernels = ctypes.CDLL(str(_built_library()))
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
+        raise BuildError(str(error)) from error
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    i64, u64, u32, fp32 = ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_float
+    signatures = {
+        "lezo_normal": [pointer, i64, i64, u64, u32, integer],
+        "lezo_perturb": [
+            pointer,
+            integer,
+            pointer,
+            pointer,
+            integer,
+            pointer,
+            i64,
+            i64,
+            u64,
+            u32,
+            fp32,
+            integer,
+        ],
+        "lezo_update": [pointer, integer, pointer, integer, i64, i64, u32, pointer, pointer, i64, integer],
+    }
+    for name, arguments in signatures.items():
+        function = getattr(kernels, name)
+        function.argtypes, function.restype = arguments, None
+    return kernels
+
+
+def _built_library() -> Path:
+    """Return the shared library's path in the user's cache, building it if it is not there."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        raise BuildError("no C++ compiler (g++ or c++) on the PATH")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    identity = "\0".join([SOURCE.read_text(), *FLAGS, version, _processor()])
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lezo_ds"
+    library = cache / f"noise-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        _compile(compiler, library)
+    return library
+
+
+def _compile(compiler: str, library: Path) -> None:
+    logger.info("compiling the noise kernels with %s (a few seconds, once): %s", compiler, library)
+    # Several ranks may build at once: each into a folder of its own, and the last rename wins.
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        output = Path(folder) / library.name
+        command = [compiler, *FLAGS, str(SOURCE), "-o", str(output)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise BuildError(f"{' '.join(command)} failed: {result.stderr.strip()[-2000:]}")
+        output.replace(library)
+
+
+def _processor() -> str:
+    """Return what -march=native depends on: the processor's model and instruction sets."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return platform.machine() + "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _check_cpu(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise ValueError(f"CpuNoise works on CPU tensors, got {device}")

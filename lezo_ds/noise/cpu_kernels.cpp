@@ -1,0 +1,433 @@
+// The noise operations for CPUs: the bits of gaussian.py and precision.py, vectorised by the compiler.
+//
+// Build with -O3 -march=native -ffp-contract=off and never with -ffast-math: equality with the other backends
+// rests on every fp32 operation being rounded on its own. All loops that matter run over plain arrays without
+// branches, so that GCC turns them into SIMD code; a tile of noise lives in the first-level cache.
+
+#include <algorithm>
+#include <atomic>
+#include <cfenv>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace {
+
+constexpr int LANES = 16;  // blocks are made in multiples of this, so that the vector loops have no remainder
+constexpr int TILE_BLOCKS = 256;
+constexpr int TILE = 4 * TILE_BLOCKS;
+constexpr int64_t CHUNK = 64 * TILE;  // elements a thread takes at once
+
+constexpr uint32_t NORMAL_STREAM = 0;
+constexpr uint32_t DITHER_STREAM = 1;
+
+template <typename To, typename From>
+inline To bit_cast(From value) {
+    static_assert(sizeof(To) == sizeof(From));
+    To result;
+    std::memcpy(&result, &value, sizeof(To));
+    return result;
+}
+
+// ---------------------------------------------------------------- Philox4x32-10 (Salmon et al. 2011)
+
+struct Words {
+    uint32_t word[4];
+};
+
+inline Words philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t seed) {
+    uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+#pragma GCC unroll 10
+    for (int round = 0; round < 10; ++round) {
+        const uint64_t product0 = static_cast<uint64_t>(c0) * 0xD2511F53u;
+        const uint64_t product1 = static_cast<uint64_t>(c2) * 0xCD9E8D57u;
+        c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ k0;
+        c1 = static_cast<uint32_t>(product1);
+        c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ k1;
+        c3 = static_cast<uint32_t>(product0);
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return {{c0, c1, c2, c3}};
+}
+
+// ---------------------------------------------------------------- Box-Muller
+
+inline float minus_two_log_uniform(uint32_t word) {
+    const float odd = static_cast<float>(static_cast<int32_t>(((word >> 9) << 1) | 1));
+    const int32_t bits = bit_cast<int32_t>(odd);
+    const float mantissa = bit_cast<float>((bits & 0x7FFFFF) | 0x3F800000);
+    const bool above = mantissa > static_cast<float>(1.4142135381698608);
+    const float x = (above ? mantissa * 0.5f : mantissa) - 1.0f;
+    const float exponent = static_cast<float>((bits >> 23) - 127 + (above ? 1 : 0) - 24);
+    float polynomial = x * 7.0376836292e-2f + -1.1514610310e-1f;
+    polynomial = polynomial * x + 1.1676998740e-1f;
+    polynomial = polynomial * x + -1.2420140846e-1f;
+    polynomial = polynomial * x + 1.4249322787e-1f;
+    polynomial = polynomial * x + -1.6668057665e-1f;
+    polynomial = polynomial * x + 2.0000714765e-1f;
+    polynomial = polynomial * x + -2.4999993993e-1f;
+    polynomial = polynomial * x + 3.3333331174e-1f;
+    const float square = x * x;
+    const float tail = polynomial * x * square + exponent * -2.12194440e-4f - square * 0.5f;
+    return ((x + tail) + exponent * 0.693359375f) * -2.0f;
+}
+
+struct SinCos {
+    float sin, cos;
+};
+
+inline SinCos sin_cos(uint32_t word) {
+    const uint32_t quadrant = word >> 30;
+    const float x = static_cast<float>(static_cast<int32_t>(word << 2)) * 3.657291987e-10f;
+    const float square = x * x;
+    const float sine = ((square * -1.9515295891e-4f + 8.3321608736e-3f) * square + -1.6666654611e-1f) * square * x + x;
+    const float cosine =
+        ((square * 2.443315711809948e-5f + -1.388731625493765e-3f) * square + 4.166664568298827e-2f) *
+            (square * square) - square * 0.5f + 1.0f;
+    // Negation flips the sign bit, here chosen by the quadrant without a branch.
+    const bool odd = (quadrant & 1) != 0;
+    const uint32_t sine_sign = (quadrant & 2) << 30;
+    const uint32_t cosine_sign = ((quadrant ^ (quadrant >> 1)) & 1) << 31;
+    return {bit_cast<float>(bit_cast<uint32_t>(odd ? cosine : sine) ^ sine_sign),
+            bit_cast<float>(bit_cast<uint32_t>(odd ? sine : cosine) ^ cosine_sign)};
+}
+
+// Which z: everything but the element.
+struct Key {
+    uint64_t seed;
+    uint32_t parameter_id;
+};
+
+// The Philox words of `num_blocks` (a multiple of LANES) blocks, word by word: words[j][i] is word j of block i.
+void fill_words(uint32_t (*__restrict__ words)[TILE_BLOCKS], Key key, uint32_t stream, uint64_t block, int num_blocks) {
+    for (int i = 0; i < num_blocks; ++i) {
+        const uint64_t counter = block + static_cast<uint64_t>(i);
+        const Words r = philox(static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32),
+                               key.parameter_id, stream, key.seed);
+        for (int j = 0; j < 4; ++j) words[j][i] = r.word[j];
+    }
+}
+
+inline int whole_lanes(int num_blocks) { return (num_blocks + LANES - 1) / LANES * LANES; }
+
+// z of all elements of `num_blocks` blocks.
+void fill_normals(float *__restrict__ z, Key key, uint64_t block, int num_blocks) {
+    alignas(64) uint32_t words[4][TILE_BLOCKS];
+    num_blocks = whole_lanes(num_blocks);
+    fill_words(words, key, NORMAL_STREAM, block, num_blocks);
+    for (int i = 0; i < num_blocks; ++i) {
+        const float radius01 = std::sqrt(minus_two_log_uniform(words[0][i]));
+        const float radius23 = std::sqrt(minus_two_log_uniform(words[2][i]));
+        const SinCos angle01 = sin_cos(words[1][i]);
+        const SinCos angle23 = sin_cos(words[3][i]);
+        z[4 * i] = radius01 * angle01.cos;
+        z[4 * i + 1] = radius01 * angle01.sin;
+        z[4 * i + 2] = radius23 * angle23.cos;
+        z[4 * i + 3] = radius23 * angle23.sin;
+    }
+}
+
+// The dither words of all elements of `num_blocks` blocks.
+void fill_dither(uint32_t *__restrict__ dither, Key key, uint64_t block, int num_blocks) {
+    alignas(64) uint32_t words[4][TILE_BLOCKS];
+    num_blocks = whole_lanes(num_blocks);
+    fill_words(words, key, DITHER_STREAM, block, num_blocks);
+    for (int i = 0; i < num_blocks; ++i)
+        for (int j = 0; j < 4; ++j) dither[4 * i + j] = words[j][i];
+}
+
+// ---------------------------------------------------------------- Storage formats
+
+constexpr uint32_t FP16_EXPONENT_OFFSET = 112u << 23;  // fp32's exponent bias less fp16's
+constexpr uint32_t SMALLEST_NORMAL_FP16 = 0x38800000;  // 2**-14 in fp32
+
+struct Fp32 {
+    using Stored = float;
+    static float load(float stored) { return stored; }
+    static float nearest(float value) { return value; }
+    static float stochastic(float value, uint32_t) { return value; }
+};
+
+struct Bf16 {
+    using Stored = uint16_t;
+
+    static float load(uint16_t stored) { return bit_cast<float>(static_cast<uint32_t>(stored) << 16); }
+
+    static uint16_t nearest(float value) {
+        const uint32_t bits = bit_cast<uint32_t>(value);
+        const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+        return static_cast<uint16_t>(value != value ? 0x7FC0u : rounded);
+    }
+
+    static uint16_t stochastic(float value, uint32_t dither) {
+        const uint32_t rounded = (bit_cast<uint32_t>(value) + (dither & 0xFFFF)) >> 16;
+        return static_cast<uint16_t>(value != value ? 0x7FC0u : rounded);
+    }
+
+    static void split(float value, uint16_t &high, int16_t &low) {
+        const uint32_t bits = bit_cast<uint32_t>(value);
+        high = static_cast<uint16_t>((bits + 0x8000) >> 16);
+        low = static_cast<int16_t>(bits - (static_cast<uint32_t>(high) << 16));
+    }
+
+    static float join(uint16_t high, int16_t low) {
+        return bit_cast<float>((static_cast<uint32_t>(high) << 16) + static_cast<uint32_t>(static_cast<int32_t>(low)));
+    }
+};
+
+struct Fp16 {
+    using Stored = uint16_t;
+
+    static float load(uint16_t stored) {
+        const uint32_t magnitude = stored & 0x7FFF;
+        const uint32_t normal = (magnitude << 13) + FP16_EXPONENT_OFFSET;
+        const uint32_t subnormal = bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
+        const uint32_t special = normal + FP16_EXPONENT_OFFSET;  // infinities and NaN
+        uint32_t bits = magnitude < 0x400 ? subnormal : normal;
+        bits = magnitude >= 0x7C00 ? special : bits;
+        return bit_cast<float>(bits | (static_cast<uint32_t>(stored & 0x8000) << 16));
+    }
+
+    static uint16_t nearest(float value) {
+        const uint32_t bits = bit_cast<uint32_t>(value), magnitude = bits & 0x7FFFFFFF;
+        const uint32_t normal = (magnitude - FP16_EXPONENT_OFFSET + 0xFFF + ((magnitude >> 13) & 1)) >> 13;
+        // The last place of 0.5 in fp32 is the spacing of fp16's subnormals, so the addition rounds to it.
+        const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3F000000;
+        return finish(bits, magnitude, normal, subnormal);
+    }
+
+    static uint16_t stochastic(float value, uint32_t dither) {
+        const uint32_t bits = bit_cast<uint32_t>(value), magnitude = bits & 0x7FFFFFFF;
+        const uint32_t normal = (magnitude - FP16_EXPONENT_OFFSET + (dither & 0x1FFF)) >> 13;
+        // The minimum keeps the conversion to an integer defined where its result is not used.
+        const float below = bit_cast<float>(std::min(magnitude, SMALLEST_NORMAL_FP16));
+        const uint32_t fixed_point = static_cast<uint32_t>(static_cast<int32_t>(below * 0x1p44f));
+        return finish(bits, magnitude, normal, (fixed_point + (dither & 0xFFFFF)) >> 20);
+    }
+
+    static void split(float value, uint16_t &high, int16_t &low) {
+        high = nearest(value);
+        const uint32_t exponent = low_unit_exponent(high);
+        const float per_unit = bit_cast<float>((254 - exponent) << 23);
+        const float quotient = (value - load(high)) * per_unit;
+        // Adding 1.5 * 2**23 rounds the quotient to an integer that stands in the low bits.
+        const uint32_t rounded = bit_cast<uint32_t>(quotient + 12582912.0f) - 0x4B400000;
+        low = static_cast<int16_t>((high & 0x7FFF) < 0x7C00 ? rounded : 0u);
+    }
+
+    static float join(uint16_t high, int16_t low) {
+        return load(high) + static_cast<float>(low) * bit_cast<float>(low_unit_exponent(high) << 23);
+    }
+
+  private:
+    static uint16_t finish(uint32_t bits, uint32_t magnitude, uint32_t normal, uint32_t subnormal) {
+        uint32_t stored = magnitude < SMALLEST_NORMAL_FP16 ? subnormal : std::min(normal, 0x7C00u);
+        stored = magnitude > 0x7F800000 ? 0x7E00u : stored;
+        return static_cast<uint16_t>(stored | ((bits >> 16) & 0x8000));
+    }
+
+    // The biased fp32 exponent of one unit of `low`: 2**-15 of the last place of an fp16 value.
+    static uint32_t low_unit_exponent(uint16_t high) {
+        const uint32_t exponent = std::max((high >> 10) & 0x1Fu, 1u) + 112;  // 112: fp32's bias less fp16's
+        return exponent - 10 - 15;
+    }
+};
+
+// ---------------------------------------------------------------- Operations on a contiguous range
+
+// Calls body(position, count, block, offset) for each tile of elements [start, start + count): `position` counts
+// from `start`; the tile's first element is element `offset` of block `block`.
+template <typename Body>
+void for_tiles(int64_t start, int64_t count, Body body) {
+    for (int64_t position = 0; position < count;) {
+        const int64_t element = start + position;
+        const int offset = static_cast<int>(element % 4);
+        const int length = static_cast<int>(std::min<int64_t>(count - position, TILE - offset));
+        body(position, length, static_cast<uint64_t>(element / 4), offset);
+        position += length;
+    }
+}
+
+inline int blocks_of(int offset, int length) { return (offset + length + 3) / 4; }
+
+void normal_range(float *out, int64_t start, int64_t count, Key key) {
+    alignas(64) float z[TILE];
+    for_tiles(start, count, [&](int64_t position, int length, uint64_t block, int offset) {
+        fill_normals(z, key, block, blocks_of(offset, length));
+        std::memcpy(out + position, z + offset, static_cast<size_t>(length) * sizeof(float));
+    });
+}
+
+template <typename Theta, typename Out>
+void perturb_range(const typename Theta::Stored *__restrict__ theta, typename Out::Stored *__restrict__ plus,
+                   typename Out::Stored *__restrict__ minus, int64_t start, int64_t count, Key key, float scale) {
+    alignas(64) float z[TILE];
+    for_tiles(start, count, [&](int64_t position, int length, uint64_t block, int offset) {
+        fill_normals(z, key, block, blocks_of(offset, length));
+        for (int i = 0; i < length; ++i)
+            plus[position + i] = Out::nearest(Theta::load(theta[position + i]) + scale * z[offset + i]);
+        if (minus == nullptr) return;
+        for (int i = 0; i < length; ++i)
+            minus[position + i] = Out::nearest(Theta::load(theta[position + i]) - scale * z[offset + i]);
+    });
+}
+
+struct Steps {
+    const uint64_t *seeds;
+    const float *coefficients;
+    int64_t count;
+};
+
+enum Precision : int { NEAREST = 0, STOCHASTIC = 1, MASTER = 2 };
+
+// All steps over one tile before the next tile: the tile stays in the cache.
+template <typename Storage, Precision precision>
+void update_range(typename Storage::Stored *__restrict__ shard, int16_t *__restrict__ low, int64_t start,
+                  int64_t count, uint32_t parameter_id, Steps steps) {
+    alignas(64) float z[TILE];
+    alignas(64) uint32_t dither[TILE];
+    for_tiles(start, count, [&](int64_t position, int length, uint64_t block, int offset) {
+        auto *__restrict__ tile = shard + position;
+        auto *__restrict__ tile_low = low + position;
+        for (int64_t step = 0; step < steps.count; ++step) {
+            const Key key{steps.seeds[step], parameter_id};
+            const float coefficient = steps.coefficients[step];
+            fill_normals(z, key, block, blocks_of(offset, length));
+            if constexpr (precision == MASTER) {
+                for (int i = 0; i < length; ++i) {
+                    const float value = Storage::join(tile[i], tile_low[i]) - coefficient * z[offset + i];
+                    Storage::split(value, tile[i], tile_low[i]);
+                }
+            } else if constexpr (precision == STOCHASTIC) {
+                fill_dither(dither, key, block, blocks_of(offset, length));
+                for (int i = 0; i < length; ++i)
+                    tile[i] = Storage::stochastic(Storage::load(tile[i]) - coefficient * z[offset + i],
+                                                  dither[offset + i]);
+            } else {
+                for (int i = 0; i < length; ++i)
+                    tile[i] = Storage::nearest(Storage::load(tile[i]) - coefficient * z[offset + i]);
+            }
+        }
+    });
+}
+
+// ---------------------------------------------------------------- Threads
+
+// The default floating-point environment (round to nearest, no flushing of denormals) while it lives: another
+// library in the process may have set flush-to-zero, which would change bits.
+class DefaultFloats {
+  public:
+    DefaultFloats() {
+        std::fegetenv(&saved_);
+        std::fesetenv(FE_DFL_ENV);
+    }
+    ~DefaultFloats() { std::fesetenv(&saved_); }
+    DefaultFloats(const DefaultFloats &) = delete;
+    DefaultFloats &operator=(const DefaultFloats &) = delete;
+
+  private:
+    std::fenv_t saved_;
+};
+
+// Calls body(first, last) for pieces of at most `size` of [0, count), on up to `num_threads` threads.
+template <typename Body>
+void parallel_for(int64_t count, int64_t size, int num_threads, Body body) {
+    const int64_t num_pieces = (count + size - 1) / size;
+    std::atomic<int64_t> next{0};
+    const auto work = [&] {
+        const DefaultFloats environment;
+        for (int64_t piece; (piece = next.fetch_add(1)) < num_pieces;)
+            body(piece * size, std::min(count, (piece + 1) * size));
+    };
+    std::vector<std::thread> threads;
+    const int64_t num_helpers = std::min<int64_t>(num_threads, num_pieces) - 1;
+    try {
+        for (int64_t i = 0; i < num_helpers; ++i) threads.emplace_back(work);
+    } catch (const std::system_error &) {
+        // No more threads to be had: the ones there are, and this one, do all the pieces.
+    }
+    work();
+    for (std::thread &thread : threads) thread.join();
+}
+
+// ---------------------------------------------------------------- From run-time format codes to templates
+
+enum Format : int { FP32 = 0, BF16 = 1, FP16 = 2 };
+
+template <typename Body>
+void with_format(int format, Body body) {
+    switch (format) {
+        case FP32: return body(Fp32{});
+        case BF16: return body(Bf16{});
+        case FP16: return body(Fp16{});
+    }
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------- C interface (see cpu.py)
+
+extern "C" {
+
+void lezo_normal(float *out, int64_t start, int64_t count, uint64_t seed, uint32_t parameter_id, int num_threads) {
+    parallel_for(count, CHUNK, num_threads, [&](int64_t first, int64_t last) {
+        normal_range(out + first, start + first, last - first, {seed, parameter_id});
+    });
+}
+
+// theta: the whole parameter. Without `rows`, num_rows * width elements from the first; with `rows`, those rows.
+// `minus` may be null.
+void lezo_perturb(const void *theta, int theta_format, void *plus, void *minus, int out_format, const int64_t *rows,
+                  int64_t num_rows, int64_t width, uint64_t seed, uint32_t parameter_id, float scale,
+                  int num_threads) {
+    const Key key{seed, parameter_id};
+    with_format(theta_format, [&](auto theta_tag) {
+        with_format(out_format, [&](auto out_tag) {
+            using Theta = decltype(theta_tag);
+            using Out = decltype(out_tag);
+            const auto *from = static_cast<const typename Theta::Stored *>(theta);
+            auto *to_plus = static_cast<typename Out::Stored *>(plus);
+            auto *to_minus = static_cast<typename Out::Stored *>(minus);
+            const auto range = [&](int64_t source, int64_t target, int64_t count) {
+                perturb_range<Theta, Out>(from + source, to_plus + target, to_minus ? to_minus + target : nullptr,
+                                          source, count, key, scale);
+            };
+            if (rows == nullptr) {
+                parallel_for(num_rows * width, CHUNK, num_threads,
+                             [&](int64_t first, int64_t last) { range(first, first, last - first); });
+                return;
+            }
+            const int64_t rows_at_once = std::max<int64_t>(1, CHUNK / std::max<int64_t>(1, width));
+            parallel_for(num_rows, rows_at_once, num_threads, [&](int64_t first, int64_t last) {
+                for (int64_t i = first; i < last; ++i) range(rows[i] * width, i * width, width);
+            });
+        });
+    });
+}
+
+// `low` is null unless `precision` is MASTER, which fp32 does not have.
+void lezo_update(void *shard, int format, int16_t *low, int precision, int64_t start, int64_t count,
+                 uint32_t parameter_id, const uint64_t *seeds, const float *coefficients, int64_t num_steps,
+                 int num_threads) {
+    const Steps steps{seeds, coefficients, num_steps};
+    with_format(format, [&](auto tag) {
+        using Storage = decltype(tag);
+        auto *whole = static_cast<typename Storage::Stored *>(shard);
+        parallel_for(count, CHUNK, num_threads, [&](int64_t first, int64_t last) {
+            const int64_t from = start + first, length = last - first;
+            if constexpr (!std::is_same_v<Storage, Fp32>) {
+                if (precision == MASTER)
+                    return update_range<Storage, MASTER>(whole + first, low + first, from, length, parameter_id, steps);
+                if (precision == STOCHASTIC)
+                    return update_range<Storage, STOCHASTIC>(whole + first, nullptr, from, length, parameter_id, steps);
+            }
+            update_range<Storage, NEAREST>(whole + first, nullptr, from, length, parameter_id, steps);
+        });
+    });
+}
+
+}  // extern "C"
