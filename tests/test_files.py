@@ -7,6 +7,10 @@ import pytest
 from lezo_ds.files import sha256_file, sync_directory, write_atomically
 
 
+def names_in(directory):
+    return [path.name for path in directory.iterdir()]
+
+
 def test_bytes_and_text_are_written_as_they_are(tmp_path):
     write_atomically(tmp_path / "bytes", b"\x00\xff\r\n")
     write_atomically(tmp_path / "text", "caf\u00e9\r\n\n")
@@ -18,7 +22,7 @@ def test_writing_again_replaces_the_file_and_leaves_nothing_beside_it(tmp_path):
     write_atomically(tmp_path / "result.json", "old and longer")
     write_atomically(tmp_path / "result.json", "new")
     assert (tmp_path / "result.json").read_text() == "new"
-    assert os.listdir(tmp_path) == ["result.json"]
+    assert names_in(tmp_path) == ["result.json"]
 
 
 def test_a_reader_that_opened_the_old_file_keeps_reading_the_old_content(tmp_path):
@@ -31,7 +35,7 @@ def test_a_reader_that_opened_the_old_file_keeps_reading_the_old_content(tmp_pat
 def test_what_a_killed_writer_left_is_overwritten(tmp_path):
     (tmp_path / ".file.tmp").write_text("half of something much longer than the new content")
     write_atomically(tmp_path / "file", "new")
-    assert os.listdir(tmp_path) == ["file"]
+    assert names_in(tmp_path) == ["file"]
     assert (tmp_path / "file").read_text() == "new"
 
 
@@ -40,7 +44,7 @@ def test_a_failed_rename_keeps_the_old_file_and_removes_the_temporary_one(tmp_pa
     (tmp_path / "taken" / "inside").write_text("kept")
     with pytest.raises(OSError, match="directory"):
         write_atomically(tmp_path / "taken", "content")
-    assert os.listdir(tmp_path) == ["taken"]
+    assert names_in(tmp_path) == ["taken"]
     assert (tmp_path / "taken" / "inside").read_text() == "kept"
 
 

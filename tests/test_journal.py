@@ -1,0 +1,659 @@
+import json
+import logging
+import math
+import random
+import struct
+import subprocess
+import sys
+import tempfile
+import textwrap
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lezo_ds.errors import JournalError, UserError
+from lezo_ds.journal import (
+    EvaluationRecord,
+    Header,
+    Journal,
+    StepRecord,
+    assert_compatible,
+    read_journal,
+)
+
+HEADER = Header(
+    noise_version=1,
+    model_fingerprint="a1b2",
+    parameter_table_hash="c3d4",
+    config={"model": "facebook/opt-125m", "train": {"steps": 200, "batch": 16}, "tags": ["x", None]},
+    libraries={"torch": "2.13.0"},
+)
+
+
+def step_record(step, **changes):
+    generator = random.Random(step)
+    record = StepRecord(
+        step=step,
+        seed=generator.getrandbits(64),
+        dropped_layers=tuple(sorted(generator.sample(range(12), 3))),
+        projected_grads=(generator.gauss(0, 30),),
+        learning_rate=1e-6,
+        perturbation_scale=1e-3,
+        loss=generator.random(),
+        applied=True,
+    )
+    return replace(record, **changes)
+
+
+def some_records(num_steps):
+    """Steps, one of them skipped, and an evaluation after every fourth."""
+    records = []
+    for step in range(num_steps):
+        if step % 4 == 3:
+            records.append(EvaluationRecord(step, "dev", 0.25 + step, {"accuracy": step / 7}))
+        skipped = {"applied": False, "loss": None, "projected_grads": ()} if step == 2 else {}
+        records.append(step_record(step, **skipped))
+    return records
+
+
+def write_journal(path, records, header=HEADER):
+    with Journal.create(path, header) as journal:
+        for record in records:
+            journal.append(record)
+    return path.read_bytes()
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "journal.jsonl"
+
+
+# The file
+
+
+def test_what_is_appended_is_read_back_equal(path):
+    records = some_records(20)
+    write_journal(path, records)
+    assert read_journal(path) == (HEADER, records)
+    with Journal.open(path) as journal:
+        assert journal.header == HEADER
+        assert journal.records == tuple(records)
+        assert journal.steps == tuple(record for record in records if isinstance(record, StepRecord))
+        assert journal.evaluations == tuple(
+            record for record in records if isinstance(record, EvaluationRecord)
+        )
+
+
+def test_each_line_is_compact_sorted_json_with_the_chained_checksum_last(path):
+    data = write_journal(path, some_records(5))
+    assert data.endswith(b"\n") and data.isascii()
+    crc = 0
+    for line in data[:-1].split(b"\n"):
+        members = json.loads(line)
+        assert list(members)[-1] == "crc"
+        stored = members.pop("crc")
+        assert list(members) == sorted(members)
+        body = json.dumps(members, sort_keys=True, separators=(",", ":")).encode()
+        crc = zlib.crc32(body, crc)
+        assert stored == f"{crc:08x}"
+        assert line == body[:-1] + b',"crc":"' + stored.encode() + b'"}'
+
+
+def test_the_lines_of_format_1_never_change(path):
+    step = StepRecord(0, 2**64 - 1, (0, 11), (-0.5, 1e-300), 1e-6, 1e-3, 0.1, True)
+    skipped = StepRecord(1, 7, (), (), 1e-6, 1e-3, None, False)
+    data = write_journal(path, [step, EvaluationRecord(1, "dev", None, {"f1": 0.5}), skipped])
+    assert data.decode().split("\n")[1:] == [
+        '{"applied":true,"dropped_layers":[0,11],"kind":"step","learning_rate":1e-06,"loss":0.1,'
+        '"perturbation_scale":0.001,"projected_grads":[-0.5,1e-300],"seed":18446744073709551615,"step":0,'
+        '"crc":"9bbebda8"}',
+        '{"kind":"evaluation","loss":null,"metrics":{"f1":0.5},"split":"dev","step":1,"crc":"8ff4bddf"}',
+        '{"applied":false,"dropped_layers":[],"kind":"step","learning_rate":1e-06,"loss":null,'
+        '"perturbation_scale":0.001,"projected_grads":[],"seed":7,"step":1,"crc":"f6c39db3"}',
+        "",
+    ]
+
+
+def test_a_reopened_journal_continues_the_chain_of_an_uninterrupted_one(tmp_path):
+    records = some_records(9)
+    whole = write_journal(tmp_path / "whole", records)
+    write_journal(tmp_path / "parts", [])
+    for record in records:
+        with Journal.open(tmp_path / "parts") as journal:
+            journal.append(record)
+    assert (tmp_path / "parts").read_bytes() == whole
+
+
+def test_an_existing_journal_is_not_created_again(path):
+    data = write_journal(path, some_records(2))
+    with pytest.raises(UserError, match="exists already"):
+        Journal.create(path, HEADER)
+    assert path.read_bytes() == data
+
+
+def test_a_journal_appears_whole_beside_what_a_killed_creation_left(path):
+    path.with_name(f".{path.name}.tmp").write_text('{"config":')
+    assert write_journal(path, []).count(b"\n") == 1
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_missing_journal_is_a_users_error(path):
+    for reader in (read_journal, Journal.open):
+        with pytest.raises(UserError, match=r"cannot be read.*journal\.jsonl"):
+            reader(path)
+
+
+def test_a_directory_that_cannot_take_the_journal_is_a_journal_error(path):
+    with pytest.raises(JournalError, match=r"missing/journal\.jsonl cannot be written"):
+        Journal.create(path.parent / "missing" / path.name, HEADER)
+
+
+# Values
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=4, max_size=30))
+def test_floats_survive_bit_for_bit(floats):
+    learning_rate, scale, loss, *grads = floats
+    record = step_record(
+        0, learning_rate=learning_rate, perturbation_scale=scale, loss=loss, projected_grads=tuple(grads)
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        write_journal(Path(directory) / "journal", [record])
+        _, [got] = read_journal(Path(directory) / "journal")
+    values = [got.learning_rate, got.perturbation_scale, got.loss, *got.projected_grads]
+    assert struct.pack(f"{len(values)}d", *values) == struct.pack(f"{len(floats)}d", *floats)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.dictionaries(st.text(), st.text() | st.integers() | st.booleans() | st.none()))
+def test_any_text_in_the_config_survives(config):
+    header = replace(HEADER, config={"nested": config})
+    with tempfile.TemporaryDirectory() as directory:
+        write_journal(Path(directory) / "journal", some_records(2), header)
+        assert read_journal(Path(directory) / "journal") == (header, some_records(2))
+
+
+def test_line_breaks_quotes_and_nuls_in_the_config_stay_inside_one_line(path):
+    header = replace(HEADER, config={"a\nb": 'c\r\n\u2028\x00\x85"crc":"00000000"}\n'})
+    data = write_journal(path, some_records(1), header)
+    assert data.count(b"\n") == 2
+    assert read_journal(path) == (header, some_records(1))
+
+
+def test_the_config_is_kept_as_json_keeps_it_and_apart_from_the_callers(path):
+    config = {"layers": (1, 2), "deep": {"list": [1]}}
+    header = replace(HEADER, config=config)
+    config["deep"]["list"].append(2)
+    assert header.config == {"layers": [1, 2], "deep": {"list": [1]}}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_are_refused(bad):
+    for name in ("learning_rate", "perturbation_scale", "loss"):
+        with pytest.raises(ValueError, match="not finite"):
+            step_record(0, **{name: bad})
+    with pytest.raises(ValueError, match="not finite"):
+        step_record(0, projected_grads=(1.0, bad))
+    with pytest.raises(ValueError, match="not finite"):
+        EvaluationRecord(0, "dev", 1.0, {"accuracy": bad})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        replace(HEADER, config={"train": {"learning_rate": bad}})
+
+
+def test_an_applied_step_needs_a_loss_and_a_gradient():
+    with pytest.raises(ValueError, match="applied step"):
+        step_record(0, loss=None)
+    with pytest.raises(ValueError, match="applied step"):
+        step_record(0, projected_grads=())
+    assert not step_record(0, loss=None, projected_grads=(), applied=False).applied
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_a_seed_is_an_unsigned_64_bit_number(seed):
+    with pytest.raises(ValueError, match="64-bit"):
+        step_record(0, seed=seed)
+
+
+# Order
+
+
+@pytest.mark.parametrize("step", [-1, 0, 2, 4])
+def test_a_step_that_is_not_the_next_one_is_refused_and_leaves_no_trace(path, step):
+    data = write_journal(path, [step_record(0), step_record(1), step_record(2)])
+    with Journal.open(path) as journal:
+        with pytest.raises(ValueError, match=f"its step is {step}, the next one is 3"):
+            journal.append(step_record(step))
+        assert path.read_bytes() == data
+        journal.append(step_record(3))
+    assert len(read_journal(path)[1]) == 4
+
+
+def test_evaluations_may_look_back_but_not_ahead(path):
+    with Journal.create(path, HEADER) as journal:
+        journal.append(EvaluationRecord(0, "dev", 1.0, {}))
+        journal.append(step_record(0))
+        journal.append(EvaluationRecord(1, "dev", 0.5, {}))
+        journal.append(EvaluationRecord(0, "test", 0.5, {}))
+        with pytest.raises(ValueError, match="evaluates after 2 steps, 1 are recorded"):
+            journal.append(EvaluationRecord(2, "dev", 0.5, {}))
+
+
+# Torn writes
+
+
+def test_a_journal_cut_at_every_byte_still_gives_the_whole_records_before_the_cut(path):
+    records = []
+    for step in range(100):  # short ones, for there are as many readings as bytes
+        records.append(StepRecord(step, step, (step % 12,), (step - 50.5,), 1e-6, 1e-3, 0.5, True))
+        records.append(EvaluationRecord(step + 1, "dev", 0.5, {}))
+    data = write_journal(path, records)
+    header_end = data.index(b"\n") + 1
+    with path.open("r+b") as file:
+        for cut in range(len(data), header_end - 1, -1):
+            file.truncate(cut)
+            num_whole = data.count(b"\n", header_end, cut)
+            assert read_journal(path) == (HEADER, records[:num_whole])
+            assert path.stat().st_size == cut
+
+
+def test_a_journal_cut_at_every_byte_can_be_completed_to_the_same_bytes(path):
+    records = some_records(6)
+    data = write_journal(path, records)
+    header_end = data.index(b"\n") + 1
+    for cut in range(header_end, len(data) + 1):
+        path.write_bytes(data[:cut])
+        with Journal.open(path) as journal:
+            num_whole = data.count(b"\n", header_end, cut)
+            assert journal.records == tuple(records[:num_whole])
+            for record in records[num_whole:]:
+                journal.append(record)
+        assert path.read_bytes() == data
+
+
+def test_a_header_cut_at_any_byte_is_no_journal(path):
+    data = write_journal(path, [])
+    for cut in range(len(data)):
+        path.write_bytes(data[:cut])
+        for reader in (read_journal, Journal.open):
+            with pytest.raises(JournalError, match=r"line 1 .*not a whole header.*last valid step: none"):
+                reader(path)
+
+
+def test_a_torn_last_line_is_dropped_with_a_warning_that_says_where(path, caplog):
+    data = write_journal(path, [step_record(0), step_record(1)])
+    path.write_bytes(data[:-5])
+    with caplog.at_level(logging.WARNING):
+        read_journal(path)
+        assert not caplog.records
+        Journal.open(path).close()
+    [warning] = caplog.messages
+    assert "line 3" in warning and "cut short" in warning and "last good step: 0" in warning
+    assert path.read_bytes() == data[: data.index(b"\n", data.index(b"\n") + 1) + 1]
+
+
+@pytest.mark.parametrize("num_kept", [0, 40])
+def test_nuls_after_the_last_newline_count_as_torn(path, num_kept):
+    data = write_journal(path, [step_record(0), step_record(1)])
+    torn = data + b'{"applied":true,"dropped_layers":[0,1,2],"kind":'[:num_kept] + bytes(4096)
+    path.write_bytes(torn)
+    assert read_journal(path)[1] == [step_record(0), step_record(1)]
+    with Journal.open(path) as journal:
+        journal.append(step_record(2))
+    assert read_journal(path)[1] == [step_record(step) for step in range(3)]
+
+
+def test_nuls_before_a_whole_line_are_damage(path):
+    data = write_journal(path, [step_record(0), step_record(1)])
+    lines = data.splitlines(keepends=True)
+    path.write_bytes(lines[0] + bytes(len(lines[1])) + lines[2])
+    with pytest.raises(JournalError, match="line 2 is damaged"):
+        read_journal(path)
+
+
+# Damage
+
+
+def check_flip(path, data, records, bit):
+    """Flip one bit: it is refused at its line, or, in the last newline, costs just the last record."""
+    offset = bit // 8
+    flipped = bytearray(data)
+    flipped[offset] ^= 1 << bit % 8
+    path.write_bytes(flipped)
+    if offset == len(data) - 1:
+        assert read_journal(path) == (HEADER, records[:-1])
+        return
+    with pytest.raises(JournalError) as caught:
+        read_journal(path)
+    assert f"line {data.count(10, 0, offset) + 1} is damaged" in str(caught.value)
+
+
+def test_every_flipped_bit_of_a_short_journal_is_noticed(path):
+    records = some_records(4)
+    data = write_journal(path, records)
+    for bit in range(8 * len(data)):
+        check_flip(path, data, records, bit)
+
+
+def test_every_flipped_bit_of_a_record_inside_a_long_journal_is_noticed(path):
+    records = some_records(120)
+    data = write_journal(path, records)
+    lines = data.splitlines(keepends=True)
+    start = sum(map(len, lines[:75]))
+    for bit in range(8 * start, 8 * (start + len(lines[75]))):
+        check_flip(path, data, records, bit)
+
+
+def test_a_line_that_is_missing_doubled_moved_or_from_another_run_is_noticed(path, tmp_path):
+    header, first, second, third = write_journal(path, some_records(3)).splitlines(keepends=True)
+    other = write_journal(tmp_path / "other", [step_record(0, seed=1), step_record(1)]).splitlines(True)
+    for lines, damaged in [
+        ([header, second, third], 2),
+        ([header, first, third], 3),
+        ([header, first, first, second], 3),
+        ([header, second, first], 2),
+        ([header, header, first], 2),
+        ([header, first, other[2]], 3),
+        ([first, second], 1),
+        ([header, b"\n", first], 2),
+        ([header, first, b"not json\n"], 3),
+    ]:
+        path.write_bytes(b"".join(lines))
+        for reader in (read_journal, Journal.open):
+            with pytest.raises(JournalError, match=f"line {damaged} is damaged"):
+                reader(path)
+
+
+@pytest.mark.parametrize(
+    ("members", "problem"),
+    [
+        ({"kind": "step"}, "missing"),
+        ({"kind": "evaluation", "step": 0, "split": "dev", "loss": 0, "metrics": {}, "more": 1}, "more"),
+        ({"kind": "evaluation", "step": 3, "split": "dev", "loss": 0, "metrics": {}}, "after 3 steps"),
+        ({"kind": "new"}, "its kind is 'new'"),
+        ({}, "its kind is None"),
+    ],
+)
+def test_a_line_with_a_right_checksum_and_wrong_members_is_damage(path, members, problem):
+    header = write_journal(path, [])
+    body = json.dumps(members).encode()
+    crc = zlib.crc32(body, int(header[-11:-3], 16))
+    path.write_bytes(header + body[:-1] + b',"crc":"%08x"}\n' % crc)
+    with pytest.raises(JournalError, match=f"line 2 is damaged: .*{problem}"):
+        read_journal(path)
+
+
+def test_the_damage_error_says_where_and_how_to_go_on(path):
+    data = bytearray(write_journal(path, [step_record(step) for step in range(5)]))
+    lines = bytes(data).splitlines(keepends=True)
+    data[sum(map(len, lines[:4])) + 30] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(JournalError) as caught:
+        Journal.open(path)
+    for part in (
+        str(path),
+        "line 5 is damaged: its checksum does not match",
+        "last valid step: 2",
+        f"its first {sum(map(len, lines[:4]))} bytes",
+        "repair=True",
+        "journal.jsonl.damaged",
+    ):
+        assert part in str(caught.value)
+    assert caught.value.exit_code == 3
+    assert path.read_bytes() == data
+
+
+def test_repair_keeps_the_valid_prefix_and_moves_the_rest_aside(path, caplog):
+    whole = write_journal(path, [step_record(step) for step in range(5)])
+    lines = whole.splitlines(keepends=True)
+    damaged = b"".join(lines[4:]).replace(b"true", b"tRue")
+    path.write_bytes(b"".join(lines[:4]) + damaged)
+    with Journal.open(path, repair=True) as journal:
+        assert [record.step for record in journal.steps] == [0, 1, 2]
+        assert path.with_name("journal.jsonl.damaged").read_bytes() == damaged
+        for step in (3, 4):
+            journal.append(step_record(step))
+    assert path.read_bytes() == whole
+    assert "line 5" in caplog.text and "last good step: 2" in caplog.text
+
+
+def test_a_second_repair_keeps_what_the_first_one_moved(path):
+    data = write_journal(path, [step_record(0)])
+    for garbage in (b"first\n", b"second\n"):
+        path.write_bytes(data + garbage)
+        Journal.open(path, repair=True).close()
+        assert path.read_bytes() == data
+    assert path.with_name("journal.jsonl.damaged").read_bytes() == b"first\nsecond\n"
+
+
+def test_repair_of_a_sound_or_torn_journal_moves_nothing(path):
+    data = write_journal(path, [step_record(0)])
+    path.write_bytes(data + b'{"applied"')
+    Journal.open(path, repair=True).close()
+    assert path.read_bytes() == data
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_damaged_header_cannot_be_repaired(path):
+    path.write_bytes(write_journal(path, [step_record(0)]).replace(b"opt-125m", b"opt-126m"))
+    with pytest.raises(JournalError, match=r"line 1 is damaged: its checksum.*restore the file"):
+        Journal.open(path, repair=True)
+
+
+# Failed writes and other processes
+
+
+def test_a_full_disk_stops_the_run_and_leaves_a_valid_journal(tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small disk takes root")
+    try:
+        check_full_disk(tmp_path)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def check_full_disk(disk):
+    path = disk / "journal.jsonl"
+    (disk / "filler").write_bytes(bytes(16384))
+    with Journal.create(path, HEADER) as journal:
+        step = append_until_it_fails(journal, path, "No space left on device")
+        (disk / "filler").unlink()
+        journal.append(step_record(step))
+    assert read_journal(path)[1] == [step_record(earlier) for earlier in range(step + 1)]
+
+
+def append_until_it_fails(journal, path, reason):
+    """Return the step that failed, twice, without harm to those before it."""
+    with pytest.raises(JournalError) as caught:
+        for step in range(10_000):
+            journal.append(step_record(step))
+    assert 20 < step < 9_999
+    assert caught.value.exit_code == 3
+    for part in (f"{path} cannot be written: {reason}", f"last good step: {step - 1}", "fix: free space"):
+        assert part in str(caught.value)
+    for _ in range(2):
+        data = path.read_bytes()
+        assert data.count(b"\n") == step + 1 and data.endswith(b"\n")
+        assert read_journal(path)[1] == [step_record(earlier) for earlier in range(step)]
+        with pytest.raises(JournalError, match=reason):
+            journal.append(step_record(step))
+    return step
+
+
+def test_a_full_disk_at_the_creation_leaves_no_journal(tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small disk takes root")
+    try:
+        with pytest.raises(JournalError, match="No space left on device; last good step: none"):
+            Journal.create(tmp_path / "journal", replace(HEADER, config={"text": "x" * 40_000}))
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_write_cut_short_by_the_kernel_is_taken_back(path):
+    """A file size limit cuts the write that crosses it: some of its bytes reach the file."""
+    child = f"""
+        import resource, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from pathlib import Path
+        from test_journal import HEADER, Journal, append_until_it_fails, step_record
+        path = Path({str(path)!r})
+        with Journal.create(path, HEADER) as journal:
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_001, hard))
+            step = append_until_it_fails(journal, path, "File too large")
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+            journal.append(step_record(step))
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(child)], check=True, timeout=60)
+    _, records = read_journal(path)
+    assert records == [step_record(step) for step in range(len(records))]
+    assert path.stat().st_size > 20_001
+
+
+APPEND_FOREVER = """
+    import sys
+    sys.path.insert(0, {tests!r})
+    from pathlib import Path
+    from test_journal import Journal, step_record
+    with Journal.open(Path({path!r})) as journal:
+        for step in range(len(journal.steps), 100_000):
+            journal.append(step_record(step))
+            print(step, flush=True)
+"""
+
+
+def start_writer(path):
+    script = textwrap.dedent(APPEND_FOREVER.format(tests=str(Path(__file__).parent), path=str(path)))
+    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+
+
+def test_a_writer_killed_at_random_moments_loses_no_step_it_reported(path):
+    write_journal(path, [])
+    generator = random.Random(0)
+    for _ in range(6):
+        with start_writer(path) as writer:
+            for _ in range(generator.randrange(1, 300)):
+                reported = int(writer.stdout.readline())
+            writer.kill()
+            for line in writer.stdout.read().split("\n")[:-1]:
+                reported = int(line)
+        _, records = read_journal(path)
+        assert records == [step_record(step) for step in range(len(records))]
+        assert len(records) in (reported + 1, reported + 2)
+
+
+def test_a_reader_beside_a_running_writer_sees_only_whole_records(path):
+    write_journal(path, [])
+    expected = [step_record(step) for step in range(3_000)]
+    seen = 0
+    with start_writer(path) as writer:
+        while seen < 1_000:
+            _, records = read_journal(path)
+            assert seen <= len(records)
+            assert records == expected[: len(records)]
+            seen = len(records)
+        writer.kill()
+
+
+def test_a_second_writer_is_noticed_before_the_lines_mix(path):
+    write_journal(path, [])
+    with Journal.open(path) as ours, Journal.open(path) as theirs:
+        theirs.append(step_record(0))
+        with pytest.raises(JournalError, match="changed by another process; last good step: none"):
+            ours.append(step_record(0))
+        theirs.append(step_record(1))
+    assert read_journal(path)[1] == [step_record(0), step_record(1)]
+
+
+def test_a_replaced_or_removed_file_is_noticed(path):
+    data = write_journal(path, [])
+    with Journal.open(path) as journal:
+        path.rename(path.with_name("moved"))
+        with pytest.raises(JournalError, match="No such file"):
+            journal.append(step_record(0))
+        path.write_bytes(data)
+        with pytest.raises(JournalError, match="changed by another process"):
+            journal.append(step_record(0))
+
+
+def test_a_closed_journal_takes_no_more_records(path):
+    write_journal(path, [step_record(0)])
+    journal = Journal.open(path)
+    journal.close()
+    journal.close()
+    with pytest.raises(JournalError, match="last good step: 0"):
+        journal.append(step_record(1))
+    assert journal.steps == (step_record(0),)
+
+
+def test_a_journal_opened_by_a_relative_path_survives_a_change_of_directory(path, monkeypatch):
+    write_journal(path, [])
+    monkeypatch.chdir(path.parent)
+    with Journal.open(Path(path.name)) as journal:
+        monkeypatch.chdir("/")
+        journal.append(step_record(0))
+    assert read_journal(path)[1] == [step_record(0)]
+
+
+# Compatibility
+
+
+def test_the_same_header_is_compatible(path):
+    write_journal(path, [])
+    assert_compatible(read_journal(path)[0], HEADER)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format_version": 2}, "the format version differs from the journal's; got: 2; expected: 1; fix: "),
+        ({"noise_version": 3}, "the noise version differs from the journal's; got: 3; expected: 1; fix: "),
+        ({"model_fingerprint": "ff"}, "the model fingerprint differs .* got: 'ff'; expected: 'a1b2'"),
+        ({"parameter_table_hash": "ee"}, "the parameter table differs .* got: 'ee'; expected: 'c3d4'"),
+        (
+            {"config": {**HEADER.config, "train": {"steps": 200, "batch": 8}}},
+            "config train.batch differs from the journal's; got: 8; expected: 16; fix: ",
+        ),
+        (
+            {"config": {**HEADER.config, "tags": None}},
+            "config tags differs .* got: None; expected: .'x', None",
+        ),
+        ({"config": {**HEADER.config, "new": 1}}, "config new differs .* got: 1; expected: absent"),
+        (
+            {"config": {"model": "facebook/opt-125m"}},
+            "config tags differs .* got: absent; expected: .'x', None",
+        ),
+    ],
+)
+def test_the_first_item_that_differs_is_refused_with_both_values(changes, message):
+    with pytest.raises(UserError, match=message):
+        assert_compatible(HEADER, replace(HEADER, **changes))
+
+
+def test_only_the_config_keys_allowed_to_differ_may_differ():
+    longer = replace(HEADER, config={**HEADER.config, "train": {"steps": 300, "batch": 16}})
+    assert_compatible(HEADER, longer, may_differ={"train.steps", "run_dir"})
+    assert_compatible(HEADER, longer, may_differ={"train"})
+    with pytest.raises(UserError, match=r"config train\.steps differs .* got: 300; expected: 200"):
+        assert_compatible(HEADER, longer, may_differ={"train.step", "steps"})
+
+
+def test_other_library_versions_are_only_warned_about(caplog):
+    assert_compatible(HEADER, replace(HEADER, libraries={"torch": "2.14.0"}))
+    assert caplog.messages == ["torch was '2.13.0' when the journal was begun and is '2.14.0' now"]
+
+
+def test_a_journal_of_another_format_version_is_refused_with_both_versions(path):
+    write_journal(path, [])
+    body = json.dumps({"format_version": 2, "kind": "header"}).encode()
+    path.write_bytes(body[:-1] + b',"crc":"%08x"}\n' % zlib.crc32(body))
+    with pytest.raises(UserError, match="another format version; got: 2; expected: 1"):
+        read_journal(path)
