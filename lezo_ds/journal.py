@@ -190,9 +190,8 @@ class Journal:
                 got=str(path),
                 fix="resume that run, or use another run directory",
             )
-        line, _ = _encode_line(header, 0)
         try:
-            write_atomically(path, line)
+            write_atomically(path, _encode_line(header, 0)[0])
         except OSError as error:
             raise _write_error(path, error, 0) from error
         return cls.open(path)
@@ -218,11 +217,12 @@ class Journal:
         if content.damage and not repair:
             raise _damage_error(path, content)
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
             if content.damage:
                 _save_damaged(path, rest)
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
             if rest:
-                _truncate(descriptor, content.end)
+                os.ftruncate(descriptor, content.end)
+            os.fsync(descriptor)  # also a last line whose writer was killed before it synced
         except OSError as error:
             raise _write_error(path, error, content.num_steps) from error
         if rest:
@@ -305,7 +305,8 @@ class Journal:
             os.fsync(self._descriptor)
         except OSError:
             with suppress(OSError):  # a part that stays is dropped when the journal is next opened
-                _truncate(self._descriptor, self._end)
+                os.ftruncate(self._descriptor, self._end)
+                os.fsync(self._descriptor)
             raise
 
 
@@ -457,12 +458,11 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise UserError(f"the journal cannot be read: {error.strerror}", got=str(path)) from error
-
-
-def _truncate(descriptor: int, length: int) -> None:
-    os.ftruncate(descriptor, length)
-    os.fsync(descriptor)
+        raise UserError(
+            f"the journal cannot be read: {error.strerror}",
+            got=str(path),
+            fix="give a run directory that has one",
+        ) from error
 
 
 def _save_damaged(path: Path, rest: bytes) -> None:
