@@ -116,7 +116,7 @@ def _slots(counts: Sequence[int]) -> Tensor:
 
 def _labels(examples: Sequence[EncodedExample]) -> dict[str, Tensor]:
     labels = [example.label for example in examples if example.label is not None]
-    return {"label": torch.tensor(labels)} if len(labels) == len(examples) else {}
+    return {"label": torch.tensor(labels, dtype=torch.int64)} if len(labels) == len(examples) else {}
 
 
 def _require_label(example: EncodedExample) -> int:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+from pyarrow import ArrowException  # type: ignore[import-untyped]
+from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
 
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example, Protocol, Record, Task
@@ -162,7 +164,7 @@ def _load_local(path: Path, split: str) -> list[Record]:
 
 def _read_json_lines(path: Path) -> list[Record]:
     records: list[Record] = []
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:  # bytes: json then reports a wrong encoding by line, too
         for number, line in enumerate(file, start=1):
             try:
                 record = json.loads(line)
@@ -176,8 +178,8 @@ def _read_json_lines(path: Path) -> list[Record]:
 
 def _read_parquet(path: Path) -> list[Record]:
     try:
-        records: list[Record] = datasets.Dataset.from_parquet(str(path), keep_in_memory=True).to_list()
-    except Exception as error:
+        records: list[Record] = ParquetFile(path).read().to_pylist()
+    except (OSError, ArrowException) as error:
         raise UserError(f"{path} cannot be read as parquet", got=str(error)) from error
     return records
 

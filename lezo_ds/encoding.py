@@ -71,27 +71,32 @@ def load_tokenizer(path: str) -> PromptTokenizer:
     """
     try:
         backend = AutoTokenizer.from_pretrained(path, use_fast=True, trust_remote_code=False)
-        model_type = AutoConfig.from_pretrained(path, trust_remote_code=False).model_type
-    except (OSError, ValueError) as error:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # missing, broken, offline, unknown: each has a type of its own
         raise UserError(
             f"cannot load the tokenizer of {path}",
-            got=str(error).strip().splitlines()[0],
+            got=f"{type(error).__name__}: {error}".splitlines()[0],
             expected="a directory or hub id with config.json and tokenizer files",
         ) from error
-    if model_type == "opt":
-        bos_id: int | None = OPT_BOS_ID
-        if backend.convert_ids_to_tokens(OPT_BOS_ID) != OPT_BOS_TOKEN:
-            raise UserError(
-                f"the tokenizer of the OPT model {path} has another token at id {OPT_BOS_ID}",
-                got=backend.convert_ids_to_tokens(OPT_BOS_ID),
-                expected=OPT_BOS_TOKEN,
-                fix="use the tokenizer the model was trained with",
-            )
-    else:
+    # A tokenizer may have had tokens added that the model's embedding does not have.
+    vocabulary = range(config.get_text_config().vocab_size)
+    pad_id = backend.pad_token_id if backend.pad_token_id in vocabulary else 0
+    return PromptTokenizer(backend, _find_bos(path, backend, config.model_type), pad_id)
+
+
+def _find_bos(path: str, backend: PreTrainedTokenizerBase, model_type: str) -> int | None:
+    if model_type != "opt":
         adds_bos = backend("")["input_ids"][:1] == [backend.bos_token_id]
-        bos_id = backend.bos_token_id if adds_bos else None
-    pad_id = next(i for i in (backend.pad_token_id, backend.eos_token_id, 0) if i is not None)
-    return PromptTokenizer(backend, bos_id, pad_id)
+        return backend.bos_token_id if adds_bos else None
+    first_token = backend.convert_ids_to_tokens(OPT_BOS_ID)
+    if first_token != OPT_BOS_TOKEN:
+        raise UserError(
+            f"the tokenizer of the OPT model {path} has another token at id {OPT_BOS_ID}",
+            got=first_token,
+            expected=OPT_BOS_TOKEN,
+            fix="use the tokenizer the model was trained with",
+        )
+    return OPT_BOS_ID
 
 
 def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int) -> EncodedExample:

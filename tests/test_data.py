@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import datasets
+import numpy as np
+import pytest
+
+from lezo_ds.data import load_records, sample_splits
+from lezo_ds.errors import UserError
+from lezo_ds.tasks.base import SplitSizes
+from lezo_ds.tasks.sst2 import SST2
+
+
+def make_records(num_records):
+    return [{"sentence": f"review {row} ", "label": row % 2} for row in range(num_records)]
+
+
+def write_lines(directory, split, records):
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    (directory / f"{split}.jsonl").write_text(text, encoding="utf-8")
+
+
+def write_both(directory, train, validation):
+    write_lines(directory, "train", train)
+    write_lines(directory, "validation", validation)
+
+
+def rows(examples):
+    return [example.index for example in examples]
+
+
+def test_json_lines_are_read_in_order(tmp_path):
+    train = [*make_records(3), {"sentence": "caf\u00e9 \u2028 clich\u00e9s", "label": 1, "idx": 9}]
+    write_both(tmp_path, train, make_records(2))
+    assert load_records(SST2, tmp_path) == (train, make_records(2))
+
+
+def test_parquet_parts_are_read_in_the_order_of_their_names(tmp_path):
+    records = make_records(10)
+    datasets.Dataset.from_list(records[6:]).to_parquet(tmp_path / "train-00001-of-00002.parquet")
+    datasets.Dataset.from_list(records[:6]).to_parquet(tmp_path / "train-00000-of-00002.parquet")
+    datasets.Dataset.from_list(records[:4]).to_parquet(tmp_path / "validation.parquet")
+    assert load_records(SST2, tmp_path) == (records, records[:4])
+
+
+def test_a_missing_directory_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"does not exist; got: .*nowhere"):
+        load_records(SST2, tmp_path / "nowhere")
+
+
+def test_a_missing_split_is_named_with_what_was_found(tmp_path):
+    write_lines(tmp_path, "train", make_records(2))
+    with pytest.raises(UserError, match=r"no validation split in .*; got: train\.jsonl; expected"):
+        load_records(SST2, tmp_path)
+
+
+def test_an_empty_split_is_refused(tmp_path):
+    write_both(tmp_path, make_records(2), [])
+    with pytest.raises(UserError, match="validation split of sst2 is empty"):
+        load_records(SST2, tmp_path)
+
+
+def test_a_missing_field_is_named_with_the_record_and_its_fields(tmp_path):
+    write_both(tmp_path, [*make_records(2), {"text": "fine", "label": 1}], make_records(2))
+    with pytest.raises(
+        UserError, match="record 3 of the train split of sst2 has no field sentence; got: text, label"
+    ):
+        load_records(SST2, tmp_path)
+
+
+@pytest.mark.parametrize("record", [{"sentence": None, "label": 1}, {"sentence": "fine", "label": "1"}])
+def test_a_field_of_the_wrong_type_is_refused(tmp_path, record):
+    write_both(tmp_path, make_records(2), [record])
+    with pytest.raises(
+        UserError, match=r"field .* of record 1 of the validation split .* has the wrong type"
+    ):
+        load_records(SST2, tmp_path)
+
+
+@pytest.mark.parametrize("label", [-1, 2])
+def test_a_label_that_names_no_candidate_is_refused(tmp_path, label):
+    write_both(tmp_path, make_records(2), [*make_records(1), {"sentence": "fine", "label": label}])
+    with pytest.raises(
+        UserError, match=f"record 2 of the validation .* no usable label; got: {label}; .*0 to 1"
+    ):
+        load_records(SST2, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [(b'{"sentence": "a', "is not JSON"), (b"\xff\xfe", "is not JSON"), (b"[1]", "is not a record")],
+)
+def test_a_broken_line_is_named(tmp_path, line, message):
+    write_both(tmp_path, make_records(2), make_records(2))
+    with (tmp_path / "train.jsonl").open("ab") as file:
+        file.write(line + b"\n")
+    with pytest.raises(UserError, match=rf"train\.jsonl line 3 {message}"):
+        load_records(SST2, tmp_path)
+
+
+def test_broken_parquet_is_a_users_error(tmp_path):
+    (tmp_path / "train.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(UserError, match=r"train\.parquet cannot be read as parquet"):
+        load_records(SST2, tmp_path)
+
+
+def test_a_data_set_loaded_by_its_id_gives_the_same_records_as_its_files(tmp_path, monkeypatch):
+    source = tmp_path / "data set"  # a directory is the one id that needs no network
+    source.mkdir()
+    write_both(source, make_records(5), make_records(2))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    task = replace(SST2, hub_id=str(source), hub_config=None)
+    assert load_records(task, None) == load_records(task, source) == (make_records(5), make_records(2))
+
+
+def test_an_unreachable_hub_is_a_users_error_that_offers_a_local_directory(tmp_path):
+    script = "from lezo_ds.data import load_records; from lezo_ds.tasks import get_task\n"
+    script += "load_records(get_task('sst2'), None)"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    last_line = ended.stderr.strip().splitlines()[-1]
+    assert last_line.startswith("lezo_ds.errors.UserError: cannot load nyu-mll/glue (sst2)")
+    assert "pass a local directory" in last_line
+
+
+@pytest.mark.parametrize("seed", [0, 1, 42, 2**32 - 1])
+def test_splits_are_those_of_mezos_own_code(seed):
+    records, validation = make_records(2000), make_records(1500)
+    np.random.seed(seed)
+    drawn = np.random.permutation(len(records)).tolist()[:1500]
+    np.random.seed(seed)
+    scored = np.random.permutation(len(validation)).tolist()[:1000]
+
+    splits = sample_splits(SST2, records, validation, "mezo", seed)
+    assert rows(splits.train) == drawn[:-500]
+    assert rows(splits.dev) == drawn[-500:]
+    assert rows(splits.test) == scored
+    assert splits == sample_splits(SST2, records, validation, "clean", seed)
+
+
+def test_sampling_leaves_numpys_global_state_alone():
+    np.random.seed(5)
+    expected = np.random.random()
+    np.random.seed(5)
+    sample_splits(SST2, make_records(20), make_records(20), "clean", 3, 5, 5, 5)
+    assert np.random.random() == expected
+
+
+def test_examples_carry_the_row_and_text_of_their_record():
+    splits = sample_splits(SST2, make_records(20), make_records(9), "clean", 0, 10, 5, 9)
+    assert sorted(rows(splits.test)) == list(range(9))
+    assert all(example.prompt == f"review {example.index} It was" for example in splits.train + splits.dev)
+    assert not set(rows(splits.train)) & set(rows(splits.dev))
+
+
+def test_a_small_validation_split_gives_a_small_test_set():
+    assert len(sample_splits(SST2, make_records(1500), make_records(872), "clean", 0).test) == 872
+
+
+@pytest.mark.parametrize(
+    ("num_records", "clean", "mezo", "clean_sizes", "mezo_sizes"),
+    [
+        (250, SplitSizes(150, 100), SplitSizes(num_dev=100), (150, 100), (150, 100)),  # CB
+        (400, SplitSizes(300, 100), SplitSizes(num_dev=100), (300, 100), (300, 100)),  # Copa
+        (554, SplitSizes(454, 100), SplitSizes(), (454, 100), (54, 500)),  # WSC
+    ],
+)
+def test_small_tasks_get_their_published_sizes(num_records, clean, mezo, clean_sizes, mezo_sizes):
+    task = replace(SST2, sizes=clean, mezo_sizes=mezo)
+    for protocol, sizes in (("clean", clean_sizes), ("mezo", mezo_sizes)):
+        splits = sample_splits(task, make_records(num_records), make_records(56), protocol, 0)
+        assert (len(splits.train), len(splits.dev), len(splits.test)) == (*sizes, 56)
+
+
+def test_mezo_says_that_it_shrinks_train(caplog):
+    with caplog.at_level(logging.WARNING):
+        sample_splits(SST2, make_records(554), make_records(104), "mezo", 0)
+    assert "54 training examples instead of 1000" in caplog.text
+
+
+@pytest.mark.parametrize(("protocol", "num_records"), [("clean", 1499), ("mezo", 500)])
+def test_too_few_records_are_refused(protocol, num_records):
+    with pytest.raises(
+        UserError, match=rf"too few training records .* {num_records} records for 1000 \+ 500"
+    ):
+        sample_splits(SST2, make_records(num_records), make_records(10), protocol, 0)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"seed": -1}, {"seed": 2**32}, {"num_train": 0}, {"num_dev": -1}, {"num_test": -1}]
+)
+def test_a_size_or_seed_out_of_range_is_refused(arguments):
+    sizes = {"seed": 0, "num_train": 4, "num_dev": 4, "num_test": 4} | arguments
+    with pytest.raises(UserError, match=f"{next(iter(arguments))} is out of range"):
+        sample_splits(SST2, make_records(10), make_records(10), "clean", **sizes)
+
+
+def test_no_dev_examples_may_be_asked_for():
+    splits = sample_splits(SST2, make_records(10), make_records(10), "clean", 0, 10, 0, 0)
+    assert (len(splits.train), splits.dev, splits.test) == (10, (), ())

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import GPT2Config, LlamaConfig, OPTConfig, PreTrainedTokenizerFast
+
+from lezo_ds.encoding import encode_example, encode_examples, load_tokenizer
+from lezo_ds.errors import UserError
+from lezo_ds.tasks.base import Example
+
+# A word takes the space before it, as in GPT-2; a newline stands alone.
+WORDS = [
+    "<s>",
+    "<pad>",
+    "</s>",
+    "<unk>",
+    "a",
+    " joy",
+    " It",
+    " was",
+    " terrible",
+    " great",
+    "\n",
+    "Yes",
+    "No",
+]
+WORDS += [" ", " so", " the", " cup", " fell", "-", " Paris", " is", " big"]
+
+
+def save_tokenizer(directory, config, words=WORDS, bos=None):
+    """Save a model's configuration and a tokenizer of whole words that begins texts with `bos`."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?\w+|\n| |-"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    if bos is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, words.index(bos))]
+        )
+    special = {name: token for name, token in (("bos_token", bos), ("pad_token", "<pad>")) if token in words}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **special).save_pretrained(
+        directory
+    )
+    config.save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture
+def opt(tmp_path):
+    return load_tokenizer(save_tokenizer(tmp_path, OPTConfig(), bos="<s>"))
+
+
+def test_an_opt_input_is_bos_prompt_and_candidate(opt):
+    encoded = encode_example(opt, Example("a joy It was", (" terrible", " great"), 1, 0), 2048)
+    assert encoded.sequences == ((0, 4, 5, 6, 7, 8), (0, 4, 5, 6, 7, 9))
+    assert encoded.option_lengths == (1, 1)
+    assert (encoded.label, encoded.truncated) == (1, False)
+
+
+def test_spaces_are_stripped_and_newlines_kept(opt):
+    encoded = encode_example(opt, Example("  a joy\n", ("Yes", "No"), 0, 0), 2048)
+    assert encoded.sequences == ((0, 4, 5, 10, 11), (0, 4, 5, 10, 12))
+
+
+def test_the_space_between_prompt_and_candidate_belongs_to_the_candidate(opt):
+    encoded = encode_example(opt, Example("a cup fell so ", ("the cup was great", "Yes"), 0, 0), 2048)
+    assert encoded.sequences[0] == (0, 4, 16, 17, 14, 15, 16, 7, 9)
+    assert encoded.option_lengths == (4, 1)
+
+
+def test_a_whole_sentence_can_be_the_candidate(opt):
+    encoded = encode_example(opt, Example("a joy\n-", (" Paris is big", " a is big"), 0, 0), 2048)
+    assert encoded.sequences[0] == (0, 4, 5, 10, 18, 19, 20, 21)
+    assert encoded.option_lengths == (3, 3)
+
+
+def test_a_gold_text_keeps_the_newline_that_ends_it(opt):
+    encoded = encode_example(opt, Example("a joy It was", (" Paris\n",), 0, 0), 2048)
+    assert encoded.sequences == ((0, 4, 5, 6, 7, 19, 10),)
+    assert encoded.option_lengths == (2,)
+
+
+def test_an_empty_prompt_leaves_the_bos_as_context(opt):
+    encoded = encode_example(opt, Example("", ("Yes", "No"), 0, 0), 2048)
+    assert encoded.sequences == ((0, 11), (0, 12))
+
+
+def test_what_is_too_long_is_cut_on_the_left_behind_the_bos(opt):
+    example = Example("a joy It was", (" terrible", " great\n"), 1, 0)
+    encoded = encode_example(opt, example, 4)
+    assert encoded.sequences == ((0, 6, 7, 8), (0, 7, 9, 10))
+    assert encoded.option_lengths == (1, 2)
+    assert encoded.truncated
+    assert not encode_example(opt, example, 7).truncated
+
+
+def test_cut_examples_are_counted_in_one_warning(opt, caplog):
+    examples = [Example("a joy It was", (" great",), 0, 0), Example("a It was", (" great",), 0, 1)] * 3
+    with caplog.at_level(logging.WARNING):
+        encoded = encode_examples(opt, examples, 5)
+    assert [example.truncated for example in encoded] == [True, False] * 3
+    assert [record.message for record in caplog.records] == [
+        "3 of 6 examples are longer than max_length 5 tokens and were cut on the left"
+    ]
+
+
+@pytest.mark.parametrize("candidate", ["", "  "])
+def test_a_candidate_without_tokens_is_refused(opt, candidate):
+    with pytest.raises(UserError, match="candidate of example 3 adds no token"):
+        encode_example(opt, Example("a joy", (" great", candidate), 0, 3), 2048)
+
+
+def test_a_candidate_that_fills_the_whole_length_is_refused(opt):
+    with pytest.raises(
+        UserError, match="leaves no token before it; got: 2 tokens of 2; fix: raise max_length=2"
+    ):
+        encode_example(opt, Example("a joy", (" great\n",), 0, 3), 2)
+
+
+def test_opts_published_tokenizer_is_given_the_bos_opt_was_trained_on(tmp_path):
+    vocabulary = ["<s>", "<pad>", "</s>", "<unk>", "a", "b", "\u0120", "\u0120b"]  # \u0120 is a space
+    (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n\u0120 b\n", encoding="utf-8")
+    settings = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "pad_token": "<pad>"}
+    settings |= {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    OPTConfig().save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.backend("a b")["input_ids"] == [2, 4, 7]
+    assert tokenizer.encode(["a b"]) == [(0, 4, 7)]
+    assert tokenizer.pad_id == 1
+
+
+def test_an_opt_model_with_another_models_tokenizer_is_refused(tmp_path):
+    path = save_tokenizer(tmp_path, OPTConfig(), words=["!", *WORDS])
+    with pytest.raises(UserError, match="another token at id 0; got: !; expected: <s>"):
+        load_tokenizer(path)
+
+
+def test_another_model_gets_the_bos_its_tokenizer_adds(tmp_path):
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path, LlamaConfig(), words=[*WORDS, "<BOS>"], bos="<BOS>"))
+    assert tokenizer.encode(["a joy"]) == [(len(WORDS), 4, 5)]
+
+
+def test_a_model_without_bos_gets_none_and_is_cut_on_the_left(tmp_path):
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path, GPT2Config(), words=WORDS[2:]))
+    assert tokenizer.bos_id is None
+    encoded = encode_example(tokenizer, Example("a joy It was", (" great",), 0, 0), 3)
+    assert encoded.sequences == ((4, 5, 7),)
+    with pytest.raises(UserError, match=r"leaves no token before it; .*give it a prompt"):
+        encode_example(tokenizer, Example("", ("Yes",), 0, 0), 3)
+
+
+@pytest.mark.parametrize("words", [["</s>", *WORDS[2:]], [*WORDS[2:], "<pad>"]], ids=["none", "too large"])
+def test_a_pad_token_the_model_does_not_have_is_replaced_by_one_it_has(tmp_path, words):
+    config = GPT2Config(vocab_size=len(WORDS) - 2)
+    assert load_tokenizer(save_tokenizer(tmp_path, config, words=words)).pad_id == 0
+
+
+def test_a_missing_tokenizer_is_a_users_error(tmp_path):
+    with pytest.raises(UserError, match="cannot load the tokenizer of"):
+        load_tokenizer(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+@pytest.mark.parametrize("content", ["{}", '{"model'])
+def test_a_broken_file_is_a_users_error(tmp_path, name, content):
+    path = save_tokenizer(tmp_path, OPTConfig(), bos="<s>")
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match="cannot load the tokenizer of"):
+        load_tokenizer(path)
