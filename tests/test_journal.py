@@ -263,7 +263,7 @@ def test_a_journal_cut_at_every_byte_still_gives_the_whole_records_before_the_cu
 
 
 def test_a_journal_cut_at_every_byte_can_be_completed_to_the_same_bytes(path):
-    records = some_records(6)
+    records = some_records(4)
     data = write_journal(path, records)
     header_end = data.index(b"\n") + 1
     for cut in range(header_end, len(data) + 1):
