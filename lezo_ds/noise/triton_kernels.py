@@ -1,0 +1,312 @@
+"""The noise operations as Triton kernels: the bits of gaussian.py and precision.py, z in registers only.
+
+Launch with enable_fp_fusion=False: a fused multiply-add rounds once where the other backends round twice.
+"""
+
+# mypy: disallow-untyped-decorators=False, warn-return-any=False
+# ruff: noqa: PLR0913 (a kernel has no objects to bundle its arguments in)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NEAREST = tl.constexpr(0)
+STOCHASTIC = tl.constexpr(1)
+MASTER = tl.constexpr(2)
+
+
+@triton.jit
+def _minus_two_log_uniform(word: tl.tensor) -> tl.tensor:
+    """See `gaussian._minus_two_log_uniform`."""
+    odd = (((word >> 9) << 1) | 1).to(tl.int32).to(tl.float32)
+    bits = odd.to(tl.int32, bitcast=True)
+    mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    above = mantissa > 1.4142135381698608
+    x = tl.where(above, mantissa * 0.5, mantissa) - 1.0
+    exponent = ((bits >> 23) - 127 + above.to(tl.int32) - 24).to(tl.float32)
+    polynomial = x * 7.0376836292e-2 + -1.1514610310e-1
+    polynomial = polynomial * x + 1.1676998740e-1
+    polynomial = polynomial * x + -1.2420140846e-1
+    polynomial = polynomial * x + 1.4249322787e-1
+    polynomial = polynomial * x + -1.6668057665e-1
+    polynomial = polynomial * x + 2.0000714765e-1
+    polynomial = polynomial * x + -2.4999993993e-1
+    polynomial = polynomial * x + 3.3333331174e-1
+    square = x * x
+    tail = polynomial * x * square + exponent * -2.12194440e-4 - square * 0.5
+    return ((x + tail) + exponent * 0.693359375) * -2.0
+
+
+@triton.jit
+def _sin_cos(word: tl.tensor) -> tl.tensor:
+    """See `gaussian._sin_cos`."""
+    quadrant = (word >> 30).to(tl.int32)
+    x = (word << 2).to(tl.int32, bitcast=True).to(tl.float32) * 3.657291987e-10
+    square = x * x
+    sine = (square * -1.9515295891e-4 + 8.3321608736e-3) * square + -1.6666654611e-1
+    sine = sine * square * x + x
+    cosine = (square * 2.443315711809948e-5 + -1.388731625493765e-3) * square + 4.166664568298827e-2
+    cosine = cosine * (square * square) - square * 0.5 + 1.0
+    odd = (quadrant & 1) == 1
+    turned_sine = tl.where(odd, cosine, sine)
+    turned_cosine = tl.where(odd, sine, cosine)
+    turned_sine = tl.where(quadrant >= 2, -turned_sine, turned_sine)
+    turned_cosine = tl.where((quadrant == 1) | (quadrant == 2), -turned_cosine, turned_cosine)
+    return turned_sine, turned_cosine
+
+
+@triton.jit
+def _words(seed: tl.tensor, parameter_id: tl.tensor, block: tl.tensor, stream: tl.constexpr) -> tl.tensor:
+    """Return Philox4x32-10 of (block low, block high, parameter id, stream): four uint32 tensors."""
+    low = block.to(tl.uint32)
+    high = (block >> 32).to(tl.uint32)
+    zero = low * 0
+    return tl.philox(seed, low, high, zero + tl.cast(parameter_id, tl.uint32), zero + stream)
+
+
+@triton.jit
+def _in_order(v0: tl.tensor, v1: tl.tensor, v2: tl.tensor, v3: tl.tensor) -> tl.tensor:
+    """Interleave the values of the blocks' four elements, [n] each, to those of all elements, [4 n]."""
+    return tl.interleave(tl.interleave(v0, v2), tl.interleave(v1, v3))
+
+
+@triton.jit
+def _normals(seed: tl.tensor, parameter_id: tl.tensor, block: tl.tensor) -> tl.tensor:
+    """Return z of all elements of the blocks: fp32 [4 n]."""
+    word0, word1, word2, word3 = _words(seed, parameter_id, block, 0)
+    radius01 = tl.sqrt_rn(_minus_two_log_uniform(word0))
+    radius23 = tl.sqrt_rn(_minus_two_log_uniform(word2))
+    sin01, cos01 = _sin_cos(word1)
+    sin23, cos23 = _sin_cos(word3)
+    return _in_order(radius01 * cos01, radius01 * sin01, radius23 * cos23, radius23 * sin23)
+
+
+@triton.jit
+def _dither(seed: tl.tensor, parameter_id: tl.tensor, block: tl.tensor) -> tl.tensor:
+    """Return the dither words of all elements of the blocks: int32 [4 n]."""
+    word0, word1, word2, word3 = _words(seed, parameter_id, block, 1)
+    return _in_order(word0, word1, word2, word3).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _to_fp32(stored: tl.tensor) -> tl.tensor:
+    """Convert from storage; bf16 in integers, as Triton's interpreter has no exact conversion for it."""
+    if stored.dtype == tl.bfloat16:
+        bits = stored.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        value = bits.to(tl.float32, bitcast=True)
+    else:
+        value = stored.to(tl.float32)
+    return value
+
+
+@triton.jit
+def _round_nearest(value: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Round to nearest, ties to even; bf16 in integers, as in `_to_fp32`."""
+    if dtype == tl.bfloat16:
+        bits = value.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(value != value, 0x7FC0, rounded)
+        stored = rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        stored = value.to(dtype)
+    return stored
+
+
+@triton.jit
+def _round_stochastic(value: tl.tensor, dither: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """See `precision.round_stochastic`."""
+    bits = value.to(tl.int32, bitcast=True)
+    if dtype == tl.bfloat16:
+        rounded = (bits + (dither & 0xFFFF)) >> 16
+        nan = 0x7FC0
+    else:
+        magnitude = bits & 0x7FFFFFFF
+        normal = ((magnitude + (dither & 0x1FFF)) >> 13) - 0x1C000
+        below = tl.minimum(magnitude, 0x38800000).to(tl.float32, bitcast=True)
+        subnormal = ((below * 17592186044416.0).to(tl.int32) + (dither & 0xFFFFF)) >> 20
+        rounded = tl.where(magnitude < 0x38800000, subnormal, tl.minimum(normal, 0x7C00))
+        rounded = rounded | ((bits >> 31) << 15)
+        nan = 0x7E00
+    rounded = tl.where(value != value, nan, rounded)
+    return rounded.to(tl.int16).to(dtype, bitcast=True)
+
+
+@triton.jit
+def _low_unit_exponent(high: tl.tensor) -> tl.tensor:
+    """See `precision._low_unit_exponent`."""
+    exponent = (high.to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 0xFF
+    return tl.maximum(exponent, 127 - 14) - 10 - 15
+
+
+@triton.jit
+def _split_master(value: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """See `precision.split_master`."""
+    if dtype == tl.bfloat16:
+        bits = value.to(tl.int32, bitcast=True)
+        high_bits = (bits + 0x8000) >> 16
+        low = (bits - (high_bits << 16)).to(tl.int16)
+        high = high_bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        high = value.to(tl.float16)
+        per_unit = ((254 - _low_unit_exponent(high)) << 23).to(tl.float32, bitcast=True)
+        quotient = (value - high.to(tl.float32)) * per_unit
+        rounded = (quotient + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+        finite = (high.to(tl.int16, bitcast=True) & 0x7FFF) < 0x7C00
+        low = tl.where(finite, rounded, 0).to(tl.int16)
+    return high, low
+
+
+@triton.jit
+def _join_master(high: tl.tensor, low: tl.tensor) -> tl.tensor:
+    """See `precision.join_master`."""
+    if high.dtype == tl.bfloat16:
+        bits = (high.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low.to(tl.int32)
+        value = bits.to(tl.float32, bitcast=True)
+    else:
+        unit = (_low_unit_exponent(high) << 23).to(tl.float32, bitcast=True)
+        value = high.to(tl.float32) + low.to(tl.float32) * unit
+    return value
+
+
+@triton.jit
+def _tile(
+    tile: tl.tensor, start: tl.tensor, count: tl.tensor, aligned: tl.constexpr, num_blocks: tl.constexpr
+) -> tl.tensor:
+    """Return a tile's blocks [n], its elements' places from `start` [4 n], and which exist, as a mask [4 n].
+
+    `aligned` promises that `start` is a multiple of 4, so that memory accesses can be wide.
+    """
+    block = start // 4 + tile * num_blocks + tl.arange(0, num_blocks)
+    position = tile * (4 * num_blocks) + tl.arange(0, 4 * num_blocks)
+    if aligned:
+        inside = position < count
+    else:
+        position = position - start % 4
+        inside = (position >= 0) & (position < count)
+    return block, position, inside
+
+
+@triton.jit
+def normal_kernel(
+    out_ptr: tl.tensor,
+    seed: tl.uint64,
+    parameter_id: tl.uint32,
+    start: tl.int64,
+    count: tl.int64,
+    aligned: tl.constexpr,
+    num_blocks: tl.constexpr,
+) -> None:
+    """out[i] = z of element start + i, for i < count."""
+    tile = tl.program_id(0).to(tl.int64)
+    block, position, inside = _tile(tile, start, count, aligned, num_blocks)
+    tl.store(out_ptr + position, _normals(seed, parameter_id, block), mask=inside)
+
+
+@triton.jit
+def perturb_kernel(
+    theta_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    plus_ptr: tl.tensor,
+    minus_ptr: tl.tensor,
+    seed: tl.uint64,
+    parameter_id: tl.uint32,
+    scale: tl.float32,
+    width: tl.int64,
+    tiles_per_row: tl.int64,
+    aligned: tl.constexpr,
+    num_blocks: tl.constexpr,
+) -> None:
+    """Row i of plus (and minus) = theta[rows[i]] + (and -) scale z; without rows, theta is one long row 0."""
+    program = tl.program_id(0).to(tl.int64)
+    target = program // tiles_per_row
+    source = target
+    if rows_ptr is not None:
+        source = tl.load(rows_ptr + target)
+    block, position, inside = _tile(program % tiles_per_row, source * width, width, aligned, num_blocks)
+    theta = _to_fp32(tl.load(theta_ptr + source * width + position, mask=inside))
+    change = scale * _normals(seed, parameter_id, block)
+    out = target * width + position
+    tl.store(plus_ptr + out, _round_nearest(theta + change, plus_ptr.dtype.element_ty), mask=inside)
+    if minus_ptr is not None:
+        tl.store(minus_ptr + out, _round_nearest(theta - change, minus_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _updated(
+    stored: tl.tensor,
+    low: tl.tensor,
+    seed: tl.tensor,
+    parameter_id: tl.tensor,
+    block: tl.tensor,
+    coefficient: tl.tensor,
+    precision: tl.constexpr,
+) -> tl.tensor:
+    """Return (stored, low) after theta - coefficient z; low passes through unless `precision` is MASTER."""
+    change = coefficient * _normals(seed, parameter_id, block)
+    if precision == MASTER:
+        new_stored, new_low = _split_master(_join_master(stored, low) - change, stored.dtype)
+    else:
+        value = _to_fp32(stored) - change
+        if precision == STOCHASTIC:
+            new_stored = _round_stochastic(value, _dither(seed, parameter_id, block), stored.dtype)
+        else:
+            new_stored = _round_nearest(value, stored.dtype)
+        new_low = low
+    return new_stored, new_low
+
+
+@triton.jit
+def update_kernel(
+    shard_ptr: tl.tensor,
+    low_ptr: tl.tensor,
+    seed: tl.uint64,
+    parameter_id: tl.uint32,
+    coefficient: tl.float32,
+    start: tl.int64,
+    count: tl.int64,
+    precision: tl.constexpr,
+    aligned: tl.constexpr,
+    num_blocks: tl.constexpr,
+) -> None:
+    """Shard -= coefficient z, in place, for elements [start, start + count)."""
+    tile = tl.program_id(0).to(tl.int64)
+    block, position, inside = _tile(tile, start, count, aligned, num_blocks)
+    stored = tl.load(shard_ptr + position, mask=inside)
+    low = stored
+    if precision == MASTER:
+        low = tl.load(low_ptr + position, mask=inside)
+    stored, low = _updated(stored, low, seed, parameter_id, block, coefficient, precision)
+    tl.store(shard_ptr + position, stored, mask=inside)
+    if precision == MASTER:
+        tl.store(low_ptr + position, low, mask=inside)
+
+
+@triton.jit
+def update_many_kernel(
+    shard_ptr: tl.tensor,
+    low_ptr: tl.tensor,
+    seeds_ptr: tl.tensor,
+    coefficients_ptr: tl.tensor,
+    num_steps: tl.int32,
+    parameter_id: tl.uint32,
+    start: tl.int64,
+    count: tl.int64,
+    precision: tl.constexpr,
+    aligned: tl.constexpr,
+    num_blocks: tl.constexpr,
+) -> None:
+    """`update_kernel` for each of the steps in order; the shard stays in registers between them."""
+    tile = tl.program_id(0).to(tl.int64)
+    block, position, inside = _tile(tile, start, count, aligned, num_blocks)
+    stored = tl.load(shard_ptr + position, mask=inside)
+    low = stored
+    if precision == MASTER:
+        low = tl.load(low_ptr + position, mask=inside)
+    for step in range(num_steps):
+        seed = tl.load(seeds_ptr + step)
+        coefficient = tl.load(coefficients_ptr + step)
+        stored, low = _updated(stored, low, seed, parameter_id, block, coefficient, precision)
+    tl.store(shard_ptr + position, stored, mask=inside)
+    if precision == MASTER:
+        tl.store(low_ptr + position, low, mask=inside)
