@@ -1,0 +1,93 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+REPOSITORY = Path(__file__).parents[1]
+SCALARS = {
+    "seed": "u64",
+    "parameter_id": "u32",
+    "scale": "fp32",
+    "coefficient": "fp32",
+    "num_steps": "i32",
+    "start": "i64",
+    "count": "i64",
+    "width": "i64",
+    "tiles_per_row": "i64",
+    "rows_ptr": "*i64",
+    "seeds_ptr": "*u64",
+    "coefficients_ptr": "*fp32",
+    "low_ptr": "*i16",
+}
+
+
+def run_python(arguments, **environment):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **environment},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="test_noise_backends.py runs on the device itself")
+def test_the_triton_backend_passes_the_backends_suite_in_the_interpreter():
+    # A process of its own: Triton reads the variable when the kernels are defined.
+    suite = ["-m", "pytest", "tests/test_noise_backends.py", "-q", "-k", "triton", "-p", "no:cacheprovider"]
+    result = run_python(suite, TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.stdout[-5000:]
+    assert "skipped" not in result.stdout
+
+
+def ptx_for_hopper(kernel, storage, precision=None):
+    """The assembly that `kernel` becomes for compute capability 9.0; needs no GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    pointers = {
+        "theta_ptr": storage,
+        "shard_ptr": storage,
+        "plus_ptr": storage,
+        "minus_ptr": "fp32",
+        "out_ptr": "fp32",
+    }
+    types = SCALARS | {name: f"*{kind}" for name, kind in pointers.items()}
+    constants = {"aligned": False, "num_blocks": 256, "precision": precision}
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    chosen = {
+        (kernel.arg_names.index(name),): value
+        for name, value in constants.items()
+        if name in kernel.arg_names
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=chosen)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+    return compiled.asm["ptx"]
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not compile")
+@pytest.mark.parametrize("storage", ["fp32", "bf16", "fp16"])
+def test_the_kernels_compile_for_a_gpu_with_every_operation_rounded_on_its_own(storage):
+    from lezo_ds.noise import triton_kernels as kernels
+
+    assemblies = [
+        ptx_for_hopper(kernels.normal_kernel, storage),
+        ptx_for_hopper(kernels.perturb_kernel, storage),
+        *(
+            ptx_for_hopper(kernel, storage, precision)
+            for kernel in (kernels.update_kernel, kernels.update_many_kernel)
+            for precision in ((0,) if storage == "fp32" else (0, 1, 2))
+        ),
+    ]
+    for assembly in assemblies:
+        assert "fma.rn.f32" not in assembly  # a product and a sum rounded once
+        assert "sqrt.rn.f32" in assembly
+        assert "sqrt.approx" not in assembly
+        assert ".ftz" not in assembly  # denormals flushed to zero
