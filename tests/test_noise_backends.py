@@ -21,18 +21,15 @@ PRECISIONS = ["stochastic", "fp32_master", "nearest"]
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "noise.json").read_text())
 
 
-def triton_noise():
-    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("needs a CUDA device or TRITON_INTERPRET=1")
-    from lezo_ds.noise.gpu import TritonNoise
-
-    return TritonNoise(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TRITON = ["triton"] if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1" else []
 
 
-@pytest.fixture(params=["eager", "cpu", "triton"])
+@pytest.fixture(params=["eager", "cpu", *TRITON])
 def backend_and_device(request):
     if request.param == "triton":
-        return triton_noise()
+        from lezo_ds.noise.gpu import TritonNoise
+
+        return TritonNoise(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return (EagerNoise() if request.param == "eager" else CpuNoise()), torch.device("cpu")
 
 

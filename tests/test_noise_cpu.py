@@ -1,4 +1,5 @@
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -6,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lezo_ds.noise import split_master
+from lezo_ds.noise import cpu, split_master
 from lezo_ds.noise.cpu import CpuNoise
 from lezo_ds.noise.eager import EagerNoise
 
@@ -72,6 +73,28 @@ def test_a_cache_that_cannot_be_written_falls_back_to_pytorch(tmp_path):
     blocked.write_text("not a folder")
     output, _ = start_python(blocked).communicate()
     assert output.strip() == expected_line("EagerNoise")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86")
+@pytest.mark.parametrize("instruction_set", ["x86-64", "x86-64-v3"])
+def test_older_instruction_sets_give_the_same_bits(monkeypatch, tmp_path, instruction_set):
+    if instruction_set == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor has no AVX2")
+    flags = [flag.replace("native", instruction_set) for flag in cpu.FLAGS]
+    monkeypatch.setattr(cpu, "FLAGS", flags)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu.load_kernels.cache_clear()
+    older = CpuNoise()
+    cpu.load_kernels.cache_clear()
+    assert len(list((tmp_path / "lezo_ds").iterdir())) == 1
+    start, count = 2**34 - 1001, 5003
+    assert torch.equal(older.normal(1, 2, start, count, CPU), EagerNoise().normal(1, 2, start, count, CPU))
+    for dtype in (torch.bfloat16, torch.float16):
+        shard = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
+        expected = shard.clone()
+        older.update_(shard, start, 1, 2, 0.01, "stochastic")
+        EagerNoise().update_(expected, start, 1, 2, 0.01, "stochastic")
+        assert torch.equal(shard, expected)
 
 
 @pytest.fixture

@@ -110,7 +110,7 @@ def test_stochastic_rounding_keeps_nan_and_infinity(dtype):
     assert rounded[3] == float("inf")
 
 
-# How much of many tiny updates arrives: the projection of the weights' change on the exact sum of the updates.
+# How much of many tiny updates arrives: the projection of the weights' change on their exact sum.
 # Steps of about 3e-6 (learning rate 1e-7, projected gradient 30) against weights of about 0.02, where half a
 # unit in the last place is 6e-5 in bf16 and 8e-6 in fp16, which gets steps a tenth as large.
 SIGNAL = [

@@ -1,8 +1,8 @@
 // The noise operations for CPUs: the bits of gaussian.py and precision.py, vectorised by the compiler.
 //
 // Build with -O3 -march=native -ffp-contract=off and never with -ffast-math: equality with the other backends
-// rests on every fp32 operation being rounded on its own. All loops that matter run over plain arrays without
-// branches, so that GCC turns them into SIMD code; a tile of noise lives in the first-level cache.
+// rests on every fp32 operation being rounded on its own. But for Philox, all loops that matter run over plain
+// arrays without branches, so that GCC turns them into SIMD code; a tile of noise lives in the first-level cache.
 
 #include <algorithm>
 #include <atomic>
@@ -12,11 +12,16 @@
 #include <cstring>
 #include <system_error>
 #include <thread>
+#include <type_traits>
 #include <vector>
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
-constexpr int LANES = 16;  // blocks are made in multiples of this, so that the vector loops have no remainder
+constexpr int BLOCK_MULTIPLE = 16;  // blocks are made in multiples of this: vector loops have no remainder
 constexpr int TILE_BLOCKS = 256;
 constexpr int TILE = 4 * TILE_BLOCKS;
 constexpr int64_t CHUNK = 64 * TILE;  // elements a thread takes at once
@@ -34,24 +39,58 @@ inline To bit_cast(From value) {
 
 // ---------------------------------------------------------------- Philox4x32-10 (Salmon et al. 2011)
 
-struct Words {
-    uint32_t word[4];
+// One word of several blocks at once, each in the low half of 64 bits; the high halves are not defined. The
+// processor's 32 x 32 -> 64 bit multiplication has this form, which GCC does not find by itself.
+#if defined(__AVX512F__)
+typedef uint64_t Lanes __attribute__((vector_size(64)));
+inline Lanes product(Lanes a, Lanes b) { return (Lanes)_mm512_mul_epu32((__m512i)a, (__m512i)b); }
+#elif defined(__AVX2__)
+typedef uint64_t Lanes __attribute__((vector_size(32)));
+inline Lanes product(Lanes a, Lanes b) { return (Lanes)_mm256_mul_epu32((__m256i)a, (__m256i)b); }
+#elif defined(__SSE2__)
+typedef uint64_t Lanes __attribute__((vector_size(16)));
+inline Lanes product(Lanes a, Lanes b) { return (Lanes)_mm_mul_epu32((__m128i)a, (__m128i)b); }
+#else
+typedef uint64_t Lanes __attribute__((vector_size(16)));
+inline Lanes product(Lanes a, Lanes b) { return (a & 0xFFFFFFFFu) * b; }
+#endif
+
+constexpr int NUM_LANES = sizeof(Lanes) / sizeof(uint64_t);
+static_assert(BLOCK_MULTIPLE % NUM_LANES == 0);
+
+// Which noise: everything but the element.
+struct Key {
+    uint64_t seed;
+    uint32_t parameter_id;
 };
 
-inline Words philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t seed) {
-    uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-#pragma GCC unroll 10
-    for (int round = 0; round < 10; ++round) {
-        const uint64_t product0 = static_cast<uint64_t>(c0) * 0xD2511F53u;
-        const uint64_t product1 = static_cast<uint64_t>(c2) * 0xCD9E8D57u;
-        c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ k0;
-        c1 = static_cast<uint32_t>(product1);
-        c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ k1;
-        c3 = static_cast<uint32_t>(product0);
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
+// The Philox words of blocks, word by word: words[j][i] is word j of block i, in the low half.
+struct alignas(64) TileWords {
+    uint64_t word[4][TILE_BLOCKS];
+};
+
+inline void fill_words(TileWords &words, Key key, uint32_t stream, uint64_t block, int num_blocks) {
+    Lanes lane;
+    for (int i = 0; i < NUM_LANES; ++i) lane[i] = static_cast<uint64_t>(i);
+    const Lanes zero = lane ^ lane;
+    for (int i = 0; i < num_blocks; i += NUM_LANES) {
+        const Lanes counter = lane + (block + static_cast<uint64_t>(i));
+        Lanes c0 = counter, c1 = counter >> 32, c2 = zero + key.parameter_id, c3 = zero + stream;
+        uint32_t k0 = static_cast<uint32_t>(key.seed), k1 = static_cast<uint32_t>(key.seed >> 32);
+        for (int round = 0; round < 10; ++round) {
+            const Lanes product0 = product(c0, zero + 0xD2511F53u), product1 = product(c2, zero + 0xCD9E8D57u);
+            c0 = (product1 >> 32) ^ c1 ^ (zero + k0);
+            c1 = product1;
+            c2 = (product0 >> 32) ^ c3 ^ (zero + k1);
+            c3 = product0;
+            k0 += 0x9E3779B9u;
+            k1 += 0xBB67AE85u;
+        }
+        std::memcpy(&words.word[0][i], &c0, sizeof(Lanes));
+        std::memcpy(&words.word[1][i], &c1, sizeof(Lanes));
+        std::memcpy(&words.word[2][i], &c2, sizeof(Lanes));
+        std::memcpy(&words.word[3][i], &c3, sizeof(Lanes));
     }
-    return {{c0, c1, c2, c3}};
 }
 
 // ---------------------------------------------------------------- Box-Muller
@@ -84,7 +123,8 @@ inline SinCos sin_cos(uint32_t word) {
     const uint32_t quadrant = word >> 30;
     const float x = static_cast<float>(static_cast<int32_t>(word << 2)) * 3.657291987e-10f;
     const float square = x * x;
-    const float sine = ((square * -1.9515295891e-4f + 8.3321608736e-3f) * square + -1.6666654611e-1f) * square * x + x;
+    const float sine =
+        ((square * -1.9515295891e-4f + 8.3321608736e-3f) * square + -1.6666654611e-1f) * square * x + x;
     const float cosine =
         ((square * 2.443315711809948e-5f + -1.388731625493765e-3f) * square + 4.166664568298827e-2f) *
             (square * square) - square * 0.5f + 1.0f;
@@ -96,34 +136,20 @@ inline SinCos sin_cos(uint32_t word) {
             bit_cast<float>(bit_cast<uint32_t>(odd ? sine : cosine) ^ cosine_sign)};
 }
 
-// Which z: everything but the element.
-struct Key {
-    uint64_t seed;
-    uint32_t parameter_id;
-};
-
-// The Philox words of `num_blocks` (a multiple of LANES) blocks, word by word: words[j][i] is word j of block i.
-void fill_words(uint32_t (*__restrict__ words)[TILE_BLOCKS], Key key, uint32_t stream, uint64_t block, int num_blocks) {
-    for (int i = 0; i < num_blocks; ++i) {
-        const uint64_t counter = block + static_cast<uint64_t>(i);
-        const Words r = philox(static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32),
-                               key.parameter_id, stream, key.seed);
-        for (int j = 0; j < 4; ++j) words[j][i] = r.word[j];
-    }
+inline int whole_vectors(int num_blocks) {
+    return (num_blocks + BLOCK_MULTIPLE - 1) / BLOCK_MULTIPLE * BLOCK_MULTIPLE;
 }
-
-inline int whole_lanes(int num_blocks) { return (num_blocks + LANES - 1) / LANES * LANES; }
 
 // z of all elements of `num_blocks` blocks.
 void fill_normals(float *__restrict__ z, Key key, uint64_t block, int num_blocks) {
-    alignas(64) uint32_t words[4][TILE_BLOCKS];
-    num_blocks = whole_lanes(num_blocks);
+    TileWords words;
+    num_blocks = whole_vectors(num_blocks);
     fill_words(words, key, NORMAL_STREAM, block, num_blocks);
     for (int i = 0; i < num_blocks; ++i) {
-        const float radius01 = std::sqrt(minus_two_log_uniform(words[0][i]));
-        const float radius23 = std::sqrt(minus_two_log_uniform(words[2][i]));
-        const SinCos angle01 = sin_cos(words[1][i]);
-        const SinCos angle23 = sin_cos(words[3][i]);
+        const float radius01 = std::sqrt(minus_two_log_uniform(static_cast<uint32_t>(words.word[0][i])));
+        const float radius23 = std::sqrt(minus_two_log_uniform(static_cast<uint32_t>(words.word[2][i])));
+        const SinCos angle01 = sin_cos(static_cast<uint32_t>(words.word[1][i]));
+        const SinCos angle23 = sin_cos(static_cast<uint32_t>(words.word[3][i]));
         z[4 * i] = radius01 * angle01.cos;
         z[4 * i + 1] = radius01 * angle01.sin;
         z[4 * i + 2] = radius23 * angle23.cos;
@@ -133,11 +159,11 @@ void fill_normals(float *__restrict__ z, Key key, uint64_t block, int num_blocks
 
 // The dither words of all elements of `num_blocks` blocks.
 void fill_dither(uint32_t *__restrict__ dither, Key key, uint64_t block, int num_blocks) {
-    alignas(64) uint32_t words[4][TILE_BLOCKS];
-    num_blocks = whole_lanes(num_blocks);
+    TileWords words;
+    num_blocks = whole_vectors(num_blocks);
     fill_words(words, key, DITHER_STREAM, block, num_blocks);
     for (int i = 0; i < num_blocks; ++i)
-        for (int j = 0; j < 4; ++j) dither[4 * i + j] = words[j][i];
+        for (int j = 0; j < 4; ++j) dither[4 * i + j] = static_cast<uint32_t>(words.word[j][i]);
 }
 
 // ---------------------------------------------------------------- Storage formats
@@ -175,7 +201,8 @@ struct Bf16 {
     }
 
     static float join(uint16_t high, int16_t low) {
-        return bit_cast<float>((static_cast<uint32_t>(high) << 16) + static_cast<uint32_t>(static_cast<int32_t>(low)));
+        const uint32_t low_bits = static_cast<uint32_t>(static_cast<int32_t>(low));
+        return bit_cast<float>((static_cast<uint32_t>(high) << 16) + low_bits);
     }
 };
 
@@ -418,14 +445,15 @@ void lezo_update(void *shard, int format, int16_t *low, int precision, int64_t s
         using Storage = decltype(tag);
         auto *whole = static_cast<typename Storage::Stored *>(shard);
         parallel_for(count, CHUNK, num_threads, [&](int64_t first, int64_t last) {
+            auto *part = whole + first;
             const int64_t from = start + first, length = last - first;
             if constexpr (!std::is_same_v<Storage, Fp32>) {
                 if (precision == MASTER)
-                    return update_range<Storage, MASTER>(whole + first, low + first, from, length, parameter_id, steps);
+                    return update_range<Storage, MASTER>(part, low + first, from, length, parameter_id, steps);
                 if (precision == STOCHASTIC)
-                    return update_range<Storage, STOCHASTIC>(whole + first, nullptr, from, length, parameter_id, steps);
+                    return update_range<Storage, STOCHASTIC>(part, nullptr, from, length, parameter_id, steps);
             }
-            update_range<Storage, NEAREST>(whole + first, nullptr, from, length, parameter_id, steps);
+            update_range<Storage, NEAREST>(part, nullptr, from, length, parameter_id, steps);
         });
     });
 }
