@@ -1,0 +1,228 @@
+"""Made-up film reviews: a labelled data set in SST-2's schema, and text for a small model to learn to read.
+
+A review is built from clauses that each praise or blame ("the plot is not very dull"). How they are joined
+says which of them counts: "and" adds a clause of the same opinion; in a contrast ("A , but B", "although A ,
+B", "B , although A", "despite the dull plot , B") the main clause B counts. A neutral opening may stand first.
+
+Every function is pure but for the `random.Random` it draws from. Words stand between single spaces.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TypedDict
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+LABEL_WORDS = ("terrible", "great")
+"""The verdict that stands for label 0 and label 1."""
+
+PROMPT_TAIL = "It was"
+"""What SST-2's prompt puts between the sentence and the verdict (Malladi et al. 2023)."""
+
+POSITIVE_ADJECTIVES = _words(
+    "great wonderful superb charming moving funny clever warm brilliant fresh delightful gripping "
+    "sharp tender lively graceful rich witty thoughtful beautiful smart heartfelt"
+)
+NEGATIVE_ADJECTIVES = _words(
+    "terrible boring dull clumsy tedious weak stale lazy bland messy hollow shallow "
+    "grim lifeless tired pointless cheap silly predictable dreadful forced noisy"
+)
+POSITIVE_VERBS = _words("delights shines soars sparkles succeeds triumphs")
+NEGATIVE_VERBS = _words("bores drags fails stumbles sinks disappoints")
+POSITIVE_FEELINGS = _words("loved enjoyed admired liked")
+NEGATIVE_FEELINGS = _words("hated disliked regretted loathed")
+
+DETERMINERS = _words("the this its their")
+NEUTRAL_ADJECTIVES = _words("long short second final quiet loud modern early")
+ASPECTS = _words(
+    "film movie story plot script cast acting ending score dialogue pacing director "
+    "scene hero villain music camera humour romance drama photography editing"
+)
+LINKS = _words("is was feels seems looks remains")
+INTENSIFIERS = _words("really quite rather truly simply very deeply so")
+VIEWERS = _words("i we critics audiences children")
+ADJECTIVE_NEGATORS = _words("not never hardly")
+VERB_NEGATORS = _words("never hardly")
+CONTRASTS = _words("but yet")
+CONCESSIONS = _words("although though while")
+OPENINGS = (
+    "set in paris",
+    "set in rome",
+    "set in london",
+    "set in tokyo",
+    "at two hours",
+    "from the first minute",
+    "as a sequel",
+    "in the end",
+    "for once",
+)
+
+NEGATION_SHARE = 0.25
+"""Share of the clauses that can hold a negation and do."""
+
+POSITIVE_SHARE = 0.48
+"""Share of label 1 in the data set: the majority class scores 0.52."""
+
+VERDICT_SHARE = 0.75
+"""Share of the language-modelling texts that are closed by a verdict."""
+
+LABEL_WORD_SHARE = 0.5
+"""Share of the verdicts that are one of LABEL_WORDS; the others are any adjective of the same side."""
+
+
+class ReviewRecord(TypedDict):
+    """One line of the data set, in the schema of GLUE's SST-2: label 0 is negative, 1 positive."""
+
+    sentence: str
+    label: int
+    idx: int
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A stretch of the text to learn to read from.
+
+    Attributes:
+        share: its share of all texts.
+        plain: whether its reviews are single clauses without negation.
+        positive_verdict_chance: chance of a positive verdict after a negative and after a positive review.
+
+    """
+
+    share: float
+    plain: bool
+    positive_verdict_chance: tuple[float, float]
+
+
+LESSONS = (
+    Lesson(share=0.2, plain=True, positive_verdict_chance=(0.0, 1.0)),
+    Lesson(share=0.5, plain=False, positive_verdict_chance=(0.0, 1.0)),
+    Lesson(share=0.3, plain=False, positive_verdict_chance=(0.03, 0.42)),
+)
+"""From the easy to the hard: given everything at once, a small model takes far longer to read at all.
+
+The last lesson's verdicts come from readers who seldom praise. Its model still tells good from bad, yet answers
+"terrible" nearly always, as a large language model's answers lean when it is asked without examples.
+"""
+
+
+def vocabulary() -> tuple[str, ...]:
+    """Return every word the corpus can contain, sorted, without special tokens."""
+    lists = (
+        *(POSITIVE_ADJECTIVES, NEGATIVE_ADJECTIVES, POSITIVE_VERBS, NEGATIVE_VERBS),
+        *(
+            POSITIVE_FEELINGS,
+            NEGATIVE_FEELINGS,
+            DETERMINERS,
+            NEUTRAL_ADJECTIVES,
+            ASPECTS,
+            LINKS,
+            INTENSIFIERS,
+        ),
+        *(VIEWERS, ADJECTIVE_NEGATORS, VERB_NEGATORS, CONTRASTS, CONCESSIONS, OPENINGS),
+        (PROMPT_TAIL, "what a", "and", "despite", ", ."),
+    )
+    return tuple(sorted({word for phrases in lists for phrase in phrases for word in phrase.split()}))
+
+
+def _maybe(rng: random.Random, chance: float, words: tuple[str, ...]) -> str:
+    return f"{rng.choice(words)} " if rng.random() < chance else ""
+
+
+def _subject(rng: random.Random) -> str:
+    return f"{rng.choice(DETERMINERS)} {_maybe(rng, 0.2, NEUTRAL_ADJECTIVES)}{rng.choice(ASPECTS)}"
+
+
+def _description(rng: random.Random, positive: bool) -> str:
+    adjectives = POSITIVE_ADJECTIVES if positive else NEGATIVE_ADJECTIVES
+    return f"{_maybe(rng, 0.4, INTENSIFIERS)}{rng.choice(adjectives)}"
+
+
+def clause(rng: random.Random, positive: bool, plain: bool = False) -> str:
+    """Return a clause of 3 to 8 words that praises (`positive`) or blames; by negation at times, if not `plain`."""
+    kind = rng.choices(("exclaim", "describe", "judge", "feel"), weights=(1, 5, 2, 2))[0]
+    if kind == "exclaim":
+        return f"what a {_description(rng, positive)} {rng.choice(ASPECTS)}"
+    negated = not plain and rng.random() < NEGATION_SHARE
+    says_positive = positive != negated
+    if kind == "describe":
+        negator = _maybe(rng, negated, ADJECTIVE_NEGATORS)
+        return f"{_subject(rng)} {rng.choice(LINKS)} {negator}{_description(rng, says_positive)}"
+    negator = _maybe(rng, negated, VERB_NEGATORS)
+    if kind == "judge":
+        return f"{_subject(rng)} {negator}{rng.choice(POSITIVE_VERBS if says_positive else NEGATIVE_VERBS)}"
+    feeling = rng.choice(POSITIVE_FEELINGS if says_positive else NEGATIVE_FEELINGS)
+    return f"{rng.choice(VIEWERS)} {negator}{feeling} {_subject(rng)}"
+
+
+def review(rng: random.Random, positive: bool) -> str:
+    """Return a review of 4 to 22 words whose opinion is `positive`; it ends with " ."."""
+    main = clause(rng, positive)
+    kinds = ("single", "and", "contrast", "concession first", "concession last", "despite")
+    kind = rng.choices(kinds, weights=(40, 20, 15, 10, 8, 7))[0]
+    if kind == "and":
+        main = f"{main} and {clause(rng, positive)}"
+    elif kind == "contrast":
+        main = f"{clause(rng, not positive)} , {rng.choice(CONTRASTS)} {main}"
+    elif kind == "concession first":
+        main = f"{rng.choice(CONCESSIONS)} {clause(rng, not positive)} , {main}"
+    elif kind == "concession last":
+        main = f"{main} , {rng.choice(CONCESSIONS)} {clause(rng, not positive)}"
+    elif kind == "despite":
+        main = f"despite the {_description(rng, not positive)} {rng.choice(ASPECTS)} , {main}"
+    opening = f"{rng.choice(OPENINGS)} , " if rng.random() < 0.15 else ""
+    return f"{opening}{main} ."
+
+
+def labelled_reviews(
+    rng: random.Random, num_reviews: int, excluded: Collection[str] = ()
+) -> list[ReviewRecord]:
+    """Return `num_reviews` different reviews, none in `excluded`, in random order, POSITIVE_SHARE of label 1."""
+    num_positive = round(POSITIVE_SHARE * num_reviews)
+    labels = [1] * num_positive + [0] * (num_reviews - num_positive)
+    rng.shuffle(labels)
+    seen = set(excluded)
+    records: list[ReviewRecord] = []
+    while len(records) < num_reviews:
+        label = labels[len(records)]
+        sentence = review(rng, positive=bool(label))
+        if sentence not in seen:
+            seen.add(sentence)
+            records.append({"sentence": sentence, "label": label, "idx": len(records)})
+    return records
+
+
+def _verdict(rng: random.Random, positive: bool) -> str:
+    if rng.random() < LABEL_WORD_SHARE:
+        return LABEL_WORDS[positive]
+    return rng.choice(POSITIVE_ADJECTIVES if positive else NEGATIVE_ADJECTIVES)
+
+
+def _lesson_text(rng: random.Random, lesson: Lesson, excluded: Collection[str]) -> str:
+    positive = rng.random() < 0.5
+    text = f"{clause(rng, positive, plain=True)} ." if lesson.plain else review(rng, positive)
+    if text in excluded:
+        return _lesson_text(rng, lesson, excluded)
+    if rng.random() >= VERDICT_SHARE:
+        return text
+    says_positive = rng.random() < lesson.positive_verdict_chance[positive]
+    return f"{text} {PROMPT_TAIL} {_verdict(rng, says_positive)}"
+
+
+def language_modelling_texts(rng: random.Random, num_texts: int, excluded: Collection[str] = ()) -> list[str]:
+    """Return `num_texts` texts, lesson after lesson: reviews, none in `excluded`, most closed by a verdict.
+
+    A closed one reads "the plot is not dull . It was clever".
+    """
+    texts: list[str] = []
+    taught = 0.0
+    for lesson in LESSONS:
+        taught += lesson.share
+        texts += [_lesson_text(rng, lesson, excluded) for _ in range(round(taught * num_texts) - len(texts))]
+    return texts
