@@ -1,8 +1,8 @@
 """Made-up film reviews: a labelled data set in SST-2's schema, and text for a small model to learn to read.
 
 A review is built from clauses that each praise or blame ("the plot is not very dull"). How they are joined
-says which of them counts: "and" adds a clause of the same opinion; in a contrast ("A , but B", "although A ,
-B", "B , although A", "despite the dull plot , B") the main clause B counts. A neutral opening may stand first.
+says which of them counts: "and" adds a clause of the same opinion; of a contrast ("A , but B", "although A ,
+B", "B , although A", "despite the dull plot , B") the main clause B counts. A neutral opening may come first.
 
 Every function is pure but for the `random.Random` it draws from. Words stand between single spaces.
 """
@@ -69,12 +69,6 @@ NEGATION_SHARE = 0.25
 POSITIVE_SHARE = 0.48
 """Share of label 1 in the data set: the majority class scores 0.52."""
 
-VERDICT_SHARE = 0.75
-"""Share of the language-modelling texts that are closed by a verdict."""
-
-LABEL_WORD_SHARE = 0.5
-"""Share of the verdicts that are one of LABEL_WORDS; the others are any adjective of the same side."""
-
 
 class ReviewRecord(TypedDict):
     """One line of the data set, in the schema of GLUE's SST-2: label 0 is negative, 1 positive."""
@@ -91,24 +85,26 @@ class Lesson:
     Attributes:
         share: its share of all texts.
         plain: whether its reviews are single clauses without negation.
+        verdict_share: share of its reviews that are closed by a verdict.
         positive_verdict_chance: chance of a positive verdict after a negative and after a positive review.
 
     """
 
     share: float
     plain: bool
+    verdict_share: float
     positive_verdict_chance: tuple[float, float]
 
 
 LESSONS = (
-    Lesson(share=0.2, plain=True, positive_verdict_chance=(0.0, 1.0)),
-    Lesson(share=0.5, plain=False, positive_verdict_chance=(0.0, 1.0)),
-    Lesson(share=0.3, plain=False, positive_verdict_chance=(0.03, 0.42)),
+    Lesson(share=0.25, plain=True, verdict_share=1.0, positive_verdict_chance=(0.0, 1.0)),
+    Lesson(share=0.5, plain=False, verdict_share=1.0, positive_verdict_chance=(0.0, 1.0)),
+    Lesson(share=0.25, plain=False, verdict_share=0.75, positive_verdict_chance=(0.03, 0.4)),
 )
 """From the easy to the hard: given everything at once, a small model takes far longer to read at all.
 
-The last lesson's verdicts come from readers who seldom praise. Its model still tells good from bad, yet answers
-"terrible" nearly always, as a large language model's answers lean when it is asked without examples.
+The last lesson's verdicts come from readers who seldom praise. Its model still tells good from bad, yet
+answers "terrible" nearly always, as a large language model's answers lean when it is asked without examples.
 """
 
 
@@ -145,7 +141,7 @@ def _description(rng: random.Random, positive: bool) -> str:
 
 
 def clause(rng: random.Random, positive: bool, plain: bool = False) -> str:
-    """Return a clause of 3 to 8 words that praises (`positive`) or blames; by negation at times, if not `plain`."""
+    """Return a clause of 3 to 7 words that praises (`positive`) or blames; not `plain`: some by negation."""
     kind = rng.choices(("exclaim", "describe", "judge", "feel"), weights=(1, 5, 2, 2))[0]
     if kind == "exclaim":
         return f"what a {_description(rng, positive)} {rng.choice(ASPECTS)}"
@@ -183,7 +179,7 @@ def review(rng: random.Random, positive: bool) -> str:
 def labelled_reviews(
     rng: random.Random, num_reviews: int, excluded: Collection[str] = ()
 ) -> list[ReviewRecord]:
-    """Return `num_reviews` different reviews, none in `excluded`, in random order, POSITIVE_SHARE of label 1."""
+    """Return `num_reviews` different reviews, none in `excluded`, POSITIVE_SHARE of them with label 1."""
     num_positive = round(POSITIVE_SHARE * num_reviews)
     labels = [1] * num_positive + [0] * (num_reviews - num_positive)
     rng.shuffle(labels)
@@ -198,27 +194,21 @@ def labelled_reviews(
     return records
 
 
-def _verdict(rng: random.Random, positive: bool) -> str:
-    if rng.random() < LABEL_WORD_SHARE:
-        return LABEL_WORDS[positive]
-    return rng.choice(POSITIVE_ADJECTIVES if positive else NEGATIVE_ADJECTIVES)
-
-
 def _lesson_text(rng: random.Random, lesson: Lesson, excluded: Collection[str]) -> str:
     positive = rng.random() < 0.5
     text = f"{clause(rng, positive, plain=True)} ." if lesson.plain else review(rng, positive)
     if text in excluded:
         return _lesson_text(rng, lesson, excluded)
-    if rng.random() >= VERDICT_SHARE:
+    if rng.random() >= lesson.verdict_share:
         return text
     says_positive = rng.random() < lesson.positive_verdict_chance[positive]
-    return f"{text} {PROMPT_TAIL} {_verdict(rng, says_positive)}"
+    return f"{text} {PROMPT_TAIL} {LABEL_WORDS[says_positive]}"
 
 
 def language_modelling_texts(rng: random.Random, num_texts: int, excluded: Collection[str] = ()) -> list[str]:
     """Return `num_texts` texts, lesson after lesson: reviews, none in `excluded`, most closed by a verdict.
 
-    A closed one reads "the plot is not dull . It was clever".
+    A closed one reads "the plot is not dull . It was great".
     """
     texts: list[str] = []
     taught = 0.0

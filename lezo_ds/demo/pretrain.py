@@ -100,7 +100,7 @@ def _batches(
 def pretrain(
     model: OPTForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], recipe: Recipe
 ) -> None:
-    """Train `model` in place as a language model of `texts`, recipe.steps * recipe.batch_size of them, in order.
+    """Train `model` in place on `texts`, recipe.steps * recipe.batch_size of them, once and roughly in order.
 
     Padding stands on the right, where causal attention never sees it, and counts in no loss.
     """
@@ -123,16 +123,35 @@ def pretrain(
     model.eval()
 
 
-def _write_records(path: Path, records: Sequence[ReviewRecord]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+@dataclass(frozen=True)
+class Texts:
+    """The two parts of the labelled data set, and the texts to pre-train on."""
+
+    train: list[ReviewRecord]
+    validation: list[ReviewRecord]
+    pretraining: list[str]
+
+    def sha256(self) -> str:
+        """Return the hexadecimal digest of all texts."""
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
 
 
-def _directory_is_current(directory: Path, manifest: str) -> bool:
+def make_texts(recipe: Recipe) -> Texts:
+    """Return what a recipe trains and tests on; a review of `validation` occurs in no other part."""
+    rng = random.Random(recipe.seed)
+    validation = labelled_reviews(rng, recipe.num_validation)
+    held_out = {record["sentence"] for record in validation}
+    train = labelled_reviews(rng, recipe.num_train, excluded=held_out)
+    pretraining = language_modelling_texts(rng, recipe.steps * recipe.batch_size, excluded=held_out)
+    return Texts(train, validation, pretraining)
+
+
+def _assets_are_current(directory: Path, manifest: str) -> bool:
     """Return whether `directory` holds the assets of this manifest; raise if it is not ours to replace."""
     path = directory / MANIFEST
     if path.is_file():
         return path.read_text(encoding="utf-8") == manifest
-    if directory.exists() and any(directory.iterdir()):
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise UserError(
             "the directory for the demonstration's assets holds something else",
             got=str(directory),
@@ -142,18 +161,33 @@ def _directory_is_current(directory: Path, manifest: str) -> bool:
     return False
 
 
+def _write_records(path: Path, records: Sequence[ReviewRecord]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def _write_assets(directory: Path, recipe: Recipe, texts: Texts) -> None:
+    (directory / "data").mkdir(parents=True)
+    _write_records(directory / "data" / "train.jsonl", texts.train)
+    _write_records(directory / "data" / "validation.jsonl", texts.validation)
+    tokenizer = build_tokenizer(vocabulary())
+    model = build_model(model_config(len(tokenizer)), torch.Generator().manual_seed(recipe.seed))
+    pretrain(model, tokenizer, texts.pretraining, recipe)
+    model.save_pretrained(directory / "model")
+    tokenizer.save_pretrained(directory / "model")
+
+
 def make_demo_assets(directory: str | Path, seed: int = 0, steps: int = DEFAULT_STEPS) -> None:
     """Write the demonstration's data set and pre-trained model, unless they are there already.
 
-    `directory`/data holds train.jsonl and validation.jsonl in SST-2's schema, `directory`/model a Hugging Face
-    model (float32 safetensors) with its tokenizer. Everything is built beside `directory` and renamed at the
-    end, so `directory` is never half written; assets of another recipe are replaced. The global random states
-    of PyTorch, NumPy and Python stay as they were.
+    `directory`/data holds train.jsonl and validation.jsonl in the schema of SST-2, `directory`/model a
+    Hugging Face model (float32 safetensors) with its tokenizer. Everything is built beside `directory` and
+    renamed at the end, so `directory` is never half written. Assets of another recipe are replaced, with all
+    that lies in their directory. The global random states of PyTorch, NumPy and Python stay as they were.
 
     Args:
         directory: where to write.
         seed: start of every random stream.
-        steps: optimizer steps of pre-training, at least 1; far fewer than the default leave it unable to read.
+        steps: optimizer steps of pre-training, at least 1; with far fewer than the default it cannot read.
 
     Raises:
         UserError: `directory` holds something else than such assets.
@@ -161,27 +195,15 @@ def make_demo_assets(directory: str | Path, seed: int = 0, steps: int = DEFAULT_
     """
     directory = Path(directory)
     recipe = Recipe(seed=seed, steps=steps)
-    rng = random.Random(seed)
-    validation = labelled_reviews(rng, recipe.num_validation)
-    held_out = {record["sentence"] for record in validation}
-    train = labelled_reviews(rng, recipe.num_train, excluded=held_out)
-    texts = language_modelling_texts(rng, steps * recipe.batch_size, excluded=held_out)
-    content = json.dumps([validation, train, texts]).encode()
-    manifest = json.dumps(
-        {**asdict(recipe), "sha256_of_texts": hashlib.sha256(content).hexdigest()}, indent=2
-    )
-    if _directory_is_current(directory, manifest):
+    texts = make_texts(recipe)
+    manifest = json.dumps({**asdict(recipe), "sha256_of_texts": texts.sha256()}, indent=2)
+    if _assets_are_current(directory, manifest):
         return
     unfinished = directory.with_name(directory.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    (unfinished / "data").mkdir(parents=True)
-    _write_records(unfinished / "data" / "train.jsonl", train)
-    _write_records(unfinished / "data" / "validation.jsonl", validation)
-    tokenizer = build_tokenizer(vocabulary())
-    model = build_model(model_config(len(tokenizer)), torch.Generator().manual_seed(seed))
-    pretrain(model, tokenizer, texts, recipe)
-    model.save_pretrained(unfinished / "model")
-    tokenizer.save_pretrained(unfinished / "model")
+    if unfinished.exists():
+        shutil.rmtree(unfinished)
+    _write_assets(unfinished, recipe, texts)
     (unfinished / MANIFEST).write_text(manifest, encoding="utf-8")
-    shutil.rmtree(directory, ignore_errors=True)
+    if directory.exists():
+        shutil.rmtree(directory)
     unfinished.rename(directory)
