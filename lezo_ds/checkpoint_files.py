@@ -1,0 +1,214 @@
+"""Models on disk: from a hub id or a directory to a model on the meta device and slices of its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lezo_ds.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+def resolve_model(model: str) -> Path:
+    """Return the local directory of a model: `model` itself, or the hub's snapshot of it, downloaded if needed.
+
+    Raises:
+        UserError: neither a directory with a config.json nor a model the hub (or its offline cache) has.
+    """
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(
+                f"model.path {model} holds no config.json",
+                got=", ".join(sorted(p.name for p in path.iterdir())[:8]) or "an empty directory",
+                expected="a Hugging Face model directory",
+            )
+        return path
+    patterns = ["*.json", "*.txt", "*.model", "*.safetensors"]
+    try:
+        found = Path(snapshot_download(model, allow_patterns=patterns))
+        if not list(found.glob("*.safetensors")):
+            found = Path(snapshot_download(model, allow_patterns=[*patterns, "pytorch_model*.bin"]))
+    except Exception as error:  # the hub client raises many kinds: offline, not found, bad name, network
+        raise UserError(
+            f"model.path {model} is neither a directory nor a model the hub gives",
+            got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            expected="a directory with config.json and safetensors, or a hub id such as facebook/opt-1.3b",
+            fix="check the name; offline, download the model first and give its directory",
+        ) from error
+    return found
+
+
+def load_config(directory: Path) -> Any:  # noqa: ANN401
+    """Return the transformers config of a model directory."""
+    try:
+        return AutoConfig.from_pretrained(directory)
+    except (ValueError, OSError, KeyError) as error:
+        raise UserError(
+            f"the config of {directory} cannot be read",
+            got=str(error).splitlines()[0],
+            expected="a model type transformers knows (remote code is never run)",
+        ) from error
+
+
+def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:  # noqa: ANN401
+    """Build a causal language model whose parameters take no memory; buffers are real.
+
+    Raises:
+        UserError: the config is not one of a causal language model.
+    """
+    try:
+        with accelerate.init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except ValueError as error:
+        raise UserError(
+            f"{type(config).__name__} is no causal language model",
+            got=str(error).splitlines()[0],
+            expected="a decoder, such as OPT, Llama, Qwen, Mistral, GPT-NeoX or GPT-2",
+        ) from error
+    model.tie_weights()
+    model.config.use_cache = False
+    return model.eval()  # type: ignore[no-any-return]
+
+
+class WeightFiles:
+    """The weights of a model directory, read by slices; no tensor is ever read whole.
+
+    Args:
+        directory: holds model.safetensors, or an index and its files, or pytorch_model*.bin (converted once).
+        prefix: base-model prefix ("model") that a checkpoint of the bare decoder lacks.
+    """
+
+    def __init__(self, directory: Path, prefix: str = "") -> None:
+        directory = _with_safetensors(directory)
+        self._files = _tensor_files(directory)
+        self._prefix = prefix
+        self._open = ExitStack()
+        self._handles: dict[Path, Any] = {}
+
+    def close(self) -> None:
+        """Close the files."""
+        self._open.close()
+        self._handles.clear()
+
+    def find(self, names: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+        """Map each parameter to the tensor that stores it, under its own name or one of its tied aliases.
+
+        Raises:
+            UserError: some are stored under none of their names.
+        """
+        found: dict[str, str] = {}
+        for name, aliases in names.items():
+            stored = next((s for alias in aliases for s in self._spellings(alias) if s in self._files), None)
+            if stored is not None:
+                found[name] = stored
+        missing = sorted(set(names) - set(found))
+        if missing:
+            raise UserError(
+                f"the checkpoint lacks {len(missing)} of the model's {len(names)} parameters",
+                got=f"no tensor for {', '.join(missing[:3])}; it holds {', '.join(sorted(self._files)[:3])}, ...",
+                expected="one tensor for each parameter of the config's architecture",
+                fix="use a checkpoint that belongs to its config.json",
+            )
+        return found
+
+    def _spellings(self, name: str) -> tuple[str, ...]:
+        if not self._prefix:
+            return (name,)
+        return (name, f"{self._prefix}.{name}", name.removeprefix(self._prefix + "."))
+
+    def shape(self, stored: str) -> tuple[int, ...]:
+        """Return the shape of a stored tensor."""
+        return tuple(self._handle(stored).get_slice(stored).get_shape())
+
+    def read_range(self, stored: str, start: int, stop: int) -> Tensor:
+        """Read elements [start, stop) of a flattened stored tensor, in its stored dtype."""
+        view = self._handle(stored).get_slice(stored)
+        shape = view.get_shape()
+        if len(shape) <= 1:
+            return view[start:stop].reshape(-1)  # type: ignore[no-any-return]
+        row = 1
+        for size in shape[1:]:
+            row *= size
+        first = start // row
+        rows = view[first : -(-stop // row)]
+        return rows.reshape(-1)[start - first * row : stop - first * row]  # type: ignore[no-any-return]
+
+    def _handle(self, stored: str) -> Any:  # noqa: ANN401
+        path = self._files[stored]
+        if path not in self._handles:
+            self._handles[path] = self._open.enter_context(safe_open(path, framework="pt"))
+        return self._handles[path]
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    index = directory / _INDEX
+    if index.is_file():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        return {name: directory / file for name, file in weight_map.items()}
+    single = directory / _SINGLE
+    with safe_open(single, framework="pt") as handle:
+        return dict.fromkeys(handle.keys(), single)
+
+
+def _with_safetensors(directory: Path) -> Path:
+    """Return a directory that holds the weights as safetensors, converting .bin files the first time."""
+    if (directory / _SINGLE).is_file() or (directory / _INDEX).is_file():
+        return directory
+    sources = sorted(directory.glob("pytorch_model*.bin"))
+    if not sources:
+        raise UserError(
+            f"{directory} holds no weights",
+            got=", ".join(sorted(p.name for p in directory.iterdir())[:8]),
+            expected=f"{_SINGLE}, {_INDEX} with its files, or pytorch_model*.bin",
+        )
+    facts = "|".join(f"{p.resolve()}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in sources)
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lezo_ds" / "converted"
+    target = cache / hashlib.sha256(facts.encode()).hexdigest()[:32]
+    if not (target / _INDEX).is_file():
+        _convert(sources, target)
+    return target
+
+
+def _convert(sources: list[Path], target: Path) -> None:
+    """Write each .bin file as safetensors, memory-mapped; nothing a pickle holds but tensors is accepted."""
+    logger.warning("converting %d .bin file(s) to safetensors in %s, once", len(sources), target)
+    target.mkdir(parents=True, exist_ok=True)
+    weight_map: dict[str, str] = {}
+    for number, source in enumerate(sources):
+        try:
+            tensors = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # torch raises pickle, runtime and zip errors here
+            raise UserError(
+                f"{source} cannot be read as plain tensors",
+                got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                expected="a PyTorch weights file without code",
+                fix="get the model as safetensors",
+            ) from error
+        file = f"model-{number + 1:05d}.safetensors"
+        temporary = target / f".{file}.{os.getpid()}"
+        save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, temporary)
+        temporary.replace(target / file)
+        weight_map.update(dict.fromkeys(tensors, file))
+    temporary = target / f".{_INDEX}.{os.getpid()}"
+    temporary.write_text(json.dumps({"weight_map": weight_map}))
+    temporary.replace(target / _INDEX)

@@ -1,0 +1,34 @@
+"""A digest of sharded weights that is the same for any sharding, to compare runs, ranks and snapshots."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_CHUNK = 1 << 20
+_INDEX_FACTOR = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_STREAM_FACTOR = -4417276706812531889  # 0xC2B2AE3D27D4EB4F
+_MIX_FACTOR = -4658895280553007687  # 0xBF58476D1CE4E5B9
+
+
+def shard_digest(shard: Tensor, start: int, parameter_id: int) -> int:
+    """Return the digest of a slice of a parameter: a signed 64-bit integer.
+
+    Digests of the slices of a parameter add up, modulo 2**64, to the digest of the whole, however it is cut:
+    it is the sum over elements of (bit pattern) * (odd pseudo-random key of the element's index). A change of
+    any single element always changes it. It guards against faults, not against an adversary.
+
+    Args:
+        shard: [n], float32, bfloat16, float16 or int16.
+        start: index of the first element in the flattened parameter.
+        parameter_id: 32-bit id of the parameter.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=shard.device)
+    for begin in range(0, shard.numel(), _CHUNK):
+        values = shard[begin : begin + _CHUNK]
+        bits = values.view(torch.int32 if values.element_size() == 4 else torch.int16).to(torch.int64)
+        index = torch.arange(start + begin, start + begin + values.numel(), device=shard.device)
+        key = (index + 1) * _INDEX_FACTOR + parameter_id * _STREAM_FACTOR % (1 << 63)
+        key = (key ^ (key >> 31)) * _MIX_FACTOR | 1
+        total += (bits * key).sum()
+    return int(total)

@@ -1,0 +1,116 @@
+"""Start of the process group, and the few scalars the ranks exchange (all through deepspeed.comm)."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from deepspeed import comm
+
+from lezo_ds import zero3
+from lezo_ds.errors import UserError
+
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def init_distributed(timeout_seconds: int = 1800) -> None:
+    """Join the process group, from whatever started this process.
+
+    The `deepspeed` launcher and torchrun set RANK and friends; under srun they follow from SLURM_*; under
+    mpirun mpi4py tells them; a process started by none of these is a world of one. Safe to call twice.
+
+    Args:
+        timeout_seconds: how long a collective may wait for a lost rank.
+    """
+    if comm.is_initialized():
+        return
+    zero3.skip_unused_cpu_op()
+    if not all(name in os.environ for name in _RANK_VARIABLES):
+        _set_rank_variables()
+    comm.init_distributed(timeout=timedelta(seconds=timeout_seconds), verbose=False)
+
+
+def _set_rank_variables() -> None:
+    if int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ:
+        os.environ["RANK"] = os.environ["SLURM_PROCID"]
+        os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
+        os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"]
+        for name, hint in (("MASTER_ADDR", "the first node's name"), ("MASTER_PORT", "a free port")):
+            if name not in os.environ:
+                raise UserError(
+                    f"{name} is not set under srun",
+                    expected=hint,
+                    fix="export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) "
+                    "MASTER_PORT=29500 before srun",
+                )
+    elif any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")):
+        from deepspeed.comm.comm import mpi_discovery
+
+        mpi_discovery(distributed_port=int(os.environ.get("MASTER_PORT", "29500")), verbose=False)
+    else:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def shut_down() -> None:
+    """Leave the process group."""
+    if comm.is_initialized():
+        comm.destroy_process_group()
+
+
+def rank() -> int:
+    """Return this process's rank; 0 before the process group starts."""
+    return comm.get_rank() if comm.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Return the number of ranks; 1 before the process group starts."""
+    return comm.get_world_size() if comm.is_initialized() else 1
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    comm.barrier()
+
+
+def broadcast_bytes(data: bytes, num_bytes: int) -> bytes:
+    """Return rank 0's `data`, which is `num_bytes` long, on every rank. One broadcast."""
+    buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+    if rank() == 0:
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    buffer = buffer.to(zero3.device())
+    comm.broadcast(buffer, 0)
+    return bytes(buffer.cpu().numpy())
+
+
+def broadcast_text(text: str) -> str:
+    """Return rank 0's text on every rank."""
+    data = text.encode()
+    length = int.from_bytes(broadcast_bytes(len(data).to_bytes(8, "little"), 8), "little")
+    return broadcast_bytes(data, length).decode()
+
+
+def sum_vector(values: Sequence[float]) -> list[float]:
+    """Return the element-wise float64 sum over all ranks. One all-reduce.
+
+    Exact where at most one rank's element is not zero, in whatever order the ranks are added.
+    """
+    vector = torch.tensor(values, dtype=torch.float64, device=zero3.device())
+    comm.all_reduce(vector)
+    return vector.cpu().tolist()  # type: ignore[no-any-return]
+
+
+def sum_integers(values: Sequence[int]) -> list[int]:
+    """Return the element-wise sum over all ranks, modulo 2**64, of integers in [-2**63, 2**63)."""
+    vector = torch.tensor(values, dtype=torch.int64, device=zero3.device())
+    comm.all_reduce(vector)
+    return vector.cpu().tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,51 @@
+"""The projected gradient from the losses of a step (MeZO; LeZO, Algorithm 1, line 7)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Both losses of a step and what follows from them.
+
+    Attributes:
+        loss_plus: mean loss at theta + mu z.
+        loss_minus: mean loss at theta - mu z.
+        projected_gradient: (loss_plus - loss_minus) / (2 mu), the derivative along z.
+    """
+
+    loss_plus: float
+    loss_minus: float
+    projected_gradient: float
+
+    @property
+    def loss(self) -> float:
+        """Mean of both losses: the loss at theta up to second order in mu."""
+        return (self.loss_plus + self.loss_minus) / 2
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the step may be applied."""
+        return math.isfinite(self.projected_gradient)
+
+
+def estimate(
+    plus_sums: Sequence[float], minus_sums: Sequence[float], total_weight: float, perturbation_scale: float
+) -> Estimate:
+    """Combine the summed losses of a step's micro-batches, in micro-batch order.
+
+    The order of the sum is fixed and the arithmetic is float64, so every rank, and any number of ranks,
+    gets the same bits.
+
+    Args:
+        plus_sums: summed loss of each micro-batch at theta + mu z.
+        minus_sums: the same at theta - mu z.
+        total_weight: number of terms of the mean loss over all micro-batches, > 0.
+        perturbation_scale: mu, > 0.
+    """
+    loss_plus = sum(plus_sums) / total_weight
+    loss_minus = sum(minus_sums) / total_weight
+    return Estimate(loss_plus, loss_minus, (loss_plus - loss_minus) / (2 * perturbation_scale))

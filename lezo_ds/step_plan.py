@@ -1,0 +1,56 @@
+"""The plan of one step: all that the ranks must agree on before it, in one small message."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+MAX_BLOCKS = 256
+_FORMAT = struct.Struct(f"<qQdd{MAX_BLOCKS // 8}sB")
+PLAN_BYTES = _FORMAT.size
+"""Length of the broadcast message, in bytes (65)."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What every rank does at a step (LeZO, Algorithm 1, line 3).
+
+    Attributes:
+        step: index of the step, from 0.
+        seed: 64-bit key of the step's noise.
+        dropped_layers: sorted indices of the blocks that are neither perturbed nor updated.
+        learning_rate: eta of the update.
+        perturbation_scale: mu of the paper, "eps" in its tables.
+        abort: rank 0 cannot go on (its journal cannot be written): every rank ends before the step.
+    """
+
+    step: int
+    seed: int
+    dropped_layers: tuple[int, ...]
+    learning_rate: float
+    perturbation_scale: float
+    abort: bool = False
+
+    def pack(self) -> bytes:
+        """Return the plan as PLAN_BYTES bytes."""
+        mask = sum(1 << layer for layer in self.dropped_layers).to_bytes(MAX_BLOCKS // 8, "little")
+        scalars = (self.step, self.seed, self.learning_rate, self.perturbation_scale)
+        return _FORMAT.pack(*scalars, mask, self.abort)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> StepPlan:
+        """Return the plan that `pack` made `data` from."""
+        step, seed, learning_rate, scale, mask_bytes, abort = _FORMAT.unpack(data)
+        mask = int.from_bytes(mask_bytes, "little")
+        dropped = tuple(layer for layer in range(MAX_BLOCKS) if mask >> layer & 1)
+        return cls(step, seed, dropped, learning_rate, scale, bool(abort))
+
+
+def noise_seed(run_seed: int, step: int) -> int:
+    """Return the 64-bit noise key of a step: a hash, so that no two steps or runs share a stream.
+
+    Sums such as seed + step collide across runs (run 0 step 1 is run 1 step 0); a hash does not.
+    """
+    text = f"lezo_ds noise 1|{run_seed}|{step}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
