@@ -1,0 +1,660 @@
+"""The configuration of a run: every key, and strict reading of recipes, overrides and DeepSpeed JSON."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import itertools
+import json
+import math
+import re
+import textwrap
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from lezo_ds.errors import UserError
+from lezo_ds.layers import num_dropped_from_sparsity
+from lezo_ds.noise.precision import UpdatePrecision
+from lezo_ds.tasks import get_task
+from lezo_ds.tasks.base import Protocol
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+"""In which the weights are stored, gathered and multiplied."""
+
+Forward = Literal["dual", "two_pass"]
+"""Both signs of a perturbation in one forward pass over a doubled batch, or one after the other."""
+
+RESUME_MAY_DIFFER: frozenset[str] = frozenset(
+    {
+        "run_dir",
+        "model.path",  # the model is checked by its fingerprint
+        "data.path",
+        "train.steps",  # may grow: no schedule depends on it
+        "train.eval_batch_size",
+        "train.snapshot_every",
+        "train.keep_snapshots",
+        "deepspeed",
+    }
+)
+"""Dotted keys that may differ between a run and its resumption."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Which numbers a key takes, written beside its type.
+
+    Attributes:
+        minimum: the least.
+        maximum: the greatest; None for no limit.
+        above: the minimum itself is left out.
+    """
+
+    minimum: int
+    maximum: int | None = None
+    above: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        if value < self.minimum or (self.above and value == self.minimum):
+            return False
+        return self.maximum is None or value <= self.maximum
+
+    def __str__(self) -> str:
+        if self.maximum is not None:
+            return f"{self.minimum} to {self.maximum}"
+        return f"{'above' if self.above else 'at least'} {self.minimum}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model is tuned."""
+
+    path: str
+    """Hub id or directory of a decoder language model, in the Hugging Face layout."""
+
+    dtype: Dtype
+    """In which the weights are stored, gathered and multiplied; fp16 needs a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which examples it is tuned and scored on."""
+
+    task: str = "SST2"
+    """Name of the task, in upper or lower case."""
+
+    path: str | None = None
+    """Directory that holds the task's train and validation files (.jsonl or .parquet); null reads the hub."""
+
+    protocol: Protocol = "clean"
+    """Default split sizes: clean fits them to the task, mezo takes those of MeZO's published scripts."""
+
+    num_train: Annotated[int | None, Range(1)] = None
+    """Number of training examples; null for the protocol's."""
+
+    num_dev: Annotated[int | None, Range(1)] = None
+    """Number of examples whose loss picks the best step; null for the protocol's."""
+
+    num_test: Annotated[int | None, Range(1)] = None
+    """Number of examples of the final score, at most; null for the protocol's."""
+
+    max_length: Annotated[int, Range(1)] = 2048
+    """Longest input, in tokens; what is longer is cut on its left."""
+
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
+    """Decides which examples are drawn for each split."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZoConfig:
+    """The zeroth-order optimizer (LeZO, Algorithm 1). Give exactly one of sparsity and num_dropped_layers."""
+
+    learning_rate: Annotated[float, Range(0)]
+    """eta, constant over the run."""
+
+    perturbation_scale: Annotated[float, Range(0, above=True)] = 1e-3
+    """mu, "eps" in the paper's tables: half the distance between the two losses, per unit of noise."""
+
+    sparsity: Annotated[float | None, Range(0, 1)] = None
+    """Share of the transformer blocks that a step leaves out; 0 is MeZO, 1 tunes what lies outside blocks."""
+
+    num_dropped_layers: Annotated[int | None, Range(0)] = None
+    """Number of transformer blocks that a step leaves out."""
+
+    update_precision: UpdatePrecision = "fp32_master"
+    """How an update is stored in 16-bit weights: fp32_master keeps their 16 low bits too (2 more bytes a
+    parameter), stochastic rounds at random without bias, nearest loses most of a small update."""
+
+    forward: Forward = "dual"
+    """Both signs in one forward pass over a doubled batch, or in two_pass (the reference; gathers twice)."""
+
+    max_skipped_steps: Annotated[int, Range(1)] = 10
+    """Number of steps in a row whose loss is not finite before the run ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long, how much at once, and what happens between steps."""
+
+    steps: Annotated[int, Range(1)]
+    """Number of steps of the whole run."""
+
+    batch_size: Annotated[int, Range(1)] = 16
+    """Number of examples in a step, over all ranks."""
+
+    micro_batch_size: Annotated[int, Range(1)] = 16
+    """Number of examples in one forward pass of one rank; divides batch_size. Changing it changes the last
+    bits of the losses, changing the number of ranks does not."""
+
+    eval_batch_size: Annotated[int, Range(1)] = 16
+    """Number of examples in one forward pass of an evaluation."""
+
+    eval_every: Annotated[int, Range(1)]
+    """Number of steps between evaluations."""
+
+    snapshot_every: Annotated[int | None, Range(0)] = None
+    """Number of steps between snapshots; null for eval_every, 0 for none but the last."""
+
+    keep_snapshots: Annotated[int, Range(1)] = 2
+    """Number of snapshots kept, the newest."""
+
+    cpu_threads: Annotated[int, Range(1)] = 1
+    """Number of threads of an operation, of each rank on a CPU. Results depend on it in their last bits,
+    so it does not follow the number of cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that decides a run."""
+
+    run_dir: str
+    """Directory of the run; one that exists is resumed."""
+
+    seed: Annotated[int, Range(0, 2**64 - 1)] = 0
+    """Decides the noise, the blocks left out and the order of the examples."""
+
+    model: ModelConfig
+    data: DataConfig
+    zo: ZoConfig
+    train: TrainConfig
+
+    deepspeed: str
+    """Path of the DeepSpeed JSON; see ds_configs."""
+
+
+@dataclass(frozen=True)
+class _Key:
+    """One dotted key, as the dataclasses above declare it; `default` is MISSING where it is required."""
+
+    name: str
+    kind: type
+    choices: tuple[str, ...]
+    optional: bool
+    range: Range | None
+    default: Any
+    text: str
+
+    @property
+    def required(self) -> bool:
+        return self.default is dataclasses.MISSING
+
+    @property
+    def expected(self) -> str:
+        names = {int: "a whole number", float: "a number", str: "text"}
+        kind = f"one of {', '.join(self.choices)}" if self.choices else names[self.kind]
+        limits = f" {self.range}" if self.range else ""
+        return kind + limits + (" or null" if self.optional else "")
+
+
+def load_config(path: Path | None, overrides: Sequence[str]) -> RunConfig:
+    """Read a recipe and change it by `key=value` overrides.
+
+    Args:
+        path: YAML file; None takes everything from the overrides.
+        overrides: dotted keys and YAML scalars, such as "zo.learning_rate=1e-6"; the last of a key counts.
+
+    Raises:
+        UserError: no such file, not YAML, an unknown, missing or repeated key, a value of the wrong type
+            or out of range, or values that do not go together.
+    """
+    values = {} if path is None else flatten(_read_yaml(path))
+    values.update(_parse_override(override) for override in overrides)
+    sources = ([str(path)] if path else []) + (["the command line"] if overrides or not path else [])
+    return _config_from_flat(values, " and ".join(sources))
+
+
+def config_to_dict(config: RunConfig) -> dict[str, Any]:
+    """Return the configuration as nested plain dicts: what config.yaml and the journal hold."""
+    return dataclasses.asdict(config)
+
+
+def config_from_dict(values: Mapping[str, Any], where: str) -> RunConfig:
+    """Return the configuration that nested plain dicts hold: the inverse of `config_to_dict`.
+
+    Args:
+        values: sections and keys; keys with a default may be left out.
+        where: where they come from, for messages.
+
+    Raises:
+        UserError: as `load_config`.
+    """
+    return _config_from_flat(flatten(values), where)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested dicts as one dict with dotted keys; an empty section (null in YAML) has none.
+
+    >>> flatten({"seed": 1, "train": {"steps": 2}, "data": None})
+    {'seed': 1, 'train.steps': 2}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            flat |= flatten(value, key + ".")
+        elif value is not None or key not in _SECTIONS:
+            flat[key] = value
+    return flat
+
+
+def describe() -> str:
+    """Return every key with its type, range, default and meaning, as the help of the command shows it."""
+    lines = []
+    for key in _KEYS.values():
+        default = "required" if key.required else f"default {_yaml_scalar(key.default)}"
+        lines.append(f"{key.name}: {key.expected}; {default}")
+        lines.append(textwrap.fill(key.text, 96, initial_indent="    ", subsequent_indent="    "))
+    return "\n".join(lines)
+
+
+def check_world(config: RunConfig, world_size: int) -> None:
+    """Refuse a batch that micro-batches and ranks do not divide.
+
+    Args:
+        config: its train.batch_size and train.micro_batch_size are looked at.
+        world_size: number of ranks, at least 1.
+
+    Raises:
+        UserError: names the micro-batch sizes that would do, or batch sizes where none does.
+    """
+    batch, micro = config.train.batch_size, config.train.micro_batch_size
+    if batch % (micro * world_size) == 0:
+        return
+    sizes = [size for size in range(1, batch + 1) if batch % (size * world_size) == 0]
+    if sizes:
+        fix = "set train.micro_batch_size to one of " + ", ".join(map(str, sizes))
+    else:
+        above = math.ceil(batch / world_size) * world_size
+        fix = f"set train.batch_size={above} train.micro_batch_size={above // world_size}, or use fewer ranks"
+    raise UserError(
+        f"a batch of {batch} does not split into micro-batches of {micro}, equally many for each rank",
+        got=f"train.batch_size={batch}, train.micro_batch_size={micro}, {world_size} ranks",
+        expected="train.batch_size a multiple of train.micro_batch_size times the number of ranks",
+        fix=fix,
+    )
+
+
+def num_dropped(zo: ZoConfig, num_blocks: int) -> int:
+    """Return how many of a model's `num_blocks` transformer blocks a step leaves out.
+
+    Raises:
+        UserError: more than there are.
+    """
+    if zo.num_dropped_layers is None:
+        assert zo.sparsity is not None, "exactly one of the two is given"
+        return num_dropped_from_sparsity(zo.sparsity, num_blocks)
+    if zo.num_dropped_layers > num_blocks:
+        raise UserError(
+            "zo.num_dropped_layers is more than the model has blocks",
+            got=zo.num_dropped_layers,
+            expected=f"0 to {num_blocks}",
+            fix=f"set zo.num_dropped_layers={num_dropped_from_sparsity(0.75, num_blocks)} (sparsity 0.75)",
+        )
+    return zo.num_dropped_layers
+
+
+def _config_from_flat(values: Mapping[str, Any], where: str) -> RunConfig:
+    for name in values:
+        if name not in _KEYS:
+            raise _unknown_key(name, where)
+    missing = [key for key in _KEYS.values() if key.required and key.name not in values]
+    if missing:
+        raise UserError(
+            f"missing in {where}: {', '.join(key.name for key in missing)}",
+            got="nothing",
+            expected="; ".join(f"{key.name}, {key.expected}" for key in missing),
+            fix=f"add it to the file, or {missing[0].name}=... on the command line",
+        )
+    checked = {name: _check_value(_KEYS[name], value, where) for name, value in values.items()}
+    config: RunConfig = _build(RunConfig, checked, "")
+    _check_together(config, where)
+    return config
+
+
+def _build(section: type, values: Mapping[str, Any], prefix: str) -> Any:  # noqa: ANN401 (a dataclass)
+    arguments: dict[str, Any] = {}
+    for name in (field.name for field in dataclasses.fields(section)):
+        key = prefix + name
+        if key in _SECTIONS:
+            arguments[name] = _build(_SECTIONS[key], values, key + ".")
+        elif key in values:
+            arguments[name] = values[key]
+    return section(**arguments)
+
+
+def _unknown_key(name: str, where: str) -> UserError:
+    if name in _SECTIONS:
+        keys = [key for key in _KEYS if key.startswith(name + ".")]
+        return UserError(
+            f"{name} in {where} is a section, not a value",
+            got="a single value",
+            expected="the keys " + ", ".join(keys),
+            fix=f"write them below {name}:, or {keys[0]}=... on the command line",
+        )
+    section, _, leaf = name.rpartition(".")
+    siblings = [key for key in _KEYS if key.rpartition(".")[0] == section]
+    elsewhere = [key for key in _KEYS if key.rpartition(".")[2] == leaf]
+    near = elsewhere or _nearest(name, siblings) or _nearest(name, _KEYS)
+    return UserError(
+        f"unknown key in {where}",
+        got=name,
+        expected="one of " + ", ".join(siblings or _KEYS),
+        fix=f"did you mean {near[0]}?" if near else "remove it",
+    )
+
+
+def _nearest(name: str, candidates: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(name, list(candidates), n=1)
+
+
+def _check_value(key: _Key, value: object, where: str) -> Any:  # noqa: ANN401 (one of the key's type)
+    if value is None and key.optional:
+        return None
+    if key.kind is float:
+        value = _as_float(value)
+    fits = type(value) is key.kind and (not key.choices or value in key.choices)
+    if fits and key.range is not None:
+        fits = value in key.range  # type: ignore[operator]  # a number, or it would not have a range
+    if fits:
+        return value
+    near = _nearest(str(value), key.choices)
+    example = key.choices[0] if key.choices else "..." if key.required else _yaml_scalar(key.default)
+    fix = f"did you mean {near[0]}?" if near else f"set {key.name}={example}"
+    if key.kind is str and not key.choices and value is not None:
+        fix = f"write it in quotes ({key.name}='\"{value}\"' on the command line)"
+    raise UserError(f"{key.name} in {where} is not valid", got=_shown(value), expected=key.expected, fix=fix)
+
+
+def _as_float(value: object) -> object:
+    """Take whole numbers, and the 1e-6 that YAML 1.1 reads as text for want of a point, as floats."""
+    if type(value) is int:
+        return float(value)
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
+    # "not a number" and infinity are in no range, and would slip through comparisons.
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _shown(value: object) -> str:
+    return "null" if value is None else repr(value)
+
+
+def _check_together(config: RunConfig, where: str) -> None:
+    zo = config.zo
+    if (zo.sparsity is None) == (zo.num_dropped_layers is None):
+        raise UserError(
+            f"zo.sparsity and zo.num_dropped_layers in {where} say the same thing twice, or not at all",
+            got=f"zo.sparsity={_yaml_scalar(zo.sparsity)}, "
+            f"zo.num_dropped_layers={_yaml_scalar(zo.num_dropped_layers)}",
+            expected="exactly one of the two",
+            fix="give one and leave the other out (or null): zo.sparsity=0.75 zo.num_dropped_layers=null",
+        )
+    get_task(config.data.task)
+    check_world(config, world_size=1)
+
+
+def _parse_override(override: str) -> tuple[str, Any]:
+    name, equals, text = override.partition("=")
+    if not equals or not re.fullmatch(r"\w+(\.\w+)*", name):
+        raise UserError(
+            "an argument is not an override",
+            got=override,
+            expected="key=value, with a dotted key",
+            fix="write for instance zo.learning_rate=1e-6",
+        )
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(
+            f"the value of {name} on the command line is not YAML",
+            got=text,
+            expected="a number, text or null",
+            fix=f"write it in quotes: {name}='\"...\"'",
+        ) from error
+    if isinstance(value, dict | list):
+        raise UserError(
+            f"the value of {name} on the command line is not a single value",
+            got=text,
+            expected="a number, text or null",
+            fix="give each key of its own, as section.key=value",
+        )
+    return name, value
+
+
+def _read_yaml(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        _refuse_repeated_keys(yaml.compose(text, yaml.SafeLoader), "", set())
+        values = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"cannot read {path}", got=str(error), expected="a YAML recipe", fix="see launch/recipes"
+        ) from error
+    except yaml.YAMLError as error:
+        raise UserError(
+            f"{path} is not valid YAML",
+            got=" ".join(str(error).split()),
+            expected="key: value lines, each once, sections indented",
+            fix="correct the line named; launch/recipes has examples",
+        ) from error
+    if not isinstance(values, dict):
+        raise UserError(
+            f"{path} holds no keys",
+            got=type(values).__name__,
+            expected="key: value lines",
+            fix="see launch/recipes",
+        )
+    return values
+
+
+def _refuse_repeated_keys(node: yaml.Node | None, prefix: str, seen: set[str]) -> None:
+    """YAML forbids a repeated key, but safe_load silently keeps the last: half a recipe would be lost."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        name = f"{prefix}{key.value}"
+        if name in seen:
+            raise yaml.MarkedYAMLError(problem=f"repeated key {name}", problem_mark=key.start_mark)
+        seen.add(name)
+        _refuse_repeated_keys(value, name + ".", seen)
+
+
+def _yaml_scalar(value: object) -> str:
+    return "null" if value is None else str(value)
+
+
+def _keys_of(section: type, prefix: str = "") -> list[_Key]:
+    hints = get_type_hints(section, include_extras=True)
+    texts = _field_docstrings(section)
+    keys = []
+    for field in dataclasses.fields(section):
+        name = prefix + field.name
+        if dataclasses.is_dataclass(hints[field.name]):
+            keys += _keys_of(hints[field.name], name + ".")
+        else:
+            keys.append(_key_of(name, hints[field.name], field.default, texts[field.name]))
+    return keys
+
+
+def _key_of(name: str, hint: object, default: object, text: str) -> _Key:
+    limits = None
+    if get_origin(hint) is Annotated:
+        hint, limits = get_args(hint)
+    optional = get_origin(hint) in (Union, types.UnionType)
+    if optional:
+        hint = next(kind for kind in get_args(hint) if kind is not types.NoneType)
+    choices = get_args(hint) if get_origin(hint) is Literal else ()
+    kind = str if choices else hint
+    assert isinstance(kind, type), f"{name} has a type that _check_value does not know"
+    return _Key(name, kind, choices, optional, limits, default, text)
+
+
+def _field_docstrings(section: type) -> dict[str, str]:
+    """Return the string that stands below each field in the source: Python itself throws it away."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(section)))
+    assert isinstance(tree.body[0], ast.ClassDef)
+    body = tree.body[0].body
+    texts = {}
+    for field, below in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+            texts[ast.unparse(field.target)] = " ".join(ast.literal_eval(below.value).split())
+    return texts
+
+
+_SECTIONS: dict[str, type] = {
+    name: hint
+    for name, hint in get_type_hints(RunConfig).items()
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint)
+}
+_KEYS: dict[str, _Key] = {key.name: key for key in _keys_of(RunConfig)}
+
+
+def load_ds_config(path: str | Path, dtype: str, world_size: int, micro_batch_size: int) -> dict[str, Any]:
+    """Read a DeepSpeed JSON, refuse what zeroth-order training cannot use, and complete it.
+
+    Keys that begin with "_" are comments, at any depth. What this function does not know (monitors,
+    offload, aio, the comms logger) passes through to DeepSpeed.
+
+    Args:
+        path: the JSON file.
+        dtype: fp32, bf16 or fp16, from the recipe; the JSON need not repeat it.
+        world_size: number of ranks.
+        micro_batch_size: examples in one forward pass of one rank.
+
+    Returns:
+        what to give deepspeed.initialize.
+
+    Raises:
+        UserError: no such file, not JSON, not ZeRO stage 3, a setting that would corrupt the weights or
+            changes the losses, or one that contradicts the recipe.
+    """
+    config = _read_json(Path(path))
+    zero = config.get("zero_optimization")
+    if not isinstance(zero, dict) or zero.get("stage") != 3:
+        raise UserError(
+            f"{path} does not ask for ZeRO stage 3",
+            got=f"zero_optimization {zero!r}",
+            expected='"zero_optimization": {"stage": 3}',
+            fix="start from one of ds_configs",
+        )
+    flat = flatten(config)
+    for key, value in flat.items():
+        _refuse(
+            value == "auto", path, key, value, "a value: nothing is guessed", "give a value, or remove it"
+        )
+    _refuse_unusable(path, config, flat)
+    per_step = micro_batch_size * world_size
+    for key, number in (
+        ("train_micro_batch_size_per_gpu", micro_batch_size),
+        ("train_batch_size", per_step),
+    ):
+        value = config.get(key, number)
+        _refuse(value != number, path, key, value, f"{number}, as the recipe has it", "remove it")
+    zero |= {"stage3_param_persistence_threshold": 0, "memory_efficient_linear": False}
+    config["train_micro_batch_size_per_gpu"] = micro_batch_size
+    return _with_dtype(config, path, dtype)
+
+
+def _refuse(wrong: bool, path: str | Path, key: str, value: object, expected: str, fix: str) -> None:
+    if wrong:
+        raise UserError(f"{key} in {path}", got=value, expected=expected, fix=f"{fix} ({key})")
+
+
+def _refuse_unusable(path: str | Path, config: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
+    for key in ("optimizer", "scheduler"):
+        _refuse(
+            key in config, path, key, config.get(key), "none: LeZO is the optimizer", "remove the section"
+        )
+    # key, the only values that may be given, and what any other would do
+    allowed: tuple[tuple[str, tuple[object, ...], str], ...] = (
+        ("zero_optimization.stage3_param_persistence_threshold", (0,), "resident copies go stale"),
+        ("zero_optimization.memory_efficient_linear", (False,), "it changes the losses of bf16"),
+        ("zero_optimization.zero_hpz_partition_size", (0, 1), "the second copy goes stale"),
+        (
+            "zero_optimization.zero_quantized_weights",
+            (False,),
+            "the gathered weights would not be the model's",
+        ),
+        ("zero_optimization.zero_quantized_nontrainable_weights", (False,), "the shards would be quantized"),
+        ("gradient_accumulation_steps", (1,), "train.batch_size and train.micro_batch_size say it"),
+        ("torch_autocast.enabled", (False,), "model.dtype says it"),
+    )
+    for key, values, reason in allowed:
+        value = flat.get(key, values[0])
+        expected = f"{json.dumps(values[0])} ({reason})"
+        _refuse(value not in values, path, key, value, expected, "remove it")
+
+
+def _with_dtype(config: dict[str, Any], path: str | Path, dtype: str) -> dict[str, Any]:
+    for name, aliases in (("bf16", ("bf16", "bfloat16")), ("fp16", ("fp16",))):
+        for alias in aliases:
+            enabled = config.get(alias, {}).get("enabled", name == dtype)
+            if enabled != (name == dtype):
+                raise UserError(
+                    f"{path} and the recipe ask for different dtypes",
+                    got=f'"{alias}": {{"enabled": {json.dumps(enabled)}}} and model.dtype {dtype}',
+                    expected="the same in both",
+                    fix=f"remove {alias} from the JSON: model.dtype is enough",
+                )
+    if dtype != "fp32":
+        config[dtype] = {**config.get(dtype, {}), "enabled": True}
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_comments)
+    except OSError as error:
+        raise UserError(
+            f"cannot read the DeepSpeed configuration {path}",
+            got=str(error),
+            expected="a JSON file",
+            fix="set deepspeed=ds_configs/zero3_cpu.json, or another of ds_configs",
+        ) from error
+    except ValueError as error:
+        raise UserError(
+            f"{path} is not valid JSON", got=str(error), expected="one JSON object", fix="correct it"
+        ) from error
+    if not isinstance(values, dict):
+        raise UserError(
+            f"{path} holds no keys",
+            got=values,
+            expected="one JSON object",
+            fix="start from one of ds_configs",
+        )
+    return values
+
+
+def _without_comments(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    section = dict(pairs)
+    if len(section) != len(pairs):
+        raise ValueError("a key is repeated: " + ", ".join(name for name, _ in pairs))
+    return {name: value for name, value in section.items() if not name.startswith("_")}
