@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 from deepspeed import comm
 
 from lezo_ds import zero3
-from lezo_ds.errors import UserError
+from lezo_ds.errors import LezoError, UserError
+
+T = TypeVar("T")
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -92,21 +95,20 @@ def broadcast_bytes(data: bytes, num_bytes: int) -> bytes:
     return bytes(buffer.cpu().numpy())
 
 
-def broadcast_text(text: str) -> str:
-    """Return rank 0's text on every rank."""
-    data = text.encode()
-    length = int.from_bytes(broadcast_bytes(len(data).to_bytes(8, "little"), 8), "little")
-    return broadcast_bytes(data, length).decode()
+def broadcast_object(value: Any) -> Any:  # noqa: ANN401
+    """Return rank 0's value on every rank. Pickles: for starting up and resuming, not for steps."""
+    box = [value]
+    comm.broadcast_object_list(box, 0, device=zero3.device())
+    return box[0]
 
 
-def sum_vector(values: Sequence[float]) -> list[float]:
-    """Return the element-wise float64 sum over all ranks. One all-reduce.
+def sum_vector(values: torch.Tensor) -> list[float]:
+    """Return the element-wise sum over all ranks of a float64 vector on this rank's device. One all-reduce.
 
     Exact where at most one rank's element is not zero, in whatever order the ranks are added.
     """
-    vector = torch.tensor(values, dtype=torch.float64, device=zero3.device())
-    comm.all_reduce(vector)
-    return vector.cpu().tolist()  # type: ignore[no-any-return]
+    comm.all_reduce(values)
+    return values.cpu().tolist()  # type: ignore[no-any-return]
 
 
 def sum_integers(values: Sequence[int]) -> list[int]:
@@ -114,3 +116,20 @@ def sum_integers(values: Sequence[int]) -> list[int]:
     vector = torch.tensor(values, dtype=torch.int64, device=zero3.device())
     comm.all_reduce(vector)
     return vector.cpu().tolist()  # type: ignore[no-any-return]
+
+
+def on_rank_zero(action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 and return its result on every rank; an error of this package is raised on all.
+
+    So no rank waits for one that has stopped.
+    """
+    outcome: tuple[Any, LezoError | None] = (None, None)
+    if rank() == 0:
+        try:
+            outcome = (action(), None)
+        except LezoError as error:
+            outcome = (None, error)
+    value, problem = broadcast_object(outcome)
+    if problem is not None:
+        raise problem
+    return value  # type: ignore[no-any-return]

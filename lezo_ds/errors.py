@@ -24,6 +24,10 @@ class UserError(LezoError):
 
     exit_code = 2
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle as made: the message is the only state, and ranks exchange errors."""
+        return _restore, (str(self),)
+
     def __init__(self, what: str, *, got: object = None, expected: str = "", fix: str = "") -> None:
         parts = [what]
         if got is not None:
@@ -33,6 +37,10 @@ class UserError(LezoError):
         if fix:
             parts.append(f"fix: {fix}")
         super().__init__("; ".join(parts))
+
+
+def _restore(message: str) -> UserError:
+    return UserError(message)
 
 
 class JournalError(LezoError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,6 +48,11 @@ def estimate(
         total_weight: number of terms of the mean loss over all micro-batches, > 0.
         perturbation_scale: mu, > 0.
     """
-    loss_plus = sum(plus_sums) / total_weight
-    loss_minus = sum(minus_sums) / total_weight
+    loss_plus = _sum_in_order(plus_sums) / total_weight
+    loss_minus = _sum_in_order(minus_sums) / total_weight
     return Estimate(loss_plus, loss_minus, (loss_plus - loss_minus) / (2 * perturbation_scale))
+
+
+def _sum_in_order(values: Sequence[float]) -> float:
+    # Not sum(): from Python 3.12 on it compensates for rounding, which gives other bits than before.
+    return functools.reduce(operator.add, values, 0.0)

@@ -62,7 +62,7 @@ def find_blocks(model: nn.Module) -> BlockLayout:
             f"no transformer blocks found in {type(model).__name__}",
             got=found,
             expected="one list of equal modules that hold parameters, as decoder models have",
-            fix="use a decoder language model, or method mezo with num_dropped_layers 0 on a supported one",
+            fix="use a decoder language model, such as OPT, Llama, Qwen, Mistral, GPT-NeoX or GPT-2",
         )
     return BlockLayout(path, len(outermost[path]))
 

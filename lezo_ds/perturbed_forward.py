@@ -1,32 +1,36 @@
 """Forward passes at theta + mu z and theta - mu z that leave the stored weights alone.
 
-Every module that directly owns parameters gets its `forward` wrapped. While a perturbation is set, the wrapper
-computes the perturbed copies of the module's active parameters out of place, runs the module with them, and
-drops them: nothing is restored, so nothing drifts. Under ZeRO-3 the wrapper runs between DeepSpeed's hooks,
-which gather the module's parameters before it and release them after it.
+Every module that directly owns parameters gets its `forward` wrapped. While a perturbation is set, the
+wrapper computes the perturbed copies of the module's active parameters out of place, runs the module with
+them, and drops them: nothing is restored, so nothing drifts. Under ZeRO-3 the wrapper runs between
+DeepSpeed's hooks, which gather the module's parameters before it and release them after it.
 
-In the dual forward the batch is doubled, [x; x]: a module with active parameters runs twice, on the first half
-with theta + mu z and on the second with theta - mu z, from one gather and one draw of z; every other module
-runs once over the doubled batch.
+In the dual forward the batch is doubled, [x; x]: a module with active parameters runs twice, on the first
+half with theta + mu z and on the second with theta - mu z, from one gather and one draw of z; every other
+module runs once over the doubled batch.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.batch import LogitSelection, MicroBatch
 from lezo_ds.errors import UserError
 from lezo_ds.noise import NoiseBackend
+
+_BIAS_LAST = (nn.Linear.forward, Conv1D.forward)
+"""The forwards known to be matrix product + bias, so that the bias can be added after them."""
 
 
 class Sign(Enum):
@@ -74,7 +78,6 @@ class PerturbedForward:
         self._perturbation: Perturbation | None = None
         self._selection: LogitSelection | None = None
         self._batch_rows = 0
-        self._takes_position_ids = "position_ids" in inspect.signature(model.forward).parameters
         get_head = getattr(model, "get_output_embeddings", None)
         self._head: nn.Module | None = get_head() if get_head else None
         for module in model.modules():
@@ -95,19 +98,11 @@ class PerturbedForward:
             The logits: (at theta + mu z, at theta - mu z) for Sign.BOTH, one tensor otherwise.
         """
         copies = 2 if perturbation is not None and perturbation.sign is Sign.BOTH else 1
-        inputs = self._inputs(batch, copies)
+        inputs = {name: torch.cat([value] * copies) for name, value in batch.inputs.items()}
         rows = next(iter(batch.inputs.values())).shape[0]
-        with self._running(perturbation, _repeat_selection(batch.selection, rows, copies), rows):
+        with self._running(perturbation, batch.selection, rows):
             output = call(**inputs)
         return tuple(output.logits.chunk(copies))
-
-    def _inputs(self, batch: MicroBatch, copies: int) -> dict[str, Tensor]:
-        inputs = dict(batch.inputs)
-        if self._takes_position_ids and "position_ids" not in inputs and "attention_mask" not in inputs:
-            # Models make [1, tokens] position ids on their own; a perturbed position table needs a row a sequence.
-            rows, tokens = inputs["input_ids"].shape
-            inputs["position_ids"] = torch.arange(tokens, device=inputs["input_ids"].device).expand(rows, tokens)
-        return {name: torch.cat([value] * copies) for name, value in inputs.items()}
 
     @contextmanager
     def _running(
@@ -129,6 +124,7 @@ class PerturbedForward:
         original = module.forward
         run = self._run_head if module is self._head else self._run
 
+        @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             return run(module, original, *args, **kwargs)
 
@@ -137,12 +133,14 @@ class PerturbedForward:
     def _active(self, module: nn.Module) -> dict[str, nn.Parameter]:
         if self._perturbation is None:
             return {}
-        dropped = self._perturbation.dropped_layers
-        return {
-            name: parameter
-            for name, parameter in module._parameters.items()
-            if parameter in self._trainable and self._trainable[parameter].block not in dropped
-        }
+        active: dict[str, nn.Parameter] = {}
+        for name, parameter in module._parameters.items():
+            named = None if parameter is None else self._trainable.get(parameter)
+            if named is None or parameter is None:
+                continue
+            if named.block is None or named.block not in self._perturbation.dropped_layers:
+                active[name] = parameter
+        return active
 
     def _run(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         active = self._active(module)
@@ -150,7 +148,11 @@ class PerturbedForward:
             return original(*args, **kwargs)
         if type(module).forward is nn.Embedding.forward:
             (table,) = active.values()
-            return self._by_sign(lambda sign, input: self._rows(table, input, (sign,))[0], args, self._batch_rows, kwargs)
+
+            def look_up(sign: Sign, input: Tensor) -> Tensor:  # the name nn.Embedding gives it
+                return self._rows(table, input, (sign,))[0]
+
+            return self._by_sign(look_up, args, self._batch_rows, kwargs)
         copies = self._copies(active)
 
         def run(sign: Sign, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -160,32 +162,32 @@ class PerturbedForward:
 
     def _run_head(self, module: nn.Module, original: Callable[..., Any], hidden: Tensor) -> Any:  # noqa: ANN401
         """Run the output head on the selected positions only, for the selected vocabulary entries only."""
-        selection = self._selection
-        if selection is None:
+        if self._selection is None:
             return self._run(module, original, hidden)
+        selection = _repeat_selection(self._selection, self._batch_rows, len(self._signs()))
         hidden = hidden[selection.rows, selection.positions]
         rows, self._batch_rows = self._batch_rows, hidden.shape[0] // len(self._signs())
         try:
             if selection.vocabulary is None:
                 return self._run(module, original, hidden)
-            if type(module).forward is not nn.Linear.forward:
+            if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
                 return self._run(module, original, hidden)[:, selection.vocabulary]
             return self._run_head_entries(module, hidden, selection.vocabulary)
         finally:
             self._batch_rows = rows
 
-    def _run_head_entries(self, module: nn.Module, hidden: Tensor, entries: Tensor) -> Any:  # noqa: ANN401
+    def _run_head_entries(self, module: nn.Linear, hidden: Tensor, entries: Tensor) -> Any:  # noqa: ANN401
         active = self._active(module)
         if not active:
             bias = module.bias
             return F.linear(hidden, module.weight[entries], None if bias is None else bias[entries])
         signs = self._signs()
         weights = (
-            self._rows(module.weight, entries, signs)
+            self._rows(active["weight"], entries, signs)
             if "weight" in active
             else (module.weight[entries],) * len(signs)
         )
-        biases = self._copies({"bias": module.bias})["bias"] if "bias" in active else None
+        biases = self._copies({"bias": active["bias"]})["bias"] if "bias" in active else None
 
         def run(sign: Sign, hidden: Tensor) -> Tensor:
             logits = F.linear(hidden, weights[signs.index(sign)])
@@ -227,7 +229,7 @@ class PerturbedForward:
         flat, width = rows.reshape(-1), table.shape[-1]
         key = (state.seed, self._trainable[table].parameter_id)
         if len(signs) == 2:
-            found = self._noise.perturb_rows_pair(table.data, flat, *key, state.scale)
+            found: tuple[Tensor, ...] = self._noise.perturb_rows_pair(table.data, flat, *key, state.scale)
         else:
             found = (self._noise.perturb_rows(table.data, flat, *key, state.scale * signs[0].value),)
         return tuple(tensor.view(*rows.shape, width) for tensor in found)
@@ -245,7 +247,8 @@ class PerturbedForward:
             return run(signs[0], *args, **(kwargs or {}))
         outputs = []
         for index, sign in enumerate(signs):
-            half_args, half_kwargs = tree_map(lambda value: _half(value, index, rows), (list(args), dict(kwargs or {})))  # noqa: B023
+            half = partial(_half, index=index, rows=rows)
+            half_args, half_kwargs = tree_map(half, (list(args), dict(kwargs or {})))
             with self._with_sign(sign):
                 outputs.append(run(sign, *half_args, **half_kwargs))
         return _concatenate(outputs)
@@ -255,42 +258,46 @@ class PerturbedForward:
         """Modules inside a module that already runs on one half of the batch see that sign only."""
         state = self._perturbation
         assert state is not None
-        self._perturbation = Perturbation(state.seed, state.scale, state.dropped_layers, sign)
+        self._perturbation = replace(state, sign=sign)
         try:
             yield
         finally:
             self._perturbation = state
 
 
-def _repeat_selection(selection: LogitSelection | None, rows: int, copies: int) -> LogitSelection | None:
-    if selection is None or copies == 1:
-        return selection
+def _repeat_selection(selection: LogitSelection, rows: int, copies: int) -> LogitSelection:
+    """Return the selection of the same logits from each copy of a batch of `rows` sequences."""
     return LogitSelection(
-        torch.cat([selection.rows, selection.rows + rows]),
-        torch.cat([selection.positions] * 2),
+        torch.cat([selection.rows + rows * copy for copy in range(copies)]),
+        torch.cat([selection.positions] * copies),
         selection.vocabulary,
     )
 
 
 def _half(value: Any, index: int, rows: int) -> Any:  # noqa: ANN401
-    """Return one half of a batched tensor of the doubled batch: 2 * rows (* tokens) along its first dimension."""
+    """Return one half of a batched tensor: 2 * rows, or 2 * rows * tokens, along its first dimension.
+
+    What is the same for all sequences ([1, tokens] position ids, [1, 1, tokens, tokens] masks) is repeated.
+    In one dimension a batch cannot be told from as many tokens, so that is refused.
+    """
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
-    if value.shape[0] % (2 * rows) == 0:
-        return value.chunk(2)[index]
-    if value.shape[0] == 1:
+    if value.dim() > 1 and value.shape[0] == 1:
         return value.expand(rows, *value.shape[1:])
+    if value.dim() > 1 and value.shape[0] % (2 * rows) == 0:
+        return value.chunk(2)[index]
     raise UserError(
         "a module with tunable parameters is given a tensor without a batch dimension of its own",
         got=f"shape {tuple(value.shape)}",
-        expected=f"a first dimension of {2 * rows} (or a multiple): the batch, twice",
+        expected=f"two dimensions or more, the first {2 * rows} (or a multiple): the batch, twice",
         fix="set zo.forward=two_pass for this model",
     )
 
 
 def _concatenate(outputs: Sequence[Any]) -> Any:  # noqa: ANN401
     leaves, structure = zip(*(tree_flatten(output) for output in outputs), strict=True)
-    merged = [torch.cat(pair) if isinstance(pair[0], Tensor) else pair[0] for pair in zip(*leaves, strict=True)]
+    pairs = zip(*leaves, strict=True)
+    merged = [torch.cat(pair) if isinstance(pair[0], Tensor) else pair[0] for pair in pairs]
     return tree_unflatten(merged, structure[0])
 
 
@@ -303,33 +310,53 @@ def _call_with(
 ) -> Any:  # noqa: ANN401
     """Call a module with perturbed copies in the place of its parameters.
 
-    Copies of one dimension are float32. In 16-bit models a module that owns nothing else (a norm) then runs in
-    float32, and a bias beside a matrix is added in float32; the output is cast back.
+    Copies of one dimension are float32. In 16-bit models a module that holds nothing else (a norm) then runs
+    in float32, and the bias of a linear module is added in float32; the output is cast back. In any other
+    16-bit module they are cast too: what is done with them is not known.
     """
-    stored = {name: module._parameters[name] for name in copies}
-    dtype = next(p.dtype for p in stored.values() if p is not None)
-    replacements, late_bias = dict(copies), None
-    only_vectors = all(p is None or p.dim() == 1 for p in module._parameters.values())
-    if dtype != torch.float32:
-        if only_vectors:
-            args, kwargs = _cast_floats((list(args), dict(kwargs)), torch.float32)
-        elif set(module._parameters) == {"weight", "bias"} and "bias" in copies:
-            late_bias = copies["bias"]
-            replacements["bias"] = torch.zeros_like(late_bias, dtype=dtype)
-        else:
-            replacements = {name: copy.to(dtype) for name, copy in copies.items()}
+    dtype = next(parameter.dtype for name, parameter in _parameters(module).items() if name in copies)
+    if dtype == torch.float32:
+        return _call_replaced(module, original, copies, args, kwargs)
+    if _holds_only_vectors(module):
+        vectors = {name: parameter.float() for name, parameter in _parameters(module).items()}
+        args, kwargs = _cast_floats((list(args), dict(kwargs)), torch.float32)
+        output = _call_replaced(module, original, vectors | dict(copies), args, kwargs)
+        return _cast_floats(output, dtype)
+    cast = {name: copy.to(dtype) for name, copy in copies.items()}
+    if type(module).forward in _BIAS_LAST and "bias" in copies:
+        without_bias = cast | {"bias": torch.zeros_like(cast["bias"])}
+        output = _call_replaced(module, original, without_bias, args, kwargs)
+        return (output + copies["bias"]).to(dtype)  # the sum of a 16-bit and a float32 tensor is float32
+    return _call_replaced(module, original, cast, args, kwargs)
+
+
+def _call_replaced(
+    module: nn.Module,
+    original: Callable[..., Any],
+    replacements: Mapping[str, Tensor],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:  # noqa: ANN401
+    stored = {name: module._parameters[name] for name in replacements}
     try:
-        for name, copy in replacements.items():
-            module._parameters[name] = copy  # type: ignore[assignment]  # not a Parameter: it is dropped below
-        output = original(*args, **kwargs)
+        for name, tensor in replacements.items():
+            module._parameters[name] = tensor  # type: ignore[assignment]  # not a Parameter: it goes below
+        return original(*args, **kwargs)
     finally:
         module._parameters.update(stored)
-    if late_bias is not None:
-        output = output.float() + late_bias
-    return output if dtype == torch.float32 else _cast_floats(output, dtype)
+
+
+def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+
+
+def _holds_only_vectors(module: nn.Module) -> bool:
+    has_children = next(module.children(), None) is not None
+    return not has_children and all(parameter.dim() == 1 for parameter in _parameters(module).values())
 
 
 def _cast_floats(values: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
-    return tree_map(
-        lambda value: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value, values
-    )
+    def cast(value: Any) -> Any:  # noqa: ANN401
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return tree_map(cast, values)

@@ -7,9 +7,9 @@ import struct
 from dataclasses import dataclass
 
 MAX_BLOCKS = 256
-_FORMAT = struct.Struct(f"<qQdd{MAX_BLOCKS // 8}sB")
+_FORMAT = struct.Struct(f"<qQdd{MAX_BLOCKS // 8}s")
 PLAN_BYTES = _FORMAT.size
-"""Length of the broadcast message, in bytes (65)."""
+"""Length of the broadcast message, in bytes (64)."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,6 @@ class StepPlan:
         dropped_layers: sorted indices of the blocks that are neither perturbed nor updated.
         learning_rate: eta of the update.
         perturbation_scale: mu of the paper, "eps" in its tables.
-        abort: rank 0 cannot go on (its journal cannot be written): every rank ends before the step.
     """
 
     step: int
@@ -30,21 +29,20 @@ class StepPlan:
     dropped_layers: tuple[int, ...]
     learning_rate: float
     perturbation_scale: float
-    abort: bool = False
 
     def pack(self) -> bytes:
         """Return the plan as PLAN_BYTES bytes."""
         mask = sum(1 << layer for layer in self.dropped_layers).to_bytes(MAX_BLOCKS // 8, "little")
         scalars = (self.step, self.seed, self.learning_rate, self.perturbation_scale)
-        return _FORMAT.pack(*scalars, mask, self.abort)
+        return _FORMAT.pack(*scalars, mask)
 
     @classmethod
     def unpack(cls, data: bytes) -> StepPlan:
         """Return the plan that `pack` made `data` from."""
-        step, seed, learning_rate, scale, mask_bytes, abort = _FORMAT.unpack(data)
+        step, seed, learning_rate, scale, mask_bytes = _FORMAT.unpack(data)
         mask = int.from_bytes(mask_bytes, "little")
         dropped = tuple(layer for layer in range(MAX_BLOCKS) if mask >> layer & 1)
-        return cls(step, seed, dropped, learning_rate, scale, bool(abort))
+        return cls(step, seed, dropped, learning_rate, scale)
 
 
 def noise_seed(run_seed: int, step: int) -> int:

@@ -9,7 +9,7 @@ while the parameter is not gathered. On NVMe, `ds_tensor` is only there between 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +22,6 @@ from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, 
 from torch import Tensor, nn
 
 from lezo_ds.perturbed_forward import NamedParameter
-
-ReadRange = Callable[[str, int, int], Tensor]
-"""(parameter name, start, stop) -> that range of the flattened parameter, on the CPU, in the model's dtype."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +70,13 @@ class ShardedParameter:
     def gather(self) -> Tensor:
         """Return the full parameter on the CPU, on every rank. A collective: every rank must call it."""
         with self.shard() as shard:
-            world_size = comm.get_world_size()
-            padded = torch.zeros(
-                -(-self.numel // world_size), dtype=shard.dtype, device=get_accelerator().current_device_name()
-            )
-            padded[: self.count] = shard
-        return self.gather_like(padded)
+            return self.gather_like(shard)
 
-    def gather_like(self, padded: Tensor) -> Tensor:
-        """Gather a tensor that is sharded as this parameter is; `padded` is [ceil(numel / world)]."""
+    def gather_like(self, mine: Tensor) -> Tensor:
+        """Gather a tensor that is sharded as this parameter is; `mine` holds this rank's `count` elements."""
         world_size = comm.get_world_size()
+        padded = torch.zeros(-(-self.numel // world_size), dtype=mine.dtype, device=device())
+        padded[: self.count] = mine
         full = torch.empty(padded.numel() * world_size, dtype=padded.dtype, device=padded.device)
         # Bytes: gloo cannot gather every dtype (16-bit integers among them).
         comm.all_gather_into_tensor(full.view(torch.uint8), padded.view(torch.uint8))
@@ -105,39 +99,26 @@ def shard_range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
     return start, min(start + size, numel) - start
 
 
-def shard_model(model: nn.Module, ds_config: Mapping[str, Any], read_range: ReadRange) -> None:
+def shard_model(model: nn.Module, ds_config: Mapping[str, Any]) -> None:
     """Turn a model on the meta device into a ZeRO-3 sharded one, a parameter at a time, in place.
 
-    Each rank reads only the elements it will hold; at no time is more than one parameter's memory allocated in
-    full (and of that only this rank's range is ever touched).
+    The shards' values are undefined until they are loaded. Memory for one full parameter at a time is reserved,
+    and none of it is written.
 
     Args:
         model: parameters on the meta device, tied ones tied; buffers real.
         ds_config: the DeepSpeed config, stage 3; decides where shards live (device, CPU, NVMe).
-        read_range: gives the weights.
     """
-    rank, world_size = comm.get_rank(), comm.get_world_size()
     init = deepspeed.zero.Init(config_dict_or_path=dict(ds_config))
-    device = init.local_device
-    for name, parameter in model.named_parameters():
-        start, count = shard_range(parameter.numel(), rank, world_size)
-        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        if count:
-            full.view(-1)[start : start + count] = read_range(name, start, start + count).to(device)
-        _replace(model, parameter, nn.Parameter(full, requires_grad=parameter.requires_grad), init)
+    sharded: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter in model.parameters():
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=init.local_device)
+        sharded[parameter] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+        init._convert_to_deepspeed_param(sharded[parameter])
+        sharded[parameter].partition()
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
-
-
-def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter, init: Any) -> None:  # noqa: ANN401
-    init._convert_to_deepspeed_param(new)
-    new.partition()
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is old:
-                module._parameters[name] = new
+        module._parameters.update({n: sharded[p] for n, p in module._parameters.items() if p is not None})
+        module._buffers.update({n: b.to(init.local_device) for n, b in module._buffers.items() if b is not None})
 
 
 def sharded_parameters(

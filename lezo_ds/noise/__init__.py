@@ -12,7 +12,11 @@ from lezo_ds.noise.backend import NoiseBackend, SeedAndCoefficient
 from lezo_ds.noise.precision import UpdatePrecision, join_master, split_master
 from lezo_ds.noise.select import noise_backend
 
+NOISE_VERSION = 1
+"""Of the function z(seed, parameter, element) and of what is done with it; raised when any bit of it changes."""
+
 __all__ = [
+    "NOISE_VERSION",
     "NoiseBackend",
     "SeedAndCoefficient",
     "UpdatePrecision",

@@ -1,0 +1,49 @@
+"""What every command shares: arguments, logging, and errors as one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+
+from lezo_ds import distributed
+from lezo_ds.errors import LezoError
+
+_RANK_NAMES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_PATIENCE_SECONDS = 3.0
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a command and end the process: 0 if it went well, else the error's own exit code.
+
+    An error of this package is printed as one line. When all ranks meet the same one, rank 0's line is enough:
+    the others wait for the launcher to end them before they speak.
+    """
+    logging.basicConfig(level=logging.INFO if _rank() == 0 else logging.ERROR, format="%(message)s")
+    for noisy in ("DeepSpeed", "httpx", "datasets", "torch.distributed"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    try:
+        main()
+    except LezoError as error:
+        if _rank() != 0:
+            time.sleep(_PATIENCE_SECONDS)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        # Not sys.exit: the peers may be in a collective, which the end of the process group would wait for.
+        os._exit(error.exit_code)
+    distributed.shut_down()
+
+
+def _rank() -> int:
+    return int(next((os.environ[name] for name in _RANK_NAMES if name in os.environ), "0"))
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """Return an argument parser that also accepts what the DeepSpeed launcher adds."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    made.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+    return made

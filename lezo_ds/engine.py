@@ -1,0 +1,364 @@
+"""The training engine: a ZeRO-3 sharded model, and the zeroth-order step on it (LeZO, Algorithm 1).
+
+A step: rank 0's plan is broadcast; each rank runs the dual forward of its share of the micro-batches; ONE
+all-reduce gives every rank every loss; rank 0 appends the record to the journal and syncs it; each rank
+updates its own shards.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lezo_ds import distributed, zero3
+from lezo_ds.batch import LogitSelection, LossFunction, MicroBatch
+from lezo_ds.checkpoint_files import DTYPES, WeightFiles, build_on_meta, load_config, resolve_model
+from lezo_ds.config import ZoConfig, num_dropped
+from lezo_ds.errors import DivergenceError, UserError
+from lezo_ds.estimator import estimate
+from lezo_ds.journal import EvaluationRecord, Journal, StepRecord
+from lezo_ds.layers import BlockLayout, draw_dropped_layers, find_blocks
+from lezo_ds.noise import noise_backend
+from lezo_ds.parameters import parameter_ids, table_hash
+from lezo_ds.perturbed_forward import NamedParameter, Perturbation, PerturbedForward, Sign
+from lezo_ds.snapshots import LOW_BITS_DIRECTORY, newest_snapshot, snapshot_path, write_snapshot
+from lezo_ds.step_plan import MAX_BLOCKS, PLAN_BYTES, StepPlan, noise_seed
+from lezo_ds.weights import ShardedWeights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """Where the engine's model came from.
+
+    Attributes:
+        directory: the Hugging Face directory of the base weights.
+        fingerprint: digest of the base weights as loaded, 32 hex digits.
+        table_hash: hash of all parameter names and shapes.
+    """
+
+    directory: Path
+    fingerprint: str
+    table_hash: str
+
+
+class LezoEngine:
+    """A sharded model and its zeroth-order optimiser; made by `initialize`.
+
+    Attributes:
+        module: the model, its parameters sharded.
+        weights: this rank's shards.
+        layout: where the transformer blocks are.
+        base: where the weights came from.
+        global_steps: steps done since the base weights, skipped ones included.
+        stop_agreed: a rank asked for a stop, and all ranks know it since the last step.
+    """
+
+    def __init__(
+        self,
+        deepspeed_engine: Any,  # noqa: ANN401
+        perturbed: PerturbedForward,
+        weights: ShardedWeights,
+        layout: BlockLayout,
+        base: BaseModel,
+        config: ZoConfig,
+        seed: int,
+    ) -> None:
+        self.module: nn.Module = deepspeed_engine.module
+        self.weights = weights
+        self.layout = layout
+        self.base = base
+        self.global_steps = 0
+        self.stop_agreed = False
+        self._deepspeed = deepspeed_engine
+        self._perturbed = perturbed
+        self._config = config
+        self._seed = seed
+        self._num_dropped = num_dropped(config, layout.num_blocks)
+        self._journal: Journal | None = None
+        self._stop_requested = False
+        self._skipped_in_a_row = 0
+
+    @property
+    def global_rank(self) -> int:
+        """Index of this process among all."""
+        return distributed.rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return distributed.world_size()
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return zero3.device()
+
+    @property
+    def monitor(self) -> Any:  # noqa: ANN401
+        """DeepSpeed's monitor: TensorBoard, W&B and CSV, as its config asks."""
+        return self._deepspeed.monitor
+
+    def attach_journal(self, journal: Journal | None) -> None:
+        """Write every step ahead to this journal (rank 0 has it, the others pass None)."""
+        self._journal = journal
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop: after the next step `stop_agreed` is true on every rank. Signal-safe."""
+        self._stop_requested = True
+
+    @torch.no_grad()
+    def train_batch(self, batch: Sequence[MicroBatch], loss_function: LossFunction) -> StepRecord:
+        """Do one step.
+
+        Args:
+            batch: the step's whole batch, the same on every rank; rank r runs micro-batches r, r + world, ...
+                Micro-batch shapes must not depend on the number of ranks if runs are to be equal on any number.
+            loss_function: (logits, micro-batch) -> summed loss of each example.
+
+        Returns:
+            What was done; `applied` is false if a loss was not finite, and then nothing has changed.
+
+        Raises:
+            UserError: the micro-batches cannot be shared evenly among the ranks.
+            DivergenceError: more steps in a row than `max_skipped_steps` were not finite.
+            JournalError: the journal cannot be written; the step is not applied.
+        """
+        if len(batch) % self.world_size:
+            raise UserError(
+                "the micro-batches of a step cannot be shared evenly",
+                got=f"{len(batch)} micro-batches on {self.world_size} ranks",
+                expected="a multiple of the number of ranks",
+                fix="change the micro-batch size or the number of ranks",
+            )
+        plan = self._share_plan()
+        record = self._record(plan, batch, self._reduce(self._local_losses(plan, batch, loss_function)))
+        if self._journal is not None:
+            self._journal.append(record)
+        if record.applied:
+            self.weights.apply([record])
+        self.global_steps += 1
+        self._check_divergence(record)
+        return record
+
+    def _share_plan(self) -> StepPlan:
+        step = self.global_steps
+        dropped = draw_dropped_layers(self._seed, step, self.layout.num_blocks, self._num_dropped)
+        config = self._config
+        plan = StepPlan(
+            step, noise_seed(self._seed, step), dropped, config.learning_rate, config.perturbation_scale
+        )
+        return StepPlan.unpack(distributed.broadcast_bytes(plan.pack(), PLAN_BYTES))
+
+    def _local_losses(
+        self, plan: StepPlan, batch: Sequence[MicroBatch], loss_function: LossFunction
+    ) -> Tensor:
+        """Return float64 [2 * micro-batches + 1]: both losses of this rank's micro-batches, 0 for the others'.
+
+        The last element is 1 if this rank wants to stop.
+        """
+        losses = torch.zeros(2 * len(batch) + 1, dtype=torch.float64, device=self.device)
+        for index in range(self.global_rank, len(batch), self.world_size):
+            micro_batch = to_device(batch[index], self.device)
+            for side, logits in enumerate(self._both_sides(plan, micro_batch)):
+                losses[2 * index + side] = loss_function(logits, micro_batch).double().sum()
+        losses[-1] = float(self._stop_requested)
+        return losses
+
+    def _both_sides(self, plan: StepPlan, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
+        def run(sign: Sign) -> tuple[Tensor, ...]:
+            dropped = frozenset(plan.dropped_layers)
+            perturbation = Perturbation(plan.seed, plan.perturbation_scale, dropped, sign)
+            return self._run(micro_batch, perturbation)
+
+        if self._config.forward == "dual":
+            return run(Sign.BOTH)
+        return run(Sign.PLUS) + run(Sign.MINUS)
+
+    def _run(self, micro_batch: MicroBatch, perturbation: Perturbation | None) -> tuple[Tensor, ...]:
+        logits = self._perturbed(micro_batch, perturbation, self._deepspeed)
+        zero3.assert_released(self.weights.parameters)
+        return logits
+
+    def _reduce(self, losses: Tensor) -> list[float]:
+        *sums, stop_votes = distributed.sum_vector(losses)
+        self.stop_agreed = stop_votes > 0
+        return sums
+
+    def _record(self, plan: StepPlan, batch: Sequence[MicroBatch], sums: Sequence[float]) -> StepRecord:
+        total_weight = sum(micro_batch.weight for micro_batch in batch)
+        found = estimate(sums[0::2], sums[1::2], total_weight, plan.perturbation_scale)
+        return StepRecord(
+            step=plan.step,
+            seed=plan.seed,
+            dropped_layers=plan.dropped_layers,
+            projected_grads=(found.projected_gradient,) if found.is_finite else (),
+            learning_rate=plan.learning_rate,
+            perturbation_scale=plan.perturbation_scale,
+            loss=found.loss if found.is_finite else None,
+            applied=found.is_finite,
+        )
+
+    def _check_divergence(self, record: StepRecord) -> None:
+        self._skipped_in_a_row = 0 if record.applied else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row > self._config.max_skipped_steps:
+            raise DivergenceError(
+                f"the loss was not finite in {self._skipped_in_a_row} steps in a row, the last {record.step}; "
+                f"expected: at most {self._config.max_skipped_steps}; "
+                "fix: lower zo.learning_rate, or use bf16 or fp32 in the place of fp16"
+            )
+
+    @torch.no_grad()
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the logits of a micro-batch at the current weights. A collective: every rank must call it."""
+        (logits,) = self._run(to_device(micro_batch, self.device), None)
+        return logits
+
+    __call__ = forward
+
+    def save_checkpoint(self, save_dir: str | Path, step: int | None = None) -> Path:
+        """Write the model as a Hugging Face directory `save_dir/step-NNNNNNNN`. A collective."""
+        step = self.global_steps if step is None else step
+        target = snapshot_path(Path(save_dir), step)
+        self.write_model(target)
+        return target
+
+    def write_model(self, target: Path) -> None:
+        """Write the model to `target` as a directory `from_pretrained` opens. A collective."""
+        facts = {"step": self.global_steps, "digest": self.weights.digest(), "base": self.base.fingerprint}
+        write_snapshot(self.weights, target, self.base.directory, facts)
+
+    def load_checkpoint(
+        self, load_dir: str | Path, steps: Sequence[StepRecord], step: int | None = None
+    ) -> None:
+        """Bring the weights to what they were after `step` updates, bit for bit. A collective.
+
+        Starts from what is nearest: the present weights, the newest valid snapshot in `load_dir`, or the base
+        weights; the journal's later steps are replayed. Any number of ranks may do it.
+
+        Args:
+            load_dir: folder of snapshots; it may be empty or absent.
+            steps: the journal's steps from 0 (on rank 0; the others may pass none).
+            step: how many updates; by default all of `steps`.
+        """
+        records: tuple[StepRecord, ...] = distributed.broadcast_object(tuple(steps))
+        target = len(records) if step is None else step
+        if not 0 <= target <= len(records):
+            raise UserError(f"step {target} is not in the journal", got=target, expected=f"0 to {len(records)}")
+        self._load_nearest(Path(load_dir), target)
+        self.weights.apply(records[self.global_steps : target])
+        self.global_steps = target
+
+    def _load_nearest(self, root: Path, target: int) -> None:
+        newest = newest_snapshot(root, target) if self.global_rank == 0 else None
+        snapshot: int | None = distributed.broadcast_object(newest)
+        if self.global_steps <= target and (snapshot is None or snapshot <= self.global_steps):
+            return
+        directory = self.base.directory if snapshot is None else snapshot_path(root, snapshot)
+        load_weights(self.weights, self.module, directory)
+        self.global_steps = snapshot or 0
+
+
+def load_weights(weights: ShardedWeights, model: nn.Module, directory: Path) -> None:
+    """Fill the shards from a model directory, with its low bits if it is a snapshot that has them."""
+    files = WeightFiles(directory, getattr(model, "base_model_prefix", ""))
+    low_bits = directory / LOW_BITS_DIRECTORY
+    low_files = WeightFiles(low_bits) if low_bits.is_dir() else None
+    try:
+        weights.load(files, low_files)
+    finally:
+        files.close()
+        if low_files is not None:
+            low_files.close()
+
+
+def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """Return the micro-batch with all its tensors on `device`."""
+
+    def move(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+    selection = batch.selection
+    if selection is not None:
+        vocabulary = None if selection.vocabulary is None else selection.vocabulary.to(device)
+        selection = LogitSelection(selection.rows.to(device), selection.positions.to(device), vocabulary)
+    return MicroBatch(move(batch.inputs), batch.weight, move(batch.labels), selection)
+
+
+def initialize(
+    model: str, config: ZoConfig, ds_config: Mapping[str, Any], dtype: str = "fp32", seed: int = 0
+) -> LezoEngine:
+    """Load a model sharded over all ranks and return the engine that trains it.
+
+    Each rank reads only its own slices of the weights; none ever holds the whole model.
+
+    Args:
+        model: hub id, or directory with config.json and safetensors (or .bin, converted once).
+        config: the zeroth-order optimiser's settings.
+        ds_config: DeepSpeed config as a dict, from `lezo_ds.config.load_ds_config`.
+        dtype: of the weights: "fp32", "bf16" or "fp16".
+        seed: of the run: noise and dropped layers follow from (seed, step).
+
+    Raises:
+        UserError: no such model, no transformer blocks, weights that do not fit.
+    """
+    distributed.init_distributed()
+    directory = _resolve_on_all_nodes(model)
+    module = build_on_meta(load_config(directory), DTYPES[dtype])
+    layout = find_blocks(module)
+    if layout.num_blocks > MAX_BLOCKS:
+        raise UserError("the model has too many blocks", got=layout.num_blocks, expected=f"at most {MAX_BLOCKS}")
+    num_dropped(config, layout.num_blocks)
+    aliases = _aliases(module)
+    ids = parameter_ids(aliases)
+    zero3.shard_model(module, _with_reuse_distance(ds_config, module))
+    named = {
+        parameter: NamedParameter(name, ids[name], layout.block_of(name))
+        for name, parameter in module.named_parameters()
+    }
+    parameters = zero3.sharded_parameters(module, named)
+    noise = noise_backend(zero3.device())
+    weights = ShardedWeights(parameters, aliases, noise, config.update_precision)
+    load_weights(weights, module, directory)
+    engine = zero3.start_engine(module, _with_reuse_distance(ds_config, module))
+    trainable = {parameter: name for parameter, name in named.items() if parameter.requires_grad}
+    perturbed = PerturbedForward(module, trainable, noise)
+    shapes = {parameter.name: parameter.shape for parameter in parameters}
+    base = BaseModel(directory, weights.digest(), table_hash(shapes))
+    return LezoEngine(engine, perturbed, weights, layout, base, config, seed)
+
+
+def _resolve_on_all_nodes(model: str) -> Path:
+    # One rank a node downloads; the others then find it in the cache.
+    if zero3.local_rank() == 0:
+        resolve_model(model)
+    distributed.barrier()
+    return resolve_model(model)
+
+
+def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return every name of each parameter, by its first name."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {found[0]: tuple(found) for found in names.values()}
+
+
+def _with_reuse_distance(ds_config: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Let a tied embedding stay gathered until the head reads it: one gather a step, not two.
+
+    Only weights used twice in one forward pass are kept by this setting; all others go after their module.
+    """
+    numel = sum(int(getattr(p, "ds_numel", p.numel())) for p in module.parameters())
+    zero = {**ds_config["zero_optimization"], "stage3_max_reuse_distance": 2 * numel}
+    return {**ds_config, "zero_optimization": zero}
+
+
+__all__ = ["BaseModel", "EvaluationRecord", "LezoEngine", "initialize", "to_device"]

@@ -1,0 +1,179 @@
+"""Snapshots: plain Hugging Face directories, written a parameter at a time, whole or absent."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lezo_ds import distributed
+from lezo_ds.errors import LezoError
+from lezo_ds.files import sha256_file, sync_directory, write_atomically
+from lezo_ds.weights import ShardedWeights
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "lezo_manifest.json"
+LOW_BITS_DIRECTORY = "low_bits"
+_MAX_FILE_BYTES = 4 << 30
+_NAME = re.compile(r"step-(\d{8})")
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".h5", ".msgpack", ".gguf"}
+
+
+def snapshot_path(root: Path, step: int) -> Path:
+    """Return the directory of the snapshot taken after `step` updates."""
+    return root / f"step-{step:08d}"
+
+
+def write_snapshot(weights: ShardedWeights, target: Path, source: Path, facts: dict[str, Any]) -> None:
+    """Write the model to `target`, which `from_pretrained` opens. A collective; rank 0 writes.
+
+    Everything goes to a temporary directory and is synced, the manifest with all hashes last; one rename makes
+    it visible. Rank 0 holds at most one output file (4 GiB, or one parameter) at a time.
+
+    Args:
+        weights: what to write; low bits go to a folder of their own.
+        target: the directory to make; replaced if it exists.
+        source: the base model's directory, whose config and tokenizer are copied.
+        facts: what the manifest says besides the files: step, digest, dtype.
+
+    Raises:
+        LezoError: rank 0 cannot write; every rank raises.
+    """
+    temporary = target.with_name(f".{target.name}.tmp")
+    writes = distributed.rank() == 0
+    problem = _attempt(lambda: _prepare(temporary, source)) if writes else None
+    main = _TensorWriter(temporary, writes and problem is None)
+    low = _TensorWriter(temporary / LOW_BITS_DIRECTORY, writes and problem is None)
+    for parameter in weights.parameters:
+        main.add(parameter.name, parameter.gather())
+        low.add(parameter.name, weights.gather_low_bits(parameter))
+    if writes and problem is None:
+        problem = main.finish() or low.finish() or _attempt(lambda: _publish(temporary, target, facts))
+    problem = distributed.broadcast_object(problem)
+    if problem is not None:
+        raise LezoError(f"the model cannot be written to {target}; got: {problem}; fix: make room or permit writing")
+
+
+class _TensorWriter:
+    """Collects tensors and writes them as numbered safetensors files with an index; an error is kept, not raised.
+
+    Every rank goes on gathering when rank 0's disk is full; else they would hang.
+    """
+
+    def __init__(self, directory: Path, writes: bool) -> None:
+        self._directory = directory
+        self._writes = writes
+        self._pending: dict[str, Tensor] = {}
+        self._weight_map: dict[str, str] = {}
+        self._total_bytes = 0
+        self._problem: str | None = None
+
+    def add(self, name: str, tensor: Tensor | None) -> None:
+        if tensor is None or not self._writes or self._problem:
+            return
+        pending_bytes = sum(t.nbytes for t in self._pending.values())
+        if self._pending and pending_bytes + tensor.nbytes > _MAX_FILE_BYTES:
+            self._flush()
+        self._pending[name] = tensor.contiguous()
+
+    def finish(self) -> str | None:
+        """Write what is left and the index; return what went wrong, if anything did."""
+        if self._pending and not self._problem:
+            self._flush()
+        if self._weight_map and not self._problem:
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": self._weight_map}
+            path = self._directory / "model.safetensors.index.json"
+            self._problem = _attempt(lambda: write_atomically(path, json.dumps(index, indent=1)))
+        return self._problem
+
+    def _flush(self) -> None:
+        file = f"model-{len(set(self._weight_map.values())) + 1:05d}.safetensors"
+        self._problem = _attempt(lambda: self._save(self._directory / file))
+        self._weight_map.update(dict.fromkeys(self._pending, file))
+        self._total_bytes += sum(t.nbytes for t in self._pending.values())
+        self._pending = {}
+
+    def _save(self, path: Path) -> None:
+        path.parent.mkdir(exist_ok=True)
+        save_file(self._pending, path, metadata={"format": "pt"})
+
+
+def _attempt(action: Any) -> str | None:  # noqa: ANN401
+    try:
+        action()
+    except Exception as error:  # an OSError, or safetensors' own error when the disk is full
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _prepare(temporary: Path, source: Path) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix not in _WEIGHT_SUFFIXES and ".index." not in file.name:
+            if file.name != MANIFEST:
+                shutil.copyfile(file, temporary / file.name)
+
+
+def _publish(temporary: Path, target: Path, facts: dict[str, Any]) -> None:
+    files = {}
+    for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+        files[str(path.relative_to(temporary))] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+    write_atomically(temporary / MANIFEST, json.dumps({**facts, "files": files}, indent=1, sort_keys=True))
+    if (temporary / LOW_BITS_DIRECTORY).is_dir():
+        sync_directory(temporary / LOW_BITS_DIRECTORY)
+    if target.exists():
+        shutil.rmtree(target)
+    temporary.replace(target)
+    sync_directory(target.parent)
+
+
+def read_manifest(directory: Path) -> dict[str, Any] | None:
+    """Return the manifest of a snapshot if every file of it is there and has its hash, else None."""
+    try:
+        manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text())
+        for name, facts in manifest["files"].items():
+            path = directory / name
+            if path.stat().st_size != facts["bytes"] or sha256_file(path) != facts["sha256"]:
+                logger.warning("snapshot %s is damaged: %s; it is ignored", directory, name)
+                return None
+    except (OSError, ValueError, KeyError):
+        return None
+    return manifest
+
+
+def snapshot_steps(root: Path) -> list[int]:
+    """Return the steps of the snapshots in a folder, ascending; whole or not is for read_manifest to say."""
+    if not root.is_dir():
+        return []
+    return sorted(int(match[1]) for path in root.iterdir() if (match := _NAME.fullmatch(path.name)))
+
+
+def newest_snapshot(root: Path, step: int) -> int | None:
+    """Return the newest valid snapshot taken after at most `step` updates, None if there is none."""
+    return next(
+        (s for s in reversed(snapshot_steps(root)) if s <= step and read_manifest(snapshot_path(root, s))), None
+    )
+
+
+def prune_snapshots(root: Path, keep: int, protected: Iterable[int] = ()) -> None:
+    """Remove all but the newest `keep` snapshots, the protected steps, and leftovers of unfinished ones."""
+    if not root.is_dir():
+        return
+    for leftover in root.glob(".step-*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    for step in snapshot_steps(root)[: -keep or None]:
+        if step not in protected:
+            shutil.rmtree(snapshot_path(root, step), ignore_errors=True)

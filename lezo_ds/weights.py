@@ -1,0 +1,134 @@
+"""The weights a rank holds: loading, updating, replaying, comparing. Nothing here is ever gathered."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lezo_ds import distributed, zero3
+from lezo_ds.checkpoint_files import WeightFiles
+from lezo_ds.digest import shard_digest
+from lezo_ds.errors import UserError
+from lezo_ds.journal import StepRecord
+from lezo_ds.noise import NoiseBackend, UpdatePrecision, split_master
+from lezo_ds.zero3 import ShardedParameter
+
+_LOW_STREAM = 0x80000000  # keeps the digest of the low bits apart from that of the shard they belong to
+
+
+class ShardedWeights:
+    """This rank's shards of all parameters, and their low bits under `fp32_master`.
+
+    Args:
+        parameters: all parameters of the model.
+        aliases: every name of each parameter (tied weights have several).
+        noise: draws z.
+        precision: how updates are stored (see lezo_ds.noise.precision).
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[ShardedParameter],
+        aliases: Mapping[str, tuple[str, ...]],
+        noise: NoiseBackend,
+        precision: UpdatePrecision,
+    ) -> None:
+        self.parameters = parameters
+        self._aliases = aliases
+        self._noise = noise
+        self._precision = precision
+        self.low_bits: dict[str, Tensor] = {}
+
+    def load(self, files: WeightFiles, low_bits: WeightFiles | None = None) -> None:
+        """Fill the shards; each rank reads only its own elements of every tensor.
+
+        Args:
+            files: the model's tensors; what a 16-bit shard cannot hold of a wider one becomes its low bits.
+            low_bits: stored low bits of a snapshot.
+
+        Raises:
+            UserError: a tensor is missing or has another shape.
+        """
+        stored = files.find(self._aliases)
+        for parameter in self.parameters:
+            name = stored[parameter.name]
+            if files.shape(name) != parameter.shape:
+                raise UserError(
+                    f"tensor {name} of the checkpoint does not fit the model",
+                    got=str(files.shape(name)),
+                    expected=str(parameter.shape),
+                    fix="use a checkpoint that belongs to its config.json",
+                )
+            end = parameter.start + parameter.count
+            values = files.read_range(name, parameter.start, end) if parameter.count else torch.empty(0)
+            low = low_bits.read_range(parameter.name, parameter.start, end) if low_bits and parameter.count else None
+            self._fill(parameter, values, low)
+
+    def _fill(self, parameter: ShardedParameter, values: Tensor, low: Tensor | None) -> None:
+        dtype = parameter.parameter.dtype
+        with parameter.shard(write=True) as shard:
+            if self._keeps_low_bits(parameter):
+                if low is None:
+                    values, low = split_master(values.float(), dtype)
+                self.low_bits[parameter.name] = low.to(shard.device) if low is not None else low
+            shard.copy_(values)
+
+    def _keeps_low_bits(self, parameter: ShardedParameter) -> bool:
+        tensor = parameter.parameter
+        return self._precision == "fp32_master" and tensor.dtype != torch.float32 and tensor.requires_grad
+
+    def apply(self, records: Iterable[StepRecord]) -> None:
+        """Apply the updates of steps, in order: theta_i -= eta g z_i (LeZO, Algorithm 1, line 8).
+
+        Training applies one record at a time, replay many at once: the bits are the same.
+        """
+        applied = [record for record in records if record.applied]
+        for parameter in self.parameters:
+            if not parameter.parameter.requires_grad or parameter.count == 0:
+                continue
+            steps = [
+                (record.seed, coefficient)
+                for record in applied
+                if parameter.named.block not in record.dropped_layers
+                and (coefficient := record.learning_rate * record.projected_grads[0]) != 0
+            ]
+            if steps:
+                self._update(parameter, steps)
+        zero3.finish_updates()
+
+    def _update(self, parameter: ShardedParameter, steps: Sequence[tuple[int, float]]) -> None:
+        low = self.low_bits.get(parameter.name)
+        start, parameter_id = parameter.start, parameter.named.parameter_id
+        with parameter.shard(write=True) as shard:
+            if len(steps) == 1:
+                seed, coefficient = steps[0]
+                self._noise.update_(shard, start, seed, parameter_id, coefficient, self._precision, low)
+            else:
+                self._noise.update_many_(shard, start, parameter_id, steps, self._precision, low)
+
+    def digests(self) -> dict[str, int]:
+        """Return a digest of each full parameter, low bits included. A collective; the same for any sharding."""
+        local = []
+        for parameter in self.parameters:
+            with parameter.shard() as shard:
+                total = shard_digest(shard, parameter.start, parameter.named.parameter_id)
+            if parameter.name in self.low_bits:
+                low = self.low_bits[parameter.name]
+                total += shard_digest(low, parameter.start, parameter.named.parameter_id ^ _LOW_STREAM)
+            local.append((total + 2**63) % 2**64 - 2**63)
+        names = [parameter.name for parameter in self.parameters]
+        return dict(zip(names, distributed.sum_integers(local), strict=True))
+
+    def digest(self) -> str:
+        """Return one digest of all weights, 32 hex digits. A collective; the same for any sharding."""
+        text = ";".join(f"{name}:{value}" for name, value in sorted(self.digests().items()))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def gather_low_bits(self, parameter: ShardedParameter) -> Tensor | None:
+        """Return the full low bits of a parameter on the CPU, None if it has none. A collective."""
+        if not self._keeps_low_bits(parameter):
+            return None
+        return parameter.gather_like(self.low_bits[parameter.name])
