@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
 import os
+import zipfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import accelerate
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -29,7 +31,7 @@ _SINGLE = "model.safetensors"
 
 
 def resolve_model(model: str) -> Path:
-    """Return the local directory of a model: `model` itself, or the hub's snapshot of it, downloaded if needed.
+    """Return the local directory of a model: `model` itself, or the hub's snapshot, downloaded if needed.
 
     Raises:
         UserError: neither a directory with a config.json nor a model the hub (or its offline cache) has.
@@ -51,7 +53,7 @@ def resolve_model(model: str) -> Path:
     except Exception as error:  # the hub client raises many kinds: offline, not found, bad name, network
         raise UserError(
             f"model.path {model} is neither a directory nor a model the hub gives",
-            got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            got=_first_line(error),
             expected="a directory with config.json and safetensors, or a hub id such as facebook/opt-1.3b",
             fix="check the name; offline, download the model first and give its directory",
         ) from error
@@ -59,13 +61,17 @@ def resolve_model(model: str) -> Path:
 
 
 def load_config(directory: Path) -> Any:  # noqa: ANN401
-    """Return the transformers config of a model directory."""
+    """Return the transformers config of a model directory.
+
+    Raises:
+        UserError: it cannot be read, or transformers itself does not know the model type.
+    """
     try:
-        return AutoConfig.from_pretrained(directory)
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
         raise UserError(
             f"the config of {directory} cannot be read",
-            got=str(error).splitlines()[0],
+            got=_first_line(error),
             expected="a model type transformers knows (remote code is never run)",
         ) from error
 
@@ -78,11 +84,12 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:  # noqa: ANN401
     """
     try:
         with accelerate.init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            own_config = copy.deepcopy(config)  # the model keeps and changes it
+            model = AutoModelForCausalLM.from_config(own_config, dtype=dtype, trust_remote_code=False)
     except ValueError as error:
         raise UserError(
             f"{type(config).__name__} is no causal language model",
-            got=str(error).splitlines()[0],
+            got=_first_line(error),
             expected="a decoder, such as OPT, Llama, Qwen, Mistral, GPT-NeoX or GPT-2",
         ) from error
     model.tie_weights()
@@ -123,9 +130,10 @@ class WeightFiles:
                 found[name] = stored
         missing = sorted(set(names) - set(found))
         if missing:
+            held = ", ".join(sorted(self._files)[:3])
             raise UserError(
                 f"the checkpoint lacks {len(missing)} of the model's {len(names)} parameters",
-                got=f"no tensor for {', '.join(missing[:3])}; it holds {', '.join(sorted(self._files)[:3])}, ...",
+                got=f"no tensor for {', '.join(missing[:3])}; it holds {held}, ...",
                 expected="one tensor for each parameter of the config's architecture",
                 fix="use a checkpoint that belongs to its config.json",
             )
@@ -144,8 +152,8 @@ class WeightFiles:
         """Read elements [start, stop) of a flattened stored tensor, in its stored dtype."""
         view = self._handle(stored).get_slice(stored)
         shape = view.get_shape()
-        if len(shape) <= 1:
-            return view[start:stop].reshape(-1)  # type: ignore[no-any-return]
+        if len(shape) == 0:
+            return view[...].reshape(-1)[start:stop]  # type: ignore[no-any-return]
         row = 1
         for size in shape[1:]:
             row *= size
@@ -156,7 +164,7 @@ class WeightFiles:
     def _handle(self, stored: str) -> Any:  # noqa: ANN401
         path = self._files[stored]
         if path not in self._handles:
-            self._handles[path] = self._open.enter_context(safe_open(path, framework="pt"))
+            self._handles[path] = self._open.enter_context(_open_safetensors(path))
         return self._handles[path]
 
 
@@ -166,8 +174,20 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         weight_map = json.loads(index.read_text())["weight_map"]
         return {name: directory / file for name, file in weight_map.items()}
     single = directory / _SINGLE
-    with safe_open(single, framework="pt") as handle:
+    with _open_safetensors(single) as handle:
         return dict.fromkeys(handle.keys(), single)
+
+
+def _open_safetensors(path: Path) -> Any:  # noqa: ANN401
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{path} cannot be read",
+            got=_first_line(error),
+            expected="a whole safetensors file",
+            fix="download the model again",
+        ) from error
 
 
 def _with_safetensors(directory: Path) -> Path:
@@ -182,7 +202,7 @@ def _with_safetensors(directory: Path) -> Path:
             expected=f"{_SINGLE}, {_INDEX} with its files, or pytorch_model*.bin",
         )
     facts = "|".join(f"{p.resolve()}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in sources)
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lezo_ds" / "converted"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lezo_ds" / "converted"
     target = cache / hashlib.sha256(facts.encode()).hexdigest()[:32]
     if not (target / _INDEX).is_file():
         _convert(sources, target)
@@ -190,25 +210,55 @@ def _with_safetensors(directory: Path) -> Path:
 
 
 def _convert(sources: list[Path], target: Path) -> None:
-    """Write each .bin file as safetensors, memory-mapped; nothing a pickle holds but tensors is accepted."""
+    """Write each .bin file as safetensors; the index comes last, and marks the conversion as whole."""
     logger.warning("converting %d .bin file(s) to safetensors in %s, once", len(sources), target)
     target.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
     for number, source in enumerate(sources):
-        try:
-            tensors = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # torch raises pickle, runtime and zip errors here
-            raise UserError(
-                f"{source} cannot be read as plain tensors",
-                got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
-                expected="a PyTorch weights file without code",
-                fix="get the model as safetensors",
-            ) from error
+        tensors = _load_plain_tensors(source)
         file = f"model-{number + 1:05d}.safetensors"
+        # Several ranks may convert at once: each under a name of its own, and the last rename wins.
         temporary = target / f".{file}.{os.getpid()}"
-        save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, temporary)
+        save_file(tensors, temporary)
         temporary.replace(target / file)
         weight_map.update(dict.fromkeys(tensors, file))
     temporary = target / f".{_INDEX}.{os.getpid()}"
     temporary.write_text(json.dumps({"weight_map": weight_map}))
     temporary.replace(target / _INDEX)
+
+
+def _load_plain_tensors(source: Path) -> dict[str, Tensor]:
+    """Load a .bin file of tensors by name, memory-mapped if it can be; no code in it is run.
+
+    Returns:
+        Contiguous tensors, no two of which share memory (safetensors stores no sharing).
+
+    Raises:
+        UserError: it is broken, or its pickle holds anything but tensors by name.
+    """
+    try:
+        # Files from before PyTorch 1.6 are no zip archives and cannot be mapped.
+        mmap = zipfile.is_zipfile(source)
+        tensors = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+        if not isinstance(tensors, Mapping) or not all(isinstance(t, Tensor) for t in tensors.values()):
+            raise TypeError("not a mapping of names to tensors")
+    except Exception as error:  # torch raises pickle, runtime, zip and end-of-file errors here
+        raise UserError(
+            f"{source} cannot be read as plain tensors",
+            got=_first_line(error),
+            expected="a PyTorch weights file without code",
+            fix="get the model as safetensors",
+        ) from error
+    unshared: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        unshared[name] = (
+            tensor.clone(memory_format=torch.contiguous_format) if storage in seen else tensor.contiguous()
+        )
+        seen.add(storage)
+    return unshared
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -1,4 +1,4 @@
-"""Transformer blocks: find them by structure, and draw which of them a step leaves out (LeZO, Algorithm 1)."""
+"""Transformer blocks: find them by structure, draw those a step leaves out (LeZO, Algorithm 1)."""
 
 from __future__ import annotations
 
