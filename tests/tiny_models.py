@@ -1,0 +1,82 @@
+"""One tiny, randomly initialised model of each family the tests cover, built from its config."""
+
+from __future__ import annotations
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCABULARY = 48
+NUM_BLOCKS = 3
+
+_SPECIAL = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "vocab_size": VOCABULARY}
+_LLAMA_LIKE = {
+    **_SPECIAL,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": NUM_BLOCKS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+}
+_OPT = {
+    **_SPECIAL,
+    "hidden_size": 16,
+    "ffn_dim": 24,
+    "num_hidden_layers": NUM_BLOCKS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+FAMILIES = {
+    "opt": (OPTConfig(**_OPT, word_embed_proj_dim=16), "model.decoder.layers"),
+    "opt_projected": (
+        OPTConfig(**_OPT, word_embed_proj_dim=8, do_layer_norm_before=False),
+        "model.decoder.layers",
+    ),
+    "llama": (LlamaConfig(**_LLAMA_LIKE), "model.layers"),
+    "mistral": (MistralConfig(**_LLAMA_LIKE, sliding_window=8), "model.layers"),
+    "qwen2": (Qwen2Config(**_LLAMA_LIKE, tie_word_embeddings=True), "model.layers"),
+    "qwen3": (Qwen3Config(**_LLAMA_LIKE), "model.layers"),
+    "gpt_neox": (
+        GPTNeoXConfig(
+            **_SPECIAL,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=NUM_BLOCKS,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+        ),
+        "gpt_neox.layers",
+    ),
+    "gpt2": (
+        GPT2Config(**_SPECIAL, n_embd=16, n_inner=24, n_layer=NUM_BLOCKS, n_head=4, n_positions=64),
+        "transformer.h",
+    ),
+    "gemma": (GemmaConfig(**_LLAMA_LIKE), "model.layers"),
+    "gemma2": (Gemma2Config(**_LLAMA_LIKE, sliding_window=8), "model.layers"),
+}
+"""Family -> (config, path of its blocks)."""
+
+
+def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0):
+    """Return a model whose every parameter, biases and norms too, is random and matters to the logits."""
+    model = AutoModelForCausalLM.from_config(FAMILIES[family][0], dtype=dtype).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_((1 if parameter.dim() == 1 else 0) + 0.2 * noise)
+    model.config.use_cache = False
+    return model
