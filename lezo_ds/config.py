@@ -79,7 +79,7 @@ class ModelConfig:
     """Hub id or directory of a decoder language model, in the Hugging Face layout."""
 
     dtype: Dtype
-    """In which the weights are stored, gathered and multiplied; fp16 needs a GPU."""
+    """In which the weights are stored, gathered and multiplied; fp16 needs a GPU, or a CPU that has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +223,7 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> RunConfig:
         UserError: no such file, not YAML, an unknown, missing or repeated key, a value of the wrong type
             or out of range, or values that do not go together.
     """
-    values = {} if path is None else flatten(_read_yaml(path))
+    values = {} if path is None else _flatten(_read_yaml(path))
     values.update(_parse_override(override) for override in overrides)
     sources = ([str(path)] if path else []) + (["the command line"] if overrides or not path else [])
     return _config_from_flat(values, " and ".join(sources))
@@ -244,23 +244,7 @@ def config_from_dict(values: Mapping[str, Any], where: str) -> RunConfig:
     Raises:
         UserError: as `load_config`.
     """
-    return _config_from_flat(flatten(values), where)
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested dicts as one dict with dotted keys; an empty section (null in YAML) has none.
-
-    >>> flatten({"seed": 1, "train": {"steps": 2}, "data": None})
-    {'seed': 1, 'train.steps': 2}
-    """
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping):
-            flat |= flatten(value, key + ".")
-        elif value is not None or key not in _SECTIONS:
-            flat[key] = value
-    return flat
+    return _config_from_flat(_flatten(values), where)
 
 
 def describe() -> str:
@@ -317,6 +301,22 @@ def num_dropped(zo: ZoConfig, num_blocks: int) -> int:
             fix=f"set zo.num_dropped_layers={num_dropped_from_sparsity(0.75, num_blocks)} (sparsity 0.75)",
         )
     return zo.num_dropped_layers
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested dicts as one dict with dotted keys; an empty section (null in YAML) has none.
+
+    >>> _flatten({"seed": 1, "train": {"steps": 2}, "data": None})
+    {'seed': 1, 'train.steps': 2}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, key + ".")
+        elif value is not None or key not in _SECTIONS:
+            flat[key] = value
+    return flat
 
 
 def _config_from_flat(values: Mapping[str, Any], where: str) -> RunConfig:
@@ -383,23 +383,30 @@ def _check_value(key: _Key, value: object, where: str) -> Any:  # noqa: ANN401 (
         fits = value in key.range  # type: ignore[operator]  # a number, or it would not have a range
     if fits:
         return value
-    near = _nearest(str(value), key.choices)
-    example = key.choices[0] if key.choices else "..." if key.required else _yaml_scalar(key.default)
-    fix = f"did you mean {near[0]}?" if near else f"set {key.name}={example}"
-    if key.kind is str and not key.choices and value is not None:
-        fix = f"write it in quotes ({key.name}='\"{value}\"' on the command line)"
-    raise UserError(f"{key.name} in {where} is not valid", got=_shown(value), expected=key.expected, fix=fix)
+    raise UserError(
+        f"{key.name} in {where} is not valid",
+        got=_shown(value),
+        expected=key.expected,
+        fix=_fix_of_value(key, value),
+    )
+
+
+def _fix_of_value(key: _Key, value: object) -> str:
+    if key.choices:
+        near = _nearest(str(value), key.choices)
+        return f"did you mean {near[0]}?" if near else f"set {key.name} to one of these"
+    if key.kind is str and value is not None:
+        return f"write it in quotes ({key.name}='\"{value}\"' on the command line)"
+    return f"set {key.name}={'...' if key.required else _yaml_scalar(key.default)}"
 
 
 def _as_float(value: object) -> object:
     """Take whole numbers, and the 1e-6 that YAML 1.1 reads as text for want of a point, as floats."""
-    if type(value) is int:
-        return float(value)
-    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
-        return float(value)
-    # "not a number" and infinity are in no range, and would slip through comparisons.
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+    scientific = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
+    if type(value) in (int, float) or scientific:
+        number = float(value)  # type: ignore[arg-type]
+        # "Not a number" and infinity are values of no key: as text they are refused.
+        return number if math.isfinite(number) else str(number)
     return value
 
 
@@ -565,7 +572,7 @@ def load_ds_config(path: str | Path, dtype: str, world_size: int, micro_batch_si
             expected='"zero_optimization": {"stage": 3}',
             fix="start from one of ds_configs",
         )
-    flat = flatten(config)
+    flat = _flatten(config)
     for key, value in flat.items():
         _refuse(
             value == "auto", path, key, value, "a value: nothing is guessed", "give a value, or remove it"
@@ -585,7 +592,7 @@ def load_ds_config(path: str | Path, dtype: str, world_size: int, micro_batch_si
 
 def _refuse(wrong: bool, path: str | Path, key: str, value: object, expected: str, fix: str) -> None:
     if wrong:
-        raise UserError(f"{key} in {path}", got=value, expected=expected, fix=f"{fix} ({key})")
+        raise UserError(f"{key} in {path}", got=json.dumps(value), expected=expected, fix=f"{fix} ({key})")
 
 
 def _refuse_unusable(path: str | Path, config: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
@@ -614,16 +621,18 @@ def _refuse_unusable(path: str | Path, config: Mapping[str, Any], flat: Mapping[
 
 
 def _with_dtype(config: dict[str, Any], path: str | Path, dtype: str) -> dict[str, Any]:
-    for name, aliases in (("bf16", ("bf16", "bfloat16")), ("fp16", ("fp16",))):
-        for alias in aliases:
-            enabled = config.get(alias, {}).get("enabled", name == dtype)
-            if enabled != (name == dtype):
-                raise UserError(
-                    f"{path} and the recipe ask for different dtypes",
-                    got=f'"{alias}": {{"enabled": {json.dumps(enabled)}}} and model.dtype {dtype}',
-                    expected="the same in both",
-                    fix=f"remove {alias} from the JSON: model.dtype is enough",
-                )
+    for name in ("bf16", "bfloat16", "fp16"):  # DeepSpeed takes the second for the first
+        section = config.get(name, {})
+        _refuse(not isinstance(section, dict), path, name, section, "a section", "remove it")
+        asked = name.replace("bfloat16", "bf16") == dtype
+        enabled = section.get("enabled", asked)
+        if enabled != asked:
+            raise UserError(
+                f"{path} and the recipe ask for different dtypes",
+                got=f'"{name}": {{"enabled": {json.dumps(enabled)}}} and model.dtype {dtype}',
+                expected="the same in both",
+                fix=f"remove {name} from the JSON: model.dtype is enough",
+            )
     if dtype != "fp32":
         config[dtype] = {**config.get(dtype, {}), "enabled": True}
     return config
@@ -646,7 +655,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(
             f"{path} holds no keys",
-            got=values,
+            got=json.dumps(values),
             expected="one JSON object",
             fix="start from one of ds_configs",
         )

@@ -1,0 +1,518 @@
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from deepspeed.runtime.zero.config import get_zero_config
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lezo_ds.config import (
+    RESUME_MAY_DIFFER,
+    RunConfig,
+    ZoConfig,
+    check_world,
+    config_from_dict,
+    config_to_dict,
+    describe,
+    load_config,
+    load_ds_config,
+    num_dropped,
+)
+from lezo_ds.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.yaml"))
+DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
+REQUIRED = {
+    "run_dir": "runs/x",
+    "model": {"path": "facebook/opt-1.3b", "dtype": "bf16"},
+    "zo": {"learning_rate": 1e-6, "sparsity": 0.75},
+    "train": {"steps": 100, "eval_every": 10},
+    "deepspeed": "ds_configs/zero3_cpu.json",
+}
+
+
+def config_with(*overrides: str, tmp_path: Path) -> RunConfig:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(REQUIRED))
+    return load_config(path, overrides)
+
+
+def message_of(*overrides: str, tmp_path: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        config_with(*overrides, tmp_path=tmp_path)
+    return str(caught.value)
+
+
+def assert_whole(message: str) -> None:
+    """What, got, expected and fix are all there, and no text is empty."""
+    what, *parts = re.split(r"; (?=(?:got|expected|fix): )", message)
+    assert what
+    assert [part.split(": ")[0] for part in parts] == ["got", "expected", "fix"], message
+    assert all(part.partition(": ")[2] for part in parts), message
+
+
+def leaf_keys(values: dict, prefix: str = "") -> set[str]:
+    keys = set()
+    for name, value in values.items():
+        keys |= leaf_keys(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name}
+    return keys
+
+
+def keys_of_a_run() -> set[str]:
+    return leaf_keys(config_to_dict(config_from_dict(REQUIRED, "test")))
+
+
+def write_json(tmp_path: Path, **sections: object) -> Path:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3}} | sections))
+    return path
+
+
+# Recipes and overrides
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_loads_and_fits_the_number_of_gpus_its_header_names(path):
+    text = path.read_text()
+    command = f"deepspeed --num_gpus (\\d+) launch/train.py --config launch/recipes/{re.escape(path.name)}"
+    num_gpus = int(re.search(command, text).group(1))
+    config = load_config(path, [])
+    check_world(config, num_gpus)
+    ds_config = load_ds_config(
+        ROOT / config.deepspeed, config.model.dtype, num_gpus, config.train.micro_batch_size
+    )
+    assert ds_config[config.model.dtype] == {"enabled": True}
+    assert config.run_dir == f"runs/{path.stem}"
+    assert all(word in text for word in ("# Hardware:", "# Expected:", "NOT run"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_has_the_papers_hyperparameters(path):
+    config = load_config(path, [])
+    size, method = re.fullmatch(r"opt-(\w+\.?\w*)-sst2-(lezo|mezo)", path.stem).groups()
+    assert config.model.path == f"facebook/opt-{size}"
+    assert (config.train.steps, config.train.batch_size, config.train.eval_every) == (20000, 16, 2000)
+    assert config.zo.perturbation_scale == 1e-3
+    num_blocks = {"1.3b": 24, "13b": 40, "30b": 48}[size]
+    lezo_dropped = {"1.3b": 18, "13b": 30, "30b": 36}[size]
+    assert num_dropped(config.zo, num_blocks) == (lezo_dropped if method == "lezo" else 0)
+    searched = {"mezo": {1e-6, 1e-7}, "lezo": {3e-6, 1e-6} if size == "1.3b" else {1e-6, 7e-7}}[method]
+    assert config.zo.learning_rate in searched
+
+
+def test_there_is_a_recipe_for_each_model_and_method():
+    assert [path.stem for path in RECIPES] == [
+        f"opt-{size}-sst2-{method}" for size in ("1.3b", "13b", "30b") for method in ("lezo", "mezo")
+    ]
+
+
+def test_overrides_change_a_recipe_and_the_last_of_a_key_counts():
+    overrides = ["train.steps=5", "zo.num_dropped_layers=3", "zo.sparsity=null", "train.steps=7", "seed=4"]
+    config = load_config(RECIPES[0], overrides)
+    assert (config.train.steps, config.zo.num_dropped_layers, config.zo.sparsity, config.seed) == (
+        7,
+        3,
+        None,
+        4,
+    )
+    assert config.train.eval_every == load_config(RECIPES[0], []).train.eval_every
+
+
+def test_a_run_can_be_given_by_overrides_alone():
+    overrides = "run_dir=r model.path=m model.dtype=fp32 zo.learning_rate=0 zo.sparsity=0 train.steps=1"
+    config = load_config(None, [*overrides.split(), "train.eval_every=1", "deepspeed=d.json"])
+    assert config.zo == ZoConfig(learning_rate=0.0, sparsity=0.0)
+    assert isinstance(config.zo.learning_rate, float)
+    assert config.data.task == "SST2"
+
+
+@pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.e-6", "+1e-6", "1.0e-6", "0.000001", "'1e-6'"])
+def test_a_float_may_be_written_without_a_point(text, tmp_path):
+    assert config_with(f"zo.learning_rate={text}", tmp_path=tmp_path).zo.learning_rate == 1e-6
+    recipe = tmp_path / "float.yaml"
+    recipe.write_text(yaml.safe_dump(REQUIRED).replace("learning_rate: 1.0e-06", f"learning_rate: {text}"))
+    assert load_config(recipe, []).zo.learning_rate == 1e-6
+
+
+def test_text_that_looks_like_a_number_stays_text(tmp_path):
+    assert config_with("run_dir=1e6", "model.path='2024'", tmp_path=tmp_path).run_dir == "1e6"
+
+
+def test_an_equals_sign_in_a_value_is_kept(tmp_path):
+    assert config_with("run_dir=runs/lr=1", tmp_path=tmp_path).run_dir == "runs/lr=1"
+
+
+def test_an_empty_section_takes_its_defaults():
+    assert config_from_dict(REQUIRED | {"data": None}, "test") == config_from_dict(REQUIRED, "test")
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("zo.sparsity=1.5", "got: 1.5; expected: a number 0 to 1 or null"),
+        ("zo.sparsity=-0.1", "expected: a number 0 to 1"),
+        ("zo.sparsity=.nan", "got: 'nan'"),
+        ("zo.sparsity=true", "got: True"),
+        ("zo.sparsity=auto", "got: 'auto'"),
+        ("zo.learning_rate=-1", "expected: a number at least 0"),
+        ("zo.learning_rate=.inf", "got: 'inf'"),
+        ("zo.learning_rate=1e999", "expected: a number at least 0"),
+        ("zo.learning_rate=fast", "got: 'fast'"),
+        ("zo.learning_rate=null", "got: null"),
+        ("zo.perturbation_scale=0", "expected: a number above 0"),
+        ("zo.num_dropped_layers=-1", "expected: a whole number at least 0 or null"),
+        ("zo.num_dropped_layers=2", "expected: exactly one of the two"),
+        ("zo.sparsity=null", "got: zo.sparsity=null, zo.num_dropped_layers=null"),
+        ("zo.update_precision=fp32_mister", "did you mean fp32_master?"),
+        ("zo.forward=both", "expected: one of dual, two_pass"),
+        ("zo.max_skipped_steps=0", "at least 1"),
+        ("train.steps=0", "got: 0; expected: a whole number at least 1"),
+        ("train.steps=10.0", "got: 10.0"),
+        ("train.steps=true", "got: True"),
+        ("train.steps='10'", "got: '10'"),
+        ("train.steps=", "got: null"),
+        ("train.eval_every=0", "at least 1"),
+        ("train.keep_snapshots=0", "at least 1"),
+        ("train.snapshot_every=-1", "at least 0 or null"),
+        ("train.cpu_threads=0", "at least 1"),
+        ("train.micro_batch_size=5", "set train.micro_batch_size to one of 1, 2, 4, 8, 16"),
+        ("train.micro_batch_size=32", "set train.micro_batch_size to one of 1, 2, 4, 8, 16"),
+        ("data.task=SST3", "did you mean sst2?"),
+        ("data.protocol=clear", "did you mean clean?"),
+        ("data.num_train=0", "a whole number at least 1 or null"),
+        ("data.seed=4294967296", "0 to 4294967295"),
+        ("seed=-1", "0 to 18446744073709551615"),
+        ("model.dtype=float16", "expected: one of fp32, bf16, fp16; fix: set model.dtype to one of these"),
+        ("model.dtype=fp61", "did you mean fp16?"),
+        ("model.path=5", "got: 5; expected: text; fix: write it in quotes"),
+        ("run_dir=null", "got: null; expected: text"),
+        ("run_dir=2024-01-01", "expected: text"),
+    ],
+)
+def test_a_wrong_value_is_refused(override, expected, tmp_path):
+    message = message_of(override, tmp_path=tmp_path)
+    assert expected in message
+    assert_whole(message)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("sede=1", "did you mean seed?"),
+        ("zo.sparcity=0.5", "did you mean zo.sparsity?"),
+        ("trian.steps=5", "did you mean train.steps?"),
+        ("train.learning_rate=1", "did you mean zo.learning_rate?"),
+        ("learning_rate=1", "did you mean zo.learning_rate?"),
+        ("train.setps=5", "did you mean train.steps?"),
+        ("train.steps.more=5", "did you mean train.steps?"),
+        ("xyzzy=1", "expected: one of run_dir, seed, deepspeed; fix: remove it"),
+        ("train=5", "train in"),
+        ("data=null", "is a section, not a value"),
+    ],
+)
+def test_an_unknown_key_is_refused_and_the_nearest_named(override, expected, tmp_path):
+    message = message_of(override, tmp_path=tmp_path)
+    assert expected in message
+    assert_whole(message)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["steps", "=5", "--steps=5", "train..steps=5", "train.steps=[1, 2]", "zo={sparsity: 1}", "seed=@"],
+)
+def test_an_argument_that_is_no_override_is_refused(argument, tmp_path):
+    message = message_of(argument, tmp_path=tmp_path)
+    assert argument in message or argument.split("=", 1)[1] in message
+    assert_whole(message)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("zo: {sparcity: 1}", "did you mean zo.sparsity?"),
+        ("train: 5", "train in"),
+        ("seed: 1\nseed: 2", "repeated key seed"),
+        ("train: {steps: 1}\nzo: {sparsity: 0}\ntrain: {eval_every: 1}", "repeated key train"),
+        ("train: {steps: 1, steps: 2}", "repeated key train.steps"),
+        ("train.steps: 1\ntrain: {steps: 2}", "repeated key train.steps"),
+        ("a: b: c", "is not valid YAML"),
+        ("!!python/object/apply:os.getcwd []", "is not valid YAML"),
+        ("", "holds no keys"),
+        ("- seed", "holds no keys"),
+        ("1: 2", "unknown key"),
+        ("seed: 1", "missing in"),
+    ],
+)
+def test_a_broken_recipe_is_refused(text, expected, tmp_path):
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_config(path, [])
+    assert expected in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert_whole(str(caught.value))
+
+
+def test_a_recipe_that_is_not_text_or_not_there_is_refused(tmp_path):
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\xff")
+    for path in (binary, tmp_path, tmp_path / "absent.yaml"):
+        with pytest.raises(UserError, match="cannot read") as caught:
+            load_config(path, [])
+        assert_whole(str(caught.value))
+
+
+def test_every_missing_key_is_named_at_once():
+    with pytest.raises(UserError) as caught:
+        load_config(None, ["run_dir=r"])
+    missing = "model.path, model.dtype, zo.learning_rate, train.steps, train.eval_every, deepspeed"
+    assert f"missing in the command line: {missing}" in str(caught.value)
+    assert_whole(str(caught.value))
+
+
+# Plain dicts, help
+
+
+@given(
+    learning_rate=st.floats(0, 1),
+    sparsity=st.floats(0, 1),
+    seed=st.integers(0, 2**64 - 1),
+    num_train=st.none() | st.integers(1, 10**6),
+    path=st.text(st.characters(codec="ascii"), min_size=1),
+)
+def test_a_config_survives_dicts_and_yaml(learning_rate, sparsity, seed, num_train, path):
+    values = REQUIRED | {"zo": {"learning_rate": learning_rate, "sparsity": sparsity}, "seed": seed}
+    values |= {"data": {"num_train": num_train}, "run_dir": path}
+    config = config_from_dict(values, "test")
+    assert (config.zo.learning_rate, config.seed, config.data.num_train) == (learning_rate, seed, num_train)
+    text = yaml.safe_dump(config_to_dict(config))
+    assert config_from_dict(yaml.safe_load(text), "text") == config
+    assert config_from_dict(json.loads(json.dumps(config_to_dict(config))), "json") == config
+
+
+def test_a_config_cannot_be_changed():
+    config = config_from_dict(REQUIRED, "test")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.zo.sparsity = 0.0
+
+
+def test_the_help_describes_every_key():
+    blocks = dict(re.findall(r"^(\S+): (.+\n(?: .+\n?)+)", describe(), re.MULTILINE))
+    assert blocks.keys() == keys_of_a_run()
+    assert blocks["zo.perturbation_scale"].startswith("a number above 0; default 0.001\n    mu,")
+    assert blocks["train.steps"].startswith("a whole number at least 1; required\n")
+    assert all(len(line) <= 100 for line in describe().splitlines())
+
+
+def test_keys_that_may_differ_on_resume_exist():
+    assert keys_of_a_run() >= RESUME_MAY_DIFFER
+
+
+# Ranks and layers
+
+
+@pytest.mark.parametrize(("micro", "world_size"), [(16, 1), (8, 2), (4, 2), (4, 4), (1, 16)])
+def test_a_batch_that_micro_batches_and_ranks_divide_is_taken(micro, world_size, tmp_path):
+    config = config_with(f"train.micro_batch_size={micro}", tmp_path=tmp_path)
+    check_world(config, world_size)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fix"),
+    [
+        (2, "set train.micro_batch_size to one of 1, 2, 4, 8"),
+        (8, "set train.micro_batch_size to one of 1, 2"),
+        (3, "set train.batch_size=18 train.micro_batch_size=6, or use fewer ranks"),
+        (32, "set train.batch_size=32 train.micro_batch_size=1, or use fewer ranks"),
+    ],
+)
+def test_a_batch_that_the_ranks_do_not_divide_is_refused_and_the_fix_works(world_size, fix, tmp_path):
+    config = config_with(tmp_path=tmp_path)
+    with pytest.raises(UserError) as caught:
+        check_world(config, world_size)
+    assert str(caught.value).endswith(f"fix: {fix}")
+    assert_whole(str(caught.value))
+    sizes = [int(size) for size in re.findall(r"\d+", fix)]
+    batch, micros = (sizes[0], sizes[1:]) if "batch_size=" in fix else (16, sizes)
+    for micro in micros:
+        overrides = (f"train.batch_size={batch}", f"train.micro_batch_size={micro}")
+        check_world(config_with(*overrides, tmp_path=tmp_path), world_size)
+
+
+def test_dropped_layers_come_from_the_share_or_the_number():
+    assert num_dropped(ZoConfig(learning_rate=0.0, sparsity=0.75), 24) == 18
+    assert num_dropped(ZoConfig(learning_rate=0.0, num_dropped_layers=24), 24) == 24
+    with pytest.raises(UserError, match=r"got: 25; expected: 0 to 24") as caught:
+        num_dropped(ZoConfig(learning_rate=0.0, num_dropped_layers=25), 24)
+    assert_whole(str(caught.value))
+
+
+# DeepSpeed JSON
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_bare_stage_3_is_completed(dtype, tmp_path):
+    path = write_json(tmp_path, csv_monitor={"enabled": True, "output_path": "x"})
+    expected = {
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "memory_efficient_linear": False,
+        },
+        "csv_monitor": {"enabled": True, "output_path": "x"},
+        "train_micro_batch_size_per_gpu": 8,
+    }
+    if dtype != "fp32":
+        expected[dtype] = {"enabled": True}
+    assert load_ds_config(path, dtype, 2, 8) == expected
+
+
+def test_what_agrees_with_the_recipe_is_taken_and_the_rest_of_a_dtypes_section_kept(tmp_path):
+    path = write_json(
+        tmp_path,
+        train_micro_batch_size_per_gpu=8,
+        train_batch_size=16,
+        gradient_accumulation_steps=1,
+        bf16={"enabled": True, "check_grad_overflow": False},
+        fp16={"enabled": False},
+    )
+    assert load_ds_config(path, "bf16", 2, 8)["bf16"] == {"enabled": True, "check_grad_overflow": False}
+
+
+def test_keys_that_begin_with_an_underscore_are_comments_at_any_depth(tmp_path):
+    path = write_json(tmp_path, _comment=["a"], zero_optimization={"stage": 3, "_why": "b"})
+    assert load_ds_config(path, "fp32", 1, 1) == load_ds_config(write_json(tmp_path), "fp32", 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"zero_optimization": {"stage": 2}}, "does not ask for ZeRO stage 3"),
+        ({"zero_optimization": True}, "does not ask for ZeRO stage 3"),
+        ({"zero_optimization": {}}, "does not ask for ZeRO stage 3"),
+        ({"optimizer": {"type": "AdamW"}}, "LeZO is the optimizer; fix: remove the section (optimizer)"),
+        ({"scheduler": {"type": "WarmupLR"}}, "fix: remove the section (scheduler)"),
+        ({"gradient_accumulation_steps": 2}, "got: 2; expected: 1"),
+        ({"train_micro_batch_size_per_gpu": 4}, "got: 4; expected: 8"),
+        ({"train_micro_batch_size_per_gpu": "auto"}, "nothing is guessed"),
+        ({"train_batch_size": 8}, "got: 8; expected: 16"),
+        ({"fp16": {"enabled": "auto"}}, "fp16.enabled"),
+        ({"fp16": {"enabled": True}}, 'got: "fp16": {"enabled": true} and model.dtype bf16'),
+        ({"bf16": {"enabled": False}}, 'got: "bf16": {"enabled": false} and model.dtype bf16'),
+        ({"bfloat16": {"enabled": False}}, "remove bfloat16 from the JSON"),
+        ({"fp16": True}, "expected: a section"),
+        ({"torch_autocast": {"enabled": True}}, "model.dtype says it"),
+    ],
+)
+def test_a_deepspeed_section_that_does_not_fit_is_refused(sections, expected, tmp_path):
+    path = write_json(tmp_path, **sections)
+    with pytest.raises(UserError) as caught:
+        load_ds_config(path, "bf16", 2, 8)
+    assert expected in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert_whole(str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("stage3_param_persistence_threshold", 100000),
+        ("memory_efficient_linear", True),
+        ("zero_hpz_partition_size", 2),
+        ("zero_quantized_weights", True),
+        ("zero_quantized_nontrainable_weights", True),
+    ],
+)
+def test_a_zero_setting_that_would_spoil_the_weights_is_refused(key, value, tmp_path):
+    path = write_json(tmp_path, zero_optimization={"stage": 3, key: value})
+    with pytest.raises(UserError) as caught:
+        load_ds_config(path, "fp32", 1, 1)
+    assert f"fix: remove it (zero_optimization.{key})" in str(caught.value)
+    assert f"got: {json.dumps(value)}" in str(caught.value)
+    assert_whole(str(caught.value))
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "", '{"a": 1, "a": 2}', "null"])
+def test_a_broken_deepspeed_json_is_refused(text, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_ds_config(path, "fp32", 1, 1)
+    assert str(path) in str(caught.value)
+    assert_whole(str(caught.value))
+
+
+def test_a_deepspeed_json_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(UserError, match="set deepspeed=ds_configs/") as caught:
+        load_ds_config(tmp_path / "absent.json", "fp32", 1, 1)
+    assert_whole(str(caught.value))
+
+
+@pytest.mark.parametrize("path", DS_CONFIGS, ids=lambda path: path.stem)
+def test_a_shipped_deepspeed_json_is_valid_and_says_what_was_not_run(path):
+    dtype = "fp16" if "fp16" in path.stem else "bf16"
+    zero = get_zero_config(load_ds_config(path, dtype, 2, 8))
+    assert (zero.stage, zero.param_persistence_threshold, zero.memory_efficient_linear) == (3, 0, False)
+    assert next(iter(json.loads(path.read_text()))) == "_comment"
+    assert "NOT run" in " ".join(json.loads(path.read_text())["_comment"])
+
+
+FORWARD_TWICE = """
+import os, sys
+import deepspeed, torch
+from transformers import OPTConfig, OPTForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
+from lezo_ds.config import load_ds_config
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+config = load_ds_config(sys.argv[1], sys.argv[2], int(os.environ["WORLD_SIZE"]), 2)
+keep = HfDeepSpeedConfig(config)
+shape = dict(vocab_size=100, hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=2)
+model = OPTForCausalLM._from_config(
+    OPTConfig(**shape, num_attention_heads=2, max_position_embeddings=64),
+    dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[sys.argv[2]],
+)
+engine = deepspeed.initialize(model=model.eval(), config=config)[0]
+ids = torch.arange(2, 18).view(2, 8)
+with torch.inference_mode():
+    first, second = (engine(input_ids=ids, use_cache=False).logits for _ in range(2))
+assert torch.equal(first, second) and first.isfinite().all()
+shards = [parameter.ds_tensor for parameter in engine.module.parameters()]
+assert all(shard.dtype == first.dtype for shard in shards)
+print("RAN", sum(shard.numel() for shard in shards))
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("zero3_cpu", "fp32"),
+        ("zero3_cpu", "bf16"),
+        ("zero3_bf16", "bf16"),
+        ("zero3_cpu_offload", "bf16"),
+    ],
+)
+def test_deepspeed_runs_a_shipped_json_on_two_cpu_ranks(name, dtype, tmp_path):
+    script = tmp_path / "forward_twice.py"
+    script.write_text(FORWARD_TWICE)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    ran = subprocess.run(
+        [*launcher, str(script), str(ROOT / "ds_configs" / f"{name}.json"), dtype],
+        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("RAN") == 2
