@@ -1,0 +1,102 @@
+"""Runs a function on several real ranks: processes of their own, joined by gloo as a launcher would join them.
+
+Processes are forked from a clean server that has only imported the libraries, so that a start takes a fraction
+of a second; each then sets its own rank variables and joins its own process group.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["deepspeed", "transformers", "lezo_ds.engine"])
+
+_GRACE_SECONDS = 5.0  # for the other ranks to report, once one has failed
+
+
+def run_ranks(function, num_ranks, *arguments, timeout=180.0):
+    """Call `function(*arguments)` on every rank and return the results, by rank.
+
+    Args:
+        function: defined at the top of a module; it and its arguments are pickled.
+        num_ranks: number of processes.
+        arguments: the same for every rank.
+        timeout: seconds after which the ranks are killed.
+
+    Raises:
+        AssertionError: a rank raised, died or hung; the message holds the traceback of each that raised.
+    """
+    port = _free_port()
+    ranks = {}
+    processes = []
+    for rank in range(num_ranks):
+        ours, theirs = _context.Pipe(duplex=False)
+        process = _context.Process(
+            target=_run_rank, args=(theirs, function, arguments, rank, num_ranks, port), daemon=True
+        )
+        process.start()
+        theirs.close()
+        ranks[ours] = rank
+        processes.append(process)
+    outcomes = _collect(ranks, timeout)
+    all_answered = all(outcomes.get(rank, (False, ""))[0] for rank in range(num_ranks))
+    for process in processes:
+        process.join(_GRACE_SECONDS if all_answered else 0)
+        process.kill()
+        process.join()
+    failed = [rank for rank in range(num_ranks) if not outcomes.get(rank, (False, ""))[0]]
+    if failed:
+        texts = [f"rank {rank}: {outcomes[rank][1] if rank in outcomes else 'no answer'}" for rank in failed]
+        raise AssertionError(f"{len(failed)} of {num_ranks} ranks failed\n" + "\n".join(texts))
+    return [outcomes[rank][1] for rank in range(num_ranks)]
+
+
+def _collect(ranks, timeout):
+    """Return (succeeded, result or traceback) of each rank that answers in time."""
+    outcomes = {}
+    pending = dict(ranks)
+    deadline = time.monotonic() + timeout
+    while pending and (left := deadline - time.monotonic()) > 0:
+        for connection in wait(list(pending), left):
+            rank = pending.pop(connection)
+            try:
+                outcomes[rank] = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                outcomes[rank] = (False, "died without an answer")
+            if not outcomes[rank][0]:
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+    return outcomes
+
+
+def _run_rank(connection: Connection, function, arguments, rank, num_ranks, port):
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_SIZE=str(num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    from lezo_ds import distributed
+
+    try:
+        outcome = (True, function(*arguments))
+    except BaseException:
+        outcome = (False, traceback.format_exc())
+    # Plain pickle: multiprocessing's own would send tensors as handles that die with this process.
+    connection.send_bytes(pickle.dumps(outcome))
+    connection.close()
+    if outcome[0]:
+        distributed.shut_down()
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

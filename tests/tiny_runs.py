@@ -1,0 +1,78 @@
+"""Tiny models on disk, batches for them, and an engine on them: what tests of training need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from lezo_ds.batching import candidate_batch
+from lezo_ds.config import ZoConfig, load_ds_config
+from lezo_ds.encoding import EncodedExample
+from lezo_ds.engine import initialize
+from lezo_ds.objectives import classification_loss
+
+NUM_BLOCKS = 4
+VOCABULARY = 101
+PAD_ID = 1
+SEED = 11
+CANDIDATES = (17, 42)
+DS_CONFIG = Path(__file__).parents[1] / "ds_configs" / "zero3_cpu.json"
+
+
+def write_model(config, directory, dtype=torch.float32, seed=0):
+    """Write a random model whose every parameter, biases and norms too, matters to the logits."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_((1 if parameter.dim() == 1 else 0) + 0.2 * noise)
+    model.to(dtype).save_pretrained(directory)
+    return directory
+
+
+def make_batch(step, num_micro_batches=4, examples=2):
+    """Return a step's micro-batches: real classification batches of random tokens, a pure function of `step`."""
+    generator = torch.Generator().manual_seed(step)
+
+    def example():
+        length = int(torch.randint(5, 16, (), generator=generator))
+        context = tuple(torch.randint(3, VOCABULARY, (length,), generator=generator).tolist())
+        label = int(torch.randint(0, 2, (), generator=generator))
+        return EncodedExample(tuple((*context, c) for c in CANDIDATES), (1, 1), label, False)
+
+    return [candidate_batch([example() for _ in range(examples)], PAD_ID) for _ in range(num_micro_batches)]
+
+
+def zo_config(**changes):
+    """Return the optimizer's settings for the tiny models: half of the blocks dropped, a step that shows."""
+    defaults = {"learning_rate": 1e-3, "perturbation_scale": 1e-3, "num_dropped_layers": 2}
+    return ZoConfig(**(defaults | changes))
+
+
+def start_engine(directory, dtype="fp32", num_ranks=1, ds_changes=(), **changes):
+    """Return an engine on a tiny model, as the trainer starts it."""
+    torch.set_num_threads(1)
+    ds_config = load_ds_config(DS_CONFIG, dtype, num_ranks, 2) | dict(ds_changes)
+    return initialize(str(directory), zo_config(**changes), ds_config, dtype, SEED)
+
+
+def train(engine, num_steps, num_micro_batches=4):
+    """Do some steps and return their records."""
+    return [
+        engine.train_batch(make_batch(engine.global_steps, num_micro_batches), classification_loss)
+        for _ in range(num_steps)
+    ]
+
+
+def full_weights(engine):
+    """Return all parameters whole, by name, and the low bits beside them as `name.low`. A collective."""
+    weights = {}
+    for parameter in engine.weights.parameters:
+        weights[parameter.name] = parameter.gather()
+        low = engine.weights.gather_low_bits(parameter)
+        if low is not None:
+            weights[parameter.name + ".low"] = low
+    return weights
