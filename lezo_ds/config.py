@@ -592,7 +592,9 @@ def load_ds_config(path: str | Path, dtype: str, world_size: int, micro_batch_si
 
 def _refuse(wrong: bool, path: str | Path, key: str, value: object, expected: str, fix: str) -> None:
     if wrong:
-        raise UserError(f"{key} in {path}", got=json.dumps(value), expected=expected, fix=f"{fix} ({key})")
+        raise UserError(
+            f"{key} in {path} does not fit", got=json.dumps(value), expected=expected, fix=f"{fix} ({key})"
+        )
 
 
 def _refuse_unusable(path: str | Path, config: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
