@@ -12,6 +12,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     OPTConfig,
+    PhiConfig,
     Qwen2Config,
     Qwen3Config,
 )
@@ -63,6 +64,18 @@ FAMILIES = {
     "gpt2": (
         GPT2Config(**_SPECIAL, n_embd=16, n_inner=24, n_layer=NUM_BLOCKS, n_head=4, n_positions=64),
         "transformer.h",
+    ),
+    # The one here whose output head has a bias.
+    "phi": (
+        PhiConfig(
+            **_SPECIAL,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=NUM_BLOCKS,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+        ),
+        "model.layers",
     ),
     "gemma": (GemmaConfig(**_LLAMA_LIKE), "model.layers"),
     "gemma2": (Gemma2Config(**_LLAMA_LIKE, sliding_window=8), "model.layers"),
