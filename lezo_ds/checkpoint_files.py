@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, apply_renamings
 
 from lezo_ds.errors import UserError
 
@@ -43,6 +45,7 @@ def resolve_model(model: str) -> Path:
                 f"model.path {model} holds no config.json",
                 got=", ".join(sorted(p.name for p in path.iterdir())[:8]) or "an empty directory",
                 expected="a Hugging Face model directory",
+                fix="give the directory that config.json and the weights are in",
             )
         return path
     patterns = ["*.json", "*.txt", "*.model", "*.safetensors"]
@@ -91,10 +94,22 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:  # noqa: ANN401
             f"{type(config).__name__} is no causal language model",
             got=_first_line(error),
             expected="a decoder, such as OPT, Llama, Qwen, Mistral, GPT-NeoX or GPT-2",
+            fix="set model.path to one",
         ) from error
     model.tie_weights()
     model.config.use_cache = False
     return model.eval()  # type: ignore[no-any-return]
+
+
+def checkpoint_renaming(model: nn.Module) -> Callable[[str], str]:
+    """Return how tensors stored under other names than the model's own are to be renamed.
+
+    Transformers renames some parameters and keeps the names on disk: GPT-NeoX's head is `lm_head` in the
+    model and `embed_out` in its checkpoints. Conversions that also change values (experts merged into one
+    tensor) are not applied.
+    """
+    renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+    return lambda name: str(apply_renamings(name, renamings))
 
 
 class WeightFiles:
@@ -103,11 +118,13 @@ class WeightFiles:
     Args:
         directory: holds model.safetensors, or an index and its files, or pytorch_model*.bin (converted once).
         prefix: base-model prefix ("model") that a checkpoint of the bare decoder lacks.
+        rename: gives a stored tensor's name in the model (see `checkpoint_renaming`).
     """
 
-    def __init__(self, directory: Path, prefix: str = "") -> None:
+    def __init__(self, directory: Path, prefix: str = "", rename: Callable[[str], str] = str) -> None:
         directory = _with_safetensors(directory)
         self._files = _tensor_files(directory)
+        self._stored = {rename(name): name for name in self._files} | {name: name for name in self._files}
         self._prefix = prefix
         self._open = ExitStack()
         self._handles: dict[Path, Any] = {}
@@ -125,7 +142,10 @@ class WeightFiles:
         """
         found: dict[str, str] = {}
         for name, aliases in names.items():
-            stored = next((s for alias in aliases for s in self._spellings(alias) if s in self._files), None)
+            spellings = [spelling for alias in aliases for spelling in self._spellings(alias)]
+            stored = next(
+                (self._stored[spelling] for spelling in spellings if spelling in self._stored), None
+            )
             if stored is not None:
                 found[name] = stored
         missing = sorted(set(names) - set(found))
@@ -200,6 +220,7 @@ def _with_safetensors(directory: Path) -> Path:
             f"{directory} holds no weights",
             got=", ".join(sorted(p.name for p in directory.iterdir())[:8]),
             expected=f"{_SINGLE}, {_INDEX} with its files, or pytorch_model*.bin",
+            fix="download the model again, or correct model.path",
         )
     facts = "|".join(f"{p.resolve()}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in sources)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lezo_ds" / "converted"
