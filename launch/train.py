@@ -15,12 +15,17 @@ def main() -> None:
     """Parse, build, run."""
     parser = command_line.parser(f"{__doc__}\n\nKeys:\n{describe()}")
     parser.add_argument("--config", type=Path, help="recipe (YAML)")
-    parser.add_argument("--dry-run", action="store_true", help="check all that needs no weights, print the plan")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check all that needs no weights, print the plan"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
     arguments = parser.parse_intermixed_args()
     config = load_config(arguments.config, arguments.overrides)
     if arguments.dry_run:
-        print(describe_plan(config))
+        distributed.init_distributed()  # the plan depends on the number of ranks
+        plan = describe_plan(config, distributed.world_size())
+        if distributed.rank() == 0:
+            print(plan)
         return
     results = train(config)
     if distributed.rank() == 0:

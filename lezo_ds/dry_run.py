@@ -11,15 +11,18 @@ from lezo_ds.layers import find_blocks
 from lezo_ds.trainer import load_task_data
 
 
-def describe_plan(config: RunConfig) -> str:
+def describe_plan(config: RunConfig, world_size: int) -> str:
     """Check a config and return the plan of its run, a line a fact.
 
     What lies on the hub and cannot be reached is listed as not checked; a local path must be right.
 
+    Args:
+        config: of the run.
+        world_size: number of ranks it would have.
+
     Raises:
         UserError: anything that is wrong and can be known now.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_world(config, world_size)
     load_ds_config(config.deepspeed, config.model.dtype, world_size, config.train.micro_batch_size)
     num_micro_batches = config.train.batch_size // config.train.micro_batch_size
