@@ -17,11 +17,12 @@ from tqdm import tqdm
 
 from lezo_ds import distributed
 from lezo_ds.batch import MicroBatch
-from lezo_ds.checkpoint_files import resolve_model
+from lezo_ds.checkpoint_files import load_config, resolve_model
 from lezo_ds.config import RESUME_MAY_DIFFER, RunConfig, check_world, config_to_dict, load_ds_config
 from lezo_ds.data import load_records, sample_splits
 from lezo_ds.encoding import EncodedExample, PromptTokenizer, encode_examples, load_tokenizer
 from lezo_ds.engine import LezoEngine, initialize
+from lezo_ds.errors import UserError
 from lezo_ds.evaluation import EvaluationResult, evaluate
 from lezo_ds.journal import EvaluationRecord, Header, Journal, StepRecord, assert_compatible
 from lezo_ds.noise import NOISE_VERSION
@@ -72,7 +73,8 @@ def load_task_data(config: RunConfig) -> TaskData:
         UserError: data or tokenizer are missing or do not fit the task.
     """
     task = get_task(config.data.task)
-    tokenizer = load_tokenizer(str(resolve_model(config.model.path)))
+    directory = resolve_model(config.model.path)
+    tokenizer = load_tokenizer(str(directory))
     path = None if config.data.path is None else Path(config.data.path)
     train, validation = load_records(task, path)
     data = config.data
@@ -82,7 +84,22 @@ def load_task_data(config: RunConfig) -> TaskData:
     def encode(examples: tuple[Example, ...]) -> EncodedSplit:
         return EncodedSplit(examples, tuple(encode_examples(tokenizer, examples, data.max_length)))
 
-    return TaskData(task, tokenizer, encode(splits.train), encode(splits.dev), encode(splits.test))
+    task_data = TaskData(task, tokenizer, encode(splits.train), encode(splits.dev), encode(splits.test))
+    _check_positions(task_data, directory)
+    return task_data
+
+
+def _check_positions(data: TaskData, directory: Path) -> None:
+    num_positions = getattr(load_config(directory).get_text_config(), "max_position_embeddings", None)
+    encoded = [example for split in (data.train, data.dev, data.test) for example in split.encoded]
+    longest = max(len(sequence) for example in encoded for sequence in example.sequences)
+    if num_positions is not None and longest > num_positions:
+        raise UserError(
+            "an input is longer than the model's positions",
+            got=f"{longest} tokens",
+            expected=f"at most {num_positions}",
+            fix=f"set data.max_length={num_positions}",
+        )
 
 
 def train(config: RunConfig) -> dict[str, Any]:
