@@ -30,7 +30,8 @@ def run(main: Callable[[], None]) -> None:
     except LezoError as error:
         if _rank() != 0:
             time.sleep(_PATIENCE_SECONDS)
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        line = " ".join(str(error).split())  # what it quotes may hold line breaks
+        print(f"error: {line}", file=sys.stderr, flush=True)
         # Not sys.exit: the peers may be in a collective, which the end of the process group would wait for.
         os._exit(error.exit_code)
     distributed.shut_down()

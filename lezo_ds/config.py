@@ -397,7 +397,9 @@ def _fix_of_value(key: _Key, value: object) -> str:
         return f"did you mean {near[0]}?" if near else f"set {key.name} to one of these"
     if key.kind is str and value is not None:
         return f"write it in quotes ({key.name}='\"{value}\"' on the command line)"
-    return f"set {key.name}={'...' if key.required else _yaml_scalar(key.default)}"
+    if key.required or key.default is None:
+        return f"set {key.name} to {key.expected}"
+    return f"set {key.name}={_yaml_scalar(key.default)}"
 
 
 def _as_float(value: object) -> object:

@@ -126,7 +126,8 @@ def _available_train(task: Task, num_records: int, protocol: Protocol, num_train
     raise UserError(
         f"too few training records of {task.name} for num_train + num_dev",
         got=f"{num_records} records for {num_train} + {num_dev}",
-        fix="ask for fewer",
+        expected=f"at most {num_records} in both together",
+        fix="set a smaller data.num_train or data.num_dev",
     )
 
 
@@ -148,7 +149,12 @@ def _load_hub(task: Task) -> list[list[Record]]:
 
 def _load_local(path: Path, split: str) -> list[Record]:
     if not path.is_dir():
-        raise UserError("the data directory does not exist", got=str(path))
+        raise UserError(
+            "the data directory does not exist",
+            got=str(path),
+            expected=f"a directory with {split}.jsonl or {split}*.parquet",
+            fix="correct data.path, or leave it out to read the hub",
+        )
     lines = path / f"{split}.jsonl"
     if lines.is_file():
         return _read_json_lines(lines)
@@ -158,6 +164,7 @@ def _load_local(path: Path, split: str) -> list[Record]:
             f"no {split} split in {path}",
             got=", ".join(sorted(file.name for file in path.iterdir())) or "an empty directory",
             expected=f"{split}.jsonl or {split}*.parquet",
+            fix="add the file, or correct data.path",
         )
     return [record for table in tables for record in _read_parquet(table)]
 
@@ -186,7 +193,12 @@ def _read_parquet(path: Path) -> list[Record]:
 
 def _check_records(task: Task, split: str, records: Sequence[Record]) -> None:
     if not records:
-        raise UserError(f"the {split} split of {task.name} is empty", expected="at least one record")
+        raise UserError(
+            f"the {split} split of {task.name} is empty",
+            got="no records",
+            expected="at least one record",
+            fix="fill the file, or correct data.path",
+        )
     for row, record in enumerate(records):
         where = f"record {row + 1} of the {split} split of {task.name}"
         _check_fields(task, where, record)
@@ -207,6 +219,7 @@ def _check_fields(task: Task, where: str, record: Record) -> None:
                 f"{where} has no field {name}",
                 got=", ".join(record) or "no fields",
                 expected=", ".join(task.fields),
+                fix=f"name the fields as {task.hub_id} does, or correct data.path",
             )
         if not isinstance(record[name], expected_type):
             raise UserError(

@@ -121,7 +121,8 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
             raise UserError(
                 f"a candidate of example {example.index} leaves no token before it",
                 got=f"{length} tokens of {len(ids)}",
-                fix=f"raise max_length={max_length}" if len(ids) == max_length else "give it a prompt",
+                expected=f"at least one token more than the {length} of the candidate",
+                fix=f"raise data.max_length={max_length}" if len(ids) == max_length else "give it a prompt",
             )
     return EncodedExample(sequences, option_lengths, example.label, sequences != tuple(full))
 

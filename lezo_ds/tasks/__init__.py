@@ -29,5 +29,5 @@ def get_task(name: str) -> Task:
         "unknown task",
         got=name,
         expected="one of " + ", ".join(sorted(TASKS)),
-        fix=f"did you mean {near[0]}?" if near else "",
+        fix=f"did you mean {near[0]}?" if near else "set data.task to one of these",
     )
