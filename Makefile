@@ -1,0 +1,46 @@
+# make demo    a fine-tuning run on a made-up data set, in a few minutes, no GPU needed
+# make test    the whole test suite
+# make check   lint, format and types
+# make clean   remove the environment, caches and runs/demo
+#
+# Each target makes what it needs in .venv, from the exact versions in constraints.txt.
+
+PYTHON ?= python3
+PYTEST_WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable
+
+# Where there is no NVIDIA device DeepSpeed is told so, in the place of letting it guess.
+ifeq ($(wildcard /dev/nvidia[0-9]*),)
+export DS_ACCELERATOR ?= cpu
+endif
+
+.PHONY: demo test check clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python launch/demo.py
+
+test: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist worksteal
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict --package lezo_ds
+
+clean:
+	rm -rf $(VENV) runs/demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find lezo_ds launch tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: setup.py constraints.txt | $(BIN)/python
+	$(INSTALL) .
+	touch $@
+
+$(VENV)/.installed-dev: setup.py constraints.txt | $(BIN)/python
+	$(INSTALL) ".[dev]"
+	touch $@ $(VENV)/.installed
