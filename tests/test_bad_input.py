@@ -1,0 +1,237 @@
+"""Bad input through the real commands: one line that says what, got, expected and fix; exit code 2.
+
+The model that most of these tests name has no weights: a check that came only after loading them would be
+beaten by "holds no weights".
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+from assets import NUM_BLOCKS, NUM_POSITIONS, write_reader, write_recipe, write_records
+from commands import deepspeed, mpirun, python, run, run_well
+
+from lezo_ds.journal import Journal, read_journal
+
+GOOD = [{"sentence": "a great film .", "label": i % 2, "idx": i} for i in range(60)]
+LONG = [{"sentence": "great " * 100, "label": i % 2, "idx": i} for i in range(60)]
+DEEPSPEED_JSON = {
+    "stage2": {"zero_optimization": {"stage": 2}},
+    "persistent": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100000}},
+    "adam": {"zero_optimization": {"stage": 3}, "optimizer": {"type": "Adam"}},
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A directory of everything that is wrong; its recipe is right but for a model without weights."""
+    directory = tmp_path_factory.mktemp("inputs")
+    write_recipe(directory)
+    shutil.copytree(directory / "model", directory / "whole_model")
+    (directory / "model" / "model.safetensors").unlink()
+    write_reader(directory / "no_blocks", num_blocks=0)
+    (directory / "no_blocks" / "model.safetensors").unlink()
+    write_reader(directory / "other_model", seed=1)
+    for name, records in (("no_sentence", [{"text": "x", "label": 0}]), ("empty", []), ("long", LONG)):
+        write_records(directory / name / "train.jsonl", records)
+        write_records(directory / name / "validation.jsonl", GOOD)
+    write_records(directory / "half" / "train.jsonl", GOOD)
+    (directory / "no_config").mkdir()
+    shutil.copytree(directory / "model", directory / "no_decoder")
+    (directory / "no_decoder" / "config.json").write_text('{"model_type": "vit"}')
+    for name, values in DEEPSPEED_JSON.items():
+        (directory / f"{name}.json").write_text(json.dumps(values))
+    (directory / "file").write_text("not a directory")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def finished_run(inputs):
+    """A run of the whole model, ended as it should."""
+    directory = inputs / "finished"
+    run_well(whole(inputs, directory))
+    return directory
+
+
+@pytest.fixture
+def old_run(finished_run, tmp_path):
+    """A copy of it, to resume."""
+    return shutil.copytree(finished_run, tmp_path / "run")
+
+
+def whole(inputs, run_dir, *overrides):
+    recipe, model = inputs / "recipe.yaml", inputs / "whole_model"
+    return python("--config", recipe, f"run_dir={run_dir}", f"model.path={model}", *overrides)
+
+
+def contents(directory):
+    return {path: path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
+
+
+def assert_refused(command, *fragments, code=2):
+    """Run a command; assert that it ends with one error line that holds the fragments, and with the code."""
+    finished = run(command)
+    errors = [line for line in finished.err.splitlines() if line.startswith("error: ")]
+    assert finished.code == code, finished.err[-5000:]
+    assert len(errors) == 1, finished.err[-5000:]
+    assert "Traceback" not in finished.err
+    for fragment in (*fragments, "got: ", "expected: ", "fix: "):
+        assert fragment in errors[0]
+
+
+REFUSED = {
+    "unknown_key": (["zo.sparsit=0.5"], ["unknown key", "got: zo.sparsit", "did you mean zo.sparsity?"]),
+    "key_of_another_section": (["train.sparsity=0.5"], ["got: train.sparsity", "did you mean zo.sparsity?"]),
+    "no_override": (["sparsity"], ["not an override", "got: sparsity", "key=value"]),
+    "no_recipe": (["--config", "{inputs}/none.yaml"], ["cannot read", "none.yaml"]),
+    "unknown_task": (["data.task=sst3"], ["unknown task", "got: sst3", "did you mean sst2?"]),
+    "task_of_two_lines": (['data.task="one\\ntwo"'], ["unknown task", "got: one two", "one of sst2"]),
+    "no_such_directory": (["model.path={inputs}/none"], ["model.path", "inputs0/none", "config.json"]),
+    "hub_model_offline": (["model.path=facebook/opt-1.3b"], ["model.path facebook/opt-1.3b", "offline"]),
+    "directory_without_config": (["model.path={inputs}/no_config"], ["holds no config.json"]),
+    "no_decoder": (["model.path={inputs}/no_decoder"], ["ViTConfig is no causal language model"]),
+    "model_without_blocks": (["model.path={inputs}/no_blocks"], ["no transformer blocks", "layers (0)"]),
+    "unknown_dtype": (["model.dtype=float16"], ["model.dtype", "'float16'", "fp32, bf16, fp16"]),
+    "sparsity_above_1": (["zo.sparsity=1.01"], ["zo.sparsity", "got: 1.01", "0 to 1"]),
+    "sparsity_below_0": (["zo.sparsity=-0.01"], ["zo.sparsity", "got: -0.01", "0 to 1"]),
+    "sparsity_not_a_number": (["zo.sparsity=.nan"], ["zo.sparsity", "nan", "0 to 1"]),
+    "sparsity_twice": (
+        ["zo.num_dropped_layers=1"],
+        ["zo.sparsity=0.5, zo.num_dropped_layers=1", "exactly one"],
+    ),
+    "no_sparsity": (["zo.sparsity=null"], ["zo.sparsity=null, zo.num_dropped_layers=null", "exactly one"]),
+    "too_many_dropped": (
+        ["zo.sparsity=null", f"zo.num_dropped_layers={NUM_BLOCKS + 1}"],
+        ["zo.num_dropped_layers", f"got: {NUM_BLOCKS + 1}", f"0 to {NUM_BLOCKS}"],
+    ),
+    "undivided_batch": (["train.batch_size=7"], ["train.batch_size=7, train.micro_batch_size=2", "1, 7"]),
+    "no_data": (["data.path={inputs}/none"], ["data directory does not exist", "inputs0/none"]),
+    "hub_data_offline": (["data.path=null"], ["cannot load nyu-mll/glue", "local directory"]),
+    "no_fields": (["data.path={inputs}/no_sentence"], ["record 1 of the train split", "no field sentence"]),
+    "empty_split": (["data.path={inputs}/empty"], ["the train split of sst2 is empty"]),
+    "missing_split": (["data.path={inputs}/half"], ["no validation split", "got: train.jsonl"]),
+    "too_few_examples": (["data.num_train=50"], ["too few training records", "60 records for 50 + 11"]),
+    "no_room_for_the_label": (
+        ["data.max_length=1"],
+        ["leaves no token before it", "raise data.max_length=1"],
+    ),
+    "input_without_positions": (
+        ["data.path={inputs}/long"],
+        ["longer than the model's positions", f"at most {NUM_POSITIONS}", f"data.max_length={NUM_POSITIONS}"],
+    ),
+    "no_deepspeed_json": (["deepspeed={inputs}/none.json"], ["DeepSpeed configuration", "none.json"]),
+    "zero_stage_2": (["deepspeed={inputs}/stage2.json"], ["ZeRO stage 3", "'stage': 2"]),
+    "persistent_parameters": (
+        ["deepspeed={inputs}/persistent.json"],
+        ["stage3_param_persistence_threshold", "got: 100000", "expected: 0"],
+    ),
+    "optimizer": (["deepspeed={inputs}/adam.json"], ["optimizer", "Adam", "LeZO is the optimizer"]),
+    "run_dir_is_a_file": (["run_dir={inputs}/file"], ["run_dir", "file cannot be written to"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_refused_in_one_line_before_weights_load(name, inputs, tmp_path):
+    overrides, fragments = REFUSED[name]
+    given = [override.replace("{inputs}", str(inputs)) for override in overrides]
+    assert_refused(
+        python("--config", inputs / "recipe.yaml", f"run_dir={tmp_path / 'run'}", *given), *fragments
+    )
+    assert not contents(tmp_path)
+    assert (inputs / "file").read_text() == "not a directory"
+
+
+def test_the_same_recipe_without_any_mistake_is_refused_for_want_of_weights(inputs, tmp_path):
+    command = python("--config", inputs / "recipe.yaml", f"run_dir={tmp_path / 'run'}")
+    assert_refused(command, "holds no weights", "expected: model.safetensors")
+
+
+def test_a_missing_key_is_named(inputs):
+    assert_refused(
+        python("--config", inputs / "recipe.yaml"), "missing", "run_dir", "run_dir=... on the command line"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "fragment"),
+    [
+        ("model.path={inputs}/other_model", "the model fingerprint differs from the journal's"),
+        (
+            "zo.learning_rate=0.002",
+            "config zo.learning_rate differs from the journal's; got: 0.002; expected: 0.001",
+        ),
+        ("seed=1", "config seed differs from the journal's; got: 1; expected: 0"),
+    ],
+    ids=["model", "learning_rate", "seed"],
+)
+def test_a_run_directory_made_with_something_else_is_refused_and_left_as_it_was(
+    override, fragment, inputs, old_run
+):
+    before = contents(old_run)
+    assert_refused(whole(inputs, old_run, override.replace("{inputs}", str(inputs))), fragment)
+    assert contents(old_run) == before
+
+
+def test_a_run_directory_made_with_another_config_is_refused_before_weights_load(inputs, old_run):
+    before = contents(old_run)
+    command = python("--config", inputs / "recipe.yaml", f"run_dir={old_run}", "train.batch_size=4")
+    assert_refused(command, "config train.batch_size differs from the journal's; got: 4; expected: 8")
+    assert contents(old_run) == before
+
+
+def test_a_run_directory_made_with_another_noise_version_is_refused(inputs, old_run):
+    path = old_run / "journal.jsonl"
+    header, records = read_journal(path)
+    path.unlink()
+    with Journal.create(path, replace(header, noise_version=header.noise_version + 1)) as journal:
+        for record in records:
+            journal.append(record)
+    before = contents(old_run)
+    assert_refused(
+        whole(inputs, old_run), "the noise version differs from the journal's; got: 1; expected: 2"
+    )
+    assert contents(old_run) == before
+
+
+def test_a_damaged_journal_is_refused_with_an_exit_code_of_its_own(inputs, old_run):
+    path = old_run / "journal.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"step":3', b'"step":4', 1))
+    finished = run(whole(inputs, old_run))
+    assert finished.code == 3
+    assert "journal.jsonl line 6 is damaged: its checksum does not match; last valid step: 2" in finished.err
+    assert "Traceback" not in finished.err
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("overrides", "fragments"),
+    [
+        (["zo.sparsit=0.5"], ["got: zo.sparsit", "did you mean zo.sparsity?"]),
+        (["train.micro_batch_size=8"], ["8, 2 ranks", "train.micro_batch_size to one of 1, 2, 4"]),
+        (["model.path={inputs}/no_blocks"], ["no transformer blocks", "layers (0)"]),
+    ],
+    ids=["unknown_key", "ranks_do_not_divide_the_batch", "no_blocks"],
+)
+def test_the_deepspeed_launcher_passes_on_one_line_and_the_exit_code(overrides, fragments, inputs, tmp_path):
+    given = [override.replace("{inputs}", str(inputs)) for override in overrides]
+    command = deepspeed(2, "--config", inputs / "recipe.yaml", f"run_dir={tmp_path / 'run'}", *given)
+    assert_refused(command, *fragments)
+    assert not contents(tmp_path)
+
+
+@pytest.mark.distributed
+def test_the_deepspeed_launcher_refuses_a_run_directory_of_another_config(inputs, old_run):
+    before = contents(old_run)
+    recipe = inputs / "recipe.yaml"
+    assert_refused(deepspeed(2, "--config", recipe, f"run_dir={old_run}", "seed=1"), "config seed differs")
+    assert contents(old_run) == before
+
+
+@pytest.mark.distributed
+def test_mpirun_passes_on_one_line_and_the_exit_code(inputs, tmp_path):
+    recipe = inputs / "recipe.yaml"
+    command = mpirun(2, "--config", recipe, f"run_dir={tmp_path / 'run'}", "train.micro_batch_size=8")
+    assert_refused(command, "2 ranks", "train.micro_batch_size to one of 1, 2, 4")

@@ -1,0 +1,180 @@
+"""launch/train.py, started in each way: what a run leaves behind, and what happens if it is run again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from assets import NUM_BLOCKS, recipe_values, shared_asset, write_recipe
+from commands import deepspeed, mpirun, python, run_well
+
+from lezo_ds.journal import EvaluationRecord, StepRecord, read_journal
+from lezo_ds.snapshots import read_manifest, snapshot_path
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return write_recipe(tmp_path_factory.mktemp("assets"))
+
+
+@pytest.fixture(scope="module")
+def by_deepspeed(recipe, tmp_path_factory):
+    """A run on two ranks, and what it printed."""
+    run_dir = tmp_path_factory.mktemp("by_deepspeed") / "run"
+    finished = run_well(deepspeed(2, "--config", recipe, f"run_dir={run_dir}", "zo.perturbation_scale=2e-3"))
+    return run_dir, finished
+
+
+@pytest.fixture(scope="module")
+def by_python(recipe, tmp_path_factory):
+    """The same run on one rank."""
+    run_dir = tmp_path_factory.mktemp("by_python") / "run"
+    run_well(python("--config", recipe, f"run_dir={run_dir}", "zo.perturbation_scale=2e-3"))
+    return run_dir
+
+
+def read_json(path):
+    return json.loads(path.read_text())
+
+
+def results_of(run_dir):
+    return read_json(run_dir / "results.json")
+
+
+def digest_after(run_dir, step):
+    return read_manifest(snapshot_path(run_dir / "snapshots", step))["digest"]
+
+
+def records_of(run_dir, kind=(StepRecord, EvaluationRecord)):
+    return [record for record in read_journal(run_dir / "journal.jsonl")[1] if isinstance(record, kind)]
+
+
+@pytest.mark.distributed
+def test_deepspeed_on_two_ranks_leaves_a_whole_run_directory(by_deepspeed):
+    run_dir, _ = by_deepspeed
+    assert sorted(path.name for path in run_dir.iterdir()) == [
+        "config.yaml",
+        "environment.json",
+        "journal.jsonl",
+        "metrics.jsonl",
+        "results.json",
+        "snapshots",
+    ]
+    assert sorted(path.name for path in (run_dir / "snapshots").iterdir()) == [
+        "step-00000004",
+        "step-00000008",
+    ]
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert config["zo"]["perturbation_scale"] == 2e-3
+    assert config["zo"]["sparsity"] == 0.5
+    environment = read_json(run_dir / "environment.json")
+    assert environment["world_size"] == 2
+    assert environment["hardware"]["device"] == "cpu"
+    assert {"torch", "deepspeed", "transformers"} <= environment["versions"].keys()
+    assert "zo.perturbation_scale=2e-3" in environment["command"]
+
+
+@pytest.mark.distributed
+def test_the_journal_holds_every_step_and_evaluation_in_order(by_deepspeed):
+    run_dir, _ = by_deepspeed
+    records = records_of(run_dir)
+    assert [r.step for r in records if isinstance(r, StepRecord)] == list(range(STEPS))
+    found = [(r.step, r.split) for r in records if isinstance(r, EvaluationRecord)]
+    assert found == [(0, "test"), (4, "dev"), (8, "dev"), (results_of(run_dir)["best_step"], "test")]
+    for record in records_of(run_dir, StepRecord):
+        assert len(set(record.dropped_layers)) == NUM_BLOCKS // 2
+        assert record.applied
+        assert record.perturbation_scale == 2e-3
+    assert len({record.dropped_layers for record in records_of(run_dir, StepRecord)}) > 1
+
+
+@pytest.mark.distributed
+def test_the_metrics_repeat_the_journal_with_the_seconds(by_deepspeed):
+    run_dir, _ = by_deepspeed
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    assert losses == {record.step + 1: record.loss for record in records_of(run_dir, StepRecord)}
+    assert sum("dev_loss" in line for line in lines) == 2
+    seconds = [line["seconds"] for line in lines]
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.distributed
+def test_the_results_are_printed_once_and_agree_with_the_journal(by_deepspeed):
+    run_dir, finished = by_deepspeed
+    results = results_of(run_dir)
+    assert finished.out.count('"weights_digest"') == 1
+    printed, _ = json.JSONDecoder().raw_decode(finished.out[finished.out.index("{\n") :])
+    assert printed == {"run_dir": str(run_dir), **results}
+    first, *dev, last = records_of(run_dir, EvaluationRecord)
+    best = min(dev, key=lambda record: record.loss)
+    assert results["finished"]
+    assert (results["task"], results["metric"]) == ("sst2", "accuracy")
+    assert results["zero_shot"] == first.metrics["accuracy"]
+    assert results["test"] == last.metrics["accuracy"]
+    assert 0.5 <= results["majority_class"] < 1
+    assert (results["best_step"], results["best_dev_loss"]) == (best.step, best.loss)
+    assert (results["steps"], results["skipped_steps"], results["world_size"]) == (STEPS, 0, 2)
+    assert results["seconds"] > 0
+    assert results["weights_digest"] == digest_after(run_dir, best.step)
+
+
+@pytest.mark.distributed
+def test_python_deepspeed_and_mpirun_make_the_same_run(recipe, by_python, by_deepspeed, tmp_path):
+    by_mpirun = tmp_path / "run"
+    run_well(mpirun(2, "--config", recipe, f"run_dir={by_mpirun}", "zo.perturbation_scale=2e-3"))
+    assert results_of(by_mpirun)["world_size"] == 2
+    header, records = read_journal(by_python / "journal.jsonl")
+    for run_dir in (by_deepspeed[0], by_mpirun):
+        other, other_records = read_journal(run_dir / "journal.jsonl")
+        assert {**other.config, "run_dir": ""} == {**header.config, "run_dir": ""}
+        assert other.model_fingerprint == header.model_fingerprint
+        assert other_records == records
+        for step in (4, STEPS):
+            assert digest_after(run_dir, step) == digest_after(by_python, step)
+        assert results_of(run_dir)["weights_digest"] == results_of(by_python)["weights_digest"]
+
+
+def test_the_same_command_on_a_finished_run_changes_nothing(recipe, by_python):
+    def state():
+        files = [by_python / "journal.jsonl", by_python / "metrics.jsonl", by_python / "config.yaml"]
+        files += [path for path in (by_python / "snapshots").rglob("*") if path.is_file()]
+        contents = {path: path.read_bytes() for path in files}
+        return contents, {name: value for name, value in results_of(by_python).items() if name != "seconds"}
+
+    before = state()
+    run_well(python("--config", recipe, f"run_dir={by_python}", "zo.perturbation_scale=2e-3"))
+    assert state() == before
+
+
+@pytest.mark.distributed
+def test_more_steps_continue_a_finished_run_as_if_they_had_been_asked_for_at_once(recipe, tmp_path):
+    at_once, in_two = tmp_path / "at_once", tmp_path / "in_two"
+    run_well(python("--config", recipe, f"run_dir={at_once}", "train.steps=12"))
+    run_well(python("--config", recipe, f"run_dir={in_two}", "train.steps=8"))
+    run_well(deepspeed(2, "--config", recipe, f"run_dir={in_two}", "train.steps=12"))
+    assert records_of(in_two, StepRecord) == records_of(at_once, StepRecord)
+    dev = [[r for r in records_of(d, EvaluationRecord) if r.split == "dev"] for d in (in_two, at_once)]
+    assert dev[0] == dev[1]
+    assert digest_after(in_two, 12) == digest_after(at_once, 12)
+    for name in ("best_step", "best_dev_loss", "test", "zero_shot", "weights_digest", "steps"):
+        assert results_of(in_two)[name] == results_of(at_once)[name]
+
+
+@pytest.mark.distributed
+def test_real_sst2_and_a_pretrained_model_run_on_two_ranks(tmp_path):
+    values = recipe_values(shared_asset("models/opt-mini"), shared_asset("data/sst2"))
+    values["data"] |= {"num_train": 100, "num_dev": 20, "num_test": 60}
+    values["zo"] |= {"learning_rate": 1e-5, "sparsity": 0.75}
+    values["train"] |= {"steps": 4, "eval_every": 2, "eval_batch_size": 16}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values))
+    run_well(deepspeed(2, "--config", path, f"run_dir={tmp_path / 'run'}"))
+    results = results_of(tmp_path / "run")
+    assert results["finished"]
+    assert (results["steps"], results["skipped_steps"]) == (4, 0)
+    assert results["zero_shot"] > results["majority_class"]
+    assert abs(results["test"] - results["zero_shot"]) < 0.2
