@@ -1,7 +1,7 @@
-"""Runs a function on several real ranks: processes of their own, joined by gloo as a launcher would join them.
+"""Runs a function on several real ranks: processes joined by gloo, as a launcher would join them.
 
-Processes are forked from a clean server that has only imported the libraries, so that a start takes a fraction
-of a second; each then sets its own rank variables and joins its own process group.
+Processes are forked from a clean server that has only imported the libraries, so that a start is quick; each
+then sets its own rank variables and joins its own process group.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Zeroth-order training in plain PyTorch: one process, two passes, no DeepSpeed; what the engine must equal.
 
-Nothing of the engine is used but `normal`, the noise itself: MeZO's step (Malladi et al. 2023, algorithm 1) and
-LeZO's (Wang et al. 2024, algorithm 1) are written out again, on whole float32 weights.
+Nothing of the engine is used but `normal`, the noise itself: the steps of MeZO (Malladi et al. 2023,
+Algorithm 1) and LeZO (Wang et al. 2024, Algorithm 1) are written out again, on whole float32 weights.
 """
 
 from __future__ import annotations

@@ -33,13 +33,13 @@ def write_model(config, directory, dtype=torch.float32, seed=0):
     return directory
 
 
-def make_batch(step, num_micro_batches=4, examples=2):
-    """Return a step's micro-batches: real classification batches of random tokens, a pure function of `step`."""
+def make_batch(step, num_micro_batches=4, examples=2, vocabulary=VOCABULARY):
+    """Return a step's micro-batches: classification batches of random tokens, a pure function of `step`."""
     generator = torch.Generator().manual_seed(step)
 
     def example():
         length = int(torch.randint(5, 16, (), generator=generator))
-        context = tuple(torch.randint(3, VOCABULARY, (length,), generator=generator).tolist())
+        context = tuple(torch.randint(3, vocabulary, (length,), generator=generator).tolist())
         label = int(torch.randint(0, 2, (), generator=generator))
         return EncodedExample(tuple((*context, c) for c in CANDIDATES), (1, 1), label, False)
 
