@@ -142,7 +142,8 @@ def _load_hub(task: Task) -> list[list[Record]]:
         raise UserError(
             f"cannot load {task.hub_id} ({task.hub_config or 'default'}) from the Hugging Face hub",
             got=f"{type(error).__name__}: {error}".splitlines()[0],
-            fix=f"pass a local directory with {task.train_split}.jsonl and {task.validation_split}.jsonl",
+            expected="the hub within reach, or the data set in its local cache",
+            fix=f"set data.path to a directory with {task.train_split}.jsonl and {task.validation_split}.jsonl",
         ) from error
     return [split.to_list() for split in splits]
 

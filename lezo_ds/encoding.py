@@ -78,8 +78,16 @@ def load_tokenizer(path: str) -> PromptTokenizer:
             got=f"{type(error).__name__}: {error}".splitlines()[0],
             expected="a directory or hub id with config.json and tokenizer files",
         ) from error
+    vocabulary_size = getattr(config.get_text_config(), "vocab_size", None)
+    if vocabulary_size is None:
+        raise UserError(
+            f"the model {path} has no vocabulary",
+            got=type(config).__name__,
+            expected="a decoder language model",
+            fix="set model.path to one",
+        )
     # A tokenizer may have had tokens added that the model's embedding does not have.
-    vocabulary = range(config.get_text_config().vocab_size)
+    vocabulary = range(vocabulary_size)
     pad_id = backend.pad_token_id if backend.pad_token_id in vocabulary else 0
     return PromptTokenizer(backend, _find_bos(path, backend, config.model_type), pad_id)
 
