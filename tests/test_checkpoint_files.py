@@ -222,8 +222,8 @@ def test_bin_files_are_converted_once(model, tmp_path, cache, caplog, legacy):
 def test_views_and_transposed_tensors_in_a_bin_file_keep_their_values(tmp_path, cache):
     base = torch.arange(12.0).view(3, 4)
     made = {"a": base, "b": base.t(), "c": base[1], "d": base.clone().t()}
-    directory = bin_directory(tmp_path, made)
-    files = WeightFiles(directory)
+    torch.save(made, tmp_path / "pytorch_model.bin")
+    files = WeightFiles(tmp_path)
     for name, tensor in made.items():
         assert files.shape(name) == tuple(tensor.shape)
         assert torch.equal(files.read_range(name, 0, tensor.numel()), tensor.flatten())

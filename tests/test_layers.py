@@ -88,6 +88,15 @@ def test_lists_of_unequal_or_empty_modules_are_refused_and_named():
         find_blocks(model)
 
 
+def test_a_list_inside_unequal_blocks_does_not_pass_for_the_blocks():
+    block = nn.Module()
+    block.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.Linear(2, 2), block])
+    with pytest.raises(UserError, match=r"got: blocks \(2\), blocks\.1\.experts \(2\)"):
+        find_blocks(model)
+
+
 def test_sparsity_of_the_paper_gives_the_papers_numbers_of_layers():
     drops = [num_dropped_from_sparsity(0.75, num_blocks) for num_blocks in (24, 40, 48)]
     assert drops == [18, 30, 36]

@@ -130,9 +130,9 @@ def test_without_a_perturbation_the_model_gives_its_own_logits_bit_for_bit(famil
     expected = plain_logits(model, batch)
     perturbed = PerturbedForward(model, tunable(model), NOISE)
     run(perturbed, model, batch, perturbation(Sign.BOTH))
+    assert torch.equal(plain_logits(model, batch), expected)
     (logits,) = run(perturbed, model, batch)
     assert torch.equal(logits, expected)
-    assert torch.equal(plain_logits(model, batch), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -355,7 +355,7 @@ def test_an_exception_in_a_forward_leaves_the_parameters_and_the_next_run_as_the
         run(perturbed, model, batch, perturbation(sign))
     model.blocks[1].fail = False
     assert_same_weights(model, before)
-    assert torch.equal(run(perturbed, model, batch)[0], plain[0])
+    assert torch.equal(select(plain_logits(model, batch), batch.selection), plain[0])
     again = run(perturbed, model, batch, perturbation(sign))
     assert all(torch.equal(*pair) for pair in zip(again, expected, strict=True))
 
@@ -385,6 +385,7 @@ def run_table(positions, sign):
     [
         lambda ids: torch.arange(ids.shape[1]),
         lambda ids: torch.arange(2 * ROWS),  # as long as the doubled batch, and still no batch
+        lambda ids: torch.zeros(1, dtype=torch.int64),
         lambda ids: torch.zeros(7, 4, dtype=torch.int64),
     ],
 )
@@ -405,6 +406,35 @@ def test_a_tensor_shared_by_all_rows_is_repeated_for_each_half():
     assert not torch.equal(plus, minus)
 
 
+class HeadTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, input_ids):
+        hidden = self.embed(input_ids)
+        return CausalLMOutput(logits=self.head(hidden) + self.head(2 * hidden))
+
+
+def test_a_head_that_is_called_twice_selects_the_same_rows_each_time():
+    model = HeadTwice()
+    trainable = {
+        model.embed.weight: NamedParameter("embed.weight", 1, None),
+        model.head.weight: NamedParameter("head.weight", 2, None),
+    }
+    perturbed = PerturbedForward(model, trainable, NOISE)
+    selection = SELECTIONS["some entries"]
+    full = run(perturbed, model, token_batch(), perturbation(Sign.BOTH))
+    selected = run(perturbed, model, token_batch(selection), perturbation(Sign.BOTH))
+    for wanted, found in zip(full, selected, strict=True):
+        assert_equal_to_rounding(found, select(wanted, selection))
+
+
 class OneModule(nn.Module):
     def __init__(self, module):
         super().__init__()
@@ -415,7 +445,7 @@ class OneModule(nn.Module):
 
 
 def run_module(module, hidden, only=("weight", "bias"), scale=1e-3):
-    """Output of one bfloat16 module at theta + mu z, and its z."""
+    """Output of one bfloat16 module at theta + mu z, and theta + mu z itself in float32."""
     module = module.to(torch.bfloat16)
     ids = {"weight": 1, "bias": 2}
     trainable = {getattr(module, name): NamedParameter(name, ids[name], None) for name in only}
@@ -423,13 +453,11 @@ def run_module(module, hidden, only=("weight", "bias"), scale=1e-3):
     batch = MicroBatch({"hidden": hidden}, len(hidden))
     change = perturbation(Sign.BOTH, scale=scale)
     (plus, _) = run(PerturbedForward(model, trainable, NOISE), model, batch, change)
-    noise = {
-        name: NOISE.normal(SEED, ids[name], 0, getattr(module, name).numel(), CPU).view_as(
-            getattr(module, name)
-        )
-        for name in ids
-    }
-    return plus, {name: getattr(module, name).float() + scale * noise[name] for name in ids}
+    exact = {}
+    for parameter, named in trainable.items():
+        z = NOISE.normal(SEED, named.parameter_id, 0, parameter.numel(), CPU).view_as(parameter)
+        exact[named.name] = parameter.detach().float() + scale * z
+    return plus, exact
 
 
 HIDDEN = torch.randn(4, 5, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -459,6 +487,24 @@ def test_a_16_bit_conv1d_of_gpt2_adds_its_bias_in_float32():
     plus, exact = run_module(Conv1D(6, 16), HIDDEN)
     expected = (HIDDEN.view(-1, 16) @ exact["weight"].bfloat16()).float() + exact["bias"]
     assert torch.equal(plus, expected.bfloat16().view(4, 5, 6))
+
+
+class Scaled(nn.Module):
+    """Owns a vector only, and a child that owns a matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.inner = nn.Linear(16, 6)
+
+    def forward(self, hidden):
+        return self.inner(hidden) * self.weight
+
+
+def test_a_16_bit_module_whose_children_need_16_bits_is_not_run_in_float32():
+    module = Scaled()
+    plus, exact = run_module(module, HIDDEN, only=("weight",), scale=0.1)
+    assert torch.equal(plus, module.inner(HIDDEN) * exact["weight"].bfloat16())
 
 
 def gradient_estimates(model, batch, dropped, num_directions):
