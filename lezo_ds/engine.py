@@ -7,6 +7,7 @@ updates its own shards.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -255,6 +256,7 @@ class LezoEngine:
         self._load_nearest(Path(load_dir), target)
         self.weights.apply(records[self.global_steps : target])
         self.global_steps = target
+        self._skipped_in_a_row = _trailing_skips(records[:target])
 
     def _load_nearest(self, root: Path, target: int) -> None:
         newest = newest_snapshot(root, target) if self.global_rank == 0 else None
@@ -264,6 +266,11 @@ class LezoEngine:
         directory = self.base.directory if snapshot is None else snapshot_path(root, snapshot)
         load_weights(self.weights, self.module, directory)
         self.global_steps = snapshot or 0
+
+
+def _trailing_skips(records: Sequence[StepRecord]) -> int:
+    """Return how many of the last steps, in a row, were skipped."""
+    return sum(1 for _ in itertools.takewhile(lambda record: not record.applied, reversed(records)))
 
 
 def load_weights(weights: ShardedWeights, model: nn.Module, directory: Path) -> None:
