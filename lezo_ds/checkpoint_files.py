@@ -16,6 +16,7 @@ from typing import Any
 import accelerate
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 
-from lezo_ds.errors import UserError
+from lezo_ds.errors import HubError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,8 @@ def resolve_model(model: str) -> Path:
         if not list(found.glob("*.safetensors")):
             found = Path(snapshot_download(model, allow_patterns=[*patterns, "pytorch_model*.bin"]))
     except Exception as error:  # the hub client raises many kinds: offline, not found, bad name, network
-        raise UserError(
+        final = isinstance(error, HFValidationError | RepositoryNotFoundError)
+        raise (UserError if final else HubError)(
             f"model.path {model} is neither a directory nor a model the hub gives",
             got=_first_line(error),
             expected="a directory with config.json and safetensors, or a hub id such as facebook/opt-1.3b",

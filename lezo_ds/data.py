@@ -13,7 +13,7 @@ import numpy as np
 from pyarrow import ArrowException  # type: ignore[import-untyped]
 from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
 
-from lezo_ds.errors import UserError
+from lezo_ds.errors import HubError, UserError
 from lezo_ds.tasks.base import Example, Protocol, Record, Task
 
 logger = logging.getLogger(__name__)
@@ -139,11 +139,11 @@ def _load_hub(task: Task) -> list[list[Record]]:
     try:
         splits = datasets.load_dataset(task.hub_id, task.hub_config, split=list(_split_names(task)))
     except Exception as error:  # offline, refused, gone, renamed: each library below has its own family
-        raise UserError(
+        raise HubError(
             f"cannot load {task.hub_id} ({task.hub_config or 'default'}) from the Hugging Face hub",
             got=f"{type(error).__name__}: {error}".splitlines()[0],
             expected="the hub within reach, or the data set in its local cache",
-            fix=f"set data.path to a directory with {task.train_split}.jsonl and {task.validation_split}.jsonl",
+            fix=f"set data.path to a directory with {' and '.join(f'{s}.jsonl' for s in _split_names(task))}",
         ) from error
     return [split.to_list() for split in splits]
 

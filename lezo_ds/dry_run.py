@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 from lezo_ds.checkpoint_files import DTYPES, build_on_meta, load_config, resolve_model
 from lezo_ds.config import RunConfig, check_world, load_ds_config, num_dropped
-from lezo_ds.errors import UserError
+from lezo_ds.errors import HubError
 from lezo_ds.layers import find_blocks
 from lezo_ds.trainer import load_task_data
 
@@ -28,25 +26,19 @@ def describe_plan(config: RunConfig, world_size: int) -> str:
     num_micro_batches = config.train.batch_size // config.train.micro_batch_size
     lines = [
         f"run directory   {config.run_dir}",
-        f"ranks           {world_size}, {num_micro_batches // world_size} of {num_micro_batches} micro-batches of "
-        f"{config.train.micro_batch_size} sequences' examples each",
+        f"ranks           {world_size}, each with {num_micro_batches // world_size} of a step's "
+        f"{num_micro_batches} micro-batches of {config.train.micro_batch_size} examples",
         f"steps           {config.train.steps}, evaluated every {config.train.eval_every}",
         f"optimiser       learning rate {config.zo.learning_rate:g}, perturbation scale "
-        f"{config.zo.perturbation_scale:g}, {config.zo.forward} forward, {config.zo.update_precision} updates",
+        f"{config.zo.perturbation_scale:g}, {config.zo.forward} forward, "
+        f"{config.zo.update_precision} updates",
     ]
     for check in (_model_lines, _data_lines):
         try:
             lines += check(config, world_size)
-        except UserError as error:
-            if "hub" not in str(error) or not _on_hub(config, check.__name__):
-                raise
+        except HubError as error:
             lines.append(f"not checked     {error}")
-    return "\n".join(lines)
-
-
-def _on_hub(config: RunConfig, check: str) -> bool:
-    model_on_hub = not os.path.exists(config.model.path)  # noqa: PTH110  # a hub id is no Path
-    return model_on_hub or (check == "_data_lines" and config.data.path is None)
+    return "\n".join(dict.fromkeys(lines))  # without the model, neither check comes to its end
 
 
 def _model_lines(config: RunConfig, world_size: int) -> list[str]:
@@ -59,7 +51,8 @@ def _model_lines(config: RunConfig, world_size: int) -> list[str]:
     low = 2 if config.zo.update_precision == "fp32_master" and dtype.itemsize == 2 else 0
     gib = 1 << 30
     return [
-        f"model           {config.model.path}: {type(model).__name__}, {total:,} parameters, {config.model.dtype}",
+        f"model           {config.model.path}: {type(model).__name__}, {total:,} parameters, "
+        f"{config.model.dtype}",
         f"blocks          {layout.num_blocks} in {layout.path}, {dropped} dropped a step",
         f"memory a rank   {total * (dtype.itemsize + low) / world_size / gib:.2f} GiB of shards and at most "
         f"{3 * largest * dtype.itemsize / gib:.2f} GiB for the largest module's copies, activations aside",

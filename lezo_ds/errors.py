@@ -43,6 +43,10 @@ def _restore(message: str) -> UserError:
     return UserError(message)
 
 
+class HubError(UserError):
+    """The hub does not give a model or a data set now; it may at another time or place."""
+
+
 class JournalError(LezoError):
     """The journal cannot be written, or what it holds cannot be trusted."""
 

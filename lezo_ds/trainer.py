@@ -73,13 +73,13 @@ def load_task_data(config: RunConfig) -> TaskData:
         UserError: data or tokenizer are missing or do not fit the task.
     """
     task = get_task(config.data.task)
-    directory = resolve_model(config.model.path)
-    tokenizer = load_tokenizer(str(directory))
     path = None if config.data.path is None else Path(config.data.path)
     train, validation = load_records(task, path)
     data = config.data
     sizes = (data.num_train, data.num_dev, data.num_test)
     splits = sample_splits(task, train, validation, data.protocol, data.seed, *sizes)
+    directory = resolve_model(config.model.path)
+    tokenizer = load_tokenizer(str(directory))
 
     def encode(examples: tuple[Example, ...]) -> EncodedSplit:
         return EncodedSplit(examples, tuple(encode_examples(tokenizer, examples, data.max_length)))
