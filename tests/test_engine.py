@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import get_args
 
 import pytest
 import torch
+from deepspeed.comm.comm import comms_logger
 from ranks import run_ranks
 from reference import ReferenceRun
-from tiny_models import FAMILIES, VOCABULARY
+from tiny_models import FAMILIES
+from tiny_models import VOCABULARY as SMALL_VOCABULARY
 from tiny_runs import (
     NUM_BLOCKS,
     SEED,
+    VOCABULARY,
     full_weights,
     make_batch,
     start_engine,
@@ -23,8 +27,9 @@ from lezo_ds.batch import MicroBatch
 from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.journal import Header, Journal, StepRecord, read_journal
+from lezo_ds.noise import UpdatePrecision
 from lezo_ds.objectives import classification_loss
-from lezo_ds.step_plan import noise_seed
+from lezo_ds.step_plan import PLAN_BYTES, noise_seed
 
 pytestmark = pytest.mark.distributed
 
@@ -44,6 +49,12 @@ class Run:
 
 def finish(engine: LezoEngine, num_steps: int = NUM_STEPS) -> Run:
     return Run(train(engine, num_steps), engine.weights.digest(), full_weights(engine))
+
+
+def attach_new_journal(engine: LezoEngine, path) -> None:
+    if engine.global_rank == 0:
+        facts = {"model_fingerprint": "f", "parameter_table_hash": "t", "config": {}, "libraries": {}}
+        engine.attach_journal(Journal.create(path, Header(noise_version=1, **facts)))
 
 
 def same_bits(left, right) -> bool:
@@ -126,7 +137,8 @@ def _losses_at_the_same_weights(directory, dtype, forward, vocabulary):
 def _both_forwards(cases):
     return {
         case: [
-            _losses_at_the_same_weights(*case[1:], forward, VOCABULARY) for forward in ("dual", "two_pass")
+            _losses_at_the_same_weights(*case[1:], forward, SMALL_VOCABULARY)
+            for forward in ("dual", "two_pass")
         ]
         for case in cases
     }
@@ -240,11 +252,7 @@ def _spoiled(engine, value, rank):
 
 def _skip_steps(directory, journal_path):
     engine = start_engine(directory, num_ranks=2, max_skipped_steps=3)
-    if engine.global_rank == 0:
-        header = Header(
-            noise_version=1, model_fingerprint="f", parameter_table_hash="t", config={}, libraries={}
-        )
-        engine.attach_journal(Journal.create(journal_path, header))
+    attach_new_journal(engine, journal_path)
     train(engine, 1)
     before = engine.weights.digest()
     records = [
@@ -349,7 +357,7 @@ def _forward_thrice(directory, num_ranks):
 def test_the_first_second_and_third_forward_are_equal(opt_directory, num_ranks):
     # DeepSpeed records the first pass, and prefetches from the second on.
     for logits, records in run_ranks(_forward_thrice, num_ranks, opt_directory, num_ranks):
-        assert logits[0].shape[-1] == 101
+        assert logits[0].shape[-1] == VOCABULARY
         assert torch.equal(logits[0], logits[1]) and torch.equal(logits[1], logits[2])
         assert records[0] == records[1] == records[2]
 
@@ -385,3 +393,180 @@ def test_parameters_that_stay_resident_are_noticed_before_any_update(opt_directo
     for message in run_ranks(_keep_small_parameters_resident, 2, opt_directory):
         assert "still gathered" in message
         assert "bias" in message
+
+
+# Replay.
+
+PRECISIONS = get_args(UpdatePrecision)
+REPLAYED_STEPS = 200
+MIDDLE = 100
+
+
+def _journaled_steps(engine, directory):
+    return read_journal(directory / "journal.jsonl")[1] if engine.global_rank == 0 else ()
+
+
+def _train_and_replay(model, dtype, precision, num_ranks, directory):
+    """Train with a journal and a snapshot in the middle; return digests (live, replayed) at some steps."""
+    engine = start_engine(model, dtype, num_ranks, update_precision=precision)
+    attach_new_journal(engine, directory / "journal.jsonl")
+    live = {0: engine.weights.digest()}
+    for step in (MIDDLE, 150, REPLAYED_STEPS):
+        train(engine, step - engine.global_steps, num_micro_batches=num_ranks)
+        live[step] = engine.weights.digest()
+        if step == MIDDLE:
+            engine.save_checkpoint(directory / "snapshots")
+    return live, _replay(engine, directory, live)
+
+
+def _replay(engine, directory, steps):
+    """Return digests of the weights rebuilt from base and journal, and from snapshot and journal, by step."""
+    records = _journaled_steps(engine, directory)
+    found = []
+    for root in (directory / "none", directory / "snapshots"):
+        digests = {}
+        for step in sorted(steps, reverse=True):  # each step back starts from base or snapshot again
+            engine.load_checkpoint(root, records, step)
+            assert engine.global_steps == step
+            digests[step] = engine.weights.digest()
+        found.append(digests)
+    return found
+
+
+def _replay_of_another(model, dtype, precision, num_ranks, directory, steps):
+    engine = start_engine(model, dtype, num_ranks, update_precision=precision)
+    return _replay(engine, directory, steps)
+
+
+def _train_and_replay_another(model, dtype, precision, num_ranks, directory, other, steps):
+    own = _train_and_replay(model, dtype, precision, num_ranks, directory)
+    return *own, _replay_of_another(model, dtype, precision, num_ranks, other, steps)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("fp32", "nearest"), *(("bf16", precision) for precision in PRECISIONS)]
+)
+def test_the_replay_of_200_steps_equals_live_weights_bit_for_bit(opt_directory, tmp_path, dtype, precision):
+    directories = {num_ranks: tmp_path / str(num_ranks) for num_ranks in (1, 2)}
+    for directory in directories.values():
+        directory.mkdir()
+    settings = (opt_directory, dtype, precision)
+    on_two = run_ranks(_train_and_replay, 2, *settings, 2, directories[2])
+    live_two = on_two[0][0]
+    assert len(set(live_two.values())) == 4
+    for live, replays in on_two:
+        assert live == live_two
+        assert replays == [live_two, live_two]
+    ((live_one, own, other),) = run_ranks(
+        _train_and_replay_another, 1, *settings, 1, directories[1], directories[2], list(live_two)
+    )
+    assert own == [live_one, live_one]
+    assert other == [live_two, live_two]
+    if precision == "fp32_master":
+        # Trained on one rank, replayed on four; base and snapshot, low bits included.
+        for replays in run_ranks(_replay_of_another, 4, *settings, 4, directories[1], list(live_one)):
+            assert replays == [live_one, live_one]
+
+
+def _train_and_replay_in_other_precisions(directory):
+    """Return the digest of some fp32 steps, and of their replay in each update precision."""
+    engine = start_engine(directory, num_ranks=2)
+    records = train(engine, 10)
+    digests = [engine.weights.digest()]
+    for precision in PRECISIONS:
+        engine = start_engine(directory, num_ranks=2, update_precision=precision)
+        engine.load_checkpoint(directory / "none", records)
+        digests.append(engine.weights.digest())
+    return digests
+
+
+def test_in_fp32_all_update_precisions_are_the_same(opt_directory):
+    for digests in run_ranks(_train_and_replay_in_other_precisions, 2, opt_directory):
+        assert len(digests) == 4
+        assert len(set(digests)) == 1
+
+
+def _resume_after_skips(directory):
+    engine = start_engine(directory, max_skipped_steps=2)
+    records = [engine.train_batch(make_batch(0), _spoiled(engine, math.nan, 0)) for _ in range(2)]
+    resumed = start_engine(directory, max_skipped_steps=2)
+    resumed.load_checkpoint(directory / "none", records)
+    try:
+        resumed.train_batch(make_batch(0), _spoiled(resumed, math.nan, 0))
+    except DivergenceError:
+        return True
+    return False
+
+
+def test_skipped_steps_in_a_row_are_counted_across_a_resumption(opt_directory):
+    assert run_ranks(_resume_after_skips, 1, opt_directory) == [True]
+
+
+def _ask_for_a_missing_step(directory):
+    engine = start_engine(directory)
+    try:
+        engine.load_checkpoint(directory / "none", train(engine, 2), 3)
+    except UserError as error:
+        return str(error)
+
+
+def test_a_step_that_the_journal_lacks_is_refused(opt_directory):
+    (message,) = run_ranks(_ask_for_a_missing_step, 1, opt_directory)
+    assert "expected: 0 to 2" in message
+
+
+# Bytes between ranks, by DeepSpeed's own count.
+
+
+def _count_bytes(directory, forward, num_micro_batches):
+    """Return {operation: (calls, bytes)} of two steps and of the ten after them, and the model's bytes.
+
+    DeepSpeed's log holds the size of the tensor a rank puts in. For an all-gather that is its shard, padding
+    included: the weights that are built have that size times the number of ranks.
+    """
+    changes = {"comms_logger": {"enabled": True, "prof_all": True, "verbose": False}}
+    engine = start_engine(directory, num_ranks=2, ds_changes=changes, forward=forward)
+    counts = []
+    for num_steps in (2, 10):
+        comms_logger.reset_data()
+        train(engine, num_steps, num_micro_batches)
+        counts.append(
+            {
+                operation: (
+                    sum(entry[0] for entry in sizes.values()),
+                    sum(s * e[0] for s, e in sizes.items()),
+                )
+                for operation, sizes in comms_logger.get_raw_data().items()
+            }
+        )
+    model = sum(p.numel * p.parameter.element_size() for p in engine.weights.parameters)
+    padding = sum(p.numel % 2 * p.parameter.element_size() for p in engine.weights.parameters)
+    return counts, model, model + padding
+
+
+@pytest.mark.parametrize(("forward", "passes"), [("dual", 1), ("two_pass", 2)])
+@pytest.mark.parametrize("num_micro_batches", [2, 4])
+def test_a_step_gathers_the_model_once_a_pass_and_sends_little_else(
+    opt_directory, forward, passes, num_micro_batches
+):
+    own_passes = passes * num_micro_batches // 2
+    tied = (VOCABULARY * 33 + 1) * 4
+    for (first, ten), model, padded in run_ranks(_count_bytes, 2, opt_directory, forward, num_micro_batches):
+        gathers, shards = ten.pop("all_gather_into_tensor")
+        gathered = shards * 2 / 10 / own_passes
+        other = sum(size for _, size in ten.values()) / 10
+        print(
+            f"\n{forward}, {num_micro_batches} micro-batches on 2 ranks, {own_passes} passes of each: a pass "
+            f"gathers {gathered:.0f} bytes = {gathered / model:.4f} x the model's {model}, in "
+            f"{gathers / 10 / own_passes:.1f} calls; all else {other:.0f} bytes a step. "
+            f"Ten steps: {ten}; the first two: {first}"
+        )
+        assert gathered == padded
+        assert padded < 1.002 * model
+        assert {name: calls for name, (calls, _) in ten.items()} == {"broadcast": 10, "all_reduce": 10}
+        assert other == PLAN_BYTES + 8 * (2 * num_micro_batches + 1)
+        assert other <= 256 + 16 * num_micro_batches
+        # Of the first pass DeepSpeed takes a trace, and gathers the tied embedding for the head again; in the
+        # second the ranks compare their traces.
+        _, first_shards = first.pop("all_gather_into_tensor")
+        assert first_shards * 2 == 2 * own_passes * padded + tied

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+from tiny_runs import DS_CONFIG
+from torch import nn
+
+from lezo_ds import distributed, zero3
+from lezo_ds.perturbed_forward import NamedParameter
+from lezo_ds.zero3 import shard_range
+
+
+@given(numel=st.integers(1, 10_000), world_size=st.integers(1, 64))
+def test_shard_ranges_cover_every_element_once_in_order(numel, world_size):
+    ranges = [shard_range(numel, rank, world_size) for rank in range(world_size)]
+    covered = [element for start, count in ranges for element in range(start, start + count)]
+    assert covered == list(range(numel))
+    assert max(count for _, count in ranges) == -(-numel // world_size)
+
+
+# What this package knows of DeepSpeed's inside, checked against the installed version.
+
+SHAPES = {"matrix": (7, 3), "vector": (5,), "single": (1,), "even": (4, 6)}
+
+
+class _Holder(nn.Module):
+    """Parameters whose sizes the ranks do not divide, one tied, one frozen, one in 16 bits; and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        for name, shape in SHAPES.items():
+            dtype = torch.bfloat16 if name == "even" else torch.float32
+            setattr(self, name, nn.Parameter(torch.empty(shape, device="meta", dtype=dtype)))
+        self.vector.requires_grad_(False)
+        self.inner = nn.Linear(3, 7, bias=False, device="meta")
+        self.inner.weight = self.matrix
+        self.register_buffer("table", torch.arange(3.0))
+
+
+def _sharded_holder():
+    distributed.init_distributed()
+    model = _Holder()
+    zero3.shard_model(model, json.loads(DS_CONFIG.read_text()) | {"train_micro_batch_size_per_gpu": 1})
+    named = {parameter: NamedParameter(name, 0, None) for name, parameter in model.named_parameters()}
+    parameters = zero3.sharded_parameters(model, named)
+    for parameter in parameters:
+        stored = parameter.parameter.ds_tensor
+        stored.data.fill_(float("nan"))  # the padding keeps it
+        with parameter.shard(write=True) as shard:
+            assert shard.shape == (parameter.count,)
+            shard.copy_(torch.arange(parameter.start, parameter.start + parameter.count))
+    return model, parameters
+
+
+def _describe_shards(num_ranks):
+    model, parameters = _sharded_holder()
+    rank = distributed.rank()
+    for p in parameters:
+        stored = p.parameter.ds_tensor
+        size = -(-p.numel // num_ranks)
+        assert (p.start, p.count) == shard_range(p.numel, rank, num_ranks)
+        assert stored.shape == (size,)  # flat
+        assert stored.dtype == p.parameter.dtype
+        assert p.parameter.data.numel() == 0  # nothing stays whole
+        assert p.shape == SHAPES[p.name]
+        assert torch.isnan(stored[p.count :]).all()
+        with deepspeed.zero.GatheredParameters([p.parameter]):
+            # DeepSpeed builds the row-major parameter from the slices, and drops the padding.
+            full = p.parameter.data.clone()
+        assert torch.equal(full.float(), torch.arange(p.numel).view(p.shape).float())
+        assert torch.equal(p.gather().float(), full.float())
+        int16 = torch.arange(p.start, p.start + p.count, dtype=torch.int16) - 3
+        assert torch.equal(p.gather_like(int16), torch.arange(p.numel, dtype=torch.int16).view(p.shape) - 3)
+    assert model.inner.weight is model.matrix
+    assert torch.equal(model.table, torch.arange(3.0))
+    return [(p.name, p.count, p.parameter.requires_grad, p.parameter.dtype) for p in parameters]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_shards_are_flat_slices_and_their_padding_is_never_read(num_ranks):
+    results = run_ranks(_describe_shards, num_ranks, num_ranks)
+    for result in results:
+        assert [(name, grad) for name, _, grad, _ in result] == [(name, name != "vector") for name in SHAPES]
+        assert [str(dtype) for *_, dtype in result] == ["torch.float32"] * 3 + ["torch.bfloat16"]
+    if num_ranks == 4:
+        assert [[count for _, count, *_ in result] for result in results] == [
+            [6, 2, 1, 6],
+            [6, 2, 0, 6],
+            [6, 1, 0, 6],
+            [3, 0, 0, 6],
+        ]
+
+
+def _hold_a_gathered_parameter():
+    _, parameters = _sharded_holder()
+    zero3.assert_released(parameters)
+    with deepspeed.zero.GatheredParameters([parameters[0].parameter]):
+        assert parameters[0].parameter.ds_status == ZeroParamStatus.AVAILABLE
+        try:
+            zero3.assert_released(parameters)
+        except RuntimeError as error:
+            message = str(error)
+    zero3.assert_released(parameters)
+    return message
+
+
+@pytest.mark.distributed
+def test_a_parameter_that_is_still_gathered_is_named():
+    assert (
+        run_ranks(_hold_a_gathered_parameter, 2)
+        == ["parameters still gathered after a forward pass: ['matrix']"] * 2
+    )
+
+
+def _change_the_gathered_copy():
+    _, parameters = _sharded_holder()
+    before, parameter = parameters[0].gather(), parameters[0].parameter
+    parameter.all_gather_coalesced([parameter]).wait()  # as DeepSpeed's hooks do before a forward
+    parameter.data.add_(1.0)
+    parameter.partition()
+    return torch.equal(parameters[0].gather(), before)
+
+
+@pytest.mark.distributed
+def test_a_change_of_a_gathered_copy_is_lost_but_on_one_rank_it_is_the_shard_itself():
+    # Why updates go to shards, and perturbations out of place.
+    assert run_ranks(_change_the_gathered_copy, 2) == [True, True]
+    assert run_ranks(_change_the_gathered_copy, 1) == [False]
