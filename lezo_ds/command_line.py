@@ -19,7 +19,7 @@ _PATIENCE_SECONDS = 3.0
 def run(main: Callable[[], None]) -> None:
     """Run a command and end the process: 0 if it went well, else the error's own exit code.
 
-    An error of this package is printed as one line. When all ranks meet the same one, rank 0's line is enough:
+    An error of this package is printed as one line. When all ranks meet the same, rank 0's line is enough:
     the others wait for the launcher to end them before they speak.
     """
     logging.basicConfig(level=logging.INFO if _rank() == 0 else logging.ERROR, format="%(message)s")
@@ -32,6 +32,7 @@ def run(main: Callable[[], None]) -> None:
             time.sleep(_PATIENCE_SECONDS)
         line = " ".join(str(error).split())  # what it quotes may hold line breaks
         print(f"error: {line}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
         # Not sys.exit: the peers may be in a collective, which the end of the process group would wait for.
         os._exit(error.exit_code)
     distributed.shut_down()
