@@ -66,6 +66,9 @@ class ShardedWeights:
             values = files.read_range(name, parameter.start, end) if parameter.count else torch.empty(0)
             low = low_bits.read_range(parameter.name, parameter.start, end) if low_bits and parameter.count else None
             self._fill(parameter, values, low)
+            for source in (files, low_bits):
+                if source is not None:
+                    source.close()  # opens again at the next read; until then all pages read count as our memory
 
     def _fill(self, parameter: ShardedParameter, values: Tensor, low: Tensor | None) -> None:
         dtype = parameter.parameter.dtype

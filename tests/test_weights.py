@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from tiny_runs import DS_CONFIG, NUM_BLOCKS, start_engine, train
+from tiny_runs import DS_CONFIG, NUM_BLOCKS, start_engine, train, write_model
+from transformers import OPTConfig
 
 from lezo_ds import distributed, zero3
 from lezo_ds.checkpoint_files import DTYPES, build_on_meta, load_config
@@ -264,3 +266,49 @@ def test_nan_in_the_padding_reaches_nothing_and_stays_where_it_is(opt_directory,
     for folder in ("", "low_bits"):
         (left,), (right,) = (sorted(Path(r[0][3], folder).glob("*.safetensors")) for r in (clean, dirty))
         assert left.read_bytes() == right.read_bytes()
+
+
+# Host memory while loading.
+
+LARGE = OPTConfig(
+    vocab_size=2000,
+    hidden_size=768,
+    word_embed_proj_dim=768,
+    num_attention_heads=12,
+    ffn_dim=3072,
+    num_hidden_layers=12,
+    max_position_embeddings=64,
+)
+
+
+def _peak_memory_of_loading(small, large):
+    """Return bytes: peak of this process's memory above that before, the model, its largest parameter."""
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    # What the libraries take on first use is not the model's.
+    train(start_engine(small, num_ranks=num_ranks), 2, num_ranks)
+    before = _memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    weights = start_engine(large, num_ranks=num_ranks).weights
+    peak = _memory("VmHWM") - before
+    sizes = [parameter.numel * 4 for parameter in weights.parameters]
+    return peak, sum(sizes), max(sizes)
+
+
+def _memory(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak can be reset on Linux only")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_no_rank_holds_more_than_its_share_while_loading(opt_directory, tmp_path, num_ranks):
+    large = write_model(LARGE, tmp_path)
+    results = run_ranks(_peak_memory_of_loading, num_ranks, opt_directory, large)
+    for rank, (peak, model, largest) in enumerate(results):
+        share = model / num_ranks
+        print(
+            f"\nrank {rank} of {num_ranks}: model {model / 1e6:.0f} MB, share {share / 1e6:.0f} MB, "
+            f"largest parameter {largest / 1e6:.1f} MB; peak while loading {peak / 1e6:.0f} MB = "
+            f"{peak / share:.2f} x the share"
+        )
+        assert share < peak < 1.2 * share + 2 * largest
