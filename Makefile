@@ -17,13 +17,16 @@ ifeq ($(wildcard /dev/nvidia[0-9]*),)
 export DS_ACCELERATOR ?= cpu
 endif
 
+# Results depend on the number of threads in their last bits, so it does not follow the number of cores.
+export OMP_NUM_THREADS ?= 1
+
 .PHONY: demo test check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python launch/demo.py
 
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist worksteal
+	$(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist worksteal
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
