@@ -42,7 +42,7 @@ def write_snapshot(weights: ShardedWeights, target: Path, source: Path, facts: d
     Args:
         weights: what to write; low bits go to a folder of their own.
         target: the directory to make; replaced if it exists.
-        source: the base model's directory, whose config and tokenizer are copied.
+        source: the base model's directory; its tokenizer is copied, and its config with the weights' dtype.
         facts: what the manifest says besides the files: step, digest, dtype.
 
     Raises:
@@ -50,7 +50,8 @@ def write_snapshot(weights: ShardedWeights, target: Path, source: Path, facts: d
     """
     temporary = target.with_name(f".{target.name}.tmp")
     writes = distributed.rank() == 0
-    problem = _attempt(lambda: _prepare(temporary, source)) if writes else None
+    dtype = str(weights.parameters[0].parameter.dtype).removeprefix("torch.")
+    problem = _attempt(lambda: _prepare(temporary, source, dtype)) if writes else None
     main = _TensorWriter(temporary, writes and problem is None)
     low = _TensorWriter(temporary / LOW_BITS_DIRECTORY, writes and problem is None)
     for parameter in weights.parameters:
@@ -115,13 +116,17 @@ def _attempt(action: Any) -> str | None:  # noqa: ANN401
     return None
 
 
-def _prepare(temporary: Path, source: Path) -> None:
+def _prepare(temporary: Path, source: Path, dtype: str) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix not in _WEIGHT_SUFFIXES and ".index." not in file.name:
             if file.name != MANIFEST:
                 shutil.copyfile(file, temporary / file.name)
+    # The weights' own dtype: from_pretrained casts to what the config names.
+    config = json.loads((source / "config.json").read_text())
+    config.pop("torch_dtype", None)  # its older name
+    (temporary / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
 
 
 def _publish(temporary: Path, target: Path, facts: dict[str, Any]) -> None:
@@ -149,7 +154,7 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
             if path.stat().st_size != facts["bytes"] or sha256_file(path) != facts["sha256"]:
                 logger.warning("snapshot %s is damaged: %s; it is ignored", directory, name)
                 return None
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # absent, or not what is written here
         return None
     return manifest
 

@@ -68,7 +68,7 @@ class ShardedWeights:
             self._fill(parameter, values, low)
             for source in (files, low_bits):
                 if source is not None:
-                    source.close()  # opens again at the next read; until then all pages read count as our memory
+                    source.close()  # it opens again: until closed, all pages read count as our memory
 
     def _fill(self, parameter: ShardedParameter, values: Tensor, low: Tensor | None) -> None:
         dtype = parameter.parameter.dtype

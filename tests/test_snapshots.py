@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from tiny_runs import full_weights, make_batch, start_engine, train
+from transformers import AutoModelForCausalLM
+
+from lezo_ds import snapshots
+from lezo_ds.batch import MicroBatch
+from lezo_ds.errors import LezoError
+from lezo_ds.snapshots import (
+    LOW_BITS_DIRECTORY,
+    MANIFEST,
+    newest_snapshot,
+    prune_snapshots,
+    read_manifest,
+    snapshot_path,
+    snapshot_steps,
+)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+STEPS = (2, 4)
+
+
+def whole_batch():
+    """Return a micro-batch whose full logits are wanted."""
+    (batch,) = make_batch(0, num_micro_batches=1)
+    return MicroBatch(batch.inputs, batch.weight)
+
+
+def _train_and_save(model, root, dtype, num_ranks, max_file_bytes=None):
+    """Train, with a snapshot at each of STEPS and one step more; return what the snapshots must hold."""
+    if max_file_bytes is not None:
+        snapshots._MAX_FILE_BYTES = max_file_bytes
+    engine = start_engine(model, dtype, num_ranks)
+    records, weights, logits, digests = [], None, None, []
+    for step in STEPS:
+        records += train(engine, step - engine.global_steps, num_ranks)
+        assert engine.save_checkpoint(root) == snapshot_path(root, step)
+        weights, logits = full_weights(engine), engine.forward(whole_batch())
+        digests.append(engine.weights.digest())
+    records += train(engine, 1, num_ranks)
+    digests.append(engine.weights.digest())
+    return records, weights, logits, digests
+
+
+def _resume(model, root, dtype, num_ranks, records):
+    engine = start_engine(model, dtype, num_ranks)
+    engine.load_checkpoint(root, records)
+    return engine.weights.digest()
+
+
+@pytest.fixture(scope="module")
+def saved(opt_directory, tmp_path_factory):
+    """{dtype: (folder of snapshots, what `_train_and_save` returned)}, on 2 ranks."""
+    found = {}
+    for dtype in DTYPES:
+        root = tmp_path_factory.mktemp(dtype) / "snapshots"
+        found[dtype] = (root, run_ranks(_train_and_save, 2, opt_directory, root, dtype, 2)[0])
+    return found
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    """The snapshots in fp32, to be damaged; and what they hold."""
+    root, held = saved["fp32"]
+    shutil.copytree(root, tmp_path / "snapshots")
+    return tmp_path / "snapshots", held
+
+
+# What a snapshot is.
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_plain_transformers_opens_a_snapshot_and_gives_the_same_logits(saved, dtype):
+    root, (_, weights, logits, _) = saved[dtype]
+    model = AutoModelForCausalLM.from_pretrained(snapshot_path(root, 4)).eval()
+    assert model.dtype == DTYPES[dtype]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, weights[name]), name
+    assert model.lm_head.weight is model.model.decoder.embed_tokens.weight
+    with torch.no_grad():
+        torch.testing.assert_close(model(**whole_batch().inputs).logits, logits)
+
+
+@pytest.mark.distributed
+def test_low_bits_lie_beside_the_weights_and_fp32_has_none(saved):
+    root, (_, weights, _, _) = saved["bf16"]
+    stored = load_file(snapshot_path(root, 4) / LOW_BITS_DIRECTORY / "model-00001.safetensors")
+    assert {f"{name}.low" for name in stored} == {name for name in weights if name.endswith(".low")}
+    assert all(torch.equal(tensor, weights[f"{name}.low"]) for name, tensor in stored.items())
+    assert not (snapshot_path(saved["fp32"][0], 4) / LOW_BITS_DIRECTORY).exists()
+
+
+@pytest.mark.distributed
+def test_the_manifest_names_every_file_the_step_and_the_digest(saved):
+    root, (_, _, _, digests) = saved["bf16"]
+    directory = snapshot_path(root, 4)
+    manifest = read_manifest(directory)
+    files = {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
+    assert set(manifest["files"]) == files - {MANIFEST}
+    assert (manifest["step"], manifest["digest"]) == (4, digests[1])
+    assert {"config.json", "model.safetensors.index.json", "low_bits/model-00001.safetensors"} <= files
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_snapshot_and_the_journal_resume_with_the_same_bits_on_any_number_of_ranks(
+    saved, opt_directory, dtype, num_ranks
+):
+    root, (records, _, _, digests) = saved[dtype]
+    for count, digest in ((4, digests[1]), (5, digests[2])):
+        if (count, num_ranks) in ((4, 4), (5, 1)):
+            continue  # a start less, and each number of steps is still seen on two numbers of ranks
+        assert (
+            run_ranks(_resume, num_ranks, opt_directory, root, dtype, num_ranks, records[:count])
+            == [digest] * num_ranks
+        )
+
+
+@pytest.mark.distributed
+def test_weights_are_split_over_files_of_limited_size(opt_directory, tmp_path):
+    root = tmp_path / "snapshots"
+    ((_, weights, _, _),) = run_ranks(_train_and_save, 1, opt_directory, root, "fp32", 1, 20_000)
+    files = sorted(snapshot_path(root, 4).glob("model-*.safetensors"))
+    assert len(files) > 5
+    assert all(len(load_file(file)) == 1 or file.stat().st_size < 25_000 for file in files)
+    model = AutoModelForCausalLM.from_pretrained(snapshot_path(root, 4))
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
+
+
+# Damage.
+
+
+def _flip_a_byte(directory):
+    path = next(directory.glob("model-*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-7] ^= 1
+    path.write_bytes(data)
+
+
+def _cut(directory):
+    path = next(directory.glob("model-*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGES = {
+    "a flipped bit": _flip_a_byte,
+    "a cut file": _cut,
+    "a missing file": lambda directory: (directory / "config.json").unlink(),
+    "no manifest": lambda directory: (directory / MANIFEST).unlink(),
+    "half a manifest": lambda directory: (directory / MANIFEST).write_text('{"files": {'),
+    "a manifest that is no object": lambda directory: (directory / MANIFEST).write_text("[]"),
+    "a manifest with other facts": lambda directory: (directory / MANIFEST).write_text('{"files": [1]}'),
+    "not yet renamed": lambda directory: directory.rename(directory.with_name(f".{directory.name}.tmp")),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("damage", list(DAMAGES))
+def test_a_damaged_snapshot_is_passed_over_for_the_one_before(copied, damage):
+    root, _ = copied
+    assert newest_snapshot(root, 5) == 4
+    DAMAGES[damage](snapshot_path(root, 4))
+    assert newest_snapshot(root, 5) == 2
+    DAMAGES[damage](snapshot_path(root, 2))
+    assert newest_snapshot(root, 5) is None
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("damaged", [(4,), (2, 4)])
+def test_resumption_goes_on_from_an_older_snapshot_or_the_base_weights(copied, opt_directory, damaged):
+    root, (records, _, _, digests) = copied
+    for step in damaged:
+        _flip_a_byte(snapshot_path(root, step))
+    assert run_ranks(_resume, 2, opt_directory, root, "fp32", 2, records) == [digests[2]] * 2
+
+
+@pytest.mark.distributed
+def test_a_snapshot_later_than_the_step_wanted_is_not_used(saved):
+    root, _ = saved["fp32"]
+    assert [newest_snapshot(root, step) for step in (1, 2, 3, 4, 5)] == [None, 2, 2, 4, 4]
+
+
+def _save_again_and_where_it_cannot(model, root, blocked):
+    engine = start_engine(model, num_ranks=2)
+    before = full_weights(engine)["model.decoder.final_layer_norm.weight"]
+    engine.save_checkpoint(root, 4)
+    try:
+        engine.save_checkpoint(blocked / "snapshots")
+    except LezoError as error:
+        # Nobody hangs, and the weights are as they were.
+        after = full_weights(engine)["model.decoder.final_layer_norm.weight"]
+        return str(error), torch.equal(before, after)
+
+
+@pytest.mark.distributed
+def test_a_snapshot_replaces_its_like_and_one_that_cannot_be_written_is_an_error_on_all_ranks(
+    copied, opt_directory, tmp_path
+):
+    root, _ = copied
+    (tmp_path / "file").write_text("no directory")
+    _cut(snapshot_path(root, 4))
+    shutil.copytree(snapshot_path(root, 2), root / ".step-00000004.tmp")  # left by a killed run
+    results = run_ranks(_save_again_and_where_it_cannot, 2, opt_directory, root, tmp_path / "file")
+    for message, unchanged in results:
+        assert "cannot be written" in message
+        assert unchanged
+    stored = load_file(snapshot_path(root, 4) / "model-00001.safetensors")
+    base = load_file(opt_directory / "model.safetensors")
+    assert all(torch.equal(stored[name], base[name]) for name in base)
+    assert snapshot_steps(root) == [2, 4]
+    assert read_manifest(snapshot_path(root, 4))["step"] == 0
+
+
+# Which are kept.
+
+
+@pytest.mark.parametrize(
+    ("keep", "protected", "left"),
+    [(1, (), [30]), (2, (), [20, 30]), (9, (), [5, 10, 20, 30]), (1, (5,), [5, 30])],
+)
+def test_the_newest_snapshots_and_protected_ones_are_kept(tmp_path, keep, protected, left):
+    for step in (5, 10, 20, 30):
+        snapshot_path(tmp_path, step).mkdir()
+    (tmp_path / ".step-00000040.tmp").mkdir()
+    (tmp_path / "step-of-another-kind").mkdir()
+    (tmp_path / "notes.json").write_text(json.dumps({}))
+    prune_snapshots(tmp_path, keep, protected)
+    assert snapshot_steps(tmp_path) == left
+    assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith("step-0")) == [
+        "notes.json",
+        "step-of-another-kind",
+    ]
+
+
+def test_a_folder_that_does_not_exist_holds_no_snapshots(tmp_path):
+    prune_snapshots(tmp_path / "none", 1)
+    assert snapshot_steps(tmp_path / "none") == []
+    assert newest_snapshot(tmp_path / "none", 9) is None
