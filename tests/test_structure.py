@@ -1,0 +1,125 @@
+"""What holds of the source as a whole: who may import what, how short commands are, what never occurs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+
+import pytest
+from assets import REPOSITORY
+
+PACKAGE = sorted((REPOSITORY / "lezo_ds").rglob("*.py"))
+COMMANDS = sorted((REPOSITORY / "launch").glob("*.py"))
+
+KNOW_DEEPSPEED = {"lezo_ds/zero3.py", "lezo_ds/distributed.py"}
+"""The modules whose job it is: ZeRO-3's internals, and what the ranks exchange."""
+
+DISTRIBUTED_LIBRARIES = ("deepspeed", "torch.distributed", "mpi4py")
+MAX_COMMAND_LINES = 60
+SAFE_YAML_LOADERS = {"safe_load"}
+OWN_PATTERNS = "tests/test_structure.py"
+
+
+def name_of(path):
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+def imported_modules(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_part_of(module, library):
+    return module == library or module.startswith(library + ".")
+
+
+def tracked_texts():
+    listed = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    for name in listed.stdout.splitlines():
+        path = REPOSITORY / name
+        if path.is_file() and name not in ("LICENSE", OWN_PATTERNS):
+            yield name, path.read_text(encoding="utf-8")
+
+
+def tracked_lines_with(pattern):
+    return [
+        f"{name}: {line.strip()}"
+        for name, text in tracked_texts()
+        for line in text.splitlines()
+        if re.search(pattern, line)
+    ]
+
+
+def calls_in(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}
+
+
+def test_only_the_modules_whose_job_it_is_import_a_distributed_library():
+    importers = {
+        name_of(path)
+        for path in PACKAGE + COMMANDS
+        for module in imported_modules(ast.parse(path.read_text()))
+        if any(is_part_of(module, library) for library in DISTRIBUTED_LIBRARIES)
+    }
+    assert importers == KNOW_DEEPSPEED
+
+
+def test_no_module_reaches_torch_distributed_through_torch():
+    users = [
+        name_of(path)
+        for path in PACKAGE
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.distributed")
+    ]
+    assert users == []
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.stem)
+def test_a_command_only_parses_builds_and_runs(path):
+    text = path.read_text()
+    body = ast.parse(text).body
+    definitions = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    assert [node.name for node in definitions] == ["main"]
+    assert len(text.splitlines()) < MAX_COMMAND_LINES
+
+
+@pytest.mark.parametrize("path", PACKAGE + COMMANDS, ids=name_of)
+def test_nothing_that_could_run_foreign_code_is_loaded(path):
+    modules = set(imported_modules(ast.parse(path.read_text())))
+    assert not [m for m in modules if any(is_part_of(m, unsafe) for unsafe in ("pickle", "dill", "marshal"))]
+    for function, keywords in calls_in(path):
+        assert keywords.get("trust_remote_code", "False") == "False", function
+        if function == "torch.load":
+            assert keywords.get("weights_only") == "True"
+        if function.startswith("yaml.") and function.endswith("load"):
+            assert function.removeprefix("yaml.") in SAFE_YAML_LOADERS
+
+
+def test_no_tracked_file_names_a_package_index():
+    assert tracked_lines_with(r"index[-_]url|find[-_]links|trusted[-_]host|file://|pypi\.|pythonhosted") == []
+
+
+def test_no_tracked_file_names_a_private_path():
+    assert tracked_lines_with(r"(?<![\w.}\])])/(?:home|root|Users|work|tmp|opt|mnt)/") == []
+
+
+def test_every_requirement_is_pinned_to_one_version():
+    pins = dict(
+        line.lower().replace("_", "-").split("==")
+        for line in (REPOSITORY / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    )
+    setup = ast.parse((REPOSITORY / "setup.py").read_text())
+    call = next(node for node in ast.walk(setup) if isinstance(node, ast.Call))
+    keywords = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg != "packages"}
+    wanted = [*keywords["install_requires"], *keywords["extras_require"]["dev"]]
+    names = {re.split(r"[ ;]", name)[0].lower().replace("_", "-") for name in wanted}
+    assert names <= pins.keys()
