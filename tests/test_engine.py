@@ -524,7 +524,17 @@ def _count_bytes(directory, forward, num_micro_batches):
     DeepSpeed's log holds the size of the tensor a rank puts in. For an all-gather that is its shard, padding
     included: the weights that are built have that size times the number of ranks.
     """
-    changes = {"comms_logger": {"enabled": True, "prof_all": True, "verbose": False}}
+    changes = {
+        "comms_logger": {"enabled": True, "prof_all": True, "verbose": False},
+        # As for a large model: it fits in no bucket, and its head is far from its embedding.
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 1000,
+            "stage3_prefetch_bucket_size": 5000,
+            "memory_efficient_linear": False,
+        },
+    }
     engine = start_engine(directory, num_ranks=2, ds_changes=changes, forward=forward)
     counts = []
     for num_steps in (2, 10):
@@ -544,8 +554,7 @@ def _count_bytes(directory, forward, num_micro_batches):
     return counts, model, model + padding
 
 
-@pytest.mark.parametrize(("forward", "passes"), [("dual", 1), ("two_pass", 2)])
-@pytest.mark.parametrize("num_micro_batches", [2, 4])
+@pytest.mark.parametrize(("forward", "passes", "num_micro_batches"), [("dual", 1, 2), ("two_pass", 2, 4)])
 def test_a_step_gathers_the_model_once_a_pass_and_sends_little_else(
     opt_directory, forward, passes, num_micro_batches
 ):
