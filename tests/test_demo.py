@@ -31,19 +31,11 @@ def finished(tmp_path_factory):
 
 
 def outcome(seed, zero_shot, test):
-    sent = {"gathered": 1_234_567, "other": 104}
     results = {
-        "zero_shot": zero_shot,
-        "test": test,
-        "majority_class": 0.52,
-        "best_step": 600,
-        "seconds": 71.2,
+        **{"zero_shot": zero_shot, "test": test, "majority_class": 0.52, "best_step": 600, "seconds": 71.2},
+        "bytes_per_step": {"gathered": 1_234_567, "other": 104},
     }
-    return Outcome(
-        seed,
-        Path(f"runs/demo/seed-{seed}"),
-        {**scores, "best_step": 600, "seconds": 71.2, "bytes_per_step": sent},
-    )
+    return Outcome(seed, Path(f"runs/demo/seed-{seed}"), results)
 
 
 @pytest.mark.learning
