@@ -26,7 +26,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python launch/demo.py
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist worksteal
+	$(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadscope
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
