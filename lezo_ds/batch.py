@@ -45,4 +45,4 @@ class MicroBatch:
 
 
 LossFunction = Callable[[Tensor, MicroBatch], Tensor]
-"""(logits of one sign of the perturbation, micro-batch) -> summed loss of each example, float32 [examples]."""
+"""(logits at one sign, micro-batch) -> summed loss of each example, float32 [examples]."""

@@ -135,7 +135,7 @@ class ZoConfig:
     """Both signs in one forward pass over a doubled batch, or in two_pass (the reference; gathers twice)."""
 
     max_skipped_steps: Annotated[int, Range(1)] = 10
-    """Number of steps in a row whose loss is not finite before the run ends."""
+    """Number of steps in a row whose loss is not finite that ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True)

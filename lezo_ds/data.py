@@ -10,8 +10,8 @@ from pathlib import Path
 
 import datasets
 import numpy as np
-from pyarrow import ArrowException  # type: ignore[import-untyped]
-from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
+from pyarrow import ArrowException
+from pyarrow.parquet import ParquetFile
 
 from lezo_ds.errors import HubError, UserError
 from lezo_ds.tasks.base import Example, Protocol, Record, Task

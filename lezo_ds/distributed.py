@@ -55,10 +55,11 @@ def _set_rank_variables() -> None:
         mpi_discovery(distributed_port=int(os.environ.get("MASTER_PORT", "29500")), verbose=False)
     else:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a TCP port that is free on this machine now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -108,14 +109,14 @@ def sum_vector(values: torch.Tensor) -> list[float]:
     Exact where at most one rank's element is not zero, in whatever order the ranks are added.
     """
     comm.all_reduce(values)
-    return values.cpu().tolist()  # type: ignore[no-any-return]
+    return values.cpu().tolist()
 
 
 def sum_integers(values: Sequence[int]) -> list[int]:
     """Return the element-wise sum over all ranks, modulo 2**64, of integers in [-2**63, 2**63)."""
     vector = torch.tensor(values, dtype=torch.int64, device=zero3.device())
     comm.all_reduce(vector)
-    return vector.cpu().tolist()  # type: ignore[no-any-return]
+    return vector.cpu().tolist()
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:

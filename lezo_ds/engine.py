@@ -19,11 +19,18 @@ from torch import Tensor, nn
 
 from lezo_ds import distributed, zero3
 from lezo_ds.batch import LogitSelection, LossFunction, MicroBatch
-from lezo_ds.checkpoint_files import DTYPES, WeightFiles, build_on_meta, load_config, resolve_model
+from lezo_ds.checkpoint_files import (
+    DTYPES,
+    WeightFiles,
+    build_on_meta,
+    checkpoint_renaming,
+    load_config,
+    resolve_model,
+)
 from lezo_ds.config import ZoConfig, num_dropped
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.estimator import estimate
-from lezo_ds.journal import EvaluationRecord, Journal, StepRecord
+from lezo_ds.journal import Journal, StepRecord
 from lezo_ds.layers import BlockLayout, draw_dropped_layers, find_blocks
 from lezo_ds.noise import noise_backend
 from lezo_ds.parameters import parameter_ids, table_hash
@@ -121,7 +128,7 @@ class LezoEngine:
 
         Args:
             batch: the step's whole batch, the same on every rank; rank r runs micro-batches r, r + world, ...
-                Micro-batch shapes must not depend on the number of ranks if runs are to be equal on any number.
+                Runs are equal on any number of ranks if their micro-batches are.
             loss_function: (logits, micro-batch) -> summed loss of each example.
 
         Returns:
@@ -129,7 +136,7 @@ class LezoEngine:
 
         Raises:
             UserError: the micro-batches cannot be shared evenly among the ranks.
-            DivergenceError: more steps in a row than `max_skipped_steps` were not finite.
+            DivergenceError: the losses of `max_skipped_steps` steps in a row were not finite.
             JournalError: the journal cannot be written; the step is not applied.
         """
         if len(batch) % self.world_size:
@@ -161,7 +168,7 @@ class LezoEngine:
     def _local_losses(
         self, plan: StepPlan, batch: Sequence[MicroBatch], loss_function: LossFunction
     ) -> Tensor:
-        """Return float64 [2 * micro-batches + 1]: both losses of this rank's micro-batches, 0 for the others'.
+        """Return float64 [2 * micro-batches + 1]: both losses of my micro-batches, 0 for the other ranks'.
 
         The last element is 1 if this rank wants to stop.
         """
@@ -209,16 +216,16 @@ class LezoEngine:
 
     def _check_divergence(self, record: StepRecord) -> None:
         self._skipped_in_a_row = 0 if record.applied else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row > self._config.max_skipped_steps:
+        if self._skipped_in_a_row >= self._config.max_skipped_steps:
             raise DivergenceError(
-                f"the loss was not finite in {self._skipped_in_a_row} steps in a row, the last {record.step}; "
-                f"expected: at most {self._config.max_skipped_steps}; "
+                f"the loss was not finite in zo.max_skipped_steps={self._skipped_in_a_row} steps in a row; "
+                f"got: the last at step {record.step}; "
                 "fix: lower zo.learning_rate, or use bf16 or fp32 in the place of fp16"
             )
 
     @torch.no_grad()
     def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the logits of a micro-batch at the current weights. A collective: every rank must call it."""
+        """Return the logits of a micro-batch at the current weights. A collective."""
         (logits,) = self._run(to_device(micro_batch, self.device), None)
         return logits
 
@@ -252,7 +259,9 @@ class LezoEngine:
         records: tuple[StepRecord, ...] = distributed.broadcast_object(tuple(steps))
         target = len(records) if step is None else step
         if not 0 <= target <= len(records):
-            raise UserError(f"step {target} is not in the journal", got=target, expected=f"0 to {len(records)}")
+            raise UserError(
+                f"step {target} is not in the journal", got=target, expected=f"0 to {len(records)}"
+            )
         self._load_nearest(Path(load_dir), target)
         self.weights.apply(records[self.global_steps : target])
         self.global_steps = target
@@ -275,7 +284,7 @@ def _trailing_skips(records: Sequence[StepRecord]) -> int:
 
 def load_weights(weights: ShardedWeights, model: nn.Module, directory: Path) -> None:
     """Fill the shards from a model directory, with its low bits if it is a snapshot that has them."""
-    files = WeightFiles(directory, getattr(model, "base_model_prefix", ""))
+    files = WeightFiles(directory, getattr(model, "base_model_prefix", ""), checkpoint_renaming(model))
     low_bits = directory / LOW_BITS_DIRECTORY
     low_files = WeightFiles(low_bits) if low_bits.is_dir() else None
     try:
@@ -321,7 +330,9 @@ def initialize(
     module = build_on_meta(load_config(directory), DTYPES[dtype])
     layout = find_blocks(module)
     if layout.num_blocks > MAX_BLOCKS:
-        raise UserError("the model has too many blocks", got=layout.num_blocks, expected=f"at most {MAX_BLOCKS}")
+        raise UserError(
+            "the model has too many blocks", got=layout.num_blocks, expected=f"at most {MAX_BLOCKS}"
+        )
     num_dropped(config, layout.num_blocks)
     aliases = _aliases(module)
     ids = parameter_ids(aliases)
@@ -366,6 +377,3 @@ def _with_reuse_distance(ds_config: Mapping[str, Any], module: nn.Module) -> dic
     numel = sum(int(getattr(p, "ds_numel", p.numel())) for p in module.parameters())
     zero = {**ds_config["zero_optimization"], "stage3_max_reuse_distance": 2 * numel}
     return {**ds_config, "zero_optimization": zero}
-
-
-__all__ = ["BaseModel", "EvaluationRecord", "LezoEngine", "initialize", "to_device"]

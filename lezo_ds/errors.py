@@ -18,8 +18,8 @@ class UserError(LezoError):
         expected: what would have been right.
         fix: what to do about it.
 
-    >>> print(UserError("zo.sparsity is out of range", got=1.5, expected="0 to 1", fix="set zo.sparsity=0.75"))
-    zo.sparsity is out of range; got: 1.5; expected: 0 to 1; fix: set zo.sparsity=0.75
+    >>> print(UserError("zo.sparsity is too large", got=1.5, expected="0 to 1", fix="set zo.sparsity=0.75"))
+    zo.sparsity is too large; got: 1.5; expected: 0 to 1; fix: set zo.sparsity=0.75
     """
 
     exit_code = 2

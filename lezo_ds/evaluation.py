@@ -13,7 +13,13 @@ from lezo_ds.batch import MicroBatch
 from lezo_ds.batching import candidate_batch
 from lezo_ds.encoding import EncodedExample
 from lezo_ds.engine import LezoEngine
-from lezo_ds.objectives import accuracy, candidate_scores, majority_class_rate, predictions, training_objective
+from lezo_ds.objectives import (
+    accuracy,
+    candidate_scores,
+    majority_class_rate,
+    predictions,
+    training_objective,
+)
 from lezo_ds.tasks.base import Example, TaskKind
 
 

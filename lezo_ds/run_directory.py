@@ -16,7 +16,16 @@ import yaml
 from lezo_ds.errors import UserError
 from lezo_ds.files import write_atomically
 
-LIBRARIES = ("lezo_ds", "torch", "deepspeed", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
+LIBRARIES = (
+    "lezo_ds",
+    "torch",
+    "deepspeed",
+    "transformers",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+)
 
 
 class RunDirectory:

@@ -36,8 +36,8 @@ def snapshot_path(root: Path, step: int) -> Path:
 def write_snapshot(weights: ShardedWeights, target: Path, source: Path, facts: dict[str, Any]) -> None:
     """Write the model to `target`, which `from_pretrained` opens. A collective; rank 0 writes.
 
-    Everything goes to a temporary directory and is synced, the manifest with all hashes last; one rename makes
-    it visible. Rank 0 holds at most one output file (4 GiB, or one parameter) at a time.
+    Everything goes to a temporary directory and is synced, the manifest with all hashes last; one rename
+    makes it visible. Rank 0 holds at most one output file (4 GiB, or one parameter) at a time.
 
     Args:
         weights: what to write; low bits go to a folder of their own.
@@ -61,11 +61,13 @@ def write_snapshot(weights: ShardedWeights, target: Path, source: Path, facts: d
         problem = main.finish() or low.finish() or _attempt(lambda: _publish(temporary, target, facts))
     problem = distributed.broadcast_object(problem)
     if problem is not None:
-        raise LezoError(f"the model cannot be written to {target}; got: {problem}; fix: make room or permit writing")
+        raise LezoError(
+            f"the model cannot be written to {target}; got: {problem}; fix: make room or permit writing"
+        )
 
 
 class _TensorWriter:
-    """Collects tensors and writes them as numbered safetensors files with an index; an error is kept, not raised.
+    """Collects tensors and writes numbered safetensors files with an index; an error is kept, not raised.
 
     Every rank goes on gathering when rank 0's disk is full; else they would hang.
     """
@@ -120,9 +122,9 @@ def _prepare(temporary: Path, source: Path, dtype: str) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix not in _WEIGHT_SUFFIXES and ".index." not in file.name:
-            if file.name != MANIFEST:
-                shutil.copyfile(file, temporary / file.name)
+        is_weights = file.suffix in _WEIGHT_SUFFIXES or ".index." in file.name
+        if file.is_file() and not is_weights and file.name != MANIFEST:
+            shutil.copyfile(file, temporary / file.name)
     # The weights' own dtype: from_pretrained casts to what the config names.
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)  # its older name
@@ -169,7 +171,8 @@ def snapshot_steps(root: Path) -> list[int]:
 def newest_snapshot(root: Path, step: int) -> int | None:
     """Return the newest valid snapshot taken after at most `step` updates, None if there is none."""
     return next(
-        (s for s in reversed(snapshot_steps(root)) if s <= step and read_manifest(snapshot_path(root, s))), None
+        (s for s in reversed(snapshot_steps(root)) if s <= step and read_manifest(snapshot_path(root, s))),
+        None,
     )
 
 

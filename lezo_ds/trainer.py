@@ -232,7 +232,9 @@ class _Run:
         self._directory.log_metrics({"step": step, **values, "seconds": round(self._seconds(), 3)})
         monitor = self._engine.monitor
         if monitor.enabled:
-            events = [(f"train/{name}", float(value), step) for name, value in values.items() if value is not None]
+            events = [
+                (f"train/{name}", float(value), step) for name, value in values.items() if value is not None
+            ]
             monitor.write_events(events)
 
     def _seconds(self) -> float:
@@ -309,7 +311,9 @@ class _Run:
         """Return what a step sends: gathered weights (each rank builds them), and everything else."""
         train, parameters = self._config.train, self._engine.weights.parameters
         num_micro_batches = train.batch_size // train.micro_batch_size
-        passes = num_micro_batches // self._engine.world_size * (1 if self._config.zo.forward == "dual" else 2)
+        passes = (
+            num_micro_batches // self._engine.world_size * (1 if self._config.zo.forward == "dual" else 2)
+        )
         model = sum(p.numel * p.parameter.element_size() for p in parameters)
         return {
             "gathered": model * passes if self._engine.world_size > 1 else 0,

@@ -20,7 +20,7 @@ _LOW_STREAM = 0x80000000  # keeps the digest of the low bits apart from that of 
 
 
 class ShardedWeights:
-    """This rank's shards of all parameters, and their low bits under `fp32_master`.
+    """The shards this rank holds of all parameters, and their low bits under `fp32_master`.
 
     Args:
         parameters: all parameters of the model.
@@ -64,7 +64,11 @@ class ShardedWeights:
                 )
             end = parameter.start + parameter.count
             values = files.read_range(name, parameter.start, end) if parameter.count else torch.empty(0)
-            low = low_bits.read_range(parameter.name, parameter.start, end) if low_bits and parameter.count else None
+            low = (
+                low_bits.read_range(parameter.name, parameter.start, end)
+                if low_bits and parameter.count
+                else None
+            )
             self._fill(parameter, values, low)
             for source in (files, low_bits):
                 if source is not None:
@@ -76,7 +80,8 @@ class ShardedWeights:
             if self._keeps_low_bits(parameter):
                 if low is None:
                     values, low = split_master(values.float(), dtype)
-                self.low_bits[parameter.name] = low.to(shard.device) if low is not None else low
+                assert low is not None, "a 16-bit shard has low bits"
+                self.low_bits[parameter.name] = low.to(shard.device)
             shard.copy_(values)
 
     def _keeps_low_bits(self, parameter: ShardedParameter) -> bool:
@@ -113,7 +118,7 @@ class ShardedWeights:
                 self._noise.update_many_(shard, start, parameter_id, steps, self._precision, low)
 
     def digests(self) -> dict[str, int]:
-        """Return a digest of each full parameter, low bits included. A collective; the same for any sharding."""
+        """Return a digest of each full parameter and its low bits, however sharded. A collective."""
         local = []
         for parameter in self.parameters:
             with parameter.shard() as shard:

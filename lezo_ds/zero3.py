@@ -1,15 +1,16 @@
 """All that knows the inside of DeepSpeed's ZeRO-3: shards, their ranges, building and gathering them.
 
 Facts this module rests on (DeepSpeed 0.19.8; tests/test_zero3.py checks them against the installed version):
-a sharded parameter holds `ds_tensor`, flat, ceil(numel / world) elements of the row-major flattened parameter,
-starting at rank * ceil(numel / world); what lies past the last element is uninitialised memory; `data` is empty
-while the parameter is not gathered. On NVMe, `ds_tensor` is only there between a swap in and a swap out.
+a sharded parameter holds `ds_tensor`, flat, ceil(numel / world) elements of the row-major flattened
+parameter, starting at rank * ceil(numel / world); what lies past the last element is uninitialised memory;
+`data` is empty while the parameter is not gathered. On NVMe, `ds_tensor` is only there between a swap in and
+a swap out.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,21 +48,30 @@ class ShardedParameter:
         """Name in the unsharded model."""
         return self.named.name
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the full parameter is resident on this rank."""
+        return bool(self._deepspeed.ds_status != ZeroParamStatus.NOT_AVAILABLE)
+
+    @property
+    def _deepspeed(self) -> Any:  # noqa: ANN401  # the parameter, with the attributes DeepSpeed adds
+        return self.parameter
+
     @contextmanager
     def shard(self, *, write: bool = False) -> Iterator[Tensor]:
         """Give this rank's valid elements: a flat view [count] of the shard, without its padding.
 
         With `write`, changes made to the view are kept (on NVMe: written back).
         """
-        stored = self.parameter.ds_tensor
+        stored = self._deepspeed.ds_tensor
         swapped_in = stored.status == PartitionedParamStatus.NOT_AVAILABLE
         if swapped_in:
-            self.parameter.nvme_swapper.swap_in([self.parameter], async_op=False)
+            self._deepspeed.nvme_swapper.swap_in([self.parameter], async_op=False)
         try:
             yield stored.data.view(-1)[: self.count]
         finally:
             if swapped_in:
-                swapper = self.parameter.nvme_swapper
+                swapper = self._deepspeed.nvme_swapper
                 if write:
                     swapper.swap_out_and_release([self.parameter])
                 else:
@@ -85,7 +95,7 @@ class ShardedParameter:
     @property
     def numel(self) -> int:
         """Number of elements of the full parameter."""
-        return self.parameter.ds_numel  # type: ignore[no-any-return]
+        return int(self._deepspeed.ds_numel)
 
 
 def shard_range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -102,15 +112,15 @@ def shard_range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
 def shard_model(model: nn.Module, ds_config: Mapping[str, Any]) -> None:
     """Turn a model on the meta device into a ZeRO-3 sharded one, a parameter at a time, in place.
 
-    The shards' values are undefined until they are loaded. Memory for one full parameter at a time is reserved,
-    and none of it is written.
+    The shards' values are undefined until they are loaded. Memory for one full parameter at a time is
+    reserved, and none of it is written.
 
     Args:
         model: parameters on the meta device, tied ones tied; buffers real.
         ds_config: the DeepSpeed config, stage 3; decides where shards live (device, CPU, NVMe).
     """
     init = deepspeed.zero.Init(config_dict_or_path=dict(ds_config))
-    sharded: dict[nn.Parameter, nn.Parameter] = {}
+    sharded: dict[nn.Parameter, Any] = {}
     for parameter in model.parameters():
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=init.local_device)
         sharded[parameter] = nn.Parameter(full, requires_grad=parameter.requires_grad)
@@ -118,7 +128,9 @@ def shard_model(model: nn.Module, ds_config: Mapping[str, Any]) -> None:
         sharded[parameter].partition()
     for module in model.modules():
         module._parameters.update({n: sharded[p] for n, p in module._parameters.items() if p is not None})
-        module._buffers.update({n: b.to(init.local_device) for n, b in module._buffers.items() if b is not None})
+        module._buffers.update(
+            {n: b.to(init.local_device) for n, b in module._buffers.items() if b is not None}
+        )
 
 
 def sharded_parameters(
@@ -126,23 +138,27 @@ def sharded_parameters(
 ) -> list[ShardedParameter]:
     """List all parameters of a sharded model, in the order of its named_parameters."""
     rank, world_size = comm.get_rank(), comm.get_world_size()
+    parameters: list[Any] = list(model.parameters())
     return [
         ShardedParameter(
-            named[parameter], parameter, tuple(parameter.ds_shape), *shard_range(parameter.ds_numel, rank, world_size)
+            named[parameter],
+            parameter,
+            tuple(parameter.ds_shape),
+            *shard_range(parameter.ds_numel, rank, world_size),
         )
-        for parameter in model.parameters()
+        for parameter in parameters
     ]
 
 
-def assert_released(parameters: list[ShardedParameter]) -> None:
+def assert_released(parameters: Sequence[ShardedParameter]) -> None:
     """Check that no parameter is gathered: a resident copy would be stale after an update of the shards."""
-    held = [p.name for p in parameters if p.parameter.ds_status != ZeroParamStatus.NOT_AVAILABLE]
+    held = [parameter.name for parameter in parameters if parameter.is_gathered]
     if held:
         raise RuntimeError(f"parameters still gathered after a forward pass: {held}")
 
 
 def finish_updates() -> None:
-    """Wait until shard updates are done: DeepSpeed reads shards on a stream that does not wait for this one."""
+    """Wait until shards are updated: DeepSpeed reads them on a stream that does not wait for this one."""
     get_accelerator().synchronize()
 
 

@@ -316,7 +316,7 @@ def test_a_name_that_is_no_model_is_refused_offline(name, tmp_path):
         cwd=tmp_path,
     )
     last_line = result.stderr.strip().splitlines()[-1]
-    assert last_line.startswith("lezo_ds.errors.UserError: model.path")
+    assert "Error: model.path" in last_line
     assert "neither a directory nor a model" in last_line or "holds no config.json" in last_line
 
 

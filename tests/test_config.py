@@ -27,7 +27,7 @@ from lezo_ds.config import (
 from lezo_ds.errors import UserError
 
 ROOT = Path(__file__).parent.parent
-RECIPES = sorted((ROOT / "launch" / "recipes").glob("*.yaml"))
+RECIPES = sorted((ROOT / "launch" / "recipes").glob("opt-*.yaml"))
 DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 REQUIRED = {
     "run_dir": "runs/x",

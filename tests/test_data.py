@@ -127,7 +127,7 @@ def test_an_unreachable_hub_is_a_users_error_that_offers_a_local_directory(tmp_p
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
     )
     last_line = ended.stderr.strip().splitlines()[-1]
-    assert last_line.startswith("lezo_ds.errors.UserError: cannot load nyu-mll/glue (sst2)")
+    assert last_line.startswith("lezo_ds.errors.HubError: cannot load nyu-mll/glue (sst2)")
     assert "pass a local directory" in last_line
 
 

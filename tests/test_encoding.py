@@ -114,7 +114,7 @@ def test_a_candidate_without_tokens_is_refused(opt, candidate):
 
 def test_a_candidate_that_fills_the_whole_length_is_refused(opt):
     with pytest.raises(
-        UserError, match="leaves no token before it; got: 2 tokens of 2; .*fix: raise data.max_length=2"
+        UserError, match=r"leaves no token before it; got: 2 tokens of 2; .*fix: raise data.max_length=2"
     ):
         encode_example(opt, Example("a joy", (" great\n",), 0, 3), 2)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lezo_ds.demo.pretrain import make_demo_assets
-from lezo_ds.distributed import _free_port
+from lezo_ds.distributed import free_port
 from lezo_ds.errors import LezoError, UserError
 
 RECIPE = Path("launch/recipes/demo.yaml")
@@ -95,7 +95,7 @@ def _run(directory: Path, seed: int, overrides: Sequence[str]) -> Outcome:
     run_dir, log = directory / f"seed-{seed}", directory / f"seed-{seed}.log"
     command = [
         *(str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(NUM_RANKS)),
-        *("--master_port", str(_free_port()), "launch/train.py", "--config", str(RECIPE)),
+        *("--master_port", str(free_port()), "launch/train.py", "--config", str(RECIPE)),
         *(f"seed={seed}", f"run_dir={run_dir}"),
         *(f"model.path={directory / 'assets' / 'model'}", f"data.path={directory / 'assets' / 'data'}"),
         *overrides,

@@ -13,7 +13,7 @@ from lezo_ds.noise.precision import UpdatePrecision, join_master, split_master
 from lezo_ds.noise.select import noise_backend
 
 NOISE_VERSION = 1
-"""Of the function z(seed, parameter, element) and of what is done with it; raised when any bit of it changes."""
+"""Of the function z(seed, parameter, element) and its use; raised when any bit of them changes."""
 
 __all__ = [
     "NOISE_VERSION",
