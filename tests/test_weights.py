@@ -51,7 +51,7 @@ def make_records(num_steps, seed=5):
 
 
 def shard(directory, dtype, precision, frozen=()):
-    """Return a model's shards and the model, without DeepSpeed's engine: that refuses fp16 on CPUs that lack it."""
+    """Return a model's shards and the model, without DeepSpeed's engine, which refuses fp16 on some CPUs."""
     torch.set_num_threads(1)
     distributed.init_distributed()
     model = build_on_meta(load_config(Path(directory)), DTYPES[dtype])
