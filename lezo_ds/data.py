@@ -1,12 +1,13 @@
-"""Records of a task, from the hub or a local directory, and the splits MeZO samples from them."""
+"""Records of a task, from the hub or a local directory; what MeZO samples from them, and demonstrations."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args, get_origin
 
 import datasets
 import numpy as np
@@ -33,6 +34,9 @@ class Splits:
 def load_records(task: Task, path: Path | None) -> tuple[list[Record], list[Record]]:
     """Read the task's training and validation records and check every one of them.
 
+    A record whose example has no right answer (no answer at all, or none among its candidates) is
+    left out; one warning a split says how many were.
+
     Args:
         task: the task to read.
         path: directory that holds train.jsonl and validation.jsonl, or train*.parquet and
@@ -40,12 +44,14 @@ def load_records(task: Task, path: Path | None) -> tuple[list[Record], list[Reco
             (or its local cache, where HF_HUB_OFFLINE is set).
 
     Raises:
-        UserError: nothing there, an empty split, a field missing or of another type, no usable label.
+        UserError: nothing there, an empty split, a field missing or of another type, a label that
+            names no candidate, no record with an answer.
     """
     splits = _load_hub(task) if path is None else [_load_local(path, name) for name in _split_names(task)]
-    for name, records in zip(_split_names(task), splits, strict=True):
-        _check_records(task, name, records)
-    return splits[0], splits[1]
+    train, validation = (
+        _answerable(task, name, records) for name, records in zip(_split_names(task), splits, strict=True)
+    )
+    return train, validation
 
 
 def sample_splits(
@@ -94,6 +100,32 @@ def sample_splits(
         dev=_build_examples(task, train, drawn[num_train:]),
         test=_build_examples(task, validation, _permutation(seed, len(validation))[:num_test]),
     )
+
+
+def with_demonstrations(
+    examples: Sequence[Example], demonstrations: Sequence[Example]
+) -> tuple[Example, ...]:
+    r"""Put solved examples before each question: in-context learning as MeZO does it.
+
+    A demonstration is its prompt and right candidate, stripped of white space at both ends; a blank
+    line stands between one and the next, and before the question. Null prompts get none.
+
+    Args:
+        examples: the questions.
+        demonstrations: all labelled; MeZO shows the first 32 training examples, in their order.
+
+    >>> shown, asked = Example("2 + 2 = ", ("4\n",), 0, 0), Example("1 + 2 = ", ("3\n",), 0, 1)
+    >>> with_demonstrations([asked], [shown, shown])[0].prompt
+    '2 + 2 = 4\n\n2 + 2 = 4\n\n1 + 2 = '
+    """
+    shown = "".join(_solved(example) + "\n\n" for example in demonstrations)
+    return tuple(replace(example, prompt=shown + example.prompt.lstrip(" ")) for example in examples)
+
+
+def _solved(example: Example) -> str:
+    if example.label is None:
+        raise ValueError("a demonstration needs a label")
+    return (example.prompt + example.candidates[example.label]).strip()
 
 
 def _permutation(seed: int, num_records: int) -> list[int]:
@@ -192,39 +224,67 @@ def _read_parquet(path: Path) -> list[Record]:
     return records
 
 
-def _check_records(task: Task, split: str, records: Sequence[Record]) -> None:
-    if not records:
+def _answerable(task: Task, split: str, records: Sequence[Record]) -> list[Record]:
+    """Check all records of a split; return those that have a right answer."""
+    labels = [_checked_label(task, split, row, record) for row, record in enumerate(records)]
+    kept = [record for record, label in zip(records, labels, strict=True) if label is not None]
+    num_left_out = len(records) - len(kept)
+    if not kept:
         raise UserError(
             f"the {split} split of {task.name} is empty",
-            got="no records",
-            expected="at least one record",
+            got=f"{num_left_out} records without an answer" if num_left_out else "no records",
+            expected="at least one record that can be scored",
             fix="fill the file, or correct data.path",
         )
-    for row, record in enumerate(records):
-        where = f"record {row + 1} of the {split} split of {task.name}"
-        _check_fields(task, where, record)
-        example = task.build_example(record, row)
-        if example.label is None or not 0 <= example.label < len(example.candidates):
-            raise UserError(
-                f"{where} has no usable label",
-                got=example.label,
-                expected=f"0 to {len(example.candidates) - 1}",
-                fix="leave out records without labels (-1, as in the test splits of the hub)",
-            )
+    if num_left_out:
+        logger.warning(
+            "%d of %d records of the %s split of %s have no right answer and are left out",
+            *(num_left_out, len(records), split, task.name),
+        )
+    return kept
+
+
+def _checked_label(task: Task, split: str, row: int, record: Record) -> int | None:
+    where = f"record {row + 1} of the {split} split of {task.name}"
+    _check_fields(task, where, record)
+    example = task.build_example(record, row)
+    if example.label is not None and not 0 <= example.label < len(example.candidates):
+        raise UserError(
+            f"{where} has no usable label",
+            got=example.label,
+            expected=f"0 to {len(example.candidates) - 1}",
+            fix="leave out records without labels (-1, as in the test splits of the hub)",
+        )
+    return example.label
 
 
 def _check_fields(task: Task, where: str, record: Record) -> None:
     for name, expected_type in task.fields.items():
-        if name not in record:
-            raise UserError(
-                f"{where} has no field {name}",
-                got=", ".join(record) or "no fields",
-                expected=", ".join(task.fields),
-                fix=f"name the fields as {task.hub_id} does, or correct data.path",
-            )
-        if not isinstance(record[name], expected_type):
+        value: object = record
+        for part in name.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                raise UserError(
+                    f"{where} has no field {name}",
+                    got=(", ".join(value) or "no fields") if isinstance(value, Mapping) else value,
+                    expected=", ".join(task.fields),
+                    fix=f"name the fields as {task.hub_id} does, or correct data.path",
+                )
+            value = value[part]
+        if not _has_type(value, expected_type):
             raise UserError(
                 f"field {name} of {where} has the wrong type",
-                got=record[name],
-                expected=expected_type.__name__,
+                got=value,
+                expected=str(expected_type) if get_args(expected_type) else expected_type.__name__,
             )
+
+
+def _has_type(value: object, expected_type: type) -> bool:
+    """Say whether a value is exactly of a type; True is no int.
+
+    >>> _has_type(["a"], list[str]), _has_type(["a", None], list[str]), _has_type(True, int)
+    (True, False, False)
+    """
+    if get_origin(expected_type) is list:
+        (item_type,) = get_args(expected_type)
+        return isinstance(value, list) and all(type(item) is item_type for item in value)
+    return type(value) is expected_type

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -25,11 +25,13 @@ class PromptTokenizer:
         backend: splits text; its own special tokens are never asked for.
         bos_id: first token of every sequence, None for models that have none.
         pad_id: fills rows on the right, where causal attention never looks; any id of the vocabulary.
+        eos_id: with which a model ends a text, None if the tokenizer has none.
     """
 
     backend: PreTrainedTokenizerBase
     bos_id: int | None
     pad_id: int
+    eos_id: int | None = None
 
     def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Return the token ids of each text, BOS first."""
@@ -37,6 +39,42 @@ class PromptTokenizer:
         # verbose: we cut too long texts ourselves, and say so once
         encoded = self.backend(list(texts), add_special_tokens=False, verbose=False)
         return [(*bos, *ids) for ids in encoded["input_ids"]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids as the model wrote it, without special tokens."""
+        text: str = self.backend.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def decode_answer(self, ids: Sequence[int]) -> str:
+        """Return the answer in generated ids: their text up to the first newline, stripped.
+
+        Args:
+            ids: what was generated; nothing of what follows the first stop id.
+        """
+        return self.decode(ids).split("\n", 1)[0].strip()
+
+    def stop_ids(self) -> tuple[int, ...]:
+        """Return the ids that end an answer, sorted: EOS, and every token with a newline in it.
+
+        Decodes the whole vocabulary: ask once.
+
+        Raises:
+            UserError: the tokenizer has no EOS, or no token for a newline.
+        """
+        newlines = {token for token in range(len(self.backend)) if "\n" in self.backend.decode([token])}
+        if self.eos_id is None:
+            raise UserError(
+                "the tokenizer has no end-of-sequence token, with which generated answers end",
+                fix="set eos_token in the model's tokenizer_config.json",
+            )
+        if not newlines:
+            raise UserError(
+                "the tokenizer has no token for a newline, with which generated answers end",
+                fix="choose a model that reads newlines, or a task that generates nothing",
+            )
+        return tuple(sorted(newlines | {self.eos_id}))
 
 
 @dataclass(frozen=True)
@@ -89,7 +127,8 @@ def load_tokenizer(path: str) -> PromptTokenizer:
     # A tokenizer may have had tokens added that the model's embedding does not have.
     vocabulary = range(vocabulary_size)
     pad_id = backend.pad_token_id if backend.pad_token_id in vocabulary else 0
-    return PromptTokenizer(backend, _find_bos(path, backend, config.model_type), pad_id)
+    eos_id = backend.eos_token_id if backend.eos_token_id in vocabulary else None
+    return PromptTokenizer(backend, _find_bos(path, backend, config.model_type), pad_id, eos_id)
 
 
 def _find_bos(path: str, backend: PreTrainedTokenizerBase, model_type: str) -> int | None:
@@ -140,13 +179,77 @@ def encode_examples(
 ) -> tuple[EncodedExample, ...]:
     """Encode each example (see `encode_example`); one warning says how many had to be cut."""
     encoded = tuple(encode_example(tokenizer, example, max_length) for example in examples)
-    num_truncated = sum(example.truncated for example in encoded)
-    if num_truncated:
+    _warn_of_cuts(sum(example.truncated for example in encoded), len(encoded), max_length)
+    return encoded
+
+
+def encode_null(tokenizer: PromptTokenizer, example: Example, max_length: int) -> EncodedExample | None:
+    """Tokenise the candidates of an example behind its null prompt, to calibrate their scores.
+
+    A calibrated score is the summed log-probability of a candidate's tokens behind the prompt, minus
+    that behind the null prompt (surface form competition: Holtzman et al. 2021).
+
+    Returns:
+        As `encode_example`; None where the task has no null prompt.
+
+    Raises:
+        UserError: as `encode_example`; an empty null prompt needs a tokenizer with a BOS.
+    """
+    if example.null_prompt is None:
+        return None
+    return encode_example(tokenizer, replace(example, prompt=example.null_prompt), max_length)
+
+
+def encode_prompt(
+    tokenizer: PromptTokenizer, example: Example, max_length: int, max_new_tokens: int
+) -> tuple[int, ...]:
+    """Return the token ids of a prompt that a model is to continue, BOS first.
+
+    Args:
+        tokenizer: of the model.
+        example: its prompt is taken, without spaces (not newlines) at both ends.
+        max_length: tokens of prompt and continuation together; a longer prompt is cut on the left
+            behind its BOS.
+        max_new_tokens: how many of these are kept for the continuation.
+
+    Raises:
+        UserError: there is no room for a prompt.
+    """
+    return _cut_prompt(tokenizer, example, _prompt_room(max_length, max_new_tokens))[0]
+
+
+def encode_prompts(
+    tokenizer: PromptTokenizer, examples: Sequence[Example], max_length: int, max_new_tokens: int
+) -> tuple[tuple[int, ...], ...]:
+    """Encode each prompt (see `encode_prompt`); one warning says how many had to be cut."""
+    room = _prompt_room(max_length, max_new_tokens)
+    prompts = [_cut_prompt(tokenizer, example, room) for example in examples]
+    _warn_of_cuts(sum(was_cut for _, was_cut in prompts), len(prompts), room)
+    return tuple(ids for ids, _ in prompts)
+
+
+def _prompt_room(max_length: int, max_new_tokens: int) -> int:
+    room = max_length - max_new_tokens
+    if room < 2:  # BOS and a token of the prompt
+        raise UserError(
+            f"data.max_length leaves no room for a prompt before {max_new_tokens} new tokens",
+            got=max_length,
+            expected=f"at least {max_new_tokens + 2}",
+        )
+    return room
+
+
+def _cut_prompt(tokenizer: PromptTokenizer, example: Example, room: int) -> tuple[tuple[int, ...], bool]:
+    (ids,) = tokenizer.encode([example.prompt.strip(" ")])
+    return _cut_left(ids, room, tokenizer.bos_id is not None), len(ids) > room
+
+
+def _warn_of_cuts(num_cut: int, num_examples: int, max_length: int) -> None:
+    if num_cut:
         logger.warning(
             "%d of %d examples are longer than max_length %d tokens and were cut on the left",
-            *(num_truncated, len(encoded), max_length),
+            *(num_cut, num_examples, max_length),
         )
-    return encoded
 
 
 def _cut_left(ids: tuple[int, ...], max_length: int, has_bos: bool) -> tuple[int, ...]:

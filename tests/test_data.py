@@ -128,7 +128,7 @@ def test_an_unreachable_hub_is_a_users_error_that_offers_a_local_directory(tmp_p
     )
     last_line = ended.stderr.strip().splitlines()[-1]
     assert last_line.startswith("lezo_ds.errors.HubError: cannot load nyu-mll/glue (sst2)")
-    assert "pass a local directory" in last_line
+    assert "fix: set data.path to a directory with train.jsonl" in last_line
 
 
 @pytest.mark.parametrize("seed", [0, 1, 42, 2**32 - 1])

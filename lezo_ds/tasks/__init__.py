@@ -7,9 +7,21 @@ from collections.abc import Mapping
 
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Task
+from lezo_ds.tasks.boolq import BOOLQ
+from lezo_ds.tasks.cb import CB
+from lezo_ds.tasks.copa import COPA
+from lezo_ds.tasks.drop import DROP
+from lezo_ds.tasks.multirc import MULTIRC
+from lezo_ds.tasks.record import RECORD
+from lezo_ds.tasks.rte import RTE
+from lezo_ds.tasks.squad import SQUAD
 from lezo_ds.tasks.sst2 import SST2
+from lezo_ds.tasks.wic import WIC
+from lezo_ds.tasks.wsc import WSC
 
-TASKS: Mapping[str, Task] = {task.name: task for task in (SST2,)}
+_ALL = (SST2, RTE, CB, BOOLQ, WSC, WIC, MULTIRC, COPA, RECORD, SQUAD, DROP)
+
+TASKS: Mapping[str, Task] = {task.name: task for task in _ALL}
 
 
 def get_task(name: str) -> Task:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ class Example:
         prompt: what the model reads first.
         candidates: the continuations it may choose from, leading space or newline included; for
             generation the gold text alone, with the newline that ends it.
-        label: index of the right candidate, the one trained on; None if unknown.
+        label: index of the right candidate, the one trained on; None if there is none.
         index: row of the record in its split, from 0.
         references: every text that counts as right, where candidates[label] is not the only one
             (ReCoRD's answers in the form of its candidates, the gold lists of SQuAD and DROP).
@@ -64,7 +64,8 @@ class Task:
         hub_id: data set on the Hugging Face hub that holds parquet, so that no script is run.
         hub_config: its configuration, None if it has only one.
         kind: how it is trained and scored.
-        fields: every field `build_example` reads, with its type.
+        fields: every field `build_example` reads, with its type: str, int, bool or list[str]; dots lead
+            into nested fields.
         build_example: (record, row in its split) -> Example.
         metric: what its score is called.
         sizes: default split sizes of the clean protocol; they fit the data.
@@ -84,3 +85,20 @@ class Task:
     mezo_sizes: SplitSizes = SplitSizes()
     train_split: str = "train"
     validation_split: str = "validation"
+
+
+def answer_example(prompt: str, answers: Sequence[str], index: int) -> Example:
+    """Return an example of a task that generates: trained on the first answer, scored by all of them.
+
+    Args:
+        prompt: ends where the answer begins, without the space before it.
+        answers: all that count as right; where there is none, neither has the example a label.
+        index: row of the record in its split.
+    """
+    return Example(
+        prompt=prompt,
+        candidates=tuple(f" {answer}\n" for answer in answers[:1]),
+        label=0 if answers else None,
+        index=index,
+        references=tuple(answers),
+    )
