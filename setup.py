@@ -17,6 +17,7 @@ setup(
         "huggingface_hub",
         "mpi4py",
         "numpy",
+        "peft",
         "pyarrow",
         "pyyaml",
         "safetensors",

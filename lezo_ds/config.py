@@ -1,4 +1,4 @@
-"""The configuration of a run: every key, and strict reading of recipes, overrides and DeepSpeed JSON."""
+"""The configuration of a run: every key, and strict reading of recipes and overrides."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import dataclasses
 import difflib
 import inspect
 import itertools
-import json
 import math
 import re
 import textwrap
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -27,6 +26,15 @@ from lezo_ds.tasks.base import Protocol
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 """In which the weights are stored, gathered and multiplied."""
+
+Method = Literal["lezo", "mezo", "adamw", "zero_shot", "icl"]
+"""The rows of the papers' tables; zero_shot and icl (in-context learning) train nothing."""
+
+ZEROTH_ORDER: frozenset[Method] = frozenset({"lezo", "mezo"})
+TRAINED: frozenset[Method] = ZEROTH_ORDER | {"adamw"}
+
+PeftKind = Literal["none", "lora", "prefix"]
+"""What is trained: all weights, low-rank adapters, or key and value vectors before every sequence."""
 
 Forward = Literal["dual", "two_pass"]
 """Both signs of a perturbation in one forward pass over a doubled batch, or one after the other."""
@@ -110,13 +118,54 @@ class DataConfig:
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     """Decides which examples are drawn for each split."""
 
+    num_demonstrations: Annotated[int, Range(1)] = 32
+    """Number of training examples shown before each question, with method icl."""
+
+    calibrated: bool = False
+    """Whether a candidate's log-probability behind an empty prompt is subtracted from its score."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeftConfig:
+    """Parameter-efficient fine-tuning: the model's own weights stay as they are."""
+
+    kind: PeftKind = "none"
+    """What is trained: all weights (none), low-rank adapters (lora), or key and value vectors before every
+    sequence (prefix)."""
+
+    lora_rank: Annotated[int, Range(1)] = 8
+    """Rank r of the adapters."""
+
+    lora_alpha: Annotated[float, Range(0, above=True)] = 16.0
+    """Adapters are scaled by lora_alpha / lora_rank."""
+
+    lora_targets: str = "q_proj,v_proj"
+    """Names of the linear modules that get an adapter, with commas between them."""
+
+    prefix_length: Annotated[int, Range(1)] = 5
+    """Number of key and value vectors before every sequence, in each block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig:
+    """First-order fine-tuning, the papers' row FT; the learning rate falls linearly to 0."""
+
+    learning_rate: Annotated[float, Range(0)] = 1e-5
+    """At the first step."""
+
+    weight_decay: Annotated[float, Range(0)] = 0.0
+    """Decoupled weight decay."""
+
+    epochs: Annotated[int, Range(1)] = 5
+    """Number of passes over the training examples, where train.steps is null."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ZoConfig:
     """The zeroth-order optimizer (LeZO, Algorithm 1). Give exactly one of sparsity and num_dropped_layers."""
 
-    learning_rate: Annotated[float, Range(0)]
-    """eta, constant over the run."""
+    learning_rate: Annotated[float | None, Range(0)] = None
+    """eta, constant over the run; methods lezo and mezo need it."""
 
     perturbation_scale: Annotated[float, Range(0, above=True)] = 1e-3
     """mu, "eps" in the paper's tables: half the distance between the two losses, per unit of noise."""
@@ -142,8 +191,8 @@ class ZoConfig:
 class TrainConfig:
     """How long, how much at once, and what happens between steps."""
 
-    steps: Annotated[int, Range(1)]
-    """Number of steps of the whole run."""
+    steps: Annotated[int | None, Range(1)] = None
+    """Number of steps of the whole run; methods lezo and mezo need it, adamw also knows adamw.epochs."""
 
     batch_size: Annotated[int, Range(1)] = 16
     """Number of examples in a step, over all ranks."""
@@ -155,8 +204,12 @@ class TrainConfig:
     eval_batch_size: Annotated[int, Range(1)] = 16
     """Number of examples in one forward pass of an evaluation."""
 
-    eval_every: Annotated[int, Range(1)]
-    """Number of steps between evaluations."""
+    eval_every: Annotated[int | None, Range(1)] = None
+    """Number of steps between evaluations; null for a tenth of the run, as in the papers."""
+
+    objective: str = "task"
+    """What is minimised: the task's own loss (task), minus the mean F1 of generated answers (f1), or your own
+    function (package.module:function)."""
 
     snapshot_every: Annotated[int | None, Range(0)] = None
     """Number of steps between snapshots; null for eval_every, 0 for none but the last."""
@@ -179,13 +232,18 @@ class RunConfig:
     seed: Annotated[int, Range(0, 2**64 - 1)] = 0
     """Decides the noise, the blocks left out and the order of the examples."""
 
+    method: Method = "lezo"
+    """lezo, mezo (lezo that drops no block), adamw (first-order), zero_shot or icl (no training)."""
+
     model: ModelConfig
     data: DataConfig
     zo: ZoConfig
+    adamw: AdamWConfig
+    peft: PeftConfig
     train: TrainConfig
 
-    deepspeed: str
-    """Path of the DeepSpeed JSON; see ds_configs."""
+    deepspeed: str | None = None
+    """Path of the DeepSpeed JSON; see ds_configs. Null for ZeRO-3 with DeepSpeed's own settings."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +264,7 @@ class _Key:
 
     @property
     def expected(self) -> str:
-        names = {int: "a whole number", float: "a number", str: "text"}
+        names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
         kind = f"one of {', '.join(self.choices)}" if self.choices else names[self.kind]
         limits = f" {self.range}" if self.range else ""
         return kind + limits + (" or null" if self.optional else "")
@@ -223,7 +281,7 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> RunConfig:
         UserError: no such file, not YAML, an unknown, missing or repeated key, a value of the wrong type
             or out of range, or values that do not go together.
     """
-    values = {} if path is None else _flatten(_read_yaml(path))
+    values = {} if path is None else flatten(_read_yaml(path))
     values.update(_parse_override(override) for override in overrides)
     sources = ([str(path)] if path else []) + (["the command line"] if overrides or not path else [])
     return _config_from_flat(values, " and ".join(sources))
@@ -234,17 +292,19 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def config_from_dict(values: Mapping[str, Any], where: str) -> RunConfig:
+def config_from_dict(values: Mapping[str, Any], where: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration that nested plain dicts hold: the inverse of `config_to_dict`.
 
     Args:
         values: sections and keys; keys with a default may be left out.
         where: where they come from, for messages.
+        overrides: as in `load_config`.
 
     Raises:
         UserError: as `load_config`.
     """
-    return _config_from_flat(_flatten(values), where)
+    flat = flatten(values) | dict(_parse_override(override) for override in overrides)
+    return _config_from_flat(flat, where)
 
 
 def describe() -> str:
@@ -303,17 +363,17 @@ def num_dropped(zo: ZoConfig, num_blocks: int) -> int:
     return zo.num_dropped_layers
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested dicts as one dict with dotted keys; an empty section (null in YAML) has none.
 
-    >>> _flatten({"seed": 1, "train": {"steps": 2}, "data": None})
+    >>> flatten({"seed": 1, "train": {"steps": 2}, "data": None})
     {'seed': 1, 'train.steps': 2}
     """
     flat: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
-            flat |= _flatten(value, key + ".")
+            flat |= flatten(value, key + ".")
         elif value is not None or key not in _SECTIONS:
             flat[key] = value
     return flat
@@ -334,6 +394,8 @@ def _config_from_flat(values: Mapping[str, Any], where: str) -> RunConfig:
     checked = {name: _check_value(_KEYS[name], value, where) for name, value in values.items()}
     config: RunConfig = _build(RunConfig, checked, "")
     _check_together(config, where)
+    if config.method == "mezo":
+        return replace(config, zo=replace(config.zo, sparsity=0.0, num_dropped_layers=None))
     return config
 
 
@@ -417,8 +479,33 @@ def _shown(value: object) -> str:
 
 
 def _check_together(config: RunConfig, where: str) -> None:
+    get_task(config.data.task)
+    if config.method in TRAINED:
+        check_world(config, world_size=1)
+    if config.method in ZEROTH_ORDER:
+        _check_zeroth_order(config, where)
+
+
+def _check_zeroth_order(config: RunConfig, where: str) -> None:
     zo = config.zo
-    if (zo.sparsity is None) == (zo.num_dropped_layers is None):
+    for key, value in (("zo.learning_rate", zo.learning_rate), ("train.steps", config.train.steps)):
+        if value is None:
+            raise UserError(
+                f"missing in {where}: {key}",
+                got="null",
+                expected=f"{_KEYS[key].expected.removesuffix(' or null')}, with method {config.method}",
+                fix=f"add it to the file, or {key}=... on the command line",
+            )
+    if config.method == "mezo":
+        if zo.sparsity or zo.num_dropped_layers:
+            raise UserError(
+                f"method mezo in {where} drops no blocks",
+                got=f"zo.sparsity={_yaml_scalar(zo.sparsity)}, "
+                f"zo.num_dropped_layers={_yaml_scalar(zo.num_dropped_layers)}",
+                expected="zo.sparsity 0 or null",
+                fix="set zo.sparsity=0, or method=lezo",
+            )
+    elif (zo.sparsity is None) == (zo.num_dropped_layers is None):
         raise UserError(
             f"zo.sparsity and zo.num_dropped_layers in {where} say the same thing twice, or not at all",
             got=f"zo.sparsity={_yaml_scalar(zo.sparsity)}, "
@@ -426,8 +513,6 @@ def _check_together(config: RunConfig, where: str) -> None:
             expected="exactly one of the two",
             fix="give one and leave the other out (or null): zo.sparsity=0.75 zo.num_dropped_layers=null",
         )
-    get_task(config.data.task)
-    check_world(config, world_size=1)
 
 
 def _parse_override(override: str) -> tuple[str, Any]:
@@ -497,7 +582,9 @@ def _refuse_repeated_keys(node: yaml.Node | None, prefix: str, seen: set[str]) -
 
 
 def _yaml_scalar(value: object) -> str:
-    return "null" if value is None else str(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _keys_of(section: type, prefix: str = "") -> list[_Key]:
@@ -544,130 +631,3 @@ _SECTIONS: dict[str, type] = {
     if isinstance(hint, type) and dataclasses.is_dataclass(hint)
 }
 _KEYS: dict[str, _Key] = {key.name: key for key in _keys_of(RunConfig)}
-
-
-def load_ds_config(path: str | Path, dtype: str, world_size: int, micro_batch_size: int) -> dict[str, Any]:
-    """Read a DeepSpeed JSON, refuse what zeroth-order training cannot use, and complete it.
-
-    Keys that begin with "_" are comments, at any depth. What this function does not know (monitors,
-    offload, aio, the comms logger) passes through to DeepSpeed.
-
-    Args:
-        path: the JSON file.
-        dtype: fp32, bf16 or fp16, from the recipe; the JSON need not repeat it.
-        world_size: number of ranks.
-        micro_batch_size: examples in one forward pass of one rank.
-
-    Returns:
-        what to give deepspeed.initialize.
-
-    Raises:
-        UserError: no such file, not JSON, not ZeRO stage 3, a setting that would corrupt the weights or
-            changes the losses, or one that contradicts the recipe.
-    """
-    config = _read_json(Path(path))
-    zero = config.get("zero_optimization")
-    if not isinstance(zero, dict) or zero.get("stage") != 3:
-        raise UserError(
-            f"{path} does not ask for ZeRO stage 3",
-            got=f"zero_optimization {zero!r}",
-            expected='"zero_optimization": {"stage": 3}',
-            fix="start from one of ds_configs",
-        )
-    flat = _flatten(config)
-    for key, value in flat.items():
-        _refuse(
-            value == "auto", path, key, value, "a value: nothing is guessed", "give a value, or remove it"
-        )
-    _refuse_unusable(path, config, flat)
-    per_step = micro_batch_size * world_size
-    for key, number in (
-        ("train_micro_batch_size_per_gpu", micro_batch_size),
-        ("train_batch_size", per_step),
-    ):
-        value = config.get(key, number)
-        _refuse(value != number, path, key, value, f"{number}, as the recipe has it", "remove it")
-    zero |= {"stage3_param_persistence_threshold": 0, "memory_efficient_linear": False}
-    config["train_micro_batch_size_per_gpu"] = micro_batch_size
-    return _with_dtype(config, path, dtype)
-
-
-def _refuse(wrong: bool, path: str | Path, key: str, value: object, expected: str, fix: str) -> None:
-    if wrong:
-        raise UserError(
-            f"{key} in {path} does not fit", got=json.dumps(value), expected=expected, fix=f"{fix} ({key})"
-        )
-
-
-def _refuse_unusable(path: str | Path, config: Mapping[str, Any], flat: Mapping[str, Any]) -> None:
-    for key in ("optimizer", "scheduler"):
-        _refuse(
-            key in config, path, key, config.get(key), "none: LeZO is the optimizer", "remove the section"
-        )
-    # key, the only values that may be given, and what any other would do
-    allowed: tuple[tuple[str, tuple[object, ...], str], ...] = (
-        ("zero_optimization.stage3_param_persistence_threshold", (0,), "resident copies go stale"),
-        ("zero_optimization.memory_efficient_linear", (False,), "it changes the losses of bf16"),
-        ("zero_optimization.zero_hpz_partition_size", (0, 1), "the second copy goes stale"),
-        (
-            "zero_optimization.zero_quantized_weights",
-            (False,),
-            "the gathered weights would not be the model's",
-        ),
-        ("zero_optimization.zero_quantized_nontrainable_weights", (False,), "the shards would be quantized"),
-        ("gradient_accumulation_steps", (1,), "train.batch_size and train.micro_batch_size say it"),
-        ("torch_autocast.enabled", (False,), "model.dtype says it"),
-    )
-    for key, values, reason in allowed:
-        value = flat.get(key, values[0])
-        expected = f"{json.dumps(values[0])} ({reason})"
-        _refuse(value not in values, path, key, value, expected, "remove it")
-
-
-def _with_dtype(config: dict[str, Any], path: str | Path, dtype: str) -> dict[str, Any]:
-    for name in ("bf16", "bfloat16", "fp16"):  # DeepSpeed takes the second for the first
-        section = config.get(name, {})
-        _refuse(not isinstance(section, dict), path, name, section, "a section", "remove it")
-        asked = name.replace("bfloat16", "bf16") == dtype
-        enabled = section.get("enabled", asked)
-        if enabled != asked:
-            raise UserError(
-                f"{path} and the recipe ask for different dtypes",
-                got=f'"{name}": {{"enabled": {json.dumps(enabled)}}} and model.dtype {dtype}',
-                expected="the same in both",
-                fix=f"remove {name} from the JSON: model.dtype is enough",
-            )
-    if dtype != "fp32":
-        config[dtype] = {**config.get(dtype, {}), "enabled": True}
-    return config
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_comments)
-    except OSError as error:
-        raise UserError(
-            f"cannot read the DeepSpeed configuration {path}",
-            got=str(error),
-            expected="a JSON file",
-            fix="set deepspeed=ds_configs/zero3_cpu.json, or another of ds_configs",
-        ) from error
-    except ValueError as error:
-        raise UserError(
-            f"{path} is not valid JSON", got=str(error), expected="one JSON object", fix="correct it"
-        ) from error
-    if not isinstance(values, dict):
-        raise UserError(
-            f"{path} holds no keys",
-            got=json.dumps(values),
-            expected="one JSON object",
-            fix="start from one of ds_configs",
-        )
-    return values
-
-
-def _without_comments(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    section = dict(pairs)
-    if len(section) != len(pairs):
-        raise ValueError("a key is repeated: " + ", ".join(name for name, _ in pairs))
-    return {name: value for name, value in section.items() if not name.startswith("_")}

@@ -66,8 +66,9 @@ def free_port() -> int:
 
 
 def shut_down() -> None:
-    """Leave the process group."""
+    """Leave the process group. A collective: gloo aborts a rank whose peer leaves during a message."""
     if comm.is_initialized():
+        comm.barrier()
         comm.destroy_process_group()
 
 

@@ -87,6 +87,8 @@ class LezoEngine:
         self.stop_agreed = False
         self._deepspeed = deepspeed_engine
         self._perturbed = perturbed
+        assert config.learning_rate is not None, "zeroth-order training has a learning rate"
+        self._learning_rate = config.learning_rate
         self._config = config
         self._seed = seed
         self._num_dropped = num_dropped(config, layout.num_blocks)
@@ -159,10 +161,8 @@ class LezoEngine:
     def _share_plan(self) -> StepPlan:
         step = self.global_steps
         dropped = draw_dropped_layers(self._seed, step, self.layout.num_blocks, self._num_dropped)
-        config = self._config
-        plan = StepPlan(
-            step, noise_seed(self._seed, step), dropped, config.learning_rate, config.perturbation_scale
-        )
+        scale = self._config.perturbation_scale
+        plan = StepPlan(step, noise_seed(self._seed, step), dropped, self._learning_rate, scale)
         return StepPlan.unpack(distributed.broadcast_bytes(plan.pack(), PLAN_BYTES))
 
     def _local_losses(
@@ -318,7 +318,7 @@ def initialize(
     Args:
         model: hub id, or directory with config.json and safetensors (or .bin, converted once).
         config: the zeroth-order optimiser's settings.
-        ds_config: DeepSpeed config as a dict, from `lezo_ds.config.load_ds_config`.
+        ds_config: DeepSpeed config as a dict, from `lezo_ds.ds_config.load_ds_config`.
         dtype: of the weights: "fp32", "bf16" or "fp16".
         seed: of the run: noise and dropped layers follow from (seed, step).
 

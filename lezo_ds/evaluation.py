@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,8 +12,6 @@ from torch import Tensor
 from lezo_ds import distributed
 from lezo_ds.batch import MicroBatch
 from lezo_ds.batching import candidate_batch
-from lezo_ds.encoding import EncodedExample
-from lezo_ds.engine import LezoEngine
 from lezo_ds.objectives import (
     accuracy,
     candidate_scores,
@@ -20,7 +19,8 @@ from lezo_ds.objectives import (
     predictions,
     training_objective,
 )
-from lezo_ds.tasks.base import Example, TaskKind
+from lezo_ds.task_data import EncodedSplit, TaskData
+from lezo_ds.tasks.base import Example
 
 
 @dataclass(frozen=True)
@@ -29,25 +29,41 @@ class EvaluationResult:
 
     Attributes:
         loss: mean of the training loss over them.
-        accuracy: share predicted right, 0 to 1.
-        majority_class: accuracy of always giving the most frequent label.
+        score: the task's metric, 0 to 1.
+        majority_class: accuracy of always giving the most frequent label; None where that means nothing.
         predicted: index of the candidate chosen for each example, in their order.
     """
 
     loss: float
-    accuracy: float
-    majority_class: float
+    score: float
+    majority_class: float | None
     predicted: tuple[int, ...]
 
 
-def evaluate(
-    engine: LezoEngine,
-    kind: TaskKind,
-    examples: Sequence[Example],
-    encoded: Sequence[EncodedExample],
-    pad_id: int,
-    batch_size: int,
-) -> EvaluationResult:
+class Model(Protocol):
+    """What scoring needs of an engine."""
+
+    @property
+    def global_rank(self) -> int:
+        """Index of this process among all."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        ...
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the logits of a micro-batch. A collective."""
+        ...
+
+
+def evaluate(engine: Model, data: TaskData, split: EncodedSplit, batch_size: int) -> EvaluationResult:
     """Score every example by the mean log-probability of its candidates. A collective.
 
     Examples are sorted by length, so that a batch has little padding, and cut into batches that do not depend
@@ -56,11 +72,12 @@ def evaluate(
     Args:
         engine: the model, at its current weights.
         kind: of the task.
-        examples: [n] what is asked; all labelled.
-        encoded: [n] the same, as tokens.
-        pad_id: id to pad with.
+        data: the task and its tokenizer.
+        split: n examples, all labelled.
         batch_size: examples a forward pass.
     """
+    kind, pad_id = data.task.kind, data.tokenizer.pad_id
+    examples, encoded = split.examples, split.encoded
     order = sorted(range(len(encoded)), key=lambda i: max(len(sequence) for sequence in encoded[i].sequences))
     groups = [order[begin : begin + batch_size] for begin in range(0, len(order), batch_size)]
     objective = training_objective(kind)
@@ -89,7 +106,7 @@ def evaluate(
     predicted = tuple(int(choice) for choice in summed[:n])
     return EvaluationResult(
         loss=sum(summed[n : 2 * n]) / sum(summed[2 * n :]),
-        accuracy=accuracy(predicted, examples),
+        score=accuracy(predicted, examples),
         majority_class=majority_class_rate([_label(example) for example in examples]),
         predicted=predicted,
     )

@@ -21,9 +21,9 @@ from lezo_ds.config import (
     config_to_dict,
     describe,
     load_config,
-    load_ds_config,
     num_dropped,
 )
+from lezo_ds.ds_config import load_ds_config
 from lezo_ds.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -215,7 +215,7 @@ def test_a_wrong_value_is_refused(override, expected, tmp_path):
         ("learning_rate=1", "did you mean zo.learning_rate?"),
         ("train.setps=5", "did you mean train.steps?"),
         ("train.steps.more=5", "did you mean train.steps?"),
-        ("xyzzy=1", "expected: one of run_dir, seed, deepspeed; fix: remove it"),
+        ("xyzzy=1", "expected: one of run_dir, seed, method, deepspeed; fix: remove it"),
         ("train=5", "train in"),
         ("data=null", "is a section, not a value"),
     ],
@@ -275,9 +275,29 @@ def test_a_recipe_that_is_not_text_or_not_there_is_refused(tmp_path):
 def test_every_missing_key_is_named_at_once():
     with pytest.raises(UserError) as caught:
         load_config(None, ["run_dir=r"])
-    missing = "model.path, model.dtype, zo.learning_rate, train.steps, train.eval_every, deepspeed"
-    assert f"missing in the command line: {missing}" in str(caught.value)
+    assert "missing in the command line: model.path, model.dtype;" in str(caught.value)
     assert_whole(str(caught.value))
+
+
+@pytest.mark.parametrize("method", ["lezo", "mezo"])
+@pytest.mark.parametrize("key", ["zo.learning_rate", "train.steps"])
+def test_zeroth_order_training_needs_a_learning_rate_and_steps(key, method, tmp_path):
+    message = message_of(f"{key}=null", f"method={method}", tmp_path=tmp_path)
+    assert f"{key}; got: null; expected: a" in message
+    assert f"with method {method}" in message
+
+
+@pytest.mark.parametrize("method", ["adamw", "zero_shot", "icl"])
+def test_other_methods_need_neither(method):
+    values = {"run_dir": "r", "method": method, "model": REQUIRED["model"]}
+    assert config_from_dict(values, "test").train.steps is None
+
+
+def test_mezo_is_sparsity_0_and_refuses_any_other():
+    values = {**REQUIRED, "method": "mezo", "zo": {"learning_rate": 1e-6}}
+    assert config_from_dict(values, "test").zo.sparsity == 0
+    with pytest.raises(UserError, match=r"method mezo in test drops no blocks; got: zo.sparsity=0.75"):
+        config_from_dict({**REQUIRED, "method": "mezo"}, "test")
 
 
 # Plain dicts, help
@@ -310,7 +330,8 @@ def test_the_help_describes_every_key():
     blocks = dict(re.findall(r"^(\S+): (.+\n(?: .+\n?)+)", describe(), re.MULTILINE))
     assert blocks.keys() == keys_of_a_run()
     assert blocks["zo.perturbation_scale"].startswith("a number above 0; default 0.001\n    mu,")
-    assert blocks["train.steps"].startswith("a whole number at least 1; required\n")
+    assert blocks["model.path"].startswith("text; required\n")
+    assert blocks["data.calibrated"].startswith("true or false; default false\n")
     assert all(len(line) <= 100 for line in describe().splitlines())
 
 
@@ -472,7 +493,7 @@ import os, sys
 import deepspeed, torch
 from transformers import OPTConfig, OPTForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
-from lezo_ds.config import load_ds_config
+from lezo_ds.ds_config import load_ds_config
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 config = load_ds_config(sys.argv[1], sys.argv[2], int(os.environ["WORLD_SIZE"]), 2)

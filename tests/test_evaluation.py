@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from transformers import AutoModelForCausalLM
 from lezo_ds.demo.corpus import review
 from lezo_ds.encoding import encode_examples, load_tokenizer
 from lezo_ds.evaluation import evaluate
+from lezo_ds.task_data import EncodedSplit, TaskData
 from lezo_ds.tasks.base import Example
+from lezo_ds.tasks.sst2 import SST2
 
 NUM_EXAMPLES = 11
 CANDIDATES = {
@@ -56,7 +59,7 @@ def make_examples(candidates, num_examples):
 
 def encode(directory, examples):
     tokenizer = load_tokenizer(str(directory))
-    return encode_examples(tokenizer, examples, max_length=64), tokenizer.pad_id
+    return encode_examples(tokenizer, examples, max_length=64), tokenizer
 
 
 def evaluate_all(directory):
@@ -66,9 +69,11 @@ def evaluate_all(directory):
     for case in CASES:
         candidates, kind, num_examples = case
         examples = make_examples(candidates, num_examples)
-        encoded, pad_id = encode(directory, examples)
+        encoded, tokenizer = encode(directory, examples)
+        split = EncodedSplit(tuple(examples), encoded)
+        data = TaskData(replace(SST2, kind=kind), tokenizer, split, split, split)
         for size in BATCH_SIZES:
-            results[case, size] = evaluate(engine, kind, examples, encoded, pad_id, size)
+            results[case, size] = evaluate(engine, data, data.test, size)
     return results
 
 
@@ -104,7 +109,7 @@ def test_batched_and_shared_scoring_equals_one_at_a_time(num_ranks, case, by_ran
     for size in BATCH_SIZES:
         result = by_ranks[num_ranks][0][case, size]
         assert result.predicted == predicted
-        assert result.accuracy == accuracy
+        assert result.score == accuracy
         assert result.loss == pytest.approx(loss, rel=1e-5)
 
 

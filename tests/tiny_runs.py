@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.batching import candidate_batch
-from lezo_ds.config import ZoConfig, load_ds_config
+from lezo_ds.config import ZoConfig
+from lezo_ds.ds_config import load_ds_config
 from lezo_ds.encoding import EncodedExample
 from lezo_ds.engine import initialize
 from lezo_ds.objectives import classification_loss

@@ -1,0 +1,44 @@
+"""Score a model, or a run at any step.
+
+python launch/evaluate.py --run DIR --step best
+python launch/evaluate.py --model DIR data.task=SST2 data.path=DIR
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lezo_ds import command_line, distributed
+from lezo_ds.scoring import score_model, score_run
+
+
+def main() -> None:
+    """Parse, build, run."""
+    parser = command_line.parser(__doc__ or "")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", type=Path, metavar="DIR", help="directory of a run")
+    source.add_argument("--model", metavar="DIR", help="directory of a model, or its hub id")
+    parser.add_argument(
+        "--step", default="best", help="of a run: best (lowest validation loss), last, or a number"
+    )
+    parser.add_argument("--split", choices=("test", "dev"), default="test", help="which examples")
+    parser.add_argument(
+        "--predictions", type=Path, metavar="FILE", help="JSON to write, with each prediction"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of a recipe")
+    arguments = parser.parse_intermixed_args()
+    overrides = tuple(arguments.overrides)
+    if arguments.run is not None:
+        scores = score_run(arguments.run, arguments.step, arguments.split, overrides)
+    else:
+        scores = score_model(arguments.model, arguments.split, overrides)
+    if distributed.rank() == 0:
+        if arguments.predictions is not None:
+            arguments.predictions.write_text(json.dumps(scores, indent=1) + "\n")
+        del scores["predictions"]
+        print(json.dumps(scores, indent=1))
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,138 @@
+"""A finished or interrupted run, opened again: the weights of any of its steps, from base and journal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lezo_ds import distributed
+from lezo_ds.config import RunConfig, config_from_dict
+from lezo_ds.engine import LezoEngine
+from lezo_ds.errors import UserError
+from lezo_ds.journal import EvaluationRecord, Header, StepRecord, read_journal
+from lezo_ds.run import best_evaluation
+from lezo_ds.run_directory import RunDirectory
+from lezo_ds.trainer import make_engine
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What a run's directory says of it.
+
+    Attributes:
+        directory: of the run.
+        header: of its journal.
+        config: it was made with, overrides applied.
+        steps: all its steps, from 0.
+        evaluations: all of them, in order.
+    """
+
+    directory: RunDirectory
+    header: Header
+    config: RunConfig
+    steps: tuple[StepRecord, ...]
+    evaluations: tuple[EvaluationRecord, ...]
+
+    def find_step(self, step: str) -> int:
+        """Return the number of updates that "best" (lowest validation loss), "last" or a number stands for.
+
+        Raises:
+            UserError: the run has no such step.
+        """
+        if step == "last":
+            return len(self.steps)
+        if step == "best":
+            best = best_evaluation(self.evaluations)
+            if best is None:
+                raise UserError(
+                    f"run {self.directory.path} has no evaluation yet to pick the best step by",
+                    got=f"{len(self.steps)} steps",
+                    expected="a validation loss",
+                    fix="use --step last, or resume the run",
+                )
+            return best.step
+        if not step.isdecimal() or int(step) > len(self.steps):
+            raise UserError(
+                f"run {self.directory.path} has no step {step}",
+                got=step,
+                expected=f"best, last, or 0 to {len(self.steps)}",
+                fix="set --step to one of these",
+            )
+        return int(step)
+
+
+def read_run(path: Path, overrides: tuple[str, ...] = ()) -> RecordedRun:
+    """Read a run's directory.
+
+    Args:
+        path: the run's directory.
+        overrides: key=value changes to its config, for a model or data that have moved since.
+
+    Raises:
+        UserError: no run there.
+        JournalError: its journal is damaged.
+    """
+    directory = RunDirectory(path)
+    if not directory.journal.is_file():
+        raise UserError(
+            f"{path} is not the directory of a run",
+            got="no journal.jsonl in it",
+            expected="the run_dir of a run",
+            fix="give the run_dir that launch/train.py printed",
+        )
+    header, records = read_journal(directory.journal)
+    values = {key: value for key, value in header.config.items() if key != "tokenizer"}
+    config = config_from_dict({**values, "run_dir": str(path)}, str(directory.journal), overrides)
+    steps = tuple(record for record in records if isinstance(record, StepRecord))
+    evaluations = tuple(record for record in records if isinstance(record, EvaluationRecord))
+    return RecordedRun(directory, header, config, steps, evaluations)
+
+
+def restore(run: RecordedRun, step: int) -> LezoEngine:
+    """Return an engine that holds the run's weights after `step` updates, bit for bit. A collective.
+
+    Raises:
+        UserError: the base model is not the one the run was made with.
+    """
+    engine = make_engine(run.config)
+    if engine.base.fingerprint != run.header.model_fingerprint:
+        raise UserError(
+            f"{run.config.model.path} is not the model the run was made with",
+            got=f"fingerprint {engine.base.fingerprint}",
+            expected=run.header.model_fingerprint,
+            fix="add model.path=... with the base model's directory",
+        )
+    engine.load_checkpoint(run.directory.snapshots, run.steps, step)
+    return engine
+
+
+def export_run(path: Path, step: str, target: Path, overrides: tuple[str, ...] = ()) -> int:
+    """Write a run's model at a step as a Hugging Face directory. A collective.
+
+    Args:
+        path: the run's directory.
+        step: "best", "last" or a number of updates.
+        target: directory to make; it must not exist, or be empty.
+        overrides: as in `read_run`.
+
+    Returns:
+        The number of updates the exported weights have seen.
+
+    Raises:
+        UserError: no such run or step, or `target` is in use.
+    """
+    distributed.init_distributed()
+
+    def look() -> tuple[RecordedRun, int]:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise UserError(
+                f"{target} exists",
+                expected="a directory that does not, or is empty",
+                fix="give another --out",
+            )
+        run = read_run(path, overrides)
+        return run, run.find_step(step)
+
+    run, number = distributed.on_rank_zero(look)
+    restore(run, number).write_model(target)
+    return number

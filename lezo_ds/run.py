@@ -1,0 +1,261 @@
+"""A run of any method: score, train, validate, take snapshots, pick the best step and score it."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from lezo_ds import distributed
+from lezo_ds.config import TRAINED, RunConfig, config_to_dict
+from lezo_ds.evaluation import EvaluationResult, Model, evaluate
+from lezo_ds.journal import EvaluationRecord
+from lezo_ds.run_directory import RunDirectory, library_versions
+from lezo_ds.snapshots import prune_snapshots, read_manifest, snapshot_path
+from lezo_ds.task_data import EncodedSplit, TaskData
+
+logger = logging.getLogger(__name__)
+
+
+class Engine(Model, Protocol):
+    """What a run needs of an engine, zeroth- or first-order."""
+
+    global_steps: int
+    stop_agreed: bool
+
+    @property
+    def monitor(self) -> Any:  # noqa: ANN401
+        """DeepSpeed's monitor."""
+        ...
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop after the next step."""
+        ...
+
+
+def num_steps(config: RunConfig, num_train: int) -> int:
+    """Return how many steps a run has: 0 for methods that do not train."""
+    if config.method not in TRAINED:
+        return 0
+    if config.train.steps is not None:
+        return config.train.steps
+    return max(1, config.adamw.epochs * num_train // config.train.batch_size)
+
+
+class Run(ABC):
+    """One process's part of a run. Files are rank 0's; every decision follows from what all ranks know.
+
+    Args:
+        config: of the run.
+        data: what it trains on and is scored on.
+        directory: of the run.
+        engine: at any step; `_open` brings it to where the run stands.
+    """
+
+    def __init__(self, config: RunConfig, data: TaskData, directory: RunDirectory, engine: Engine) -> None:
+        self.config = config
+        self.data = data
+        self.directory = directory
+        self.engine = engine
+        self.writes = engine.global_rank == 0
+        self.evaluations: list[EvaluationRecord] = []
+        self.num_steps = num_steps(config, len(data.train.encoded))
+        self._eval_every = config.train.eval_every or max(1, self.num_steps // 10)
+        self._seconds_before = 0.0
+        self._started = time.monotonic()
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Bring the engine and `evaluations` to where the run stands."""
+
+    @abstractmethod
+    def _train_step(self) -> dict[str, Any]:
+        """Do one step; return what metrics.jsonl says of it, the loss first."""
+
+    @abstractmethod
+    def _record_evaluation(self, record: EvaluationRecord) -> None:
+        """Keep an evaluation where `_open` finds it."""
+
+    @abstractmethod
+    def _save(self) -> None:
+        """Write a snapshot of the present step. A collective."""
+
+    @abstractmethod
+    def _restore(self, step: int) -> None:
+        """Bring the weights back to those after `step` updates. A collective."""
+
+    @abstractmethod
+    def _details(self) -> dict[str, Any]:
+        """Return what results.json says of this kind of run only. A collective."""
+
+    def _close(self) -> None:
+        """Close what `_open` opened."""
+        return
+
+    def execute(self) -> dict[str, Any]:
+        """Run to the end, or until a stop is agreed on; return what results.json holds."""
+        self._begin()
+        self._evaluate("test", at=0)
+        with _StopOnSignals(self.engine), self._progress() as bar:
+            while True:
+                self._evaluate_if_due()
+                self._snapshot_if_due()
+                if self._is_finished() or self.engine.stop_agreed:
+                    break
+                self._step(bar)
+        finished = self._is_finished()
+        best = self._best() if finished else None
+        if best is not None:
+            self._restore(best.step)
+            self._evaluate("test", at=best.step)
+        results = self._results(best, finished)
+        if self.writes:
+            self.directory.write_results(results)
+            self._close()
+        return results
+
+    def _is_finished(self) -> bool:
+        return self.engine.global_steps >= self.num_steps
+
+    def _begin(self) -> None:
+        self._open()
+        if self.writes:
+            prune_snapshots(self.directory.snapshots, self.config.train.keep_snapshots, self._protected())
+            self._seconds_before = self.directory.cut_metrics(self.engine.global_steps)
+            facts = config_to_dict(self.config)
+            self.directory.write_facts(facts, self.engine.world_size, str(self.engine.device))
+        self._started = time.monotonic()
+
+    def _step(self, bar: Any) -> None:  # noqa: ANN401
+        values = self._train_step()
+        self._log(values)
+        bar.update()
+        bar.set_postfix(values, refresh=False)
+
+    def _log(self, values: Mapping[str, Any]) -> None:
+        if not self.writes:
+            return
+        step = self.engine.global_steps
+        self.directory.log_metrics({"step": step, **values, "seconds": round(self._seconds(), 3)})
+        monitor = self.engine.monitor
+        if monitor.enabled:
+            events = [(f"train/{name}", float(v), step) for name, v in values.items() if v is not None]
+            monitor.write_events(events)
+
+    def _seconds(self) -> float:
+        return self._seconds_before + time.monotonic() - self._started
+
+    def _found(self, split: str, step: int) -> EvaluationRecord | None:
+        return next((e for e in self.evaluations if e.split == split and e.step == step), None)
+
+    def _evaluate_if_due(self) -> None:
+        step = self.engine.global_steps
+        if step > 0 and (step % self._eval_every == 0 or step == self.num_steps):
+            self._evaluate("dev", at=step)
+
+    def _evaluate(self, split: str, at: int) -> None:
+        """Evaluate the present weights, which have seen `at` steps, unless that was done before."""
+        if self.engine.global_steps != at or self._found(split, at):
+            return
+        result = self._score(self.data.dev if split == "dev" else self.data.test)
+        record = evaluation_record(self.data, split, at, result)
+        self._record_evaluation(record)
+        self.evaluations.append(record)
+        metric = self.data.task.metric
+        self._log({f"{split}_loss": record.loss, f"{split}_{metric}": result.score})
+        if self.writes:
+            logger.info("step %d: %s loss %s, %s %.4f", at, split, record.loss, metric, result.score)
+
+    def _score(self, split: EncodedSplit) -> EvaluationResult:
+        return evaluate(self.engine, self.data, split, self.config.train.eval_batch_size)
+
+    def _snapshot_if_due(self) -> None:
+        step, train = self.engine.global_steps, self.config.train
+        every = self._eval_every if train.snapshot_every is None else train.snapshot_every
+        due = step > 0 and (step == self.num_steps or (every > 0 and step % every == 0))
+        root = self.directory.snapshots
+        if not due or distributed.on_rank_zero(lambda: read_manifest(snapshot_path(root, step)) is not None):
+            return
+        self._save()
+        if self.writes:
+            prune_snapshots(root, train.keep_snapshots, self._protected())
+
+    def _protected(self) -> tuple[int, ...]:
+        """Return the steps whose snapshots must stay."""
+        return ()
+
+    def _best(self) -> EvaluationRecord | None:
+        return best_evaluation(self.evaluations)
+
+    def _results(self, best: EvaluationRecord | None, finished: bool) -> dict[str, Any]:
+        before = self._found("test", 0)
+        final = self._found("test", best.step) if best else None
+        trained = self.config.method in TRAINED
+        metric = self.data.task.metric
+        return {
+            "task": self.data.task.name,
+            "method": self.config.method,
+            "peft": self.config.peft.kind,
+            "metric": metric,
+            "protocol": self.config.data.protocol,
+            "finished": finished,
+            "zero_shot": before.metrics[metric] if before and self.config.method != "icl" else None,
+            "test": _metric(final if trained else before, metric),
+            "majority_class": _metric(before, "majority_class"),
+            "best_step": best.step if best else None,
+            "best_dev_loss": best.loss if best else None,
+            "steps": self.engine.global_steps if trained else 0,
+            "seed": self.config.seed,
+            "seconds": round(self._seconds(), 3),
+            **self._details(),
+            "world_size": self.engine.world_size,
+            "versions": library_versions(),
+        }
+
+    def _progress(self) -> Any:  # noqa: ANN401
+        shown = self.writes and sys.stderr.isatty()
+        done = self.engine.global_steps
+        return tqdm(total=self.num_steps, initial=done, disable=not shown, desc="training", smoothing=0.05)
+
+
+def evaluation_record(data: TaskData, split: str, step: int, result: EvaluationResult) -> EvaluationRecord:
+    """Return what a run keeps of an evaluation."""
+    metrics: dict[str, float] = {data.task.metric: result.score}
+    if result.majority_class is not None:
+        metrics["majority_class"] = result.majority_class
+    loss = result.loss if result.loss == result.loss and abs(result.loss) != float("inf") else None
+    return EvaluationRecord(step=step, split=split, loss=loss, metrics=metrics)
+
+
+def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
+    """Return the one with the lowest validation loss, the first of equals (as the papers pick)."""
+    losses = [record for record in evaluations if record.split == "dev"]
+    return min(losses, key=lambda record: float("inf") if record.loss is None else record.loss, default=None)
+
+
+def _metric(record: EvaluationRecord | None, name: str) -> float | None:
+    return record.metrics.get(name) if record else None
+
+
+class _StopOnSignals:
+    """While open, SIGTERM, SIGINT and SIGUSR1 ask all ranks to stop after the next step."""
+
+    _SIGNALS: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> None:
+        for number in self._SIGNALS:
+            self._before[number] = signal.signal(number, lambda *_: self._engine.request_stop())
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

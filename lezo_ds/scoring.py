@@ -1,0 +1,90 @@
+"""Scores of a model, or of a run at any step, without training: the work behind launch/evaluate.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lezo_ds import distributed
+from lezo_ds.checkpoint_files import DTYPES, load_config, resolve_model
+from lezo_ds.config import RunConfig, config_from_dict
+from lezo_ds.evaluation import EvaluationResult, Model, evaluate
+from lezo_ds.restore import read_run, restore
+from lezo_ds.task_data import EncodedSplit, load_task_data
+from lezo_ds.trainer import make_engine
+
+
+def score_run(path: Path, step: str, split: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Score the weights a run had at a step. A collective.
+
+    Args:
+        path: the run's directory.
+        step: "best", "last" or a number of updates.
+        split: "dev" or "test".
+        overrides: key=value changes to the run's config: a model that has moved, other data.
+
+    Returns:
+        The score, what it is of, and each example's prediction.
+
+    Raises:
+        UserError: no such run or step, or bad input.
+    """
+    distributed.init_distributed()
+    run = distributed.on_rank_zero(lambda: read_run(path, overrides))
+    number = run.find_step(step)
+    torch.set_num_threads(run.config.train.cpu_threads)
+    engine = restore(run, number)
+    return {"run": str(path), "step": number, **_score(run.config, engine, split)}
+
+
+def score_model(model: str, split: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Score a model as it is. A collective.
+
+    Args:
+        model: directory or hub id.
+        split: "dev" or "test".
+        overrides: key=value config: the task, its data, demonstrations.
+
+    Returns:
+        As `score_run`.
+
+    Raises:
+        UserError: bad input.
+    """
+    distributed.init_distributed()
+    values = {"method": "zero_shot", "run_dir": "", "model": {"path": model, "dtype": _stored_dtype(model)}}
+    config = config_from_dict(values, "the command line", overrides)
+    torch.set_num_threads(config.train.cpu_threads)
+    return {"model": model, **_score(config, make_engine(config), split)}
+
+
+def _score(config: RunConfig, engine: Model, split: str) -> dict[str, Any]:
+    data = load_task_data(config)
+    chosen: EncodedSplit = data.dev if split == "dev" else data.test
+    result = evaluate(engine, data, chosen, config.train.eval_batch_size)
+    return {
+        "task": data.task.name,
+        "method": config.method,
+        "protocol": config.data.protocol,
+        "split": split,
+        "num_examples": len(chosen.examples),
+        "metric": data.task.metric,
+        **_numbers(result),
+        "predictions": [
+            {"index": example.index, "prediction": predicted}
+            for example, predicted in zip(chosen.examples, result.predicted, strict=True)
+        ],
+    }
+
+
+def _numbers(result: EvaluationResult) -> Mapping[str, float | None]:
+    return {"score": result.score, "majority_class": result.majority_class, "loss": result.loss}
+
+
+def _stored_dtype(model: str) -> str:
+    """Return the dtype that a model's config names, if it is one the engine has; else fp32."""
+    stored = getattr(load_config(resolve_model(model)), "dtype", None)
+    return next((name for name, dtype in DTYPES.items() if dtype == stored), "fp32")

@@ -1,0 +1,123 @@
+"""A run of LeZO or MeZO: its journal is the training state. Without steps (zero_shot, icl) it only scores."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from lezo_ds import distributed
+from lezo_ds.checkpoint_files import resolve_model
+from lezo_ds.config import RESUME_MAY_DIFFER, RunConfig, config_to_dict
+from lezo_ds.engine import LezoEngine
+from lezo_ds.journal import EvaluationRecord, Header, Journal, StepRecord, assert_compatible
+from lezo_ds.noise import NOISE_VERSION
+from lezo_ds.objectives import training_objective
+from lezo_ds.run import Run
+from lezo_ds.run_directory import RunDirectory, library_versions
+from lezo_ds.step_plan import PLAN_BYTES
+from lezo_ds.task_data import TaskData
+
+
+class ZerothOrderRun(Run):
+    """A run whose engine is a LezoEngine."""
+
+    def __init__(
+        self, config: RunConfig, data: TaskData, directory: RunDirectory, engine: LezoEngine
+    ) -> None:
+        super().__init__(config, data, directory, engine)
+        self._lezo = engine
+        self._steps: list[StepRecord] = []
+        self._journal: Journal | None = None
+
+    def _open(self) -> None:
+        """Create the journal, or open it and bring the weights to where it ends."""
+        base = self._lezo.base
+        header = make_header(self.config, base.fingerprint, base.table_hash)
+        records = distributed.on_rank_zero(lambda: self._open_journal(header))
+        self._steps = [record for record in records if isinstance(record, StepRecord)]
+        self.evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
+        self._lezo.load_checkpoint(self.directory.snapshots, self._steps)
+        self._lezo.attach_journal(self._journal)
+
+    def _open_journal(self, header: Header) -> tuple[StepRecord | EvaluationRecord, ...]:
+        path = self.directory.journal
+        if not path.exists():
+            self._journal = Journal.create(path, header)
+            return ()
+        self._journal = Journal.open(path)
+        assert_compatible(self._journal.header, header, RESUME_MAY_DIFFER)
+        return self._journal.records
+
+    def _train_step(self) -> dict[str, Any]:
+        batch = self.data.batch(self.config, self._lezo.global_steps)
+        record = self._lezo.train_batch(batch, training_objective(self.data.task.kind).loss)
+        self._steps.append(record)
+        gradient = record.projected_grads[0] if record.applied else None
+        return {"loss": record.loss, "projected_gradient": gradient, "applied": record.applied}
+
+    def _record_evaluation(self, record: EvaluationRecord) -> None:
+        if self._journal is not None:
+            self._journal.append(record)
+
+    def _save(self) -> None:
+        self._lezo.save_checkpoint(self.directory.snapshots)
+
+    def _restore(self, step: int) -> None:
+        self._lezo.load_checkpoint(self.directory.snapshots, self._steps, step)
+
+    def _close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+
+    def _details(self) -> dict[str, Any]:
+        return {
+            "steps": len(self._steps),  # the best step's weights are loaded now
+            "skipped_steps": sum(not record.applied for record in self._steps),
+            "bytes_per_step": self._bytes_per_step(),
+            "model_fingerprint": self._lezo.base.fingerprint,
+            "weights_digest": self._lezo.weights.digest(),
+        }
+
+    def _bytes_per_step(self) -> dict[str, int]:
+        """Return what a step sends: gathered weights (each rank builds them), and everything else."""
+        train, parameters = self.config.train, self._lezo.weights.parameters
+        num_micro_batches = train.batch_size // train.micro_batch_size
+        num_passes = (
+            num_micro_batches // self._lezo.world_size * (1 if self.config.zo.forward == "dual" else 2)
+        )
+        model = sum(p.numel * p.parameter.element_size() for p in parameters)
+        return {
+            "gathered": model * num_passes if self._lezo.world_size > 1 else 0,
+            "other": PLAN_BYTES + 8 * (2 * num_micro_batches + 1),
+        }
+
+
+def make_header(config: RunConfig, fingerprint: str, parameter_table: str) -> Header:
+    """Return the header of a run's journal: all that decides its steps, and not where it lies."""
+    values = {key: value for key, value in config_to_dict(config).items() if key != "run_dir"}
+    return Header(
+        noise_version=NOISE_VERSION,
+        model_fingerprint=fingerprint,
+        parameter_table_hash=parameter_table,
+        config={**values, "tokenizer": _tokenizer_hash(config.model.path)},
+        libraries=library_versions(),
+    )
+
+
+def check_journal(config: RunConfig, directory: RunDirectory) -> None:
+    """Refuse, before any weights load, to resume a run that was begun with another configuration."""
+    if not directory.journal.exists():
+        return
+    with Journal.open(directory.journal) as journal:
+        header = journal.header
+    # What needs the weights is taken from the journal here, and compared once they are loaded.
+    ours = make_header(config, header.model_fingerprint, header.parameter_table_hash)
+    assert_compatible(header, ours, RESUME_MAY_DIFFER)
+
+
+def _tokenizer_hash(model: str) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(resolve_model(model).iterdir()):
+        if file.name in ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model"):
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:32]
