@@ -10,51 +10,26 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lezo_ds import distributed, zero3
 from lezo_ds.batch import LogitSelection, LossFunction, MicroBatch
-from lezo_ds.checkpoint_files import (
-    DTYPES,
-    WeightFiles,
-    build_on_meta,
-    checkpoint_renaming,
-    load_config,
-    resolve_model,
-)
 from lezo_ds.config import ZoConfig, num_dropped
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.estimator import estimate
 from lezo_ds.journal import Journal, StepRecord
-from lezo_ds.layers import BlockLayout, draw_dropped_layers, find_blocks
+from lezo_ds.layers import draw_dropped_layers
 from lezo_ds.noise import noise_backend
-from lezo_ds.parameters import parameter_ids, table_hash
-from lezo_ds.perturbed_forward import NamedParameter, Perturbation, PerturbedForward, Sign
-from lezo_ds.snapshots import LOW_BITS_DIRECTORY, newest_snapshot, snapshot_path, write_snapshot
+from lezo_ds.perturbed_forward import Perturbation, PerturbedForward, Sign
+from lezo_ds.sharded_model import ShardedModel, load_sharded_model, load_weights
+from lezo_ds.snapshots import newest_snapshot, snapshot_path, write_snapshot
 from lezo_ds.step_plan import MAX_BLOCKS, PLAN_BYTES, StepPlan, noise_seed
-from lezo_ds.weights import ShardedWeights
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class BaseModel:
-    """Where the engine's model came from.
-
-    Attributes:
-        directory: the Hugging Face directory of the base weights.
-        fingerprint: digest of the base weights as loaded, 32 hex digits.
-        table_hash: hash of all parameter names and shapes.
-    """
-
-    directory: Path
-    fingerprint: str
-    table_hash: str
 
 
 class LezoEngine:
@@ -73,16 +48,14 @@ class LezoEngine:
         self,
         deepspeed_engine: Any,  # noqa: ANN401
         perturbed: PerturbedForward,
-        weights: ShardedWeights,
-        layout: BlockLayout,
-        base: BaseModel,
+        sharded: ShardedModel,
         config: ZoConfig,
         seed: int,
     ) -> None:
-        self.module: nn.Module = deepspeed_engine.module
-        self.weights = weights
-        self.layout = layout
-        self.base = base
+        self.module = sharded.module
+        self.weights = sharded.weights
+        self.layout = sharded.layout
+        self.base = sharded.base
         self.global_steps = 0
         self.stop_agreed = False
         self._deepspeed = deepspeed_engine
@@ -91,7 +64,7 @@ class LezoEngine:
         self._learning_rate = config.learning_rate
         self._config = config
         self._seed = seed
-        self._num_dropped = num_dropped(config, layout.num_blocks)
+        self._num_dropped = num_dropped(config, sharded.layout.num_blocks)
         self._journal: Journal | None = None
         self._stop_requested = False
         self._skipped_in_a_row = 0
@@ -282,19 +255,6 @@ def _trailing_skips(records: Sequence[StepRecord]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda record: not record.applied, reversed(records)))
 
 
-def load_weights(weights: ShardedWeights, model: nn.Module, directory: Path) -> None:
-    """Fill the shards from a model directory, with its low bits if it is a snapshot that has them."""
-    files = WeightFiles(directory, getattr(model, "base_model_prefix", ""), checkpoint_renaming(model))
-    low_bits = directory / LOW_BITS_DIRECTORY
-    low_files = WeightFiles(low_bits) if low_bits.is_dir() else None
-    try:
-        weights.load(files, low_files)
-    finally:
-        files.close()
-        if low_files is not None:
-            low_files.close()
-
-
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     """Return the micro-batch with all its tensors on `device`."""
 
@@ -326,54 +286,16 @@ def initialize(
         UserError: no such model, no transformer blocks, weights that do not fit.
     """
     distributed.init_distributed()
-    directory = _resolve_on_all_nodes(model)
-    module = build_on_meta(load_config(directory), DTYPES[dtype])
-    layout = find_blocks(module)
-    if layout.num_blocks > MAX_BLOCKS:
-        raise UserError(
-            "the model has too many blocks", got=layout.num_blocks, expected=f"at most {MAX_BLOCKS}"
-        )
-    num_dropped(config, layout.num_blocks)
-    aliases = _aliases(module)
-    ids = parameter_ids(aliases)
-    zero3.shard_model(module, _with_reuse_distance(ds_config, module))
-    named = {
-        parameter: NamedParameter(name, ids[name], layout.block_of(name))
-        for name, parameter in module.named_parameters()
+    sharded = load_sharded_model(model, ds_config, dtype, config.update_precision)
+    num_blocks = sharded.layout.num_blocks
+    if num_blocks > MAX_BLOCKS:
+        raise UserError("the model has too many blocks", got=num_blocks, expected=f"at most {MAX_BLOCKS}")
+    num_dropped(config, num_blocks)
+    engine = zero3.start_engine(sharded.module, sharded.ds_config)
+    trainable = {
+        parameter.parameter: parameter.named
+        for parameter in sharded.weights.parameters
+        if parameter.parameter.requires_grad
     }
-    parameters = zero3.sharded_parameters(module, named)
-    noise = noise_backend(zero3.device())
-    weights = ShardedWeights(parameters, aliases, noise, config.update_precision)
-    load_weights(weights, module, directory)
-    engine = zero3.start_engine(module, _with_reuse_distance(ds_config, module))
-    trainable = {parameter: name for parameter, name in named.items() if parameter.requires_grad}
-    perturbed = PerturbedForward(module, trainable, noise)
-    shapes = {parameter.name: parameter.shape for parameter in parameters}
-    base = BaseModel(directory, weights.digest(), table_hash(shapes))
-    return LezoEngine(engine, perturbed, weights, layout, base, config, seed)
-
-
-def _resolve_on_all_nodes(model: str) -> Path:
-    # One rank a node downloads; the others then find it in the cache.
-    if zero3.local_rank() == 0:
-        resolve_model(model)
-    distributed.barrier()
-    return resolve_model(model)
-
-
-def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return every name of each parameter, by its first name."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {found[0]: tuple(found) for found in names.values()}
-
-
-def _with_reuse_distance(ds_config: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Let a tied embedding stay gathered until the head reads it: one gather a step, not two.
-
-    Only weights used twice in one forward pass are kept by this setting; all others go after their module.
-    """
-    numel = sum(int(getattr(p, "ds_numel", p.numel())) for p in module.parameters())
-    zero = {**ds_config["zero_optimization"], "stage3_max_reuse_distance": 2 * numel}
-    return {**ds_config, "zero_optimization": zero}
+    perturbed = PerturbedForward(sharded.module, trainable, noise_backend(zero3.device()))
+    return LezoEngine(engine, perturbed, sharded, config, seed)

@@ -1,0 +1,132 @@
+"""From a model on disk to one whose weights are shared among the ranks; none ever holds the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lezo_ds import distributed, zero3
+from lezo_ds.checkpoint_files import (
+    DTYPES,
+    WeightFiles,
+    build_on_meta,
+    checkpoint_renaming,
+    load_config,
+    resolve_model,
+)
+from lezo_ds.layers import BlockLayout, find_blocks
+from lezo_ds.noise import UpdatePrecision, noise_backend
+from lezo_ds.parameters import parameter_ids, table_hash
+from lezo_ds.perturbed_forward import NamedParameter
+from lezo_ds.snapshots import LOW_BITS_DIRECTORY
+from lezo_ds.weights import ShardedWeights
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """Where a model came from.
+
+    Attributes:
+        directory: the Hugging Face directory of the base weights.
+        fingerprint: digest of the base weights as loaded, 32 hex digits.
+        table_hash: hash of all parameter names and shapes.
+    """
+
+    directory: Path
+    fingerprint: str
+    table_hash: str
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """A model after loading.
+
+    Attributes:
+        module: the model, its parameters sharded.
+        weights: this rank's shards.
+        layout: where the transformer blocks are.
+        base: where the weights came from.
+        ds_config: what DeepSpeed's engine is to be started with.
+    """
+
+    module: nn.Module
+    weights: ShardedWeights
+    layout: BlockLayout
+    base: BaseModel
+    ds_config: Mapping[str, Any]
+
+
+def load_sharded_model(
+    model: str, ds_config: Mapping[str, Any], dtype: str, precision: UpdatePrecision
+) -> ShardedModel:
+    """Build a model, shard it, and fill the shards; each rank reads only its own slices. A collective.
+
+    Args:
+        model: hub id, or directory with config.json and safetensors (or .bin, converted once).
+        ds_config: DeepSpeed config as a dict, from `lezo_ds.ds_config.load_ds_config`.
+        dtype: of the weights: "fp32", "bf16" or "fp16".
+        precision: how updates will be stored.
+
+    Raises:
+        UserError: no such model, no transformer blocks, weights that do not fit.
+    """
+    directory = _resolve_on_all_nodes(model)
+    module = build_on_meta(load_config(directory), DTYPES[dtype])
+    layout = find_blocks(module)
+    aliases = _aliases(module)
+    ids = parameter_ids(aliases)
+    ds_config = _with_reuse_distance(ds_config, module)
+    zero3.shard_model(module, ds_config)
+    named = {
+        parameter: NamedParameter(name, ids[name], layout.block_of(name))
+        for name, parameter in module.named_parameters()
+    }
+    parameters = zero3.sharded_parameters(module, named)
+    weights = ShardedWeights(parameters, aliases, noise_backend(zero3.device()), precision)
+    load_weights(weights, module, directory)
+    shapes = {parameter.name: parameter.shape for parameter in parameters}
+    base = BaseModel(directory, weights.digest(), table_hash(shapes))
+    return ShardedModel(module, weights, layout, base, ds_config)
+
+
+def load_weights(weights: ShardedWeights, model: nn.Module, directory: Path) -> None:
+    """Fill the shards from a model directory, with its low bits if it is a snapshot that has them."""
+    files = WeightFiles(directory, getattr(model, "base_model_prefix", ""), checkpoint_renaming(model))
+    low_bits = directory / LOW_BITS_DIRECTORY
+    low_files = WeightFiles(low_bits) if low_bits.is_dir() else None
+    try:
+        weights.load(files, low_files)
+    finally:
+        files.close()
+        if low_files is not None:
+            low_files.close()
+
+
+def _resolve_on_all_nodes(model: str) -> Path:
+    # One rank a node downloads; the others then find it in the cache.
+    if zero3.local_rank() == 0:
+        resolve_model(model)
+    distributed.barrier()
+    return resolve_model(model)
+
+
+def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return every name of each parameter, by its first name."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {found[0]: tuple(found) for found in names.values()}
+
+
+def _with_reuse_distance(ds_config: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Let a tied embedding stay gathered until the head reads it: one gather a step, not two.
+
+    Only weights used twice in one forward pass are kept by this setting; all others go after their module.
+    """
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    zero = {**ds_config["zero_optimization"], "stage3_max_reuse_distance": 2 * numel}
+    return {**ds_config, "zero_optimization": zero}
