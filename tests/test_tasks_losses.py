@@ -1,0 +1,214 @@
+"""Tokens, losses and scores of every task against the protocol written out: one full sequence a candidate."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from golden_tasks import GOLDEN
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
+
+from lezo_ds.batching import candidate_batch
+from lezo_ds.data import with_demonstrations
+from lezo_ds.encoding import PromptTokenizer, encode_example, encode_examples, encode_null, encode_prompt
+from lezo_ds.objectives import candidate_scores, predictions, training_objective
+from lezo_ds.tasks import TASKS
+
+BOS, PAD = 0, 1
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
+MAX_LENGTH = 400
+# How GPT-2, and so OPT, cuts text before it merges anything; here what it cuts is a token.
+GPT2_PIECES = r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+"
+PATTERNS = {"words": GPT2_PIECES, "characters": r"[\s\S]"}
+
+
+class Cut:
+    """A tokenizer of whole pieces, and what it does in plain Python."""
+
+    def __init__(self, pattern):
+        self.pattern = pattern
+        texts = [
+            (prompt + candidate).strip(" ")
+            for golden in GOLDEN
+            for prompt in (golden.prompt, golden.null_prompt or "")
+            for candidate in golden.candidates
+        ]
+        pieces = sorted({piece for text in texts for piece in self.pieces(text)})
+        self.vocabulary = [*SPECIAL, *pieces]
+        words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(self.vocabulary)}, unk_token="<unk>"))
+        words.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+        words.decoder = decoders.Fuse()
+        backend = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
+        self.tokenizer = PromptTokenizer(backend, bos_id=BOS, pad_id=PAD, eos_id=2)
+
+    def pieces(self, text):
+        return re.findall(self.pattern, text)
+
+    def ids(self, text):
+        """BOS and the tokens of a text, worked out without the tokenizer."""
+        return (BOS, *(self.vocabulary.index(piece) for piece in self.pieces(text)))
+
+
+@pytest.fixture(scope="module", params=PATTERNS)
+def cut(request):
+    return Cut(PATTERNS[request.param])
+
+
+@pytest.fixture(scope="module")
+def model(cut):
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=len(cut.vocabulary),
+        hidden_size=16,
+        word_embed_proj_dim=16,
+        ffn_dim=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=MAX_LENGTH,
+        init_std=0.4,
+    )
+    return OPTForCausalLM(config).eval()
+
+
+def golden_of(task):
+    return [golden for golden in GOLDEN if golden.task == task.name]
+
+
+def build(task):
+    return [task.build_example(golden.record, row) for row, golden in enumerate(golden_of(task))]
+
+
+def protocol_sequences(cut, golden, prompt=None):
+    """The tokens of each candidate's sequence, and how many of them at the end are the candidate's."""
+    prompt = golden.prompt if prompt is None else prompt
+    full = [cut.ids((prompt + candidate).strip(" ")) for candidate in golden.candidates]
+    return [(ids, len(ids) - len(cut.ids(prompt.strip(" ")))) for ids in full]
+
+
+def protocol_log_probabilities(model, ids, num_candidate_tokens):
+    logits = model(input_ids=torch.tensor([ids])).logits[0]
+    log_probabilities = logits.double().log_softmax(-1)
+    first = len(ids) - num_candidate_tokens
+    return torch.stack([log_probabilities[place - 1, ids[place]] for place in range(first, len(ids))])
+
+
+def protocol_scores(model, cut, golden):
+    return torch.stack(
+        [protocol_log_probabilities(model, *pair).mean() for pair in protocol_sequences(cut, golden)]
+    )
+
+
+def protocol_loss(model, cut, task):
+    """The training loss of a batch of all golden records, as the protocol words it."""
+    if task.kind == "classification":
+        losses = [
+            -protocol_scores(model, cut, golden).log_softmax(0)[golden.label] for golden in golden_of(task)
+        ]
+        return torch.stack(losses).mean()
+    golds = [protocol_sequences(cut, golden)[golden.label] for golden in golden_of(task)]
+    return -torch.cat([protocol_log_probabilities(model, *gold) for gold in golds]).mean()
+
+
+def run(model, batch):
+    """Return the logits the batch asks for."""
+    logits = model(**batch.inputs).logits[batch.selection.rows, batch.selection.positions]
+    return logits if batch.selection.vocabulary is None else logits[:, batch.selection.vocabulary]
+
+
+@pytest.mark.parametrize("golden", [golden for golden in GOLDEN if golden.tokens], ids=lambda g: g.task)
+def test_the_tokens_of_a_gold_candidate_are_those_worked_out_by_hand(golden):
+    words = Cut(PATTERNS["words"])
+    encoded = encode_example(words.tokenizer, TASKS[golden.task].build_example(golden.record, 0), MAX_LENGTH)
+    gold = encoded.sequences[golden.label]
+    assert [words.vocabulary[token] for token in gold] == ["<s>", *golden.tokens]
+    assert encoded.option_lengths[golden.label] == golden.num_gold
+
+
+def test_a_golden_record_of_every_task_has_its_tokens():
+    assert {golden.task for golden in GOLDEN if golden.tokens} == TASKS.keys()
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_every_candidate_is_encoded_behind_its_prompt(cut, task):
+    for golden, encoded in zip(
+        golden_of(task), encode_examples(cut.tokenizer, build(task), MAX_LENGTH), strict=True
+    ):
+        assert list(zip(encoded.sequences, encoded.option_lengths, strict=True)) == protocol_sequences(
+            cut, golden
+        )
+        assert not encoded.truncated
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_the_training_loss_is_the_protocols(cut, model, task):
+    objective = training_objective(task.kind)
+    batch = objective.build_batch(encode_examples(cut.tokenizer, build(task), MAX_LENGTH), PAD)
+    loss = objective.loss(run(model, batch), batch).sum() / batch.weight
+    assert loss.item() == pytest.approx(protocol_loss(model, cut, task).item(), abs=1e-5)
+
+
+def test_classification_has_candidates_of_one_token_and_of_many():
+    lengths = {
+        name: {
+            length
+            for task in TASKS.values()
+            if task.kind == "classification"
+            for encoded in encode_examples(Cut(pattern).tokenizer, build(task), MAX_LENGTH)
+            for length in encoded.option_lengths
+        }
+        for name, pattern in PATTERNS.items()
+    }
+    assert lengths == {"words": {1}, "characters": {2, 3, 5, 6, 9}}  # No, Yes, Maybe, " great", " terrible"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "task", [task for task in TASKS.values() if task.kind != "generation"], ids=lambda task: task.name
+)
+def test_the_chosen_candidate_has_the_highest_mean_log_probability(cut, model, task):
+    batch = candidate_batch(encode_examples(cut.tokenizer, build(task), MAX_LENGTH), PAD)
+    expected = [int(protocol_scores(model, cut, golden).argmax()) for golden in golden_of(task)]
+    assert predictions(candidate_scores(run(model, batch), batch)) == expected
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_a_null_prompt_is_encoded_as_the_protocol_calibrates(cut, task):
+    for golden, example in zip(golden_of(task), build(task), strict=True):
+        encoded = encode_null(cut.tokenizer, example, MAX_LENGTH)
+        if golden.null_prompt is None:
+            assert encoded is None
+            continue
+        assert encoded is not None
+        expected = protocol_sequences(cut, golden, golden.null_prompt)
+        assert list(zip(encoded.sequences, encoded.option_lengths, strict=True)) == expected
+        assert encoded.option_lengths == encode_example(cut.tokenizer, example, MAX_LENGTH).option_lengths
+
+
+@pytest.mark.parametrize("task", [TASKS["squad"], TASKS["drop"]], ids=lambda task: task.name)
+def test_a_prompt_to_continue_ends_where_the_answer_begins(cut, task):
+    for golden, example in zip(golden_of(task), build(task), strict=True):
+        ids = encode_prompt(cut.tokenizer, example, MAX_LENGTH, 50)
+        assert ids == cut.ids(golden.prompt)
+        whole = encode_example(cut.tokenizer, example, MAX_LENGTH)
+        assert whole.sequences[0][: -whole.option_lengths[0]] == ids
+        answer = whole.sequences[0][len(ids) :]
+        assert answer[-1] in cut.tokenizer.stop_ids()
+        assert cut.tokenizer.decode_answer(answer) == golden.references[0]
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_demonstrations_are_solved_examples_with_a_blank_line_after_each(cut, task):
+    first, *others = build(task)
+    golden, *others_golden = golden_of(task)
+    (asked,) = with_demonstrations([first], others)
+    before = [(shown.prompt + shown.candidates[shown.label]).strip() for shown in others_golden]
+    assert asked.prompt == "\n\n".join([*before, golden.prompt])
+    assert (asked.candidates, asked.label, asked.index) == (golden.candidates, golden.label, 0)
+    assert (asked.references, asked.null_prompt) == (golden.references, golden.null_prompt)
+    if cut.pattern == PATTERNS["characters"]:  # whole words know no blank line
+        encoded = encode_example(cut.tokenizer, asked, 2 * MAX_LENGTH)
+        assert encoded.option_lengths == encode_example(cut.tokenizer, first, MAX_LENGTH).option_lengths
+        assert encoded.sequences[0] == cut.ids((asked.prompt + asked.candidates[0]).strip(" "))
