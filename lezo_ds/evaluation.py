@@ -12,15 +12,9 @@ from torch import Tensor
 from lezo_ds import distributed
 from lezo_ds.batch import MicroBatch
 from lezo_ds.batching import candidate_batch
-from lezo_ds.objectives import (
-    accuracy,
-    candidate_scores,
-    majority_class_rate,
-    predictions,
-    training_objective,
-)
+from lezo_ds.metrics import accuracy, majority_class_rate
+from lezo_ds.objectives import candidate_scores, predictions, training_objective
 from lezo_ds.task_data import EncodedSplit, TaskData
-from lezo_ds.tasks.base import Example
 
 
 @dataclass(frozen=True)
@@ -107,7 +101,7 @@ def evaluate(engine: Model, data: TaskData, split: EncodedSplit, batch_size: int
     return EvaluationResult(
         loss=sum(summed[n : 2 * n]) / sum(summed[2 * n :]),
         score=accuracy(predicted, examples),
-        majority_class=majority_class_rate([_label(example) for example in examples]),
+        majority_class=majority_class_rate(examples),
         predicted=predicted,
     )
 
@@ -121,8 +115,3 @@ def _shares(num_groups: int, world_size: int, rank: int) -> list[tuple[int, int]
     rounds = -(-num_groups // world_size)
     positions = [step * world_size + rank for step in range(rounds)]
     return [(position, min(position, num_groups - 1)) for position in positions]
-
-
-def _label(example: Example) -> int:
-    assert example.label is not None
-    return example.label

@@ -1,8 +1,7 @@
-"""Losses to train on and scores to report, from the logits a batch asked for (Malladi et al. 2023)."""
+"""Losses to train on and scores to choose by, from the logits a batch asked for (Malladi et al. 2023)."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from torch.nn import functional as F
 from lezo_ds.batch import LossFunction, MicroBatch
 from lezo_ds.batching import candidate_batch, teacher_forcing_batch
 from lezo_ds.encoding import EncodedExample
-from lezo_ds.tasks.base import Example, TaskKind
+from lezo_ds.tasks.base import TaskKind
 
 
 def candidate_scores(logits: Tensor, batch: MicroBatch) -> Tensor:
@@ -69,24 +68,6 @@ def predictions(scores: Tensor) -> list[int]:
     """Pick the best candidate of each example from scores [E, C]; the first of equals."""
     best: list[int] = scores.argmax(dim=1).tolist()
     return best
-
-
-def accuracy(predicted: Sequence[int], examples: Sequence[Example]) -> float:
-    """Share of examples, 0 to 1, whose predicted candidate is the labelled one or among the references."""
-    right = [
-        choice == example.label or example.candidates[choice] in example.references
-        for choice, example in zip(predicted, examples, strict=True)
-    ]
-    return sum(right) / len(right)
-
-
-def majority_class_rate(labels: Sequence[int]) -> float:
-    """Accuracy, 0 to 1, of always answering the most frequent label: what any score must beat.
-
-    >>> majority_class_rate([1, 0, 1, 1])
-    0.75
-    """
-    return max(Counter(labels).values()) / len(labels)
 
 
 def _token_losses(logits: Tensor, batch: MicroBatch) -> Tensor:

@@ -7,15 +7,12 @@ from transformers import OPTConfig, OPTForCausalLM
 from lezo_ds.batching import candidate_batch, teacher_forcing_batch
 from lezo_ds.encoding import EncodedExample
 from lezo_ds.objectives import (
-    accuracy,
     candidate_scores,
     classification_loss,
-    majority_class_rate,
     predictions,
     teacher_forcing_loss,
     training_objective,
 )
-from lezo_ds.tasks.base import Example
 
 PAD = 1
 VOCABULARY = 64
@@ -188,17 +185,3 @@ def test_the_best_candidate_wins_and_the_first_of_equals():
     absent = float("-inf")
     scores = torch.tensor([[-2.0, -1.0, -3.0], [-1.0, -1.0, absent], [-5.0, -4.0, -4.0]])
     assert predictions(scores) == [1, 0, 1]
-
-
-def test_accuracy_counts_the_label_and_every_reference():
-    examples = [
-        Example("", ("Yes", "No"), 0, 0),
-        Example("", ("Yes", "No"), 1, 1),
-        Example("", (" Paris", " Rome", " Oslo"), 0, 2, references=(" Paris", " Oslo")),
-        Example("", (" Paris", " Rome", " Oslo"), 0, 3, references=(" Paris", " Oslo")),
-    ]
-    assert accuracy([0, 0, 2, 1], examples) == 0.5
-
-
-def test_the_majority_class_of_wsc_is_66_of_104():
-    assert majority_class_rate([0] * 66 + [1] * 38) == pytest.approx(66 / 104)
