@@ -10,11 +10,52 @@ from dataclasses import replace
 import datasets
 import numpy as np
 import pytest
+from golden_tasks import GOLDEN
 
-from lezo_ds.data import load_records, sample_splits
+from lezo_ds.data import load_records, sample_splits, with_demonstrations
 from lezo_ds.errors import UserError
-from lezo_ds.tasks.base import SplitSizes
+from lezo_ds.tasks import TASKS
+from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.sst2 import SST2
+
+SQUAD, DROP, RECORD = TASKS["squad"], TASKS["drop"], TASKS["record"]
+
+TEXT, NUMBER = datasets.Value("string"), datasets.Value("int32")
+# The features of the hub's data sets, and a record of each.
+HUB_SCHEMAS = {
+    "squad": (
+        {
+            **dict.fromkeys(("id", "title", "context", "question"), TEXT),
+            "answers": datasets.Sequence({"text": TEXT, "answer_start": NUMBER}),
+        },
+        {
+            **{"id": "5", "title": "Rain", "context": "Rain is wet.", "question": "What is?"},
+            "answers": {"text": ["Rain", "rain"], "answer_start": [0, 0]},
+        },
+    ),
+    "drop": (
+        {
+            **dict.fromkeys(("section_id", "query_id", "passage", "question"), TEXT),
+            "answers_spans": datasets.Sequence({"spans": TEXT, "types": TEXT}),
+        },
+        {
+            **{"section_id": "s", "query_id": "q", "passage": "Two ran.", "question": "How many?"},
+            "answers_spans": {"spans": ["2"], "types": ["number"]},
+        },
+    ),
+    "record": (
+        {
+            **{"passage": TEXT, "query": TEXT, "entities": datasets.Sequence(TEXT)},
+            "entity_spans": datasets.Sequence({"text": TEXT, "start": NUMBER, "end": NUMBER}),
+            **{"answers": datasets.Sequence(TEXT), "idx": {"passage": NUMBER, "query": NUMBER}},
+        },
+        {
+            **{"passage": "Ann met Bo.", "query": "@placeholder ran", "entities": ["Ann", "Bo"]},
+            "entity_spans": {"text": ["Ann", "Bo"], "start": [0, 8], "end": [3, 10]},
+            **{"answers": ["Bo"], "idx": {"passage": 0, "query": 0}},
+        },
+    ),
+}
 
 
 def make_records(num_records):
@@ -49,6 +90,118 @@ def test_parquet_parts_are_read_in_the_order_of_their_names(tmp_path):
     assert load_records(SST2, tmp_path) == (records, records[:4])
 
 
+@pytest.mark.parametrize("name", HUB_SCHEMAS)
+def test_nested_records_are_the_same_from_the_hub_from_parquet_and_from_json_lines(
+    tmp_path, monkeypatch, name
+):
+    features, record = HUB_SCHEMAS[name]
+    table = datasets.Dataset.from_list([record] * 3, features=datasets.Features(features))
+    hub, parquet, lines = (tmp_path / kind for kind in ("hub", "parquet", "lines"))
+    for directory in (hub, parquet, lines):
+        directory.mkdir()
+    for directory in (hub, parquet):
+        for split in ("train", "validation"):
+            table.to_parquet(directory / f"{split}.parquet")
+    write_both(lines, [record] * 3, [record] * 3)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    expected = ([record] * 3, [record] * 3)
+    task = TASKS[name]
+    assert load_records(task, parquet) == load_records(task, lines) == expected
+    assert load_records(replace(task, hub_id=str(hub), hub_config=None), None) == expected
+
+
+@pytest.mark.parametrize(
+    ("task", "empty"),
+    [
+        (SQUAD, {"answers": {"text": [], "answer_start": []}}),
+        (DROP, {"answers_spans": {"spans": [], "types": []}}),
+        (RECORD, {"answers": []}),
+        (RECORD, {"entities": []}),
+        (RECORD, {"answers": ["nobody"]}),
+    ],
+)
+def test_records_without_an_answer_are_left_out_with_one_warning_a_split(tmp_path, caplog, task, empty):
+    record = HUB_SCHEMAS[task.name][1]
+    write_both(tmp_path, [record, record | empty, record, record | empty], [record])
+    with caplog.at_level(logging.WARNING):
+        assert load_records(task, tmp_path) == ([record, record], [record])
+    assert [message.message for message in caplog.records] == [
+        f"2 of 4 records of the train split of {task.name} have no right answer and are left out"
+    ]
+
+
+def test_a_split_without_any_answer_is_refused(tmp_path):
+    record = HUB_SCHEMAS["squad"][1]
+    write_both(tmp_path, [record], [record | {"answers": {"text": []}}] * 2)
+    with pytest.raises(
+        UserError, match="validation split of squad is empty; got: 2 records without an answer"
+    ):
+        load_records(SQUAD, tmp_path)
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS.values() if "label" in task.fields])
+def test_a_split_without_labels_is_refused(tmp_path, task):
+    record = {name: "cause" if kind is str else [] for name, kind in task.fields.items()} | {"label": 0}
+    write_both(tmp_path, [record], [record | {"label": -1}] * 3)
+    with pytest.raises(
+        UserError, match=f"record 1 of the validation split of {task.name} has no usable label"
+    ):
+        load_records(task, tmp_path)
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_every_field_a_task_reads_is_checked(tmp_path, task):
+    class Reads(dict):
+        """A record that knows what was asked of it."""
+
+        def __init__(self, values, path=""):
+            super().__init__(
+                {k: Reads(v, f"{path}{k}.") if isinstance(v, dict) else v for k, v in values.items()}
+            )
+            self.path, self.names = path, set()
+
+        def __getitem__(self, name):
+            value = super().__getitem__(name)
+            if not isinstance(value, Reads):
+                self.names.add(self.path + name)
+            return value
+
+    golden = next(golden for golden in GOLDEN if golden.task == task.name)
+    record = Reads(golden.record)
+    task.build_example(record, 0)
+    read = record.names.union(*(value.names for value in record.values() if isinstance(value, Reads)))
+    assert read == task.fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("task", "change", "message"),
+    [
+        (SQUAD, {"answers": {}}, r"has no field answers\.text; got: no fields; expected: title, context"),
+        (SQUAD, {"answers": {"texts": []}}, r"has no field answers\.text; got: texts;"),
+        (SQUAD, {"answers": ["Rain"]}, r"has no field answers\.text; got: \['Rain'\]"),
+        (
+            SQUAD,
+            {"answers": {"text": "Rain"}},
+            r"answers\.text of record .* wrong type; got: Rain; .*list\[str\]",
+        ),
+        (SQUAD, {"answers": {"text": ["Rain", None]}}, r"answers\.text of record 2 .* wrong type"),
+        (DROP, {"answers_spans": None}, r"has no field answers_spans\.spans;"),
+        (
+            DROP,
+            {"answers_spans": {"spans": [2]}},
+            r"answers_spans\.spans of record 2 .* wrong type; got: \[2\]",
+        ),
+        (RECORD, {"entities": "Ann"}, "field entities of record 2 .* wrong type; got: Ann"),
+        (RECORD, {"answers": [["Ann"]]}, "field answers of record 2 .* wrong type"),
+    ],
+)
+def test_nested_fields_and_lists_are_checked(tmp_path, task, change, message):
+    record = HUB_SCHEMAS[task.name][1]
+    write_both(tmp_path, [record, record | change], [record])
+    with pytest.raises(UserError, match=message):
+        load_records(task, tmp_path)
+
+
 def test_a_missing_directory_is_named(tmp_path):
     with pytest.raises(UserError, match=r"does not exist; got: .*nowhere"):
         load_records(SST2, tmp_path / "nowhere")
@@ -74,7 +227,15 @@ def test_a_missing_field_is_named_with_the_record_and_its_fields(tmp_path):
         load_records(SST2, tmp_path)
 
 
-@pytest.mark.parametrize("record", [{"sentence": None, "label": 1}, {"sentence": "fine", "label": "1"}])
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"sentence": None, "label": 1},
+        {"sentence": "fine", "label": "1"},
+        {"sentence": "fine", "label": None},
+        {"sentence": "fine", "label": True},
+    ],
+)
 def test_a_field_of_the_wrong_type_is_refused(tmp_path, record):
     write_both(tmp_path, make_records(2), [record])
     with pytest.raises(
@@ -166,18 +327,21 @@ def test_a_small_validation_split_gives_a_small_test_set():
 
 
 @pytest.mark.parametrize(
-    ("num_records", "clean", "mezo", "clean_sizes", "mezo_sizes"),
+    ("name", "num_train", "num_validation", "clean", "mezo"),
     [
-        (250, SplitSizes(150, 100), SplitSizes(num_dev=100), (150, 100), (150, 100)),  # CB
-        (400, SplitSizes(300, 100), SplitSizes(num_dev=100), (300, 100), (300, 100)),  # Copa
-        (554, SplitSizes(454, 100), SplitSizes(), (454, 100), (54, 500)),  # WSC
+        ("rte", 2490, 277, (1000, 500, 277), (1000, 500, 277)),
+        ("cb", 250, 56, (150, 100, 56), (150, 100, 56)),
+        ("boolq", 9427, 3270, (1000, 500, 1000), (1000, 500, 1000)),
+        ("wsc", 554, 104, (454, 100, 104), (54, 500, 104)),
+        ("wic", 5428, 638, (1000, 500, 638), (1000, 500, 638)),
+        ("copa", 400, 100, (300, 100, 100), (300, 100, 100)),
     ],
 )
-def test_small_tasks_get_their_published_sizes(num_records, clean, mezo, clean_sizes, mezo_sizes):
-    task = replace(SST2, sizes=clean, mezo_sizes=mezo)
-    for protocol, sizes in (("clean", clean_sizes), ("mezo", mezo_sizes)):
-        splits = sample_splits(task, make_records(num_records), make_records(56), protocol, 0)
-        assert (len(splits.train), len(splits.dev), len(splits.test)) == (*sizes, 56)
+def test_tasks_get_their_published_sizes(name, num_train, num_validation, clean, mezo):
+    record = next(golden.record for golden in GOLDEN if golden.task == name)
+    for protocol, sizes in (("clean", clean), ("mezo", mezo)):
+        splits = sample_splits(TASKS[name], [record] * num_train, [record] * num_validation, protocol, 0)
+        assert (len(splits.train), len(splits.dev), len(splits.test)) == sizes
 
 
 def test_mezo_says_that_it_shrinks_train(caplog):
@@ -206,3 +370,29 @@ def test_a_size_or_seed_out_of_range_is_refused(arguments):
 def test_no_dev_examples_may_be_asked_for():
     splits = sample_splits(SST2, make_records(10), make_records(10), "clean", 0, 10, 0, 0)
     assert (len(splits.train), splits.dev, splits.test) == (10, (), ())
+
+
+def test_demonstrations_stand_before_the_question_stripped_with_blank_lines_between():
+    shown = [Example(" a\n", ("Yes", "No"), 1, 0), Example("Answer:", (" Rome\n",), 0, 1)]
+    asked = [Example("  b so ", ("x", "y"), 0, 2, ("z",), " so "), Example("c\n", ("Yes",), None, 3)]
+    assert with_demonstrations(asked, shown) == (
+        Example("a\nNo\n\nAnswer: Rome\n\nb so ", ("x", "y"), 0, 2, ("z",), " so "),
+        Example("a\nNo\n\nAnswer: Rome\n\nc\n", ("Yes",), None, 3),
+    )
+
+
+def test_without_demonstrations_the_questions_stand_alone():
+    asked = Example("b so ", ("x", "y"), 0, 2)
+    assert with_demonstrations([asked], []) == (asked,)
+
+
+def test_a_demonstration_without_a_label_is_our_own_mistake():
+    with pytest.raises(ValueError, match="needs a label"):
+        with_demonstrations([], [Example("a", ("b",), None, 0)])
+
+
+def test_as_many_demonstrations_are_the_first_training_examples_of_any_size():
+    records = make_records(200)
+    few = sample_splits(SST2, records, records, "clean", 3, num_train=32, num_dev=0, num_test=0)
+    many = sample_splits(SST2, records, records, "clean", 3, num_train=100, num_dev=50, num_test=0)
+    assert many.train[:32] == few.train

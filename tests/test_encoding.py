@@ -2,12 +2,20 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GPT2Config, LlamaConfig, OPTConfig, PreTrainedTokenizerFast
 
-from lezo_ds.encoding import encode_example, encode_examples, load_tokenizer
+from lezo_ds.encoding import (
+    encode_example,
+    encode_examples,
+    encode_null,
+    encode_prompt,
+    encode_prompts,
+    load_tokenizer,
+)
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example
 
@@ -30,7 +38,7 @@ WORDS = [
 WORDS += [" ", " so", " the", " cup", " fell", "-", " Paris", " is", " big"]
 
 
-def save_tokenizer(directory, config, words=WORDS, bos=None):
+def save_tokenizer(directory, config, words=WORDS, bos=None, eos="</s>"):
     """Save a model's configuration and a tokenizer of whole words that begins texts with `bos`."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?\w+|\n| |-"), "isolated")
@@ -39,7 +47,8 @@ def save_tokenizer(directory, config, words=WORDS, bos=None):
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, words.index(bos))]
         )
-    special = {name: token for name, token in (("bos_token", bos), ("pad_token", "<pad>")) if token in words}
+    named = {"bos_token": bos, "eos_token": eos, "pad_token": "<pad>"}
+    special = {name: token for name, token in named.items() if token in words}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **special).save_pretrained(
         directory
     )
@@ -119,6 +128,95 @@ def test_a_candidate_that_fills_the_whole_length_is_refused(opt):
         encode_example(opt, Example("a joy", (" great\n",), 0, 3), 2)
 
 
+@pytest.mark.parametrize(
+    ("null_prompt", "context"), [("", (0,)), (" -", (0, 18)), ("a It was", (0, 4, 6, 7))]
+)
+def test_a_null_prompt_replaces_the_prompt_and_keeps_the_candidates(opt, null_prompt, context):
+    example = Example("a joy It was", (" terrible", " great\n"), 1, 0, null_prompt=null_prompt)
+    if not null_prompt:  # then there is no space before a candidate to keep
+        example = replace(example, candidates=("Yes", "No\n"))
+    encoded = encode_null(opt, example, 2048)
+    first, second = (8, 9) if null_prompt else (11, 12)
+    assert encoded.sequences == ((*context, first), (*context, second, 10))
+    assert (encoded.option_lengths, encoded.label) == ((1, 2), 1)
+
+
+def test_a_task_without_a_null_prompt_has_nothing_to_encode(opt):
+    assert encode_null(opt, Example("a joy", (" Paris\n",), 0, 0), 2048) is None
+
+
+def test_a_prompt_to_continue_is_bos_and_prompt_alone(opt):
+    assert encode_prompt(opt, Example("  a joy It was ", (" Paris\n",), 0, 0), 100, 50) == (0, 4, 5, 6, 7)
+
+
+def test_a_prompt_leaves_room_for_what_will_be_generated(opt):
+    example = Example("a joy It was", (" Paris\n",), 0, 0)
+    assert encode_prompt(opt, example, 8, 3) == (0, 4, 5, 6, 7)
+    assert encode_prompt(opt, example, 8, 4) == (0, 5, 6, 7)
+    assert encode_prompt(opt, example, 8, 6) == (0, 7)
+    with pytest.raises(
+        UserError, match=r"leaves no room for a prompt .* 7 new tokens; got: 8; .* at least 9"
+    ):
+        encode_prompt(opt, example, 8, 7)
+
+
+def test_cut_prompts_are_counted_in_one_warning(opt, caplog):
+    examples = [Example("a joy It was", (), None, 0), Example("a It was", (), None, 1)]
+    with caplog.at_level(logging.WARNING):
+        assert encode_prompts(opt, examples, 54, 50) == ((0, 5, 6, 7), (0, 4, 6, 7))
+    assert [record.message for record in caplog.records] == [
+        "1 of 2 examples are longer than max_length 4 tokens and were cut on the left"
+    ]
+
+
+def test_answers_end_at_eos_and_at_every_token_with_a_newline(tmp_path):
+    words = [*WORDS, "\n\n", ".\n"]
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path, OPTConfig(), words=words, bos="<s>"))
+    assert tokenizer.stop_ids() == (2, 10, len(WORDS), len(WORDS) + 1)
+
+
+@pytest.mark.parametrize(
+    ("ids", "answer"),
+    [
+        ((19, 20, 21, 10), "Paris is big"),
+        ((19, 20, 21), "Paris is big"),  # as many tokens as were allowed
+        ((19, 2), "Paris"),
+        ((10,), ""),
+        ((), ""),
+        ((13, 19, 13, 10), "Paris"),
+        ((19, 10, 21), "Paris"),
+    ],
+)
+def test_an_answer_is_the_text_before_the_newline_stripped(opt, ids, answer):
+    assert opt.decode_answer(ids) == answer
+
+
+def test_decoding_gives_back_the_text_without_special_tokens(opt):
+    assert opt.decode((0, 4, 5, 10, 19, 2, 1)) == "a joy\n Paris"
+    assert opt.decode(opt.encode(["a joy is big\n"])[0]) == "a joy is big\n"
+
+
+def test_a_tokenizer_without_eos_is_refused_only_where_answers_are_generated(tmp_path):
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path, OPTConfig(), bos="<s>", eos=None))
+    assert tokenizer.eos_id is None
+    assert encode_example(tokenizer, Example("a", (" joy",), 0, 0), 8).sequences == ((0, 4, 5),)
+    with pytest.raises(UserError, match=r"no end-of-sequence token.*; fix: set eos_token"):
+        tokenizer.stop_ids()
+
+
+def test_a_tokenizer_without_a_newline_is_refused_where_answers_are_generated(tmp_path):
+    words = [word for word in WORDS if word != "\n"]
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path, OPTConfig(), words=words, bos="<s>"))
+    with pytest.raises(UserError, match="no token for a newline"):
+        tokenizer.stop_ids()
+
+
+def test_an_eos_the_model_does_not_have_is_none(tmp_path):
+    config = GPT2Config(vocab_size=len(WORDS))
+    path = save_tokenizer(tmp_path, config, words=[*WORDS, "<end>"], eos="<end>")
+    assert load_tokenizer(path).eos_id is None
+
+
 def test_opts_published_tokenizer_is_given_the_bos_opt_was_trained_on(tmp_path):
     vocabulary = ["<s>", "<pad>", "</s>", "<unk>", "a", "b", "\u0120", "\u0120b"]  # \u0120 is a space
     (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}))
@@ -130,7 +228,7 @@ def test_opts_published_tokenizer_is_given_the_bos_opt_was_trained_on(tmp_path):
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer.backend("a b")["input_ids"] == [2, 4, 7]
     assert tokenizer.encode(["a b"]) == [(0, 4, 7)]
-    assert tokenizer.pad_id == 1
+    assert (tokenizer.pad_id, tokenizer.eos_id) == (1, 2)
 
 
 def test_an_opt_model_with_another_models_tokenizer_is_refused(tmp_path):
