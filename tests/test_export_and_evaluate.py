@@ -1,0 +1,143 @@
+"""launch/export.py and launch/evaluate.py: the weights of any step come back, and score as they did."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from assets import REPOSITORY, recipe_values, write_data, write_reader, write_recipe
+from commands import deepspeed, python, run, run_well
+from transformers import AutoModelForCausalLM
+
+from lezo_ds.encoding import encode_example, load_tokenizer
+from lezo_ds.snapshots import read_manifest, snapshot_path
+from lezo_ds.tasks import get_task
+
+BF16 = ("model.dtype=bf16", "zo.update_precision=fp32_master")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return write_recipe(tmp_path_factory.mktemp("assets"))
+
+
+@pytest.fixture(scope="module")
+def finished(recipe, tmp_path_factory):
+    """A finished run in bf16 that keeps its last two snapshots, of steps 4 and 8."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    run_well(python("--config", recipe, f"run_dir={run_dir}", *BF16))
+    return run_dir
+
+
+def launch(program, num_ranks, *arguments):
+    """Return a command line of one of the programs in launch, on one rank or by DeepSpeed's launcher."""
+    command = python(*arguments) if num_ranks == 1 else deepspeed(num_ranks, *arguments)
+    train = str(REPOSITORY / "launch" / "train.py")
+    return [str(REPOSITORY / "launch" / program) if part == train else part for part in command]
+
+
+def export(run_dir, step, target, num_ranks=1):
+    run_well(launch("export.py", num_ranks, "--run", run_dir, "--step", step, "--out", target))
+    return read_manifest(target)
+
+
+def scores(*arguments):
+    return json.loads(run_well(launch("evaluate.py", 1, *arguments)).out)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_step_without_a_snapshot_is_rebuilt_bit_for_bit(num_ranks, recipe, finished, tmp_path):
+    run_well(python("--config", recipe, f"run_dir={tmp_path / 'short'}", "train.steps=3", *BF16))
+    short = read_manifest(snapshot_path(tmp_path / "short" / "snapshots", 3))
+    exported = export(finished, "3", tmp_path / "exported", num_ranks)
+    assert exported["step"] == 3
+    assert exported["digest"] == short["digest"] != exported["base"]
+    weights = "model-00001.safetensors"
+    assert exported["files"][weights] == short["files"][weights]
+
+
+def test_best_and_last_are_the_steps_of_the_results_and_the_journals_end(finished, tmp_path):
+    results = json.loads((finished / "results.json").read_text())
+    best = export(finished, "best", tmp_path / "best")
+    assert (best["step"], best["digest"]) == (results["best_step"], results["weights_digest"])
+    last = export(finished, "last", tmp_path / "last")
+    newest = read_manifest(snapshot_path(finished / "snapshots", 8))
+    assert (last["step"], last["digest"]) == (8, newest["digest"])
+
+
+def test_a_run_without_its_snapshots_is_rebuilt_from_the_base_weights(finished, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy)
+    shutil.rmtree(copy / "snapshots")
+    exported = export(copy, "last", tmp_path / "exported")
+    assert exported["digest"] == read_manifest(snapshot_path(finished / "snapshots", 8))["digest"]
+
+
+def test_a_run_and_its_exported_model_score_alike_and_as_plain_transformers(finished, recipe, tmp_path):
+    results = json.loads((finished / "results.json").read_text())
+    of_run = scores("--run", finished, "--predictions", tmp_path / "run.json")
+    assert (of_run["step"], of_run["score"]) == (results["best_step"], results["test"])
+    assert of_run["majority_class"] == results["majority_class"]
+    export(finished, "best", tmp_path / "model")
+    data = [f"data.{name}" for name in (f"path={recipe.parent / 'data'}", "num_train=30", "num_dev=11")]
+    of_model = scores(
+        *("--model", tmp_path / "model", "--predictions", tmp_path / "model.json", *data, "data.num_test=13")
+    )
+    assert (of_model["score"], of_model["num_examples"]) == (of_run["score"], 13)
+    predictions = json.loads((tmp_path / "model.json").read_text())["predictions"]
+    assert predictions == json.loads((tmp_path / "run.json").read_text())["predictions"]
+    indices = [entry["index"] for entry in predictions]
+    expected = plain_predictions(tmp_path / "model", recipe.parent / "data" / "validation.jsonl", indices)
+    assert [entry["prediction"] for entry in predictions] == expected
+
+
+def plain_predictions(directory, file, indices):
+    """Return the more probable candidate of some records, by transformers alone, one sequence at a time."""
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    assert model.dtype == torch.bfloat16
+    tokenizer = load_tokenizer(str(directory))
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    found = []
+    for index in indices:
+        encoded = encode_example(tokenizer, get_task("sst2").build_example(records[index], index), 2048)
+        with torch.no_grad():
+            logits = [model(torch.tensor([ids[:-1]])).logits[0, -1, ids[-1]] for ids in encoded.sequences]
+        found.append(int(torch.stack(logits).float().argmax()))
+    return found
+
+
+def refused(program, *arguments):
+    finished = run(launch(program, 1, *arguments))
+    assert finished.code == 2, finished.err[-3000:]
+    (line,) = [line for line in finished.err.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def test_bad_input_is_refused_and_nothing_is_written(finished, tmp_path):
+    target = tmp_path / "out"
+    assert "has no step 9; got: 9; expected: best, last, or 0 to 8" in refused(
+        *("export.py", "--run", finished, "--step", "9", "--out", target)
+    )
+    assert "is not the directory of a run" in refused("export.py", "--run", tmp_path, "--out", target)
+    other = write_reader(tmp_path / "other", seed=1)
+    assert "is not the model the run was made with" in refused(
+        *("export.py", "--run", finished, "--out", target, f"model.path={other}")
+    )
+    assert not target.exists()
+    target.mkdir()
+    (target / "kept").write_text("")
+    assert f"{target} exists" in refused("export.py", "--run", finished, "--out", target)
+    assert [path.name for path in target.iterdir()] == ["kept"]
+    assert "unknown key" in refused("evaluate.py", "--model", other, "data.pth=x")
+
+
+def test_a_run_without_an_evaluation_has_no_best_step_yet(tmp_path):
+    values = recipe_values(write_reader(tmp_path / "model"), write_data(tmp_path / "data"))
+    (tmp_path / "recipe.yaml").write_text(json.dumps(values))
+    run_dir = tmp_path / "run"
+    run_well(python("--config", tmp_path / "recipe.yaml", f"run_dir={run_dir}", "method=zero_shot"))
+    line = refused("export.py", "--run", run_dir, "--out", tmp_path / "out")
+    assert "no evaluation yet to pick the best step by; got: 0 steps" in line
