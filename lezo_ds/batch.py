@@ -1,4 +1,4 @@
-"""What one forward pass is given, and which of its logits are wanted."""
+"""What a model is given at once, and what is wanted of it: some logits, or a continuation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from lezo_ds.tasks.base import Example
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,23 @@ class LogitSelection:
 
 
 @dataclass(frozen=True)
+class GenerationSettings:
+    """How prompts are continued, greedily.
+
+    Attributes:
+        max_new_tokens: at most so many tokens are written, at least 1.
+        stop_ids: a row ends with the first of these it writes.
+        pad_id: fills rows on the left, and behind their end; any id of the vocabulary.
+    """
+
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    pad_id: int
+
+
+@dataclass(frozen=True)
 class MicroBatch:
-    """The share of a step's batch that runs in one forward pass.
+    """The share of a step's batch that a rank runs at once.
 
     Attributes:
         inputs: keyword arguments of the model's forward; tensors, batch dimension first.
@@ -36,13 +53,18 @@ class MicroBatch:
             the sum of all losses of its micro-batches over the sum of their weights.
         labels: tensors the loss function reads besides the logits.
         selection: the logits wanted; None for the model's full logits [rows, tokens, vocabulary].
+        generation: where it is given, no logits are wanted, but int64 [rows, at most max_new_tokens]: the
+            tokens the model writes behind its inputs.
+        examples: the examples as text, for objectives that read them.
     """
 
     inputs: Mapping[str, Tensor]
     weight: float
     labels: Mapping[str, Tensor] = field(default_factory=dict)
     selection: LogitSelection | None = None
+    generation: GenerationSettings | None = None
+    examples: tuple[Example, ...] = ()
 
 
 LossFunction = Callable[[Tensor, MicroBatch], Tensor]
-"""(logits at one sign, micro-batch) -> summed loss of each example, float32 [examples]."""
+"""(logits, or new tokens, at one sign; micro-batch) -> summed loss of each example, float [examples]."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lezo_ds.batch import LogitSelection, LossFunction, MicroBatch
 from lezo_ds.config import ZoConfig, num_dropped
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.estimator import estimate
+from lezo_ds.generation import runner
 from lezo_ds.journal import Journal, StepRecord
 from lezo_ds.layers import draw_dropped_layers
 from lezo_ds.noise import noise_backend
@@ -104,7 +106,7 @@ class LezoEngine:
         Args:
             batch: the step's whole batch, the same on every rank; rank r runs micro-batches r, r + world, ...
                 Runs are equal on any number of ranks if their micro-batches are.
-            loss_function: (logits, micro-batch) -> summed loss of each example.
+            loss_function: (logits, or new tokens; micro-batch) -> summed loss of each example.
 
         Returns:
             What was done; `applied` is false if a loss was not finite, and then nothing has changed.
@@ -148,8 +150,8 @@ class LezoEngine:
         losses = torch.zeros(2 * len(batch) + 1, dtype=torch.float64, device=self.device)
         for index in range(self.global_rank, len(batch), self.world_size):
             micro_batch = to_device(batch[index], self.device)
-            for side, logits in enumerate(self._both_sides(plan, micro_batch)):
-                losses[2 * index + side] = loss_function(logits, micro_batch).double().sum()
+            for side, outputs in enumerate(self._both_sides(plan, micro_batch)):
+                losses[2 * index + side] = loss_function(outputs, micro_batch).double().sum()
         losses[-1] = float(self._stop_requested)
         return losses
 
@@ -164,9 +166,9 @@ class LezoEngine:
         return run(Sign.PLUS) + run(Sign.MINUS)
 
     def _run(self, micro_batch: MicroBatch, perturbation: Perturbation | None) -> tuple[Tensor, ...]:
-        logits = self._perturbed(micro_batch, perturbation, self._deepspeed)
+        outputs = self._perturbed(micro_batch, perturbation, runner(micro_batch, self._deepspeed))
         zero3.assert_released(self.weights.parameters)
-        return logits
+        return outputs
 
     def _reduce(self, losses: Tensor) -> list[float]:
         *sums, stop_votes = distributed.sum_vector(losses)
@@ -198,9 +200,9 @@ class LezoEngine:
 
     @torch.no_grad()
     def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the logits of a micro-batch at the current weights. A collective."""
-        (logits,) = self._run(to_device(micro_batch, self.device), None)
-        return logits
+        """Return what a micro-batch wants, logits or new tokens, at the current weights. A collective."""
+        (outputs,) = self._run(to_device(micro_batch, self.device), None)
+        return outputs
 
     __call__ = forward
 
@@ -265,7 +267,7 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     if selection is not None:
         vocabulary = None if selection.vocabulary is None else selection.vocabulary.to(device)
         selection = LogitSelection(selection.rows.to(device), selection.positions.to(device), vocabulary)
-    return MicroBatch(move(batch.inputs), batch.weight, move(batch.labels), selection)
+    return replace(batch, inputs=move(batch.inputs), labels=move(batch.labels), selection=selection)
 
 
 def initialize(

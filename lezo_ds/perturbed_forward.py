@@ -87,22 +87,23 @@ class PerturbedForward:
     def __call__(
         self, batch: MicroBatch, perturbation: Perturbation | None, call: Callable[..., Any]
     ) -> tuple[Tensor, ...]:
-        """Run one forward pass.
+        """Run one forward pass, or all those of a continuation.
 
         Args:
             batch: R sequences and the logits wanted of them.
             perturbation: None to run at theta itself.
-            call: runs the model on keyword arguments (DeepSpeed's engine, or the model).
+            call: runs the model on keyword arguments, and returns its output (DeepSpeed's engine, or the
+                model), or a tensor whose first dimension is the batch (generation).
 
         Returns:
-            The logits: (at theta + mu z, at theta - mu z) for Sign.BOTH, one tensor otherwise.
+            The logits, or that tensor: (at theta + mu z, at theta - mu z) for Sign.BOTH, else only one.
         """
         copies = 2 if perturbation is not None and perturbation.sign is Sign.BOTH else 1
         inputs = {name: torch.cat([value] * copies) for name, value in batch.inputs.items()}
         rows = next(iter(batch.inputs.values())).shape[0]
         with self._running(perturbation, batch.selection, rows):
             output = call(**inputs)
-        return tuple(output.logits.chunk(copies))
+        return tuple(getattr(output, "logits", output).chunk(copies))
 
     @contextmanager
     def _running(

@@ -71,6 +71,8 @@ def runnable(line):
     line = line.replace("deepspeed ", f"deepspeed --master_port {free_port()} ", 1)
     if "launch/train.py" not in line or "--help" in line or "--dry-run" in line:
         return line
+    if "launch/evaluate.py --model" in line:
+        return f"{line} data.num_test=16"
     if "recipes/opt-" in line:
         return f"{line.split(' model.path=')[0]} --dry-run"
     line = re.sub(r"train\.steps=\d+", f"train.steps={MORE_STEPS}", line)
