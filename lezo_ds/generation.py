@@ -1,0 +1,89 @@
+"""Answers that a model writes: greedy, at most 50 tokens, up to a newline or its EOS (Malladi et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from lezo_ds import distributed
+from lezo_ds.batch import GenerationSettings, MicroBatch
+from lezo_ds.encoding import PromptTokenizer
+
+MAX_NEW_TOKENS = 50
+
+
+def prompt_batch(prompts: Sequence[tuple[int, ...]], settings: GenerationSettings) -> MicroBatch:
+    """Lay out prompts to be continued.
+
+    Args:
+        prompts: R of them, token ids, each at least 1.
+        settings: how they are continued.
+
+    Returns:
+        A batch of weight R whose rows are padded on the left, so that all end in the same column; the
+        attention mask, 0 there, also tells every model the tokens' positions.
+    """
+    width = max(map(len, prompts))
+    inputs = {
+        "input_ids": [[settings.pad_id] * (width - len(ids)) + list(ids) for ids in prompts],
+        "attention_mask": [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts],
+    }
+    tensors = {name: torch.tensor(rows) for name, rows in inputs.items()}
+    return MicroBatch(tensors, len(prompts), generation=settings)
+
+
+def runner(batch: MicroBatch, engine: Any) -> Callable[..., Any]:  # noqa: ANN401
+    """Return what runs a batch given its inputs as keyword arguments: a forward pass, or a continuation.
+
+    Args:
+        batch: its `generation` decides.
+        engine: DeepSpeed's; its module is a model of transformers.
+    """
+    if batch.generation is None:
+        return engine  # type: ignore[no-any-return]
+    return partial(write_tokens, engine.module, batch.generation)
+
+
+def write_tokens(model: Any, settings: GenerationSettings, **inputs: Tensor) -> Tensor:  # noqa: ANN401
+    """Continue prompts greedily. A collective: a rank whose rows have ended runs on until all ranks' have.
+
+    Args:
+        model: a causal language model of transformers.
+        settings: how long, and up to which tokens.
+        inputs: of `prompt_batch`.
+
+    Returns:
+        int64 [rows, at most max_new_tokens], the new tokens; behind a row's end is padding.
+    """
+    config = GenerationConfig(
+        max_new_tokens=settings.max_new_tokens,
+        eos_token_id=list(settings.stop_ids),
+        pad_token_id=settings.pad_id,
+        do_sample=False,
+        num_beams=1,
+        use_cache=True,
+    )
+    synced = distributed.world_size() > 1
+    tokens: Tensor = model.generate(**inputs, generation_config=config, synced_gpus=synced)
+    return tokens[:, inputs["input_ids"].shape[1] :]
+
+
+def read_answers(tokens: Tensor, settings: GenerationSettings, tokenizer: PromptTokenizer) -> list[str]:
+    """Return the answers in new tokens [rows, n]: their text up to the first stop id or newline, stripped."""
+    return [tokenizer.decode_answer(_up_to_stop(ids, settings.stop_ids)) for ids in tokens.tolist()]
+
+
+def _up_to_stop(ids: Sequence[int], stop_ids: Sequence[int]) -> list[int]:
+    """Return the ids before the first stop id, and that one: a newline may share its token with text.
+
+    >>> _up_to_stop([5, 2, 1, 1], stop_ids=[2]), _up_to_stop([5, 6], stop_ids=[2])
+    ([5, 2], [5, 6])
+    """
+    before = list(takewhile(lambda token: token not in stop_ids, ids))
+    return list(ids[: len(before) + 1])
