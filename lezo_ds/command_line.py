@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import logging
 import os
 import sys
@@ -36,6 +37,19 @@ def run(main: Callable[[], None]) -> None:
         # Not sys.exit: the peers may be in a collective, which the end of the process group would wait for.
         os._exit(error.exit_code)
     distributed.shut_down()
+    _end()
+
+
+def _end() -> None:
+    """End the process well, past the interpreter's own end.
+
+    A thread of gloo that frees the tensors of the last message while Python is being taken down aborts the
+    process (torch 2.13), now and then, after all work is done.
+    """
+    atexit._run_exitfuncs()  # monitors flush here
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _rank() -> int:

@@ -66,7 +66,7 @@ def free_port() -> int:
 
 
 def shut_down() -> None:
-    """Leave the process group. A collective: gloo aborts a rank whose peer leaves during a message."""
+    """Leave the process group. A collective: a rank that left during a message would break its peers'."""
     if comm.is_initialized():
         comm.barrier()
         comm.destroy_process_group()
