@@ -68,6 +68,21 @@ def teacher_forcing_batch(examples: Sequence[EncodedExample], pad_id: int) -> Mi
     return _token_batch(sequences, lengths, pad_id, sum(lengths), {})
 
 
+def scoring_batch(sequences: Sequence[tuple[int, ...]], lengths: Sequence[int], pad_id: int) -> MicroBatch:
+    """Lay out sequences to score the tokens at their ends; those that differ in the last only share a row.
+
+    Args:
+        sequences: S of them, at least 1, token ids.
+        lengths: of each how many tokens at the end are scored, at least 1.
+        pad_id: fills rows on the right, to a multiple of 8.
+
+    Returns:
+        A batch whose weight is its number of scored tokens N. Its labels: "target_ids" int64 [N] and
+        "token_slots" int64 [S, T], as in `candidate_batch`.
+    """
+    return _token_batch(sequences, lengths, pad_id, sum(lengths), {}, share_rows=True)
+
+
 def _shared_candidates(examples: Sequence[EncodedExample]) -> list[int] | None:
     """Return the candidates' ids where one row an example will do, else None."""
     candidates = [ids[-1] for ids in examples[0].sequences]
@@ -85,13 +100,20 @@ def _token_batch(
     pad_id: int,
     weight: int,
     labels: dict[str, Tensor],
+    *,
+    share_rows: bool = False,
 ) -> MicroBatch:
     """Feed each sequence but its last token; want the logits that predict its last `length` tokens."""
-    rows = [row for row, length in enumerate(lengths) for _ in range(length)]
+    fed = [ids[:-1] for ids in sequences]
+    row_of: Sequence[int] = range(len(fed))
+    if share_rows:
+        distinct = {ids: row for row, ids in enumerate(dict.fromkeys(fed))}
+        fed, row_of = list(distinct), [distinct[ids] for ids in fed]
+    rows = [row for row, length in zip(row_of, lengths, strict=True) for _ in range(length)]
     pairs = list(zip(sequences, lengths, strict=True))
     positions = [position - 1 for ids, length in pairs for position in range(len(ids) - length, len(ids))]
     targets = [target for ids, length in pairs for target in ids[-length:]]
-    inputs = {"input_ids": _pad([ids[:-1] for ids in sequences], pad_id)}
+    inputs = {"input_ids": _pad(fed, pad_id)}
     tokens = {"target_ids": torch.tensor(targets), "token_slots": _slots(lengths)}
     return MicroBatch(
         inputs, weight, labels | tokens, LogitSelection(torch.tensor(rows), torch.tensor(positions))

@@ -180,6 +180,10 @@ class ZoConfig:
     """How an update is stored in 16-bit weights: fp32_master keeps their 16 low bits too (2 more bytes a
     parameter), stochastic rounds at random without bias, nearest loses most of a small update."""
 
+    directions: Annotated[int, Range(1)] = 1
+    """Number of directions whose estimates a step averages, each over the whole batch: N directions on N ranks
+    take the time of one direction on one rank."""
+
     forward: Forward = "dual"
     """Both signs in one forward pass over a doubled batch, or in two_pass (the reference; gathers twice)."""
 
@@ -202,14 +206,14 @@ class TrainConfig:
     bits of the losses, changing the number of ranks does not."""
 
     eval_batch_size: Annotated[int, Range(1)] = 16
-    """Number of examples in one forward pass of an evaluation."""
+    """Number of sequences in one forward pass of an evaluation: prompts, or prompts with a candidate."""
 
     eval_every: Annotated[int | None, Range(1)] = None
     """Number of steps between evaluations; null for a tenth of the run, as in the papers."""
 
     objective: str = "task"
     """What is minimised: the task's own loss (task), minus the mean F1 of generated answers (f1), or your own
-    function (package.module:function)."""
+    function (package.module:function; see lezo_ds/objectives.py)."""
 
     snapshot_every: Annotated[int | None, Range(0)] = None
     """Number of steps between snapshots; null for eval_every, 0 for none but the last."""
@@ -327,8 +331,8 @@ def check_world(config: RunConfig, world_size: int) -> None:
     Raises:
         UserError: names the micro-batch sizes that would do, or batch sizes where none does.
     """
-    batch, micro = config.train.batch_size, config.train.micro_batch_size
-    if batch % (micro * world_size) == 0:
+    batch, micro, directions = config.train.batch_size, config.train.micro_batch_size, config.zo.directions
+    if batch % micro == 0 and batch // micro * directions % world_size == 0:
         return
     sizes = [size for size in range(1, batch + 1) if batch % (size * world_size) == 0]
     if sizes:

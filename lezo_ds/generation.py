@@ -1,4 +1,4 @@
-"""Answers that a model writes: greedy, at most 50 tokens, up to a newline or its EOS (Malladi et al. 2023)."""
+"""Answers that a model writes: greedy, at most 50 tokens, up to a newline or EOS (Malladi et al. 2023)."""
 
 from __future__ import annotations
 

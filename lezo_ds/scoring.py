@@ -14,6 +14,7 @@ from lezo_ds.config import RunConfig, config_from_dict
 from lezo_ds.evaluation import EvaluationResult, Model, evaluate
 from lezo_ds.restore import read_run, restore
 from lezo_ds.task_data import EncodedSplit, load_task_data
+from lezo_ds.tasks.base import Example
 from lezo_ds.trainer import make_engine
 
 
@@ -27,7 +28,8 @@ def score_run(path: Path, step: str, split: str, overrides: tuple[str, ...] = ()
         overrides: key=value changes to the run's config: a model that has moved, other data.
 
     Returns:
-        The score, what it is of, and each example's prediction.
+        The score, what it is of, and each example's prediction: the index of the candidate chosen and its
+        text, or twice the answer written.
 
     Raises:
         UserError: no such run or step, or bad input.
@@ -74,10 +76,14 @@ def _score(config: RunConfig, engine: Model, split: str) -> dict[str, Any]:
         "metric": data.task.metric,
         **_numbers(result),
         "predictions": [
-            {"index": example.index, "prediction": predicted}
+            {"index": example.index, "prediction": predicted, "text": _text(example, predicted)}
             for example, predicted in zip(chosen.examples, result.predicted, strict=True)
         ],
     }
+
+
+def _text(example: Example, predicted: int | str) -> str:
+    return predicted if isinstance(predicted, str) else example.candidates[predicted].strip()
 
 
 def _numbers(result: EvaluationResult) -> Mapping[str, float | None]:

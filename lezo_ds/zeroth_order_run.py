@@ -11,7 +11,6 @@ from lezo_ds.config import RESUME_MAY_DIFFER, RunConfig, config_to_dict
 from lezo_ds.engine import LezoEngine
 from lezo_ds.journal import EvaluationRecord, Header, Journal, StepRecord, assert_compatible
 from lezo_ds.noise import NOISE_VERSION
-from lezo_ds.objectives import training_objective
 from lezo_ds.run import Run
 from lezo_ds.run_directory import RunDirectory, library_versions
 from lezo_ds.step_plan import PLAN_BYTES
@@ -50,7 +49,7 @@ class ZerothOrderRun(Run):
 
     def _train_step(self) -> dict[str, Any]:
         batch = self.data.batch(self.config, self._lezo.global_steps)
-        record = self._lezo.train_batch(batch, training_objective(self.data.task.kind).loss)
+        record = self._lezo.train_batch(batch, self.data.loss)
         self._steps.append(record)
         gradient = record.projected_grads[0] if record.applied else None
         return {"loss": record.loss, "projected_gradient": gradient, "applied": record.applied}
@@ -78,8 +77,13 @@ class ZerothOrderRun(Run):
             "weights_digest": self._lezo.weights.digest(),
         }
 
-    def _bytes_per_step(self) -> dict[str, int]:
-        """Return what a step sends: gathered weights (each rank builds them), and everything else."""
+    def _bytes_per_step(self) -> dict[str, int] | None:
+        """Return what a step sends: gathered weights (each rank builds them), and everything else.
+
+        None where the objective reads answers: they take as many forward passes as the longest has tokens.
+        """
+        if self.data.objective.reads_answers:
+            return None
         train, parameters = self.config.train, self._lezo.weights.parameters
         num_micro_batches = train.batch_size // train.micro_batch_size
         num_passes = (

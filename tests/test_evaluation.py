@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from lezo_ds.demo.corpus import review
 from lezo_ds.encoding import encode_examples, load_tokenizer
 from lezo_ds.evaluation import evaluate
+from lezo_ds.objectives import training_objective
 from lezo_ds.task_data import EncodedSplit, TaskData
 from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.sst2 import SST2
@@ -71,7 +72,8 @@ def evaluate_all(directory):
         examples = make_examples(candidates, num_examples)
         encoded, tokenizer = encode(directory, examples)
         split = EncodedSplit(tuple(examples), encoded)
-        data = TaskData(replace(SST2, kind=kind), tokenizer, split, split, split)
+        objective = training_objective(kind)
+        data = TaskData(replace(SST2, kind=kind), tokenizer, split, split, split, objective)
         for size in BATCH_SIZES:
             results[case, size] = evaluate(engine, data, data.test, size)
     return results
