@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +17,24 @@ import torch
 from torch import Tensor
 
 from lezo_ds import distributed, zero3
-from lezo_ds.batch import LogitSelection, LossFunction, MicroBatch
+from lezo_ds.batch import LossFunction, MicroBatch
 from lezo_ds.config import ZoConfig, num_dropped
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.estimator import estimate
-from lezo_ds.generation import runner
 from lezo_ds.journal import Journal, StepRecord
 from lezo_ds.layers import draw_dropped_layers
+from lezo_ds.model_engine import ModelEngine, to_device
 from lezo_ds.noise import noise_backend
 from lezo_ds.perturbed_forward import Perturbation, PerturbedForward, Sign
-from lezo_ds.sharded_model import ShardedModel, load_sharded_model, load_weights
-from lezo_ds.snapshots import newest_snapshot, snapshot_path, write_snapshot
+from lezo_ds.sharded_model import ShardedModel, load_sharded_model
+from lezo_ds.snapshots import newest_snapshot, snapshot_path
 from lezo_ds.step_plan import MAX_BLOCKS, PLAN_BYTES, StepPlan, noise_seed
 
 logger = logging.getLogger(__name__)
 
 
-class LezoEngine:
-    """A sharded model and its zeroth-order optimiser; made by `initialize`.
-
-    Attributes:
-        module: the model, its parameters sharded.
-        weights: this rank's shards.
-        layout: where the transformer blocks are.
-        base: where the weights came from.
-        global_steps: steps done since the base weights, skipped ones included.
-        stop_agreed: a rank asked for a stop, and all ranks know it since the last step.
-    """
+class LezoEngine(ModelEngine):
+    """A sharded model and its zeroth-order optimiser; made by `initialize`."""
 
     def __init__(
         self,
@@ -54,50 +44,18 @@ class LezoEngine:
         config: ZoConfig,
         seed: int,
     ) -> None:
-        self.module = sharded.module
-        self.weights = sharded.weights
-        self.layout = sharded.layout
-        self.base = sharded.base
-        self.global_steps = 0
-        self.stop_agreed = False
-        self._deepspeed = deepspeed_engine
-        self._perturbed = perturbed
+        super().__init__(deepspeed_engine, perturbed, sharded)
         assert config.learning_rate is not None, "zeroth-order training has a learning rate"
         self._learning_rate = config.learning_rate
         self._config = config
         self._seed = seed
         self._num_dropped = num_dropped(config, sharded.layout.num_blocks)
         self._journal: Journal | None = None
-        self._stop_requested = False
         self._skipped_in_a_row = 0
-
-    @property
-    def global_rank(self) -> int:
-        """Index of this process among all."""
-        return distributed.rank()
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return distributed.world_size()
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return zero3.device()
-
-    @property
-    def monitor(self) -> Any:  # noqa: ANN401
-        """DeepSpeed's monitor: TensorBoard, W&B and CSV, as its config asks."""
-        return self._deepspeed.monitor
 
     def attach_journal(self, journal: Journal | None) -> None:
         """Write every step ahead to this journal (rank 0 has it, the others pass None)."""
         self._journal = journal
-
-    def request_stop(self) -> None:
-        """Ask all ranks to stop: after the next step `stop_agreed` is true on every rank. Signal-safe."""
-        self._stop_requested = True
 
     @torch.no_grad()
     def train_batch(self, batch: Sequence[MicroBatch], loss_function: LossFunction) -> StepRecord:
@@ -116,15 +74,10 @@ class LezoEngine:
             DivergenceError: the losses of `max_skipped_steps` steps in a row were not finite.
             JournalError: the journal cannot be written; the step is not applied.
         """
-        if len(batch) % self.world_size:
-            raise UserError(
-                "the micro-batches of a step cannot be shared evenly",
-                got=f"{len(batch)} micro-batches on {self.world_size} ranks",
-                expected="a multiple of the number of ranks",
-                fix="change the micro-batch size or the number of ranks",
-            )
+        indices = self._my_share(batch)
         plan = self._share_plan()
-        record = self._record(plan, batch, self._reduce(self._local_losses(plan, batch, loss_function)))
+        losses = self._local_losses(plan, batch, indices, loss_function)
+        record = self._record(plan, batch, self._sum_losses(losses))
         if self._journal is not None:
             self._journal.append(record)
         if record.applied:
@@ -141,18 +94,14 @@ class LezoEngine:
         return StepPlan.unpack(distributed.broadcast_bytes(plan.pack(), PLAN_BYTES))
 
     def _local_losses(
-        self, plan: StepPlan, batch: Sequence[MicroBatch], loss_function: LossFunction
+        self, plan: StepPlan, batch: Sequence[MicroBatch], indices: range, loss_function: LossFunction
     ) -> Tensor:
-        """Return float64 [2 * micro-batches + 1]: both losses of my micro-batches, 0 for the other ranks'.
-
-        The last element is 1 if this rank wants to stop.
-        """
-        losses = torch.zeros(2 * len(batch) + 1, dtype=torch.float64, device=self.device)
-        for index in range(self.global_rank, len(batch), self.world_size):
+        """Return float64 [2 * micro-batches]: both losses of my micro-batches, 0 for the other ranks'."""
+        losses = torch.zeros(2 * len(batch), dtype=torch.float64, device=self.device)
+        for index in indices:
             micro_batch = to_device(batch[index], self.device)
             for side, outputs in enumerate(self._both_sides(plan, micro_batch)):
                 losses[2 * index + side] = loss_function(outputs, micro_batch).double().sum()
-        losses[-1] = float(self._stop_requested)
         return losses
 
     def _both_sides(self, plan: StepPlan, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
@@ -164,16 +113,6 @@ class LezoEngine:
         if self._config.forward == "dual":
             return run(Sign.BOTH)
         return run(Sign.PLUS) + run(Sign.MINUS)
-
-    def _run(self, micro_batch: MicroBatch, perturbation: Perturbation | None) -> tuple[Tensor, ...]:
-        outputs = self._perturbed(micro_batch, perturbation, runner(micro_batch, self._deepspeed))
-        zero3.assert_released(self.weights.parameters)
-        return outputs
-
-    def _reduce(self, losses: Tensor) -> list[float]:
-        *sums, stop_votes = distributed.sum_vector(losses)
-        self.stop_agreed = stop_votes > 0
-        return sums
 
     def _record(self, plan: StepPlan, batch: Sequence[MicroBatch], sums: Sequence[float]) -> StepRecord:
         total_weight = sum(micro_batch.weight for micro_batch in batch)
@@ -197,26 +136,6 @@ class LezoEngine:
                 f"got: the last at step {record.step}; "
                 "fix: lower zo.learning_rate, or use bf16 or fp32 in the place of fp16"
             )
-
-    @torch.no_grad()
-    def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """Return what a micro-batch wants, logits or new tokens, at the current weights. A collective."""
-        (outputs,) = self._run(to_device(micro_batch, self.device), None)
-        return outputs
-
-    __call__ = forward
-
-    def save_checkpoint(self, save_dir: str | Path, step: int | None = None) -> Path:
-        """Write the model as a Hugging Face directory `save_dir/step-NNNNNNNN`. A collective."""
-        step = self.global_steps if step is None else step
-        target = snapshot_path(Path(save_dir), step)
-        self.write_model(target)
-        return target
-
-    def write_model(self, target: Path) -> None:
-        """Write the model to `target` as a directory `from_pretrained` opens. A collective."""
-        facts = {"step": self.global_steps, "digest": self.weights.digest(), "base": self.base.fingerprint}
-        write_snapshot(self.weights, target, self.base.directory, facts)
 
     def load_checkpoint(
         self, load_dir: str | Path, steps: Sequence[StepRecord], step: int | None = None
@@ -248,26 +167,12 @@ class LezoEngine:
         if self.global_steps <= target and (snapshot is None or snapshot <= self.global_steps):
             return
         directory = self.base.directory if snapshot is None else snapshot_path(root, snapshot)
-        load_weights(self.weights, self.module, directory)
-        self.global_steps = snapshot or 0
+        self.load_model(directory, snapshot or 0)
 
 
 def _trailing_skips(records: Sequence[StepRecord]) -> int:
     """Return how many of the last steps, in a row, were skipped."""
     return sum(1 for _ in itertools.takewhile(lambda record: not record.applied, reversed(records)))
-
-
-def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Return the micro-batch with all its tensors on `device`."""
-
-    def move(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.to(device) for name, tensor in tensors.items()}
-
-    selection = batch.selection
-    if selection is not None:
-        vocabulary = None if selection.vocabulary is None else selection.vocabulary.to(device)
-        selection = LogitSelection(selection.rows.to(device), selection.positions.to(device), vocabulary)
-    return replace(batch, inputs=move(batch.inputs), labels=move(batch.labels), selection=selection)
 
 
 def initialize(

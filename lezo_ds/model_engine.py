@@ -1,0 +1,137 @@
+"""A sharded model that runs: what scoring needs, and what every way of training it has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lezo_ds import distributed, zero3
+from lezo_ds.batch import LogitSelection, MicroBatch
+from lezo_ds.errors import UserError
+from lezo_ds.generation import runner
+from lezo_ds.perturbed_forward import Perturbation, PerturbedForward
+from lezo_ds.sharded_model import ShardedModel, load_weights
+from lezo_ds.snapshots import snapshot_path, write_snapshot
+
+
+class ModelEngine:
+    """A sharded model in DeepSpeed's engine.
+
+    Attributes:
+        module: the model, its parameters sharded.
+        weights: this rank's shards.
+        layout: where the transformer blocks are.
+        base: where the weights came from.
+        global_steps: steps done since the base weights, skipped ones included.
+        stop_agreed: a rank asked for a stop, and all ranks know it since the last step.
+    """
+
+    def __init__(
+        self,
+        deepspeed_engine: Any,  # noqa: ANN401
+        perturbed: PerturbedForward,
+        sharded: ShardedModel,
+    ) -> None:
+        self.module = sharded.module
+        self.weights = sharded.weights
+        self.layout = sharded.layout
+        self.base = sharded.base
+        self.global_steps = 0
+        self.stop_agreed = False
+        self._deepspeed = deepspeed_engine
+        self._perturbed = perturbed
+        self._stop_requested = False
+
+    @property
+    def global_rank(self) -> int:
+        """Index of this process among all."""
+        return distributed.rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return distributed.world_size()
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return zero3.device()
+
+    @property
+    def monitor(self) -> Any:  # noqa: ANN401
+        """DeepSpeed's monitor: TensorBoard, W&B and CSV, as its config asks."""
+        return self._deepspeed.monitor
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop: after the next step `stop_agreed` is true on every rank. Signal-safe."""
+        self._stop_requested = True
+
+    @torch.no_grad()
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """Return what a micro-batch wants, logits or new tokens, at the current weights. A collective."""
+        (outputs,) = self._run(to_device(micro_batch, self.device), None)
+        return outputs
+
+    __call__ = forward
+
+    def save_checkpoint(self, save_dir: str | Path, step: int | None = None) -> Path:
+        """Write the model as a Hugging Face directory `save_dir/step-NNNNNNNN`. A collective."""
+        step = self.global_steps if step is None else step
+        target = snapshot_path(Path(save_dir), step)
+        self.write_model(target)
+        return target
+
+    def write_model(self, target: Path) -> None:
+        """Write the model to `target` as a directory `from_pretrained` opens. A collective."""
+        facts = {"step": self.global_steps, "digest": self.weights.digest(), "base": self.base.fingerprint}
+        write_snapshot(self.weights, target, self.base.directory, facts)
+
+    def load_model(self, directory: Path, step: int) -> None:
+        """Load weights that have seen `step` steps from a snapshot, or from the base model. A collective."""
+        load_weights(self.weights, self.module, directory)
+        self.global_steps = step
+
+    def _my_share(self, batch: Sequence[MicroBatch]) -> range:
+        """Return which micro-batches of a step's batch this rank runs.
+
+        Raises:
+            UserError: they cannot be shared evenly among the ranks.
+        """
+        if len(batch) % self.world_size:
+            raise UserError(
+                "the micro-batches of a step cannot be shared evenly",
+                got=f"{len(batch)} micro-batches on {self.world_size} ranks",
+                expected="a multiple of the number of ranks",
+                fix="change the micro-batch size or the number of ranks",
+            )
+        return range(self.global_rank, len(batch), self.world_size)
+
+    def _run(self, micro_batch: MicroBatch, perturbation: Perturbation | None) -> tuple[Tensor, ...]:
+        outputs = self._perturbed(micro_batch, perturbation, runner(micro_batch, self._deepspeed))
+        zero3.assert_released(self.weights.parameters)
+        return outputs
+
+    def _sum_losses(self, losses: Tensor) -> list[float]:
+        """Return the sums over all ranks of float64 [n]; the vote to stop goes with them. One all-reduce."""
+        vote = losses.new_tensor([float(self._stop_requested)])
+        *sums, stop_votes = distributed.sum_vector(torch.cat([losses, vote]))
+        self.stop_agreed = stop_votes > 0
+        return sums
+
+
+def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """Return the micro-batch with all its tensors on `device`."""
+
+    def move(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+    selection = batch.selection
+    if selection is not None:
+        vocabulary = None if selection.vocabulary is None else selection.vocabulary.to(device)
+        selection = LogitSelection(selection.rows.to(device), selection.positions.to(device), vocabulary)
+    return replace(batch, inputs=move(batch.inputs), labels=move(batch.labels), selection=selection)
