@@ -181,8 +181,8 @@ class ZoConfig:
     parameter), stochastic rounds at random without bias, nearest loses most of a small update."""
 
     directions: Annotated[int, Range(1)] = 1
-    """Number of directions whose estimates a step averages, each over the whole batch: N directions on N ranks
-    take the time of one direction on one rank."""
+    """Number of directions whose estimates a step averages, each over the whole batch; N of them on N ranks
+    take the time of one on one rank."""
 
     forward: Forward = "dual"
     """Both signs in one forward pass over a doubled batch, or in two_pass (the reference; gathers twice)."""

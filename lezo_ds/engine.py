@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lezo_ds import distributed, zero3
 from lezo_ds.batch import LossFunction, MicroBatch
-from lezo_ds.config import ZoConfig, num_dropped
+from lezo_ds.config import PeftConfig, ZoConfig, num_dropped
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.estimator import estimate
 from lezo_ds.journal import Journal, StepRecord
@@ -28,7 +28,7 @@ from lezo_ds.noise import noise_backend
 from lezo_ds.perturbed_forward import Perturbation, PerturbedForward, Sign
 from lezo_ds.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.snapshots import newest_snapshot, snapshot_path
-from lezo_ds.step_plan import MAX_BLOCKS, PLAN_BYTES, StepPlan, noise_seed
+from lezo_ds.step_plan import MAX_BLOCKS, PLAN_BYTES, StepPlan, direction_seed, noise_seed
 
 logger = logging.getLogger(__name__)
 
@@ -62,21 +62,22 @@ class LezoEngine(ModelEngine):
         """Do one step.
 
         Args:
-            batch: the step's whole batch, the same on every rank; rank r runs micro-batches r, r + world, ...
-                Runs are equal on any number of ranks if their micro-batches are.
+            batch: the step's whole batch, the same on every rank. Each pair of a micro-batch and a direction
+                is one forward pass; rank r runs passes r, r + world, ... Runs are equal on any number of
+                ranks if their micro-batches are.
             loss_function: (logits, or new tokens; micro-batch) -> summed loss of each example.
 
         Returns:
             What was done; `applied` is false if a loss was not finite, and then nothing has changed.
 
         Raises:
-            UserError: the micro-batches cannot be shared evenly among the ranks.
+            UserError: the passes cannot be shared evenly among the ranks.
             DivergenceError: the losses of `max_skipped_steps` steps in a row were not finite.
             JournalError: the journal cannot be written; the step is not applied.
         """
-        indices = self._my_share(batch)
+        passes = self._my_share(len(batch) * self._config.directions)
         plan = self._share_plan()
-        losses = self._local_losses(plan, batch, indices, loss_function)
+        losses = self._local_losses(plan, batch, passes, loss_function)
         record = self._record(plan, batch, self._sum_losses(losses))
         if self._journal is not None:
             self._journal.append(record)
@@ -94,20 +95,26 @@ class LezoEngine(ModelEngine):
         return StepPlan.unpack(distributed.broadcast_bytes(plan.pack(), PLAN_BYTES))
 
     def _local_losses(
-        self, plan: StepPlan, batch: Sequence[MicroBatch], indices: range, loss_function: LossFunction
+        self, plan: StepPlan, batch: Sequence[MicroBatch], passes: range, loss_function: LossFunction
     ) -> Tensor:
-        """Return float64 [2 * micro-batches]: both losses of my micro-batches, 0 for the other ranks'."""
-        losses = torch.zeros(2 * len(batch), dtype=torch.float64, device=self.device)
-        for index in indices:
-            micro_batch = to_device(batch[index], self.device)
-            for side, outputs in enumerate(self._both_sides(plan, micro_batch)):
+        """Return float64 [2 * passes]: both losses of my forward passes, 0 for the other ranks'.
+
+        Pass i is micro-batch i // directions in direction i % directions: with as many directions as ranks,
+        each rank runs the whole batch in a direction of its own.
+        """
+        num_directions = self._config.directions
+        losses = torch.zeros(2 * len(batch) * num_directions, dtype=torch.float64, device=self.device)
+        for index in passes:
+            micro_batch = to_device(batch[index // num_directions], self.device)
+            seed = direction_seed(plan.seed, index % num_directions)
+            for side, outputs in enumerate(self._both_sides(plan, seed, micro_batch)):
                 losses[2 * index + side] = loss_function(outputs, micro_batch).double().sum()
         return losses
 
-    def _both_sides(self, plan: StepPlan, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
+    def _both_sides(self, plan: StepPlan, seed: int, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
         def run(sign: Sign) -> tuple[Tensor, ...]:
             dropped = frozenset(plan.dropped_layers)
-            perturbation = Perturbation(plan.seed, plan.perturbation_scale, dropped, sign)
+            perturbation = Perturbation(seed, plan.perturbation_scale, dropped, sign)
             return self._run(micro_batch, perturbation)
 
         if self._config.forward == "dual":
@@ -116,16 +123,21 @@ class LezoEngine(ModelEngine):
 
     def _record(self, plan: StepPlan, batch: Sequence[MicroBatch], sums: Sequence[float]) -> StepRecord:
         total_weight = sum(micro_batch.weight for micro_batch in batch)
-        found = estimate(sums[0::2], sums[1::2], total_weight, plan.perturbation_scale)
+        stride = 2 * self._config.directions
+        found = [
+            estimate(sums[first::stride], sums[first + 1 :: stride], total_weight, plan.perturbation_scale)
+            for first in range(0, stride, 2)
+        ]
+        applied = all(direction.is_finite for direction in found)
         return StepRecord(
             step=plan.step,
             seed=plan.seed,
             dropped_layers=plan.dropped_layers,
-            projected_grads=(found.projected_gradient,) if found.is_finite else (),
+            projected_grads=tuple(direction.projected_gradient for direction in found) if applied else (),
             learning_rate=plan.learning_rate,
             perturbation_scale=plan.perturbation_scale,
-            loss=found.loss if found.is_finite else None,
-            applied=found.is_finite,
+            loss=sum(direction.loss for direction in found) / len(found) if applied else None,
+            applied=applied,
         )
 
     def _check_divergence(self, record: StepRecord) -> None:
@@ -164,10 +176,11 @@ class LezoEngine(ModelEngine):
     def _load_nearest(self, root: Path, target: int) -> None:
         newest = newest_snapshot(root, target) if self.global_rank == 0 else None
         snapshot: int | None = distributed.broadcast_object(newest)
-        if self.global_steps <= target and (snapshot is None or snapshot <= self.global_steps):
-            return
-        directory = self.base.directory if snapshot is None else snapshot_path(root, snapshot)
-        self.load_model(directory, snapshot or 0)
+        # A snapshot of step 0 is loaded though this engine stands there too: the values that an adapter
+        # starts from may come from a forward pass, whose last bits another machine does not repeat.
+        is_nearer = snapshot is not None and (snapshot > self.global_steps or snapshot == self.global_steps == 0)
+        if self.global_steps > target or is_nearer:
+            self.load_model(None if snapshot is None else snapshot_path(root, snapshot), snapshot or 0)
 
 
 def _trailing_skips(records: Sequence[StepRecord]) -> int:
@@ -176,7 +189,12 @@ def _trailing_skips(records: Sequence[StepRecord]) -> int:
 
 
 def initialize(
-    model: str, config: ZoConfig, ds_config: Mapping[str, Any], dtype: str = "fp32", seed: int = 0
+    model: str,
+    config: ZoConfig,
+    ds_config: Mapping[str, Any],
+    dtype: str = "fp32",
+    seed: int = 0,
+    peft: PeftConfig | None = None,
 ) -> LezoEngine:
     """Load a model sharded over all ranks and return the engine that trains it.
 
@@ -187,22 +205,31 @@ def initialize(
         config: the zeroth-order optimiser's settings.
         ds_config: DeepSpeed config as a dict, from `lezo_ds.ds_config.load_ds_config`.
         dtype: of the weights: "fp32", "bf16" or "fp16".
-        seed: of the run: noise and dropped layers follow from (seed, step).
+        seed: of the run: noise and dropped layers follow from (seed, step), an adapter's start from seed.
+        peft: the adapter to train; None to train all weights.
 
     Raises:
-        UserError: no such model, no transformer blocks, weights that do not fit.
+        UserError: no such model, no transformer blocks, weights or an adapter that do not fit; or all that
+            would be trained is in blocks, and all blocks are dropped.
     """
     distributed.init_distributed()
-    sharded = load_sharded_model(model, ds_config, dtype, config.update_precision)
+    sharded = load_sharded_model(model, ds_config, dtype, config.update_precision, seed, peft)
     num_blocks = sharded.layout.num_blocks
     if num_blocks > MAX_BLOCKS:
         raise UserError("the model has too many blocks", got=num_blocks, expected=f"at most {MAX_BLOCKS}")
-    num_dropped(config, num_blocks)
+    dropped = num_dropped(config, num_blocks)
     engine = zero3.start_engine(sharded.module, sharded.ds_config)
     trainable = {
         parameter.parameter: parameter.named
         for parameter in sharded.weights.parameters
         if parameter.parameter.requires_grad
     }
+    if dropped == num_blocks and all(named.block is not None for named in trainable.values()):
+        raise UserError(
+            "nothing is left to train: every block is dropped, and what is trained is in the blocks",
+            got=f"{dropped} of {num_blocks} blocks dropped a step, and an adapter in them",
+            expected=f"at most {num_blocks - 1}",
+            fix="set zo.sparsity=0.5, or peft.kind=none",
+        )
     perturbed = PerturbedForward(sharded.module, trainable, noise_backend(zero3.device()))
     return LezoEngine(engine, perturbed, sharded, config, seed)

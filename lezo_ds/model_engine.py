@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from lezo_ds.batch import LogitSelection, MicroBatch
 from lezo_ds.errors import UserError
 from lezo_ds.generation import runner
 from lezo_ds.perturbed_forward import Perturbation, PerturbedForward
-from lezo_ds.sharded_model import ShardedModel, load_weights
-from lezo_ds.snapshots import snapshot_path, write_snapshot
+from lezo_ds.sharded_model import ShardedModel
+from lezo_ds.snapshots import snapshot_path
 
 
 class ModelEngine:
@@ -37,6 +37,7 @@ class ModelEngine:
         perturbed: PerturbedForward,
         sharded: ShardedModel,
     ) -> None:
+        self._sharded = sharded
         self.module = sharded.module
         self.weights = sharded.weights
         self.layout = sharded.layout
@@ -87,29 +88,31 @@ class ModelEngine:
         return target
 
     def write_model(self, target: Path) -> None:
-        """Write the model to `target` as a directory `from_pretrained` opens. A collective."""
-        facts = {"step": self.global_steps, "digest": self.weights.digest(), "base": self.base.fingerprint}
-        write_snapshot(self.weights, target, self.base.directory, facts)
+        """Write the model, or its adapter, to the directory `target` (see `write_snapshot`). A collective."""
+        self._sharded.write(target, self.global_steps)
 
-    def load_model(self, directory: Path, step: int) -> None:
-        """Load weights that have seen `step` steps from a snapshot, or from the base model. A collective."""
-        load_weights(self.weights, self.module, directory)
+    def load_model(self, snapshot: Path | None, step: int) -> None:
+        """Load weights that have seen `step` steps: a snapshot's, or (None) the initial ones. A collective."""
+        if snapshot is None:
+            self._sharded.load_initial()
+        else:
+            self._sharded.load_snapshot(snapshot)
         self.global_steps = step
 
-    def _my_share(self, batch: Sequence[MicroBatch]) -> range:
-        """Return which micro-batches of a step's batch this rank runs.
+    def _my_share(self, num_passes: int) -> range:
+        """Return which of a step's forward passes this rank runs.
 
         Raises:
             UserError: they cannot be shared evenly among the ranks.
         """
-        if len(batch) % self.world_size:
+        if num_passes % self.world_size:
             raise UserError(
-                "the micro-batches of a step cannot be shared evenly",
-                got=f"{len(batch)} micro-batches on {self.world_size} ranks",
+                "the forward passes of a step cannot be shared evenly",
+                got=f"{num_passes} (micro-batches x directions) on {self.world_size} ranks",
                 expected="a multiple of the number of ranks",
                 fix="change the micro-batch size or the number of ranks",
             )
-        return range(self.global_rank, len(batch), self.world_size)
+        return range(self.global_rank, num_passes, self.world_size)
 
     def _run(self, micro_batch: MicroBatch, perturbation: Perturbation | None) -> tuple[Tensor, ...]:
         outputs = self._perturbed(micro_batch, perturbation, runner(micro_batch, self._deepspeed))

@@ -45,6 +45,14 @@ class StepPlan:
         return cls(step, seed, dropped, learning_rate, scale)
 
 
+def direction_seed(seed: int, direction: int) -> int:
+    """Return the noise key of one of a step's directions: for the first the step's own, else a hash of it."""
+    if direction == 0:
+        return seed
+    text = f"lezo_ds direction 1|{seed}|{direction}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
 def noise_seed(run_seed: int, step: int) -> int:
     """Return the 64-bit noise key of a step: a hash, so that no two steps or runs share a stream.
 

@@ -14,6 +14,7 @@ from lezo_ds.digest import shard_digest
 from lezo_ds.errors import UserError
 from lezo_ds.journal import StepRecord
 from lezo_ds.noise import NoiseBackend, UpdatePrecision, split_master
+from lezo_ds.step_plan import direction_seed
 from lezo_ds.zero3 import ShardedParameter
 
 _LOW_STREAM = 0x80000000  # keeps the digest of the low bits apart from that of the shard they belong to
@@ -27,6 +28,12 @@ class ShardedWeights:
         aliases: every name of each parameter (tied weights have several).
         noise: draws z.
         precision: how updates are stored (see lezo_ds.noise.precision).
+        has_adapter: only an adapter's parameters are trained, and no checkpoint of the model holds them.
+
+    Attributes:
+        base_parameters: those that a checkpoint of the model holds.
+        adapter_parameters: the adapter's; empty without one.
+        low_bits: by parameter name, those of this rank's shards.
     """
 
     def __init__(
@@ -35,25 +42,40 @@ class ShardedWeights:
         aliases: Mapping[str, tuple[str, ...]],
         noise: NoiseBackend,
         precision: UpdatePrecision,
+        has_adapter: bool = False,
     ) -> None:
         self.parameters = parameters
+        self.adapter_parameters = [p for p in parameters if has_adapter and p.parameter.requires_grad]
+        self.base_parameters = [p for p in parameters if not (has_adapter and p.parameter.requires_grad)]
         self._aliases = aliases
         self._noise = noise
         self._precision = precision
         self.low_bits: dict[str, Tensor] = {}
+        self._initial: list[tuple[ShardedParameter, Tensor, Tensor | None]] = []
 
-    def load(self, files: WeightFiles, low_bits: WeightFiles | None = None) -> None:
-        """Fill the shards; each rank reads only its own elements of every tensor.
+    @property
+    def stored_parameters(self) -> Sequence[ShardedParameter]:
+        """What a snapshot holds: the adapter's parameters, or all of them."""
+        return self.adapter_parameters or self.parameters
+
+    def load(
+        self,
+        parameters: Sequence[ShardedParameter],
+        files: WeightFiles,
+        low_bits: WeightFiles | None = None,
+    ) -> None:
+        """Fill shards; each rank reads only its own elements of every tensor.
 
         Args:
-            files: the model's tensors; what a 16-bit shard cannot hold of a wider one becomes its low bits.
+            parameters: which to fill.
+            files: their tensors; what a 16-bit shard cannot hold of a wider one becomes its low bits.
             low_bits: stored low bits of a snapshot.
 
         Raises:
             UserError: a tensor is missing or has another shape.
         """
-        stored = files.find(self._aliases)
-        for parameter in self.parameters:
+        stored = files.find({parameter.name: self._aliases[parameter.name] for parameter in parameters})
+        for parameter in parameters:
             name = stored[parameter.name]
             if files.shape(name) != parameter.shape:
                 raise UserError(
@@ -69,12 +91,19 @@ class ShardedWeights:
                 if low_bits and parameter.count
                 else None
             )
-            self._fill(parameter, values, low)
+            self.fill(parameter, values, low)
             for source in (files, low_bits):
                 if source is not None:
                     source.close()  # it opens again: until closed, all pages read count as our memory
 
-    def _fill(self, parameter: ShardedParameter, values: Tensor, low: Tensor | None) -> None:
+    def fill(self, parameter: ShardedParameter, values: Tensor, low: Tensor | None = None) -> None:
+        """Fill one shard.
+
+        Args:
+            parameter: which.
+            values: [count], of any dtype; without `low`, what a 16-bit shard cannot hold becomes low bits.
+            low: int16 [count], the low bits that belong to `values`.
+        """
         dtype = parameter.parameter.dtype
         with parameter.shard(write=True) as shard:
             if self._keeps_low_bits(parameter):
@@ -84,12 +113,26 @@ class ShardedWeights:
                 self.low_bits[parameter.name] = low.to(shard.device)
             shard.copy_(values)
 
+    def keep_initial(self) -> None:
+        """Keep a copy of the adapter's shards, which are small, for `restore_initial`."""
+        for parameter in self.adapter_parameters:
+            low = self.low_bits.get(parameter.name)
+            with parameter.shard() as shard:
+                self._initial.append((parameter, shard.clone(), None if low is None else low.clone()))
+
+    def restore_initial(self) -> None:
+        """Bring the adapter's shards back to what `keep_initial` kept."""
+        for parameter, values, low in self._initial:
+            self.fill(parameter, values, None if low is None else low.clone())
+
     def _keeps_low_bits(self, parameter: ShardedParameter) -> bool:
         tensor = parameter.parameter
         return self._precision == "fp32_master" and tensor.dtype != torch.float32 and tensor.requires_grad
 
     def apply(self, records: Iterable[StepRecord]) -> None:
         """Apply the updates of steps, in order: theta_i -= eta g z_i (LeZO, Algorithm 1, line 8).
+
+        With N directions a step, theta_i -= eta / N g_n z_n,i for each n in turn.
 
         Training applies one record at a time, replay many at once: the bits are the same.
         """
@@ -98,10 +141,11 @@ class ShardedWeights:
             if not parameter.parameter.requires_grad or parameter.count == 0:
                 continue
             steps = [
-                (record.seed, coefficient)
+                (direction_seed(record.seed, direction), coefficient)
                 for record in applied
                 if parameter.named.block not in record.dropped_layers
-                and (coefficient := record.learning_rate * record.projected_grads[0]) != 0
+                for direction, gradient in enumerate(record.projected_grads)
+                if (coefficient := record.learning_rate / len(record.projected_grads) * gradient) != 0
             ]
             if steps:
                 self._update(parameter, steps)
@@ -117,22 +161,31 @@ class ShardedWeights:
             else:
                 self._noise.update_many_(shard, start, parameter_id, steps, self._precision, low)
 
-    def digests(self) -> dict[str, int]:
-        """Return a digest of each full parameter and its low bits, however sharded. A collective."""
+    def digests(self, parameters: Sequence[ShardedParameter] | None = None) -> dict[str, int]:
+        """Return a digest of each full parameter and its low bits, however sharded. A collective.
+
+        Args:
+            parameters: of which; None for all.
+        """
+        parameters = self.parameters if parameters is None else parameters
         local = []
-        for parameter in self.parameters:
+        for parameter in parameters:
             with parameter.shard() as shard:
                 total = shard_digest(shard, parameter.start, parameter.named.parameter_id)
             if parameter.name in self.low_bits:
                 low = self.low_bits[parameter.name]
                 total += shard_digest(low, parameter.start, parameter.named.parameter_id ^ _LOW_STREAM)
             local.append((total + 2**63) % 2**64 - 2**63)
-        names = [parameter.name for parameter in self.parameters]
+        names = [parameter.name for parameter in parameters]
         return dict(zip(names, distributed.sum_integers(local), strict=True))
 
-    def digest(self) -> str:
-        """Return one digest of all weights, 32 hex digits. A collective; the same for any sharding."""
-        text = ";".join(f"{name}:{value}" for name, value in sorted(self.digests().items()))
+    def digest(self, parameters: Sequence[ShardedParameter] | None = None) -> str:
+        """Return one digest of weights, 32 hex digits. A collective; the same for any sharding.
+
+        Args:
+            parameters: of which; None for all.
+        """
+        text = ";".join(f"{name}:{value}" for name, value in sorted(self.digests(parameters).items()))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def gather_low_bits(self, parameter: ShardedParameter) -> Tensor | None:

@@ -51,7 +51,8 @@ class ZerothOrderRun(Run):
         batch = self.data.batch(self.config, self._lezo.global_steps)
         record = self._lezo.train_batch(batch, self.data.loss)
         self._steps.append(record)
-        gradient = record.projected_grads[0] if record.applied else None
+        gradients = record.projected_grads
+        gradient = sum(gradients) / len(gradients) if record.applied else None
         return {"loss": record.loss, "projected_gradient": gradient, "applied": record.applied}
 
     def _record_evaluation(self, record: EvaluationRecord) -> None:
@@ -85,14 +86,12 @@ class ZerothOrderRun(Run):
         if self.data.objective.reads_answers:
             return None
         train, parameters = self.config.train, self._lezo.weights.parameters
-        num_micro_batches = train.batch_size // train.micro_batch_size
-        num_passes = (
-            num_micro_batches // self._lezo.world_size * (1 if self.config.zo.forward == "dual" else 2)
-        )
+        num_passes = train.batch_size // train.micro_batch_size * self.config.zo.directions
+        num_forwards = num_passes // self._lezo.world_size * (1 if self.config.zo.forward == "dual" else 2)
         model = sum(p.numel * p.parameter.element_size() for p in parameters)
         return {
-            "gathered": model * num_passes if self._lezo.world_size > 1 else 0,
-            "other": PLAN_BYTES + 8 * (2 * num_micro_batches + 1),
+            "gathered": model * num_forwards if self._lezo.world_size > 1 else 0,
+            "other": PLAN_BYTES + 8 * (2 * num_passes + 1),
         }
 
 

@@ -44,18 +44,25 @@ class ReferenceRun:
                 module.__class__ = _LayerNorm
         self.model.to(dtype)
 
-    @torch.no_grad()
     def step(self, batch, seed, dropped_blocks=()):
         """Do one step and return (mean loss, projected gradient)."""
+        return self.step_in_directions(batch, [seed], dropped_blocks)
+
+    @torch.no_grad()
+    def step_in_directions(self, batch, seeds, dropped_blocks=()):
+        """Do one step along the mean of several directions; return (mean loss, *projected gradients)."""
         prefixes = tuple(f"{self.blocks}.{block}." for block in dropped_blocks)
         active = [name for name in self.parameters if not name.startswith(prefixes)]
-        z = {name: self._normal(name, seed) for name in active}
-        plus = self._loss_at(z, self.scale, batch)
-        minus = self._loss_at(z, -self.scale, batch)
-        gradient = (plus - minus) / (2 * self.scale)
-        for name in active:
-            self.masters[name] -= self.learning_rate * gradient * z[name]
-        return (plus + minus) / 2, gradient
+        losses, gradients, directions = [], [], []
+        for seed in seeds:
+            directions.append({name: self._normal(name, seed) for name in active})
+            plus, minus = (self._loss_at(directions[-1], sign * self.scale, batch) for sign in (1, -1))
+            losses.append((plus + minus) / 2)
+            gradients.append((plus - minus) / (2 * self.scale))
+        for gradient, z in zip(gradients, directions, strict=True):
+            for name in active:
+                self.masters[name] -= self.learning_rate / len(seeds) * gradient * z[name]
+        return sum(losses) / len(losses), *gradients
 
     def stored(self):
         """Return the weights as stored, by name."""
