@@ -121,11 +121,20 @@ class WeightFiles:
         directory: holds model.safetensors, or an index and its files, or pytorch_model*.bin (converted once).
         prefix: base-model prefix ("model") that a checkpoint of the bare decoder lacks.
         rename: gives a stored tensor's name in the model (see `checkpoint_renaming`).
+        single: name of the one file that holds all of them, where it is not one of the above.
     """
 
-    def __init__(self, directory: Path, prefix: str = "", rename: Callable[[str], str] = str) -> None:
-        directory = _with_safetensors(directory)
-        self._files = _tensor_files(directory)
+    def __init__(
+        self,
+        directory: Path,
+        prefix: str = "",
+        rename: Callable[[str], str] = str,
+        single: str | None = None,
+    ) -> None:
+        if single is None:
+            self._files = _tensor_files(_with_safetensors(directory))
+        else:
+            self._files = _tensors_of(directory / single)
         self._stored = {rename(name): name for name in self._files} | {name: name for name in self._files}
         self._prefix = prefix
         self._open = ExitStack()
@@ -195,9 +204,12 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     if index.is_file():
         weight_map = json.loads(index.read_text())["weight_map"]
         return {name: directory / file for name, file in weight_map.items()}
-    single = directory / _SINGLE
-    with _open_safetensors(single) as handle:
-        return dict.fromkeys(handle.keys(), single)
+    return _tensors_of(directory / _SINGLE)
+
+
+def _tensors_of(file: Path) -> dict[str, Path]:
+    with _open_safetensors(file) as handle:
+        return dict.fromkeys(handle.keys(), file)
 
 
 def _open_safetensors(path: Path) -> Any:  # noqa: ANN401

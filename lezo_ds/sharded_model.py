@@ -1,8 +1,8 @@
-"""From a model on disk to one whose weights are shared among the ranks; none ever holds the whole model."""
+"""A model whose weights are shared among the ranks, from disk and back; none ever holds the whole model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from lezo_ds import distributed, zero3
+from lezo_ds.adapters import Adapter, make_adapter
 from lezo_ds.checkpoint_files import (
     DTYPES,
     WeightFiles,
@@ -18,12 +19,14 @@ from lezo_ds.checkpoint_files import (
     load_config,
     resolve_model,
 )
+from lezo_ds.config import PeftConfig
 from lezo_ds.layers import BlockLayout, find_blocks
 from lezo_ds.noise import UpdatePrecision, noise_backend
 from lezo_ds.parameters import parameter_ids, table_hash
 from lezo_ds.perturbed_forward import NamedParameter
-from lezo_ds.snapshots import LOW_BITS_DIRECTORY
+from lezo_ds.snapshots import LOW_BITS_DIRECTORY, write_snapshot
 from lezo_ds.weights import ShardedWeights
+from lezo_ds.zero3 import ShardedParameter
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,13 @@ class BaseModel:
     """Where a model came from.
 
     Attributes:
+        name: hub id or directory, as it was asked for.
         directory: the Hugging Face directory of the base weights.
-        fingerprint: digest of the base weights as loaded, 32 hex digits.
-        table_hash: hash of all parameter names and shapes.
+        fingerprint: digest of the base weights as loaded, 32 hex digits; the same with any adapter.
+        table_hash: hash of all parameter names and shapes, an adapter's too.
     """
 
+    name: str
     directory: Path
     fingerprint: str
     table_hash: str
@@ -51,6 +56,7 @@ class ShardedModel:
         layout: where the transformer blocks are.
         base: where the weights came from.
         ds_config: what DeepSpeed's engine is to be started with.
+        adapter: what is trained in the place of the model's own weights, if anything is.
     """
 
     module: nn.Module
@@ -58,10 +64,42 @@ class ShardedModel:
     layout: BlockLayout
     base: BaseModel
     ds_config: Mapping[str, Any]
+    adapter: Adapter | None
+
+    def write(self, target: Path, step: int) -> None:
+        """Write the model, or its adapter, to the directory `target`. A collective.
+
+        Args:
+            target: as a snapshot (see lezo_ds.snapshots); a model can be opened with `from_pretrained`.
+            step: how many updates the weights have seen.
+        """
+        facts = {"step": step, "digest": self.weights.digest(), "base": self.base.fingerprint}
+        write_snapshot(self.weights, target, self.base.directory, facts, self.adapter, self.base.name)
+
+    def load_snapshot(self, directory: Path) -> None:
+        """Bring the weights to those that `write` wrote, bit for bit. A collective."""
+        if self.adapter is None:
+            load_weights(self.weights, self.module, directory)
+            return
+        adapter = self.adapter
+        files = WeightFiles(directory, rename=adapter.unstored_name, single=adapter.weights_file)
+        _load(self.weights, self.weights.adapter_parameters, files, directory)
+
+    def load_initial(self) -> None:
+        """Bring the weights back to those before the first update, bit for bit. A collective."""
+        if self.adapter is None:
+            load_weights(self.weights, self.module, self.base.directory)
+        else:
+            self.weights.restore_initial()
 
 
 def load_sharded_model(
-    model: str, ds_config: Mapping[str, Any], dtype: str, precision: UpdatePrecision
+    model: str,
+    ds_config: Mapping[str, Any],
+    dtype: str,
+    precision: UpdatePrecision,
+    seed: int = 0,
+    peft: PeftConfig | None = None,
 ) -> ShardedModel:
     """Build a model, shard it, and fill the shards; each rank reads only its own slices. A collective.
 
@@ -70,36 +108,52 @@ def load_sharded_model(
         ds_config: DeepSpeed config as a dict, from `lezo_ds.ds_config.load_ds_config`.
         dtype: of the weights: "fp32", "bf16" or "fp16".
         precision: how updates will be stored.
+        seed: of the run; the initial values of an adapter follow from it.
+        peft: the adapter to train; None to train all weights.
 
     Raises:
-        UserError: no such model, no transformer blocks, weights that do not fit.
+        UserError: no such model, no transformer blocks, weights or an adapter that do not fit.
     """
     directory = _resolve_on_all_nodes(model)
     module = build_on_meta(load_config(directory), DTYPES[dtype])
     layout = find_blocks(module)
-    aliases = _aliases(module)
+    adapter = make_adapter(peft)
+    if adapter is not None:
+        adapter.attach(module, layout)
+    own_name = str if adapter is None else adapter.own_name
+    aliases = _aliases(module, own_name)
     ids = parameter_ids(aliases)
     ds_config = _with_reuse_distance(ds_config, module)
     zero3.shard_model(module, ds_config)
     named = {
         parameter: NamedParameter(name, ids[name], layout.block_of(name))
-        for name, parameter in module.named_parameters()
+        for name, parameter in ((own_name(name), parameter) for name, parameter in module.named_parameters())
     }
     parameters = zero3.sharded_parameters(module, named)
-    weights = ShardedWeights(parameters, aliases, noise_backend(zero3.device()), precision)
+    backend = noise_backend(zero3.device())
+    weights = ShardedWeights(parameters, aliases, backend, precision, has_adapter=adapter is not None)
     load_weights(weights, module, directory)
     shapes = {parameter.name: parameter.shape for parameter in parameters}
-    base = BaseModel(directory, weights.digest(), table_hash(shapes))
-    return ShardedModel(module, weights, layout, base, ds_config)
+    base = BaseModel(model, directory, weights.digest(weights.base_parameters), table_hash(shapes))
+    if adapter is not None:
+        adapter.fill(weights, module, seed)
+        weights.keep_initial()
+    return ShardedModel(module, weights, layout, base, ds_config, adapter)
 
 
 def load_weights(weights: ShardedWeights, model: nn.Module, directory: Path) -> None:
-    """Fill the shards from a model directory, with its low bits if it is a snapshot that has them."""
+    """Fill the model's own shards from its directory, with its low bits if it is a snapshot that has them."""
     files = WeightFiles(directory, getattr(model, "base_model_prefix", ""), checkpoint_renaming(model))
+    _load(weights, weights.base_parameters, files, directory)
+
+
+def _load(
+    weights: ShardedWeights, parameters: Sequence[ShardedParameter], files: WeightFiles, directory: Path
+) -> None:
     low_bits = directory / LOW_BITS_DIRECTORY
     low_files = WeightFiles(low_bits) if low_bits.is_dir() else None
     try:
-        weights.load(files, low_files)
+        weights.load(parameters, files, low_files)
     finally:
         files.close()
         if low_files is not None:
@@ -114,11 +168,11 @@ def _resolve_on_all_nodes(model: str) -> Path:
     return resolve_model(model)
 
 
-def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
+def _aliases(module: nn.Module, own_name: Callable[[str], str]) -> dict[str, tuple[str, ...]]:
     """Return every name of each parameter, by its first name."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+        names.setdefault(id(parameter), []).append(own_name(name))
     return {found[0]: tuple(found) for found in names.values()}
 
 

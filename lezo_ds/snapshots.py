@@ -1,4 +1,4 @@
-"""Snapshots: plain Hugging Face directories, written a parameter at a time, whole or absent."""
+"""Snapshots: plain Hugging Face or peft directories, written a parameter at a time, whole or absent."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lezo_ds import distributed
+from lezo_ds.adapters import Adapter
 from lezo_ds.errors import LezoError
 from lezo_ds.files import sha256_file, sync_directory, write_atomically
 from lezo_ds.weights import ShardedWeights
@@ -33,8 +34,17 @@ def snapshot_path(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
-def write_snapshot(weights: ShardedWeights, target: Path, source: Path, facts: dict[str, Any]) -> None:
-    """Write the model to `target`, which `from_pretrained` opens. A collective; rank 0 writes.
+def write_snapshot(
+    weights: ShardedWeights,
+    target: Path,
+    source: Path,
+    facts: dict[str, Any],
+    adapter: Adapter | None = None,
+    base_model: str = "",
+) -> None:
+    """Write the model, or its adapter, to `target`. A collective; rank 0 writes.
+
+    A model is a directory that `from_pretrained` opens; an adapter is in peft's format where it has one.
 
     Everything goes to a temporary directory and is synced, the manifest with all hashes last; one rename
     makes it visible. Rank 0 holds at most one output file (4 GiB, or one parameter) at a time.
@@ -44,6 +54,8 @@ def write_snapshot(weights: ShardedWeights, target: Path, source: Path, facts: d
         target: the directory to make; replaced if it exists.
         source: the base model's directory; its tokenizer is copied, and its config with the weights' dtype.
         facts: what the manifest says besides the files: step, digest, dtype.
+        adapter: what is trained in the place of the weights; then nothing but it is written.
+        base_model: hub id or directory of the model that the adapter belongs to.
 
     Raises:
         LezoError: rank 0 cannot write; every rank raises.
@@ -51,11 +63,20 @@ def write_snapshot(weights: ShardedWeights, target: Path, source: Path, facts: d
     temporary = target.with_name(f".{target.name}.tmp")
     writes = distributed.rank() == 0
     dtype = str(weights.parameters[0].parameter.dtype).removeprefix("torch.")
-    problem = _attempt(lambda: _prepare(temporary, source, dtype)) if writes else None
-    main = _TensorWriter(temporary, writes and problem is None)
+
+    def prepare() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        if adapter is None:
+            _copy_companions(source, temporary, dtype)
+        else:
+            adapter.write_config(temporary, base_model)
+
+    problem = _attempt(prepare) if writes else None
+    main = _TensorWriter(temporary, writes and problem is None, adapter.weights_file if adapter else None)
     low = _TensorWriter(temporary / LOW_BITS_DIRECTORY, writes and problem is None)
-    for parameter in weights.parameters:
-        main.add(parameter.name, parameter.gather())
+    for parameter in weights.stored_parameters:
+        main.add(adapter.stored_name(parameter.name) if adapter else parameter.name, parameter.gather())
         low.add(parameter.name, weights.gather_low_bits(parameter))
     if writes and problem is None:
         problem = main.finish() or low.finish() or _attempt(lambda: _publish(temporary, target, facts))
@@ -67,14 +88,16 @@ def write_snapshot(weights: ShardedWeights, target: Path, source: Path, facts: d
 
 
 class _TensorWriter:
-    """Collects tensors and writes numbered safetensors files with an index; an error is kept, not raised.
+    """Collects tensors and writes safetensors files; an error is kept, not raised.
 
+    They are numbered and have an index, unless there is to be a `single` file of that name.
     Every rank goes on gathering when rank 0's disk is full; else they would hang.
     """
 
-    def __init__(self, directory: Path, writes: bool) -> None:
+    def __init__(self, directory: Path, writes: bool, single: str | None = None) -> None:
         self._directory = directory
         self._writes = writes
+        self._single = single
         self._pending: dict[str, Tensor] = {}
         self._weight_map: dict[str, str] = {}
         self._total_bytes = 0
@@ -84,7 +107,8 @@ class _TensorWriter:
         if tensor is None or not self._writes or self._problem:
             return
         pending_bytes = sum(t.nbytes for t in self._pending.values())
-        if self._pending and pending_bytes + tensor.nbytes > _MAX_FILE_BYTES:
+        is_full = pending_bytes + tensor.nbytes > _MAX_FILE_BYTES
+        if self._pending and is_full and self._single is None:
             self._flush()
         self._pending[name] = tensor.contiguous()
 
@@ -92,14 +116,14 @@ class _TensorWriter:
         """Write what is left and the index; return what went wrong, if anything did."""
         if self._pending and not self._problem:
             self._flush()
-        if self._weight_map and not self._problem:
+        if self._weight_map and not self._problem and self._single is None:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": self._weight_map}
             path = self._directory / "model.safetensors.index.json"
             self._problem = _attempt(lambda: write_atomically(path, json.dumps(index, indent=1)))
         return self._problem
 
     def _flush(self) -> None:
-        file = f"model-{len(set(self._weight_map.values())) + 1:05d}.safetensors"
+        file = self._single or f"model-{len(set(self._weight_map.values())) + 1:05d}.safetensors"
         self._problem = _attempt(lambda: self._save(self._directory / file))
         self._weight_map.update(dict.fromkeys(self._pending, file))
         self._total_bytes += sum(t.nbytes for t in self._pending.values())
@@ -118,9 +142,7 @@ def _attempt(action: Any) -> str | None:  # noqa: ANN401
     return None
 
 
-def _prepare(temporary: Path, source: Path, dtype: str) -> None:
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+def _copy_companions(source: Path, temporary: Path, dtype: str) -> None:
     for file in sorted(source.iterdir()):
         is_weights = file.suffix in _WEIGHT_SUFFIXES or ".index." in file.name
         if file.is_file() and not is_weights and file.name != MANIFEST:

@@ -157,6 +157,32 @@ def assert_released(parameters: Sequence[ShardedParameter]) -> None:
         raise RuntimeError(f"parameters still gathered after a forward pass: {held}")
 
 
+@contextmanager
+def gathered_modules(model: nn.Module) -> Iterator[None]:
+    """Gather each module's own parameters while it runs: forward passes before the engine is started.
+
+    Every rank must run the same passes.
+    """
+    running: list[Any] = []
+
+    def gather(module: nn.Module, _inputs: Any) -> None:  # noqa: ANN401
+        running.append(deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False))))
+        running[-1].__enter__()
+
+    def release(_module: nn.Module, _inputs: Any, _output: Any) -> None:  # noqa: ANN401
+        running.pop().__exit__(None, None, None)
+
+    hooks: list[Any] = []
+    for module in model.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            hooks += [module.register_forward_pre_hook(gather), module.register_forward_hook(release)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def finish_updates() -> None:
     """Wait until shards are updated: DeepSpeed reads them on a stream that does not wait for this one."""
     get_accelerator().synchronize()
