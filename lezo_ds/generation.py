@@ -54,14 +54,15 @@ def write_tokens(model: Any, settings: GenerationSettings, **inputs: Tensor) -> 
     """Continue prompts greedily. A collective: a rank whose rows have ended runs on until all ranks' have.
 
     Args:
-        model: a causal language model of transformers.
+        model: a causal language model of transformers; its own generation settings are replaced.
         settings: how long, and up to which tokens.
         inputs: of `prompt_batch`.
 
     Returns:
         int64 [rows, at most max_new_tokens], the new tokens; behind a row's end is padding.
     """
-    config = GenerationConfig(
+    # Not given as an argument: what that leaves open, the model's own (penalties, sampling) would fill in.
+    model.generation_config = GenerationConfig(
         max_new_tokens=settings.max_new_tokens,
         eos_token_id=list(settings.stop_ids),
         pad_token_id=settings.pad_id,
@@ -69,8 +70,7 @@ def write_tokens(model: Any, settings: GenerationSettings, **inputs: Tensor) -> 
         num_beams=1,
         use_cache=True,
     )
-    synced = distributed.world_size() > 1
-    tokens: Tensor = model.generate(**inputs, generation_config=config, synced_gpus=synced)
+    tokens: Tensor = model.generate(**inputs, synced_gpus=distributed.world_size() > 1)
     return tokens[:, inputs["input_ids"].shape[1] :]
 
 
