@@ -178,8 +178,8 @@ class LezoEngine(ModelEngine):
         snapshot: int | None = distributed.broadcast_object(newest)
         # A snapshot of step 0 is loaded though this engine stands there too: the values that an adapter
         # starts from may come from a forward pass, whose last bits another machine does not repeat.
-        is_nearer = snapshot is not None and (snapshot > self.global_steps or snapshot == self.global_steps == 0)
-        if self.global_steps > target or is_nearer:
+        present = self.global_steps or -1
+        if self.global_steps > target or (snapshot is not None and snapshot > present):
             self.load_model(None if snapshot is None else snapshot_path(root, snapshot), snapshot or 0)
 
 
@@ -217,13 +217,12 @@ def initialize(
     num_blocks = sharded.layout.num_blocks
     if num_blocks > MAX_BLOCKS:
         raise UserError("the model has too many blocks", got=num_blocks, expected=f"at most {MAX_BLOCKS}")
-    dropped = num_dropped(config, num_blocks)
-    engine = zero3.start_engine(sharded.module, sharded.ds_config)
     trainable = {
         parameter.parameter: parameter.named
         for parameter in sharded.weights.parameters
         if parameter.parameter.requires_grad
     }
+    dropped = num_dropped(config, num_blocks)
     if dropped == num_blocks and all(named.block is not None for named in trainable.values()):
         raise UserError(
             "nothing is left to train: every block is dropped, and what is trained is in the blocks",
@@ -231,5 +230,6 @@ def initialize(
             expected=f"at most {num_blocks - 1}",
             fix="set zo.sparsity=0.5, or peft.kind=none",
         )
+    engine = zero3.start_engine(sharded.module, sharded.ds_config)
     perturbed = PerturbedForward(sharded.module, trainable, noise_backend(zero3.device()))
     return LezoEngine(engine, perturbed, sharded, config, seed)

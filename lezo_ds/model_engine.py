@@ -92,7 +92,7 @@ class ModelEngine:
         self._sharded.write(target, self.global_steps)
 
     def load_model(self, snapshot: Path | None, step: int) -> None:
-        """Load weights that have seen `step` steps: a snapshot's, or (None) the initial ones. A collective."""
+        """Load weights that have seen `step` steps: a snapshot's, or for None the first. A collective."""
         if snapshot is None:
             self._sharded.load_initial()
         else:

@@ -42,7 +42,8 @@ def make_engine(config: RunConfig) -> LezoEngine:
         config.deepspeed, config.model.dtype, distributed.world_size(), config.train.micro_batch_size
     )
     zo = config.zo if config.method in TRAINED else scoring_only(config.zo)
-    return initialize(config.model.path, zo, ds_config, config.model.dtype, config.seed)
+    peft = config.peft if config.method in TRAINED else None
+    return initialize(config.model.path, zo, ds_config, config.model.dtype, config.seed, peft)
 
 
 def scoring_only(zo: ZoConfig) -> ZoConfig:

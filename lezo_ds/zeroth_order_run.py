@@ -37,6 +37,15 @@ class ZerothOrderRun(Run):
         self.evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
         self._lezo.load_checkpoint(self.directory.snapshots, self._steps)
         self._lezo.attach_journal(self._journal)
+        if self._starts_from_activations() and not self._steps:
+            self._save()
+
+    def _starts_from_activations(self) -> bool:
+        """Whether the first values, too, are only exact in a snapshot: another machine rounds otherwise."""
+        return self.num_steps > 0 and self.config.peft.kind == "prefix"
+
+    def _protected(self) -> tuple[int, ...]:
+        return (0,) if self._starts_from_activations() else ()
 
     def _open_journal(self, header: Header) -> tuple[StepRecord | EvaluationRecord, ...]:
         path = self.directory.journal
