@@ -1,0 +1,33 @@
+"""Print the results of runs in the layout of the paper's tables: python launch/report.py RUN..."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from lezo_ds import command_line
+from lezo_ds.report import find_runs, read_report, to_csv, to_markdown, write_report
+
+FORMATS = {"markdown": to_markdown, "csv": to_csv}
+
+
+def main() -> None:
+    """Parse, build, run."""
+    parser = command_line.parser(__doc__ or "")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run, or a pattern: 'runs/*'")
+    parser.add_argument("--format", choices=FORMATS, default="markdown", help="of the table")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write it there, and do not print it")
+    arguments = parser.parse_args()
+    report = read_report(find_runs(arguments.runs))
+    text = FORMATS[arguments.format](report)
+    if arguments.out is not None:
+        write_report(arguments.out, text)
+    else:
+        print(text, end="")
+    if arguments.out is not None or arguments.format == "csv":
+        for warning in report.warnings:
+            logging.warning("warning: %s", warning)
+
+
+if __name__ == "__main__":
+    command_line.run(main)
