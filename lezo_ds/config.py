@@ -48,6 +48,7 @@ RESUME_MAY_DIFFER: frozenset[str] = frozenset(
         "train.eval_batch_size",
         "train.snapshot_every",
         "train.keep_snapshots",
+        "partition_size",
         "deepspeed",
     }
 )
@@ -246,6 +247,10 @@ class RunConfig:
     peft: PeftConfig
     train: TrainConfig
 
+    partition_size: Annotated[int | None, Range(1)] = None
+    """Number of ranks that share the weights; it divides the number of ranks. Each such group holds the whole
+    model and exchanges only scalars with the others: 1 where a GPU holds the model. Null for all ranks."""
+
     deepspeed: str | None = None
     """Path of the DeepSpeed JSON; see ds_configs. Null for ZeRO-3 with DeepSpeed's own settings."""
 
@@ -322,15 +327,23 @@ def describe() -> str:
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
-    """Refuse a batch that micro-batches and ranks do not divide.
+    """Refuse a batch, or a partition, that does not go evenly into the ranks.
 
     Args:
-        config: its train.batch_size and train.micro_batch_size are looked at.
+        config: of the run.
         world_size: number of ranks, at least 1.
 
     Raises:
-        UserError: names the micro-batch sizes that would do, or batch sizes where none does.
+        UserError: names the micro-batch sizes that would do, or batch sizes where none does; or
+            partition_size does not divide the number of ranks.
     """
+    if config.partition_size is not None and world_size % config.partition_size:
+        raise UserError(
+            "partition_size does not divide the number of ranks",
+            got=f"partition_size={config.partition_size}, {world_size} ranks",
+            expected=f"a divisor of {world_size}",
+            fix="set partition_size=1, or null",
+        )
     batch, micro, directions = config.train.batch_size, config.train.micro_batch_size, config.zo.directions
     if batch % micro == 0 and batch // micro * directions % world_size == 0:
         return
@@ -485,7 +498,7 @@ def _shown(value: object) -> str:
 def _check_together(config: RunConfig, where: str) -> None:
     get_task(config.data.task)
     if config.method in TRAINED:
-        check_world(config, world_size=1)
+        check_world(replace(config, partition_size=None), world_size=1)
     if config.method in ZEROTH_ORDER:
         _check_zeroth_order(config, where)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from deepspeed import comm
+from deepspeed.comm.comm import comms_logger
 
 from lezo_ds import zero3
 from lezo_ds.errors import LezoError, UserError
@@ -113,11 +115,33 @@ def sum_vector(values: torch.Tensor) -> list[float]:
     return values.cpu().tolist()
 
 
-def sum_integers(values: Sequence[int]) -> list[int]:
-    """Return the element-wise sum over all ranks, modulo 2**64, of integers in [-2**63, 2**63)."""
+def sum_integers(values: Sequence[int], group: Any = None) -> list[int]:  # noqa: ANN401
+    """Return the element-wise sum over the ranks, modulo 2**64, of integers in [-2**63, 2**63).
+
+    Args:
+        values: the same number of them on every rank.
+        group: a process group; None for all ranks.
+    """
     vector = torch.tensor(values, dtype=torch.int64, device=zero3.device())
-    comm.all_reduce(vector)
+    comm.all_reduce(vector, group=group)
     return vector.cpu().tolist()
+
+
+@contextmanager
+def counted_bytes() -> Iterator[dict[str, int]]:
+    """Count the bytes this rank gives to each operation of deepspeed.comm meanwhile; they run in step.
+
+    The dict is filled at the end. An all-gather is given this rank's part, a reduction or broadcast the whole.
+    """
+    counts: dict[str, int] = {}
+    comm.configure(enabled=True, prof_all=True, verbose=False)
+    comms_logger.reset_data()
+    try:
+        yield counts
+    finally:
+        comm.configure(enabled=False)
+    for operation, sizes in comms_logger.get_raw_data().items():
+        counts[operation] = sum(size * entry[0] for size, entry in sizes.items())
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:

@@ -7,6 +7,7 @@ updates its own shards.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
@@ -45,13 +46,23 @@ class LezoEngine(ModelEngine):
         seed: int,
     ) -> None:
         super().__init__(deepspeed_engine, perturbed, sharded)
+        self._seed = seed
+        self._configure(config)
+
+    def _configure(self, config: ZoConfig) -> None:
         assert config.learning_rate is not None, "zeroth-order training has a learning rate"
         self._learning_rate = config.learning_rate
         self._config = config
-        self._seed = seed
-        self._num_dropped = num_dropped(config, sharded.layout.num_blocks)
+        self._num_dropped = num_dropped(config, self.layout.num_blocks)
         self._journal: Journal | None = None
         self._skipped_in_a_row = 0
+
+    def with_config(self, config: ZoConfig) -> LezoEngine:
+        """Return another engine on the same model and the same weights, with its own settings and steps."""
+        other = copy.copy(self)
+        other._configure(config)
+        other.global_steps = 0
+        return other
 
     def attach_journal(self, journal: Journal | None) -> None:
         """Write every step ahead to this journal (rank 0 has it, the others pass None)."""
@@ -195,6 +206,7 @@ def initialize(
     dtype: str = "fp32",
     seed: int = 0,
     peft: PeftConfig | None = None,
+    partition_size: int | None = None,
 ) -> LezoEngine:
     """Load a model sharded over all ranks and return the engine that trains it.
 
@@ -207,13 +219,17 @@ def initialize(
         dtype: of the weights: "fp32", "bf16" or "fp16".
         seed: of the run: noise and dropped layers follow from (seed, step), an adapter's start from seed.
         peft: the adapter to train; None to train all weights.
+        partition_size: number of ranks that share the weights (it divides their number), so that every so
+            many hold a replica and exchange nothing but scalars with the others; None for all ranks.
 
     Raises:
         UserError: no such model, no transformer blocks, weights or an adapter that do not fit; or all that
             would be trained is in blocks, and all blocks are dropped.
     """
     distributed.init_distributed()
-    sharded = load_sharded_model(model, ds_config, dtype, config.update_precision, seed, peft)
+    sharded = load_sharded_model(
+        model, ds_config, dtype, config.update_precision, seed, peft, partition_size
+    )
     num_blocks = sharded.layout.num_blocks
     if num_blocks > MAX_BLOCKS:
         raise UserError("the model has too many blocks", got=num_blocks, expected=f"at most {MAX_BLOCKS}")

@@ -100,6 +100,7 @@ def load_sharded_model(
     precision: UpdatePrecision,
     seed: int = 0,
     peft: PeftConfig | None = None,
+    partition_size: int | None = None,
 ) -> ShardedModel:
     """Build a model, shard it, and fill the shards; each rank reads only its own slices. A collective.
 
@@ -110,6 +111,7 @@ def load_sharded_model(
         precision: how updates will be stored.
         seed: of the run; the initial values of an adapter follow from it.
         peft: the adapter to train; None to train all weights.
+        partition_size: number of ranks that share the weights; every so many ranks hold a replica. None: all.
 
     Raises:
         UserError: no such model, no transformer blocks, weights or an adapter that do not fit.
@@ -124,7 +126,7 @@ def load_sharded_model(
     aliases = _aliases(module, own_name)
     ids = parameter_ids(aliases)
     ds_config = _with_reuse_distance(ds_config, module)
-    zero3.shard_model(module, ds_config)
+    zero3.shard_model(module, ds_config, partition_size)
     named = {
         parameter: NamedParameter(name, ids[name], layout.block_of(name))
         for name, parameter in ((own_name(name), parameter) for name, parameter in module.named_parameters())

@@ -43,7 +43,9 @@ def make_engine(config: RunConfig) -> LezoEngine:
     )
     zo = config.zo if config.method in TRAINED else scoring_only(config.zo)
     peft = config.peft if config.method in TRAINED else None
-    return initialize(config.model.path, zo, ds_config, config.model.dtype, config.seed, peft)
+    return initialize(
+        *(config.model.path, zo, ds_config, config.model.dtype, config.seed, peft, config.partition_size)
+    )
 
 
 def scoring_only(zo: ZoConfig) -> ZoConfig:

@@ -177,7 +177,7 @@ class ShardedWeights:
                 total += shard_digest(low, parameter.start, parameter.named.parameter_id ^ _LOW_STREAM)
             local.append((total + 2**63) % 2**64 - 2**63)
         names = [parameter.name for parameter in parameters]
-        return dict(zip(names, distributed.sum_integers(local), strict=True))
+        return dict(zip(names, distributed.sum_integers(local, parameters[0].group), strict=True))
 
     def digest(self, parameters: Sequence[ShardedParameter] | None = None) -> str:
         """Return one digest of weights, 32 hex digits. A collective; the same for any sharding.

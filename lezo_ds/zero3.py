@@ -1,14 +1,15 @@
 """All that knows the inside of DeepSpeed's ZeRO-3: shards, their ranges, building and gathering them.
 
 Facts this module rests on (DeepSpeed 0.19.8; tests/test_zero3.py checks them against the installed version):
-a sharded parameter holds `ds_tensor`, flat, ceil(numel / world) elements of the row-major flattened
-parameter, starting at rank * ceil(numel / world); what lies past the last element is uninitialised memory;
-`data` is empty while the parameter is not gathered. On NVMe, `ds_tensor` is only there between a swap in and
-a swap out.
+a sharded parameter holds `ds_tensor`, flat, ceil(numel / size) elements of the row-major flattened parameter,
+starting at rank * ceil(numel / size), with rank and size of the group that shares it; what lies past the last
+element is uninitialised memory; `data` is empty while the parameter is not gathered. On NVMe, `ds_tensor` is
+only there between a swap in and a swap out.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,9 +21,13 @@ import torch
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import Tensor, nn
 
 from lezo_ds.perturbed_forward import NamedParameter
+
+GATHERING = (PartitionedParameterCoordinator, ("fetch_sub_module", "release_sub_module"))
+"""The class whose methods gather a module's weights before it runs, and release them after it: to be timed."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,11 @@ class ShardedParameter:
     def name(self) -> str:
         """Name in the unsharded model."""
         return self.named.name
+
+    @property
+    def group(self) -> Any:  # noqa: ANN401
+        """The process group whose ranks share the parameter."""
+        return self._deepspeed.ds_process_group
 
     @property
     def is_gathered(self) -> bool:
@@ -84,12 +94,12 @@ class ShardedParameter:
 
     def gather_like(self, mine: Tensor) -> Tensor:
         """Gather a tensor that is sharded as this parameter is; `mine` holds this rank's `count` elements."""
-        world_size = comm.get_world_size()
-        padded = torch.zeros(-(-self.numel // world_size), dtype=mine.dtype, device=device())
+        partition_size = self._deepspeed.ds_zero_partition_world_size
+        padded = torch.zeros(-(-self.numel // partition_size), dtype=mine.dtype, device=device())
         padded[: self.count] = mine
-        full = torch.empty(padded.numel() * world_size, dtype=padded.dtype, device=padded.device)
+        full = torch.empty(padded.numel() * partition_size, dtype=padded.dtype, device=padded.device)
         # Bytes: gloo cannot gather every dtype (16-bit integers among them).
-        comm.all_gather_into_tensor(full.view(torch.uint8), padded.view(torch.uint8))
+        comm.all_gather_into_tensor(full.view(torch.uint8), padded.view(torch.uint8), group=self.group)
         return full[: self.numel].view(self.shape).cpu()
 
     @property
@@ -98,18 +108,18 @@ class ShardedParameter:
         return int(self._deepspeed.ds_numel)
 
 
-def shard_range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return (start, count) of the elements of a parameter that a rank holds.
+def shard_range(numel: int, rank: int, partition_size: int) -> tuple[int, int]:
+    """Return (start, count) of the elements of a parameter that one of `partition_size` ranks holds.
 
     >>> [shard_range(10, rank, 4) for rank in range(4)]
     [(0, 3), (3, 3), (6, 3), (9, 1)]
     """
-    size = -(-numel // world_size)
+    size = -(-numel // partition_size)
     start = min(rank * size, numel)
     return start, min(start + size, numel) - start
 
 
-def shard_model(model: nn.Module, ds_config: Mapping[str, Any]) -> None:
+def shard_model(model: nn.Module, ds_config: Mapping[str, Any], partition_size: int | None = None) -> None:
     """Turn a model on the meta device into a ZeRO-3 sharded one, a parameter at a time, in place.
 
     The shards' values are undefined until they are loaded. Memory for one full parameter at a time is
@@ -118,8 +128,10 @@ def shard_model(model: nn.Module, ds_config: Mapping[str, Any]) -> None:
     Args:
         model: parameters on the meta device, tied ones tied; buffers real.
         ds_config: the DeepSpeed config, stage 3; decides where shards live (device, CPU, NVMe).
+        partition_size: number of ranks that share the weights; every so many ranks hold a replica. None: all.
     """
-    init = deepspeed.zero.Init(config_dict_or_path=dict(ds_config))
+    group = _partition_group(partition_size or comm.get_world_size())
+    init = deepspeed.zero.Init(config_dict_or_path=dict(ds_config), data_parallel_group=group)
     sharded: dict[nn.Parameter, Any] = {}
     for parameter in model.parameters():
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=init.local_device)
@@ -133,18 +145,32 @@ def shard_model(model: nn.Module, ds_config: Mapping[str, Any]) -> None:
         )
 
 
+@functools.cache
+def _partition_group(partition_size: int) -> Any:  # noqa: ANN401
+    """Return the group of this rank, with its `partition_size` - 1 neighbours. A collective, once a size."""
+    world_size, rank = comm.get_world_size(), comm.get_rank()
+    if partition_size == world_size:
+        return comm.get_world_group()
+    starts = range(0, world_size, partition_size)
+    groups = [comm.new_group(list(range(start, start + partition_size))) for start in starts]
+    return groups[rank // partition_size]
+
+
 def sharded_parameters(
     model: nn.Module, named: Mapping[nn.Parameter, NamedParameter]
 ) -> list[ShardedParameter]:
     """List all parameters of a sharded model, in the order of its named_parameters."""
-    rank, world_size = comm.get_rank(), comm.get_world_size()
     parameters: list[Any] = list(model.parameters())
     return [
         ShardedParameter(
             named[parameter],
             parameter,
             tuple(parameter.ds_shape),
-            *shard_range(parameter.ds_numel, rank, world_size),
+            *shard_range(
+                parameter.ds_numel,
+                parameter.ds_zero_partition_rank,
+                parameter.ds_zero_partition_world_size,
+            ),
         )
         for parameter in parameters
     ]
@@ -193,6 +219,50 @@ def start_engine(model: nn.Module, ds_config: Mapping[str, Any]) -> Any:  # noqa
     engine, *_ = deepspeed.initialize(model=model, config=dict(ds_config))
     engine.eval()
     return engine
+
+
+def start_training_engine(
+    model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, ds_config: Mapping[str, Any]
+) -> Any:  # noqa: ANN401
+    """Wrap a sharded model in a DeepSpeed engine that shards gradients and optimizer states too.
+
+    Args:
+        model: from `shard_model`, its shards filled.
+        optimizer: of its parameters that are trained.
+        schedule: of the learning rate, from torch or transformers.
+        ds_config: stage 3, with gradient_accumulation_steps.
+    """
+    config = {**ds_config, "zero_force_ds_cpu_optimizer": False}  # torch's also runs where states are offloaded
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
+    engine.eval()
+    return engine
+
+
+@contextmanager
+def no_gathered_weights_saved() -> Iterator[None]:
+    """While open, autograd keeps of a gathered weight, or a view of it, only which one it is.
+
+    Else the graph of a forward pass would hold every gathered weight until the backward pass, on every rank:
+    the whole model. DeepSpeed has gathered the weight again when the backward pass reads it.
+    """
+
+    def pack(tensor: Tensor) -> Any:  # noqa: ANN401
+        owner = tensor if isinstance(tensor, nn.Parameter) else tensor._base
+        if not hasattr(owner, "ds_tensor"):
+            return tensor
+        assert owner is not None
+        offset = tensor.storage_offset() - owner.storage_offset()
+        return owner, tensor.shape, tensor.stride(), offset
+
+    def unpack(saved: Any) -> Tensor:  # noqa: ANN401
+        if isinstance(saved, Tensor):
+            return saved
+        owner, shape, stride, offset = saved
+        data: Tensor = owner.data
+        return data.as_strided(shape, stride, data.storage_offset() + offset)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
 
 
 def device() -> torch.device:

@@ -94,12 +94,13 @@ class ZerothOrderRun(Run):
         """
         if self.data.objective.reads_answers:
             return None
-        train, parameters = self.config.train, self._lezo.weights.parameters
-        num_passes = train.batch_size // train.micro_batch_size * self.config.zo.directions
-        num_forwards = num_passes // self._lezo.world_size * (1 if self.config.zo.forward == "dual" else 2)
+        config, parameters = self.config, self._lezo.weights.parameters
+        train = config.train
+        num_passes = train.batch_size // train.micro_batch_size * config.zo.directions
+        num_forwards = num_passes // self._lezo.world_size * (1 if config.zo.forward == "dual" else 2)
         model = sum(p.numel * p.parameter.element_size() for p in parameters)
         return {
-            "gathered": model * num_forwards if self._lezo.world_size > 1 else 0,
+            "gathered": model * num_forwards if (config.partition_size or self._lezo.world_size) > 1 else 0,
             "other": PLAN_BYTES + 8 * (2 * num_passes + 1),
         }
 

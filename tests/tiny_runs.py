@@ -53,11 +53,12 @@ def zo_config(**changes):
     return ZoConfig(**(defaults | changes))
 
 
-def start_engine(directory, dtype="fp32", num_ranks=1, ds_changes=(), **changes):
+def start_engine(directory, dtype="fp32", num_ranks=1, ds_changes=(), partition_size=None, **changes):
     """Return an engine on a tiny model, as the trainer starts it."""
     torch.set_num_threads(1)
     ds_config = load_ds_config(DS_CONFIG, dtype, num_ranks, 2) | dict(ds_changes)
-    return initialize(str(directory), zo_config(**changes), ds_config, dtype, SEED)
+    config = zo_config(**changes)
+    return initialize(str(directory), config, ds_config, dtype, SEED, partition_size=partition_size)
 
 
 def train(engine, num_steps, num_micro_batches=4):
