@@ -13,7 +13,7 @@ from collections.abc import Callable
 from lezo_ds import distributed
 from lezo_ds.errors import LezoError
 
-_RANK_NAMES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK")
 _PATIENCE_SECONDS = 3.0
 
 

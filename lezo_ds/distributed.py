@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from deepspeed import comm
 from deepspeed.comm.comm import comms_logger
 
 from lezo_ds import zero3
-from lezo_ds.errors import LezoError, UserError
+from lezo_ds.errors import LezoError
 
 T = TypeVar("T")
 
@@ -39,25 +40,50 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
 
 
 def _set_rank_variables() -> None:
-    if int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ:
-        os.environ["RANK"] = os.environ["SLURM_PROCID"]
-        os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-        os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"]
-        for name, hint in (("MASTER_ADDR", "the first node's name"), ("MASTER_PORT", "a free port")):
-            if name not in os.environ:
-                raise UserError(
-                    f"{name} is not set under srun",
-                    expected=hint,
-                    fix="export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) "
-                    "MASTER_PORT=29500 before srun",
-                )
-    elif any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")):
-        from deepspeed.comm.comm import mpi_discovery
-
-        mpi_discovery(distributed_port=int(os.environ.get("MASTER_PORT", "29500")), verbose=False)
+    # mpirun inside a Slurm job starts its ranks below srun's tasks: what MPI says counts.
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:
+        _ask_mpi()
+    elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        os.environ.update(slurm_rank_variables(os.environ))
+    elif any(name in os.environ for name in ("PMI_SIZE", "PMIX_RANK")):
+        _ask_mpi()
     else:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(free_port()))
+
+
+def _ask_mpi() -> None:
+    from deepspeed.comm.comm import mpi_discovery
+
+    mpi_discovery(distributed_port=int(os.environ.get("MASTER_PORT", "29500")), verbose=False)
+
+
+def slurm_rank_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return RANK and friends of a task that srun started.
+
+    The ranks meet at the first node of their job step, where task 0 is, at a port that follows from the
+    numbers of the job and its step and lies below those that Linux gives to outgoing connections. MASTER_ADDR
+    and MASTER_PORT that are set already stay.
+
+    Args:
+        variables: SLURM_* of the task.
+
+    >>> ours = slurm_rank_variables(
+    ...     {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "7",
+    ...      "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[07-08,11],big1"}
+    ... )
+    >>> ours["MASTER_ADDR"], ours["MASTER_PORT"]
+    ('gpu07', '10112')
+    """
+    nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", variables["SLURM_STEP_NODELIST"])  # of each range the first
+    meeting = 16 * int(variables["SLURM_JOB_ID"]) + int(variables["SLURM_STEP_ID"])
+    return {
+        "RANK": variables["SLURM_PROCID"],
+        "LOCAL_RANK": variables["SLURM_LOCALID"],
+        "WORLD_SIZE": variables["SLURM_STEP_NUM_TASKS"],
+        "MASTER_ADDR": variables.get("MASTER_ADDR", nodes.split(",")[0]),
+        "MASTER_PORT": variables.get("MASTER_PORT", str(10_000 + meeting % 20_000)),
+    }
 
 
 def free_port() -> int:
