@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +14,10 @@ from typing import Any
 from lezo_ds.demo.pretrain import make_demo_assets
 from lezo_ds.distributed import free_port
 from lezo_ds.errors import LezoError, UserError
+from lezo_ds.logged_command import run_logged
 
 RECIPE = Path("launch/recipes/demo.yaml")
 NUM_RANKS = 2
-SHOWN_LINES = ("step ", "error: ")
-"""How the lines begin that are shown of a run's output; its log has all."""
-
 MEANING = """\
 What this shows: the pre-trained model can tell praise from blame, but it answers "terrible" nearly always,
 so that its zero-shot accuracy is close to the majority class. Zeroth-order fine-tuning removes that bias;
@@ -101,21 +97,8 @@ def _run(directory: Path, seed: int, overrides: Sequence[str]) -> Outcome:
         *overrides,
     ]
     logger.info("Seed %d (all output in %s):", seed, log)
-    code = _show(command, log)
+    # A GPU, if there is one, is left alone: the recipe's two ranks need two of them, or none.
+    code = run_logged(command, log, {"DS_ACCELERATOR": "cpu"})
     if code:
         raise LezoError(f"the run of seed {seed} ended with exit code {code}; fix: see {log}")
     return Outcome(seed, run_dir, json.loads((run_dir / "results.json").read_text()))
-
-
-def _show(command: Sequence[str], log: Path) -> int:
-    """Run a command on the CPU, write its output to `log` and show its main lines; return its exit code."""
-    # A GPU, if there is one, is left alone: the recipe's two ranks need two of them, or none.
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with log.open("w") as file, subprocess.Popen(command, env=environment, **streams) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            file.write(line)
-            if line.startswith(SHOWN_LINES):
-                logger.info("  %s", line.rstrip())
-    return process.returncode
