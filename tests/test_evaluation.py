@@ -1,117 +1,183 @@
-"""Scoring in batches shared among ranks gives what scoring one example at a time in plain PyTorch gives."""
+"""Scoring in batches shared among ranks gives what plain PyTorch gives for one sequence at a time."""
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
-from assets import write_reader
+from assets import write_data, write_reader
 from ranks import run_ranks
 from tiny_runs import start_engine
+from tiny_tasks import task_config, write_tasks, write_writer
 from transformers import AutoModelForCausalLM
 
-from lezo_ds.demo.corpus import review
-from lezo_ds.encoding import encode_examples, load_tokenizer
 from lezo_ds.evaluation import evaluate
-from lezo_ds.objectives import training_objective
-from lezo_ds.task_data import EncodedSplit, TaskData
-from lezo_ds.tasks.base import Example
-from lezo_ds.tasks.sst2 import SST2
+from lezo_ds.metrics import best_f1
+from lezo_ds.objectives import reads_answers
+from lezo_ds.task_data import load_task_data
 
-NUM_EXAMPLES = 11
-CANDIDATES = {
-    "one_token": (" terrible", " great"),
-    "many_tokens": (" terrible", " really great film", " never dull"),
+BATCH_SIZES = (2, 64)
+
+
+def misses(scores, batch):
+    """An objective of logits: how far each example's candidates are apart."""
+    return scores.max(dim=1).values.float() - scores.min(dim=1).values.float()
+
+
+@reads_answers
+def lengths(answers, batch):
+    """An objective of answers: their length."""
+    assert len(answers) == len(batch.examples)
+    return torch.tensor([float(len(answer)) for answer in answers])
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is scored by which model, and changes to the configuration."""
+
+    task: str
+    model: str = "writer"
+    changes: tuple[tuple[str, object], ...] = ()
+
+
+CASES = {
+    "one token": Case("sst2", "reader"),
+    "one token, calibrated": Case("sst2", "reader", (("data__calibrated", True),)),
+    "one token, one example": Case("sst2", "reader", (("data__num_test", 1),)),
+    "many tokens": Case("cb", "rotary"),
+    "many tokens, calibrated": Case("cb", changes=(("data__calibrated", True),)),
+    "multiple choice": Case("copa"),
+    "many candidates": Case("record"),
+    "many candidates, calibrated": Case("record", changes=(("data__calibrated", True),)),
+    "demonstrations": Case("sst2", "writer", (("method", "icl"), ("data__num_demonstrations", 3))),
+    "generation": Case("squad"),
+    "generation by a rotary model": Case("squad", "rotary"),
+    "generation, F1 as the loss": Case("squad", "rotary", (("train__objective", "f1"),)),
+    "own objective of logits": Case("sst2", "reader", (("train__objective", "test_evaluation:misses"),)),
+    "own objective of answers": Case("cb", "rotary", (("train__objective", "test_evaluation:lengths"),)),
 }
-CASES = [
-    ("one_token", "classification", NUM_EXAMPLES),
-    ("many_tokens", "classification", NUM_EXAMPLES),
-    ("many_tokens", "multiple_choice", NUM_EXAMPLES),
-    ("many_tokens", "classification", 1),
-]
-BATCH_SIZES = (1, 3, 64)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_reader(tmp_path_factory.mktemp("model"), seed=9)  # one that gives varied answers
+def assets(tmp_path_factory):
+    """Models that give varied answers, and data."""
+    root = tmp_path_factory.mktemp("assets")
+    write_reader(root / "reader", seed=5)
+    write_writer(root / "writer", seed=3)
+    write_writer(root / "rotary", "llama", seed=10)
+    write_tasks(root / "data")
+    write_data(root / "data" / "sst2")
+    return root
 
 
 @pytest.fixture(scope="module")
-def by_ranks(model):
+def by_ranks(assets):
     """Results of all cases on 1 and on 2 ranks: {number of ranks: [{(case, batch size): result}, ...]}."""
-    return {num_ranks: run_ranks(evaluate_all, num_ranks, model) for num_ranks in (1, 2)}
+    return {num_ranks: run_ranks(evaluate_all, num_ranks, assets) for num_ranks in (1, 2)}
 
 
-def make_examples(candidates, num_examples):
-    rng = random.Random(0)
-    examples = []
-    for index in range(num_examples):
-        # Without the words that all prompts end in, or a random model answers all alike.
-        prompt = review(rng, positive=bool(index % 2)).removesuffix(" .")
-        shown = CANDIDATES[candidates]
-        if candidates == "many_tokens":  # in another order each time, for the same reason
-            shown = tuple(rng.sample(shown, len(shown)))
-        examples.append(Example(prompt, shown, rng.randrange(len(shown)), index))
-    return examples
+@pytest.fixture(scope="module")
+def expected(assets):
+    """Return {case: (loss, predictions, score)} by the plain models."""
+    return {name: one_at_a_time(assets, case) for name, case in CASES.items()}
 
 
-def encode(directory, examples):
-    tokenizer = load_tokenizer(str(directory))
-    return encode_examples(tokenizer, examples, max_length=64), tokenizer
+def load(assets, case):
+    reader = {"data__max_length": 64} if case.model == "reader" else {}
+    changes = reader | dict(case.changes)
+    return load_task_data(task_config(assets / case.model, assets / "data", case.task, **changes))
 
 
-def evaluate_all(directory):
+def evaluate_all(assets):
     """Evaluate on every rank; what each rank gets."""
-    engine = start_engine(directory)
     results = {}
-    for case in CASES:
-        candidates, kind, num_examples = case
-        examples = make_examples(candidates, num_examples)
-        encoded, tokenizer = encode(directory, examples)
-        split = EncodedSplit(tuple(examples), encoded)
-        objective = training_objective(kind)
-        data = TaskData(replace(SST2, kind=kind), tokenizer, split, split, split, objective)
-        for size in BATCH_SIZES:
-            results[case, size] = evaluate(engine, data, data.test, size)
+    for model in ("reader", "writer", "rotary"):
+        engine = start_engine(assets / model, num_dropped_layers=0)
+        for name, case in CASES.items():
+            if case.model == model:
+                data = load(assets, case)
+                for size in BATCH_SIZES:
+                    results[name, size] = evaluate(engine, data, data.test, size)
     return results
 
 
-def one_at_a_time(directory, candidates, kind, num_examples):
-    """Return (mean loss, predictions, accuracy) by the plain model, a sequence at a time."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    examples = make_examples(candidates, num_examples)
-    total = weight = 0.0
-    predicted = []
-    for example in encode(directory, examples)[0]:
-        token_logs = []
-        for ids, length in zip(example.sequences, example.option_lengths, strict=True):
-            with torch.no_grad():
-                logs = model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(dim=-1)
-            token_logs.append([logs[i - 1, ids[i]].item() for i in range(len(ids) - length, len(ids))])
-        means = torch.tensor([sum(logs) / len(logs) for logs in token_logs], dtype=torch.float64)
-        predicted.append(int(means.argmax()))
-        if kind == "classification":
-            total -= means.log_softmax(dim=0)[example.label].item()
-            weight += 1
-        else:
-            total -= sum(token_logs[example.label])
-            weight += len(token_logs[example.label])
-    right = [choice == example.label for choice, example in zip(predicted, examples, strict=True)]
-    return total / weight, tuple(predicted), sum(right) / len(right)
+@torch.no_grad()
+def token_logs(model, encoded):
+    """Return the log-probability of every token of every candidate, by one full forward pass each."""
+    found = []
+    for ids, length in zip(encoded.sequences, encoded.option_lengths, strict=True):
+        logs = model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(dim=-1)
+        found.append([logs[i - 1, ids[i]].item() for i in range(len(ids) - length, len(ids))])
+    return found
+
+
+@torch.no_grad()
+def written(model, data, prompt):
+    """Return the plain greedy answer to one prompt: token by token, without a cache."""
+    new, end, newline = [], 2, 4
+    while len(new) < 50 and not {end, newline} & set(new):
+        new.append(int(model(input_ids=torch.tensor([[*prompt, *new]])).logits[0, -1].argmax()))
+    return data.tokenizer.decode(new).strip()
+
+
+def one_at_a_time(assets, case):
+    """Return (loss, predictions, score) by the plain model."""
+    data = load(assets, case)
+    model = AutoModelForCausalLM.from_pretrained(assets / case.model, dtype=torch.float32).eval()
+    split = data.test
+    logs = [token_logs(model, encoded) for encoded in split.encoded]
+    answers = [written(model, data, prompt) for prompt in split.prompts]
+    if data.task.kind == "generation":
+        scores = [best_f1(a, e.references) for a, e in zip(answers, split.examples, strict=True)]
+        predicted = answers
+    else:
+        predicted = choices(model, split, logs)
+        pairs = list(zip(predicted, split.examples, strict=True))
+        scores = [choice == e.label or e.candidates[choice] in e.references for choice, e in pairs]
+    losses = {
+        "task": partial(task_loss, data.task.kind, split, logs),
+        "f1": lambda: -sum(scores) / len(scores),
+        "test_evaluation:lengths": lambda: sum(map(len, answers)) / len(answers),
+        "test_evaluation:misses": lambda: sum(max(ls)[0] - min(ls)[0] for ls in logs) / len(logs),
+    }
+    objective = dict(case.changes).get("train__objective", "task")
+    return losses[objective](), tuple(predicted), sum(scores) / len(scores)
+
+
+def choices(model, split, logs):
+    if split.null_encoded:
+        nulls = [token_logs(model, encoded) for encoded in split.null_encoded]
+        found = [
+            [sum(log) - sum(null) for log, null in zip(*pair, strict=True)]
+            for pair in zip(logs, nulls, strict=True)
+        ]
+    else:
+        found = [[sum(log) / len(log) for log in example] for example in logs]
+    return [scores.index(max(scores)) for scores in found]
+
+
+def task_loss(kind, split, logs):
+    golds = [example[e.label] for example, e in zip(logs, split.encoded, strict=True)]
+    if kind != "classification":
+        return -sum(map(sum, golds)) / sum(map(len, golds))
+    losses = []
+    for example, encoded in zip(logs, split.encoded, strict=True):
+        means = torch.tensor([sum(log) / len(log) for log in example], dtype=torch.float64)
+        losses.append(-means.log_softmax(dim=0)[encoded.label].item())
+    return sum(losses) / len(losses)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}-{case[2]}")
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_batched_and_shared_scoring_equals_one_at_a_time(num_ranks, case, by_ranks, model):
-    loss, predicted, accuracy = one_at_a_time(model, *case)
+def test_batched_and_shared_scoring_equals_one_at_a_time(num_ranks, name, by_ranks, expected):
+    loss, predicted, score = expected[name]
     for size in BATCH_SIZES:
-        result = by_ranks[num_ranks][0][case, size]
+        result = by_ranks[num_ranks][0][name, size]
         assert result.predicted == predicted
-        assert result.score == accuracy
+        assert result.score == pytest.approx(score, rel=1e-12)
         assert result.loss == pytest.approx(loss, rel=1e-5)
 
 
@@ -122,15 +188,16 @@ def test_the_number_of_ranks_changes_no_bit_of_a_result_and_every_rank_has_it(by
 
 
 @pytest.mark.distributed
-def test_the_majority_class_rate_counts_the_examples_scored(by_ranks):
-    for case in CASES:
-        labels = [example.label for example in make_examples(case[0], case[2])]
+def test_the_majority_class_rate_counts_the_examples_scored_where_there_are_classes(by_ranks, assets):
+    for name, case in CASES.items():
+        labels = [example.label for example in load(assets, case).test.examples]
         most = max(labels.count(label) for label in labels)
-        assert by_ranks[1][0][case, 3].majority_class == most / len(labels)
+        rate = None if case.task in ("record", "squad") else most / len(labels)
+        assert by_ranks[1][0][name, 2].majority_class == rate
 
 
 @pytest.mark.distributed
 def test_the_cases_are_no_trivial_ones(by_ranks):
-    """Else a scorer that always chose the first candidate might pass."""
-    for case in CASES[:3]:
-        assert len(set(by_ranks[1][0][case, 1].predicted)) > 1
+    """Else a scorer that always chose the first candidate, or wrote one answer, might pass."""
+    for name in CASES.keys() - {"one token, one example"}:
+        assert len(set(by_ranks[1][0][name, 2].predicted)) > 1, name
