@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from lezo_ds.errors import UserError
 from lezo_ds.journal import EvaluationRecord, Header, StepRecord, read_journal
 from lezo_ds.run import best_evaluation
 from lezo_ds.run_directory import RunDirectory
+from lezo_ds.snapshots import read_manifest, snapshot_path, snapshot_steps
 from lezo_ds.trainer import make_engine
+from lezo_ds.training_state import read_training_state
 
 
 @dataclass(frozen=True)
@@ -21,15 +24,17 @@ class RecordedRun:
 
     Attributes:
         directory: of the run.
-        header: of its journal.
+        header: what it was begun with.
         config: it was made with, overrides applied.
-        steps: all its steps, from 0.
+        num_steps: how many it has done; of a first-order run, up to its last checkpoint.
+        steps: all steps of a zeroth-order run, from 0; a first-order one keeps none.
         evaluations: all of them, in order.
     """
 
     directory: RunDirectory
     header: Header
     config: RunConfig
+    num_steps: int
     steps: tuple[StepRecord, ...]
     evaluations: tuple[EvaluationRecord, ...]
 
@@ -39,26 +44,39 @@ class RecordedRun:
         Raises:
             UserError: the run has no such step.
         """
+        number = self._number_of(step)
+        if self.config.method == "adamw":
+            kept: Sequence[int] = self._snapshots()
+            numbers = f"a step with a snapshot: {', '.join(map(str, kept)) or 'none yet'}"
+        else:
+            kept, numbers = range(self.num_steps + 1), f"0 to {self.num_steps}"
+        if number is None or number not in kept:
+            raise UserError(
+                f"run {self.directory.path} has no step {step}",
+                got=step,
+                expected=f"best, last, or {numbers}",
+                fix="set --step to one of these",
+            )
+        return number
+
+    def _number_of(self, step: str) -> int | None:
         if step == "last":
-            return len(self.steps)
+            return self.num_steps
         if step == "best":
             best = best_evaluation(self.evaluations)
             if best is None:
                 raise UserError(
                     f"run {self.directory.path} has no evaluation yet to pick the best step by",
-                    got=f"{len(self.steps)} steps",
+                    got=f"{self.num_steps} steps",
                     expected="a validation loss",
                     fix="use --step last, or resume the run",
                 )
             return best.step
-        if not step.isdecimal() or int(step) > len(self.steps):
-            raise UserError(
-                f"run {self.directory.path} has no step {step}",
-                got=step,
-                expected=f"best, last, or 0 to {len(self.steps)}",
-                fix="set --step to one of these",
-            )
-        return int(step)
+        return int(step) if step.isdecimal() else None
+
+    def _snapshots(self) -> list[int]:
+        root = self.directory.snapshots
+        return [step for step in snapshot_steps(root) if read_manifest(snapshot_path(root, step))]
 
 
 def read_run(path: Path, overrides: tuple[str, ...] = ()) -> RecordedRun:
@@ -73,19 +91,31 @@ def read_run(path: Path, overrides: tuple[str, ...] = ()) -> RecordedRun:
         JournalError: its journal is damaged.
     """
     directory = RunDirectory(path)
+    if directory.training_state.is_file():
+        return _read_first_order_run(directory, overrides)
     if not directory.journal.is_file():
         raise UserError(
             f"{path} is not the directory of a run",
-            got="no journal.jsonl in it",
+            got="neither journal.jsonl nor training_state.json in it",
             expected="the run_dir of a run",
             fix="give the run_dir that launch/train.py printed",
         )
     header, records = read_journal(directory.journal)
-    values = {key: value for key, value in header.config.items() if key != "tokenizer"}
-    config = config_from_dict({**values, "run_dir": str(path)}, str(directory.journal), overrides)
+    config = _config(header, directory, overrides)
     steps = tuple(record for record in records if isinstance(record, StepRecord))
     evaluations = tuple(record for record in records if isinstance(record, EvaluationRecord))
-    return RecordedRun(directory, header, config, steps, evaluations)
+    return RecordedRun(directory, header, config, len(steps), steps, evaluations)
+
+
+def _read_first_order_run(directory: RunDirectory, overrides: tuple[str, ...]) -> RecordedRun:
+    state = read_training_state(directory.training_state)
+    config = _config(state.header, directory, overrides)
+    return RecordedRun(directory, state.header, config, state.step, (), state.evaluations)
+
+
+def _config(header: Header, directory: RunDirectory, overrides: tuple[str, ...]) -> RunConfig:
+    values = {key: value for key, value in header.config.items() if key != "tokenizer"}
+    return config_from_dict({**values, "run_dir": str(directory.path)}, f"run {directory.path}", overrides)
 
 
 def restore(run: RecordedRun, step: int) -> LezoEngine:
@@ -102,7 +132,10 @@ def restore(run: RecordedRun, step: int) -> LezoEngine:
             expected=run.header.model_fingerprint,
             fix="add model.path=... with the base model's directory",
         )
-    engine.load_checkpoint(run.directory.snapshots, run.steps, step)
+    if run.config.method == "adamw":
+        engine.load_model(snapshot_path(run.directory.snapshots, step), step)
+    else:
+        engine.load_checkpoint(run.directory.snapshots, run.steps, step)
     return engine
 
 

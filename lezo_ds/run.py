@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import resource
 import signal
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
+import torch
 from tqdm import tqdm
 
 from lezo_ds import distributed
@@ -56,7 +58,12 @@ class Run(ABC):
         data: what it trains on and is scored on.
         directory: of the run.
         engine: at any step; `_open` brings it to where the run stands.
+
+    Attributes:
+        saves_when_stopped: whether a run that is stopped would lose the steps since its last snapshot.
     """
+
+    saves_when_stopped: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig, data: TaskData, directory: RunDirectory, engine: Engine) -> None:
         self.config = config
@@ -86,6 +93,10 @@ class Run(ABC):
     def _save(self) -> None:
         """Write a snapshot of the present step. A collective."""
 
+    def _is_saved(self, step: int) -> bool:
+        """Return, on rank 0, whether `_save` has been done at this step."""
+        return read_manifest(snapshot_path(self.directory.snapshots, step)) is not None
+
     @abstractmethod
     def _restore(self, step: int) -> None:
         """Bring the weights back to those after `step` updates. A collective."""
@@ -109,12 +120,12 @@ class Run(ABC):
                 if self._is_finished() or self.engine.stop_agreed:
                     break
                 self._step(bar)
-        finished = self._is_finished()
+        finished, num_done = self._is_finished(), self.engine.global_steps
         best = self._best() if finished else None
         if best is not None:
             self._restore(best.step)
             self._evaluate("test", at=best.step)
-        results = self._results(best, finished)
+        results = self._results(best, finished, num_done)
         if self.writes:
             self.directory.write_results(results)
             self._close()
@@ -178,13 +189,13 @@ class Run(ABC):
     def _snapshot_if_due(self) -> None:
         step, train = self.engine.global_steps, self.config.train
         every = self._eval_every if train.snapshot_every is None else train.snapshot_every
-        due = step > 0 and (step == self.num_steps or (every > 0 and step % every == 0))
-        root = self.directory.snapshots
-        if not due or distributed.on_rank_zero(lambda: read_manifest(snapshot_path(root, step)) is not None):
+        stopped = self.saves_when_stopped and self.engine.stop_agreed
+        due = step == self.num_steps or (every > 0 and step % every == 0) or stopped
+        if step == 0 or not due or distributed.on_rank_zero(lambda: self._is_saved(step)):
             return
         self._save()
         if self.writes:
-            prune_snapshots(root, train.keep_snapshots, self._protected())
+            prune_snapshots(self.directory.snapshots, train.keep_snapshots, self._protected())
 
     def _protected(self) -> tuple[int, ...]:
         """Return the steps whose snapshots must stay."""
@@ -193,7 +204,7 @@ class Run(ABC):
     def _best(self) -> EvaluationRecord | None:
         return best_evaluation(self.evaluations)
 
-    def _results(self, best: EvaluationRecord | None, finished: bool) -> dict[str, Any]:
+    def _results(self, best: EvaluationRecord | None, finished: bool, num_done: int) -> dict[str, Any]:
         before = self._found("test", 0)
         final = self._found("test", best.step) if best else None
         trained = self.config.method in TRAINED
@@ -210,9 +221,10 @@ class Run(ABC):
             "majority_class": _metric(before, "majority_class"),
             "best_step": best.step if best else None,
             "best_dev_loss": best.loss if best else None,
-            "steps": self.engine.global_steps if trained else 0,
+            "steps": num_done,
             "seed": self.config.seed,
             "seconds": round(self._seconds(), 3),
+            "peak_memory_bytes": peak_memory_bytes(self.engine),
             **self._details(),
             "world_size": self.engine.world_size,
             "versions": library_versions(),
@@ -237,6 +249,17 @@ def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord
     """Return the one with the lowest validation loss, the first of equals (as the papers pick)."""
     losses = [record for record in evaluations if record.split == "dev"]
     return min(losses, key=lambda record: float("inf") if record.loss is None else record.loss, default=None)
+
+
+def peak_memory_bytes(engine: Engine) -> int:
+    """Return the most memory that a rank has used: of its GPU, else of its process. A collective."""
+    peaks = torch.zeros(engine.world_size, dtype=torch.float64, device=engine.device)
+    if engine.device.type == "cuda":
+        peaks[engine.global_rank] = torch.cuda.max_memory_allocated(engine.device)
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peaks[engine.global_rank] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return int(max(distributed.sum_vector(peaks)))
 
 
 def _metric(record: EvaluationRecord | None, name: str) -> float | None:

@@ -35,6 +35,8 @@ class RunDirectory:
         self.path = Path(path)
         self.journal = self.path / "journal.jsonl"
         self.snapshots = self.path / "snapshots"
+        self.training_state = self.path / "training_state.json"
+        self.checkpoints = self.path / "checkpoints"
         self.results = self.path / "results.json"
         self._metrics = self.path / "metrics.jsonl"
 

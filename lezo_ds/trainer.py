@@ -8,9 +8,13 @@ from typing import Any
 import torch
 
 from lezo_ds import distributed
-from lezo_ds.config import TRAINED, RunConfig, ZoConfig, check_world
+from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, ZoConfig, check_world
 from lezo_ds.ds_config import load_ds_config
 from lezo_ds.engine import LezoEngine, initialize
+from lezo_ds.errors import UserError
+from lezo_ds.first_order_engine import FirstOrderEngine, initialize_first_order
+from lezo_ds.first_order_run import FirstOrderRun, check_training_state
+from lezo_ds.run import num_steps
 from lezo_ds.run_directory import RunDirectory
 from lezo_ds.task_data import load_task_data
 from lezo_ds.zeroth_order_run import ZerothOrderRun, check_journal
@@ -33,16 +37,31 @@ def train(config: RunConfig) -> dict[str, Any]:
     data = load_task_data(config)
     directory = RunDirectory(config.run_dir)
     distributed.on_rank_zero(lambda: _check_before_loading(config, directory))
+    if config.method == "adamw":
+        engine = make_first_order_engine(config, num_steps(config, len(data.train.encoded)))
+        return FirstOrderRun(config, data, directory, engine).execute()
     return ZerothOrderRun(config, data, directory, make_engine(config)).execute()
 
 
-def make_engine(config: RunConfig) -> LezoEngine:
-    """Load a run's model, sharded over all ranks; with a method that does not train, for scoring only."""
-    ds_config = load_ds_config(
-        config.deepspeed, config.model.dtype, distributed.world_size(), config.train.micro_batch_size
+def make_first_order_engine(config: RunConfig, num_steps: int) -> FirstOrderEngine:
+    """Load a run's model, sharded over all ranks, to fine-tune it for so many steps."""
+    num_passes = config.train.batch_size // config.train.micro_batch_size // distributed.world_size()
+    ds_config = {
+        **_ds_config(config),
+        "train_batch_size": config.train.batch_size,
+        "gradient_accumulation_steps": num_passes,
+    }
+    model = config.model
+    return initialize_first_order(
+        *(model.path, config.adamw, num_steps, ds_config, model.dtype, config.seed, config.peft)
     )
-    zo = config.zo if config.method in TRAINED else scoring_only(config.zo)
+
+
+def make_engine(config: RunConfig) -> LezoEngine:
+    """Load a run's model, sharded over all ranks; for scoring only unless the method is zeroth-order."""
+    zo = config.zo if config.method in ZEROTH_ORDER else scoring_only(config.zo)
     peft = config.peft if config.method in TRAINED else None
+    ds_config = _ds_config(config)
     return initialize(
         *(config.model.path, zo, ds_config, config.model.dtype, config.seed, peft, config.partition_size)
     )
@@ -53,6 +72,39 @@ def scoring_only(zo: ZoConfig) -> ZoConfig:
     return replace(zo, learning_rate=0.0, sparsity=0.0, num_dropped_layers=None, update_precision="nearest")
 
 
+def _ds_config(config: RunConfig) -> dict[str, Any]:
+    return load_ds_config(
+        config.deepspeed, config.model.dtype, distributed.world_size(), config.train.micro_batch_size
+    )
+
+
 def _check_before_loading(config: RunConfig, directory: RunDirectory) -> None:
     directory.create()
-    check_journal(config, directory)
+    _check_kind(config, directory)
+    if config.method == "adamw":
+        _check_partition(config)
+        check_training_state(config, directory, distributed.world_size())
+    else:
+        check_journal(config, directory)
+
+
+def _check_partition(config: RunConfig) -> None:
+    if config.partition_size not in (None, distributed.world_size()):
+        raise UserError(
+            "method adamw shards the weights among all ranks",
+            got=f"partition_size={config.partition_size}, {distributed.world_size()} ranks",
+            expected="null",
+            fix="set partition_size=null",
+        )
+
+
+def _check_kind(config: RunConfig, directory: RunDirectory) -> None:
+    """Refuse to go on in the directory of a run that keeps its state another way."""
+    other = directory.journal if config.method == "adamw" else directory.training_state
+    if other.exists():
+        raise UserError(
+            f"run_dir {directory.path} holds a run of another method",
+            got=f"method {config.method}, and {other.name}",
+            expected="a directory of its own for each run",
+            fix="give another run_dir",
+        )

@@ -23,6 +23,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lezo_ds.perturbed_forward import NamedParameter
 
@@ -222,7 +224,7 @@ def start_engine(model: nn.Module, ds_config: Mapping[str, Any]) -> Any:  # noqa
 
 
 def start_training_engine(
-    model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, ds_config: Mapping[str, Any]
+    model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, ds_config: Mapping[str, Any]
 ) -> Any:  # noqa: ANN401
     """Wrap a sharded model in a DeepSpeed engine that shards gradients and optimizer states too.
 
@@ -232,7 +234,7 @@ def start_training_engine(
         schedule: of the learning rate, from torch or transformers.
         ds_config: stage 3, with gradient_accumulation_steps.
     """
-    config = {**ds_config, "zero_force_ds_cpu_optimizer": False}  # torch's also runs where states are offloaded
+    config = {**ds_config, "zero_force_ds_cpu_optimizer": False}  # torch's runs on offloaded states too
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
     engine.eval()
     return engine

@@ -7,7 +7,7 @@ from typing import Any
 
 from lezo_ds import distributed
 from lezo_ds.checkpoint_files import resolve_model
-from lezo_ds.config import RESUME_MAY_DIFFER, RunConfig, config_to_dict
+from lezo_ds.config import RESUME_MAY_DIFFER, TRAINED, RunConfig, config_to_dict
 from lezo_ds.engine import LezoEngine
 from lezo_ds.journal import EvaluationRecord, Header, Journal, StepRecord, assert_compatible
 from lezo_ds.noise import NOISE_VERSION
@@ -79,10 +79,12 @@ class ZerothOrderRun(Run):
             self._journal.close()
 
     def _details(self) -> dict[str, Any]:
-        return {
-            "steps": len(self._steps),  # the best step's weights are loaded now
+        training = {
             "skipped_steps": sum(not record.applied for record in self._steps),
             "bytes_per_step": self._bytes_per_step(),
+        }
+        return {
+            **(training if self.config.method in TRAINED else {}),
             "model_fingerprint": self._lezo.base.fingerprint,
             "weights_digest": self._lezo.weights.digest(),
         }

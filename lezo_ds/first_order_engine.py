@@ -1,0 +1,159 @@
+"""First-order training, the papers' row FT: AdamW under ZeRO-3, on the same batches and losses.
+
+Every rank runs its share of a step's micro-batches forward and backward; DeepSpeed averages the gradients
+over the ranks, keeps gradients and optimizer states sharded, and updates the shards. Dropout is on, as in
+MeZO's own fine-tuning (Malladi et al. 2023, through transformers' Trainer); evaluations run without it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import get_linear_schedule_with_warmup
+
+from lezo_ds import distributed, zero3
+from lezo_ds.batch import LossFunction, MicroBatch
+from lezo_ds.config import AdamWConfig, PeftConfig
+from lezo_ds.errors import DivergenceError, UserError
+from lezo_ds.model_engine import ModelEngine, to_device
+from lezo_ds.noise import noise_backend
+from lezo_ds.perturbed_forward import PerturbedForward
+from lezo_ds.sharded_model import ShardedModel, load_sharded_model
+from lezo_ds.snapshots import snapshot_path
+from lezo_ds.step_plan import noise_seed
+
+
+class FirstOrderEngine(ModelEngine):
+    """A sharded model and its AdamW; made by `initialize_first_order`."""
+
+    def __init__(
+        self,
+        deepspeed_engine: Any,  # noqa: ANN401
+        perturbed: PerturbedForward,
+        sharded: ShardedModel,
+        seed: int,
+    ) -> None:
+        super().__init__(deepspeed_engine, perturbed, sharded)
+        self._seed = seed
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return float(self._deepspeed.get_lr()[0])
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of steps whose fp16 gradients overflowed: DeepSpeed lowers its loss scale and goes on."""
+        return int(self._deepspeed.skipped_steps)
+
+    def train_batch(self, batch: Sequence[MicroBatch], loss_function: LossFunction) -> float:
+        """Do one step.
+
+        Args:
+            batch: the step's whole batch, the same on every rank; rank r runs micro-batches r, r + world, ...
+                What dropout leaves out does not depend on the number of ranks.
+            loss_function: (logits, micro-batch) -> summed loss of each example.
+
+        Returns:
+            The mean loss over the batch, whose gradient the step took.
+
+        Raises:
+            UserError: the micro-batches cannot be shared evenly among the ranks, or the loss has no gradient.
+            DivergenceError: the loss is not finite; the weights are as before the step.
+        """
+        share = self._my_share(len(batch))
+        total_weight = sum(micro_batch.weight for micro_batch in batch)
+        losses = torch.zeros(len(batch), dtype=torch.float64, device=self.device)
+        self._deepspeed.train()
+        for index in share:
+            loss = self._loss(to_device(batch[index], self.device), index, loss_function)
+            losses[index] = loss.detach()
+            # DeepSpeed divides the sum of all ranks' gradients by the number of ranks.
+            self._deepspeed.backward(loss * (self.world_size / total_weight), scale_wrt_gas=False)
+            if index != share[-1]:
+                self._deepspeed.step()  # only counts the micro-batch
+        mean = sum(self._sum_losses(losses)) / total_weight
+        if not math.isfinite(mean):
+            raise DivergenceError(
+                f"the loss of step {self.global_steps} is not finite; got: {mean}; "
+                "fix: lower adamw.learning_rate, or use bf16 or fp32 in the place of fp16"
+            )
+        self._deepspeed.step()
+        self._deepspeed.eval()
+        self.global_steps += 1
+        return mean
+
+    def _loss(self, micro_batch: MicroBatch, index: int, loss_function: LossFunction) -> Tensor:
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), zero3.no_gathered_weights_saved():
+            torch.manual_seed(noise_seed(noise_seed(self._seed, self.global_steps), index))
+            (logits,) = self._perturbed(micro_batch, None, self._deepspeed)
+        loss = loss_function(logits, micro_batch).sum()
+        if not loss.requires_grad:
+            raise UserError(
+                "method adamw needs a loss with a gradient",
+                got="one that does not depend differentiably on the logits",
+                expected="a differentiable objective",
+                fix="set train.objective=task, or method=lezo",
+            )
+        return loss
+
+    def save_training_state(self, root: Path) -> None:
+        """Write weights, optimizer, schedule and loss scale to `root/step-NNNNNNNN`. A collective.
+
+        Each rank writes its own shards, as DeepSpeed lays them out; when it returns, all are on the disk.
+        """
+        name = snapshot_path(root, self.global_steps).name
+        self._deepspeed.save_checkpoint(str(root), tag=name, save_latest=False)
+        os.sync()
+        distributed.barrier()
+
+    def load_training_state(self, root: Path, step: int) -> None:
+        """Bring all to what `save_training_state` wrote after `step` steps, bit for bit. A collective.
+
+        DeepSpeed's files are pickled: open only those of runs you trust. The number of ranks is the same.
+        """
+        self._deepspeed.load_checkpoint(str(root), tag=snapshot_path(root, step).name)
+        self.global_steps = step
+
+
+def initialize_first_order(
+    model: str,
+    config: AdamWConfig,
+    num_steps: int,
+    ds_config: Mapping[str, Any],
+    dtype: str = "fp32",
+    seed: int = 0,
+    peft: PeftConfig | None = None,
+) -> FirstOrderEngine:
+    """Load a model sharded over all ranks and return the engine that fine-tunes it by AdamW.
+
+    Each rank reads only its own slices of the weights; none ever holds the whole model.
+
+    Args:
+        model: hub id, or directory with config.json and safetensors (or .bin, converted once).
+        config: the optimizer's settings.
+        num_steps: over which the learning rate falls to 0.
+        ds_config: DeepSpeed config as a dict, from `lezo_ds.ds_config.load_ds_config`, with
+            gradient_accumulation_steps, the number of micro-batches of a step that a rank runs.
+        dtype: of the weights: "fp32", "bf16" or "fp16"; 16-bit ones have an fp32 copy that is updated.
+        seed: of the run: dropout follows from (seed, step, micro-batch), an adapter's start from seed.
+        peft: the adapter to train; None to train all weights.
+
+    Raises:
+        UserError: no such model, no transformer blocks, weights or an adapter that do not fit.
+    """
+    distributed.init_distributed()
+    sharded = load_sharded_model(model, ds_config, dtype, "nearest", seed, peft)
+    trainable = [parameter for parameter in sharded.module.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=config.learning_rate, weight_decay=config.weight_decay)
+    schedule = get_linear_schedule_with_warmup(optimizer, 0, num_steps)
+    engine = zero3.start_training_engine(sharded.module, optimizer, schedule, ds_config)
+    perturbed = PerturbedForward(sharded.module, {}, noise_backend(zero3.device()))
+    return FirstOrderEngine(engine, perturbed, sharded, seed)
