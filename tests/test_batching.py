@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lezo_ds.batching import candidate_batch, teacher_forcing_batch
+from lezo_ds.batching import candidate_batch, scoring_batch, teacher_forcing_batch
 from lezo_ds.encoding import EncodedExample
 
 PAD = 1
@@ -109,3 +109,20 @@ def test_unlabelled_examples_can_be_scored_but_not_trained_on():
     assert "label" not in candidate_batch(examples, PAD).labels
     with pytest.raises(ValueError, match="label"):
         teacher_forcing_batch(examples, PAD)
+
+
+def test_sequences_to_score_share_a_row_where_they_differ_in_the_last_token_only():
+    sequences = [(0, 5, 8), (0, 5, 9), (0, 5, 8, 7), (0, 6, 8)]
+    batch = scoring_batch(sequences, [1, 2, 2, 1], PAD)
+    assert batch.inputs["input_ids"].tolist() == [
+        [0, 5, 1, 1, 1, 1, 1, 1],
+        [0, 5, 8, 1, 1, 1, 1, 1],
+        [0, 6, 1, 1, 1, 1, 1, 1],
+    ]
+    assert batch.selection.rows.tolist() == [0, 0, 0, 1, 1, 2]
+    assert batch.selection.positions.tolist() == [1, 0, 1, 1, 2, 1]
+    assert {name: tensor.tolist() for name, tensor in batch.labels.items()} == {
+        "target_ids": [8, 5, 9, 8, 7, 8],
+        "token_slots": [[0, -1], [1, 2], [3, 4], [5, -1]],
+    }
+    assert batch.weight == 6

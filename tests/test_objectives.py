@@ -1,18 +1,31 @@
 from __future__ import annotations
 
+import textwrap
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
+from lezo_ds import objectives
+from lezo_ds.batch import MicroBatch
 from lezo_ds.batching import candidate_batch, teacher_forcing_batch
 from lezo_ds.encoding import EncodedExample
+from lezo_ds.errors import UserError
 from lezo_ds.objectives import (
     candidate_scores,
     classification_loss,
+    f1_loss,
+    load_objective,
     predictions,
+    reads_answers,
     teacher_forcing_loss,
     training_objective,
 )
+from lezo_ds.tasks.base import Example
+from lezo_ds.tasks.copa import COPA
+from lezo_ds.tasks.squad import SQUAD
+from lezo_ds.tasks.sst2 import SST2
 
 PAD = 1
 VOCABULARY = 64
@@ -185,3 +198,114 @@ def test_the_best_candidate_wins_and_the_first_of_equals():
     absent = float("-inf")
     scores = torch.tensor([[-2.0, -1.0, -3.0], [-1.0, -1.0, absent], [-5.0, -4.0, -4.0]])
     assert predictions(scores) == [1, 0, 1]
+
+
+def test_f1_as_a_loss_is_minus_the_best_f1_of_each_answer():
+    examples = (
+        Example("", (), None, 0, references=("red boat", "the big red boat")),
+        Example("", (), None, 1, references=("42",)),
+        Example("", (), None, 2, references=("rain",)),
+    )
+    losses = f1_loss(["A red boat.", "forty", "rain, rain"], MicroBatch({}, 3, examples=examples))
+    torch.testing.assert_close(losses, torch.tensor([-1.0, 0.0, -2 / 3], dtype=torch.float64))
+
+
+def halves(logits, batch):
+    return torch.full((len(batch.examples),), 0.5)
+
+
+@reads_answers
+def num_characters(answers, batch):
+    return torch.tensor([float(len(answer)) for answer in answers])
+
+
+def whole_numbers(logits, batch):
+    return torch.ones(len(batch.examples), dtype=torch.int64)
+
+
+def one_number(logits, batch):
+    return torch.tensor(0.5)
+
+
+def plain_list(logits, batch):
+    return [0.5] * len(batch.examples)
+
+
+NOT_A_FUNCTION = 3
+
+
+def test_the_objective_called_task_is_the_tasks_own():
+    for task in (SST2, COPA, SQUAD):
+        assert load_objective("task", task) == training_objective(task.kind)
+
+
+def test_a_function_of_ones_own_is_found_by_its_name():
+    objective = load_objective("test_objectives:halves", COPA)
+    assert not objective.reads_answers
+    examples = ragged_examples()
+    batch = objective.build_batch(examples, PAD)
+    assert batch.weight == len(examples)
+    own = teacher_forcing_batch(examples, PAD)
+    assert torch.equal(batch.labels["target_ids"], own.labels["target_ids"])
+    shown = replace(batch, examples=(Example("", (), None, 0),) * 2)
+    assert objective.loss(torch.zeros(3), shown).tolist() == [0.5, 0.5]
+
+
+def test_objectives_of_answers_say_so():
+    assert load_objective("f1", SQUAD).reads_answers
+    objective = load_objective("test_objectives:num_characters", SST2)
+    assert objective.reads_answers
+    batch = MicroBatch({}, 2, examples=(Example("", (), None, 0),) * 2)
+    assert objective.loss(["abc", ""], batch).tolist() == [3.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("F1", "train.objective is not valid; got: F1; expected: task, f1 or package.module:function"),
+        ("halves", "is not valid"),
+        ("test_objectives:", "is not valid"),
+        (":halves", "is not valid"),
+        ("test_objectives:halves:x", "is not valid"),
+        ("no_such_package.module:f", "cannot be imported; got: ModuleNotFoundError: No module named 'no_suc"),
+        ("test_objectives:no_such", "names no function; got: NoneType no_such in test_objectives"),
+        ("test_objectives:NOT_A_FUNCTION", "names no function; got: int NOT_A_FUNCTION"),
+        (
+            "f1",
+            "train.objective=f1 does not fit task copa; got: a task scored by accuracy; expected: .* squad",
+        ),
+    ],
+)
+def test_an_objective_that_cannot_be_had_is_refused(name, message):
+    with pytest.raises(UserError, match=message):
+        load_objective(name, COPA)
+
+
+@pytest.mark.parametrize(
+    ("name", "got"),
+    [
+        ("whole_numbers", r"torch.int64 \(2,\)"),
+        ("one_number", r"torch.float32 \(\)"),
+        ("plain_list", r"\[0.5, 0.5\]"),
+    ],
+)
+def test_an_objective_that_gives_no_loss_of_each_example_is_refused(name, got):
+    objective = load_objective(f"test_objectives:{name}", COPA)
+    batch = MicroBatch({}, 2, examples=(Example("", (), None, 0),) * 2)
+    with pytest.raises(
+        UserError, match=rf"no loss of each example; got: {got}; .* float tensor of shape \(2,\)"
+    ):
+        objective.loss(torch.zeros(2), batch)
+
+
+def test_the_worked_example_of_the_documentation_runs(tmp_path, monkeypatch):
+    code = objectives.__doc__.split("wordiness:\n\n")[1]
+    (tmp_path / "my_objectives.py").write_text(textwrap.dedent(code))
+    monkeypatch.syspath_prepend(tmp_path)
+    mistakes = load_objective("my_objectives:mistakes", SST2)
+    examples = (Example("", (), 0, 0, ("a b",)), Example("", (), 1, 1, ("a", "b c d")))
+    batch = MicroBatch({}, 2, labels={"label": torch.tensor([0, 1])}, examples=examples)
+    assert mistakes.loss(torch.tensor([[1.0, 2.0], [1.0, 2.0]]), batch).tolist() == [1.0, 0.0]
+    wordiness = load_objective("my_objectives:wordiness", SQUAD)
+    assert wordiness.reads_answers
+    assert wordiness.loss(["a b c", ""], batch).tolist() == [1.0, -1.0]

@@ -9,7 +9,7 @@ import string
 import torch
 from assets import write_records
 from tiny_models import FAMILIES
-from tiny_runs import write_model
+from tiny_runs import DS_CONFIG, write_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -117,6 +117,7 @@ def task_config(model, data, task, run_dir="", **changes):
         "train.micro_batch_size": 2,
         "train.eval_batch_size": 3,
         "train.eval_every": 2,
+        "deepspeed": str(DS_CONFIG),
     }
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
     return config_from_dict(values | dotted, "the test")

@@ -1,0 +1,106 @@
+"""Steps on every kind of loss: equal on any number of ranks, in either forward, in any micro-batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny_runs import start_engine
+from tiny_tasks import task_config, write_tasks, write_writer
+
+from lezo_ds.objectives import reads_answers
+from lezo_ds.task_data import load_task_data
+
+NUM_STEPS = 2
+SCALE = 1e-2
+BATCH_SIZE = 4
+
+
+def squares(logits, batch):
+    return logits.float().square().mean(dim=1)[batch.labels["token_slots"][:, 0]]
+
+
+@reads_answers
+def lengths(answers, batch):
+    return torch.tensor([float(len(answer)) for answer in answers])
+
+
+OBJECTIVES = {
+    "candidates": ("cb", "task"),
+    "teacher forcing": ("copa", "task"),
+    "teacher forcing of answers": ("squad", "task"),
+    "f1": ("squad", "f1"),
+    "own, of logits": ("copa", "test_train_objectives:squares"),
+    "own, of answers": ("cb", "test_train_objectives:lengths"),
+}
+OF_ANSWERS = ("f1", "own, of answers")
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    root = tmp_path_factory.mktemp("assets")
+    write_writer(root / "writer", "llama", seed=10)
+    write_tasks(root / "data")
+    return root
+
+
+def train(assets, num_ranks, forward, objective, micro_batch_size=2):
+    """Return the records of some steps and the digest of the weights after them."""
+    task, name = OBJECTIVES[objective]
+    sizes = {"train__batch_size": BATCH_SIZE, "train__micro_batch_size": micro_batch_size}
+    config = task_config(assets / "writer", assets / "data", task, train__objective=name, **sizes)
+    data = load_task_data(config)
+    engine = start_engine(
+        assets / "writer",
+        num_ranks=num_ranks,
+        forward=forward,
+        perturbation_scale=SCALE,
+        num_dropped_layers=1,
+    )
+    records = [engine.train_batch(data.batch(config, step), data.loss) for step in range(NUM_STEPS)]
+    return records, engine.weights.digest()
+
+
+def train_all(assets, num_ranks):
+    return {(o, f): train(assets, num_ranks, f, o) for o in OBJECTIVES for f in ("dual", "two_pass")}
+
+
+def train_micro_batches(assets):
+    """Return the first records of each objective, by the size of a micro-batch."""
+    return {(o, size): train(assets, 1, "dual", o, size)[0][0] for o in OBJECTIVES for size in (1, 2, 4)}
+
+
+@pytest.fixture(scope="module")
+def by_ranks(assets):
+    return {num_ranks: run_ranks(train_all, num_ranks, assets, num_ranks) for num_ranks in (1, 2)}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_both_forwards_and_any_number_of_ranks_do_the_same_steps_bit_for_bit(by_ranks, objective):
+    results = [
+        rank[objective, f] for ranks in by_ranks.values() for rank in ranks for f in ("dual", "two_pass")
+    ]
+    assert len(results) == 6
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_two_signs_differ(by_ranks, objective):
+    records, _ = by_ranks[1][0][objective, "dual"]
+    assert all(record.applied for record in records)
+    assert any(record.projected_grads[0] != 0 for record in records)
+
+
+@pytest.mark.distributed
+def test_any_number_of_micro_batches_gives_the_estimate_of_one_batch(assets):
+    (found,) = run_ranks(train_micro_batches, 1, assets)
+    for objective in OBJECTIVES:
+        whole = found[objective, BATCH_SIZE]
+        for size in (1, 2):
+            parts = found[objective, size]
+            assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
+            # The difference of two float32 losses, over twice the perturbation scale.
+            error = abs(parts.projected_grads[0] - whole.projected_grads[0])
+            assert error <= 1e-6 * max(1, abs(whole.loss)) / SCALE
