@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -98,6 +99,8 @@ def shut_down() -> None:
     if comm.is_initialized():
         comm.barrier()
         comm.destroy_process_group()
+    if "mpi4py.MPI" in sys.modules:
+        sys.modules["mpi4py.MPI"].Finalize()  # mpirun takes a process that ends without it for a crash
 
 
 def rank() -> int:

@@ -180,7 +180,7 @@ def test_a_wrong_value_is_refused(override, expected, tmp_path):
         ("learning_rate=1", "did you mean zo.learning_rate?"),
         ("train.setps=5", "did you mean train.steps?"),
         ("train.steps.more=5", "did you mean train.steps?"),
-        ("xyzzy=1", "expected: one of run_dir, seed, method, deepspeed; fix: remove it"),
+        ("xyzzy=1", "expected: one of run_dir, seed, method, partition_size, deepspeed; fix: remove it"),
         ("train=5", "train in"),
         ("data=null", "is a section, not a value"),
     ],
