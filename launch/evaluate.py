@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from lezo_ds import command_line, distributed
-from lezo_ds.scoring import score_model, score_run
+from lezo_ds.runs.scoring import score_model, score_run
 
 
 def main() -> None:

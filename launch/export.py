@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lezo_ds import command_line, distributed
-from lezo_ds.restore import export_run
+from lezo_ds.runs.restore import export_run
 
 
 def main() -> None:

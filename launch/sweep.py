@@ -4,7 +4,7 @@ python launch/sweep.py --config launch/recipes/NAME.yaml --out runs/NAME-sweep \
     --grid zo.learning_rate=1e-6,7e-7 zo.sparsity=0.5,0.75 seed,data.seed=0,1,2,3,4
 
 What is done is skipped, what was begun continues. results.csv (a line a run) and summary.csv (mean and
-deviation over seeds; the lowest validation loss is best) are written to the directory. Keys with commas between
+deviation over seeds; the lowest validation loss is best) are written to DIR. Keys with commas between
 them change together. launch/slurm/sweep.sbatch does the same as a Slurm array.
 """
 
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from lezo_ds import command_line
-from lezo_ds.sweep import listing, plan_sweep, run_sweep, select_run, table, write_tables
+from lezo_ds.experiments.sweep import listing, plan_sweep, run_sweep, select_run, table, write_tables
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import yaml
 
 from lezo_ds.errors import UserError
-from lezo_ds.layers import num_dropped_from_sparsity
+from lezo_ds.model.layers import num_dropped_from_sparsity
 from lezo_ds.noise.precision import UpdatePrecision
 from lezo_ds.tasks import get_task
 from lezo_ds.tasks.base import Protocol
@@ -214,7 +214,7 @@ class TrainConfig:
 
     objective: str = "task"
     """What is minimised: the task's own loss (task), minus the mean F1 of generated answers (f1), or your own
-    function (package.module:function; see lezo_ds/objectives.py)."""
+    function (package.module:function; see lezo_ds/data/objectives.py)."""
 
     snapshot_every: Annotated[int | None, Range(0)] = None
     """Number of steps between snapshots; null for eval_every, 0 for none but the last."""

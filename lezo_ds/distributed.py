@@ -15,8 +15,8 @@ import torch
 from deepspeed import comm
 from deepspeed.comm.comm import comms_logger
 
-from lezo_ds import zero3
 from lezo_ds.errors import LezoError
+from lezo_ds.model import zero3
 
 T = TypeVar("T")
 
@@ -160,7 +160,7 @@ def sum_integers(values: Sequence[int], group: Any = None) -> list[int]:  # noqa
 def counted_bytes() -> Iterator[dict[str, int]]:
     """Count the bytes this rank gives to each operation of deepspeed.comm meanwhile; they run in step.
 
-    The dict is filled at the end. An all-gather is given this rank's part, a reduction or broadcast the whole.
+    The dict is filled at the end. An all-gather is given a rank's part, a reduction or broadcast the whole.
     """
     counts: dict[str, int] = {}
     comm.configure(enabled=True, prof_all=True, verbose=False)

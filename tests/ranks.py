@@ -15,7 +15,7 @@ import traceback
 from multiprocessing.connection import Connection, wait
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["deepspeed", "transformers", "lezo_ds.engine"])
+_context.set_forkserver_preload(["deepspeed", "transformers", "lezo_ds.engine.lezo_engine"])
 
 _GRACE_SECONDS = 5.0  # for the other ranks to report, once one has failed
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lezo_ds.batching import candidate_batch, scoring_batch, teacher_forcing_batch
-from lezo_ds.encoding import EncodedExample
+from lezo_ds.data.batching import candidate_batch, scoring_batch, teacher_forcing_batch
+from lezo_ds.data.encoding import EncodedExample
 
 PAD = 1
 

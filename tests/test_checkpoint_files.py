@@ -18,14 +18,14 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, tiny_model
 from transformers import AutoModelForCausalLM, Wav2Vec2Config
 
-from lezo_ds.checkpoint_files import (
+from lezo_ds.errors import UserError
+from lezo_ds.model.checkpoint_files import (
     WeightFiles,
     build_on_meta,
     checkpoint_renaming,
     load_config,
     resolve_model,
 )
-from lezo_ds.errors import UserError
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -300,7 +300,7 @@ def test_a_directory_without_a_config_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["no-such-owner/no-such-model", "./no/such/directory", "two words", ""])
 def test_a_name_that_is_no_model_is_refused_offline(name, tmp_path):
-    code = "import sys; from lezo_ds.checkpoint_files import resolve_model; resolve_model(sys.argv[1])"
+    code = "import sys; from lezo_ds.model.checkpoint_files import resolve_model; resolve_model(sys.argv[1])"
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",

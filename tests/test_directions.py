@@ -9,10 +9,10 @@ from reference import ReferenceRun
 from tiny_runs import full_weights, make_batch, start_engine, train, zo_config
 
 from lezo_ds.config import check_world, config_from_dict
+from lezo_ds.data.objectives import classification_loss
+from lezo_ds.engine.step_plan import direction_seed
 from lezo_ds.errors import UserError
 from lezo_ds.noise import noise_backend
-from lezo_ds.objectives import classification_loss
-from lezo_ds.step_plan import direction_seed
 
 pytestmark = pytest.mark.distributed
 

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GPT2Config, LlamaConfig, OPTConfig, PreTrainedTokenizerFast
 
-from lezo_ds.encoding import (
+from lezo_ds.data.encoding import (
     encode_example,
     encode_examples,
     encode_null,

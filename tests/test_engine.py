@@ -23,13 +23,13 @@ from tiny_runs import (
     zo_config,
 )
 
-from lezo_ds.batch import MicroBatch
-from lezo_ds.engine import LezoEngine
+from lezo_ds.data.batch import MicroBatch
+from lezo_ds.data.objectives import classification_loss
+from lezo_ds.engine.lezo_engine import LezoEngine
+from lezo_ds.engine.step_plan import PLAN_BYTES, noise_seed
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.journal import Header, Journal, StepRecord, read_journal
 from lezo_ds.noise import UpdatePrecision
-from lezo_ds.objectives import classification_loss
-from lezo_ds.step_plan import PLAN_BYTES, noise_seed
 
 pytestmark = pytest.mark.distributed
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lezo_ds.estimator import Estimate, estimate
+from lezo_ds.engine.estimator import Estimate, estimate
 
 LOSSES = st.lists(
     st.tuples(st.floats(0, 1e3, width=32), st.floats(0, 1e3, width=32)), min_size=1, max_size=40

@@ -13,10 +13,10 @@ from tiny_runs import start_engine
 from tiny_tasks import task_config, write_tasks, write_writer
 from transformers import AutoModelForCausalLM
 
-from lezo_ds.evaluation import evaluate
-from lezo_ds.metrics import best_f1
-from lezo_ds.objectives import reads_answers
-from lezo_ds.task_data import load_task_data
+from lezo_ds.data.evaluation import evaluate
+from lezo_ds.data.metrics import best_f1
+from lezo_ds.data.objectives import reads_answers
+from lezo_ds.data.task_data import load_task_data
 
 BATCH_SIZES = (2, 64)
 

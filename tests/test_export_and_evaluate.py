@@ -11,8 +11,8 @@ from assets import REPOSITORY, recipe_values, write_data, write_reader, write_re
 from commands import deepspeed, python, run, run_well
 from transformers import AutoModelForCausalLM
 
-from lezo_ds.encoding import encode_example, load_tokenizer
-from lezo_ds.snapshots import read_manifest, snapshot_path
+from lezo_ds.data.encoding import encode_example, load_tokenizer
+from lezo_ds.model.snapshots import read_manifest, snapshot_path
 from lezo_ds.tasks import get_task
 
 BF16 = ("model.dtype=bf16", "zo.update_precision=fp32_master")

@@ -11,10 +11,10 @@ from tiny_models import FAMILIES, VOCABULARY, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lezo_ds.batch import GenerationSettings
-from lezo_ds.encoding import PromptTokenizer
-from lezo_ds.generation import prompt_batch, read_answers, write_tokens
-from lezo_ds.perturbed_forward import PerturbedForward, Sign
+from lezo_ds.data.batch import GenerationSettings
+from lezo_ds.data.encoding import PromptTokenizer
+from lezo_ds.data.generation import prompt_batch, read_answers, write_tokens
+from lezo_ds.model.perturbed_forward import PerturbedForward, Sign
 
 PAD = 1
 MAX_NEW_TOKENS = 12

@@ -12,7 +12,7 @@ from assets import write_recipe
 from commands import deepspeed, kill_group, python, run_well, start
 
 from lezo_ds.journal import StepRecord, read_journal
-from lezo_ds.snapshots import read_manifest, snapshot_path
+from lezo_ds.model.snapshots import read_manifest, snapshot_path
 
 STEPS = 40
 LENGTH = [f"train.steps={STEPS}", "train.eval_every=10", "train.snapshot_every=6"]

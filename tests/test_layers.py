@@ -9,7 +9,7 @@ from tiny_models import FAMILIES, NUM_BLOCKS, tiny_model
 from torch import nn
 
 from lezo_ds.errors import UserError
-from lezo_ds.layers import BlockLayout, draw_dropped_layers, find_blocks, num_dropped_from_sparsity
+from lezo_ds.model.layers import BlockLayout, draw_dropped_layers, find_blocks, num_dropped_from_sparsity
 
 
 @pytest.mark.parametrize("family", FAMILIES)

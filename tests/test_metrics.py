@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lezo_ds.metrics import accuracy, best_f1, majority_class_rate, mean_f1, normalise, token_f1
+from lezo_ds.data.metrics import accuracy, best_f1, majority_class_rate, mean_f1, normalise, token_f1
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Example
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
-from lezo_ds import objectives
-from lezo_ds.batch import MicroBatch
-from lezo_ds.batching import candidate_batch, teacher_forcing_batch
-from lezo_ds.encoding import EncodedExample
-from lezo_ds.errors import UserError
-from lezo_ds.objectives import (
+from lezo_ds.data import objectives
+from lezo_ds.data.batch import MicroBatch
+from lezo_ds.data.batching import candidate_batch, teacher_forcing_batch
+from lezo_ds.data.encoding import EncodedExample
+from lezo_ds.data.objectives import (
     candidate_scores,
     classification_loss,
     f1_loss,
@@ -22,6 +21,7 @@ from lezo_ds.objectives import (
     teacher_forcing_loss,
     training_objective,
 )
+from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.copa import COPA
 from lezo_ds.tasks.squad import SQUAD

@@ -9,8 +9,8 @@ from ranks import run_ranks
 from tiny_runs import full_weights, start_engine, train
 
 from lezo_ds.config import check_world, config_from_dict
+from lezo_ds.engine.step_plan import PLAN_BYTES
 from lezo_ds.errors import UserError
-from lezo_ds.step_plan import PLAN_BYTES
 
 pytestmark = pytest.mark.distributed
 

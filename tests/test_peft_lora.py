@@ -20,7 +20,7 @@ from lezo_ds.adapters import make_adapter
 from lezo_ds.adapters.lora import initial_seed, matching_modules, uniform
 from lezo_ds.config import PeftConfig
 from lezo_ds.errors import UserError
-from lezo_ds.layers import find_blocks
+from lezo_ds.model.layers import find_blocks
 
 FAMILIES = ("opt", "llama", "gpt_neox", "gpt2")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

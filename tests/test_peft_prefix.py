@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig
 
 from lezo_ds.adapters import load_prefix, make_adapter
 from lezo_ds.adapters.prefix import initial_ids
-from lezo_ds.batch import GenerationSettings, MicroBatch
+from lezo_ds.data.batch import GenerationSettings, MicroBatch
+from lezo_ds.data.generation import prompt_batch
 from lezo_ds.errors import UserError
-from lezo_ds.generation import prompt_batch
-from lezo_ds.layers import find_blocks
-from lezo_ds.perturbed_forward import Perturbation, Sign
+from lezo_ds.model.layers import find_blocks
+from lezo_ds.model.perturbed_forward import Perturbation, Sign
 
 FAMILIES_TESTED = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt2", "phi", "gemma")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

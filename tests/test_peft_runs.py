@@ -16,7 +16,7 @@ from tiny_runs import NUM_BLOCKS, VOCABULARY, full_weights
 from tiny_runs import start_engine as start_plain_engine
 
 from lezo_ds.errors import UserError
-from lezo_ds.snapshots import read_manifest, snapshot_path
+from lezo_ds.model.snapshots import read_manifest, snapshot_path
 
 pytestmark = pytest.mark.distributed
 

@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from lezo_ds.errors import UserError
-from lezo_ds.run_directory import LIBRARIES, RunDirectory, environment, library_versions
+from lezo_ds.runs.run_directory import LIBRARIES, RunDirectory, environment, library_versions
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lezo_ds.sampling import batch_indices
+from lezo_ds.data.sampling import batch_indices
 
 
 def test_the_first_thousand_batches_never_change():

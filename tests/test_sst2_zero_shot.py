@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lezo_ds.batching import candidate_batch
-from lezo_ds.data import load_records, sample_splits
-from lezo_ds.encoding import encode_examples, load_tokenizer
-from lezo_ds.metrics import accuracy, majority_class_rate
-from lezo_ds.objectives import candidate_scores, predictions
+from lezo_ds.data.batching import candidate_batch
+from lezo_ds.data.encoding import encode_examples, load_tokenizer
+from lezo_ds.data.metrics import accuracy, majority_class_rate
+from lezo_ds.data.objectives import candidate_scores, predictions
+from lezo_ds.data.records import load_records, sample_splits
 from lezo_ds.tasks import get_task
 
 BATCH_SIZE = 32

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lezo_ds.step_plan import MAX_BLOCKS, PLAN_BYTES, StepPlan, noise_seed
+from lezo_ds.engine.step_plan import MAX_BLOCKS, PLAN_BYTES, StepPlan, noise_seed
 
 PLANS = st.builds(
     StepPlan,

@@ -12,7 +12,7 @@ from assets import REPOSITORY
 PACKAGE = sorted((REPOSITORY / "lezo_ds").rglob("*.py"))
 COMMANDS = sorted((REPOSITORY / "launch").glob("*.py"))
 
-KNOW_DEEPSPEED = {"lezo_ds/zero3.py", "lezo_ds/distributed.py"}
+KNOW_DEEPSPEED = {"lezo_ds/model/zero3.py", "lezo_ds/distributed.py"}
 """The modules whose job it is: ZeRO-3's internals, and what the ranks exchange."""
 
 DISTRIBUTED_LIBRARIES = ("deepspeed", "torch.distributed", "mpi4py")

@@ -5,10 +5,10 @@ import torch
 from assets import write_reader
 from tiny_tasks import NUM_POSITIONS, task_config, write_tasks, write_writer
 
+from lezo_ds.data.generation import MAX_NEW_TOKENS
+from lezo_ds.data.objectives import reads_answers
+from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
-from lezo_ds.generation import MAX_NEW_TOKENS
-from lezo_ds.objectives import reads_answers
-from lezo_ds.task_data import load_task_data
 
 
 @reads_answers

@@ -10,10 +10,10 @@ from golden_tasks import GOLDEN
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
-from lezo_ds.batching import candidate_batch
-from lezo_ds.data import with_demonstrations
-from lezo_ds.encoding import PromptTokenizer, encode_example, encode_examples, encode_null, encode_prompt
-from lezo_ds.objectives import candidate_scores, predictions, training_objective
+from lezo_ds.data.batching import candidate_batch
+from lezo_ds.data.encoding import PromptTokenizer, encode_example, encode_examples, encode_null, encode_prompt
+from lezo_ds.data.objectives import candidate_scores, predictions, training_objective
+from lezo_ds.data.records import with_demonstrations
 from lezo_ds.tasks import TASKS
 
 BOS, PAD = 0, 1

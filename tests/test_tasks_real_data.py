@@ -7,10 +7,10 @@ import torch
 from assets import shared_asset
 from transformers import AutoModelForCausalLM
 
-from lezo_ds.data import load_records, sample_splits, with_demonstrations
-from lezo_ds.encoding import encode_example, encode_examples, encode_null, load_tokenizer
-from lezo_ds.metrics import majority_class_rate
-from lezo_ds.objectives import training_objective
+from lezo_ds.data.encoding import encode_example, encode_examples, encode_null, load_tokenizer
+from lezo_ds.data.metrics import majority_class_rate
+from lezo_ds.data.objectives import training_objective
+from lezo_ds.data.records import load_records, sample_splits, with_demonstrations
 from lezo_ds.tasks import TASKS
 
 MAX_LENGTH = 512

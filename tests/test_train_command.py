@@ -10,7 +10,7 @@ from assets import NUM_BLOCKS, recipe_values, shared_asset, write_recipe
 from commands import deepspeed, mpirun, python, run_well
 
 from lezo_ds.journal import EvaluationRecord, StepRecord, read_journal
-from lezo_ds.snapshots import read_manifest, snapshot_path
+from lezo_ds.model.snapshots import read_manifest, snapshot_path
 
 STEPS = 8
 

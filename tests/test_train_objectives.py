@@ -8,8 +8,8 @@ from ranks import run_ranks
 from tiny_runs import start_engine
 from tiny_tasks import task_config, write_tasks, write_writer
 
-from lezo_ds.objectives import reads_answers
-from lezo_ds.task_data import load_task_data
+from lezo_ds.data.objectives import reads_answers
+from lezo_ds.data.task_data import load_task_data
 
 NUM_STEPS = 2
 SCALE = 1e-2

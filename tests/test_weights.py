@@ -11,16 +11,17 @@ from safetensors.torch import load_file, save_file
 from tiny_runs import DS_CONFIG, NUM_BLOCKS, start_engine, train, write_model
 from transformers import OPTConfig
 
-from lezo_ds import distributed, zero3
-from lezo_ds.checkpoint_files import DTYPES, build_on_meta, load_config
+from lezo_ds import distributed
 from lezo_ds.errors import UserError
 from lezo_ds.journal import StepRecord
-from lezo_ds.layers import find_blocks
+from lezo_ds.model import zero3
+from lezo_ds.model.checkpoint_files import DTYPES, build_on_meta, load_config
+from lezo_ds.model.layers import find_blocks
+from lezo_ds.model.parameters import parameter_ids
+from lezo_ds.model.perturbed_forward import NamedParameter
+from lezo_ds.model.sharded_model import load_weights
+from lezo_ds.model.weights import ShardedWeights
 from lezo_ds.noise import join_master, noise_backend
-from lezo_ds.parameters import parameter_ids
-from lezo_ds.perturbed_forward import NamedParameter
-from lezo_ds.sharded_model import load_weights
-from lezo_ds.weights import ShardedWeights
 
 pytestmark = pytest.mark.distributed
 

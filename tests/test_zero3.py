@@ -12,9 +12,10 @@ from ranks import run_ranks
 from tiny_runs import DS_CONFIG
 from torch import nn
 
-from lezo_ds import distributed, zero3
-from lezo_ds.perturbed_forward import NamedParameter
-from lezo_ds.zero3 import shard_range
+from lezo_ds import distributed
+from lezo_ds.model import zero3
+from lezo_ds.model.perturbed_forward import NamedParameter
+from lezo_ds.model.zero3 import shard_range
 
 
 @given(numel=st.integers(1, 10_000), world_size=st.integers(1, 64))

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from torch import nn
 
-from lezo_ds.layers import BlockLayout
-from lezo_ds.weights import ShardedWeights
+from lezo_ds.model.layers import BlockLayout
+from lezo_ds.model.weights import ShardedWeights
 
 
 class Adapter(Protocol):

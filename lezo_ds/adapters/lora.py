@@ -13,9 +13,9 @@ from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.config import PeftConfig
 from lezo_ds.errors import UserError
-from lezo_ds.layers import BlockLayout
+from lezo_ds.model.layers import BlockLayout
+from lezo_ds.model.weights import ShardedWeights
 from lezo_ds.noise import gaussian
-from lezo_ds.weights import ShardedWeights
 
 _PEFT_PREFIX = "base_model.model."  # of every name in peft's files
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"

@@ -21,11 +21,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lezo_ds import zero3
 from lezo_ds.errors import UserError
-from lezo_ds.layers import BlockLayout, find_blocks
-from lezo_ds.weights import ShardedWeights
-from lezo_ds.zero3 import ShardedParameter
+from lezo_ds.model import zero3
+from lezo_ds.model.layers import BlockLayout, find_blocks
+from lezo_ds.model.weights import ShardedWeights
+from lezo_ds.model.zero3 import ShardedParameter
 
 _ATTENTION = "lezo_ds_prefix"
 _CONFIG = "prefix_config.json"

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers.pytorch_utils import Conv1D
 
-from lezo_ds.batch import LogitSelection, MicroBatch
+from lezo_ds.data.batch import LogitSelection, MicroBatch
 from lezo_ds.errors import UserError
 from lezo_ds.noise import NoiseBackend
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from lezo_ds import distributed
 from lezo_ds.config import RESUME_MAY_DIFFER, RunConfig
+from lezo_ds.data.task_data import TaskData
+from lezo_ds.engine.first_order_engine import FirstOrderEngine
 from lezo_ds.errors import UserError
-from lezo_ds.first_order_engine import FirstOrderEngine
 from lezo_ds.journal import EvaluationRecord, Header, assert_compatible
-from lezo_ds.run import Run, best_evaluation
-from lezo_ds.run_directory import RunDirectory
-from lezo_ds.snapshots import read_manifest, snapshot_path, snapshot_steps
-from lezo_ds.task_data import TaskData
-from lezo_ds.training_state import TrainingState, read_training_state
-from lezo_ds.zeroth_order_run import make_header
+from lezo_ds.model.snapshots import read_manifest, snapshot_path, snapshot_steps
+from lezo_ds.runs.run import Run, best_evaluation
+from lezo_ds.runs.run_directory import RunDirectory
+from lezo_ds.runs.training_state import TrainingState, read_training_state
+from lezo_ds.runs.zeroth_order_run import make_header
 
 _RESUME_MAY_DIFFER = RESUME_MAY_DIFFER - {"train.steps"}  # the learning rate depends on it
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from lezo_ds import distributed
-from lezo_ds.checkpoint_files import DTYPES, load_config, resolve_model
 from lezo_ds.config import RunConfig, config_from_dict
-from lezo_ds.evaluation import EvaluationResult, Model, evaluate
-from lezo_ds.restore import read_run, restore
-from lezo_ds.task_data import EncodedSplit, load_task_data
+from lezo_ds.data.evaluation import EvaluationResult, Model, evaluate
+from lezo_ds.data.task_data import EncodedSplit, load_task_data
+from lezo_ds.model.checkpoint_files import DTYPES, load_config, resolve_model
+from lezo_ds.runs.restore import read_run, restore
+from lezo_ds.runs.trainer import make_engine
 from lezo_ds.tasks.base import Example
-from lezo_ds.trainer import make_engine
 
 
 def score_run(path: Path, step: str, split: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:

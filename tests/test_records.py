@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from golden_tasks import GOLDEN
 
-from lezo_ds.data import load_records, sample_splits, with_demonstrations
+from lezo_ds.data.records import load_records, sample_splits, with_demonstrations
 from lezo_ds.errors import UserError
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Example
@@ -281,7 +281,7 @@ def test_a_data_set_loaded_by_its_id_gives_the_same_records_as_its_files(tmp_pat
 
 
 def test_an_unreachable_hub_is_a_users_error_that_offers_a_local_directory(tmp_path):
-    script = "from lezo_ds.data import load_records; from lezo_ds.tasks import get_task\n"
+    script = "from lezo_ds.data.records import load_records; from lezo_ds.tasks import get_task\n"
     script += "load_records(get_task('sst2'), None)"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     ended = subprocess.run(

@@ -9,15 +9,15 @@ import torch
 
 from lezo_ds import distributed
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, ZoConfig, check_world
+from lezo_ds.data.task_data import load_task_data
 from lezo_ds.ds_config import load_ds_config
-from lezo_ds.engine import LezoEngine, initialize
+from lezo_ds.engine.first_order_engine import FirstOrderEngine, initialize_first_order
+from lezo_ds.engine.lezo_engine import LezoEngine, initialize
 from lezo_ds.errors import UserError
-from lezo_ds.first_order_engine import FirstOrderEngine, initialize_first_order
-from lezo_ds.first_order_run import FirstOrderRun, check_training_state
-from lezo_ds.run import num_steps
-from lezo_ds.run_directory import RunDirectory
-from lezo_ds.task_data import load_task_data
-from lezo_ds.zeroth_order_run import ZerothOrderRun, check_journal
+from lezo_ds.runs.first_order_run import FirstOrderRun, check_training_state
+from lezo_ds.runs.run import num_steps
+from lezo_ds.runs.run_directory import RunDirectory
+from lezo_ds.runs.zeroth_order_run import ZerothOrderRun, check_journal
 
 
 def train(config: RunConfig) -> dict[str, Any]:

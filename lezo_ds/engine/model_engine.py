@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lezo_ds import distributed, zero3
-from lezo_ds.batch import LogitSelection, MicroBatch
+from lezo_ds import distributed
+from lezo_ds.data.batch import LogitSelection, MicroBatch
+from lezo_ds.data.generation import runner
 from lezo_ds.errors import UserError
-from lezo_ds.generation import runner
-from lezo_ds.perturbed_forward import Perturbation, PerturbedForward
-from lezo_ds.sharded_model import ShardedModel
-from lezo_ds.snapshots import snapshot_path
+from lezo_ds.model import zero3
+from lezo_ds.model.perturbed_forward import Perturbation, PerturbedForward
+from lezo_ds.model.sharded_model import ShardedModel
+from lezo_ds.model.snapshots import snapshot_path
 
 
 class ModelEngine:

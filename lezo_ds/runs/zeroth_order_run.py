@@ -6,15 +6,15 @@ import hashlib
 from typing import Any
 
 from lezo_ds import distributed
-from lezo_ds.checkpoint_files import resolve_model
 from lezo_ds.config import RESUME_MAY_DIFFER, TRAINED, RunConfig, config_to_dict
-from lezo_ds.engine import LezoEngine
+from lezo_ds.data.task_data import TaskData
+from lezo_ds.engine.lezo_engine import LezoEngine
+from lezo_ds.engine.step_plan import PLAN_BYTES
 from lezo_ds.journal import EvaluationRecord, Header, Journal, StepRecord, assert_compatible
+from lezo_ds.model.checkpoint_files import resolve_model
 from lezo_ds.noise import NOISE_VERSION
-from lezo_ds.run import Run
-from lezo_ds.run_directory import RunDirectory, library_versions
-from lezo_ds.step_plan import PLAN_BYTES
-from lezo_ds.task_data import TaskData
+from lezo_ds.runs.run import Run
+from lezo_ds.runs.run_directory import RunDirectory, library_versions
 
 
 class ZerothOrderRun(Run):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from lezo_ds.config import TRAINED, ZEROTH_ORDER
 from lezo_ds.errors import UserError
+from lezo_ds.experiments.paper import MODELS, SCORES, TASKS, Cell, Hyperparameters, hyperparameters
 from lezo_ds.files import write_atomically
-from lezo_ds.layers import num_dropped_from_sparsity
-from lezo_ds.paper import MODELS, SCORES, TASKS, Cell, Hyperparameters, hyperparameters
+from lezo_ds.model.layers import num_dropped_from_sparsity
 from lezo_ds.tasks import get_task
 
 RECIPES = Path("launch/recipes")
@@ -146,7 +146,7 @@ def _head(cell: Cell, hardware: _Hardware) -> list[str]:
     command = f"deepspeed --num_gpus {hardware.num_gpus} launch/train.py --config {RECIPES / name}.yaml"
     lines = [
         f"# {title} with {cell.model.replace('opt', 'OPT')}.",
-        "# Written by launch/make_recipes.py from lezo_ds/paper.py; change a value by key=value.",
+        "# Written by launch/make_recipes.py from lezo_ds/experiments/paper.py; change a value by key=value.",
         "#",
         f"# Command:  {command}",
         "#           from the root of the repository.",

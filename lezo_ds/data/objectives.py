@@ -14,7 +14,7 @@ and its mean over the dev examples picks the best step. For instance, in a file 
 a folder of PYTHONPATH, with train.objective=my_objectives:mistakes or =my_objectives:wordiness:
 
     import torch
-    from lezo_ds.objectives import candidate_scores, reads_answers
+    from lezo_ds.data.objectives import candidate_scores, reads_answers
 
     def mistakes(logits, batch):
         "1 for each example whose best candidate is wrong: accuracy itself, which has no gradient."
@@ -39,11 +39,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lezo_ds.batch import MicroBatch
-from lezo_ds.batching import candidate_batch, teacher_forcing_batch
-from lezo_ds.encoding import EncodedExample
+from lezo_ds.data.batch import MicroBatch
+from lezo_ds.data.batching import candidate_batch, teacher_forcing_batch
+from lezo_ds.data.encoding import EncodedExample
+from lezo_ds.data.metrics import best_f1
 from lezo_ds.errors import UserError
-from lezo_ds.metrics import best_f1
 from lezo_ds.tasks.base import Task, TaskKind
 
 ObjectiveFunction = Callable[[Any, MicroBatch], Tensor]

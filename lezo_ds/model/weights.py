@@ -8,14 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lezo_ds import distributed, zero3
-from lezo_ds.checkpoint_files import WeightFiles
-from lezo_ds.digest import shard_digest
+from lezo_ds import distributed
+from lezo_ds.engine.step_plan import direction_seed
 from lezo_ds.errors import UserError
 from lezo_ds.journal import StepRecord
+from lezo_ds.model import zero3
+from lezo_ds.model.checkpoint_files import WeightFiles
+from lezo_ds.model.digest import shard_digest
+from lezo_ds.model.zero3 import ShardedParameter
 from lezo_ds.noise import NoiseBackend, UpdatePrecision, split_master
-from lezo_ds.step_plan import direction_seed
-from lezo_ds.zero3 import ShardedParameter
 
 _LOW_STREAM = 0x80000000  # keeps the digest of the low bits apart from that of the shard they belong to
 

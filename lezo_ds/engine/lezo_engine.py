@@ -17,19 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lezo_ds import distributed, zero3
-from lezo_ds.batch import LossFunction, MicroBatch
+from lezo_ds import distributed
 from lezo_ds.config import PeftConfig, ZoConfig, num_dropped
+from lezo_ds.data.batch import LossFunction, MicroBatch
+from lezo_ds.engine.estimator import estimate
+from lezo_ds.engine.model_engine import ModelEngine, to_device
+from lezo_ds.engine.step_plan import MAX_BLOCKS, PLAN_BYTES, StepPlan, direction_seed, noise_seed
 from lezo_ds.errors import DivergenceError, UserError
-from lezo_ds.estimator import estimate
 from lezo_ds.journal import Journal, StepRecord
-from lezo_ds.layers import draw_dropped_layers
-from lezo_ds.model_engine import ModelEngine, to_device
+from lezo_ds.model import zero3
+from lezo_ds.model.layers import draw_dropped_layers
+from lezo_ds.model.perturbed_forward import Perturbation, PerturbedForward, Sign
+from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
+from lezo_ds.model.snapshots import newest_snapshot, snapshot_path
 from lezo_ds.noise import noise_backend
-from lezo_ds.perturbed_forward import Perturbation, PerturbedForward, Sign
-from lezo_ds.sharded_model import ShardedModel, load_sharded_model
-from lezo_ds.snapshots import newest_snapshot, snapshot_path
-from lezo_ds.step_plan import MAX_BLOCKS, PLAN_BYTES, StepPlan, direction_seed, noise_seed
 
 logger = logging.getLogger(__name__)
 
@@ -227,9 +228,7 @@ def initialize(
             would be trained is in blocks, and all blocks are dropped.
     """
     distributed.init_distributed()
-    sharded = load_sharded_model(
-        model, ds_config, dtype, config.update_precision, seed, peft, partition_size
-    )
+    sharded = load_sharded_model(model, ds_config, dtype, config.update_precision, seed, peft, partition_size)
     num_blocks = sharded.layout.num_blocks
     if num_blocks > MAX_BLOCKS:
         raise UserError("the model has too many blocks", got=num_blocks, expected=f"at most {MAX_BLOCKS}")

@@ -18,7 +18,7 @@ from lezo_ds import distributed
 from lezo_ds.adapters import Adapter
 from lezo_ds.errors import LezoError
 from lezo_ds.files import sha256_file, sync_directory, write_atomically
-from lezo_ds.weights import ShardedWeights
+from lezo_ds.model.weights import ShardedWeights
 
 logger = logging.getLogger(__name__)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from lezo_ds.checkpoint_files import DTYPES, build_on_meta, load_config, resolve_model
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, check_world, num_dropped
+from lezo_ds.data.task_data import load_task_data
 from lezo_ds.ds_config import load_ds_config
 from lezo_ds.errors import HubError
-from lezo_ds.layers import find_blocks
-from lezo_ds.task_data import load_task_data
+from lezo_ds.model.checkpoint_files import DTYPES, build_on_meta, load_config, resolve_model
+from lezo_ds.model.layers import find_blocks
 
 
 def describe_plan(config: RunConfig, world_size: int) -> str:

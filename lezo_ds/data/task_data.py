@@ -8,11 +8,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lezo_ds.batch import GenerationSettings, MicroBatch
-from lezo_ds.checkpoint_files import load_config, resolve_model
 from lezo_ds.config import RunConfig
-from lezo_ds.data import Splits, load_records, sample_splits, with_demonstrations
-from lezo_ds.encoding import (
+from lezo_ds.data.batch import GenerationSettings, MicroBatch
+from lezo_ds.data.encoding import (
     EncodedExample,
     PromptTokenizer,
     encode_examples,
@@ -20,10 +18,12 @@ from lezo_ds.encoding import (
     encode_prompts,
     load_tokenizer,
 )
+from lezo_ds.data.generation import MAX_NEW_TOKENS, prompt_batch, read_answers
+from lezo_ds.data.objectives import Objective, load_objective
+from lezo_ds.data.records import Splits, load_records, sample_splits, with_demonstrations
+from lezo_ds.data.sampling import batch_indices
 from lezo_ds.errors import UserError
-from lezo_ds.generation import MAX_NEW_TOKENS, prompt_batch, read_answers
-from lezo_ds.objectives import Objective, load_objective
-from lezo_ds.sampling import batch_indices
+from lezo_ds.model.checkpoint_files import load_config, resolve_model
 from lezo_ds.tasks import get_task
 from lezo_ds.tasks.base import Example, Task
 

@@ -23,9 +23,9 @@ from lezo_ds.config import (
     flatten,
 )
 from lezo_ds.errors import UserError
+from lezo_ds.experiments.paper import MODELS, SCORES, TASKS, Cell, Score
 from lezo_ds.files import write_atomically
-from lezo_ds.paper import MODELS, SCORES, TASKS, Cell, Score
-from lezo_ds.run_directory import RunDirectory
+from lezo_ds.runs.run_directory import RunDirectory
 from lezo_ds.tasks import get_task
 
 MAJORITY_CLASS = "majority class"

@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 from transformers import get_linear_schedule_with_warmup
 
-from lezo_ds import distributed, zero3
-from lezo_ds.batch import LossFunction, MicroBatch
+from lezo_ds import distributed
 from lezo_ds.config import AdamWConfig, PeftConfig
+from lezo_ds.data.batch import LossFunction, MicroBatch
+from lezo_ds.engine.model_engine import ModelEngine, to_device
+from lezo_ds.engine.step_plan import noise_seed
 from lezo_ds.errors import DivergenceError, UserError
-from lezo_ds.model_engine import ModelEngine, to_device
+from lezo_ds.model import zero3
+from lezo_ds.model.perturbed_forward import PerturbedForward
+from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
+from lezo_ds.model.snapshots import snapshot_path
 from lezo_ds.noise import noise_backend
-from lezo_ds.perturbed_forward import PerturbedForward
-from lezo_ds.sharded_model import ShardedModel, load_sharded_model
-from lezo_ds.snapshots import snapshot_path
-from lezo_ds.step_plan import noise_seed
 
 
 class FirstOrderEngine(ModelEngine):

@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from lezo_ds import distributed, zero3
+from lezo_ds import distributed
 from lezo_ds.adapters import Adapter, make_adapter
-from lezo_ds.checkpoint_files import (
+from lezo_ds.config import PeftConfig
+from lezo_ds.model import zero3
+from lezo_ds.model.checkpoint_files import (
     DTYPES,
     WeightFiles,
     build_on_meta,
@@ -19,14 +21,13 @@ from lezo_ds.checkpoint_files import (
     load_config,
     resolve_model,
 )
-from lezo_ds.config import PeftConfig
-from lezo_ds.layers import BlockLayout, find_blocks
+from lezo_ds.model.layers import BlockLayout, find_blocks
+from lezo_ds.model.parameters import parameter_ids, table_hash
+from lezo_ds.model.perturbed_forward import NamedParameter
+from lezo_ds.model.snapshots import LOW_BITS_DIRECTORY, write_snapshot
+from lezo_ds.model.weights import ShardedWeights
+from lezo_ds.model.zero3 import ShardedParameter
 from lezo_ds.noise import UpdatePrecision, noise_backend
-from lezo_ds.parameters import parameter_ids, table_hash
-from lezo_ds.perturbed_forward import NamedParameter
-from lezo_ds.snapshots import LOW_BITS_DIRECTORY, write_snapshot
-from lezo_ds.weights import ShardedWeights
-from lezo_ds.zero3 import ShardedParameter
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class ShardedModel:
         """Write the model, or its adapter, to the directory `target`. A collective.
 
         Args:
-            target: as a snapshot (see lezo_ds.snapshots); a model can be opened with `from_pretrained`.
+            target: as a snapshot (see lezo_ds.model.snapshots); a model can be opened with `from_pretrained`.
             step: how many updates the weights have seen.
         """
         facts = {"step": step, "digest": self.weights.digest(), "base": self.base.fingerprint}

@@ -16,11 +16,11 @@ from tqdm import tqdm
 
 from lezo_ds import distributed
 from lezo_ds.config import TRAINED, RunConfig, config_to_dict
-from lezo_ds.evaluation import EvaluationResult, Model, evaluate
+from lezo_ds.data.evaluation import EvaluationResult, Model, evaluate
+from lezo_ds.data.task_data import EncodedSplit, TaskData
 from lezo_ds.journal import EvaluationRecord
-from lezo_ds.run_directory import RunDirectory, library_versions
-from lezo_ds.snapshots import prune_snapshots, read_manifest, snapshot_path
-from lezo_ds.task_data import EncodedSplit, TaskData
+from lezo_ds.model.snapshots import prune_snapshots, read_manifest, snapshot_path
+from lezo_ds.runs.run_directory import RunDirectory, library_versions
 
 logger = logging.getLogger(__name__)
 

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lezo_ds.perturbed_forward import NamedParameter
+from lezo_ds.model.perturbed_forward import NamedParameter
 
 GATHERING = (PartitionedParameterCoordinator, ("fetch_sub_module", "release_sub_module"))
-"""The class whose methods gather a module's weights before it runs, and release them after it: to be timed."""
+"""The class whose methods gather a module's weights before it runs and release them after it: to be timed."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""From text to batches, from logits to losses and scores."""

@@ -1,0 +1,1 @@
+"""What trains a sharded model, a batch at a time."""
