@@ -1,7 +1,8 @@
-# make demo    a fine-tuning run on a made-up data set, in a few minutes, no GPU needed
-# make test    the whole test suite
-# make check   lint, format and types
-# make clean   remove the environment, caches and runs/demo
+# make demo          a fine-tuning run on a made-up data set, in a few minutes, no GPU needed
+# make test          the whole test suite, but for:
+# make test-cluster  batch scripts, on a Slurm cluster and hosts made of namespaces (Linux, as root)
+# make check         lint, format and types
+# make clean         remove the environment, caches and runs/demo
 #
 # Each target makes what it needs in .venv, from the exact versions in constraints.txt.
 
@@ -20,13 +21,16 @@ endif
 # Results depend on the number of threads in their last bits, so it does not follow the number of cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check clean
+.PHONY: demo test test-cluster check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python launch/demo.py
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadscope
+
+test-cluster: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m cluster tests/cluster
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,0 +1,105 @@
+"""A Slurm cluster of two hosts on one machine; the first is its controller and login node too."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hosts import ADDRESSES, Host, require, two_hosts, wait_until
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
+PACKAGES = "slurm-wlm munge"
+CONTROLLER = next(iter(ADDRESSES))
+GRACE_SECONDS = 60
+"""How long a preempted job has to stop."""
+
+SETTINGS = """
+ClusterName=lezo
+SlurmctldHost={controller}
+SlurmUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={directory}/munge.socket,cred_expire=6
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+GresTypes=gpu
+SlurmdParameters=config_overrides
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool-%n
+SlurmctldLogFile={directory}/slurmctld.log
+SlurmdLogFile={directory}/slurmd-%n.log
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd-%n.pid
+SchedulerParameters=sched_interval=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+ReturnToService=2
+KillWait=20
+"""
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """A running cluster, used from its first host as a user does from a login node."""
+
+    login: Host
+    directory: Path
+
+    def run_well(self, *command):
+        return self.login.run_well(command, **self._variables())
+
+    def _variables(self):
+        return {"SLURM_CONF": str(self.directory / "slurm.conf")}
+
+    def submit(self, *arguments):
+        """Submit a job and return its number."""
+        return int(self.run_well("sbatch", "--parsable", *arguments).split(";")[0])
+
+    def fact(self, job, name):
+        """Return one of the facts that Slurm knows of a job, such as JobState."""
+        for word in self.run_well("scontrol", "show", "job", job).split():
+            if word.startswith(name + "="):
+                return word.partition("=")[2]
+        raise KeyError(name)
+
+
+@contextmanager
+def slurm_cluster(directory: Path):
+    """Start a Slurm cluster of two hosts with 16 cores and 8 GPUs each, all made up; stop it at the end."""
+    require(PROGRAMS, PACKAGES)
+    directory.chmod(0o755)
+    _write_settings(directory)
+    with two_hosts(directory) as hosts:
+        cluster = Slurm(hosts[0], directory)
+        files = [f"--{kind}-file={directory}/munged.{kind}" for kind in ("key", "pid", "log", "seed")]
+        cluster.run_well("munged", "--force", f"--socket={directory}/munge.socket", *files)
+        cluster.run_well("slurmctld", "-c")
+        for host in hosts:
+            host.run_well(["slurmd", "-N", host.name], SLURM_CONF=str(directory / "slurm.conf"))
+        wait_until(
+            lambda: cluster.run_well("sinfo", "-h", "-t", "idle", "-p", "normal", "-o", "%D").strip() == "2",
+            "two idle nodes",
+        )
+        yield cluster
+
+
+def _write_settings(directory):
+    key = directory / "munged.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+    (directory / "state").mkdir()
+    lines = [SETTINGS.format(controller=CONTROLLER, directory=directory)]
+    for name in ADDRESSES:
+        (directory / f"spool-{name}").mkdir()
+        lines.append(f"NodeName={name} CPUs=16 RealMemory=4000 Gres=gpu:8 State=UNKNOWN")
+    nodes = ",".join(ADDRESSES)
+    lines.append(f"PartitionName=normal Nodes={nodes} Default=YES PriorityTier=1 GraceTime={GRACE_SECONDS}")
+    lines.append(f"PartitionName=urgent Nodes={nodes} PriorityTier=2 PreemptMode=OFF")
+    (directory / "slurm.conf").write_text("\n".join(lines) + "\n")
+    for number in range(8):
+        (directory / f"gpu{number}").touch()
+    (directory / "gres.conf").write_text(f"Name=gpu File={directory}/gpu[0-7]\n")

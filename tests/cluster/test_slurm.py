@@ -1,0 +1,151 @@
+"""The batch scripts on a real Slurm of two hosts: every job ends as the same run of plain python does."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+from assets import REPOSITORY, write_recipe
+from commands import python, run_well
+from hosts import wait_until
+from slurm_lab import slurm_cluster
+
+from lezo_ds.journal import read_journal
+from lezo_ds.model.snapshots import read_manifest, snapshot_path
+
+pytestmark = [pytest.mark.cluster, pytest.mark.distributed]
+
+SCRIPTS = REPOSITORY / "launch" / "slurm"
+SHORT = ("train.steps=8", "train.eval_every=4")
+LONG = ("train.steps=200", "train.eval_every=50", "train.snapshot_every=20")
+"""Steps enough that a job is told to stop before it has done them."""
+
+SWEEP = ("--grid", "zo.learning_rate=1e-3,1e-2", "seed,data.seed=0,1")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def recipe(slurm, tmp_path_factory):  # after slurm: where there is none, nothing is made
+    return write_recipe(tmp_path_factory.mktemp("assets"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe, tmp_path_factory):
+    """Return how a run of some length ends under plain python on one rank."""
+    ends = {}
+
+    def end_of(length):
+        if length not in ends:
+            run_dir = tmp_path_factory.mktemp("by_python")
+            run_well(python("--config", recipe, f"run_dir={run_dir}", *length))
+            ends[length] = end(run_dir)
+        return ends[length]
+
+    return end_of
+
+
+def results_of(run_dir):
+    return json.loads((run_dir / "results.json").read_text())
+
+
+def end(run_dir):
+    """Return all that a run came to: its records and the digests of its best and its last weights."""
+    results = results_of(run_dir)
+    assert results["finished"]
+    last = read_manifest(snapshot_path(run_dir / "snapshots", results["steps"]))
+    return read_journal(run_dir / "journal.jsonl")[1], results["weights_digest"], last["digest"]
+
+
+def submit(slurm, script, recipe, run_dir, length, *options):
+    output = f"--output={run_dir}.out"
+    return slurm.submit(output, *options, SCRIPTS / script, "--config", recipe, f"run_dir={run_dir}", *length)
+
+
+def wait_for_end(slurm, job, run_dir):
+    running = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "PREEMPTED", "REQUEUED")
+    wait_until(lambda: slurm.fact(job, "JobState") not in running, f"the end of job {job}")
+    output = run_dir.with_name(run_dir.name + ".out").read_text()
+    assert (slurm.fact(job, "JobState"), slurm.fact(job, "ExitCode")) == ("COMPLETED", "0:0"), output[-5000:]
+
+
+def wait_for_steps(run_dir, count):
+    journal = run_dir / "journal.jsonl"
+    wait_until(lambda: journal.exists() and num_steps_done(run_dir) >= count, f"{count} steps")
+
+
+def num_steps_done(run_dir):
+    return (run_dir / "journal.jsonl").read_text().count('"kind":"step"')
+
+
+def wait_for_requeue(slurm, job):
+    wait_until(lambda: slurm.fact(job, "Restarts") == "1", f"job {job} to be put back into the queue")
+
+
+def assert_stopped_by_agreement(run_dir):
+    stopped = results_of(run_dir)
+    assert not stopped["finished"]
+    assert 20 <= stopped["steps"] == num_steps_done(run_dir) < 200
+
+
+def test_a_job_on_two_nodes_is_the_run_of_plain_python(slurm, recipe, undisturbed, tmp_path):
+    run_dir = tmp_path / "run"
+    job = submit(slurm, "several_nodes.sbatch", recipe, run_dir, SHORT, "--ntasks-per-node=1")
+    wait_for_end(slurm, job, run_dir)
+    assert slurm.fact(job, "NumNodes") == "2"
+    assert results_of(run_dir)["world_size"] == 2
+    assert end(run_dir) == undisturbed(SHORT)
+
+
+def test_a_job_told_to_stop_goes_back_into_the_queue_and_resumes(slurm, recipe, undisturbed, tmp_path):
+    run_dir = tmp_path / "run"
+    job = submit(slurm, "one_node.sbatch", recipe, run_dir, LONG)
+    wait_for_steps(run_dir, 20)
+    slurm.run_well("scancel", "--signal=USR1", "--batch", job)  # as Slurm does before the time limit
+    wait_for_requeue(slurm, job)
+    assert_stopped_by_agreement(run_dir)
+    wait_for_end(slurm, job, run_dir)
+    assert results_of(run_dir)["world_size"] == 2
+    assert end(run_dir) == undisturbed(LONG)
+
+
+def test_a_job_that_is_requeued_resumes(slurm, recipe, undisturbed, tmp_path):
+    run_dir = tmp_path / "run"
+    job = submit(slurm, "several_nodes.sbatch", recipe, run_dir, LONG, "--ntasks-per-node=1")
+    wait_for_steps(run_dir, 50)
+    slurm.run_well("scontrol", "requeue", job)
+    wait_for_requeue(slurm, job)
+    assert num_steps_done(run_dir) < 200
+    wait_for_end(slurm, job, run_dir)
+    assert end(run_dir) == undisturbed(LONG)
+
+
+def test_a_preempted_job_makes_room_and_resumes(slurm, recipe, undisturbed, tmp_path):
+    run_dir = tmp_path / "run"
+    node = ("--nodelist=lezo1", "--gpus-per-node=8")
+    job = submit(slurm, "one_node.sbatch", recipe, run_dir, LONG, *node)
+    wait_for_steps(run_dir, 20)
+    urgent = slurm.submit(*node, "--partition=urgent", "--output=/dev/null", "--wrap=true")
+    wait_until(lambda: slurm.fact(urgent, "JobState") == "COMPLETED", "the urgent job")
+    wait_for_requeue(slurm, job)
+    assert_stopped_by_agreement(run_dir)
+    wait_for_end(slurm, job, run_dir)
+    assert end(run_dir) == undisturbed(LONG)
+
+
+def test_an_array_does_the_runs_of_a_sweep(slurm, recipe, tmp_path):
+    sweep = ("--config", recipe, "--out", tmp_path / "sweep", *SWEEP, *SHORT)
+    job = slurm.submit("--array=0-3%2", f"--output={tmp_path}/%a.out", SCRIPTS / "sweep.sbatch", *sweep)
+    wait_until(lambda: slurm.run_well("squeue", "--noheader", "--job", job) == "", "the end of the array")
+    printed = slurm.run_well("python", "launch/sweep.py", *sweep, "--list")
+    assert printed.count("  done  ") == 4, "".join(path.read_text() for path in tmp_path.glob("?.out"))
+    with (tmp_path / "sweep" / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    settings = [(row["zo.learning_rate"], row["data.seed"]) for row in rows]
+    assert settings == [("0.001", "0"), ("0.001", "1"), ("0.01", "0"), ("0.01", "1")]
+    assert all(results_of(tmp_path / "sweep" / row["run"])["world_size"] == 2 for row in rows)
