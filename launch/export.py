@@ -1,6 +1,7 @@
 """Write the model of any step of a run, rebuilt from base weights and journal, as a Hugging Face directory.
 
 python launch/export.py --run DIR --step best --out DIR [key=value ...]
+python launch/export.py --pack FILE --step best --out DIR model.path=BASE_MODEL
 """
 
 from __future__ import annotations
@@ -8,20 +9,26 @@ from __future__ import annotations
 from pathlib import Path
 
 from lezo_ds import command_line, distributed
-from lezo_ds.runs.restore import export_run
+from lezo_ds.runs.export import export_pack, export_run
 
 
 def main() -> None:
     """Parse, build, run."""
     parser = command_line.parser(__doc__ or "")
-    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="directory of the run")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", type=Path, metavar="DIR", help="directory of the run")
+    source.add_argument("--pack", type=Path, metavar="FILE", help="a run that launch/pack.py packed")
     parser.add_argument("--step", default="best", help="best (lowest validation loss), last, or a number")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to make")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="where model or data are now")
     arguments = parser.parse_intermixed_args()
-    step = export_run(arguments.run, arguments.step, arguments.out, tuple(arguments.overrides))
+    wanted = arguments.step, arguments.out, tuple(arguments.overrides)
+    if arguments.run is not None:
+        step = export_run(arguments.run, *wanted)
+    else:
+        step = export_pack(arguments.pack, *wanted)
     if distributed.rank() == 0:
-        print(f"step {step} of {arguments.run}: {arguments.out}")
+        print(f"step {step} of {arguments.run or arguments.pack}: {arguments.out}")
 
 
 if __name__ == "__main__":

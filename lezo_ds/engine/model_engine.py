@@ -88,9 +88,9 @@ class ModelEngine:
         self.write_model(target)
         return target
 
-    def write_model(self, target: Path) -> None:
+    def write_model(self, target: Path, card: str = "") -> None:
         """Write the model, or its adapter, to the directory `target` (see `write_snapshot`). A collective."""
-        self._sharded.write(target, self.global_steps)
+        self._sharded.write(target, self.global_steps, card)
 
     def load_model(self, snapshot: Path | None, step: int) -> None:
         """Load weights that have seen `step` steps: a snapshot's, or for None the first. A collective."""

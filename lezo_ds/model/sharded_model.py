@@ -67,15 +67,16 @@ class ShardedModel:
     ds_config: Mapping[str, Any]
     adapter: Adapter | None
 
-    def write(self, target: Path, step: int) -> None:
+    def write(self, target: Path, step: int, card: str = "") -> None:
         """Write the model, or its adapter, to the directory `target`. A collective.
 
         Args:
             target: as a snapshot (see lezo_ds.model.snapshots); a model can be opened with `from_pretrained`.
             step: how many updates the weights have seen.
+            card: its README.md; "" for the base model's.
         """
         facts = {"step": step, "digest": self.weights.digest(), "base": self.base.fingerprint}
-        write_snapshot(self.weights, target, self.base.directory, facts, self.adapter, self.base.name)
+        write_snapshot(self.weights, target, self.base.directory, facts, self.adapter, self.base.name, card)
 
     def load_snapshot(self, directory: Path) -> None:
         """Bring the weights to those that `write` wrote, bit for bit. A collective."""

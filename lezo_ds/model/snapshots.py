@@ -41,6 +41,7 @@ def write_snapshot(
     facts: dict[str, Any],
     adapter: Adapter | None = None,
     base_model: str = "",
+    card: str = "",
 ) -> None:
     """Write the model, or its adapter, to `target`. A collective; rank 0 writes.
 
@@ -56,6 +57,7 @@ def write_snapshot(
         facts: what the manifest says besides the files: step, digest, dtype.
         adapter: what is trained in the place of the weights; then nothing but it is written.
         base_model: hub id or directory of the model that the adapter belongs to.
+        card: its README.md; "" for the base model's.
 
     Raises:
         LezoError: rank 0 cannot write; every rank raises.
@@ -71,6 +73,8 @@ def write_snapshot(
             _copy_companions(source, temporary, dtype)
         else:
             adapter.write_config(temporary, base_model)
+        if card:
+            (temporary / "README.md").write_text(card, encoding="utf-8")
 
     problem = _attempt(prepare) if writes else None
     main = _TensorWriter(temporary, writes and problem is None, adapter.weights_file if adapter else None)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lezo_ds import distributed
 from lezo_ds.config import RunConfig, config_from_dict
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.errors import UserError
 from lezo_ds.journal import EvaluationRecord, Header, StepRecord, read_journal
 from lezo_ds.model.snapshots import read_manifest, snapshot_path, snapshot_steps
+from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.run import best_evaluation
 from lezo_ds.runs.run_directory import RunDirectory
 from lezo_ds.runs.trainer import make_engine
@@ -122,8 +122,15 @@ def restore(run: RecordedRun, step: int) -> LezoEngine:
     """Return an engine that holds the run's weights after `step` updates, bit for bit. A collective.
 
     Raises:
-        UserError: the base model is not the one the run was made with.
+        UserError: another base model, or another noise, than the run was made with.
     """
+    if run.header.noise_version != NOISE_VERSION:
+        raise UserError(
+            f"run {run.directory.path} was made with another noise",
+            got=f"version {run.header.noise_version}",
+            expected=f"version {NOISE_VERSION}, this package's",
+            fix="use the version of this package that made the run",
+        )
     engine = make_engine(run.config)
     if engine.base.fingerprint != run.header.model_fingerprint:
         raise UserError(
@@ -137,35 +144,3 @@ def restore(run: RecordedRun, step: int) -> LezoEngine:
     else:
         engine.load_checkpoint(run.directory.snapshots, run.steps, step)
     return engine
-
-
-def export_run(path: Path, step: str, target: Path, overrides: tuple[str, ...] = ()) -> int:
-    """Write a run's model at a step as a Hugging Face directory. A collective.
-
-    Args:
-        path: the run's directory.
-        step: "best", "last" or a number of updates.
-        target: directory to make; it must not exist, or be empty.
-        overrides: as in `read_run`.
-
-    Returns:
-        The number of updates the exported weights have seen.
-
-    Raises:
-        UserError: no such run or step, or `target` is in use.
-    """
-    distributed.init_distributed()
-
-    def look() -> tuple[RecordedRun, int]:
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise UserError(
-                f"{target} exists",
-                expected="a directory that does not, or is empty",
-                fix="give another --out",
-            )
-        run = read_run(path, overrides)
-        return run, run.find_step(step)
-
-    run, number = distributed.on_rank_zero(look)
-    restore(run, number).write_model(target)
-    return number

@@ -1,0 +1,25 @@
+"""Pack a run of LeZO or MeZO as one small file, without weights; launch/export.py --pack makes its model.
+
+python launch/pack.py --run DIR --out run.tar.gz
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lezo_ds import command_line
+from lezo_ds.runs.packing import pack_run
+
+
+def main() -> None:
+    """Parse, build, run."""
+    parser = command_line.parser(__doc__ or "")
+    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="directory of the run")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write")
+    arguments = parser.parse_args()
+    size = pack_run(arguments.run, arguments.out)
+    print(f"{arguments.run}: {arguments.out}, {size:,} bytes")
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,328 @@
+"""A run as one small file: what is in it, what comes out of it, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import shutil
+import sys
+import tarfile
+from dataclasses import replace
+
+import pytest
+import yaml
+from assets import REPOSITORY, write_reader, write_recipe
+from commands import deepspeed, python, run, run_well
+
+from lezo_ds.errors import UserError
+from lezo_ds.journal import Journal, StepRecord, read_journal
+from lezo_ds.model.snapshots import read_manifest, snapshot_path
+from lezo_ds.runs import packing
+from lezo_ds.runs.packing import pack_run, recorded_digests, unpack_run
+from lezo_ds.runs.restore import read_run
+
+BF16 = ("model.dtype=bf16", "zo.update_precision=fp32_master")
+SMALL_FILES = ["config.yaml", "environment.json", "journal.jsonl", "results.json"]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return write_recipe(tmp_path_factory.mktemp("assets"))
+
+
+@pytest.fixture(scope="module")
+def finished(recipe, tmp_path_factory):
+    """A finished run of 8 steps in bf16."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    run_well(python("--config", recipe, f"run_dir={run_dir}", *BF16))
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def packed(finished):
+    """The pack that the command made of it."""
+    file = finished.parent / "run.tar.gz"
+    printed = run_well(
+        [sys.executable, str(REPOSITORY / "launch/pack.py"), "--run", str(finished), "--out", str(file)]
+    )
+    assert f"{file.stat().st_size:,} bytes" in printed.out
+    return file
+
+
+def export(num_ranks, *arguments):
+    """Return the command that exports."""
+    command = python(*arguments) if num_ranks == 1 else deepspeed(num_ranks, *arguments)
+    train = str(REPOSITORY / "launch" / "train.py")
+    return [str(REPOSITORY / "launch" / "export.py") if part == train else part for part in command]
+
+
+def members(file):
+    with tarfile.open(file) as archive:
+        return {member.name: archive.extractfile(member).read() for member in archive}
+
+
+def write_archive(file, contents):
+    """Write an archive; values are contents, or whole members."""
+    with tarfile.open(file, "w:gz") as archive:
+        for name, content in contents.items():
+            if isinstance(content, tarfile.TarInfo):
+                archive.addfile(content)
+                continue
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return file
+
+
+def with_hashes(contents):
+    """Return the contents with a manifest that vouches for them: what an adversary would write."""
+    manifest = json.loads(contents["pack.json"])
+    manifest["files"] = {
+        name: hashlib.sha256(content).hexdigest() for name, content in contents.items() if name != "pack.json"
+    }
+    return contents | {"pack.json": json.dumps(manifest).encode()}
+
+
+@pytest.mark.distributed
+def test_a_pack_holds_the_runs_small_files_as_they_are_and_no_weights(finished, packed):
+    contents = members(packed)
+    manifest = json.loads(contents.pop("pack.json"))
+    assert sorted(contents) == SMALL_FILES
+    for name, content in contents.items():
+        assert content == (finished / name).read_bytes()
+        assert manifest["files"][name] == hashlib.sha256(content).hexdigest()
+    results = json.loads(contents["results.json"])
+    assert manifest["model_fingerprint"] == results["model_fingerprint"]
+    assert manifest["digests"][str(results["best_step"])] == results["weights_digest"]
+    assert manifest["digests"]["8"] == read_manifest(snapshot_path(finished / "snapshots", 8))["digest"]
+
+
+@pytest.mark.distributed
+def test_the_same_run_gives_the_same_bytes_whenever_and_wherever_it_lies(finished, packed, tmp_path):
+    shutil.copytree(finished, tmp_path / "moved")
+    for path in (tmp_path / "moved").iterdir():
+        path.touch()
+    assert pack_run(tmp_path / "moved", tmp_path / "again.tar.gz") == packed.stat().st_size
+    assert (tmp_path / "again.tar.gz").read_bytes() == packed.read_bytes()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_base_model_and_pack_give_the_tuned_model_bit_for_bit(num_ranks, finished, packed, recipe, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(recipe.parent / "model", base)
+    target = tmp_path / "model"
+    command = export(num_ranks, "--pack", packed, "--step", "last", "--out", target, f"model.path={base}")
+    done = run_well(command)
+    assert "as the run had them" in done.err
+    exported, snapshot = read_manifest(target), read_manifest(snapshot_path(finished / "snapshots", 8))
+    assert exported["digest"] == snapshot["digest"]
+    weights = "model-00001.safetensors"
+    assert exported["files"][weights] == snapshot["files"][weights]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "model"]
+
+
+@pytest.mark.distributed
+def test_a_pack_made_on_two_ranks_in_groups_is_exported_on_one(recipe, tmp_path):
+    made_on_two = (f"run_dir={tmp_path / 'run'}", "train.steps=2", "partition_size=2")
+    run_well(deepspeed(2, "--config", recipe, *made_on_two))
+    pack_run(tmp_path / "run", tmp_path / "run.tar.gz")
+    done = run_well(export(1, "--pack", tmp_path / "run.tar.gz", "--out", tmp_path / "model"))
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert f"weights {results['weights_digest']}, as the run had them" in done.err
+
+
+@pytest.mark.distributed
+def test_a_step_of_which_the_run_kept_no_hash_is_exported_and_said_to_be(packed, recipe, tmp_path):
+    base = f"model.path={recipe.parent / 'model'}"
+    done = run_well(export(1, "--pack", packed, "--step", "3", "--out", tmp_path / "model", base))
+    assert "whose hash the run did not keep" in done.err
+    assert read_manifest(tmp_path / "model")["step"] == 3
+
+
+@pytest.mark.distributed
+def test_another_base_model_is_refused_and_nothing_is_left(packed, tmp_path):
+    other = write_reader(tmp_path / "other", seed=1)
+    refused = run(export(1, "--pack", packed, "--out", tmp_path / "model", f"model.path={other}"))
+    assert refused.code == 2
+    assert f"{other} is not the model the run was made with" in refused.err
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+@pytest.mark.distributed
+def test_a_pack_whose_steps_were_changed_does_not_pass_for_the_run(packed, recipe, tmp_path):
+    """Its journal is sound, and all hashes of files are made anew: only the weights' own can tell."""
+    contents = members(packed)
+    (tmp_path / "journal.jsonl").write_bytes(contents["journal.jsonl"])
+    header, records = read_journal(tmp_path / "journal.jsonl")
+    with Journal.create(tmp_path / "forged.jsonl", header) as journal:
+        for record in records:
+            is_last = isinstance(record, StepRecord) and record.step == 7
+            journal.append(replace(record, learning_rate=2e-3) if is_last else record)
+    contents["journal.jsonl"] = (tmp_path / "forged.jsonl").read_bytes()
+    forged = write_archive(tmp_path / "forged.tar.gz", with_hashes(contents))
+    target, base = tmp_path / "model", f"model.path={recipe.parent / 'model'}"
+    refused = run(export(1, "--pack", forged, "--step", "last", "--out", target, base))
+    assert refused.code == 1
+    assert "the weights of step 8 are not those that the run had" in refused.err
+    assert not target.exists()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_prefix_starts_from_the_values_in_the_pack(dtype, recipe, tmp_path):
+    peft = ("peft.kind=prefix", "zo.perturbation_scale=0.1", "zo.learning_rate=0.01", f"model.dtype={dtype}")
+    run_well(python("--config", recipe, f"run_dir={tmp_path / 'run'}", "train.steps=4", *peft))
+    pack_run(tmp_path / "run", tmp_path / "run.tar.gz")
+    first = {name for name in members(tmp_path / "run.tar.gz") if name.startswith("snapshots/")}
+    assert "snapshots/step-00000000/prefix.safetensors" in first
+    assert any("low_bits/" in name for name in first) == (dtype == "bf16")
+    done = run_well(
+        export(1, "--pack", tmp_path / "run.tar.gz", "--step", "last", "--out", tmp_path / "prefix")
+    )
+    assert "as the run had them" in done.err
+    assert (tmp_path / "prefix" / "prefix.safetensors").is_file()
+    assert not list((tmp_path / "prefix").glob("model*"))
+
+
+@pytest.mark.distributed
+def test_the_model_card_names_base_scores_hyperparameters_and_a_recipe_that_works(
+    packed, recipe, finished, tmp_path
+):
+    base, data = recipe.parent / "model", recipe.parent / "data"
+    run_well(export(1, "--pack", packed, "--out", tmp_path / "out", f"model.path={base}"))
+    text = (tmp_path / "out" / "README.md").read_text()
+    _, head, body = text.split("---\n", 2)
+    assert yaml.safe_load(head) == {
+        "base_model": "model",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "metrics": ["accuracy"],
+        "tags": ["lezo_ds", "lezo"],
+    }
+    results = json.loads((finished / "results.json").read_text())
+    best = results["best_step"]
+    assert f"after {best} of 8 steps (lowest validation loss)" in body
+    assert results["weights_digest"] in body
+    assert results["model_fingerprint"] in body
+    assert f"{results['test']:.4f} | {results['majority_class']:.4f} |" in body
+    assert str(tmp_path) not in text
+    assert str(recipe.parent) not in text
+    again = tmp_path / "recipe.yaml"
+    again.write_text(body.split("```yaml\n")[1].split("```")[0])
+    places = (f"run_dir={tmp_path / 'again'}", f"model.path={base}", f"data.path={data}")
+    run_well(python("--config", again, *places))
+    repeated = json.loads((tmp_path / "again" / "results.json").read_text())
+    assert repeated["weights_digest"] == results["weights_digest"]
+    assert read_manifest(tmp_path / "out") is not None
+
+
+@pytest.mark.distributed
+def test_an_unfinished_run_is_packed_as_far_as_it_went(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / "results.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "snapshots")
+    pack_run(tmp_path / "run", tmp_path / "run.tar.gz")
+    pack = unpack_run(tmp_path / "run.tar.gz", tmp_path / "unpacked")
+    assert pack.digests == {}
+    assert read_run(tmp_path / "unpacked").num_steps == 8
+
+
+@pytest.mark.distributed
+def test_hashes_of_another_models_snapshots_are_not_taken(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / "results.json").unlink()
+    assert sorted(recorded_digests(read_run(tmp_path / "run"))) == ["4", "8"]
+    path = snapshot_path(tmp_path / "run" / "snapshots", 4) / "lezo_manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base": "another"}))
+    assert sorted(recorded_digests(read_run(tmp_path / "run"))) == ["8"]
+
+
+@pytest.mark.distributed
+def test_a_run_whose_state_is_no_journal_is_not_packed(recipe, tmp_path):
+    run_well(
+        python("--config", recipe, f"run_dir={tmp_path / 'run'}", "method=zero_shot"),
+    )
+    with pytest.raises(UserError, match=r"cannot be packed; got: method zero_shot"):
+        pack_run(tmp_path / "run", tmp_path / "run.tar.gz")
+    with pytest.raises(UserError, match="is not the directory of a run"):
+        pack_run(tmp_path, tmp_path / "run.tar.gz")
+
+
+@pytest.mark.distributed
+def test_a_pack_that_cannot_be_written_is_an_error_of_one_line(finished, tmp_path):
+    with pytest.raises(UserError, match="cannot write"):
+        pack_run(finished, tmp_path / "none" / "run.tar.gz")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../outside",
+        "/outside",
+        "snapshots/step-00000000/../../outside",
+        "snapshots/step-00000000/model.safetensors",
+        "other.txt",
+        "./config.yaml",
+    ],
+)
+def test_a_name_that_no_run_writes_is_refused_and_nothing_is_written(name, packed, tmp_path):
+    bad = write_archive(tmp_path / "bad.tar.gz", with_hashes(members(packed) | {name: b"text"}))
+    with pytest.raises(UserError, match=r"is not a pack that can be used; got: .* in it"):
+        unpack_run(bad, tmp_path / "folder" / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.tar.gz"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE])
+def test_only_plain_files_are_taken(kind, packed, tmp_path):
+    link = tarfile.TarInfo("results.json")
+    link.type, link.linkname = kind, "/etc/hostname"
+    contents = {name: content for name, content in members(packed).items() if name != "results.json"}
+    bad = write_archive(tmp_path / "bad.tar.gz", with_hashes(contents) | {"results.json": link})
+    with pytest.raises(UserError, match=r"'results.json' in it"):
+        unpack_run(bad, tmp_path / "out")
+
+
+@pytest.mark.distributed
+def test_what_is_damaged_missing_or_none_at_all_is_refused(packed, tmp_path):
+    contents = members(packed)
+    whole = packed.read_bytes()
+    middle = len(whole) // 2
+    files = {
+        "cut": whole[:middle],
+        "flipped": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+        "text": b"text",
+        "empty": b"",
+        "gzip": gzip.compress(b"text" * 1000),
+    }
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    changed = contents | {"config.yaml": contents["config.yaml"] + b"\n"}
+    write_archive(tmp_path / "changed", changed)
+    write_archive(tmp_path / "bare", {n: c for n, c in contents.items() if n != "pack.json"})
+    write_archive(
+        tmp_path / "partial", with_hashes({n: c for n, c in contents.items() if n != "journal.jsonl"})
+    )
+    manifest = json.loads(contents["pack.json"])
+    write_archive(
+        tmp_path / "newer",
+        contents | {"pack.json": json.dumps(manifest | {"format_version": 2}).encode()},
+    )
+    names = [*files, "changed", "bare", "partial", "newer", "absent"]
+    for name in names:
+        with pytest.raises(UserError, match="is not a pack that can be used"):
+            unpack_run(tmp_path / name, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.distributed
+def test_a_small_file_that_would_become_a_huge_one_is_refused(packed, tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "MAX_BYTES", 1 << 16)
+    bad = write_archive(tmp_path / "bad.tar.gz", members(packed) | {"results.json": bytes(1 << 20)})
+    assert bad.stat().st_size < 1 << 14
+    with pytest.raises(UserError, match="more than 65536 bytes"):
+        unpack_run(bad, tmp_path / "out")
