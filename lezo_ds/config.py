@@ -48,6 +48,8 @@ RESUME_MAY_DIFFER: frozenset[str] = frozenset(
         "train.eval_batch_size",
         "train.snapshot_every",
         "train.keep_snapshots",
+        "train.check_every",
+        "train.timeout_seconds",
         "partition_size",
         "deepspeed",
     }
@@ -188,8 +190,12 @@ class ZoConfig:
     forward: Forward = "dual"
     """Both signs in one forward pass over a doubled batch, or in two_pass (the reference; gathers twice)."""
 
+    outlier_factor: Annotated[float | None, Range(1, above=True)] = None
+    """A step is skipped whose projected gradient is, in absolute value, more than so many times the median of
+    the last 100 steps applied (at least 20); null skips none."""
+
     max_skipped_steps: Annotated[int, Range(1)] = 10
-    """Number of steps in a row whose loss is not finite that ends the run."""
+    """Number of steps in a row, skipped as their losses are not finite or outliers, that ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +227,13 @@ class TrainConfig:
 
     keep_snapshots: Annotated[int, Range(1)] = 2
     """Number of snapshots kept, the newest."""
+
+    check_every: Annotated[int, Range(1)] = 100
+    """Number of steps between checks that each rank's weights are what the steps made of them; they are
+    checked before each evaluation and snapshot too. What the ranks work on is compared at every step."""
+
+    timeout_seconds: Annotated[int, Range(1)] = 1800
+    """A run ends when a rank has not answered for so long; longer than writing a snapshot takes."""
 
     cpu_threads: Annotated[int, Range(1)] = 1
     """Number of threads of an operation, of each rank on a CPU. Results depend on it in their last bits,

@@ -15,11 +15,13 @@ import torch
 from deepspeed import comm
 from deepspeed.comm.comm import comms_logger
 
-from lezo_ds.errors import LezoError
+from lezo_ds.errors import LezoError, LostRankError
 from lezo_ds.model import zero3
 
 T = TypeVar("T")
 
+# What gloo's messages say, and only they.
+_LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|[Tt]imed out waiting|gloo/transport|Socket closed")
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -38,6 +40,30 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
     if not all(name in os.environ for name in _RANK_VARIABLES):
         _set_rank_variables()
     comm.init_distributed(timeout=timedelta(seconds=timeout_seconds), verbose=False)
+
+
+@contextmanager
+def lost_ranks_reported(state: Callable[[], str]) -> Iterator[None]:
+    """Turn the errors that messages end with when a rank is gone, or hangs, into one that says so.
+
+    With NCCL a hung rank is found by torch's own watchdog, which ends the process with its own message.
+
+    Args:
+        state: what to say of the run then, such as its last good step.
+
+    Raises:
+        LostRankError: a message between ranks failed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        if not (isinstance(error, torch.distributed.DistError) or _LOST.search(text)):
+            raise
+        raise LostRankError(
+            f"another rank has ended, or has not answered in time; got: {text[:200]}; {state()}; "
+            "fix: see what that rank says, then run the same command again"
+        ) from error
 
 
 def _set_rank_variables() -> None:
@@ -108,9 +134,9 @@ def rank() -> int:
     return comm.get_rank() if comm.is_initialized() else 0
 
 
-def world_size() -> int:
-    """Return the number of ranks; 1 before the process group starts."""
-    return comm.get_world_size() if comm.is_initialized() else 1
+def world_size(group: Any = None) -> int:  # noqa: ANN401
+    """Return the number of ranks, of all or of a process group; 1 before the first group starts."""
+    return comm.get_world_size(group) if comm.is_initialized() else 1
 
 
 def barrier() -> None:
@@ -133,6 +159,21 @@ def broadcast_object(value: Any) -> Any:  # noqa: ANN401
     box = [value]
     comm.broadcast_object_list(box, 0, device=zero3.device())
     return box[0]
+
+
+def gather_objects(value: Any) -> list[Any]:  # noqa: ANN401
+    """Return every rank's value, by rank. Pickles: for errors, not for steps."""
+    found: list[Any] = [None] * world_size()
+    comm.all_gather_object(found, value)
+    return found
+
+
+def gather_integers(values: Sequence[int]) -> list[list[int]]:
+    """Return the integers, in [-2**63, 2**63), of every rank, by rank: as many of each."""
+    mine = torch.tensor(values, dtype=torch.int64, device=zero3.device())
+    gathered = mine.new_empty(world_size() * len(values))
+    comm.all_gather_into_tensor(gathered, mine)
+    return gathered.view(world_size(), len(values)).tolist()
 
 
 def sum_vector(values: torch.Tensor) -> list[float]:

@@ -54,6 +54,18 @@ class JournalError(LezoError):
 
 
 class DivergenceError(LezoError):
-    """The loss was not finite for too many steps in a row."""
+    """Too many steps in a row were skipped: their losses were not finite, or outliers."""
 
     exit_code = 4
+
+
+class DesyncError(LezoError):
+    """The ranks do not work on the same thing, or a rank's weights are not those of the run."""
+
+    exit_code = 5
+
+
+class LostRankError(LezoError):
+    """A rank has ended, or has not answered in time."""
+
+    exit_code = 6

@@ -47,8 +47,8 @@ class StepRecord:
         learning_rate: eta of the update, finite.
         perturbation_scale: mu, finite.
         loss: mean of both signs over the batch; None when not finite.
-        applied: False when the step was skipped because a loss or a projected gradient was not finite;
-            projected_grads then holds the finite ones, if any.
+        applied: False when the step was skipped because a loss or a projected gradient was not finite
+            (loss and projected_grads are then left out), or was an outlier.
 
     Raises:
         ValueError: a number is not finite or out of range, or an applied step has no loss or gradient.

@@ -26,6 +26,7 @@ from tiny_runs import (
 from lezo_ds.data.batch import MicroBatch
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.engine.lezo_engine import LezoEngine
+from lezo_ds.engine.model_engine import message_bytes
 from lezo_ds.engine.step_plan import PLAN_BYTES, noise_seed
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.journal import Header, Journal, StepRecord, read_journal
@@ -321,7 +322,7 @@ def _share_three_micro_batches(directory):
 
 def test_micro_batches_that_the_ranks_do_not_divide_are_refused(opt_directory):
     for message, steps, unchanged in run_ranks(_share_three_micro_batches, 2, opt_directory):
-        assert "3 micro-batches on 2 ranks" in message
+        assert "got: 3 (micro-batches x directions) on 2 ranks" in message
         assert steps == 0
         assert unchanged
 
@@ -573,7 +574,7 @@ def test_a_step_gathers_the_model_once_a_pass_and_sends_little_else(
         assert gathered == padded
         assert padded < 1.002 * model
         assert {name: calls for name, (calls, _) in ten.items()} == {"broadcast": 10, "all_reduce": 10}
-        assert other == PLAN_BYTES + 8 * (2 * num_micro_batches + 1)
+        assert other == PLAN_BYTES + message_bytes(2 * num_micro_batches + 1, 2)
         assert other <= 256 + 16 * num_micro_batches
         # Of the first pass DeepSpeed takes a trace, and gathers the tied embedding for the head again; in the
         # second the ranks compare their traces.

@@ -5,8 +5,14 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Sequence
+import statistics
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+OUTLIER_WINDOW = 100
+"""Number of steps whose projected gradients say what an ordinary one is."""
+
+_FEWEST = 20  # of fewer, the median says little
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,20 @@ def estimate(
     loss_plus = _sum_in_order(plus_sums) / total_weight
     loss_minus = _sum_in_order(minus_sums) / total_weight
     return Estimate(loss_plus, loss_minus, (loss_plus - loss_minus) / (2 * perturbation_scale))
+
+
+def is_outlier(magnitude: float, recent: Collection[float], factor: float | None) -> bool:
+    """Return whether a step is to be skipped as its projected gradient is out of all proportion.
+
+    Args:
+        magnitude: greatest absolute value of the step's projected gradients.
+        recent: the same of the last applied steps, at most OUTLIER_WINDOW; of fewer than 20, none is.
+        factor: how many times their median is too much, above 1; None for no limit.
+
+    >>> is_outlier(5.0, [1.0] * 20, factor=4), is_outlier(5.0, [2.0] * 20, factor=4)
+    (True, False)
+    """
+    return factor is not None and len(recent) >= _FEWEST and magnitude > factor * statistics.median(recent)
 
 
 def _sum_in_order(values: Sequence[float]) -> float:

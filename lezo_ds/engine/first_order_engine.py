@@ -20,6 +20,7 @@ from transformers import get_linear_schedule_with_warmup
 from lezo_ds import distributed
 from lezo_ds.config import AdamWConfig, PeftConfig
 from lezo_ds.data.batch import LossFunction, MicroBatch
+from lezo_ds.engine.agreement import batch_digest
 from lezo_ds.engine.model_engine import ModelEngine, to_device
 from lezo_ds.engine.step_plan import noise_seed
 from lezo_ds.errors import DivergenceError, UserError
@@ -42,6 +43,7 @@ class FirstOrderEngine(ModelEngine):
     ) -> None:
         super().__init__(deepspeed_engine, perturbed, sharded)
         self._seed = seed
+        self._last_loss: float | None = None
 
     @property
     def learning_rate(self) -> float:
@@ -67,6 +69,7 @@ class FirstOrderEngine(ModelEngine):
         Raises:
             UserError: the micro-batches cannot be shared evenly among the ranks, or the loss has no gradient.
             DivergenceError: the loss is not finite; the weights are as before the step.
+            DesyncError: the ranks do not work on the same batch; likewise.
         """
         share = self._my_share(len(batch))
         total_weight = sum(micro_batch.weight for micro_batch in batch)
@@ -79,7 +82,13 @@ class FirstOrderEngine(ModelEngine):
             self._deepspeed.backward(loss * (self.world_size / total_weight), scale_wrt_gas=False)
             if index != share[-1]:
                 self._deepspeed.step()  # only counts the micro-batch
-        mean = sum(self._sum_losses(losses)) / total_weight
+        facts = {
+            "step": str(self.global_steps),
+            "learning rate": repr(self.learning_rate),
+            "batch": batch_digest(batch),
+            "loss of the step before": repr(self._last_loss),
+        }
+        mean = self._last_loss = sum(self._sum_losses(losses, facts)) / total_weight
         if not math.isfinite(mean):
             raise DivergenceError(
                 f"the loss of step {self.global_steps} is not finite; got: {mean}; "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from torch import Tensor
 from lezo_ds import distributed
 from lezo_ds.config import PeftConfig, ZoConfig, num_dropped
 from lezo_ds.data.batch import LossFunction, MicroBatch
-from lezo_ds.engine.estimator import estimate
+from lezo_ds.engine.agreement import batch_digest, wrong_weights
+from lezo_ds.engine.estimator import OUTLIER_WINDOW, estimate, is_outlier
 from lezo_ds.engine.model_engine import ModelEngine, to_device
 from lezo_ds.engine.step_plan import MAX_BLOCKS, PLAN_BYTES, StepPlan, direction_seed, noise_seed
 from lezo_ds.errors import DivergenceError, UserError
@@ -30,6 +32,7 @@ from lezo_ds.model.layers import draw_dropped_layers
 from lezo_ds.model.perturbed_forward import Perturbation, PerturbedForward, Sign
 from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.model.snapshots import newest_snapshot, snapshot_path
+from lezo_ds.model.witness import Witness
 from lezo_ds.noise import noise_backend
 
 logger = logging.getLogger(__name__)
@@ -57,6 +60,10 @@ class LezoEngine(ModelEngine):
         self._num_dropped = num_dropped(config, self.layout.num_blocks)
         self._journal: Journal | None = None
         self._skipped_in_a_row = 0
+        self._last: StepRecord | None = None
+        self._magnitudes: deque[float] = deque(maxlen=OUTLIER_WINDOW)
+        self._witness: Witness | None = None
+        self._unchecked: list[StepRecord] = []
 
     def with_config(self, config: ZoConfig) -> LezoEngine:
         """Return another engine on the same model and the same weights, with its own settings and steps."""
@@ -80,31 +87,99 @@ class LezoEngine(ModelEngine):
             loss_function: (logits, or new tokens; micro-batch) -> summed loss of each example.
 
         Returns:
-            What was done; `applied` is false if a loss was not finite, and then nothing has changed.
+            What was done; `applied` is false if a loss was not finite or an outlier, and then nothing has
+            changed.
 
         Raises:
             UserError: the passes cannot be shared evenly among the ranks.
-            DivergenceError: the losses of `max_skipped_steps` steps in a row were not finite.
+            DivergenceError: `max_skipped_steps` steps in a row were skipped.
+            DesyncError: the ranks do not work on the same step, batch or weights; the step is not applied,
+                and all ranks raise.
             JournalError: the journal cannot be written; the step is not applied.
         """
         passes = self._my_share(len(batch) * self._config.directions)
-        plan = self._share_plan()
+        own_plan = self._plan()
+        plan = StepPlan.unpack(distributed.broadcast_bytes(own_plan.pack(), PLAN_BYTES))
         losses = self._local_losses(plan, batch, passes, loss_function)
-        record = self._record(plan, batch, self._sum_losses(losses))
+        suspects = losses.new_tensor([float(len(self.weights.suspects))])
+        facts = self._facts(own_plan, plan, batch)
+        *sums, num_suspects = self._sum_losses(torch.cat([losses, suspects]), facts)
+        if num_suspects:
+            self.check_weights()
+        record = self._record(plan, batch, sums)
         if self._journal is not None:
             self._journal.append(record)
         if record.applied:
             self.weights.apply([record])
         self.global_steps += 1
+        self._remember([record])
         self._check_divergence(record)
         return record
 
-    def _share_plan(self) -> StepPlan:
+    def _plan(self) -> StepPlan:
         step = self.global_steps
         dropped = draw_dropped_layers(self._seed, step, self.layout.num_blocks, self._num_dropped)
         scale = self._config.perturbation_scale
-        plan = StepPlan(step, noise_seed(self._seed, step), dropped, self._learning_rate, scale)
-        return StepPlan.unpack(distributed.broadcast_bytes(plan.pack(), PLAN_BYTES))
+        return StepPlan(step, noise_seed(self._seed, step), dropped, self._learning_rate, scale)
+
+    def _facts(self, own_plan: StepPlan, plan: StepPlan, batch: Sequence[MicroBatch]) -> dict[str, str]:
+        """Return what must be the same on all ranks; of the last step's record also every bit of g."""
+        return {
+            "plan of its own": repr(own_plan),
+            "plan from rank 0": repr(plan),
+            "batch": batch_digest(batch),
+            "result of the step before": repr(self._last),
+        }
+
+    def _remember(self, records: Sequence[StepRecord]) -> None:
+        """Keep what later steps need of those done."""
+        self._last = records[-1] if records else None
+        recent = [record for record in records if record.applied][-OUTLIER_WINDOW:]
+        self._magnitudes.extend(max(map(abs, record.projected_grads)) for record in recent)
+        if self._witness is not None:
+            self._unchecked += records
+
+    def watch_weights(self) -> None:
+        """Take the weights as right; from now on changes that are no step's are found.
+
+        A step finds those of the weights that it updates, and `check_weights` all.
+        """
+        self.weights.watch()
+        self._start_witness()
+
+    def _start_witness(self) -> None:
+        self._witness = self.weights.witness()
+        self._unchecked = []
+
+    def check_weights(self) -> None:
+        """Check that every rank's weights are what the steps made of them. A collective.
+
+        Every bit: none has changed but by an update. Some elements of each shard: they are what a replay of
+        the journal gives. Where groups of ranks hold replicas: these are equal. Does nothing before
+        `watch_weights`.
+
+        Raises:
+            DesyncError: they are not; it names ranks and parameters. All ranks raise.
+        """
+        if self._witness is None:
+            return
+        self.weights.look()
+        self._witness.follow(self._unchecked)
+        self._unchecked = []
+        wrong = dict.fromkeys(self.weights.suspects, "changed by itself")
+        for name in self._witness.unlike(self.weights.low_bits):
+            wrong.setdefault(name, "is not what a replay of the journal gives")
+        flag = torch.tensor([float(len(wrong))], dtype=torch.float64, device=self.device)
+        unlike = self.weights.unlike_replicas()
+        if not unlike and not any(distributed.sum_vector(flag)):
+            return
+        found = [
+            f"on rank {rank} {name} {how}"
+            for rank, by_name in enumerate(distributed.gather_objects(wrong))
+            for name, how in by_name.items()
+        ]
+        found += [f"on rank {rank} {name} differs from its replica's" for rank, name in unlike]
+        raise wrong_weights(self.global_steps, found)
 
     def _local_losses(
         self, plan: StepPlan, batch: Sequence[MicroBatch], passes: range, loss_function: LossFunction
@@ -140,24 +215,27 @@ class LezoEngine(ModelEngine):
             estimate(sums[first::stride], sums[first + 1 :: stride], total_weight, plan.perturbation_scale)
             for first in range(0, stride, 2)
         ]
-        applied = all(direction.is_finite for direction in found)
+        is_finite = all(direction.is_finite for direction in found)
+        gradients = tuple(direction.projected_gradient for direction in found) if is_finite else ()
+        magnitude = max(map(abs, gradients), default=0.0)
         return StepRecord(
             step=plan.step,
             seed=plan.seed,
             dropped_layers=plan.dropped_layers,
-            projected_grads=tuple(direction.projected_gradient for direction in found) if applied else (),
+            projected_grads=gradients,
             learning_rate=plan.learning_rate,
             perturbation_scale=plan.perturbation_scale,
-            loss=sum(direction.loss for direction in found) / len(found) if applied else None,
-            applied=applied,
+            loss=sum(direction.loss for direction in found) / len(found) if is_finite else None,
+            applied=is_finite and not is_outlier(magnitude, self._magnitudes, self._config.outlier_factor),
         )
 
     def _check_divergence(self, record: StepRecord) -> None:
         self._skipped_in_a_row = 0 if record.applied else self._skipped_in_a_row + 1
         if self._skipped_in_a_row >= self._config.max_skipped_steps:
             raise DivergenceError(
-                f"the loss was not finite in zo.max_skipped_steps={self._skipped_in_a_row} steps in a row; "
-                f"got: the last at step {record.step}; "
+                "the loss was not finite, or an outlier, in "
+                f"zo.max_skipped_steps={self._skipped_in_a_row} steps in a row; "
+                f"got: the last at step {record.step}, loss {record.loss}; "
                 "fix: lower zo.learning_rate, or use bf16 or fp32 in the place of fp16"
             )
 
@@ -184,6 +262,10 @@ class LezoEngine(ModelEngine):
         self.weights.apply(records[self.global_steps : target])
         self.global_steps = target
         self._skipped_in_a_row = _trailing_skips(records[:target])
+        self._magnitudes.clear()
+        self._remember(records[:target])
+        if self._witness is not None:
+            self._start_witness()
 
     def _load_nearest(self, root: Path, target: int) -> None:
         newest = newest_snapshot(root, target) if self.global_rank == 0 else None

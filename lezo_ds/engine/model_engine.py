@@ -13,6 +13,7 @@ from torch import Tensor
 from lezo_ds import distributed
 from lezo_ds.data.batch import LogitSelection, MicroBatch
 from lezo_ds.data.generation import runner
+from lezo_ds.engine.agreement import Facts, disagreement, fact_number
 from lezo_ds.errors import UserError
 from lezo_ds.model import zero3
 from lezo_ds.model.perturbed_forward import Perturbation, PerturbedForward
@@ -30,6 +31,7 @@ class ModelEngine:
         base: where the weights came from.
         global_steps: steps done since the base weights, skipped ones included.
         stop_agreed: a rank asked for a stop, and all ranks know it since the last step.
+        snapshot_agreed: a rank asked for a snapshot, and all ranks know it since the last step.
     """
 
     def __init__(
@@ -45,9 +47,11 @@ class ModelEngine:
         self.base = sharded.base
         self.global_steps = 0
         self.stop_agreed = False
+        self.snapshot_agreed = False
         self._deepspeed = deepspeed_engine
         self._perturbed = perturbed
         self._stop_requested = False
+        self._snapshot_requested = False
 
     @property
     def global_rank(self) -> int:
@@ -72,6 +76,16 @@ class ModelEngine:
     def request_stop(self) -> None:
         """Ask all ranks to stop: after the next step `stop_agreed` is true on every rank. Signal-safe."""
         self._stop_requested = True
+
+    def request_snapshot(self) -> None:
+        """Ask all ranks for a snapshot: after the next step only, `snapshot_agreed` is true on all."""
+        self._snapshot_requested = True
+
+    def agree_on_stop(self) -> bool:
+        """Return whether a rank has asked for a stop. A collective, for where there are no steps."""
+        vote = torch.tensor([float(self._stop_requested)], dtype=torch.float64, device=self.device)
+        self.stop_agreed = distributed.sum_vector(vote)[0] > 0
+        return self.stop_agreed
 
     @torch.no_grad()
     def forward(self, micro_batch: MicroBatch) -> Tensor:
@@ -120,12 +134,33 @@ class ModelEngine:
         zero3.assert_released(self.weights.parameters)
         return outputs
 
-    def _sum_losses(self, losses: Tensor) -> list[float]:
-        """Return the sums over all ranks of float64 [n]; the vote to stop goes with them. One all-reduce."""
-        vote = losses.new_tensor([float(self._stop_requested)])
-        *sums, stop_votes = distributed.sum_vector(torch.cat([losses, vote]))
-        self.stop_agreed = stop_votes > 0
-        return sums
+    def _sum_losses(self, losses: Tensor, facts: Facts) -> list[float]:
+        """Return the sums over all ranks of float64 [n]. One all-reduce.
+
+        With them go the votes to stop and to take a snapshot, and proof that all ranks work on the same.
+
+        Args:
+            losses: each element is 0 on all ranks but one.
+            facts: what this rank works on, and what it thinks the last step came to.
+
+        Raises:
+            DesyncError: the facts are not the same on all ranks; all of them raise.
+        """
+        numbers = [0.0] * self.world_size
+        numbers[self.global_rank] = fact_number(facts)
+        votes = [float(self._stop_requested), float(self._snapshot_requested)]
+        self._snapshot_requested = False
+        found = distributed.sum_vector(torch.cat([losses, losses.new_tensor(votes + numbers)]))
+        stop, snapshot, *numbers = found[len(losses) :]
+        self.stop_agreed, self.snapshot_agreed = stop > 0, snapshot > 0
+        if len(set(numbers)) > 1:
+            raise disagreement(self.global_steps, distributed.gather_objects(dict(facts)))
+        return found[: len(losses)]
+
+
+def message_bytes(num_losses: int, world_size: int) -> int:
+    """Return the length of the one message in which a step's losses are summed over the ranks."""
+    return 8 * (num_losses + 2 + world_size)
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from lezo_ds.journal import StepRecord
 
 MAX_BLOCKS = 256
 _FORMAT = struct.Struct(f"<qQdd{MAX_BLOCKS // 8}s")
@@ -60,3 +63,19 @@ def noise_seed(run_seed: int, step: int) -> int:
     """
     text = f"lezo_ds noise 1|{run_seed}|{step}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def updates_of(block: int | None, records: Iterable[StepRecord]) -> list[tuple[int, float]]:
+    """Return (noise key, coefficient of z) of all that applied steps subtract from a parameter, in order.
+
+    Args:
+        block: the parameter's; None outside the blocks.
+        records: of applied steps.
+    """
+    return [
+        (direction_seed(record.seed, direction), coefficient)
+        for record in records
+        if block not in record.dropped_layers
+        for direction, gradient in enumerate(record.projected_grads)
+        if (coefficient := record.learning_rate / len(record.projected_grads) * gradient) != 0
+    ]

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from lezo_ds import distributed
-from lezo_ds.engine.step_plan import direction_seed
+from lezo_ds.engine.step_plan import updates_of
 from lezo_ds.errors import UserError
 from lezo_ds.journal import StepRecord
 from lezo_ds.model import zero3
 from lezo_ds.model.checkpoint_files import WeightFiles
 from lezo_ds.model.digest import shard_digest
+from lezo_ds.model.guard import ShardGuard
+from lezo_ds.model.witness import Sample, Witness
 from lezo_ds.model.zero3 import ShardedParameter
 from lezo_ds.noise import NoiseBackend, UpdatePrecision, split_master
 
@@ -52,6 +54,7 @@ class ShardedWeights:
         self._noise = noise
         self._precision = precision
         self.low_bits: dict[str, Tensor] = {}
+        self._guard: ShardGuard | None = None
         self._initial: list[tuple[ShardedParameter, Tensor, Tensor | None]] = []
 
     @property
@@ -111,8 +114,10 @@ class ShardedWeights:
                 if low is None:
                     values, low = split_master(values.float(), dtype)
                 assert low is not None, "a 16-bit shard has low bits"
-                self.low_bits[parameter.name] = low.to(shard.device)
+                low = self.low_bits[parameter.name] = low.to(shard.device)
             shard.copy_(values)
+            if self._guard is not None:
+                self._guard.accept(parameter.name, shard, low)
 
     def keep_initial(self) -> None:
         """Keep a copy of the adapter's shards, which are small, for `restore_initial`."""
@@ -141,26 +146,69 @@ class ShardedWeights:
         for parameter in self.parameters:
             if not parameter.parameter.requires_grad or parameter.count == 0:
                 continue
-            steps = [
-                (direction_seed(record.seed, direction), coefficient)
-                for record in applied
-                if parameter.named.block not in record.dropped_layers
-                for direction, gradient in enumerate(record.projected_grads)
-                if (coefficient := record.learning_rate / len(record.projected_grads) * gradient) != 0
-            ]
+            steps = updates_of(parameter.named.block, applied)
             if steps:
                 self._update(parameter, steps)
         zero3.finish_updates()
 
     def _update(self, parameter: ShardedParameter, steps: Sequence[tuple[int, float]]) -> None:
-        low = self.low_bits.get(parameter.name)
+        name, low = parameter.name, self.low_bits.get(parameter.name)
         start, parameter_id = parameter.start, parameter.named.parameter_id
         with parameter.shard(write=True) as shard:
+            if self._guard is not None:
+                self._guard.look(name, shard, low)
             if len(steps) == 1:
                 seed, coefficient = steps[0]
                 self._noise.update_(shard, start, seed, parameter_id, coefficient, self._precision, low)
             else:
                 self._noise.update_many_(shard, start, parameter_id, steps, self._precision, low)
+            if self._guard is not None:
+                self._guard.accept(name, shard, low)
+
+    def watch(self) -> None:
+        """Take the weights as they are; from now on, `suspects` has what anything but this object changes."""
+        self._guard = ShardGuard()
+        for parameter in self.parameters:
+            with parameter.shard() as shard:
+                self._guard.accept(parameter.name, shard, self.low_bits.get(parameter.name))
+
+    def look(self) -> None:
+        """Look at all shards for `suspects`, also at those that no update has touched."""
+        if self._guard is not None:
+            for parameter in self.parameters:
+                with parameter.shard() as shard:
+                    self._guard.look(parameter.name, shard, self.low_bits.get(parameter.name))
+
+    @property
+    def suspects(self) -> list[str]:
+        """Names of parameters whose shard here was found changed by itself, in an update or by `look`."""
+        return [] if self._guard is None else self._guard.suspects
+
+    def unlike_replicas(self) -> list[tuple[int, str]]:
+        """Return (rank, name) of each shard whose bit sum is not that of the first replica. A collective.
+
+        The shards have been updated since `watch` and not been touched otherwise. Every rank gets all pairs.
+        """
+        num_sharers = distributed.world_size(self.parameters[0].group)
+        if self._guard is None or num_sharers == distributed.world_size():
+            return []
+        sums = distributed.gather_integers(self._guard.sums())
+        names = sorted(parameter.name for parameter in self.parameters)
+        return [
+            (rank, name)
+            for rank, mine in enumerate(sums)
+            for name, own, first in zip(names, mine, sums[rank % num_sharers], strict=True)
+            if own != first
+        ]
+
+    def witness(self) -> Witness:
+        """Return copies of a few elements of each trained shard, to be replayed beside them."""
+        samples = []
+        for parameter in self.parameters:
+            if parameter.parameter.requires_grad and parameter.count:
+                with parameter.shard() as shard:
+                    samples.append(Sample.take(parameter, shard, self.low_bits.get(parameter.name)))
+        return Witness(samples, self._noise, self._precision)
 
     def digests(self, parameters: Sequence[ShardedParameter] | None = None) -> dict[str, int]:
         """Return a digest of each full parameter and its low bits, however sharded. A collective.

@@ -8,14 +8,16 @@ import signal
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from lezo_ds import distributed
 from lezo_ds.config import TRAINED, RunConfig, config_to_dict
+from lezo_ds.data.batch import MicroBatch
 from lezo_ds.data.evaluation import EvaluationResult, Model, evaluate
 from lezo_ds.data.task_data import EncodedSplit, TaskData
 from lezo_ds.journal import EvaluationRecord
@@ -30,6 +32,7 @@ class Engine(Model, Protocol):
 
     global_steps: int
     stop_agreed: bool
+    snapshot_agreed: bool
 
     @property
     def monitor(self) -> Any:  # noqa: ANN401
@@ -38,6 +41,14 @@ class Engine(Model, Protocol):
 
     def request_stop(self) -> None:
         """Ask all ranks to stop after the next step."""
+        ...
+
+    def request_snapshot(self) -> None:
+        """Ask all ranks for a snapshot after the next step."""
+        ...
+
+    def agree_on_stop(self) -> bool:
+        """Return whether a rank has asked for a stop. A collective."""
         ...
 
 
@@ -74,6 +85,7 @@ class Run(ABC):
         self.evaluations: list[EvaluationRecord] = []
         self.num_steps = num_steps(config, len(data.train.encoded))
         self._eval_every = config.train.eval_every or max(1, self.num_steps // 10)
+        self._num_done = 0
         self._seconds_before = 0.0
         self._started = time.monotonic()
 
@@ -109,33 +121,67 @@ class Run(ABC):
         """Close what `_open` opened."""
         return
 
+    def _check(self) -> None:
+        """Check that the weights are those of the run. A collective."""
+        return
+
     def execute(self) -> dict[str, Any]:
-        """Run to the end, or until a stop is agreed on; return what results.json holds."""
-        self._begin()
-        self._evaluate("test", at=0)
-        with _StopOnSignals(self.engine), self._progress() as bar:
+        """Run to the end, or until a stop is agreed on; return what results.json holds.
+
+        Raises:
+            LostRankError: another rank has ended or hangs; the message names the last good step.
+            LezoError: see its kinds.
+        """
+        with distributed.lost_ranks_reported(self._where):
+            self._begin()
+            with _StopOnSignals(self.engine):
+                finished, best = self._run_to_end()
+            results = self._results(best, finished)
+            if self.writes:
+                self.directory.write_results(results)
+                self.directory.stop_file.unlink(missing_ok=True)
+                self._close()
+            return results
+
+    def _where(self) -> str:
+        return f"last good step: {self._num_done - 1 if self._num_done else 'none'}"
+
+    def _run_to_end(self) -> tuple[bool, EvaluationRecord | None]:
+        """Do all that is left to do; return whether no stop was agreed on meanwhile, and the best step."""
+        try:
+            self._evaluate("test", at=0)
+            self._train()
+            best = self._best()
+            if best is not None:
+                self._restore(best.step)
+                self._evaluate("test", at=best.step)
+        except _Stopped:
+            return False, None
+        return True, best
+
+    def _train(self) -> None:
+        """Do all steps that are left, and what is due between them."""
+        with self._progress() as bar:
             while True:
+                self._check_if_due()
                 self._evaluate_if_due()
                 self._snapshot_if_due()
-                if self._is_finished() or self.engine.stop_agreed:
-                    break
+                if self._num_done >= self.num_steps:
+                    return
+                if self.engine.stop_agreed:
+                    raise _Stopped
                 self._step(bar)
-        finished, num_done = self._is_finished(), self.engine.global_steps
-        best = self._best() if finished else None
-        if best is not None:
-            self._restore(best.step)
-            self._evaluate("test", at=best.step)
-        results = self._results(best, finished, num_done)
-        if self.writes:
-            self.directory.write_results(results)
-            self._close()
-        return results
 
-    def _is_finished(self) -> bool:
-        return self.engine.global_steps >= self.num_steps
+    def _look_for_files(self) -> None:
+        """See whether the user asks for something, by a file; rank 0 looks, and all ranks agree on it."""
+        if self.writes and self.directory.stop_file.exists():
+            self.engine.request_stop()
+        if self.writes and self.directory.save_file.exists():
+            self.engine.request_snapshot()
 
     def _begin(self) -> None:
         self._open()
+        self._num_done = self.engine.global_steps
         if self.writes:
             prune_snapshots(self.directory.snapshots, self.config.train.keep_snapshots, self._protected())
             self._seconds_before = self.directory.cut_metrics(self.engine.global_steps)
@@ -144,7 +190,9 @@ class Run(ABC):
         self._started = time.monotonic()
 
     def _step(self, bar: Any) -> None:  # noqa: ANN401
+        self._look_for_files()
         values = self._train_step()
+        self._num_done = self.engine.global_steps
         self._log(values)
         bar.update()
         bar.set_postfix(values, refresh=False)
@@ -165,6 +213,10 @@ class Run(ABC):
     def _found(self, split: str, step: int) -> EvaluationRecord | None:
         return next((e for e in self.evaluations if e.split == split and e.step == step), None)
 
+    def _check_if_due(self) -> None:
+        if self._num_done > 0 and self._num_done % self.config.train.check_every == 0:
+            self._check()
+
     def _evaluate_if_due(self) -> None:
         step = self.engine.global_steps
         if step > 0 and (step % self._eval_every == 0 or step == self.num_steps):
@@ -174,6 +226,7 @@ class Run(ABC):
         """Evaluate the present weights, which have seen `at` steps, unless that was done before."""
         if self.engine.global_steps != at or self._found(split, at):
             return
+        self._check()
         result = self._score(self.data.dev if split == "dev" else self.data.test)
         record = evaluation_record(self.data, split, at, result)
         self._record_evaluation(record)
@@ -184,18 +237,23 @@ class Run(ABC):
             logger.info("step %d: %s loss %s, %s %.4f", at, split, record.loss, metric, result.score)
 
     def _score(self, split: EncodedSplit) -> EvaluationResult:
-        return evaluate(self.engine, self.data, split, self.config.train.eval_batch_size)
+        model = _Stoppable(self.engine, self._look_for_files)
+        return evaluate(model, self.data, split, self.config.train.eval_batch_size)
 
     def _snapshot_if_due(self) -> None:
         step, train = self.engine.global_steps, self.config.train
         every = self._eval_every if train.snapshot_every is None else train.snapshot_every
-        stopped = self.saves_when_stopped and self.engine.stop_agreed
-        due = step == self.num_steps or (every > 0 and step % every == 0) or stopped
-        if step == 0 or not due or distributed.on_rank_zero(lambda: self._is_saved(step)):
+        asked = self.engine.snapshot_agreed or (self.saves_when_stopped and self.engine.stop_agreed)
+        due = step == self.num_steps or (every > 0 and step % every == 0) or asked
+        if step == 0 or not due:
             return
-        self._save()
-        if self.writes:
-            prune_snapshots(self.directory.snapshots, train.keep_snapshots, self._protected())
+        if not distributed.on_rank_zero(lambda: self._is_saved(step)):
+            self._check()
+            self._save()
+            if self.writes:
+                prune_snapshots(self.directory.snapshots, train.keep_snapshots, self._protected())
+        if self.writes and self.engine.snapshot_agreed:
+            self.directory.save_file.unlink(missing_ok=True)
 
     def _protected(self) -> tuple[int, ...]:
         """Return the steps whose snapshots must stay."""
@@ -204,7 +262,7 @@ class Run(ABC):
     def _best(self) -> EvaluationRecord | None:
         return best_evaluation(self.evaluations)
 
-    def _results(self, best: EvaluationRecord | None, finished: bool, num_done: int) -> dict[str, Any]:
+    def _results(self, best: EvaluationRecord | None, finished: bool) -> dict[str, Any]:
         before = self._found("test", 0)
         final = self._found("test", best.step) if best else None
         trained = self.config.method in TRAINED
@@ -221,7 +279,7 @@ class Run(ABC):
             "majority_class": _metric(before, "majority_class"),
             "best_step": best.step if best else None,
             "best_dev_loss": best.loss if best else None,
-            "steps": num_done,
+            "steps": self._num_done,
             "seed": self.config.seed,
             "seconds": round(self._seconds(), 3),
             "peak_memory_bytes": peak_memory_bytes(self.engine),
@@ -266,8 +324,37 @@ def _metric(record: EvaluationRecord | None, name: str) -> float | None:
     return record.metrics.get(name) if record else None
 
 
+class _Stopped(Exception):  # noqa: N818  # nothing is wrong
+    """All ranks have agreed to stop."""
+
+
+class _Stoppable:
+    """An engine to be scored, which asks all ranks before each forward pass whether to stop.
+
+    An evaluation may take longer than whoever asks for a stop will wait; it is done again by the next run.
+
+    Args:
+        engine: that computes.
+        look: called before each vote.
+    """
+
+    def __init__(self, engine: Engine, look: Callable[[], None]) -> None:
+        self._engine = engine
+        self._look = look
+        self.global_rank = engine.global_rank
+        self.world_size = engine.world_size
+        self.device = engine.device
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """Return what a micro-batch wants, or leave the evaluation. A collective."""
+        self._look()
+        if self._engine.agree_on_stop():
+            raise _Stopped
+        return self._engine.forward(micro_batch)
+
+
 class _StopOnSignals:
-    """While open, SIGTERM, SIGINT and SIGUSR1 ask all ranks to stop after the next step."""
+    """While open, SIGTERM, SIGINT and SIGUSR1 ask all ranks to stop after the next step or forward pass."""
 
     _SIGNALS: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 

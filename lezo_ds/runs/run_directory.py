@@ -29,7 +29,12 @@ LIBRARIES = (
 
 
 class RunDirectory:
-    """Paths of a run, and what is written there besides the journal and the snapshots."""
+    """Paths of a run, and what is written there besides the journal and the snapshots.
+
+    Attributes:
+        stop_file: whoever makes it asks the run to stop after the step in flight.
+        save_file: whoever makes it asks for a snapshot after the step in flight.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -38,6 +43,8 @@ class RunDirectory:
         self.training_state = self.path / "training_state.json"
         self.checkpoints = self.path / "checkpoints"
         self.results = self.path / "results.json"
+        self.stop_file = self.path / "STOP"
+        self.save_file = self.path / "SAVE"
         self._metrics = self.path / "metrics.jsonl"
 
     def create(self) -> None:

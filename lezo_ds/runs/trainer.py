@@ -30,7 +30,12 @@ def train(config: RunConfig) -> dict[str, Any]:
         UserError: bad input; where it can be known, before any weights load.
         LezoError: see its kinds.
     """
-    distributed.init_distributed()
+    with distributed.lost_ranks_reported(lambda: "last good step: none, the run was starting"):
+        return _train(config)
+
+
+def _train(config: RunConfig) -> dict[str, Any]:
+    distributed.init_distributed(config.train.timeout_seconds)
     if config.method in TRAINED:
         check_world(config, distributed.world_size())
     torch.set_num_threads(config.train.cpu_threads)

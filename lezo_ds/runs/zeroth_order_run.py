@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from typing import Any
 
 from lezo_ds import distributed
 from lezo_ds.config import RESUME_MAY_DIFFER, TRAINED, RunConfig, config_to_dict
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine.lezo_engine import LezoEngine
+from lezo_ds.engine.model_engine import message_bytes
 from lezo_ds.engine.step_plan import PLAN_BYTES
 from lezo_ds.journal import EvaluationRecord, Header, Journal, StepRecord, assert_compatible
 from lezo_ds.model.checkpoint_files import resolve_model
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.run import Run
 from lezo_ds.runs.run_directory import RunDirectory, library_versions
+
+logger = logging.getLogger(__name__)
 
 
 class ZerothOrderRun(Run):
@@ -37,6 +41,7 @@ class ZerothOrderRun(Run):
         self.evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
         self._lezo.load_checkpoint(self.directory.snapshots, self._steps)
         self._lezo.attach_journal(self._journal)
+        self._lezo.watch_weights()
         if self._starts_from_activations() and not self._steps:
             self._save()
 
@@ -61,12 +66,19 @@ class ZerothOrderRun(Run):
         record = self._lezo.train_batch(batch, self.data.loss)
         self._steps.append(record)
         gradients = record.projected_grads
-        gradient = sum(gradients) / len(gradients) if record.applied else None
+        gradient = sum(gradients) / len(gradients) if gradients else None
+        if not record.applied and self.writes:
+            logger.warning(
+                "step %d skipped: loss %s, projected gradient %s", record.step, record.loss, gradient
+            )
         return {"loss": record.loss, "projected_gradient": gradient, "applied": record.applied}
 
     def _record_evaluation(self, record: EvaluationRecord) -> None:
         if self._journal is not None:
             self._journal.append(record)
+
+    def _check(self) -> None:
+        self._lezo.check_weights()
 
     def _save(self) -> None:
         self._lezo.save_checkpoint(self.directory.snapshots)
@@ -103,7 +115,7 @@ class ZerothOrderRun(Run):
         model = sum(p.numel * p.parameter.element_size() for p in parameters)
         return {
             "gathered": model * num_forwards if (config.partition_size or self._lezo.world_size) > 1 else 0,
-            "other": PLAN_BYTES + 8 * (2 * num_passes + 1),
+            "other": PLAN_BYTES + message_bytes(2 * num_passes + 1, self._lezo.world_size),
         }
 
 

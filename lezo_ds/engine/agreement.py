@@ -1,0 +1,75 @@
+"""Proof, at every step, that all ranks work on the same thing.
+
+Ranks exchange nothing but scalars (LeZO, Algorithm 1), so one that had another batch, another seed or another
+projected gradient would train another model without any error. Each rank states what it works on; a hash of
+that goes with the losses, in a slot of its own, so that every rank sees every rank's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from lezo_ds.data.batch import MicroBatch
+from lezo_ds.errors import DesyncError
+
+Facts = Mapping[str, str]
+"""What a rank works on at a step, by what it is called in messages."""
+
+_MOST_SHOWN = 4
+
+
+def fact_number(facts: Facts) -> float:
+    """Return a hash of facts, 0 to 2**53 - 1, so that a float64 holds it."""
+    text = ";".join(f"{name}:{value}" for name, value in facts.items())
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return float(int.from_bytes(digest, "little") >> 11)
+
+
+def batch_digest(batch: Sequence[MicroBatch]) -> str:
+    """Return a hash of all that a step's micro-batches hold as tensors, and of their weights."""
+    digest = hashlib.blake2b(digest_size=8)
+    for micro_batch in batch:
+        digest.update(repr(micro_batch.weight).encode())
+        for tensors in (micro_batch.inputs, micro_batch.labels):
+            for name, tensor in tensors.items():
+                digest.update(f"{name}{tuple(tensor.shape)}".encode())
+                digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def disagreement(step: int, by_rank: Sequence[Facts]) -> DesyncError:
+    """Return the error that says which ranks differ from most (of two halves, from rank 0's), and in what.
+
+    Args:
+        step: at which they did.
+        by_rank: every rank's facts, of equal names; not all equal.
+    """
+    found = []
+    for name in by_rank[0]:
+        values = [facts[name] for facts in by_rank]
+        common = Counter(values).most_common(1)[0][0]  # the first counted, of equally many
+        found += [
+            f"rank {rank} has another {name}, {value}, than {common}"
+            for rank, value in enumerate(values)
+            if value != common
+        ]
+    return DesyncError(
+        f"the ranks do not work on the same thing at step {step}; got: {'; '.join(found)}; "
+        f"last good step: {step - 1 if step else 'none'}; "
+        "fix: give all ranks the same recipe, data and code, then run the same command again"
+    )
+
+
+def wrong_weights(step: int, found: Sequence[str]) -> DesyncError:
+    """Return the error that says which weights of which ranks are not the run's after `step` steps."""
+    more = f"; and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
+    return DesyncError(
+        f"weights are not what the steps made of them, at step {step}; "
+        f"got: {'; '.join(found[:_MOST_SHOWN])}{more}; last good step: {step - 1 if step else 'none'}; "
+        "fix: run the same command again, which rebuilds them from the journal; if it happens again, test "
+        "the memory of that rank's machine"
+    )
