@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
         torch.cuda.synchronize()
         peak.num_bytes = torch.cuda.max_memory_allocated() - before
     elif _CLEAR.exists():
+        _return_freed_memory()
         _CLEAR.write_text(_FORGET_PEAK)
         before = _resident("VmRSS")
         yield peak
@@ -48,3 +50,10 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
 def _resident(field: str) -> int:
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field + ":"))
     return int(line.split()[1]) * 1024
+
+
+def _return_freed_memory() -> None:
+    # Else what earlier work has freed stays resident, and hides what this work needs (glibc only).
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

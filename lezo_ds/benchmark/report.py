@@ -84,7 +84,8 @@ def _facts(facts: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     place = hardware["gpu"] or f"{facts['processor']}, {hardware['cores']} cores"
     command = shlex.join(["python", *facts["command"][1:]])
-    return f"{place}, {facts['world_size']} ranks, {facts['date']}; {versions}\n\n```bash\n{command}\n```\n"
+    ranks = _count(facts["world_size"], "rank")
+    return f"{place}, {ranks}, {facts['date']}; {versions}\n\n```bash\n{command}\n```\n"
 
 
 def _cell(cell: Cell) -> str:
@@ -94,9 +95,11 @@ def _cell(cell: Cell) -> str:
         f"{model.shape}'s shape, {model.num_blocks or SHAPES[model.shape].num_blocks} blocks",
         f"{cell.num_parameters:,} parameters in {model.dtype}",
         *([model.precision] if model.dtype != "fp32" else []),
-        f"{workload.batch_size} examples of {workload.length} tokens, {workload.num_candidates} candidates",
-        f"{cell.num_ranks} ranks, {settings.num_micro_batches or cell.num_ranks} micro-batches",
-        f"{settings.threads} threads a rank",
+        f"{workload.batch_size} examples of {workload.length} tokens, "
+        + _count(workload.num_candidates, "candidate"),
+        _count(cell.num_ranks, "rank"),
+        _count(settings.num_micro_batches or cell.num_ranks, "micro-batch"),
+        _count(settings.threads, "thread") + " a rank",
         *([model.deepspeed] if model.deepspeed else []),
         f"load of the machine {cell.load:.1f}",
     ]
@@ -146,7 +149,8 @@ def _kernels(kernels: Kernels) -> str:
             )
         )
     headers = ("operation", "ms", "GB/s", "of a copy's", f"speedup to {reference.name}", "by processor time")
-    text = f"Noise on {kernels.num_elements:,} weights in {kernels.dtype}, {kernels.threads} threads:\n\n"
+    threads = _count(kernels.threads, "thread")
+    text = f"Noise on {kernels.num_elements:,} weights in {kernels.dtype}, {threads}:\n\n"
     return text + _table(headers, rows)
 
 
@@ -168,6 +172,10 @@ def _growth(series: Sequence[Series]) -> str:
 def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [headers, ["---"] * len(headers), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
 
 
 def _processor() -> str:

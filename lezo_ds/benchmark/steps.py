@@ -37,7 +37,7 @@ from lezo_ds.journal import StepRecord
 from lezo_ds.model import zero3
 
 WARM_UP_STEPS = 2  # DeepSpeed records the order of the modules in the first pass, and prefetches after it
-STAGE_STEPS = 3
+STAGE_STEPS = 2
 PLAIN = ("mezo_reference", "mezo_fused")
 """The variants that run a plain model."""
 
@@ -105,6 +105,9 @@ class Models:
 
     def free(self) -> None:
         """Give the memory of the models back."""
+        if self.engine is not None:
+            zero3.discard_shards(self.engine.weights.parameters)
+            self.engine.weights.low_bits.clear()
         self.plain = self.engine = None
         gc.collect()
         if torch.cuda.is_available():

@@ -185,6 +185,16 @@ def assert_released(parameters: Sequence[ShardedParameter]) -> None:
         raise RuntimeError(f"parameters still gathered after a forward pass: {held}")
 
 
+def discard_shards(parameters: Sequence[ShardedParameter]) -> None:
+    """Give the memory of shards back: DeepSpeed never lets go of an engine, nor of what it holds.
+
+    The model cannot be used any more.
+    """
+    for parameter in parameters:
+        stored = parameter._deepspeed.ds_tensor
+        stored.data = torch.empty(0, dtype=stored.dtype)
+
+
 @contextmanager
 def gathered_modules(model: nn.Module) -> Iterator[None]:
     """Gather each module's own parameters while it runs: forward passes before the engine is started.
