@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from lezo_ds import command_line
-from lezo_ds.experiments.report import find_runs, read_report, to_csv, to_markdown, write_report
+from lezo_ds.reports.tables import find_runs, read_report, to_csv, to_markdown, write_report
 
 FORMATS = {"markdown": to_markdown, "csv": to_csv}
 

@@ -1,1 +1,1 @@
-"""Many runs: the paper's, as recipes; grids; and tables of their results."""
+"""Many runs: the paper's, as recipes, and grids."""

@@ -1,0 +1,1 @@
+"""What runs and benchmarks came to: the paper's tables, its figures, and one page of everything."""
