@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 import torch
 from deepspeed import comm
 from deepspeed.comm.comm import comms_logger
+from torch.distributed import DistError
 
+from lezo_ds import rendezvous
 from lezo_ds.errors import LezoError, LostRankError
 from lezo_ds.model import zero3
 
@@ -39,7 +41,8 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
     zero3.skip_unused_cpu_op()
     if not all(name in os.environ for name in _RANK_VARIABLES):
         _set_rank_variables()
-    comm.init_distributed(timeout=timedelta(seconds=timeout_seconds), verbose=False)
+    timeout = timedelta(seconds=timeout_seconds)
+    comm.init_distributed(timeout=timeout, init_method=rendezvous.prepare(), verbose=False)
 
 
 @contextmanager
@@ -58,7 +61,7 @@ def lost_ranks_reported(state: Callable[[], str]) -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = " ".join(str(error).split())
-        if not (isinstance(error, torch.distributed.DistError) or _LOST.search(text)):
+        if not (isinstance(error, DistError) or _LOST.search(text)):
             raise
         raise LostRankError(
             f"another rank has ended, or has not answered in time; got: {text[:200]}; {state()}; "
@@ -82,7 +85,12 @@ def _set_rank_variables() -> None:
 def _ask_mpi() -> None:
     from deepspeed.comm.comm import mpi_discovery
 
+    given = os.environ.get("MASTER_ADDR")
     mpi_discovery(distributed_port=int(os.environ.get("MASTER_PORT", "29500")), verbose=False)
+    if given is not None:
+        os.environ["MASTER_ADDR"] = given
+    elif os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == os.environ["WORLD_SIZE"]:
+        os.environ["MASTER_ADDR"] = "127.0.0.1"  # all ranks are on this machine
 
 
 def slurm_rank_variables(variables: Mapping[str, str]) -> dict[str, str]:

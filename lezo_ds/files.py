@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from lezo_ds.errors import LezoError
 
 
 def sync_directory(path: Path) -> None:
@@ -19,6 +23,51 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Force a file's content to the disk, whoever wrote it.
+
+    Raises:
+        OSError: the file cannot be opened or synced.
+
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it, unless they exist; a crash does not lose what is made here.
+
+    Raises:
+        OSError: one of them cannot be made, or is a file.
+
+    """
+    if path.is_dir():
+        return
+    make_directory(path.parent)
+    path.mkdir(exist_ok=True)
+    sync_directory(path.parent)
+
+
+@contextmanager
+def failures_named(path: Path) -> Iterator[None]:
+    """Turn an OSError into an error that says which of a run's files cannot be written.
+
+    Raises:
+        LezoError: in the place of the OSError.
+
+    """
+    try:
+        yield
+    except OSError as error:
+        raise LezoError(
+            f"{path} cannot be written; got: {error}; "
+            "fix: make room on its disk or permit writing, then run the same command again"
+        ) from error
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:

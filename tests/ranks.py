@@ -14,8 +14,8 @@ import time
 import traceback
 from multiprocessing.connection import Connection, wait
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["deepspeed", "transformers", "lezo_ds.engine.lezo_engine"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["deepspeed", "transformers", "lezo_ds.engine.lezo_engine"])
 
 _GRACE_SECONDS = 5.0  # for the other ranks to report, once one has failed
 
@@ -36,8 +36,8 @@ def run_ranks(function, num_ranks, *arguments, timeout=180.0):
     ranks = {}
     processes = []
     for rank in range(num_ranks):
-        ours, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
             target=_run_rank, args=(theirs, function, arguments, rank, num_ranks, port), daemon=True
         )
         process.start()

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -12,13 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults import small_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, tiny_model
 from transformers import AutoModelForCausalLM, Wav2Vec2Config
 
-from lezo_ds.errors import UserError
+from lezo_ds.errors import LezoError, UserError
+from lezo_ds.model import checkpoint_files
 from lezo_ds.model.checkpoint_files import (
     WeightFiles,
     build_on_meta,
@@ -271,6 +274,52 @@ def test_a_pickle_with_a_payload_is_refused_and_never_executed(tmp_path, cache, 
     assert not list(cache.rglob("*.safetensors"))
     pickle.loads(pickle.dumps(Payload(target)))
     assert target.exists()  # so it would have been seen
+
+
+@pytest.mark.parametrize("version", ["1.13.1", "2.5.1+cu121", "2.9.1"])
+def test_a_bin_file_is_not_opened_by_a_torch_that_could_run_code_in_it(tmp_path, cache, version, monkeypatch):
+    torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+    monkeypatch.setattr(torch, "__version__", version)
+    with pytest.raises(UserError, match=rf"is not opened.*got: torch {re.escape(version)}.*safetensors"):
+        WeightFiles(tmp_path)
+    monkeypatch.setattr(torch, "__version__", "2.10.0+cpu")
+    assert WeightFiles(tmp_path).shape("a") == (2,)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        '{"weight_map": {"a": "../other/model.safetensors"}}',
+        '{"weight_map": {"a": "/etc/passwd"}}',
+        '{"weight_map": {"a": 3}}',
+        '{"weight_map": ["a"]}',
+        "{}",
+        "[]",
+        "{broken",
+    ],
+)
+def test_an_index_that_names_anything_but_files_beside_it_is_refused(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UserError, match=r"model\.safetensors\.index\.json cannot be read; got: \w+Error: "):
+        WeightFiles(tmp_path)
+
+
+def test_a_conversion_for_which_there_is_no_room_is_an_error_and_leaves_nothing(tmp_path, cache):
+    directory = bin_directory(tmp_path, {"a": torch.zeros(40_000), "b": torch.zeros(4)})
+    cache.mkdir(exist_ok=True)
+    with small_disk(cache, "64k"):
+        with pytest.raises(LezoError, match=r"model-00001\.safetensors cannot be written.*No space left"):
+            WeightFiles(directory)
+        assert not [path for path in cache.rglob("*") if path.is_file()]
+
+
+def test_a_conversion_is_synced_file_by_file_before_its_index_appears(tmp_path, cache, monkeypatch):
+    synced = []
+    sync_file = checkpoint_files.sync_file
+    monkeypatch.setattr(checkpoint_files, "sync_file", lambda p: (synced.append(p.name), sync_file(p)))
+    WeightFiles(bin_directory(tmp_path, {"a": torch.zeros(3), "b": torch.zeros(4)}))
+    files = [re.sub(r"^\.|\.\d+$", "", name) for name in synced]
+    assert files == ["model-00001.safetensors", "model-00002.safetensors", "model.safetensors.index.json"]
 
 
 @pytest.mark.parametrize("content", [{"a": 3}, [torch.zeros(2)], {"state_dict": {"a": torch.zeros(2)}}])

@@ -4,7 +4,16 @@ import stat
 
 import pytest
 
-from lezo_ds.files import sha256_file, sync_directory, write_atomically
+from lezo_ds import files
+from lezo_ds.errors import LezoError
+from lezo_ds.files import (
+    failures_named,
+    make_directory,
+    sha256_file,
+    sync_directory,
+    sync_file,
+    write_atomically,
+)
 
 
 def names_in(directory):
@@ -74,3 +83,44 @@ def test_the_sha256_of_a_file_is_that_of_its_bytes(tmp_path, size):
     data = bytes(index % 251 for index in range(size))
     (tmp_path / "file").write_bytes(data)
     assert sha256_file(tmp_path / "file") == hashlib.sha256(data).hexdigest()
+
+
+def test_a_directory_is_made_with_those_above_it_and_each_is_synced_into_its_parent(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(files, "sync_directory", lambda path: (synced.append(path), sync_directory(path)))
+    target = tmp_path / "a" / "b" / "c"
+    make_directory(target)
+    assert target.is_dir()
+    assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+    make_directory(target)
+    assert len(synced) == 3
+
+
+def test_a_relative_directory_is_made_below_the_present_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_directory(files.Path("x/y"))
+    assert (tmp_path / "x" / "y").is_dir()
+
+
+@pytest.mark.parametrize("below", ["", "more", "more/still"])
+def test_no_directory_is_made_in_the_place_of_a_file_or_below_it(tmp_path, below):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(OSError, match="file"):
+        make_directory(tmp_path / "file" / below)
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_file_that_is_not_there_cannot_be_synced(tmp_path):
+    (tmp_path / "file").write_text("content")
+    sync_file(tmp_path / "file")
+    with pytest.raises(FileNotFoundError):
+        sync_file(tmp_path / "none")
+
+
+def test_a_failed_write_is_an_error_that_names_the_file_and_the_fix(tmp_path):
+    path = tmp_path / "missing" / "file"
+    message = r"missing/file cannot be written; got: .*No such file.*; fix: make room"
+    with pytest.raises(LezoError, match=message), failures_named(path):
+        write_atomically(path, "content")
+    with pytest.raises(ValueError, match="another"), failures_named(path):
+        raise ValueError("another")

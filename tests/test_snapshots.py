@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from faults import small_disk
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_runs import full_weights, make_batch, start_engine, train
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from lezo_ds.data.batch import MicroBatch
 from lezo_ds.errors import LezoError
+from lezo_ds.files import sha256_file
 from lezo_ds.model import snapshots
 from lezo_ds.model.snapshots import (
     LOW_BITS_DIRECTORY,
@@ -239,6 +241,68 @@ def test_the_newest_snapshots_and_protected_ones_are_kept(tmp_path, keep, protec
         "notes.json",
         "step-of-another-kind",
     ]
+
+
+def write_small_snapshot(root, step):
+    directory = snapshot_path(root, step)
+    directory.mkdir()
+    (directory / "weights").write_bytes(b"weights")
+    facts = {"weights": {"bytes": 7, "sha256": sha256_file(directory / "weights")}}
+    (directory / MANIFEST).write_text(json.dumps({"files": facts}))
+
+
+@pytest.mark.parametrize(
+    ("damaged", "keep", "protected", "left"),
+    [
+        ([], 1, (), [30]),
+        ([30], 1, (), [20, 30]),
+        ([20, 30], 1, (), [10, 30]),
+        ([20, 30], 2, (), [10, 20, 30]),
+        ([30], 2, (), [20, 30]),
+        ([30], 1, (10,), [10, 30]),
+        ([10, 20, 30], 1, (), [30]),
+    ],
+)
+def test_the_last_valid_snapshot_is_never_removed(tmp_path, damaged, keep, protected, left):
+    for step in (10, 20, 30):
+        write_small_snapshot(tmp_path, step)
+    for step in damaged:
+        (snapshot_path(tmp_path, step) / "weights").write_bytes(b"wEights")
+    before = newest_snapshot(tmp_path, 30)
+    prune_snapshots(tmp_path, keep, protected)
+    assert snapshot_steps(tmp_path) == left
+    assert (newest_snapshot(tmp_path, 30) is None) == (before is None)
+
+
+def test_neither_weights_nor_code_of_the_base_model_are_copied(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    (source / "config.json").write_text('{"model_type": "opt", "torch_dtype": "float16"}')
+    kept = ["LICENSE", "README.md", "chat_template.jinja", "merges.txt", "tokenizer.json", "tokenizer.model"]
+    others = ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "model.pth", "x.pkl"]
+    for name in (*kept, *others, "modeling_evil.py", "run.sh", MANIFEST):
+        (source / name).write_text("text")
+    (source / "folder").mkdir()
+    snapshots._copy_companions(source, target, "float32")
+    assert sorted(path.name for path in target.iterdir()) == sorted([*kept, "config.json"])
+    assert json.loads((target / "config.json").read_text()) == {"model_type": "opt", "dtype": "float32"}
+
+
+def _save_where_there_is_no_room(model, root):
+    engine = start_engine(model, "fp32", 2)
+    try:
+        engine.save_checkpoint(root)
+    except LezoError as error:
+        return str(error)
+
+
+@pytest.mark.distributed
+def test_a_snapshot_that_finds_no_room_leaves_nothing_on_the_disk(opt_directory, tmp_path):
+    with small_disk(tmp_path / "disk", "128k") as disk:
+        for message in run_ranks(_save_where_there_is_no_room, 2, opt_directory, disk / "snapshots"):
+            assert "No space left on device" in message
+        assert list((disk / "snapshots").iterdir()) == []
 
 
 def test_a_folder_that_does_not_exist_holds_no_snapshots(tmp_path):

@@ -12,8 +12,8 @@ from assets import REPOSITORY
 PACKAGE = sorted((REPOSITORY / "lezo_ds").rglob("*.py"))
 COMMANDS = sorted((REPOSITORY / "launch").glob("*.py"))
 
-KNOW_DEEPSPEED = {"lezo_ds/model/zero3.py", "lezo_ds/distributed.py"}
-"""The modules whose job it is: ZeRO-3's internals, and what the ranks exchange."""
+KNOW_DEEPSPEED = {"lezo_ds/model/zero3.py", "lezo_ds/distributed.py", "lezo_ds/rendezvous.py"}
+"""The modules whose job it is: ZeRO-3's internals, what the ranks exchange, and where they meet."""
 
 DISTRIBUTED_LIBRARIES = ("deepspeed", "torch.distributed", "mpi4py")
 MAX_COMMAND_LINES = 60

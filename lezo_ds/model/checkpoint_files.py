@@ -10,6 +10,7 @@ import os
 import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,15 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 
 from lezo_ds.errors import HubError, UserError
+from lezo_ds.files import failures_named, make_directory, sync_directory, sync_file
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_SAFE_TORCH = (2, 10)
+"""Before it, a pickle of weights could run code in spite of weights_only: CVE-2025-32434, CVE-2026-24747."""
 
 
 def resolve_model(model: str) -> Path:
@@ -201,10 +205,21 @@ class WeightFiles:
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
     index = directory / _INDEX
-    if index.is_file():
+    if not index.is_file():
+        return _tensors_of(directory / _SINGLE)
+    try:
         weight_map = json.loads(index.read_text())["weight_map"]
-        return {name: directory / file for name, file in weight_map.items()}
-    return _tensors_of(directory / _SINGLE)
+        outside = [file for file in weight_map.values() if Path(file).name != file]
+        if outside:
+            raise ValueError(f"{outside[0]!r} is no name of a file beside it")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{index} cannot be read",
+            got=_first_line(error),
+            expected="the files beside it that hold the tensors, by name",
+            fix="download the model again",
+        ) from error
+    return {name: directory / file for name, file in weight_map.items()}
 
 
 def _tensors_of(file: Path) -> dict[str, Path]:
@@ -247,19 +262,34 @@ def _with_safetensors(directory: Path) -> Path:
 def _convert(sources: list[Path], target: Path) -> None:
     """Write each .bin file as safetensors; the index comes last, and marks the conversion as whole."""
     logger.warning("converting %d .bin file(s) to safetensors in %s, once", len(sources), target)
-    target.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
     for number, source in enumerate(sources):
         tensors = _load_plain_tensors(source)
         file = f"model-{number + 1:05d}.safetensors"
-        # Several ranks may convert at once: each under a name of its own, and the last rename wins.
-        temporary = target / f".{file}.{os.getpid()}"
-        save_file(tensors, temporary)
-        temporary.replace(target / file)
+        _publish(target / file, partial(_save, tensors))
         weight_map.update(dict.fromkeys(tensors, file))
-    temporary = target / f".{_INDEX}.{os.getpid()}"
-    temporary.write_text(json.dumps({"weight_map": weight_map}))
-    temporary.replace(target / _INDEX)
+    _publish(target / _INDEX, lambda path: path.write_text(json.dumps({"weight_map": weight_map})))
+
+
+def _publish(path: Path, write: Callable[[Path], object]) -> None:
+    """Let a file appear whole and synced. Several ranks may do so at once: the last rename wins."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with failures_named(path):
+            make_directory(path.parent)
+            write(temporary)
+            sync_file(temporary)
+            temporary.replace(path)
+            sync_directory(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def _load_plain_tensors(source: Path) -> dict[str, Tensor]:
@@ -269,8 +299,16 @@ def _load_plain_tensors(source: Path) -> dict[str, Tensor]:
         Contiguous tensors, no two of which share memory (safetensors stores no sharing).
 
     Raises:
-        UserError: it is broken, or its pickle holds anything but tensors by name.
+        UserError: it is broken, or its pickle holds anything but tensors by name; or this torch does not
+            read it safely.
     """
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _SAFE_TORCH:
+        raise UserError(
+            f"{source} is not opened: with this version of torch it could run code",
+            got=f"torch {torch.__version__}",
+            expected="torch 2.10 or later, or a model stored as safetensors",
+            fix="update torch, or get the model as safetensors",
+        )
     try:
         # Files from before PyTorch 1.6 are no zip archives and cannot be mapped.
         mmap = zipfile.is_zipfile(source)

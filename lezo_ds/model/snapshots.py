@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -17,7 +16,7 @@ from torch import Tensor
 from lezo_ds import distributed
 from lezo_ds.adapters import Adapter
 from lezo_ds.errors import LezoError
-from lezo_ds.files import sha256_file, sync_directory, write_atomically
+from lezo_ds.files import make_directory, sha256_file, sync_directory, sync_file, write_atomically
 from lezo_ds.model.weights import ShardedWeights
 
 logger = logging.getLogger(__name__)
@@ -26,7 +25,8 @@ MANIFEST = "lezo_manifest.json"
 LOW_BITS_DIRECTORY = "low_bits"
 _MAX_FILE_BYTES = 4 << 30
 _NAME = re.compile(r"step-(\d{8})")
-_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".h5", ".msgpack", ".gguf"}
+_COMPANION_SUFFIXES = {".json", ".jinja", ".md", ".model", ".txt"}
+"""Of the files that are copied from the base model: neither weights in any format nor code."""
 
 
 def snapshot_path(root: Path, step: int) -> Path:
@@ -68,7 +68,7 @@ def write_snapshot(
 
     def prepare() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        make_directory(temporary)
         if adapter is None:
             _copy_companions(source, temporary, dtype)
         else:
@@ -84,6 +84,8 @@ def write_snapshot(
         low.add(parameter.name, weights.gather_low_bits(parameter))
     if writes and problem is None:
         problem = main.finish() or low.finish() or _attempt(lambda: _publish(temporary, target, facts))
+    if writes and problem is not None:
+        shutil.rmtree(temporary, ignore_errors=True)  # it may be what fills the disk
     problem = distributed.broadcast_object(problem)
     if problem is not None:
         raise LezoError(
@@ -148,8 +150,9 @@ def _attempt(action: Any) -> str | None:  # noqa: ANN401
 
 def _copy_companions(source: Path, temporary: Path, dtype: str) -> None:
     for file in sorted(source.iterdir()):
-        is_weights = file.suffix in _WEIGHT_SUFFIXES or ".index." in file.name
-        if file.is_file() and not is_weights and file.name != MANIFEST:
+        is_companion = file.suffix in _COMPANION_SUFFIXES or file.name in ("LICENSE", "NOTICE")
+        is_index = ".index." in file.name or file.name == MANIFEST
+        if file.is_file() and is_companion and not is_index:
             shutil.copyfile(file, temporary / file.name)
     # The weights' own dtype: from_pretrained casts to what the config names.
     config = json.loads((source / "config.json").read_text())
@@ -160,9 +163,7 @@ def _copy_companions(source: Path, temporary: Path, dtype: str) -> None:
 def _publish(temporary: Path, target: Path, facts: dict[str, Any]) -> None:
     files = {}
     for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        sync_file(path)
         files[str(path.relative_to(temporary))] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
     write_atomically(temporary / MANIFEST, json.dumps({**facts, "files": files}, indent=1, sort_keys=True))
     if (temporary / LOW_BITS_DIRECTORY).is_dir():
@@ -196,18 +197,27 @@ def snapshot_steps(root: Path) -> list[int]:
 
 def newest_snapshot(root: Path, step: int) -> int | None:
     """Return the newest valid snapshot taken after at most `step` updates, None if there is none."""
-    return next(
-        (s for s in reversed(snapshot_steps(root)) if s <= step and read_manifest(snapshot_path(root, s))),
-        None,
-    )
+    return _newest_valid(root, (number for number in snapshot_steps(root) if number <= step))
+
+
+def _newest_valid(root: Path, steps: Iterable[int]) -> int | None:
+    newest_first = sorted(steps, reverse=True)
+    return next((step for step in newest_first if read_manifest(snapshot_path(root, step))), None)
 
 
 def prune_snapshots(root: Path, keep: int, protected: Iterable[int] = ()) -> None:
-    """Remove all but the newest `keep` snapshots, the protected steps, and leftovers of unfinished ones."""
+    """Remove all but the newest `keep` snapshots, the protected steps, and leftovers of unfinished ones.
+
+    If none of those that stay is valid, the newest valid one of the others stays, too.
+    """
     if not root.is_dir():
         return
     for leftover in root.glob(".step-*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
-    for step in snapshot_steps(root)[: -keep or None]:
-        if step not in protected:
-            shutil.rmtree(snapshot_path(root, step), ignore_errors=True)
+    steps = snapshot_steps(root)
+    kept = {*steps[-keep:], *protected} & set(steps)
+    unwanted = set(steps) - kept
+    if unwanted and _newest_valid(root, kept) is None:
+        unwanted -= {_newest_valid(root, unwanted)}
+    for step in unwanted:
+        shutil.rmtree(snapshot_path(root, step), ignore_errors=True)

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from lezo_ds.errors import UserError
-from lezo_ds.files import write_atomically
+from lezo_ds.files import failures_named, make_directory, write_atomically
 
 LIBRARIES = (
     "lezo_ds",
@@ -54,7 +54,7 @@ class RunDirectory:
             UserError: it cannot be made or written to.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_directory(self.path)
             write_atomically(self.path / ".writable", "")
             (self.path / ".writable").unlink()
         except OSError as error:
@@ -66,10 +66,14 @@ class RunDirectory:
             ) from error
 
     def write_facts(self, config: dict[str, Any], world_size: int, device: str) -> None:
-        """Write config.yaml and environment.json."""
-        write_atomically(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+        """Write config.yaml and environment.json.
+
+        Raises:
+            LezoError: they cannot be written.
+        """
         facts = environment(world_size, device)
-        write_atomically(self.path / "environment.json", json.dumps(facts, indent=1) + "\n")
+        _write(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+        _write(self.path / "environment.json", json.dumps(facts, indent=1) + "\n")
 
     def cut_metrics(self, step: int) -> float:
         """Drop the metrics of steps that will be done again; return the seconds trained until then."""
@@ -83,17 +87,22 @@ class RunDirectory:
             if entry["step"] <= step:
                 kept.append(line)
                 seconds = entry["seconds"]
-        write_atomically(self._metrics, "".join(line + "\n" for line in kept))
+        _write(self._metrics, "".join(line + "\n" for line in kept))
         return seconds
 
     def log_metrics(self, entry: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl."""
-        with self._metrics.open("a") as file:
+        with failures_named(self._metrics), self._metrics.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
     def write_results(self, results: dict[str, Any]) -> None:
         """Write results.json."""
-        write_atomically(self.results, json.dumps(results, indent=1) + "\n")
+        _write(self.results, json.dumps(results, indent=1) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    with failures_named(path):
+        write_atomically(path, text)
 
 
 def library_versions() -> dict[str, str]:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from lezo_ds.errors import LezoError, UserError
-from lezo_ds.files import write_atomically
+from lezo_ds.errors import UserError
+from lezo_ds.files import failures_named, write_atomically
 from lezo_ds.journal import EvaluationRecord, Header
 
 
@@ -45,10 +45,8 @@ class TrainingState:
         Raises:
             LezoError: it cannot be written.
         """
-        try:
+        with failures_named(path):
             write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
-        except OSError as error:
-            raise LezoError(f"{path} cannot be written; got: {error}; fix: make room on its disk") from error
 
 
 def read_training_state(path: Path) -> TrainingState:

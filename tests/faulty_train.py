@@ -1,0 +1,125 @@
+"""launch/train.py with a fault: what happens to a run when a file operation in its directory goes wrong.
+
+`LEZO_TEST_FAULT` says which (see `faults.Fault`); every launcher passes it on. The product has no hook for
+this: its file operations are the standard library's and safetensors', which are wrapped here.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import runpy
+import shutil  # noqa: F401  (it looks at os's own functions when it is imported)
+import signal
+from pathlib import Path
+
+from lezo_ds.model import snapshots, weights
+
+VARIABLE = "LEZO_TEST_FAULT"
+TRAIN = Path(__file__).resolve().parents[1] / "launch" / "train.py"
+OPERATIONS = ("write", "fsync", "ftruncate", "replace", "rename", "unlink", "rmdir", "mkdir")
+_RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK")
+
+
+class Injector:
+    """Wraps file operations, logs those on the run's directory, and strikes at the one that was asked for."""
+
+    def __init__(self, fault):
+        self._fault = fault
+        self._root = os.path.realpath(fault["root"])
+        self._seen = 0
+        self._log = os.open(fault["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT) if fault["log"] else None
+        self._write = os.write
+
+    def install(self):
+        for name in OPERATIONS:
+            setattr(os, name, self._wrapped(name, getattr(os, name)))
+        snapshots.save_file = self._wrapped("save", snapshots.save_file)
+        apply = weights.ShardedWeights.apply
+
+        def logged_apply(shards, records):
+            self._note("apply", "")
+            return apply(shards, records)
+
+        weights.ShardedWeights.apply = logged_apply
+
+    def _wrapped(self, name, real):
+        def operation(*arguments, **keywords):
+            path = _path_of(name, arguments, keywords)
+            if path != self._root and not path.startswith(self._root + os.sep):
+                return real(*arguments, **keywords)
+            relative = os.path.relpath(path, self._root)
+            self._note(name, relative)
+            if not self._is_due(name, relative):
+                return real(*arguments, **keywords)
+            if self._fault["moment"] == "within":
+                _do_half(name, real, arguments, path)
+            if self._fault["moment"] != "after":
+                self._strike()
+            result = real(*arguments, **keywords)
+            self._strike()
+            return result
+
+        return operation
+
+    def _note(self, name, relative):
+        if self._log is not None:
+            self._write(self._log, f"{name} {relative}\n".encode())
+
+    def _is_due(self, name, relative):
+        fault = self._fault
+        if not (re.fullmatch(fault["operation"], name) and re.fullmatch(fault["path"], relative)):
+            return False
+        self._seen += 1
+        lasts = fault["lasts"] and self._seen > fault["number"]
+        return self._seen == fault["number"] or lasts
+
+    def _strike(self):
+        effect = self._fault["effect"]
+        if effect == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif effect == "kill all":
+            os.killpg(0, signal.SIGKILL)
+        else:
+            number = getattr(errno, effect)
+            raise OSError(number, os.strerror(number))
+
+
+def _path_of(name, arguments, keywords):
+    """Return the absolute path that an operation changes: a rename's new name, a descriptor's file."""
+    subject = arguments[1] if name in ("replace", "rename", "save") else arguments[0]
+    if isinstance(subject, int):
+        return _opened_path(subject).removesuffix(" (deleted)")
+    if (directory := keywords.get("dir_fd")) is not None:
+        return f"{_opened_path(directory)}/{subject}"
+    path = Path(subject)
+    return str(path.parent.resolve() / path.name)
+
+
+def _opened_path(descriptor):
+    return str(Path(f"/proc/self/fd/{descriptor}").readlink())
+
+
+def _do_half(name, real, arguments, path):
+    """Leave what a write, or the flush of a file, that was cut off in the middle leaves."""
+    if name == "write":
+        real(arguments[0], arguments[1][: len(arguments[1]) // 2])
+        return
+    assert name in ("save", "fsync"), name
+    if name == "save":
+        real(*arguments)
+    os.truncate(path, Path(path).stat().st_size // 2)
+
+
+def main():
+    fault = json.loads(os.environ[VARIABLE])
+    rank = next((os.environ[name] for name in _RANK_NAMES if name in os.environ), "0")
+    if int(rank) == fault["rank"]:
+        Injector(fault).install()
+    runpy.run_path(str(TRAIN), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
