@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lezo_ds import distributed
 from lezo_ds.config import TRAINED, RunConfig, config_to_dict
@@ -161,7 +162,7 @@ class Run(ABC):
 
     def _train(self) -> None:
         """Do all steps that are left, and what is due between them."""
-        with self._progress() as bar:
+        with logging_redirect_tqdm(), self._progress() as bar:  # a line of the log goes above the bar
             while True:
                 self._check_if_due()
                 self._evaluate_if_due()
@@ -194,8 +195,8 @@ class Run(ABC):
         values = self._train_step()
         self._num_done = self.engine.global_steps
         self._log(values)
-        bar.update()
         bar.set_postfix(values, refresh=False)
+        bar.update()
 
     def _log(self, values: Mapping[str, Any]) -> None:
         if not self.writes:
