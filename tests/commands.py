@@ -17,6 +17,13 @@ from assets import REPOSITORY
 
 TIMEOUT_SECONDS = 300
 _KEPT = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR")
+MPI_ANYWHERE = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+"""What mpirun asks for where the tests run in a container, as root, on few cores."""
+
 TRAIN = str(REPOSITORY / "launch" / "train.py")
 
 

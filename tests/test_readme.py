@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 from assets import REPOSITORY
-from commands import free_port, run_well
+from commands import MPI_ANYWHERE, free_port, run_well
 
 from lezo_ds.demo.pretrain import make_demo_assets
 from lezo_ds.model.snapshots import read_manifest, snapshot_path
@@ -54,16 +54,7 @@ def run_of_the_page(root):
 
 
 def run_in(root, line):
-    return run_well(["bash", "-c", f"cd {shlex.quote(str(root))} && {runnable(line)}"], **as_root())
-
-
-def as_root():
-    # mpirun asks for this where the tests run in a container, as root, on few cores.
-    return {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    }
+    return run_well(["bash", "-c", f"cd {shlex.quote(str(root))} && {runnable(line)}"], **MPI_ANYWHERE)
 
 
 def runnable(line):

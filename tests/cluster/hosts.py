@@ -25,21 +25,25 @@ UNSHARE = ("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-p
 PATIENCE_SECONDS = 300
 
 
-def require(programs, packages):
-    """Skip the test, and say why, unless hosts can be made here and have all of these programs."""
-    needed = ("unshare", "nsenter", "ip", *programs)
-    missing = [name for name in needed if shutil.which(name, path=_path()) is None]
+def require_programs(programs, advice):
+    """Skip the test, and say why, where one of these programs is missing."""
+    missing = [name for name in programs if shutil.which(name, path=program_path()) is None]
     if missing:
-        pytest.skip(f"not here: {', '.join(missing)} (apt-get install util-linux iproute2 {packages})")
+        pytest.skip(f"not here: {', '.join(missing)} ({advice})")
+
+
+def program_path():
+    return f"{environment()['PATH']}:/usr/sbin:/sbin"
+
+
+def require_hosts():
+    """Skip the test, and say why, where no hosts can be made."""
+    require_programs(("unshare", "nsenter", "ip"), "apt-get install util-linux iproute2")
     if os.geteuid() != 0:
         pytest.skip("only root can make hosts of namespaces")
     made = subprocess.run([*UNSHARE, "true"], capture_output=True)
     if made.returncode:
         pytest.skip(f"no namespaces can be made here: {made.stderr.decode().strip()}")
-
-
-def _path():
-    return f"{environment()['PATH']}:/usr/sbin:/sbin"
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Host:
 def _environment(**variables):
     # The ranks of a job meet at a port that the starter chooses.
     kept = {name: value for name, value in environment().items() if name != "MASTER_PORT"}
-    return {**kept, "PATH": _path(), **variables}
+    return {**kept, "PATH": program_path(), **variables}
 
 
 @contextmanager
@@ -83,6 +87,7 @@ def two_hosts(directory: Path, mounts: dict[str, str] | None = None) -> Iterator
         directory: for their files.
         mounts: files that the hosts see with another content than this machine.
     """
+    require_hosts()
     names = "".join(f"{address} {name}\n" for name, address in ADDRESSES.items())
     contents = {"/etc/hosts": f"127.0.0.1 localhost\n{names}", **(mounts or {})}
     with ExitStack() as stack:

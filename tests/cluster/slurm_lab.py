@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hosts import ADDRESSES, Host, require, two_hosts, wait_until
+from hosts import ADDRESSES, Host, require_programs, two_hosts, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
-PACKAGES = "slurm-wlm munge"
 CONTROLLER = next(iter(ADDRESSES))
 GRACE_SECONDS = 60
 """How long a preempted job has to stop."""
@@ -70,7 +69,7 @@ class Slurm:
 @contextmanager
 def slurm_cluster(directory: Path):
     """Start a Slurm cluster of two hosts with 16 cores and 8 GPUs each, all made up; stop it at the end."""
-    require(PROGRAMS, PACKAGES)
+    require_programs(PROGRAMS, "apt-get install slurm-wlm munge")
     directory.chmod(0o755)
     _write_settings(directory)
     with two_hosts(directory) as hosts:

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import csv
-import json
 
 import pytest
-from assets import REPOSITORY, write_recipe
-from commands import python, run_well
+from assets import REPOSITORY
+from ends import LONG, SHORT, assert_stopped_by_agreement, end, num_steps_done, results_of
 from hosts import wait_until
 from slurm_lab import slurm_cluster
-
-from lezo_ds.journal import read_journal
-from lezo_ds.model.snapshots import read_manifest, snapshot_path
 
 pytestmark = [pytest.mark.cluster, pytest.mark.distributed]
 
 SCRIPTS = REPOSITORY / "launch" / "slurm"
-SHORT = ("train.steps=8", "train.eval_every=4")
-LONG = ("train.steps=200", "train.eval_every=50", "train.snapshot_every=20")
-"""Steps enough that a job is told to stop before it has done them."""
-
 SWEEP = ("--grid", "zo.learning_rate=1e-3,1e-2", "seed,data.seed=0,1")
 
 
@@ -28,38 +20,6 @@ SWEEP = ("--grid", "zo.learning_rate=1e-3,1e-2", "seed,data.seed=0,1")
 def slurm(tmp_path_factory):
     with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
-
-
-@pytest.fixture(scope="module")
-def recipe(slurm, tmp_path_factory):  # after slurm: where there is none, nothing is made
-    return write_recipe(tmp_path_factory.mktemp("assets"))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(recipe, tmp_path_factory):
-    """Return how a run of some length ends under plain python on one rank."""
-    ends = {}
-
-    def end_of(length):
-        if length not in ends:
-            run_dir = tmp_path_factory.mktemp("by_python")
-            run_well(python("--config", recipe, f"run_dir={run_dir}", *length))
-            ends[length] = end(run_dir)
-        return ends[length]
-
-    return end_of
-
-
-def results_of(run_dir):
-    return json.loads((run_dir / "results.json").read_text())
-
-
-def end(run_dir):
-    """Return all that a run came to: its records and the digests of its best and its last weights."""
-    results = results_of(run_dir)
-    assert results["finished"]
-    last = read_manifest(snapshot_path(run_dir / "snapshots", results["steps"]))
-    return read_journal(run_dir / "journal.jsonl")[1], results["weights_digest"], last["digest"]
 
 
 def submit(slurm, script, recipe, run_dir, length, *options):
@@ -75,22 +35,11 @@ def wait_for_end(slurm, job, run_dir):
 
 
 def wait_for_steps(run_dir, count):
-    journal = run_dir / "journal.jsonl"
-    wait_until(lambda: journal.exists() and num_steps_done(run_dir) >= count, f"{count} steps")
-
-
-def num_steps_done(run_dir):
-    return (run_dir / "journal.jsonl").read_text().count('"kind":"step"')
+    wait_until(lambda: num_steps_done(run_dir) >= count, f"{count} steps")
 
 
 def wait_for_requeue(slurm, job):
     wait_until(lambda: slurm.fact(job, "Restarts") == "1", f"job {job} to be put back into the queue")
-
-
-def assert_stopped_by_agreement(run_dir):
-    stopped = results_of(run_dir)
-    assert not stopped["finished"]
-    assert 20 <= stopped["steps"] == num_steps_done(run_dir) < 200
 
 
 def test_a_job_on_two_nodes_is_the_run_of_plain_python(slurm, recipe, undisturbed, tmp_path):

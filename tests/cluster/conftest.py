@@ -1,0 +1,28 @@
+"""What all tests of launchers share: a recipe, and how its run ends under plain python."""
+
+from __future__ import annotations
+
+import pytest
+from assets import write_recipe
+from commands import python, run_well
+from ends import end
+
+
+@pytest.fixture(scope="session")
+def recipe(tmp_path_factory):
+    return write_recipe(tmp_path_factory.mktemp("assets"))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(recipe, tmp_path_factory):
+    """Return how a run of some length ends under plain python on one rank."""
+    ends = {}
+
+    def end_of(length):
+        if length not in ends:
+            run_dir = tmp_path_factory.mktemp("by_python")
+            run_well(python("--config", recipe, f"run_dir={run_dir}", *length))
+            ends[length] = end(run_dir)
+        return ends[length]
+
+    return end_of

