@@ -272,6 +272,34 @@ class Journal:
         self._num_steps += isinstance(record, StepRecord)
         self._records.append(record)
 
+    def cut(self, num_steps: int) -> None:
+        """Keep the first steps, and the evaluations after at most so many; the rest goes to `<name>.damaged`.
+
+        For steps that were found to be wrong after they were written: a resumed run does them again.
+
+        Args:
+            num_steps: how many steps to keep.
+
+        Raises:
+            JournalError: as for `append`.
+
+        """
+        wrong = next((i for i, r in enumerate(self._records) if _num_steps_after(r) > num_steps), None)
+        if wrong is None:
+            return
+        try:
+            self._assert_unchanged()
+            data = self._path.read_bytes()
+            end = sum(map(len, data.splitlines(keepends=True)[: 1 + wrong]))
+            _save_damaged(self._path, data[end:])
+            os.ftruncate(self._descriptor, end)
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise _write_error(self._path, error, self._num_steps) from error
+        content = _parse(self._path, data[:end])
+        self._records, self._num_steps = content.records, content.num_steps
+        self._crc, self._end = content.crc, content.end
+
     def close(self) -> None:
         """Close the file; the journal can still be read, not appended to."""
         if self._descriptor >= 0:
@@ -415,6 +443,11 @@ def _crc_member(crc: int) -> bytes:
 
 def _to_json(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _num_steps_after(record: Record) -> int:
+    """Return how many steps had been taken when a record was made, its own included."""
+    return record.step + isinstance(record, StepRecord)
 
 
 def _check_order(record: Record, num_steps: int) -> None:

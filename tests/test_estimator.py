@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lezo_ds.engine.estimator import Estimate, estimate
+from lezo_ds.engine.estimator import Estimate, estimate, is_outlier
 
 LOSSES = st.lists(
     st.tuples(st.floats(0, 1e3, width=32), st.floats(0, 1e3, width=32)), min_size=1, max_size=40
@@ -59,3 +59,12 @@ def test_any_loss_that_is_not_finite_makes_the_step_not_applicable(bad, side):
 
 def test_finite_losses_make_the_step_applicable():
     assert estimate([1.0], [2.0], 1, 1e-3).is_finite
+
+
+def test_an_outlier_is_beyond_so_many_times_the_median_of_enough_steps():
+    recent = [1.0] * 10 + [3.0] * 10  # median 2
+    assert not is_outlier(8.0, recent, 4)
+    assert is_outlier(math.nextafter(8.0, 9), recent, 4)
+    assert is_outlier(8.1, [*recent, 1e30], 2)  # one huge step does not raise the bar
+    assert not is_outlier(1e30, recent[1:], 4)
+    assert not is_outlier(1e30, recent, None)

@@ -661,3 +661,36 @@ def test_a_journal_of_another_format_version_is_refused_with_both_versions(path)
     path.write_bytes(body[:-1] + b',"crc":"%08x"}\n' % zlib.crc32(body))
     with pytest.raises(UserError, match="another format version; got: 2; expected: 1"):
         read_journal(path)
+
+
+# Steps found wrong after they were written
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 4, 11, 12])
+def test_a_cut_keeps_the_first_steps_and_what_was_measured_after_them(path, num_steps):
+    records = some_records(12)
+    whole = write_journal(path, records)
+    kept = [r for r in records if r.step + isinstance(r, StepRecord) <= num_steps]
+    with Journal.open(path) as journal:
+        journal.cut(num_steps)
+        assert journal.records == tuple(kept)
+        left = path.read_bytes()
+        rest = [r for r in records if r not in kept]
+        for record in rest:  # the steps are done again, right this time
+            journal.append(record)
+    assert read_journal(path) == (HEADER, records)
+    damaged = path.with_name("journal.jsonl.damaged")
+    if rest:
+        assert left + damaged.read_bytes() == whole == path.read_bytes()
+    else:
+        assert left == whole
+        assert not damaged.exists()
+
+
+def test_a_cut_of_a_journal_that_another_process_has_changed_is_refused(path):
+    write_journal(path, some_records(6))
+    with Journal.open(path) as journal:
+        with path.open("ab") as file:
+            file.write(b"x")
+        with pytest.raises(JournalError, match="was changed by another process"):
+            journal.cut(2)

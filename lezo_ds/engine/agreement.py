@@ -24,8 +24,7 @@ _MOST_SHOWN = 4
 
 def fact_number(facts: Facts) -> float:
     """Return a hash of facts, 0 to 2**53 - 1, so that a float64 holds it."""
-    text = ";".join(f"{name}:{value}" for name, value in facts.items())
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(repr(dict(facts)).encode(), digest_size=8).digest()
     return float(int.from_bytes(digest, "little") >> 11)
 
 
@@ -41,12 +40,13 @@ def batch_digest(batch: Sequence[MicroBatch]) -> str:
     return digest.hexdigest()
 
 
-def disagreement(step: int, by_rank: Sequence[Facts]) -> DesyncError:
+def disagreement(step: int, by_rank: Sequence[Facts], num_good: int) -> DesyncError:
     """Return the error that says which ranks differ from most (of two halves, from rank 0's), and in what.
 
     Args:
         step: at which they did.
         by_rank: every rank's facts, of equal names; not all equal.
+        num_good: number of steps on which they agree.
     """
     found = []
     for name in by_rank[0]:
@@ -57,19 +57,26 @@ def disagreement(step: int, by_rank: Sequence[Facts]) -> DesyncError:
             for rank, value in enumerate(values)
             if value != common
         ]
-    return DesyncError(
-        f"the ranks do not work on the same thing at step {step}; got: {'; '.join(found)}; "
-        f"last good step: {step - 1 if step else 'none'}; "
-        "fix: give all ranks the same recipe, data and code, then run the same command again"
-    )
+    what = f"the ranks do not work on the same thing at step {step}"
+    return _desync_error(what, found, num_good, "give all ranks the same recipe, data and code")
 
 
-def wrong_weights(step: int, found: Sequence[str]) -> DesyncError:
-    """Return the error that says which weights of which ranks are not the run's after `step` steps."""
+def wrong_weights(step: int, found: Sequence[str], num_good: int) -> DesyncError:
+    """Return the error that says which weights of which ranks are not the run's after `step` steps.
+
+    Args:
+        step: how many steps there have been.
+        found: what is wrong, and where.
+        num_good: number of steps after which the weights were right when they were last checked.
+    """
+    what = f"weights are not what {step} steps made of them"
+    return _desync_error(what, found, num_good, "test the memory of that rank's machine")
+
+
+def _desync_error(what: str, found: Sequence[str], num_good: int, fix: str) -> DesyncError:
     more = f"; and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
     return DesyncError(
-        f"weights are not what the steps made of them, at step {step}; "
-        f"got: {'; '.join(found[:_MOST_SHOWN])}{more}; last good step: {step - 1 if step else 'none'}; "
-        "fix: run the same command again, which rebuilds them from the journal; if it happens again, test "
-        "the memory of that rank's machine"
+        f"{what}; got: {'; '.join(found[:_MOST_SHOWN])}{more}; "
+        f"last good step: {num_good - 1 if num_good else 'none'}, later ones are done again; "
+        f"fix: run the same command again; if it happens again, {fix}"
     )

@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from lezo_ds import distributed
 from lezo_ds.config import PeftConfig, ZoConfig, num_dropped
 from lezo_ds.data.batch import LossFunction, MicroBatch
-from lezo_ds.engine.agreement import batch_digest, wrong_weights
+from lezo_ds.engine.agreement import Facts, batch_digest, disagreement, wrong_weights
 from lezo_ds.engine.estimator import OUTLIER_WINDOW, estimate, is_outlier
 from lezo_ds.engine.model_engine import ModelEngine, to_device
 from lezo_ds.engine.step_plan import MAX_BLOCKS, PLAN_BYTES, StepPlan, direction_seed, noise_seed
@@ -36,6 +36,8 @@ from lezo_ds.model.witness import Witness
 from lezo_ds.noise import noise_backend
 
 logger = logging.getLogger(__name__)
+
+_LAST_RESULT = "result of the step before"
 
 
 class LezoEngine(ModelEngine):
@@ -93,15 +95,16 @@ class LezoEngine(ModelEngine):
         Raises:
             UserError: the passes cannot be shared evenly among the ranks.
             DivergenceError: `max_skipped_steps` steps in a row were skipped.
-            DesyncError: the ranks do not work on the same step, batch or weights; the step is not applied,
-                and all ranks raise.
+            DesyncError: the ranks do not work on the same step or batch, did not come to the same g in the
+                step before, or weights have changed by themselves. All ranks raise; the step is not done, and
+                those before that may be wrong are cut off the journal.
             JournalError: the journal cannot be written; the step is not applied.
         """
         passes = self._my_share(len(batch) * self._config.directions)
         own_plan = self._plan()
         plan = StepPlan.unpack(distributed.broadcast_bytes(own_plan.pack(), PLAN_BYTES))
         losses = self._local_losses(plan, batch, passes, loss_function)
-        suspects = losses.new_tensor([float(len(self.weights.suspects))])
+        suspects = self._number(len(self.weights.suspects))
         facts = self._facts(own_plan, plan, batch)
         *sums, num_suspects = self._sum_losses(torch.cat([losses, suspects]), facts)
         if num_suspects:
@@ -123,13 +126,27 @@ class LezoEngine(ModelEngine):
         return StepPlan(step, noise_seed(self._seed, step), dropped, self._learning_rate, scale)
 
     def _facts(self, own_plan: StepPlan, plan: StepPlan, batch: Sequence[MicroBatch]) -> dict[str, str]:
-        """Return what must be the same on all ranks; of the last step's record also every bit of g."""
+        """Return what must be the same on all ranks."""
         return {
             "plan of its own": repr(own_plan),
             "plan from rank 0": repr(plan),
             "batch": batch_digest(batch),
-            "result of the step before": repr(self._last),
+            **self._last_result(),
         }
+
+    def _last_result(self) -> dict[str, str]:
+        """Return what the last step came to, every bit of g included."""
+        return {_LAST_RESULT: repr(self._last)}
+
+    def _disagree(self, step: int, by_rank: Sequence[Facts]) -> NoReturn:
+        agreed_on_last = len({facts[_LAST_RESULT] for facts in by_rank}) == 1
+        num_good = step - (not agreed_on_last)
+        self._cut_journal(num_good)
+        raise disagreement(step, by_rank, num_good)
+
+    def _cut_journal(self, num_good: int) -> None:
+        if self._journal is not None:
+            self._journal.cut(num_good)
 
     def _remember(self, records: Sequence[StepRecord]) -> None:
         """Keep what later steps need of those done."""
@@ -155,31 +172,39 @@ class LezoEngine(ModelEngine):
         """Check that every rank's weights are what the steps made of them. A collective.
 
         Every bit: none has changed but by an update. Some elements of each shard: they are what a replay of
-        the journal gives. Where groups of ranks hold replicas: these are equal. Does nothing before
-        `watch_weights`.
+        the journal gives. Where groups of ranks hold replicas: these are equal. The last step: all ranks had
+        the same. Does nothing before `watch_weights`.
 
         Raises:
-            DesyncError: they are not; it names ranks and parameters. All ranks raise.
+            DesyncError: they are not; it names ranks and parameters. All ranks raise. What was journaled
+                since the last check that found all well is cut off.
         """
         if self._witness is None:
             return
         self.weights.look()
         self._witness.follow(self._unchecked)
-        self._unchecked = []
         wrong = dict.fromkeys(self.weights.suspects, "changed by itself")
         for name in self._witness.unlike(self.weights.low_bits):
             wrong.setdefault(name, "is not what a replay of the journal gives")
-        flag = torch.tensor([float(len(wrong))], dtype=torch.float64, device=self.device)
+        (num_wrong,) = self._sum_agreed(self._number(len(wrong)), self._last_result())
         unlike = self.weights.unlike_replicas()
-        if not unlike and not any(distributed.sum_vector(flag)):
-            return
+        if num_wrong or unlike:
+            self._report(wrong, unlike)
+        self._unchecked = []
+
+    def _report(self, wrong: Mapping[str, str], unlike: Sequence[tuple[int, str]]) -> NoReturn:
         found = [
             f"on rank {rank} {name} {how}"
             for rank, by_name in enumerate(distributed.gather_objects(wrong))
             for name, how in by_name.items()
         ]
         found += [f"on rank {rank} {name} differs from its replica's" for rank, name in unlike]
-        raise wrong_weights(self.global_steps, found)
+        num_good = self.global_steps - len(self._unchecked)
+        self._cut_journal(num_good)
+        raise wrong_weights(self.global_steps, found, num_good)
+
+    def _number(self, value: float) -> Tensor:
+        return torch.tensor([value], dtype=torch.float64, device=self.device)
 
     def _local_losses(
         self, plan: StepPlan, batch: Sequence[MicroBatch], passes: range, loss_function: LossFunction

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -135,12 +135,20 @@ class ModelEngine:
         return outputs
 
     def _sum_losses(self, losses: Tensor, facts: Facts) -> list[float]:
-        """Return the sums over all ranks of float64 [n]. One all-reduce.
+        """Return the sums over all ranks of float64 [n], as `_sum_agreed`; the votes go with them."""
+        votes = losses.new_tensor([float(self._stop_requested), float(self._snapshot_requested)])
+        self._snapshot_requested = False
+        *sums, stop, snapshot = self._sum_agreed(torch.cat([losses, votes]), facts)
+        self.stop_agreed, self.snapshot_agreed = stop > 0, snapshot > 0
+        return sums
 
-        With them go the votes to stop and to take a snapshot, and proof that all ranks work on the same.
+    def _sum_agreed(self, values: Tensor, facts: Facts) -> list[float]:
+        """Return the sums over all ranks of float64 [n], and make sure that all work on the same.
+
+        One all-reduce; exact where each element is 0 on all ranks but one, or a small whole number.
 
         Args:
-            losses: each element is 0 on all ranks but one.
+            values: to be summed.
             facts: what this rank works on, and what it thinks the last step came to.
 
         Raises:
@@ -148,14 +156,20 @@ class ModelEngine:
         """
         numbers = [0.0] * self.world_size
         numbers[self.global_rank] = fact_number(facts)
-        votes = [float(self._stop_requested), float(self._snapshot_requested)]
-        self._snapshot_requested = False
-        found = distributed.sum_vector(torch.cat([losses, losses.new_tensor(votes + numbers)]))
-        stop, snapshot, *numbers = found[len(losses) :]
-        self.stop_agreed, self.snapshot_agreed = stop > 0, snapshot > 0
-        if len(set(numbers)) > 1:
-            raise disagreement(self.global_steps, distributed.gather_objects(dict(facts)))
-        return found[: len(losses)]
+        found = distributed.sum_vector(torch.cat([values, values.new_tensor(numbers)]))
+        if len(set(found[len(values) :])) > 1:
+            by_rank = distributed.gather_objects((self.global_steps, dict(facts)))
+            self._disagree(by_rank[0][0], [theirs for _, theirs in by_rank])
+        return found[: len(values)]
+
+    def _disagree(self, step: int, by_rank: Sequence[Facts]) -> NoReturn:
+        """Raise the error for facts that are not the same on all ranks.
+
+        Args:
+            step: rank 0's, which need not be this one's.
+            by_rank: every rank's facts.
+        """
+        raise disagreement(step, by_rank, step)
 
 
 def message_bytes(num_losses: int, world_size: int) -> int:

@@ -1,0 +1,288 @@
+"""Faults that would silently train another model on one rank: found, named, and their steps done again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny_runs import make_batch, start_engine, train
+
+from lezo_ds.data.objectives import classification_loss
+from lezo_ds.engine import lezo_engine
+from lezo_ds.errors import DesyncError
+from lezo_ds.journal import Header, Journal, read_journal
+
+pytestmark = pytest.mark.distributed
+
+FAULTY_STEP = 3
+FC1 = "model.decoder.layers.{}.fc1.weight"
+
+
+def error_of(action):
+    """Return the message of the DesyncError that an action ends with, None if it ends well."""
+    try:
+        action()
+    except DesyncError as error:
+        return str(error)
+
+
+def watched_engine(directory, journal=None, **changes):
+    engine = start_engine(directory, **changes)
+    if journal is not None and engine.global_rank == 0:
+        facts = {"model_fingerprint": "f", "parameter_table_hash": "t", "config": {}, "libraries": {}}
+        engine.attach_journal(Journal.create(journal, Header(noise_version=1, **facts)))
+    engine.watch_weights()
+    return engine
+
+
+def shard_of(engine, name):
+    return next(p for p in engine.weights.parameters if p.name == name).parameter.ds_tensor
+
+
+def flip(tensor, index, bit=0):
+    tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])[index] ^= 1 << bit
+
+
+# Another plan, batch or result on one rank.
+
+
+def _another_gradient(engine, directory):
+    own = lezo_engine.estimate
+
+    def estimate(*arguments):
+        found = own(*arguments)
+        return replace(found, loss_plus=math.nextafter(found.loss_plus, 9), projected_gradient=1e-9)
+
+    def one_step():
+        lezo_engine.estimate = estimate
+        try:
+            train(engine, 1)
+        finally:
+            lezo_engine.estimate = own
+
+    return one_step
+
+
+def _another_seed(engine, directory):
+    engine._seed += 1
+    return lambda: train(engine, 1)
+
+
+def _another_step(engine, directory):
+    def one_step():
+        batch = make_batch(engine.global_steps)
+        engine.global_steps += 1
+        engine.train_batch(batch, classification_loss)
+
+    return one_step
+
+
+def _another_batch(engine, directory):
+    batch = make_batch(engine.global_steps)
+    batch[-1].inputs["input_ids"][0, 0] += 1
+    return lambda: engine.train_batch(batch, classification_loss)
+
+
+FAULTS = {
+    "result of the step before": _another_gradient,
+    "plan of its own, StepPlan(step=3, ": _another_seed,
+    "plan of its own, StepPlan(step=4, ": _another_step,
+    "batch": _another_batch,
+}
+
+
+def _train_with_a_fault(directory, journal, fault, faulty_rank, num_ranks):
+    engine = watched_engine(directory, journal, num_ranks=num_ranks)
+    train(engine, FAULTY_STEP)
+    if engine.global_rank == faulty_rank:
+        action = FAULTS[fault](engine, directory)
+    else:
+        action = lambda: train(engine, 1)  # noqa: E731
+
+    def go_on():
+        action()
+        train(engine, 5)
+
+    return error_of(go_on)
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_a_rank_with_another_plan_batch_or_gradient_is_found_and_named(opt_directory, tmp_path, fault):
+    journal = tmp_path / "journal.jsonl"
+    first, second = run_ranks(_train_with_a_fault, 2, opt_directory, journal, fault, 1, 2)
+    assert first == second
+    found_at = FAULTY_STEP + (fault == "result of the step before")
+    assert (
+        f"the ranks do not work on the same thing at step {found_at}; got: rank 1 has another {fault}"
+        in first
+    )
+    assert f"last good step: {FAULTY_STEP - 1}, later ones are done again" in first
+    _, records = read_journal(journal)
+    assert [record.step for record in records] == list(range(FAULTY_STEP))
+
+
+def test_of_four_ranks_the_one_that_differs_is_named_even_if_it_is_the_first(opt_directory, tmp_path):
+    journal = tmp_path / "journal.jsonl"
+    fault = "result of the step before"
+    messages = run_ranks(_train_with_a_fault, 4, opt_directory, journal, fault, 0, 4)
+    assert len(set(messages)) == 1
+    assert "got: rank 0 has another result" in messages[0]
+    assert not any(f"rank {rank} has" in messages[0] for rank in (1, 2, 3))
+    assert len(read_journal(journal)[1]) == FAULTY_STEP
+
+
+def _differ_in_the_last_step(directory):
+    engine = watched_engine(directory, num_ranks=2)
+    train(engine, 1)
+    (_another_gradient(engine, directory) if engine.global_rank == 1 else lambda: train(engine, 1))()
+    return error_of(engine.check_weights)
+
+
+def test_the_last_steps_result_is_compared_before_its_weights_are_used(opt_directory):
+    for message in run_ranks(_differ_in_the_last_step, 2, opt_directory):
+        assert "rank 1 has another result of the step before" in message
+        assert "last good step: 0" in message
+
+
+# Weights that change by themselves.
+
+
+def _flip_and_go_on(directory, journal, dtype, num_ranks, dropped, low):
+    """Flip a bit on the last rank after a check; return what the check, or the next step but one, says."""
+    engine = watched_engine(directory, journal, dtype=dtype, num_ranks=num_ranks)
+    train(engine, FAULTY_STEP)
+    engine.check_weights()
+    # The blocks that the next step leaves out are not updated, so only a check looks at them.
+    plan = engine._plan()
+    blocks = plan.dropped_layers if dropped else set(range(4)) - set(plan.dropped_layers)
+    name = FC1.format(min(blocks))
+    if engine.global_rank == num_ranks - 1:
+        flip(engine.weights.low_bits[name] if low else shard_of(engine, name), 70)
+    message = error_of(lambda: (train(engine, 1), None if dropped else train(engine, 1)))
+    if dropped:
+        assert message is None
+        message = error_of(engine.check_weights)
+    return name, message
+
+
+@pytest.mark.parametrize("dropped", [False, True], ids=["updated", "left_out"])
+@pytest.mark.parametrize(
+    ("dtype", "num_ranks", "low"),
+    [("fp32", 1, False), ("fp32", 2, False), ("bf16", 2, False), ("bf16", 2, True)],
+)
+def test_one_flipped_bit_is_found_by_the_next_check_and_named(
+    opt_directory, tmp_path, dtype, num_ranks, dropped, low
+):
+    journal = tmp_path / "journal.jsonl"
+    results = run_ranks(_flip_and_go_on, num_ranks, opt_directory, journal, dtype, num_ranks, dropped, low)
+    assert len(set(results)) == 1
+    name, message = results[0]
+    assert f"weights are not what {FAULTY_STEP + 1} steps made of them; " in message
+    assert f"got: on rank {num_ranks - 1} {name} changed by itself; " in message
+    assert f"last good step: {FAULTY_STEP - 1}, later ones are done again" in message
+    assert len(read_journal(journal)[1]) == FAULTY_STEP
+
+
+def _update_wrongly(directory, factor, index, partition_size):
+    """On rank 1, write another value than the update's to one element of a parameter."""
+    engine = watched_engine(directory, num_ranks=2, partition_size=partition_size, num_dropped_layers=0)
+    train(engine, 2)
+    name = FC1.format(2)
+    parameter = next(p for p in engine.weights.parameters if p.name == name)
+    noise, own = engine.weights._noise, type(engine.weights._noise).update_
+
+    def update(shard, start, seed, parameter_id, *more):
+        own(noise, shard, start, seed, parameter_id, *more)
+        if parameter_id == parameter.named.parameter_id:
+            shard[index if index is not None else slice(None)] *= factor
+
+    if engine.global_rank == 1:
+        noise.update_ = update
+    try:
+        train(engine, 1)
+    finally:
+        vars(noise).pop("update_", None)
+    return name, error_of(engine.check_weights)
+
+
+def test_weights_that_an_update_got_wrong_differ_from_a_replay(opt_directory):
+    for name, message in run_ranks(_update_wrongly, 2, opt_directory, 1 + 1e-6, None, None):
+        assert f"got: on rank 1 {name} is not what a replay of the journal gives; " in message
+
+
+def test_one_element_that_an_update_got_wrong_differs_from_the_replica(opt_directory):
+    results = run_ranks(_update_wrongly, 2, opt_directory, 1.5, 0, 1)
+    for name, message in results:
+        assert f"got: on rank 1 {name} differs from its replica's; " in message
+
+
+# No false alarms, and no other results.
+
+
+def _train_and_check(directory, dtype, num_ranks, partition_size, precision):
+    plain = start_engine(
+        directory, dtype, num_ranks, partition_size=partition_size, update_precision=precision
+    )
+    expected = train(plain, 12), plain.weights.digest()
+    engine = watched_engine(
+        directory, dtype=dtype, num_ranks=num_ranks, partition_size=partition_size, update_precision=precision
+    )
+    records = []
+    for _ in range(4):
+        records += train(engine, 3)
+        engine.check_weights()
+    found = records, engine.weights.digest()
+    engine.load_checkpoint(directory / "none", records, 5)
+    engine.check_weights()
+    again = records[:5] + train(engine, 7), engine.weights.digest()
+    engine.check_weights()
+    return expected == found == again, found
+
+
+def test_sound_runs_pass_all_checks_with_the_same_results_on_any_number_of_ranks(opt_directory):
+    for dtype, precision in (("fp32", "nearest"), ("bf16", "fp32_master"), ("bf16", "stochastic")):
+        found = []
+        for num_ranks, partition_size in ((1, None), (2, None), (4, 2)):
+            settings = (opt_directory, dtype, num_ranks, partition_size, precision)
+            found += run_ranks(_train_and_check, num_ranks, *settings)
+        assert all(same for same, _ in found)
+        assert all(end == found[0][1] for _, end in found)
+
+
+# Outliers.
+
+
+def _meet_outliers(directory, journal):
+    """Train until the median means something, then meet a loss of one rank that is out of all proportion."""
+    engine = watched_engine(directory, journal, num_ranks=2, outlier_factor=1000.0)
+
+    def huge(logits, batch):
+        losses = classification_loss(logits, batch)
+        return losses * (1 + 1e6 * torch.rand(())) if engine.global_rank == 1 else losses
+
+    early = engine.train_batch(make_batch(0), classification_loss)
+    train(engine, 20)
+    before = engine.weights.digest()
+    outlier = engine.train_batch(make_batch(0), huge)
+    same = engine.weights.digest() == before
+    after = train(engine, 2)
+    live = engine.weights.digest()
+    records = [early, *train(engine, 0)]
+    resumed = start_engine(directory, num_ranks=2, outlier_factor=1000.0)
+    journaled = read_journal(journal)[1]
+    resumed.load_checkpoint(directory / "none", journaled)
+    skipped_again = resumed.train_batch(make_batch(0), huge).applied is False
+    return outlier, same, after, live == resumed.weights.digest(), records[0].applied, skipped_again
+
+
+def test_an_outlier_is_skipped_by_all_ranks_journaled_and_replayed_as_skipped(opt_directory, tmp_path):
+    results = run_ranks(_meet_outliers, 2, opt_directory, tmp_path / "journal.jsonl")
+    assert results[0] == results[1]
+    outlier, same, after, replayed, early_applied, skipped_again = results[0]
+    assert not outlier.applied
+    assert math.isfinite(outlier.loss) and abs(outlier.projected_grads[0]) > 1e6
+    assert same and replayed and early_applied and skipped_again
+    assert all(record.applied for record in after)
