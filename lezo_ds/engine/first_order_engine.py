@@ -3,6 +3,7 @@
 Every rank runs its share of a step's micro-batches forward and backward; DeepSpeed averages the gradients
 over the ranks, keeps gradients and optimizer states sharded, and updates the shards. Dropout is on, as in
 MeZO's own fine-tuning (Malladi et al. 2023, through transformers' Trainer); evaluations run without it.
+Gradients are clipped as there, too, unless DeepSpeed's JSON says otherwise.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from transformers import get_linear_schedule_with_warmup
 from lezo_ds import distributed
 from lezo_ds.config import AdamWConfig, PeftConfig
 from lezo_ds.data.batch import LossFunction, MicroBatch
+from lezo_ds.data.generation import runner
 from lezo_ds.engine.agreement import batch_digest
 from lezo_ds.engine.model_engine import ModelEngine, to_device
 from lezo_ds.engine.step_plan import noise_seed
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.model import zero3
-from lezo_ds.model.perturbed_forward import PerturbedForward
+from lezo_ds.model.perturbed_forward import Perturbation, PerturbedForward
 from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.model.snapshots import snapshot_path
 from lezo_ds.noise import noise_backend
+
+MAX_GRADIENT_NORM = 1.0  # what transformers' Trainer clips to
 
 
 class FirstOrderEngine(ModelEngine):
@@ -114,6 +118,12 @@ class FirstOrderEngine(ModelEngine):
             )
         return loss
 
+    def _run(self, micro_batch: MicroBatch, perturbation: Perturbation | None) -> tuple[Tensor, ...]:
+        outputs = self._perturbed(micro_batch, perturbation, runner(micro_batch, self._deepspeed))
+        # DeepSpeed, once it has seen training, keeps weights for a backward pass that does not come here.
+        zero3.release_gathered(self._deepspeed)
+        return outputs
+
     def save_training_state(self, root: Path) -> None:
         """Write weights, optimizer, schedule and loss scale to `root/step-NNNNNNNN`. A collective.
 
@@ -164,6 +174,7 @@ def initialize_first_order(
     trainable = [parameter for parameter in sharded.module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=config.learning_rate, weight_decay=config.weight_decay)
     schedule = get_linear_schedule_with_warmup(optimizer, 0, num_steps)
+    ds_config = {"gradient_clipping": MAX_GRADIENT_NORM, **ds_config}
     engine = zero3.start_training_engine(sharded.module, optimizer, schedule, ds_config)
     perturbed = PerturbedForward(sharded.module, {}, noise_backend(zero3.device()))
     return FirstOrderEngine(engine, perturbed, sharded, seed)

@@ -250,6 +250,11 @@ def start_training_engine(
     return engine
 
 
+def release_gathered(training_engine: Any) -> None:  # noqa: ANN401
+    """Release every weight that is still gathered after a forward pass without a backward pass."""
+    training_engine.optimizer.parameter_offload.partition_all_parameters()
+
+
 @contextmanager
 def no_gathered_weights_saved() -> Iterator[None]:
     """While open, autograd keeps of a gathered weight, or a view of it, only which one it is.
