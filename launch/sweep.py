@@ -5,7 +5,8 @@ python launch/sweep.py --config launch/recipes/NAME.yaml --out runs/NAME-sweep \
 
 What is done is skipped, what was begun continues. results.csv (a line a run) and summary.csv (mean and
 deviation over seeds; the lowest validation loss is best) are written to DIR. Keys with commas between
-them change together. launch/slurm/sweep.sbatch does the same as a Slurm array.
+them change together. Changes to the recipe for all runs, key=value, stand before --grid.
+launch/slurm/sweep.sbatch does the same as a Slurm array.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def test_a_preempted_job_makes_room_and_resumes(slurm, recipe, undisturbed, tmp_
 
 
 def test_an_array_does_the_runs_of_a_sweep(slurm, recipe, tmp_path):
-    sweep = ("--config", recipe, "--out", tmp_path / "sweep", *SWEEP, *SHORT)
+    sweep = ("--config", recipe, "--out", tmp_path / "sweep", *SHORT, *SWEEP)
     job = slurm.submit("--array=0-3%2", f"--output={tmp_path}/%a.out", SCRIPTS / "sweep.sbatch", *sweep)
     wait_until(lambda: slurm.run_well("squeue", "--noheader", "--job", job) == "", "the end of the array")
     printed = slurm.run_well("python", "launch/sweep.py", *sweep, "--list")
