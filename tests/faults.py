@@ -21,7 +21,7 @@ from lezo_ds.model.snapshots import read_manifest, snapshot_path, snapshot_steps
 FAULTY_TRAIN = str(Path(__file__).with_name("faulty_train.py"))
 VARIABLE = "LEZO_TEST_FAULT"
 TIMEOUT_SECONDS = 300
-_GRACE_SECONDS = 20
+_GRACE_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Fault:
         moment: before the operation, after it, or within: half of what is written stays.
         effect: "kill" (SIGKILL to this rank), "kill all" (to its process group), or the name of an errno.
         rank: in whose process.
-        lasts: whether all later ones fail, too.
+        lasts: whether all later operations fail, too, whatever they are.
     """
 
     operation: str = ".*"
@@ -75,7 +75,10 @@ def run_forked(arguments, fault=NO_FAULT, num_ranks=1, log=None, kill_after=None
         output: directory for what the ranks print; that of the run's directory if not given.
 
     Returns:
-        Rank 0's exit code (negative: the signal) and output.
+        Rank 0's exit code (negative: the signal), and the output of all ranks.
+
+    Raises:
+        AssertionError: a rank hung.
     """
     run_dir = next(str(a).removeprefix("run_dir=") for a in arguments if str(a).startswith("run_dir="))
     shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -107,16 +110,18 @@ def _rank(arguments, own_variables, output):
 
 
 def _wait(processes, kill_after):
-    """Wait for all ranks; those that outlive another's death by far are killed."""
+    """Wait for all ranks; assert that none outlives another's death by far."""
     deadline = time.monotonic() + (TIMEOUT_SECONDS if kill_after is None else kill_after)
     for process in processes:
         process.join(max(0, deadline - time.monotonic()))
-        if process.exitcode not in (None, 0):
+        if process.exitcode not in (None, 0) and kill_after is None:
             deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+    hung = [rank for rank, process in enumerate(processes) if process.exitcode is None]
     for process in processes:
         process.kill()
     for process in processes:
         process.join()
+    assert not hung or kill_after is not None, f"ranks {hung} hung"
 
 
 # What a run came to.

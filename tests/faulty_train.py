@@ -70,11 +70,12 @@ class Injector:
 
     def _is_due(self, name, relative):
         fault = self._fault
+        if fault["lasts"] and self._seen >= fault["number"]:
+            return True
         if not (re.fullmatch(fault["operation"], name) and re.fullmatch(fault["path"], relative)):
             return False
         self._seen += 1
-        lasts = fault["lasts"] and self._seen > fault["number"]
-        return self._seen == fault["number"] or lasts
+        return self._seen == fault["number"]
 
     def _strike(self):
         effect = self._fault["effect"]

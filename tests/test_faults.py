@@ -1,0 +1,327 @@
+"""Real runs, killed inside a file operation or failed by a disk or a launcher, end as if nothing was.
+
+`make soak` does the same at every operation, and at random moments.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+
+import psutil
+import pytest
+from assets import write_recipe
+from commands import deepspeed, mpirun, run, start
+from faults import (
+    Fault,
+    check_interrupted,
+    end,
+    faulty,
+    num_steps,
+    remount,
+    run_forked,
+    small_disk,
+    variables,
+)
+
+from lezo_ds.journal import read_journal
+from lezo_ds.model.snapshots import MANIFEST, read_manifest, snapshot_path, snapshot_steps
+
+STEPS = 12
+LENGTH = [f"train.steps={STEPS}", "train.eval_every=4", "train.snapshot_every=3", "train.keep_snapshots=2"]
+PATIENCE_SECONDS = 120
+TEMPORARY = r"snapshots/\.step-\d+\.tmp/"
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return write_recipe(tmp_path_factory.mktemp("assets"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe, tmp_path_factory):
+    """A run to which nothing happens: (its directory, its end, the operations on its directory)."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    log = directory / "operations"
+    finished = run_forked(arguments(recipe, directory / "run"), log=log)
+    assert finished.code == 0, finished.err[-5000:]
+    return directory / "run", end(directory / "run", STEPS), log.read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def halted(recipe, undisturbed, tmp_path_factory):
+    """A run killed while it wrote the line of its eleventh step; it has snapshots of steps 6 and 9."""
+    run_dir = tmp_path_factory.mktemp("halted") / "run"
+    killed(recipe, run_dir, undisturbed, Fault("write", "journal.jsonl", 14, "within"))
+    assert num_steps(run_dir) == 10
+    assert snapshot_steps(run_dir / "snapshots") == [6, 9]
+    return run_dir
+
+
+def arguments(recipe, run_dir):
+    return ["--config", recipe, f"run_dir={run_dir}", *LENGTH]
+
+
+def killed(recipe, run_dir, undisturbed, fault, num_ranks=1):
+    """Run until the fault kills rank 0; assert that what is left is sound and no step lost."""
+    finished = run_forked(arguments(recipe, run_dir), fault, num_ranks)
+    assert finished.code == -signal.SIGKILL, finished.err[-5000:]
+    assert check_interrupted(run_dir, undisturbed[1]) == 0
+
+
+def finish(recipe, run_dir, num_ranks=1):
+    """Run to the end; return what it came to."""
+    finished = run_forked(arguments(recipe, run_dir), num_ranks=num_ranks)
+    assert finished.code == 0, finished.err[-5000:]
+    return end(run_dir, STEPS)
+
+
+def assert_one_error(finished, code, *fragments):
+    errors = [line for line in finished.err.splitlines() if line.startswith("error: ")]
+    assert finished.code == code, finished.err[-5000:]
+    assert len(errors) == 1, finished.err[-5000:]
+    assert "Traceback" not in finished.err
+    for fragment in (*fragments, "fix: "):
+        assert fragment in errors[0]
+
+
+# Kills at chosen moments.
+
+KILLS = {
+    "before the journal's header has its name": Fault("replace", "journal.jsonl"),
+    "within the line of a step": Fault("write", "journal.jsonl", 3, "within"),
+    "between a step's line and its sync": Fault("fsync", "journal.jsonl", 3),
+    "after a step's line is synced": Fault("fsync", "journal.jsonl", 2, "after"),
+    "within a snapshot's weights": Fault("save", TEMPORARY + ".*", 1, "within"),
+    "within the sync of a snapshot's file": Fault("fsync", TEMPORARY + "tokenizer.json", 1, "within"),
+    "before the manifest has its name": Fault("replace", TEMPORARY + MANIFEST),
+    "before a snapshot has its name": Fault("replace", r"snapshots/step-\d+"),
+    "after a snapshot has its name": Fault("replace", r"snapshots/step-\d+", 1, "after"),
+    "while an old snapshot is removed": Fault("unlink", r"snapshots/step-\d+/.*", 3),
+    "before the results have their name": Fault("replace", "results.json"),
+}
+
+
+def test_a_run_killed_inside_every_kind_of_file_operation_ends_as_if_never_killed(
+    recipe, undisturbed, tmp_path
+):
+    run_dir = tmp_path / "run"
+    for fault in KILLS.values():
+        killed(recipe, run_dir, undisturbed, fault)
+    assert finish(recipe, run_dir) == undisturbed[1]
+    assert not list((run_dir / "snapshots").glob(".*"))
+
+
+@pytest.mark.distributed
+def test_a_run_killed_under_deepspeed_and_mpirun_ends_as_if_never_killed(recipe, undisturbed, tmp_path):
+    run_dir = tmp_path / "run"
+    given = arguments(recipe, run_dir)
+    faults = [
+        (deepspeed(2, *given), Fault("fsync", "journal.jsonl", 6)),
+        (mpirun(2, *given), Fault("replace", r"snapshots/step-\d+")),
+    ]
+    for command, fault in faults:
+        finished = run(faulty(command), **variables(fault, run_dir))
+        assert finished.code != 0
+        assert check_interrupted(run_dir, undisturbed[1]) == 0
+    assert 3 < num_steps(run_dir) < STEPS
+    assert finish(recipe, run_dir, num_ranks=2) == undisturbed[1]
+
+
+# What a power cut may lose is only what was not synced.
+
+
+def test_every_update_follows_the_sync_of_its_line(undisturbed):
+    waiting = True
+    operations = undisturbed[2]
+    first = operations.index("write journal.jsonl")
+    for operation in operations[first:]:
+        if operation == "write journal.jsonl":
+            waiting = True
+        elif operation == "fsync journal.jsonl":
+            waiting = False
+        elif operation.startswith("apply"):
+            assert not waiting
+    assert operations[first:].count("apply ") == STEPS + 1  # the last is no step: the best weights come back
+
+
+def test_a_snapshot_gets_its_name_when_all_of_it_is_synced(undisturbed):
+    run_dir, _, operations = undisturbed
+    for step in snapshot_steps(run_dir / "snapshots"):
+        directory = snapshot_path(run_dir / "snapshots", step)
+        temporary, target = f"snapshots/.{directory.name}.tmp", f"snapshots/{directory.name}"
+        named = operations.index(f"replace {target}")
+        manifest = operations.index(f"replace {temporary}/{MANIFEST}")
+        for file in read_manifest(directory)["files"]:
+            assert operations.index(f"fsync {temporary}/{file}") < manifest
+        assert operations.index(f"fsync {temporary}/.{MANIFEST}.tmp") < manifest
+        assert f"fsync {temporary}" in operations[manifest:named]
+        assert operations[named + 1] == "fsync snapshots"
+
+
+def test_every_directory_that_a_run_makes_is_synced_into_the_one_above(undisturbed):
+    operations = undisturbed[2]
+    made = operations.index("mkdir snapshots")
+    assert "fsync ." in operations[made : operations.index("replace snapshots/step-00000003")]
+
+
+# Damaged journals and snapshots.
+
+
+def test_a_journal_torn_at_its_last_line_is_resumed(recipe, undisturbed, halted, tmp_path):
+    run_dir = shutil.copytree(halted, tmp_path / "run")
+    path = run_dir / "journal.jsonl"
+    data = path.read_bytes()
+    assert not data.endswith(b"\n")  # torn by the kill
+    path.write_bytes(data[: data.rindex(b"\n") - 5])  # and the line before, too
+    assert finish(recipe, run_dir) == undisturbed[1]
+
+
+@pytest.mark.parametrize("bit", [0, 3, 7])
+def test_a_flipped_bit_in_a_journal_is_refused_and_nothing_is_changed(bit, recipe, halted, tmp_path):
+    run_dir = shutil.copytree(halted, tmp_path / "run")
+    path = run_dir / "journal.jsonl"
+    data = bytearray(path.read_bytes())
+    data[data.index(b'"step":4')] ^= 1 << bit
+    path.write_bytes(data)
+    finished = run_forked(arguments(recipe, run_dir))
+    assert_one_error(finished, 3, f"{path} line 7 is damaged", "last valid step: 3")
+    assert path.read_bytes() == data
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def test_damage_to_any_file_of_a_snapshot_is_noticed(halted, tmp_path):
+    directory = shutil.copytree(snapshot_path(halted / "snapshots", 9), tmp_path / "step-00000009")
+    assert read_manifest(directory)
+    files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    assert len(files) == 7
+    for path in files:
+        data = path.read_bytes()
+        flip(path)
+        assert read_manifest(directory) is None, path
+        path.write_bytes(data[:-1])
+        assert read_manifest(directory) is None, path
+        path.unlink()
+        assert read_manifest(directory) is None, path
+        path.write_bytes(data)
+    assert read_manifest(directory)
+
+
+def test_a_run_resumes_past_damaged_snapshots(recipe, undisturbed, halted, tmp_path):
+    run_dir = shutil.copytree(halted, tmp_path / "run")
+    flip(snapshot_path(run_dir / "snapshots", 9) / "model-00001.safetensors")
+    (snapshot_path(run_dir / "snapshots", 6) / MANIFEST).unlink()
+    assert finish(recipe, run_dir) == undisturbed[1]
+
+
+# Disks that refuse.
+
+REFUSALS = {
+    "the journal's line": (Fault("write", "journal.jsonl", 3, effect="ENOSPC"), 3, "journal.jsonl"),
+    "the journal's sync": (Fault("fsync", "journal.jsonl", 3, effect="EIO"), 3, "journal.jsonl"),
+    "the journal's sync, for good": (Fault("fsync", "journal.jsonl", 3, effect="EIO", lasts=True), 3, ""),
+    "a snapshot's weights": (Fault("save", effect="ENOSPC"), 1, "step-00000003"),
+    "a snapshot's name": (Fault("replace", r"snapshots/step-\d+", effect="EACCES"), 1, "step-00000003"),
+    "the facts": (Fault("fsync", ".config.yaml.tmp", effect="ENOSPC"), 1, "config.yaml"),
+    "all from a moment on": (Fault("write", "journal.jsonl", 5, effect="EROFS", lasts=True), 3, "Read-only"),
+    "the results": (Fault("replace", "results.json", effect="EROFS"), 1, "results.json"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_disk_that_refuses_ends_a_run_with_one_line_and_it_resumes(name, recipe, undisturbed, tmp_path):
+    fault, code, fragment = REFUSALS[name]
+    run_dir = tmp_path / "run"
+    finished = run_forked(arguments(recipe, run_dir), fault)
+    assert_one_error(finished, code, fragment)
+    read_journal(run_dir / "journal.jsonl")
+    assert check_interrupted(run_dir, undisturbed[1]) == 0
+    assert finish(recipe, run_dir) == undisturbed[1]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["the journal's line", "a snapshot's weights", "the facts"])
+def test_a_disk_that_refuses_ends_all_ranks(name, recipe, undisturbed, tmp_path):
+    fault, code, fragment = REFUSALS[name]
+    run_dir = tmp_path / "run"
+    finished = run_forked(arguments(recipe, run_dir), fault, num_ranks=2)
+    assert finished.code == code
+    assert any(line.startswith("error: ") and fragment in line for line in finished.err.splitlines())
+    assert check_interrupted(run_dir, undisturbed[1]) == 0
+
+
+def test_a_full_disk_ends_a_run_which_resumes_when_there_is_room(recipe, undisturbed, tmp_path):
+    with small_disk(tmp_path / "disk", "256k") as disk:
+        finished = run_forked(arguments(recipe, disk / "run"))
+        assert_one_error(finished, 1, "No space left on device")
+        read_journal(disk / "run" / "journal.jsonl")
+        assert num_steps(disk / "run") >= 3
+        remount(disk, "size=64m")
+        assert finish(recipe, disk / "run") == undisturbed[1]
+
+
+def test_a_directory_on_a_read_only_disk_is_refused_and_left_as_it_was(recipe, undisturbed, halted, tmp_path):
+    with small_disk(tmp_path / "disk", "64m") as disk:
+        run_dir = shutil.copytree(halted, disk / "run")
+        remount(disk, "ro")
+        finished = run_forked(arguments(recipe, run_dir), output=tmp_path)
+        assert_one_error(finished, 2, "cannot be written to", "Read-only file system")
+        remount(disk, "rw")
+        assert finish(recipe, run_dir) == undisturbed[1]
+
+
+# Launchers.
+
+
+def wait_until(condition, process):
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert process.poll() is None, process.communicate()[1][-5000:]
+        assert time.monotonic() < deadline, "the run did not come so far"
+        time.sleep(0.01)
+
+
+@pytest.mark.distributed
+def test_when_only_the_launcher_is_killed_the_run_is_not_harmed_by_its_own_resumption(
+    recipe, undisturbed, tmp_path
+):
+    """Its ranks go on without it, and meet those of the next launch in the same directory."""
+    run_dir = tmp_path / "run"
+    given = arguments(recipe, run_dir)
+    with start(deepspeed(2, *given)) as process:
+        wait_until(lambda: num_steps(run_dir) >= 2, process)
+        assert listening(process) == {"127.0.0.1"}
+        for launcher in (process.pid, *launchers_below(process.pid)):
+            psutil.Process(launcher).kill()
+        again = run(deepspeed(2, *given))
+        assert again.code in (0, 1, 2, 3), again.err[-5000:]
+        read_journal(run_dir / "journal.jsonl")
+    assert finish(recipe, run_dir) == undisturbed[1]
+
+
+def launchers_below(pid):
+    children = psutil.Process(pid).children(recursive=True)
+    return [child.pid for child in children if "RANK" not in child.environ()]
+
+
+@pytest.mark.distributed
+def test_ranks_of_mpirun_on_one_machine_listen_on_its_loopback_only(recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    with start(mpirun(2, *arguments(recipe, run_dir)), OMPI_MCA_btl="self,sm") as process:
+        wait_until(lambda: num_steps(run_dir) >= 1, process)
+        assert listening(process) == {"127.0.0.1"}
+
+
+def listening(process):
+    """Return the addresses at which the ranks below a launcher listen."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    ranks = [c for c in children if {"RANK", "OMPI_COMM_WORLD_RANK"} & c.environ().keys()]
+    assert len(ranks) == 2
+    connections = [connection for rank in ranks for connection in rank.net_connections("inet")]
+    return {c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == psutil.CONN_LISTEN}
