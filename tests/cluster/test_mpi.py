@@ -38,10 +38,3 @@ def test_mpirun_told_to_stop_passes_it_on_and_the_run_resumes(recipe, undisturbe
     assert_stopped_by_agreement(tmp_path)
     run_well(script(2, recipe, tmp_path, LONG), **MPI_ANYWHERE)
     assert end(tmp_path) == undisturbed(LONG)
-
-
-def test_without_a_number_of_ranks_the_script_says_what_is_missing():
-    with start([REPOSITORY / "launch" / "mpi" / "one_node.sh"]) as process:
-        _, err = process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode != 0
-    assert "the number of ranks" in err
