@@ -1,0 +1,166 @@
+"""Runs of method adamw by the commands: killed, stopped, resumed, exported and scored like any other."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+import pytest
+import torch
+from assets import REPOSITORY, write_recipe
+from commands import deepspeed, kill_group, python, run, run_well, start
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from lezo_ds.model.snapshots import read_manifest, snapshot_path, snapshot_steps
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 12
+KEYS = [
+    *("method=adamw", "adamw.learning_rate=1e-3", f"train.steps={STEPS}"),
+    *("train.eval_every=3", "train.keep_snapshots=1"),
+]
+PATIENCE_SECONDS = 240
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return write_recipe(tmp_path_factory.mktemp("assets"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe, tmp_path_factory):
+    """A run on two ranks to which nothing happens."""
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    run_well(deepspeed(2, *arguments(recipe, run_dir)))
+    return run_dir
+
+
+def arguments(recipe, run_dir):
+    return ["--config", recipe, f"run_dir={run_dir}", *KEYS]
+
+
+def results_of(run_dir):
+    return json.loads((run_dir / "results.json").read_text())
+
+
+def metrics_of(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def launch(program, *given):
+    """Run another of the programs in launch, on one rank."""
+    command = python(*given)
+    command[1] = str(REPOSITORY / "launch" / program)
+    return run_well(command).out
+
+
+def test_a_run_leaves_its_results_the_best_weights_and_a_checkpoint(undisturbed):
+    results = results_of(undisturbed)
+    assert (results["method"], results["finished"], results["steps"]) == ("adamw", True, STEPS)
+    assert results["world_size"] == 2
+    assert results["peak_memory_bytes"] > 2**20
+    steps = [line for line in metrics_of(undisturbed) if "learning_rate" in line]
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    rates = [line["learning_rate"] for line in steps]
+    assert rates == pytest.approx([1e-3 * (STEPS - step) / STEPS for step in range(STEPS)], rel=1e-9)
+    assert set(snapshot_steps(undisturbed / "snapshots")) == {results["best_step"], STEPS}
+    assert not (undisturbed / "journal.jsonl").exists()
+
+
+def test_the_same_command_on_a_finished_run_changes_nothing(recipe, undisturbed):
+    before, metrics = results_of(undisturbed), metrics_of(undisturbed)
+    run_well(deepspeed(2, *arguments(recipe, undisturbed)))
+    after = results_of(undisturbed)
+    for name in before.keys() - {"seconds", "peak_memory_bytes"}:
+        assert after[name] == before[name], name
+    assert metrics_of(undisturbed) == metrics
+
+
+def test_a_run_stopped_then_killed_ends_as_if_nothing_had_happened(recipe, undisturbed, tmp_path):
+    run_dir = tmp_path / "run"
+    command = arguments(recipe, run_dir)
+    with start(deepspeed(2, *command)) as process:
+        wait_until(lambda: steps_logged(run_dir) >= 1, process)
+        rank_zero_of(process).send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == 0, err[-5000:]
+    stopped = json.loads((run_dir / "training_state.json").read_text())["step"]
+    assert not results_of(run_dir)["finished"]
+    assert 1 <= stopped == results_of(run_dir)["steps"] < STEPS
+    with start(deepspeed(2, *command)) as process:
+        wait_until(lambda: steps_logged(run_dir) > stopped, process)
+        kill_group(process)
+    run_well(deepspeed(2, *command))
+    ended, expected = results_of(run_dir), results_of(undisturbed)
+    kept = ("zero_shot", "test", "best_step", "best_dev_loss", "steps", "finished", "weights_digest")
+    assert {name: ended[name] for name in kept} == {name: expected[name] for name in kept}
+    digests = [read_manifest(snapshot_path(d / "snapshots", STEPS))["digest"] for d in (run_dir, undisturbed)]
+    assert digests[0] == digests[1]
+
+
+def steps_logged(run_dir):
+    path = run_dir / "metrics.jsonl"
+    return path.read_text().count('"learning_rate"') if path.exists() else 0
+
+
+def wait_until(condition, process):
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert process.poll() is None, process.communicate()[1][-5000:]
+        assert time.monotonic() < deadline, "the run did not come so far"
+        time.sleep(0.002)
+
+
+def rank_zero_of(process):
+    psutil = pytest.importorskip("psutil")
+    children = psutil.Process(process.pid).children(recursive=True)
+    return next(child for child in children if child.environ().get("RANK") == "0")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=0", "sharded among another number of ranks; got: 1 ranks; expected: 2"),
+        ("train.steps=24", "config train.steps differs"),
+        ("adamw.learning_rate=0.1", "config adamw.learning_rate differs"),
+        ("method=lezo", "holds a run of another method"),
+    ],
+    ids=["ranks", "steps", "learning rate", "method"],
+)
+def test_a_run_is_not_resumed_as_another(override, message, recipe, undisturbed):
+    before = (undisturbed / "training_state.json").read_bytes()
+    finished = run(python(*arguments(recipe, undisturbed), override))
+    assert finished.code == 2, finished.err[-3000:]
+    assert message in finished.err
+    assert (undisturbed / "training_state.json").read_bytes() == before
+
+
+def test_the_best_step_is_exported_and_scores_as_the_results_say(undisturbed, recipe, tmp_path):
+    results = results_of(undisturbed)
+    launch("export.py", "--run", undisturbed, "--step", "best", "--out", tmp_path / "model")
+    assert read_manifest(tmp_path / "model")["digest"] == results["weights_digest"]
+    of_run = json.loads(launch("evaluate.py", "--run", undisturbed))
+    assert (of_run["step"], of_run["score"]) == (results["best_step"], results["test"])
+    data = [f"data.path={recipe.parent / 'data'}", "data.num_train=30", "data.num_dev=11", "data.num_test=13"]
+    of_model = json.loads(launch("evaluate.py", "--model", tmp_path / "model", *data))
+    assert of_model["score"] == of_run["score"]
+    assert of_model["loss"] == pytest.approx(of_run["loss"], rel=1e-6)
+
+
+def test_an_adapter_trained_by_adamw_is_opened_by_peft(recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    run_well(deepspeed(2, *arguments(recipe, run_dir), "peft.kind=lora", "peft.lora_rank=2"))
+    assert results_of(run_dir)["peft"] == "lora"
+    snapshot = snapshot_path(run_dir / "snapshots", STEPS)
+    stored = load_file(snapshot / "adapter_model.safetensors")
+    assert all(tensor.abs().max() > 0 for name, tensor in stored.items() if "lora_B" in name)
+    plain = AutoModelForCausalLM.from_pretrained(recipe.parent / "model", dtype=torch.float32).eval()
+    ids = torch.tensor([[0, 5, 6, 7]])
+    with torch.no_grad():
+        before = plain(ids).logits
+        after = PeftModel.from_pretrained(plain, snapshot).eval()(ids).logits
+    assert not torch.equal(before, after)
