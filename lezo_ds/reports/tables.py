@@ -177,6 +177,19 @@ def average(table: Table, row: Row) -> float | None:
     return statistics.mean(score.mean for score in row.scores.values())
 
 
+def table_lines(table: Table) -> list[list[str]]:
+    """Return a table as text: its header, then a line a row; an average only over several tasks."""
+    with_average = len(table.tasks) > 1
+    lines = [["", *(TASKS[task].title for task in table.tasks), *(["average"] if with_average else [])]]
+    for row in table.rows:
+        cells = [_cell_text(row, task) for task in table.tasks]
+        mean = average(table, row)
+        lines.append(
+            [row.label, *cells, *(["-" if mean is None else _one_decimal(mean)] if with_average else [])]
+        )
+    return lines
+
+
 def to_markdown(report: Report) -> str:
     """Return the tables as Markdown, readable as it stands, with versions and warnings below."""
     f1_tasks = ", ".join(TASKS[task].title for task in ("squad", "drop"))
@@ -331,21 +344,13 @@ def _score(tests: Sequence[float]) -> Score:
 
 
 def _markdown_table(table: Table) -> list[str]:
-    with_average = len(table.tasks) > 1
-    titles = ["", *(TASKS[task].title for task in table.tasks), *(["average"] if with_average else [])]
-    lines = [titles]
-    for row in table.rows:
-        cells = [_markdown_cell(row, task) for task in table.tasks]
-        mean = average(table, row)
-        lines.append(
-            [row.label, *cells, *(["-" if mean is None else _one_decimal(mean)] if with_average else [])]
-        )
+    lines = table_lines(table)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     return [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines]
 
 
-def _markdown_cell(row: Row, task: str) -> str:
+def _cell_text(row: Row, task: str) -> str:
     if task not in row.scores:
         return "-"
     score = row.scores[task]
