@@ -1,7 +1,17 @@
-"""Time variants of one step against each other, and the kernels of the noise, on random weights.
+r"""Time variants of one step against each other, and the kernels of the noise, on random weights.
 
 python launch/benchmark.py --task sst2,boolq mezo_reference naive_zero3 ours:0 ours:0.75 --out results/cpu
-deepspeed --num_gpus 2 launch/benchmark.py --shape opt-13b --dtype bf16 mezo_reference ours:0.75
+
+All of a GPU at once: three models (30b needs 128 GB), three tasks, the noise against a copy, and replay:
+
+python launch/benchmark.py --shape opt-1.3b,opt-13b,opt-30b --task sst2,boolq,squad --dtype bf16 \
+    --update-precision stochastic --noise 268435456 --replay 20 --rounds 10 \
+    mezo_reference ours:0 ours:0.75 --out results/gpu
+
+How a step grows, on 1, 2 and 4 ranks; launch/benchmark_report.py puts the results together:
+
+deepspeed --num_gpus 2 launch/benchmark.py --one-at-a-time --length 32,8,64,128,256 --layers 4,2,8 \
+    --micro-batches 4,8,16 ours:0 ours:0.25 ours:0.5 ours:0.75 ours:1 --out results/growth-2
 """
 
 from __future__ import annotations

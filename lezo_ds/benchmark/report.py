@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _STEP_HEADERS = (
     *("variant", "step, s", "spread", "speedup", "processor, s", "speedup", "tokens/s"),
     *STAGES,
-    *("peak, MB", "gathered / model", "other bytes"),
+    *("gather on the host, s", "peak, MB", "gathered / model", "other bytes"),
 )
 
 
@@ -117,6 +117,7 @@ def _cell(cell: Cell) -> str:
                 f"{first.cpu_seconds / timing.cpu_seconds:.2f}",
                 f"{workload.num_tokens / timing.seconds:.0f}",
                 *(f"{timing.stages[name]:.0%}" for name in STAGES),
+                f"{timing.host_stages['gather']:.2g}",
                 "unknown" if timing.peak_bytes is None else f"{timing.peak_bytes / 1e6:.0f}",
                 f"{timing.gathered_bytes / model_bytes:.2f}",
                 f"{timing.other_bytes}",
