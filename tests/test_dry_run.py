@@ -24,9 +24,13 @@ def recipe(tmp_path_factory):
 
 
 def facts(finished):
-    """Return the plan's lines by their headings, and what could not be checked."""
+    """Return the plan's lines by their headings, and what could not be checked, below the last."""
     lines = [(line[:16].strip(), line[16:]) for line in finished.out.splitlines() if line[15:16] == " "]
-    return dict(lines), [text for name, text in lines if name == "not checked"]
+    names = [name for name, _ in lines]
+    assert names.count("not checked") <= 1
+    unchecked = lines[names.index("not checked") :] if "not checked" in names else []
+    assert [name for name, _ in unchecked[1:]] == [""] * len(unchecked[1:])
+    return dict(lines), [text for _, text in unchecked]
 
 
 def test_a_local_recipe_is_checked_whole_and_its_plan_printed(recipe, tmp_path):
@@ -50,6 +54,12 @@ def test_what_lies_on_the_hub_is_listed_as_not_checked_offline():
     assert len(unchecked) == 2
     assert "facebook/opt-" in unchecked[0]
     assert "nyu-mll/glue" in unchecked[1]
+
+
+def test_the_memory_of_a_published_size_is_known_without_the_hub():
+    path = REPOSITORY / "launch" / "recipes" / "opt-30b-sst2-lezo.yaml"
+    plan, _ = facts(run_well(python("--config", path, "--dry-run")))
+    assert plan["memory a rank"].startswith("55.83 GiB of shards; perturbed copies 0.77")
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, check_world, num_dropped
-from lezo_ds.data.task_data import load_task_data
+from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.ds_config import load_ds_config
 from lezo_ds.errors import HubError
-from lezo_ds.model.checkpoint_files import DTYPES, build_on_meta, load_config, resolve_model
-from lezo_ds.model.layers import find_blocks
+from lezo_ds.model import zero3
+from lezo_ds.model.checkpoint_files import load_config, resolve_model
+from lezo_ds.planning.known_models import published_config
+from lezo_ds.planning.memory import CPU_RESERVE, GPU_RESERVE
+from lezo_ds.planning.model_facts import ModelFacts, model_facts
+from lezo_ds.planning.run_memory import data_inputs, run_memory, typical_inputs
+
+T = TypeVar("T")
+
+_GIB = 1 << 30
 
 
 def describe_plan(config: RunConfig, world_size: int) -> str:
@@ -28,12 +39,28 @@ def describe_plan(config: RunConfig, world_size: int) -> str:
         f"method          {config.method}, tuned: {_tuned(config)}",
         *(_training_lines(config, world_size) if config.method in TRAINED else []),
     ]
-    for check in (_model_lines, _data_lines):
-        try:
-            lines += check(config, world_size)
-        except HubError as error:
-            lines.append(f"not checked     {error}")
-    return "\n".join(dict.fromkeys(lines))  # without the model, neither check comes to its end
+    unchecked: list[str] = []
+    facts = _unless_on_hub(lambda: _model_facts(config), unchecked)
+    data = _unless_on_hub(lambda: load_task_data(config), unchecked)
+    if facts is None and (known := published_config(config.model.path)) is not None:
+        facts = _facts_of(config, known)
+    if facts is not None:
+        lines += [*_model_lines(config, facts), _memory_line(config, facts, data, world_size)]
+    if data is not None:
+        lines.append(_data_line(config, data))
+    headings = ["not checked", *[""] * len(unchecked)]
+    lines += [f"{heading:15} {text}" for heading, text in zip(headings, unchecked, strict=False)]
+    return "\n".join(lines)
+
+
+def _unless_on_hub(check: Callable[[], T], unchecked: list[str]) -> T | None:
+    """Return what is found, or None if it cannot be reached, and say so once."""
+    try:
+        return check()
+    except HubError as error:
+        if str(error) not in unchecked:  # without the model, its tokenizer is not there either
+            unchecked.append(str(error))
+        return None
 
 
 def _tuned(config: RunConfig) -> str:
@@ -63,36 +90,50 @@ def _training_lines(config: RunConfig, world_size: int) -> list[str]:
     ]
 
 
-def _bytes_a_parameter(config: RunConfig) -> int:
-    """Return what a rank's shards hold for each parameter of the model; adapters and prefixes are small."""
-    size = DTYPES[config.model.dtype].itemsize
-    if config.method not in TRAINED or config.peft.kind != "none":
-        return size
-    if config.method == "adamw":
-        # fp32: weights, gradients, two moments. 16 bit: weights, gradients, and fp32 weights and moments.
-        return 16
-    return size + (2 if config.zo.update_precision == "fp32_master" and size == 2 else 0)
+def _model_facts(config: RunConfig) -> ModelFacts:
+    return _facts_of(config, load_config(resolve_model(config.model.path)))
 
 
-def _model_lines(config: RunConfig, world_size: int) -> list[str]:
-    dtype = DTYPES[config.model.dtype]
-    model = build_on_meta(load_config(resolve_model(config.model.path)), dtype)
-    layout = find_blocks(model)
-    dropped = num_dropped(config.zo, layout.num_blocks) if config.method in ZEROTH_ORDER else 0
-    total = sum(parameter.numel() for parameter in model.parameters())
-    largest = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
-    gib = 1 << 30
-    shards = total * _bytes_a_parameter(config) / world_size / gib
+def _facts_of(config: RunConfig, transformers_config: object) -> ModelFacts:
+    peft = config.peft if config.method in TRAINED else None
+    return model_facts(transformers_config, config.model.dtype, peft)
+
+
+def _model_lines(config: RunConfig, facts: ModelFacts) -> list[str]:
+    dropped = num_dropped(config.zo, facts.num_blocks) if config.method in ZEROTH_ORDER else 0
     return [
-        f"model           {config.model.path}: {type(model).__name__}, {total:,} parameters, "
+        f"model           {config.model.path}: {facts.name}, {facts.num_parameters:,} parameters, "
         f"{config.model.dtype}",
-        f"blocks          {layout.num_blocks} in {layout.path}, {dropped} dropped a step",
-        f"memory a rank   {shards:.2f} GiB of shards and at most "
-        f"{3 * largest * dtype.itemsize / gib:.2f} GiB for the largest module's copies, activations aside",
+        f"blocks          {facts.num_blocks} in {facts.blocks_path}, {dropped} dropped a step",
     ]
 
 
-def _data_lines(config: RunConfig, world_size: int) -> list[str]:
-    data = load_task_data(config)
+def _memory_line(config: RunConfig, facts: ModelFacts, data: TaskData | None, world_size: int) -> str:
+    """Return the memory of a rank, for its longest inputs; without data, for as long as may be expected."""
+    on_cpu = zero3.device().type == "cpu"
+    memory = run_memory(
+        config,
+        facts,
+        world_size,
+        typical_inputs(config, facts, None) if data is None else data_inputs(config, data),
+        on_cpu=on_cpu,
+        reserve=CPU_RESERVE if on_cpu else GPU_RESERVE,
+    )
+    shards = memory.weights + memory.low_bits + memory.optimizer
+    beside = {
+        "gathered": memory.gathered,
+        "perturbed copies": memory.copies,
+        "activations": memory.activations,
+        "logits": memory.logits,
+        "no tensors": memory.reserve,
+    }
+    parts = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in beside.items() if size)
+    host = f", and {memory.host / _GIB:.2f} of its host" if memory.host else ""
+    return (
+        f"memory a rank   {shards / _GIB:.2f} GiB of shards; {parts}; {memory.total / _GIB:.2f} in all{host}"
+    )
+
+
+def _data_line(config: RunConfig, data: TaskData) -> str:
     sizes = f"{len(data.train.encoded)} train, {len(data.dev.encoded)} dev, {len(data.test.encoded)} test"
-    return [f"data            {data.task.name}, protocol {config.data.protocol}: {sizes}"]
+    return f"data            {data.task.name}, protocol {config.data.protocol}: {sizes}"

@@ -1,0 +1,285 @@
+"""How much memory a run needs on each rank, part by part, from the sizes of its model and its batch.
+
+A forward pass holds the rank's shards and, at each module, what ZeRO-3 has gathered, the perturbed copies of
+the module's weights (one for each sign), and activations. The module where the sum is largest decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from lezo_ds.config import Forward, Method
+from lezo_ds.noise import UpdatePrecision
+from lezo_ds.planning.gathering import GatheredElements, gathered_elements
+from lezo_ds.planning.model_facts import ModelFacts, ModuleFacts
+
+Offload = Literal["none", "cpu", "nvme"]
+
+LOW_BITS_BYTES = 2
+FP32_BYTES = 4
+_OPTIMIZER_BYTES = 3 * FP32_BYTES  # AdamW's fp32 weights and two moments
+_HELD_HIDDEN = (
+    5  # hidden states held meanwhile: both embeddings, the block's input, the residual, normed ones
+)
+_SAVED_HIDDEN = 9  # hidden states that a block keeps for its backward pass (Korthikanti et al. 2022)
+_SAVED_WIDEST = 2
+_DEFAULT_MAX_LIVE = 10**9  # DeepSpeed's own defaults, as the two below
+_DEFAULT_PREFETCH = 5 * 10**7
+_DEFAULT_REDUCE = 5 * 10**8
+
+CPU_RESERVE = int(0.36 * 2**30)
+"""Python with torch, transformers and DeepSpeed, as measured: resident before a model is loaded, and after
+it, less what this module accounts for."""
+
+GPU_RESERVE = int(2.0 * 2**30)
+"""CUDA's context, NCCL's buffers, and what the allocator cannot use: assumed, not measured."""
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """A forward pass of one sign.
+
+    Attributes:
+        rows: sequences.
+        length: tokens of each, with padding.
+        num_targets: hidden states whose logits are computed.
+        num_logits: logits of each; None for the whole vocabulary.
+        num_written: tokens that are then written to each sequence, with a cache of keys and values.
+    """
+
+    rows: int
+    length: int
+    num_targets: int
+    num_logits: int | None = None
+    num_written: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that go in."""
+        return self.rows * self.length
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How weights are spread.
+
+    Attributes:
+        partition_size: ranks that share them.
+        offload: where shards lie that are not on the device.
+        max_live: stage3_max_live_parameters.
+        prefetch_bucket: stage3_prefetch_bucket_size.
+        reduce_bucket: reduce_bucket_size, of gradients.
+        on_cpu: the ranks compute on CPUs.
+    """
+
+    partition_size: int
+    offload: Offload = "none"
+    max_live: int = _DEFAULT_MAX_LIVE
+    prefetch_bucket: int = _DEFAULT_PREFETCH
+    reduce_bucket: int = _DEFAULT_REDUCE
+    on_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is done with a model that bears on memory.
+
+    Attributes:
+        method: as in a recipe.
+        precision: how updates are stored.
+        forward: both signs at once or in turn.
+        train: a micro-batch's forward pass; None for methods that do not train.
+        evaluate: one of an evaluation.
+    """
+
+    method: Method
+    precision: UpdatePrecision
+    forward: Forward
+    train: ForwardInputs | None
+    evaluate: ForwardInputs | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a rank's device at the worst moment, part by part.
+
+    Attributes:
+        weights: its shards.
+        low_bits: the low 16 bits of fp32_master.
+        optimizer: of AdamW: gradients, their bucket, fp32 weights and moments.
+        gathered: weights gathered from all ranks, and the buffers they arrive in.
+        copies: perturbed weights of the module that runs.
+        activations: hidden states, and keys and values where tokens are written.
+        logits: with what the loss makes of them.
+        reserve: that belongs to no tensor.
+        host_weights: its shards where they are offloaded to its host, or to a disk; not part of the total.
+        host_low_bits: the low bits there; not part of the total.
+    """
+
+    weights: int
+    low_bits: int
+    optimizer: int
+    gathered: int
+    copies: int
+    activations: int
+    logits: int
+    reserve: int
+    host_weights: int = 0
+    host_low_bits: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of the device."""
+        return sum(self.parts().values())
+
+    @property
+    def host(self) -> int:
+        """Bytes of the host."""
+        return self.host_weights + self.host_low_bits
+
+    def parts(self) -> dict[str, int]:
+        """Return the parts of the total by name."""
+        return {
+            part.name: getattr(self, part.name) for part in fields(self) if not part.name.startswith("host_")
+        }
+
+
+def sharding_of(ds_config: Mapping[str, Any], partition_size: int, *, on_cpu: bool) -> Sharding:
+    """Return what a DeepSpeed config (`lezo_ds.ds_config.load_ds_config`) says of the spread of weights."""
+    zero = ds_config["zero_optimization"]
+    offload = zero.get("offload_param", {}).get("device", "none")
+    return Sharding(
+        partition_size=partition_size,
+        offload=offload,
+        max_live=int(zero.get("stage3_max_live_parameters", _DEFAULT_MAX_LIVE)),
+        prefetch_bucket=int(zero.get("stage3_prefetch_bucket_size", _DEFAULT_PREFETCH)),
+        reduce_bucket=int(zero.get("reduce_bucket_size", _DEFAULT_REDUCE)),
+        on_cpu=on_cpu,
+    )
+
+
+def memory_of(model: ModelFacts, sharding: Sharding, training: Training, reserve: int) -> Memory:
+    """Return the memory of a rank.
+
+    Args:
+        model: with its adapter.
+        sharding: of its weights.
+        training: what is done with it.
+        reserve: bytes that belong to no tensor: CPU_RESERVE, GPU_RESERVE or your own.
+    """
+    size = sharding.partition_size
+    num_held = sum(-(-parameter.numel // size) for parameter in model.parameters)
+    num_trained = sum(-(-p.numel // size) for p in model.parameters if p.trained)
+    weights = num_held * model.itemsize
+    keeps_low_bits = training.method in ("lezo", "mezo") and training.precision == "fp32_master"
+    low_bits = num_trained * LOW_BITS_BYTES if keeps_low_bits and model.itemsize < FP32_BYTES else 0
+    optimizer = _optimizer_bytes(model, sharding, num_trained) if training.method == "adamw" else 0
+    offloaded = sharding.offload != "none" and not sharding.on_cpu
+    moments = _moments(model, sharding, training)
+    worst = max(moments, key=lambda moment: moment.total)
+    return Memory(
+        weights=0 if offloaded else weights,
+        low_bits=0 if offloaded else low_bits,
+        optimizer=optimizer,
+        gathered=worst.gathered,
+        copies=worst.copies,
+        activations=worst.activations,
+        logits=worst.logits,
+        reserve=reserve,
+        host_weights=weights if offloaded else 0,
+        host_low_bits=low_bits if offloaded else 0,
+    )
+
+
+def _optimizer_bytes(model: ModelFacts, sharding: Sharding, num_trained: int) -> int:
+    # In fp32 the weights are the optimizer's own.
+    states = _OPTIMIZER_BYTES - (FP32_BYTES if model.itemsize == FP32_BYTES else 0)
+    bucket = 0 if sharding.on_cpu else sharding.reduce_bucket * model.itemsize  # a CPU's is never touched
+    return num_trained * (model.itemsize + states) + bucket
+
+
+@dataclass(frozen=True)
+class _Moment:
+    gathered: int
+    copies: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return self.gathered + self.copies + self.activations + self.logits
+
+
+def _moments(model: ModelFacts, sharding: Sharding, training: Training) -> list[_Moment]:
+    """Return what is held beside the shards at every module, in training and in evaluation."""
+    gathered = _gathered(model, sharding)
+    moments = []
+    passes = ((training.train, _num_signs(training)), (training.evaluate, 0))
+    for inputs, num_signs in passes:
+        for module, elements in zip(model.modules, gathered, strict=True):
+            if inputs is None:
+                continue
+            activations = _activation_bytes(model, module, inputs, max(1, num_signs))
+            logits = _logit_bytes(model, inputs, max(1, num_signs)) if module.kind == "head" else 0
+            if num_signs and training.method == "adamw":
+                activations += _saved_bytes(model, inputs)
+            copies = _copy_bytes(model, module, inputs, num_signs) if training.method != "adamw" else 0
+            arriving, running = elements.arriving * model.itemsize, elements.running * model.itemsize
+            moments.append(_Moment(arriving, 0, activations, 0))
+            moments.append(_Moment(running, copies, activations, logits))
+    return moments
+
+
+def _num_signs(training: Training) -> int:
+    return 2 if training.method in ("lezo", "mezo") and training.forward == "dual" else 1
+
+
+def _gathered(model: ModelFacts, sharding: Sharding) -> list[GatheredElements]:
+    """Return what is gathered beside the shards: nothing where a rank has all weights on its device."""
+    if sharding.partition_size == 1 and (sharding.offload == "none" or sharding.on_cpu):
+        return [GatheredElements(0, 0)] * len(model.modules)
+    return gathered_elements(
+        model.modules,
+        sharding.max_live,
+        sharding.prefetch_bucket,
+        by_gloo=sharding.on_cpu,
+        has_buffers=sharding.partition_size > 1,
+    )
+
+
+def _copy_bytes(model: ModelFacts, module: ModuleFacts, inputs: ForwardInputs, num_signs: int) -> int:
+    """Return the bytes of a module's perturbed weights; of tables only the rows that are read are made."""
+    if module.kind == "embedding" or (module.kind == "head" and inputs.num_logits is not None):
+        return 0
+    trained = [parameter for parameter in module.parameters if parameter.trained]
+    return num_signs * sum(p.numel * (FP32_BYTES if p.is_vector else model.itemsize) for p in trained)
+
+
+def _activation_bytes(model: ModelFacts, module: ModuleFacts, inputs: ForwardInputs, num_signs: int) -> int:
+    tokens = num_signs * inputs.num_tokens
+    width = _HELD_HIDDEN * model.hidden_size
+    if module.kind == "block":
+        # The widest output's two halves, and both of them together. In 16 bits a perturbed bias is added to a
+        # half in float32, which takes as much as the other half.
+        sixteen_bits = model.widest if model.itemsize < FP32_BYTES else 0
+        width += (1 + model.num_widest) * model.widest + sixteen_bits
+    cache = 0
+    if inputs.num_written:
+        cached = num_signs * inputs.rows * (inputs.length + inputs.num_written)
+        cache = cached * model.num_blocks * model.cached_width
+    return (tokens * width + cache) * model.itemsize
+
+
+def _saved_bytes(model: ModelFacts, inputs: ForwardInputs) -> int:
+    """Return what the forward pass keeps for the backward pass."""
+    width = _SAVED_HIDDEN * model.hidden_size + _SAVED_WIDEST * model.widest
+    return inputs.num_tokens * model.num_blocks * width * model.itemsize
+
+
+def _logit_bytes(model: ModelFacts, inputs: ForwardInputs, num_signs: int) -> int:
+    """Return the bytes of the logits: two copies of both signs', or one, and two of one sign's in float32."""
+    count = inputs.num_targets * (inputs.num_logits or model.vocabulary_size)
+    joined = num_signs * count * model.itemsize
+    return joined + max(joined, 2 * count * FP32_BYTES)
