@@ -1,6 +1,7 @@
 # make demo          a fine-tuning run on a made-up data set, in a few minutes, no GPU needed
 # make test          the whole test suite, but for:
 # make test-cluster  batch scripts, on a Slurm cluster and hosts made of namespaces (Linux, as root)
+# make soak          faults at length: some hours of kills, cuts, flipped bits and full disks (Linux, as root)
 # make check         lint, format and types
 # make clean         remove the environment, caches and runs/demo
 #
@@ -21,7 +22,7 @@ endif
 # Results depend on the number of threads in their last bits, so it does not follow the number of cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-cluster check clean
+.PHONY: demo test test-cluster soak check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python launch/demo.py
@@ -31,6 +32,9 @@ test: $(VENV)/.installed-dev
 
 test-cluster: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m cluster tests/cluster
+
+soak: $(VENV)/.installed-dev
+	PYTHONPATH=. $(BIN)/python tests/soak.py
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
