@@ -34,7 +34,7 @@ test-cluster: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m cluster tests/cluster
 
 soak: $(VENV)/.installed-dev
-	PYTHONPATH=. $(BIN)/python tests/soak.py
+	$(BIN)/python tests/soak.py
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
