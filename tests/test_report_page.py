@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shlex
+import shutil
 import sys
 from html.parser import HTMLParser
 
@@ -21,6 +23,13 @@ from lezo_ds.errors import UserError
 from lezo_ds.reports.blocks import DataTable
 from lezo_ds.reports.page import make_page, to_html, to_markdown
 
+MEASURE = """
+const frame = document.querySelector("iframe");
+frame.onload = () => {
+  const root = frame.contentDocument.documentElement;
+  document.title = root.clientWidth + " " + root.scrollWidth;
+};
+"""
 VERSIONS = {"python": "3.11.4", "torch": "2.13.0"}
 ENVIRONMENT = {
     "versions": VERSIONS,
@@ -43,7 +52,7 @@ class Document(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
-        if tag != "meta":
+        if tag not in ("meta", "wbr"):
             self._open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
@@ -166,6 +175,7 @@ def test_speedups_are_ratios_of_step_times_and_of_steps_to_the_same_score(write_
         write_run("mezo", method="mezo", pace=2.0, scores=(0.5, 0.6, 0.7)),
         write_run("lezo", pace=1.0, scores=(0.7, 0.7, 0.8)),
         write_run("worse", "seed=1", pace=4.0, scores=(0.5, 0.5, 0.5)),
+        write_run("other", "train.batch_size=32"),
     ]
     rows = table_of(make_page(paths), "Speedup against MeZO").rows
     assert list(map(list, rows)) == [
@@ -196,7 +206,7 @@ def test_time_and_best_score_over_sparsity_come_from_runs_and_benchmarks(write_r
     ]
     times, scores = section(make_page(paths, [benchmark]), "Time and score over sparsity").blocks
     found = points(times)
-    assert found["opt-13b, SST2, runs"] == [(0.5, 2.0), (0.75, 1.0)]
+    assert found["opt-13b, SST2, batches of 16"] == [(0.5, 2.0), (0.75, 1.0)]
     assert found["ours, opt-125m, 16 x 32 tokens, 1 rank"] == [(0.0, 6.0), (0.75, 2.0)]
     (only,) = points(scores).values()
     assert only == [(0.5, pytest.approx(80.0)), (0.75, pytest.approx(95.0))]
@@ -309,3 +319,23 @@ def test_the_command_writes_the_page_of_a_real_run(tmp_path):
     assert shlex.join(made["command"]) in files[1].read_text().splitlines()
     refused = run([*command[:2], "--html", str(files[0])])
     assert (refused.code, refused.err.count("error: ")) == (2, 1)
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_in_a_browser_the_page_is_as_wide_as_the_screen_and_only_tables_scroll(
+    width, write_run, benchmark, tmp_path
+):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("there is no chromium here")
+    label = "zo.learning_rate=1e-06,zo.sparsity=0.75,peft.kind=none,train.batch_size=16"
+    text = to_html(make_page([write_run(label), write_run("b", method="mezo")], [benchmark]))
+    # In a frame: the browser's own window has a least width.
+    frame = f'<iframe srcdoc="{html.escape(text)}" width="{width}" height="800" frameborder="0"></iframe>'
+    page = tmp_path / "frame.html"
+    page.write_text(f"<!doctype html><title></title>{frame}<script>{MEASURE}</script>")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
+    shown = run_well([browser, *options, "--dump-dom", page.as_uri()]).out
+    visible, whole = map(int, re.search(r"<title>(\d+) (\d+)</title>", shown).groups())
+    assert whole == visible
+    assert width - 20 <= visible <= width

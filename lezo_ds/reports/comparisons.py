@@ -20,7 +20,7 @@ _REFERENCE = "mezo_reference"
 def speedups(runs: Sequence[RunRecord], cells: Sequence[Cell]) -> Section:
     """Return how much faster than MeZO runs and steps are (figure 3)."""
     blocks: list[Block] = []
-    rows = [row for group in _groups(runs, _experiment).values() for row in _gains(group)]
+    rows = [row for group in _groups(runs, _step).values() for row in _gains(group)]
     if rows:
         header = ("run", "compared with", "computation", "convergence", "in all")
         blocks.append(DataTable(header, rows, title="Runs"))
@@ -41,7 +41,7 @@ def speedups(runs: Sequence[RunRecord], cells: Sequence[Cell]) -> Section:
 
 def grid(runs: Sequence[RunRecord]) -> Section:
     """Return the test score over learning rate and sparsity (figure 4), a table for each model and task."""
-    groups = _groups((run for run in _finished(runs) if run.sparsity), _experiment_and_peft).values()
+    groups = _groups((run for run in _finished(runs) if run.sparsity), _task).values()
     tables = [table for group in groups if (table := _grid_table(group))]
     needs = "finished runs of two learning rates or sparsities: launch/sweep.py"
     return Section("Score over learning rate and sparsity", tables, "", needs)
@@ -51,15 +51,15 @@ def over_sparsity(runs: Sequence[RunRecord], cells: Sequence[Cell]) -> Section:
     """Return the time of a step, and the best score, over sparsity (figure 5)."""
     times: list[Series] = []
     scores: list[Series] = []
-    for group in _groups(runs, _experiment_and_peft).values():
-        label = _name(group[0])
+    for group in _groups((run for run in runs if run.sparsity), _step).values():
+        label = f"{_name(group[0])}, batches of {group[0].config.train.batch_size}"
         paces = [(run.config.zo.sparsity, run.seconds_per_step) for run in group if run.sparsity]
         tests = [
             (run.config.zo.sparsity, 100 * run.results["test"])
             for run in _finished(group)
             if run.results and run.sparsity
         ]
-        _add_curve(times, f"{label}, runs", _by_value(paces, statistics.median))
+        _add_curve(times, label, _by_value(paces, statistics.median))
         _add_curve(scores, label, _by_value(tests, max))
     for cell in cells:
         forms: dict[str, list[tuple[float | None, float | None]]] = {}
@@ -173,12 +173,14 @@ def _finished(runs: Iterable[RunRecord]) -> list[RunRecord]:
     return [run for run in runs if run.results and run.results["finished"]]
 
 
-def _experiment(run: RunRecord) -> Hashable:
-    return run.config.model.path, get_task(run.config.data.task).name
+def _task(run: RunRecord) -> Hashable:
+    return run.config.model.path, get_task(run.config.data.task).name, run.config.peft.kind
 
 
-def _experiment_and_peft(run: RunRecord) -> Hashable:
-    return _experiment(run), run.config.peft.kind
+def _step(run: RunRecord) -> Hashable:
+    """Return what steps must have in common to be compared."""
+    ranks = run.environment.get("world_size")
+    return _task(run), run.config.model.dtype, run.config.train.batch_size, ranks
 
 
 def _groups(

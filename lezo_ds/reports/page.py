@@ -17,7 +17,7 @@ from lezo_ds.reports.tables import read_report
 _MAX_COLUMNS = 6
 """Places at which the Markdown of a chart gives its curves."""
 
-_LIGHT = ("#0b62c4", "#c2410c", "#15803d", "#a21caf", "#b45309", "#0e7490", "#be123c", "#4d5bd1")
+_LIGHT = ("#0b62c4", "#c2410c", "#15803d", "#a21caf", "#64748b", "#0e7490", "#be123c", "#4d5bd1")
 _DARK = ("#6cb2ff", "#ff9a62", "#5fd38d", "#e58cf0", "#f2c14e", "#4fd0e0", "#ff86a0", "#a5adff")
 
 _STYLE = """
@@ -27,7 +27,8 @@ body { margin: 0 auto; padding: 1rem; max-width: 76rem; background: var(--paper)
   font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin: 2.2rem 0 .4rem; }
 h3 { font-size: 1rem; margin: 1rem 0 .3rem; }
-p, li { color: var(--dim); max-width: 60rem; overflow-wrap: anywhere; }
+h3, p, li, figcaption { overflow-wrap: anywhere; }
+p, li { color: var(--dim); max-width: 60rem; }
 .charts { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)); }
 figure { margin: 0; padding: .6rem; border: 1px solid var(--line); border-radius: 6px; min-width: 0; }
 figcaption { font-weight: 600; font-size: .95rem; }
@@ -40,11 +41,12 @@ svg .middle { text-anchor: middle; } svg .end { text-anchor: end; } svg .end.val
 .legend { display: flex; flex-wrap: wrap; gap: .1rem .9rem; margin: .3rem 0 0; padding: 0; list-style: none;
   font-size: .8rem; }
 .legend svg { display: inline-block; width: 22px; height: 10px; margin-right: .3rem; }
-.scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
+.scroll { overflow-x: auto; margin-bottom: 1rem; border: 1px solid var(--line); border-radius: 6px; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; width: 100%; }
 th, td { padding: .3rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
-th:first-child, td:first-child { text-align: left; } tr:last-child td { border-bottom: 0; }
-thead th { background: var(--box); }
+th:first-child, td:first-child { text-align: left; min-width: 8rem; max-width: 26rem; white-space: normal; }
+tr:last-child td { border-bottom: 0; }
+thead th { background: var(--box); white-space: normal; max-width: 26rem; vertical-align: bottom; }
 td[style] { background: rgba(var(--shade), var(--a)); }
 pre { background: var(--box); padding: .6rem; overflow-x: auto; border-radius: 6px; font-size: .8rem;
   margin: .2rem 0; }
@@ -148,20 +150,25 @@ def _figure(chart: LineChart | BarChart) -> str:
 
 
 def _table(table: DataTable) -> str:
-    head = "".join(f"<th>{escape(text)}</th>" for text in table.header)
+    head = "".join(f"<th>{_breakable(text)}</th>" for text in table.header)
     rows = []
     for index, row in enumerate(table.rows):
         shades = (None, *table.shades[index]) if table.shades else (None,) * len(row)
         cells = (
-            f"<td>{escape(text)}</td>"
+            f"<td>{_breakable(text)}</td>"
             if shade is None
-            else f'<td style="--a:{0.05 + 0.4 * shade:.2f}">{escape(text)}</td>'
+            else f'<td style="--a:{0.05 + 0.4 * shade:.2f}">{_breakable(text)}</td>'
             for text, shade in zip(row, shades, strict=True)
         )
         rows.append(f"<tr>{''.join(cells)}</tr>")
     title = f"<h3>{escape(table.title)}</h3>" if table.title else ""
     scroll = f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
     return f"{title}{scroll}<tbody>{''.join(rows)}</tbody></table></div>"
+
+
+def _breakable(text: str) -> str:
+    """Return a cell's text, which a line may be broken in after a comma: a sweep's runs have long names."""
+    return escape(text).replace(",", ",<wbr>")
 
 
 def _colours() -> str:
