@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from lezo_ds import distributed
-from lezo_ds.errors import LezoError
+from lezo_ds.errors import LezoError, LostRankError
 
 _RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK")
 _PATIENCE_SECONDS = 3.0
@@ -21,7 +21,8 @@ def run(main: Callable[[], None]) -> None:
     """Run a command and end the process: 0 if it went well, else the error's own exit code.
 
     An error of this package is printed as one line. When all ranks meet the same, rank 0's line is enough:
-    the others wait for the launcher to end them before they speak.
+    the others wait for the launcher to end them before they speak. Of a lost rank rank 1 speaks at once too,
+    as it may be rank 0; then it waits, so that the launcher ends with the code of a rank that knows better.
     """
     logging.basicConfig(level=logging.INFO if _rank() == 0 else logging.ERROR, format="%(message)s")
     for noisy in ("DeepSpeed", "httpx", "datasets", "torch.distributed"):
@@ -29,11 +30,14 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except LezoError as error:
-        if _rank() != 0:
+        is_lost = isinstance(error, LostRankError)
+        if _rank() > is_lost:
             time.sleep(_PATIENCE_SECONDS)
         line = " ".join(str(error).split())  # what it quotes may hold line breaks
         print(f"error: {line}", file=sys.stderr, flush=True)
         sys.stdout.flush()
+        if is_lost and _rank() == 1:
+            time.sleep(_PATIENCE_SECONDS)
         # Not sys.exit: the peers may be in a collective, which the end of the process group would wait for.
         os._exit(error.exit_code)
     distributed.shut_down()
