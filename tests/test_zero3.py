@@ -9,7 +9,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
-from tiny_runs import DS_CONFIG
+from tiny_runs import DS_CONFIG, NUM_BLOCKS, start_engine, train
 from torch import nn
 
 from lezo_ds import distributed
@@ -135,3 +135,31 @@ def test_a_change_of_a_gathered_copy_is_lost_but_on_one_rank_it_is_the_shard_its
     # Why updates go to shards, and perturbations out of place.
     assert run_ranks(_change_the_gathered_copy, 2) == [True, True]
     assert run_ranks(_change_the_gathered_copy, 1) == [False]
+
+
+def _gathered_modules(directory):
+    """Return how often a step gathers, the hooks of a module in a block, and how many modules there are."""
+    engine = start_engine(directory)
+    owner, (fetch, _) = zero3.GATHERING
+    original, fetched = getattr(owner, fetch), []
+    setattr(
+        owner, fetch, lambda self, module, forward: (fetched.append(module), original(self, module, forward))
+    )
+    train(engine, 1, num_micro_batches=distributed.world_size())
+    setattr(owner, fetch, original)
+    inner = engine.module.model.decoder.layers[0].fc1
+    num_hooks = len(inner._forward_pre_hooks) + len(inner._forward_hooks)
+    num_inside = sum(1 for block in engine.module.model.decoder.layers for _ in block.modules()) - NUM_BLOCKS
+    return len(fetched), num_hooks, sum(1 for _ in engine.module.modules()), num_inside
+
+
+@pytest.mark.distributed
+def test_blocks_are_gathered_whole_where_that_costs_no_memory_and_nothing_waits_for_a_backward_pass(
+    opt_directory,
+):
+    ((num_fetched, num_hooks, num_modules, num_inside),) = run_ranks(_gathered_modules, 1, opt_directory)
+    assert num_hooks == 0
+    assert num_fetched <= num_modules - num_inside
+    for num_fetched, num_hooks, num_modules, num_inside in run_ranks(_gathered_modules, 2, opt_directory):
+        assert num_hooks == 2
+        assert num_modules - num_inside < num_fetched <= num_modules

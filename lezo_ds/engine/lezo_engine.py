@@ -352,6 +352,7 @@ def initialize(
             expected=f"at most {num_blocks - 1}",
             fix="set zo.sparsity=0.5, or peft.kind=none",
         )
-    engine = zero3.start_engine(sharded.module, sharded.ds_config)
+    blocks = sharded.module.get_submodule(sharded.layout.path).children()
+    engine = zero3.start_engine(sharded.module, blocks, sharded.ds_config)
     perturbed = PerturbedForward(sharded.module, trainable, noise_backend(zero3.device()))
     return LezoEngine(engine, perturbed, sharded, config, seed)

@@ -249,7 +249,8 @@ class PerturbedForward:
         outputs = []
         for index, sign in enumerate(signs):
             half = partial(_half, index=index, rows=rows)
-            half_args, half_kwargs = tree_map(half, (list(args), dict(kwargs or {})))
+            half_args = [_map_tensors(half, value) for value in args]
+            half_kwargs = {name: _map_tensors(half, value) for name, value in (kwargs or {}).items()}
             with self._with_sign(sign):
                 outputs.append(run(sign, *half_args, **half_kwargs))
         return _concatenate(outputs)
@@ -295,7 +296,14 @@ def _half(value: Any, index: int, rows: int) -> Any:  # noqa: ANN401
     )
 
 
+def _map_tensors(function: Callable[[Any], Any], value: Any) -> Any:  # noqa: ANN401
+    # Nearly all values are tensors, and tree_map alone would take a fifth of the host's time of a step.
+    return function(value) if isinstance(value, Tensor) else tree_map(function, value)
+
+
 def _concatenate(outputs: Sequence[Any]) -> Any:  # noqa: ANN401
+    if isinstance(outputs[0], Tensor):
+        return torch.cat(list(outputs))
     leaves, structure = zip(*(tree_flatten(output) for output in outputs), strict=True)
     pairs = zip(*leaves, strict=True)
     merged = [torch.cat(pair) if isinstance(pair[0], Tensor) else pair[0] for pair in pairs]

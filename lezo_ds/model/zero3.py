@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -192,7 +193,7 @@ def discard_shards(parameters: Sequence[ShardedParameter]) -> None:
     """
     for parameter in parameters:
         stored = parameter._deepspeed.ds_tensor
-        stored.data = torch.empty(0, dtype=stored.dtype)
+        stored.data = stored.new_empty(0)
 
 
 @contextmanager
@@ -226,11 +227,31 @@ def finish_updates() -> None:
     get_accelerator().synchronize()
 
 
-def start_engine(model: nn.Module, ds_config: Mapping[str, Any]) -> Any:  # noqa: ANN401
-    """Wrap a sharded model in a DeepSpeed engine without an optimizer: forward passes only."""
+def start_engine(model: nn.Module, blocks: Iterable[nn.Module], ds_config: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """Wrap a sharded model in a DeepSpeed engine without an optimizer: forward passes only.
+
+    DeepSpeed's hooks on every module would take half of the host's time of a step. Those for backward passes
+    go. A block whose weights this rank has whole on its device, so that gathering them costs neither memory
+    nor messages, has hooks only as a whole.
+
+    Args:
+        model: from `shard_model`.
+        blocks: its transformer blocks.
+        ds_config: stage 3.
+    """
+    for block in blocks:
+        set_z3_leaf_module(block, all(map(_is_whole_here, block.parameters())))
     engine, *_ = deepspeed.initialize(model=model, config=dict(ds_config))
+    for hook in engine.optimizer.backward_hooks:
+        hook.remove()
     engine.eval()
     return engine
+
+
+def _is_whole_here(parameter: Any) -> bool:  # noqa: ANN401  # the parameter, with what DeepSpeed adds
+    stored = parameter.ds_tensor
+    is_in_memory = stored.status == PartitionedParamStatus.AVAILABLE
+    return bool(parameter.ds_zero_partition_world_size == 1 and is_in_memory and stored.device == device())
 
 
 def start_training_engine(
