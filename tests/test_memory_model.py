@@ -37,6 +37,7 @@ SMALL = OPTConfig(
     num_attention_heads=8,
     max_position_embeddings=2048,
 )
+NUM_PARAMETERS = 29_974_540_288
 WORKLOAD = Workload(16, 64)
 WITHOUT_TRAINING = Training("zero_shot", "nearest", "dual", None, ForwardInputs(1, 8, 1))
 
@@ -100,7 +101,7 @@ def opt_30b():
 
 
 def test_the_facts_of_opt_30b_are_the_published_ones(opt_30b):
-    assert opt_30b.num_parameters == opt_30b.num_trained == 29_974_540_288
+    assert opt_30b.num_parameters == opt_30b.num_trained == NUM_PARAMETERS
     assert opt_30b.num_in_blocks == opt_30b.num_trained_in_blocks == 48 * 616_655_872
     assert (opt_30b.num_blocks, opt_30b.hidden_size, opt_30b.widest) == (48, 7168, 4 * 7168)
     assert opt_30b.num_widest == 1
@@ -119,7 +120,7 @@ def test_with_an_adapter_only_it_has_low_bits_and_copies(kind, count, opt_30b):
 
 def test_a_model_on_one_rank_gathers_nothing_and_copies_its_largest_layer_twice(opt_30b):
     memory = zo_memory(opt_30b)
-    assert (memory.weights, memory.gathered, memory.low_bits) == (2 * 29_974_540_288, 0, 0)
+    assert (memory.weights, memory.gathered, memory.low_bits) == (2 * NUM_PARAMETERS, 0, 0)
     layer = 7168 * 4 * 7168
     assert memory.copies == 2 * (2 * layer + 4 * 4 * 7168)  # the bias of 4 * 7168 is perturbed in float32
     assert zo_memory(opt_30b, forward="two_pass").copies == memory.copies / 2
@@ -127,26 +128,28 @@ def test_a_model_on_one_rank_gathers_nothing_and_copies_its_largest_layer_twice(
 
 def test_low_bits_are_as_large_as_the_weights_and_shrink_with_the_shards(opt_30b):
     memory = zo_memory(opt_30b, 4, precision="fp32_master")
-    assert memory.low_bits == memory.weights == pytest.approx(2 * 29_974_540_288 / 4, rel=1e-5)
+    assert memory.low_bits == memory.weights == pytest.approx(2 * NUM_PARAMETERS / 4, rel=1e-5)
 
 
 def test_offloaded_weights_lie_in_the_host_and_are_gathered(opt_30b):
     memory = zo_memory(opt_30b, 1, offload="cpu", precision="fp32_master")
     assert memory.weights == memory.low_bits == 0
-    assert memory.host == 4 * 29_974_540_288
+    assert memory.host == 4 * NUM_PARAMETERS
     assert memory.gathered > 0
     assert zo_memory(opt_30b, 1, offload="cpu", on_cpu=True).host == 0
 
 
-def test_adamw_takes_sixteen_bytes_a_parameter_its_buckets_and_what_its_backward_pass_needs(opt_30b):
-    inputs = ForwardInputs(1, 8, 1, 2)
-    training = Training("adamw", "nearest", "dual", inputs, None)
-    on_cpu = memory_of(opt_30b, Sharding(1, on_cpu=True), training, 0)
-    assert on_cpu.weights + on_cpu.optimizer == 16 * 29_974_540_288
-    on_gpu = memory_of(opt_30b, Sharding(1), training, 0)
-    assert on_gpu.optimizer - on_cpu.optimizer == 2 * 5 * 10**8
-    longer = memory_of(opt_30b, Sharding(1), replace(training, train=ForwardInputs(1, 16, 1, 2)), 0)
-    assert longer.activations > 1.9 * on_gpu.activations
+def test_adamw_takes_sixteen_bytes_a_parameter_and_as_much_again_in_its_step_or_backward_pass(opt_30b):
+    def memory(tokens, on_cpu=False):
+        training = Training("adamw", "nearest", "dual", ForwardInputs(1, tokens, 1, 2), None)
+        return memory_of(opt_30b, Sharding(1, on_cpu=on_cpu), training, 0)
+
+    short, long = memory(8), memory(2**17)
+    assert short.weights + short.optimizer == 16 * NUM_PARAMETERS
+    assert short.buckets == memory(8, on_cpu=True).buckets == 2 * 5 * 10**8
+    assert (short.update, short.activations) == (12 * NUM_PARAMETERS, 0)
+    assert (long.update, long.copies) == (0, 0)
+    assert long.activations > 2**17 * 48 * 2 * (9 * 7168 + 2 * 4 * 7168)
 
 
 @pytest.mark.parametrize(("signs", "forward"), [(2, "dual"), (1, "two_pass")])

@@ -19,7 +19,8 @@ Offload = Literal["none", "cpu", "nvme"]
 
 LOW_BITS_BYTES = 2
 FP32_BYTES = 4
-_OPTIMIZER_BYTES = 3 * FP32_BYTES  # AdamW's fp32 weights and two moments
+_OPTIMIZER_BYTES = 3 * FP32_BYTES  # AdamW's fp32 weights (DeepSpeed keeps them beside the shards) and moments
+_STEP_BYTES = 3 * FP32_BYTES  # in AdamW's step: fp32 gradients, and two temporaries of torch's
 _HELD_HIDDEN = (
     5  # hidden states held meanwhile: both embeddings, the block's input, the residual, normed ones
 )
@@ -108,7 +109,9 @@ class Memory:
     Attributes:
         weights: its shards.
         low_bits: the low 16 bits of fp32_master.
-        optimizer: of AdamW: gradients, their bucket, fp32 weights and moments.
+        optimizer: of AdamW: gradients, fp32 weights and moments.
+        buckets: in which DeepSpeed reduces gradients.
+        update: what AdamW's step needs beside these, if that is the worst moment.
         gathered: weights gathered from all ranks, and the buffers they arrive in.
         copies: perturbed weights of the module that runs.
         activations: hidden states, and keys and values where tokens are written.
@@ -121,6 +124,8 @@ class Memory:
     weights: int
     low_bits: int
     optimizer: int
+    buckets: int
+    update: int
     gathered: int
     copies: int
     activations: int
@@ -175,14 +180,18 @@ def memory_of(model: ModelFacts, sharding: Sharding, training: Training, reserve
     weights = num_held * model.itemsize
     keeps_low_bits = training.method in ("lezo", "mezo") and training.precision == "fp32_master"
     low_bits = num_trained * LOW_BITS_BYTES if keeps_low_bits and model.itemsize < FP32_BYTES else 0
-    optimizer = _optimizer_bytes(model, sharding, num_trained) if training.method == "adamw" else 0
+    is_adamw = training.method == "adamw"
     offloaded = sharding.offload != "none" and not sharding.on_cpu
     moments = _moments(model, sharding, training)
+    if is_adamw:
+        moments.append(_Moment(update=_STEP_BYTES * num_trained))
     worst = max(moments, key=lambda moment: moment.total)
     return Memory(
         weights=0 if offloaded else weights,
         low_bits=0 if offloaded else low_bits,
-        optimizer=optimizer,
+        optimizer=num_trained * (model.itemsize + _OPTIMIZER_BYTES) if is_adamw else 0,
+        buckets=_bucket_bytes(model, sharding) if is_adamw else 0,
+        update=worst.update,
         gathered=worst.gathered,
         copies=worst.copies,
         activations=worst.activations,
@@ -193,23 +202,23 @@ def memory_of(model: ModelFacts, sharding: Sharding, training: Training, reserve
     )
 
 
-def _optimizer_bytes(model: ModelFacts, sharding: Sharding, num_trained: int) -> int:
-    # In fp32 the weights are the optimizer's own.
-    states = _OPTIMIZER_BYTES - (FP32_BYTES if model.itemsize == FP32_BYTES else 0)
-    bucket = 0 if sharding.on_cpu else sharding.reduce_bucket * model.itemsize  # a CPU's is never touched
-    return num_trained * (model.itemsize + states) + bucket
+def _bucket_bytes(model: ModelFacts, sharding: Sharding) -> int:
+    # Of a CPU's bucket only what is written to is resident.
+    used = min(sharding.reduce_bucket, model.num_trained) if sharding.on_cpu else sharding.reduce_bucket
+    return used * model.itemsize
 
 
 @dataclass(frozen=True)
 class _Moment:
-    gathered: int
-    copies: int
-    activations: int
-    logits: int
+    gathered: int = 0
+    copies: int = 0
+    activations: int = 0
+    logits: int = 0
+    update: int = 0
 
     @property
     def total(self) -> int:
-        return self.gathered + self.copies + self.activations + self.logits
+        return self.gathered + self.copies + self.activations + self.logits + self.update
 
 
 def _moments(model: ModelFacts, sharding: Sharding, training: Training) -> list[_Moment]:

@@ -121,6 +121,8 @@ def _memory_line(config: RunConfig, facts: ModelFacts, data: TaskData | None, wo
     )
     shards = memory.weights + memory.low_bits + memory.optimizer
     beside = {
+        "buckets of gradients": memory.buckets,
+        "AdamW's step": memory.update,
         "gathered": memory.gathered,
         "perturbed copies": memory.copies,
         "activations": memory.activations,
