@@ -25,7 +25,7 @@ from faults import (
     variables,
 )
 
-from lezo_ds.journal import read_journal
+from lezo_ds.journal import StepRecord, read_journal
 from lezo_ds.model.snapshots import MANIFEST, read_manifest, snapshot_path, snapshot_steps
 
 STEPS = 12
@@ -133,17 +133,20 @@ def test_a_run_killed_under_deepspeed_and_mpirun_ends_as_if_never_killed(recipe,
 
 
 def test_every_update_follows_the_sync_of_its_line(undisturbed):
-    waiting = True
-    operations = undisturbed[2]
-    first = operations.index("write journal.jsonl")
-    for operation in operations[first:]:
+    run_dir, _, operations = undisturbed
+    records = iter(read_journal(run_dir / "journal.jsonl")[1])
+    written, num_synced, num_applied = None, 0, 0
+    for operation in operations[operations.index("write journal.jsonl") :]:
         if operation == "write journal.jsonl":
-            waiting = True
+            written = next(records)
         elif operation == "fsync journal.jsonl":
-            waiting = False
-        elif operation.startswith("apply"):
-            assert not waiting
-    assert operations[first:].count("apply ") == STEPS + 1  # the last is no step: the best weights come back
+            num_synced += isinstance(written, StepRecord)
+            written = None
+        elif operation == "apply ":
+            num_applied += 1
+            assert written is None
+            assert num_synced >= min(num_applied, STEPS)
+    assert num_applied == STEPS + 1  # the last is no step: the best weights come back
 
 
 def test_a_snapshot_gets_its_name_when_all_of_it_is_synced(undisturbed):
@@ -217,7 +220,9 @@ def test_a_run_resumes_past_damaged_snapshots(recipe, undisturbed, halted, tmp_p
     run_dir = shutil.copytree(halted, tmp_path / "run")
     flip(snapshot_path(run_dir / "snapshots", 9) / "model-00001.safetensors")
     (snapshot_path(run_dir / "snapshots", 6) / MANIFEST).unlink()
+    shutil.copytree(snapshot_path(run_dir / "snapshots", 6), run_dir / "snapshots" / ".step-00000001.tmp")
     assert finish(recipe, run_dir) == undisturbed[1]
+    assert not list((run_dir / "snapshots").glob(".*"))
 
 
 # Disks that refuse.
