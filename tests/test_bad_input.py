@@ -13,10 +13,17 @@ from dataclasses import replace
 import pytest
 from assets import NUM_BLOCKS, NUM_POSITIONS, write_reader, write_recipe, write_records
 from commands import deepspeed, mpirun, python, run, run_well
+from tiny_tasks import NUM_POSITIONS as NUM_WRITER_POSITIONS
+from tiny_tasks import write_writer
 
 from lezo_ds.journal import Journal, read_journal
 
 GOOD = [{"sentence": "a great film .", "label": i % 2, "idx": i} for i in range(60)]
+UNLABELLED = [record | {"label": -1} for record in GOOD]
+EMPTY_CHOICE = {"premise": "It fell.", "choice1": "It hung.", "choice2": " ", "question": "cause", "label": 0}
+QUESTION = {"title": "Rome", "context": "Ada ate bread.", "question": "Who ate?"}
+ANSWERED = [QUESTION | {"answers": {"text": ["Ada"]}}] * 60
+UNANSWERED = [QUESTION | {"answers": {"text": []}}] * 60
 LONG = [{"sentence": "great " * 100, "label": i % 2, "idx": i} for i in range(60)]
 DEEPSPEED_JSON = {
     "stage2": {"zero_optimization": {"stage": 2}},
@@ -39,6 +46,12 @@ def inputs(tmp_path_factory):
         write_records(directory / name / "train.jsonl", records)
         write_records(directory / name / "validation.jsonl", GOOD)
     write_records(directory / "half" / "train.jsonl", GOOD)
+    others = {"copa": [EMPTY_CHOICE] * 60, "answered": ANSWERED, "unanswered": UNANSWERED}
+    for name, records in (others | {"unlabelled": UNLABELLED}).items():
+        write_records(directory / name / "train.jsonl", GOOD if name == "unlabelled" else records)
+        write_records(directory / name / "validation.jsonl", records)
+    write_writer(directory / "no_eos", has_eos=False)
+    (directory / "no_eos" / "model.safetensors").unlink()
     (directory / "no_config").mkdir()
     for kind in ("t5", "vit"):
         shutil.copytree(directory / "model", directory / kind)
@@ -110,6 +123,26 @@ REFUSED = {
     "hub_data_offline": (["data.path=null"], ["cannot load nyu-mll/glue", "set data.path to a directory"]),
     "no_fields": (["data.path={inputs}/no_sentence"], ["record 1 of the train split", "no field sentence"]),
     "empty_split": (["data.path={inputs}/empty"], ["the train split of sst2 is empty"]),
+    "no_labels": (
+        ["data.path={inputs}/unlabelled"],
+        ["record 1 of the validation split of sst2 has no usable label; got: -1", "0 to 1"],
+    ),
+    "no_answers": (
+        ["data.task=squad", "data.path={inputs}/unanswered"],
+        ["the train split of squad is empty", "60 records without an answer"],
+    ),
+    "candidate_without_tokens": (
+        ["data.task=copa", "data.path={inputs}/copa"],
+        ["a candidate of example", "adds no token; got: ' '"],
+    ),
+    "no_end_of_sequence": (
+        ["data.task=squad", "data.path={inputs}/answered", "model.path={inputs}/no_eos"],
+        ["no end-of-sequence token", "eos_token"],
+    ),
+    "no_newline": (
+        ["data.task=squad", "data.path={inputs}/answered"],
+        ["no token for a newline"],
+    ),
     "missing_split": (["data.path={inputs}/half"], ["no validation split", "got: train.jsonl"]),
     "too_few_examples": (["data.num_train=50"], ["too few training records", "60 records for 50 + 11"]),
     "no_room_for_the_label": (
@@ -145,6 +178,27 @@ def test_bad_input_is_refused_in_one_line_before_weights_load(name, inputs, tmp_
 def test_the_same_recipe_without_any_mistake_is_refused_for_want_of_weights(inputs, tmp_path):
     command = python("--config", inputs / "recipe.yaml", f"run_dir={tmp_path / 'run'}")
     assert_refused(command, "holds no weights", "expected: model.safetensors")
+
+
+def test_records_without_an_answer_are_left_out_and_long_prompts_cut_with_their_numbers(tmp_path):
+    """Neither ends the run; a tokenizer without a pad token does not either."""
+    write_writer(tmp_path / "model", has_pad=False)
+    long = [record | {"context": "Ada ate bread. " * 30} for record in ANSWERED[:7]]
+    records = [*UNANSWERED[:5], *ANSWERED[:20], *long]
+    for split in ("train", "validation"):
+        write_records(tmp_path / "data" / f"{split}.jsonl", records)
+    keys = [
+        *(f"run_dir={tmp_path / 'run'}", f"model.path={tmp_path / 'model'}", "model.dtype=fp32"),
+        *("method=zero_shot", "data.task=squad", f"data.path={tmp_path / 'data'}"),
+        *("data.num_train=20", "data.num_dev=7", "data.num_test=27"),
+    ]
+    finished = run_well(python(*keys, f"data.max_length={NUM_WRITER_POSITIONS}"))
+    for split in ("train", "validation"):
+        assert f"5 of 32 records of the {split} split of squad have no right answer and are left out" in (
+            finished.err
+        )
+    cut = f"7 of 27 examples are longer than max_length {NUM_WRITER_POSITIONS} tokens"
+    assert cut in finished.err
 
 
 def test_a_missing_key_is_named(inputs):

@@ -23,10 +23,11 @@ _THINGS = ("a red boat", "the rain", "two goats", "an old song", "bread", "the s
 _DEEDS = ("fell asleep", "saw", "ate", "lost", "sang of", "ran from")
 
 
-def write_writer(directory, family="opt", seed=0):
+def write_writer(directory, family="opt", seed=0, adds_bos=True, has_pad=True, has_eos=True):
     """Write a random model of a family and its tokenizer, one token a character, the newline among them.
 
-    It writes few characters only, so that its answers end now and then, and are right in part.
+    It writes few characters only, so that its answers end now and then, and are right in part. Tokenizers
+    differ in whether they begin texts with BOS, and in whether they know a pad token and EOS.
     """
     special = ("<s>", "<pad>", "</s>", "<unk>")
     characters = ("\n", *string.digits, *string.ascii_letters, *string.punctuation, " ")
@@ -34,8 +35,11 @@ def write_writer(directory, family="opt", seed=0):
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     backend.decoder = decoders.Fuse()
-    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    if adds_bos:
+        backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokens = dict(zip(("bos_token", "pad_token", "eos_token", "unk_token"), special, strict=True))
+    unknown = {name for name, known in (("pad_token", has_pad), ("eos_token", has_eos)) if not known}
+    tokens = {name: token for name, token in tokens.items() if name not in unknown}
     PreTrainedTokenizerFast(tokenizer_object=backend, **tokens).save_pretrained(directory)
     config = copy.deepcopy(FAMILIES[family][0])
     config.vocab_size, config.max_position_embeddings = len(vocabulary), NUM_POSITIONS

@@ -67,11 +67,15 @@ class PromptTokenizer:
         if self.eos_id is None:
             raise UserError(
                 "the tokenizer has no end-of-sequence token, with which generated answers end",
+                got="none that the model has",
+                expected="eos_token",
                 fix="set eos_token in the model's tokenizer_config.json",
             )
         if not newlines:
             raise UserError(
                 "the tokenizer has no token for a newline, with which generated answers end",
+                got=f"{len(self.backend)} tokens without one",
+                expected="a token that decodes to a newline",
                 fix="choose a model that reads newlines, or a task that generates nothing",
             )
         return tuple(sorted(newlines | {self.eos_id}))
@@ -115,6 +119,7 @@ def load_tokenizer(path: str) -> PromptTokenizer:
             f"cannot load the tokenizer of {path}",
             got=f"{type(error).__name__}: {error}".splitlines()[0],
             expected="a directory or hub id with config.json and tokenizer files",
+            fix="correct model.path, or save the tokenizer there",
         ) from error
     vocabulary_size = getattr(config.get_text_config(), "vocab_size", None)
     if vocabulary_size is None:
@@ -163,7 +168,12 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
     sequences = tuple(_cut_left(ids, max_length, tokenizer.bos_id is not None) for ids in full)
     for candidate, ids, length in zip(example.candidates, sequences, option_lengths, strict=True):
         if length < 1:
-            raise UserError(f"a candidate of example {example.index} adds no token", got=repr(candidate))
+            raise UserError(
+                f"a candidate of example {example.index} adds no token",
+                got=repr(candidate),
+                expected="text behind the prompt",
+                fix=f"fill in or leave out record {example.index + 1} of those with an answer",
+            )
         if length >= len(ids):
             raise UserError(
                 f"a candidate of example {example.index} leaves no token before it",
@@ -235,6 +245,7 @@ def _prompt_room(max_length: int, max_new_tokens: int) -> int:
             f"data.max_length leaves no room for a prompt before {max_new_tokens} new tokens",
             got=max_length,
             expected=f"at least {max_new_tokens + 2}",
+            fix="raise data.max_length",
         )
     return room
 

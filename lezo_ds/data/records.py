@@ -209,9 +209,19 @@ def _read_json_lines(path: Path) -> list[Record]:
             try:
                 record = json.loads(line)
             except ValueError as error:
-                raise UserError(f"{path} line {number} is not JSON", got=line[:80]) from error
+                raise UserError(
+                    f"{path} line {number} is not JSON",
+                    got=line[:80],
+                    expected="a JSON object on each line",
+                    fix="correct the line",
+                ) from error
             if not isinstance(record, dict):
-                raise UserError(f"{path} line {number} is not a record", got=record, expected="a JSON object")
+                raise UserError(
+                    f"{path} line {number} is not a record",
+                    got=record,
+                    expected="a JSON object",
+                    fix="correct the line",
+                )
             records.append(record)
     return records
 
@@ -220,7 +230,12 @@ def _read_parquet(path: Path) -> list[Record]:
     try:
         records: list[Record] = ParquetFile(path).read().to_pylist()
     except (OSError, ArrowException) as error:
-        raise UserError(f"{path} cannot be read as parquet", got=str(error)) from error
+        raise UserError(
+            f"{path} cannot be read as parquet",
+            got=str(error),
+            expected="a parquet file",
+            fix="download it again, or use .jsonl",
+        ) from error
     return records
 
 
@@ -275,6 +290,7 @@ def _check_fields(task: Task, where: str, record: Record) -> None:
                 f"field {name} of {where} has the wrong type",
                 got=value,
                 expected=str(expected_type) if get_args(expected_type) else expected_type.__name__,
+                fix=f"give the fields the types that {task.hub_id} does",
             )
 
 

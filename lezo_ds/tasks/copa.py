@@ -25,6 +25,7 @@ def build_example(record: Record, index: int) -> Example:
             f"field question of record {index + 1} of copa has no such value",
             got=record["question"],
             expected=" or ".join(CONJUNCTIONS),
+            fix="correct the record",
         )
     return Example(
         prompt=record["premise"].rstrip().removesuffix(".") + conjunction,
