@@ -78,6 +78,13 @@ def test_our_step_gathers_the_model_once_and_the_naive_one_twice(cells):
         assert timing.gathered_bytes == 0
 
 
+def test_replicas_gather_nothing():
+    replicas = settings(model=ModelSettings("opt-tiny", num_blocks=2, partition_size=1))
+    (cell,) = run_ranks(_measure, 2, [replicas], ["ours:0.5"], 0)[0]
+    assert cell.timings[0].gathered_bytes == 0
+    assert cell.timings[0].weight_bytes == 4 * cell.num_parameters
+
+
 def test_all_else_a_step_sends_is_a_few_scalars(cells):
     for cell in cells[0]:
         assert all(0 < timing.other_bytes < 400 for timing in cell.timings)

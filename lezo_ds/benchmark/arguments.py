@@ -14,7 +14,7 @@ from lezo_ds.model.checkpoint_files import DTYPES
 from lezo_ds.noise import UpdatePrecision
 
 T = TypeVar("T")
-_LISTS = ("shape", "layers", "ds_config", "task", "length", "micro_batches")
+_LISTS = ("shape", "layers", "ds_config", "partition_size", "task", "length", "micro_batches")
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +26,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     add("--length", type=count, metavar="N,...", help="tokens of an example, in the place of the task's")
     add("--micro-batches", type=count, metavar="N,...", help="of our step; one a rank by default")
     add("--ds-config", type=_list_of(str), metavar="FILE,...", help="DeepSpeed JSON; see ds_configs")
+    add("--partition-size", type=count, metavar="N,...", help="ranks that share the weights; all by default")
     add("--one-at-a-time", action="store_true", help="do not combine lists: vary one, at the others' first")
     add("--batch", type=positive, metavar="N", help="examples of a step, over all ranks; 16 by default")
     add("--dtype", choices=DTYPES, default="fp32", help="of the weights")
@@ -50,6 +51,7 @@ def _settings(
     shape: str,
     layers: int | None,
     ds_config: str | None,
+    partition_size: int | None,
     task: str,
     length: int | None,
     micro_batches: int | None,
@@ -58,7 +60,8 @@ def _settings(
     workload = replace(
         typical, batch_size=arguments.batch or typical.batch_size, length=length or typical.length
     )
-    model = ModelSettings(shape, layers, arguments.dtype, arguments.update_precision, ds_config)
+    dtype, precision = arguments.dtype, arguments.update_precision
+    model = ModelSettings(shape, layers, dtype, precision, ds_config, partition_size)
     return Settings(model, workload, micro_batches, arguments.rounds, arguments.threads)
 
 

@@ -101,6 +101,7 @@ def _cell(cell: Cell) -> str:
         _count(settings.num_micro_batches or cell.num_ranks, "micro-batch"),
         _count(settings.threads, "thread") + " a rank",
         *([model.deepspeed] if model.deepspeed else []),
+        *([f"shared by {model.partition_size}"] if model.partition_size else []),
         f"load of the machine {cell.load:.1f}",
     ]
     rows = []

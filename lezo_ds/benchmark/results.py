@@ -25,6 +25,7 @@ class ModelSettings:
         dtype: of the weights, "fp32", "bf16" or "fp16".
         precision: how our updates are stored in 16 bits.
         deepspeed: path of the DeepSpeed JSON; None for DeepSpeed's own settings.
+        partition_size: number of ranks that share the weights under ZeRO-3; None for all.
     """
 
     shape: str
@@ -32,6 +33,7 @@ class ModelSettings:
     dtype: str = "fp32"
     precision: UpdatePrecision = "fp32_master"
     deepspeed: str | None = None
+    partition_size: int | None = None
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,14 @@ def start_engine(settings: ModelSettings) -> LezoEngine:
         directory = Path(distributed.broadcast_object(folder))
         model_config = opt_config(settings.shape, settings.num_blocks)
         distributed.on_rank_zero(lambda: write_empty_model(model_config, settings.dtype, directory))
-        engine = initialize(str(directory), config, ds_config, settings.dtype, RUN_SEED)
+        engine = initialize(
+            str(directory),
+            config,
+            ds_config,
+            settings.dtype,
+            RUN_SEED,
+            partition_size=settings.partition_size,
+        )
         distributed.barrier()
     fill_with_random_weights(engine)
     return engine
