@@ -93,7 +93,7 @@ def test_the_environment_that_is_activated_is_the_one_make_creates():
 
 
 def test_the_program_of_the_page_trains_and_saves(root):
-    (program,) = blocks("python")
+    (program,) = [text for text in blocks("python") if "train_batch" in text]
     (root / "program.py").write_text(program)
     out = run_in(root, "python program.py").out
     losses = [float(line.split()[1]) for line in out.splitlines() if re.match(r"\d+ ", line)]
