@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lezo_ds.noise import gaussian, noise_backend, split_master
+from lezo_ds.noise.bit_sum import MODULUS, bit_sum
 from lezo_ds.noise.cpu import CpuNoise
 from lezo_ds.noise.eager import EagerNoise
 
@@ -174,6 +175,19 @@ def test_many_updates_at_once_are_the_updates_one_by_one(backend_and_device, dty
     assert_same_bits(at_once, one_by_one)
     if at_once_low is not None:
         assert_same_bits(at_once_low, one_by_one_low)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("count", [11, 5003])
+def test_an_update_adds_up_the_bits_that_it_finds_and_leaves(backend_and_device, dtype, precision, count):
+    noise, device = backend_and_device
+    shard, low = on(device, *stored(dtype, precision, count))
+    before = bit_sum(shard, low)
+    sums = torch.tensor([-5, 2**40], device=device)
+    noise.update_(shard, 3, 5, 6, -0.7, precision, low, sums)
+    assert (sums % MODULUS).tolist() == [(before - 5) % MODULUS, bit_sum(shard, low)]
+    assert before != bit_sum(shard, low)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

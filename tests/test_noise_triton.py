@@ -57,6 +57,7 @@ def ptx_for_hopper(kernel, storage, precision=None):
         "plus_ptr": storage,
         "minus_ptr": "fp32",
         "out_ptr": "fp32",
+        "sums_ptr": "i64",
     }
     types = SCALARS | {name: f"*{kind}" for name, kind in pointers.items()}
     constants = {"aligned": False, "num_blocks": 256, "precision": precision}

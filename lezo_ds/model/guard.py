@@ -2,59 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from lezo_ds.noise.bit_sum import MODULUS, bit_sum
 
 
 class ShardGuard:
-    """The bit sums of a rank's shards, as whoever updates them left them.
+    """The bit sums of a rank's shards, low bits included, as whoever updates them left them.
 
     Results stay on the device until `suspects` is asked for, so that updates need not wait for it.
+
+    Args:
+        names: of all parameters.
+        device: of their shards.
     """
 
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._looks: list[tuple[str, Tensor]] = []
-        self._suspects: list[str] = []
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self._rows = {name: row for row, name in enumerate(names)}
+        self._right = torch.zeros(len(names), dtype=torch.int64, device=device)
+        self._changed = torch.zeros(len(names), dtype=torch.bool, device=device)
+        self._sums = torch.zeros(len(names), 2, dtype=torch.int64, device=device)
+        self._updated: list[int] = []
 
     def accept(self, name: str, shard: Tensor, low: Tensor | None) -> None:
-        """Take a parameter's shard, and its low bits, as they are now."""
-        self._sums[name] = _sum_of(shard, low)
+        """Take a parameter's shard as it is now."""
+        self._right[self._rows[name]] = bit_sum(shard, low)
 
     def look(self, name: str, shard: Tensor, low: Tensor | None) -> None:
-        """Compare a parameter's shard, and its low bits, with what was accepted."""
-        self._looks.append((name, self._sums[name] != _sum_of(shard, low)))
+        """Compare a parameter's shard with what it must be."""
+        row = self._rows[name]
+        self._changed[row] |= self._right[row] != bit_sum(shard, low)
+
+    def sums_of(self, name: str) -> Tensor:
+        """Return int64 [2] to which an update of this shard adds its bit sums, before and after."""
+        self._updated.append(self._rows[name])
+        return self._sums[self._updated[-1]]
+
+    def finish_updates(self) -> None:
+        """Compare what the updates found with what it must be, and take what they left."""
+        if not self._updated:
+            return
+        rows = torch.tensor(self._updated, device=self._sums.device)
+        before, after = (self._sums[rows] % MODULUS).unbind(dim=1)
+        self._changed[rows] |= self._right[rows] != before
+        self._right[rows] = after
+        self._sums.zero_()
+        self._updated.clear()
 
     @property
     def suspects(self) -> list[str]:
-        """Names of the parameters that a look has found changed."""
-        if self._looks:
-            changed = torch.stack([has_changed for _, has_changed in self._looks]).tolist()
-            names = [name for (name, _), is_one in zip(self._looks, changed, strict=True) if is_one]
-            self._suspects += [name for name in names if name not in self._suspects]
-            self._looks.clear()
-        return self._suspects
+        """Names of the parameters that a look or an update has found changed."""
+        return [name for name, changed in zip(self._rows, self._changed.tolist(), strict=True) if changed]
 
     def sums(self) -> list[int]:
-        """Return what was accepted, in the order of the parameters' names."""
-        return torch.stack([self._sums[name] for name in sorted(self._sums)]).tolist()
-
-
-def _sum_of(shard: Tensor, low: Tensor | None) -> Tensor:
-    return bit_sum(shard) if low is None else bit_sum(shard) + bit_sum(low)
-
-
-def bit_sum(values: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits, read as 64-bit integers, modulo 2**64: int64 [].
-
-    Any one changed bit changes it, by a power of two. It costs one reading of the memory.
-
-    Args:
-        values: flat and contiguous, of any dtype of 1 to 8 bytes.
-    """
-    width = 8 // values.element_size()
-    whole = values.numel() // width * width if values.storage_offset() % width == 0 else 0
-    rest = values[whole:].view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
-    return values[:whole].view(torch.int64).sum() + rest if whole else rest
+        """Return what the bit sums must be, in the order of the parameters."""
+        return self._right.tolist()

@@ -149,25 +149,30 @@ class ShardedWeights:
             steps = updates_of(parameter.named.block, applied)
             if steps:
                 self._update(parameter, steps)
+        if self._guard is not None:
+            self._guard.finish_updates()
         zero3.finish_updates()
 
     def _update(self, parameter: ShardedParameter, steps: Sequence[tuple[int, float]]) -> None:
         name, low = parameter.name, self.low_bits.get(parameter.name)
         start, parameter_id = parameter.start, parameter.named.parameter_id
         with parameter.shard(write=True) as shard:
-            if self._guard is not None:
-                self._guard.look(name, shard, low)
             if len(steps) == 1:
                 seed, coefficient = steps[0]
-                self._noise.update_(shard, start, seed, parameter_id, coefficient, self._precision, low)
-            else:
-                self._noise.update_many_(shard, start, parameter_id, steps, self._precision, low)
+                sums = None if self._guard is None else self._guard.sums_of(name)
+                self._noise.update_(shard, start, seed, parameter_id, coefficient, self._precision, low, sums)
+                return
+            if self._guard is not None:
+                self._guard.look(name, shard, low)
+            self._noise.update_many_(shard, start, parameter_id, steps, self._precision, low)
             if self._guard is not None:
                 self._guard.accept(name, shard, low)
 
     def watch(self) -> None:
         """Take the weights as they are; from now on, `suspects` has what anything but this object changes."""
-        self._guard = ShardGuard()
+        with self.parameters[0].shard() as shard:
+            device = shard.device
+        self._guard = ShardGuard([parameter.name for parameter in self.parameters], device)
         for parameter in self.parameters:
             with parameter.shard() as shard:
                 self._guard.accept(parameter.name, shard, self.low_bits.get(parameter.name))
@@ -193,7 +198,7 @@ class ShardedWeights:
         if self._guard is None or num_sharers == distributed.world_size():
             return []
         sums = distributed.gather_integers(self._guard.sums())
-        names = sorted(parameter.name for parameter in self.parameters)
+        names = [parameter.name for parameter in self.parameters]
         return [
             (rank, name)
             for rank, mine in enumerate(sums)

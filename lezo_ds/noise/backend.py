@@ -94,6 +94,7 @@ class NoiseBackend(Protocol):
         coefficient: float,
         precision: UpdatePrecision,
         low: Tensor | None = None,
+        sums: Tensor | None = None,
     ) -> None:
         """Subtract coefficient z from the shard in place (MeZO: learning rate * projected gradient * z).
 
@@ -108,6 +109,8 @@ class NoiseBackend(Protocol):
             precision: how the result is stored (`lezo_ds.noise.precision`).
             low: contiguous int16 [n] from `split_master` if `precision` is "fp32_master" and the shard has
                 16 bits; else None.
+            sums: int64 [2] on the shard's device; numbers that are the `bit_sum`s of shard and
+                low before and after, modulo 2**32, are added.
 
         """
         ...

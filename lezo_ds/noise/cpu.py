@@ -103,9 +103,10 @@ class CpuNoise:
         coefficient: float,
         precision: UpdatePrecision,
         low: Tensor | None = None,
+        sums: Tensor | None = None,
     ) -> None:
         """See `NoiseBackend.update_`."""
-        self.update_many_(shard, start, parameter_id, [(seed, coefficient)], precision, low)
+        self._update(shard, start, parameter_id, [(seed, coefficient)], precision, low, sums)
 
     def update_many_(
         self,
@@ -117,6 +118,18 @@ class CpuNoise:
         low: Tensor | None = None,
     ) -> None:
         """See `NoiseBackend.update_many_`."""
+        self._update(shard, start, parameter_id, steps, precision, low, None)
+
+    def _update(
+        self,
+        shard: Tensor,
+        start: int,
+        parameter_id: int,
+        steps: Sequence[SeedAndCoefficient],
+        precision: UpdatePrecision,
+        low: Tensor | None,
+        sums: Tensor | None,
+    ) -> None:
         check_update(shard, precision, low)
         _check_cpu(shard.device)
         for seed, _ in steps:
@@ -132,6 +145,7 @@ class CpuNoise:
             (ctypes.c_uint64 * len(steps))(*(seed for seed, _ in steps)),
             (ctypes.c_float * len(steps))(*(coefficient for _, coefficient in steps)),
             len(steps),
+            None if sums is None else sums.data_ptr(),
             torch.get_num_threads(),
         )
 
@@ -207,7 +221,20 @@ def load_kernels() -> ctypes.CDLL:
             fp32,
             integer,
         ],
-        "lezo_update": [pointer, integer, pointer, integer, i64, i64, u32, pointer, pointer, i64, integer],
+        "lezo_update": [
+            pointer,
+            integer,
+            pointer,
+            integer,
+            i64,
+            i64,
+            u32,
+            pointer,
+            pointer,
+            i64,
+            pointer,
+            integer,
+        ],
     }
     for name, arguments in signatures.items():
         function = getattr(kernels, name)

@@ -309,17 +309,36 @@ struct Steps {
     int64_t count;
 };
 
+// The sum modulo 2**32 of the bits of a range, read as signed integers (see bit_sum.py).
+template <typename Stored>
+uint32_t bit_sum(const Stored *__restrict__ values, int count) {
+    using Bits = std::conditional_t<sizeof(Stored) == 4, int32_t, int16_t>;
+    uint32_t sum = 0;
+    for (int i = 0; i < count; ++i) sum += static_cast<uint32_t>(static_cast<int32_t>(bit_cast<Bits>(values[i])));
+    return sum;
+}
+
+// What an update found and left: added up over its pieces by all threads, unless there is nowhere to add it to.
+struct Sums {
+    std::atomic<uint32_t> before{0}, after{0};
+};
+
 enum Precision : int { NEAREST = 0, STOCHASTIC = 1, MASTER = 2 };
 
 // All steps over one tile before the next tile: the tile stays in the cache.
 template <typename Storage, Precision precision>
 void update_range(typename Storage::Stored *__restrict__ shard, int16_t *__restrict__ low, int64_t start,
-                  int64_t count, uint32_t parameter_id, Steps steps) {
+                  int64_t count, uint32_t parameter_id, Steps steps, Sums *sums) {
     alignas(64) float z[TILE];
     alignas(64) uint32_t dither[TILE];
+    uint32_t before = 0, after = 0;
+    const auto sum_of = [&](const auto *tile, const int16_t *tile_low, int length) {
+        return bit_sum(tile, length) + (precision == MASTER ? bit_sum(tile_low, length) : 0);
+    };
     for_tiles(start, count, [&](int64_t position, int length, uint64_t block, int offset) {
         auto *__restrict__ tile = shard + position;
         auto *__restrict__ tile_low = low + position;
+        if (sums) before += sum_of(tile, tile_low, length);
         for (int64_t step = 0; step < steps.count; ++step) {
             const Key key{steps.seeds[step], parameter_id};
             const float coefficient = steps.coefficients[step];
@@ -339,7 +358,12 @@ void update_range(typename Storage::Stored *__restrict__ shard, int16_t *__restr
                     tile[i] = Storage::nearest(Storage::load(tile[i]) - coefficient * z[offset + i]);
             }
         }
+        if (sums) after += sum_of(tile, tile_low, length);
     });
+    if (sums) {
+        sums->before += before;
+        sums->after += after;
+    }
 }
 
 // ---------------------------------------------------------------- Threads
@@ -436,11 +460,14 @@ void lezo_perturb(const void *theta, int theta_format, void *plus, void *minus, 
     });
 }
 
-// `low` is null unless `precision` is MASTER, which fp32 does not have.
+// `low` is null unless `precision` is MASTER, which fp32 does not have. `sums` may be null; else the bit sums of
+// shard and low before and after are added to its two elements.
 void lezo_update(void *shard, int format, int16_t *low, int precision, int64_t start, int64_t count,
                  uint32_t parameter_id, const uint64_t *seeds, const float *coefficients, int64_t num_steps,
-                 int num_threads) {
+                 uint64_t *sums, int num_threads) {
     const Steps steps{seeds, coefficients, num_steps};
+    Sums found;
+    Sums *const wanted = sums ? &found : nullptr;
     with_format(format, [&](auto tag) {
         using Storage = decltype(tag);
         auto *whole = static_cast<typename Storage::Stored *>(shard);
@@ -449,13 +476,17 @@ void lezo_update(void *shard, int format, int16_t *low, int precision, int64_t s
             const int64_t from = start + first, length = last - first;
             if constexpr (!std::is_same_v<Storage, Fp32>) {
                 if (precision == MASTER)
-                    return update_range<Storage, MASTER>(part, low + first, from, length, parameter_id, steps);
+                    return update_range<Storage, MASTER>(part, low + first, from, length, parameter_id, steps, wanted);
                 if (precision == STOCHASTIC)
-                    return update_range<Storage, STOCHASTIC>(part, nullptr, from, length, parameter_id, steps);
+                    return update_range<Storage, STOCHASTIC>(part, nullptr, from, length, parameter_id, steps, wanted);
             }
-            update_range<Storage, NEAREST>(part, nullptr, from, length, parameter_id, steps);
+            update_range<Storage, NEAREST>(part, nullptr, from, length, parameter_id, steps, wanted);
         });
     });
+    if (sums) {
+        sums[0] += found.before;
+        sums[1] += found.after;
+    }
 }
 
 }  // extern "C"

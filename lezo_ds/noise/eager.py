@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lezo_ds.noise import gaussian
 from lezo_ds.noise.backend import SeedAndCoefficient, check_perturb, check_range, check_update
+from lezo_ds.noise.bit_sum import bit_sum
 from lezo_ds.noise.precision import UpdatePrecision, join_master, store
 
 # Elements handled at once: a chunk's temporaries (about 50 bytes an element) stay near the cache.
@@ -73,9 +74,14 @@ class EagerNoise:
         coefficient: float,
         precision: UpdatePrecision,
         low: Tensor | None = None,
+        sums: Tensor | None = None,
     ) -> None:
         """See `NoiseBackend.update_`."""
+        if sums is not None:
+            sums[0] += bit_sum(shard, low)
         self.update_many_(shard, start, parameter_id, [(seed, coefficient)], precision, low)
+        if sums is not None:
+            sums[1] += bit_sum(shard, low)
 
     def update_many_(
         self,

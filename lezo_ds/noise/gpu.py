@@ -81,6 +81,7 @@ class TritonNoise:
         coefficient: float,
         precision: UpdatePrecision,
         low: Tensor | None = None,
+        sums: Tensor | None = None,
     ) -> None:
         """See `NoiseBackend.update_`."""
         check_update(shard, precision, low)
@@ -90,6 +91,7 @@ class TritonNoise:
             _num_tiles(start, shard.numel()),
             shard,
             low,
+            sums,
             seed,
             parameter_id,
             coefficient,

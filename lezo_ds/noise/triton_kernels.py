@@ -257,9 +257,20 @@ def _updated(
 
 
 @triton.jit
+def _bit_sum(stored: tl.tensor, low: tl.tensor, inside: tl.tensor, precision: tl.constexpr) -> tl.tensor:
+    """Return the sum of a tile's bits, read as signed integers (see lezo_ds.noise.bit_sum): int64."""
+    integer: tl.constexpr = tl.int32 if stored.dtype == tl.float32 else tl.int16
+    bits = stored.to(integer, bitcast=True).to(tl.int64)
+    if precision == MASTER:
+        bits += low.to(tl.int64)
+    return tl.sum(tl.where(inside, bits, 0))
+
+
+@triton.jit
 def update_kernel(
     shard_ptr: tl.tensor,
     low_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
     seed: tl.uint64,
     parameter_id: tl.uint32,
     coefficient: tl.float32,
@@ -269,14 +280,21 @@ def update_kernel(
     aligned: tl.constexpr,
     num_blocks: tl.constexpr,
 ) -> None:
-    """Shard -= coefficient z, in place, for elements [start, start + count)."""
+    """Shard -= coefficient z, in place, for elements [start, start + count).
+
+    `sums_ptr` is None, or the bit sums of shard and low before and after are added to its two elements.
+    """
     tile = tl.program_id(0).to(tl.int64)
     block, position, inside = _tile(tile, start, count, aligned, num_blocks)
     stored = tl.load(shard_ptr + position, mask=inside)
     low = stored
     if precision == MASTER:
         low = tl.load(low_ptr + position, mask=inside)
+    if sums_ptr is not None:
+        tl.atomic_add(sums_ptr, _bit_sum(stored, low, inside, precision))
     stored, low = _updated(stored, low, seed, parameter_id, block, coefficient, precision)
+    if sums_ptr is not None:
+        tl.atomic_add(sums_ptr + 1, _bit_sum(stored, low, inside, precision))
     tl.store(shard_ptr + position, stored, mask=inside)
     if precision == MASTER:
         tl.store(low_ptr + position, low, mask=inside)
