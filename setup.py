@@ -42,6 +42,6 @@ setup(
             "triton; platform_system == 'Linux' and platform_machine == 'x86_64'",
             "types-PyYAML",
             "types-tqdm",
-        ]
+        ],
     },
 )
