@@ -21,7 +21,7 @@ class Series:
 
     Attributes:
         axis: what differs between the points.
-        label: the variant; of a series over sparsities the variant without its sparsity.
+        label: the variant; of a series over sparsities the variant without its sparsity, and what it ran.
         points: (value of the axis, seconds), by rising value.
         intercept: seconds where the axis is 0.
         slope: seconds by unit of the axis.
@@ -82,7 +82,9 @@ def _place(axis: Axis, cell: Cell, name: VariantName) -> tuple[float, object, st
             label,
         )
     if axis == "sparsity":
-        form = f"{name.kind}, {name.forward}, {name.directions}"
+        form = f"{name.kind}, {name.forward}, {name.directions} directions: "
+        form += f"{cell.num_parameters / 1e6:.0f} M weights, {workload.num_tokens} tokens, "
+        form += f"{cell.num_ranks} ranks, {passes} micro-batches"
         return name.sparsity, (fixed, cell.num_ranks), form
     if axis == "ranks":
         return cell.num_ranks, replace(fixed, num_micro_batches=settings.num_micro_batches), label
