@@ -9,6 +9,7 @@ import pytest
 import torch
 from assets import REPOSITORY, recipe_values, write_data, write_reader, write_recipe
 from commands import deepspeed, python, run, run_well
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.data.encoding import encode_example, load_tokenizer
@@ -90,15 +91,32 @@ def test_a_run_and_its_exported_model_score_alike_and_as_plain_transformers(fini
     predictions = json.loads((tmp_path / "model.json").read_text())["predictions"]
     assert predictions == json.loads((tmp_path / "run.json").read_text())["predictions"]
     indices = [entry["index"] for entry in predictions]
-    expected = plain_predictions(tmp_path / "model", recipe.parent / "data" / "validation.jsonl", indices)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.dtype == torch.bfloat16
+    expected = plain_predictions(model, recipe.parent, indices)
     assert [entry["prediction"] for entry in predictions] == expected
 
 
-def plain_predictions(directory, file, indices):
-    """Return the more probable candidate of some records, by transformers alone, one sequence at a time."""
-    model = AutoModelForCausalLM.from_pretrained(directory).eval()
-    assert model.dtype == torch.bfloat16
-    tokenizer = load_tokenizer(str(directory))
+def test_an_exported_adapter_opened_by_peft_predicts_what_its_run_does(recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    model = write_reader(tmp_path / "model", seed=5)  # one that gives varied answers
+    keys = ["peft.kind=lora", "zo.learning_rate=0.1", "zo.perturbation_scale=1e-2", f"model.path={model}"]
+    run_well(python("--config", recipe, f"run_dir={run_dir}", *keys))
+    export(run_dir, "last", tmp_path / "adapter")
+    scores("--run", run_dir, "--step", "last", "--predictions", tmp_path / "run.json")
+    predictions = json.loads((tmp_path / "run.json").read_text())["predictions"]
+    indices = [entry["index"] for entry in predictions]
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    untrained = plain_predictions(base, recipe.parent, indices)
+    tuned = plain_predictions(PeftModel.from_pretrained(base, tmp_path / "adapter"), recipe.parent, indices)
+    assert [entry["prediction"] for entry in predictions] == tuned != untrained
+    assert len(set(tuned)) > 1
+
+
+def plain_predictions(model, root, indices):
+    """Return the more probable candidate of some test records, by `model` alone, one sequence at a time."""
+    model.eval()
+    file, tokenizer = root / "data" / "validation.jsonl", load_tokenizer(str(root / "model"))
     records = [json.loads(line) for line in file.read_text().splitlines()]
     found = []
     for index in indices:
