@@ -14,6 +14,7 @@ from lezo_ds.data.objectives import classification_loss
 from lezo_ds.engine import lezo_engine
 from lezo_ds.errors import DesyncError
 from lezo_ds.journal import Header, Journal, read_journal
+from lezo_ds.noise import noise_backend
 from lezo_ds.noise.bit_sum import bit_sum
 
 pytestmark = pytest.mark.distributed
@@ -193,7 +194,8 @@ def _update_wrongly(directory, factor, index, partition_size):
     train(engine, 2)
     name = FC1.format(2)
     parameter = next(p for p in engine.weights.parameters if p.name == name)
-    noise, own = engine.weights._noise, type(engine.weights._noise).update_
+    noise = noise_backend(engine.device)
+    own = type(noise).update_
 
     def update(shard, start, seed, parameter_id, coefficient, precision, low, sums):
         sums[0] += bit_sum(shard, low)

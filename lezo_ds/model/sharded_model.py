@@ -27,7 +27,7 @@ from lezo_ds.model.perturbed_forward import NamedParameter
 from lezo_ds.model.snapshots import LOW_BITS_DIRECTORY, write_snapshot
 from lezo_ds.model.weights import ShardedWeights
 from lezo_ds.model.zero3 import ShardedParameter
-from lezo_ds.noise import UpdatePrecision, noise_backend
+from lezo_ds.noise import UpdatePrecision
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,7 @@ def load_sharded_model(
         for name, parameter in ((own_name(name), parameter) for name, parameter in module.named_parameters())
     }
     parameters = zero3.sharded_parameters(module, named)
-    backend = noise_backend(zero3.device())
-    weights = ShardedWeights(parameters, aliases, backend, precision, has_adapter=adapter is not None)
+    weights = ShardedWeights(parameters, aliases, precision, has_adapter=adapter is not None)
     load_weights(weights, module, directory)
     shapes = {parameter.name: parameter.shape for parameter in parameters}
     base = BaseModel(model, directory, weights.digest(weights.base_parameters), table_hash(shapes))

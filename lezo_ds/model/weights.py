@@ -18,7 +18,7 @@ from lezo_ds.model.digest import shard_digest
 from lezo_ds.model.guard import ShardGuard
 from lezo_ds.model.witness import Sample, Witness
 from lezo_ds.model.zero3 import ShardedParameter
-from lezo_ds.noise import NoiseBackend, UpdatePrecision, split_master
+from lezo_ds.noise import UpdatePrecision, noise_backend, split_master
 
 _LOW_STREAM = 0x80000000  # keeps the digest of the low bits apart from that of the shard they belong to
 
@@ -29,7 +29,6 @@ class ShardedWeights:
     Args:
         parameters: all parameters of the model.
         aliases: every name of each parameter (tied weights have several).
-        noise: draws z.
         precision: how updates are stored (see lezo_ds.noise.precision).
         has_adapter: only an adapter's parameters are trained, and no checkpoint of the model holds them.
 
@@ -43,7 +42,6 @@ class ShardedWeights:
         self,
         parameters: Sequence[ShardedParameter],
         aliases: Mapping[str, tuple[str, ...]],
-        noise: NoiseBackend,
         precision: UpdatePrecision,
         has_adapter: bool = False,
     ) -> None:
@@ -51,7 +49,6 @@ class ShardedWeights:
         self.adapter_parameters = [p for p in parameters if has_adapter and p.parameter.requires_grad]
         self.base_parameters = [p for p in parameters if not (has_adapter and p.parameter.requires_grad)]
         self._aliases = aliases
-        self._noise = noise
         self._precision = precision
         self.low_bits: dict[str, Tensor] = {}
         self._guard: ShardGuard | None = None
@@ -157,14 +154,15 @@ class ShardedWeights:
         name, low = parameter.name, self.low_bits.get(parameter.name)
         start, parameter_id = parameter.start, parameter.named.parameter_id
         with parameter.shard(write=True) as shard:
+            noise = noise_backend(shard.device)  # offloaded shards are updated where they lie
             if len(steps) == 1:
                 seed, coefficient = steps[0]
                 sums = None if self._guard is None else self._guard.sums_of(name)
-                self._noise.update_(shard, start, seed, parameter_id, coefficient, self._precision, low, sums)
+                noise.update_(shard, start, seed, parameter_id, coefficient, self._precision, low, sums)
                 return
             if self._guard is not None:
                 self._guard.look(name, shard, low)
-            self._noise.update_many_(shard, start, parameter_id, steps, self._precision, low)
+            noise.update_many_(shard, start, parameter_id, steps, self._precision, low)
             if self._guard is not None:
                 self._guard.accept(name, shard, low)
 
@@ -213,7 +211,7 @@ class ShardedWeights:
             if parameter.parameter.requires_grad and parameter.count:
                 with parameter.shard() as shard:
                     samples.append(Sample.take(parameter, shard, self.low_bits.get(parameter.name)))
-        return Witness(samples, self._noise, self._precision)
+        return Witness(samples, self._precision)
 
     def digests(self, parameters: Sequence[ShardedParameter] | None = None) -> dict[str, int]:
         """Return a digest of each full parameter and its low bits, however sharded. A collective.
