@@ -86,6 +86,7 @@ def run_forked(arguments, fault=NO_FAULT, num_ranks=1, log=None, kill_after=None
     outputs = [Path(output or Path(run_dir).parent) / f"output-{rank}" for rank in range(num_ranks)]
     processes = []
     for rank, file in enumerate(outputs):
+        file.touch()  # a rank may be killed before it opens it
         own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         process = context.Process(target=_rank, args=([*map(str, arguments)], own, file), daemon=True)
         process.start()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 # Before anything imports torch or deepspeed: they look at these once.
@@ -22,6 +24,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import psutil
 from assets import write_recipe
 from commands import deepspeed, kill_group, mpirun, start
 from faults import Fault, check_interrupted, end, num_steps, remount, run_forked, small_disk
@@ -138,8 +141,7 @@ def kill_at_operations(recipe, directory, options):
     faults += [
         Fault(number=number, moment="within")
         for number, operation in enumerate(operations, 1)
-        if operation.startswith(("write ", "save ")) or operation.endswith(".tmp")
-        if not operation.startswith("mkdir")
+        if re.match(r"write |save |fsync .*\.(json|jsonl|yaml)\.tmp", operation)
     ]
     count = Count("SIGKILL at every file operation of a run")
 
@@ -207,7 +209,14 @@ def kill_launched(command, run_dir, seconds):
         while process.poll() is None and num_steps(run_dir) == before:
             time.sleep(0.01)
         time.sleep(seconds / 4)
+        if process.poll() is not None:
+            return
+        ranks = psutil.Process(process.pid).children(recursive=True)  # those of mpirun have their own groups
         kill_group(process)
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
+        psutil.wait_procs(ranks)
 
 
 def fill_disks(recipe, directory, options):
