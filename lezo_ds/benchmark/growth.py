@@ -82,9 +82,9 @@ def _place(axis: Axis, cell: Cell, name: VariantName) -> tuple[float, object, st
             label,
         )
     if axis == "sparsity":
-        form = f"{name.kind}, {name.forward}, {name.directions} directions: "
-        form += f"{cell.num_parameters / 1e6:.0f} M weights, {workload.num_tokens} tokens, "
-        form += f"{cell.num_ranks} ranks, {passes} micro-batches"
+        form = ":".join([name.kind, "s", *name.text.split(":")[2:]])
+        form += f", {cell.num_parameters / 1e6:.0f} M weights, {workload.num_tokens} tokens"
+        form += f", ranks {cell.num_ranks}, micro-batches {passes}"
         return name.sparsity, (fixed, cell.num_ranks), form
     if axis == "ranks":
         return cell.num_ranks, replace(fixed, num_micro_batches=settings.num_micro_batches), label

@@ -52,7 +52,9 @@ def _title(cell: Cell) -> str:
     workload = cell.settings.workload
     blocks = cell.settings.model.num_blocks
     shape = cell.settings.model.shape + (f", {blocks} blocks" if blocks else "")
-    return f"{shape}, {workload.batch_size} x {workload.length}, {cell.num_ranks} ranks"
+    group = cell.settings.model.partition_size
+    sharing = f", weights shared by {group}" if group else ""
+    return f"{shape}, {workload.batch_size} x {workload.length}, {cell.num_ranks} ranks{sharing}"
 
 
 def _stages(cells: Sequence[Cell]) -> Any:  # noqa: ANN401
@@ -102,7 +104,7 @@ def _growth(series: Sequence[Series], processor: bool) -> Any:  # noqa: ANN401
         panel.set_xlabel(axis)
         panel.set_ylabel("processor time of a step, s" if processor else "step, s")
         panel.set_ylim(bottom=0)
-        panel.legend(fontsize="small")
+        panel.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.15))
     return figure
 
 
