@@ -111,4 +111,5 @@ def test_every_file_the_page_names_exists():
 def test_every_module_the_tree_names_exists():
     tree = next(block for block in blocks("text") if "perturbed_forward.py" in block)
     names = re.findall(r"\b\w+\.py\b", tree)
-    assert [name for name in names if not (REPOSITORY / "lezo_ds" / name).is_file()] == []
+    modules = {path.name for path in (REPOSITORY / "lezo_ds").rglob("*.py")}
+    assert set(names) - modules == set() != set(names)

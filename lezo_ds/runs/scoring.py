@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ def score_model(model: str, split: str, overrides: tuple[str, ...] = ()) -> dict
     distributed.init_distributed()
     values = {"method": "zero_shot", "run_dir": "", "model": {"path": model, "dtype": _stored_dtype(model)}}
     config = config_from_dict(values, "the command line", overrides)
+    if split == "test" and config.method == "zero_shot":  # its data may have few training examples
+        config = replace(config, data=replace(config.data, num_train=1, num_dev=1))
     torch.set_num_threads(config.train.cpu_threads)
     return {"model": model, **_score(config, make_engine(config), split)}
 
