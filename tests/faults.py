@@ -61,7 +61,15 @@ def faulty(command):
     return [FAULTY_TRAIN if part == TRAIN else part for part in command]
 
 
-def run_forked(arguments, fault=NO_FAULT, num_ranks=1, log=None, kill_after=None, output=None):
+def run_forked(
+    arguments,
+    fault=NO_FAULT,
+    num_ranks=1,
+    log=None,
+    kill_after=None,
+    output=None,
+    timeout=TIMEOUT_SECONDS,
+):
     """Run launch/train.py on ranks forked from a server that has imported all libraries.
 
     That is quicker than a launcher by the seconds of the imports.
@@ -73,6 +81,7 @@ def run_forked(arguments, fault=NO_FAULT, num_ranks=1, log=None, kill_after=None
         log: where the operations on the run's directory are listed.
         kill_after: seconds until SIGKILL to all ranks, if they still run then.
         output: directory for what the ranks print; that of the run's directory if not given.
+        timeout: seconds after which ranks that still run have hung.
 
     Returns:
         Rank 0's exit code (negative: the signal), and the output of all ranks.
@@ -91,7 +100,7 @@ def run_forked(arguments, fault=NO_FAULT, num_ranks=1, log=None, kill_after=None
         process = context.Process(target=_rank, args=([*map(str, arguments)], own, file), daemon=True)
         process.start()
         processes.append(process)
-    _wait(processes, kill_after)
+    _wait(processes, kill_after, timeout)
     texts = [file.read_text() for file in outputs]
     for file in outputs:
         file.unlink()
@@ -110,9 +119,9 @@ def _rank(arguments, own_variables, output):
     faulty_train.main()
 
 
-def _wait(processes, kill_after):
+def _wait(processes, kill_after, timeout):
     """Wait for all ranks; assert that none outlives another's death by far."""
-    deadline = time.monotonic() + (TIMEOUT_SECONDS if kill_after is None else kill_after)
+    deadline = time.monotonic() + (timeout if kill_after is None else kill_after)
     for process in processes:
         process.join(max(0, deadline - time.monotonic()))
         if process.exitcode not in (None, 0) and kill_after is None:

@@ -45,6 +45,7 @@ KINDS = {
 }
 NUM_RECORDS = 200
 NUM_FLIPPED = 40
+HUNG_SECONDS = 3600
 SHORT = ["train.steps=4", "train.eval_every=4", "train.snapshot_every=2", "train.keep_snapshots=1"]
 
 
@@ -74,7 +75,8 @@ def arguments(recipe, run_dir, *given):
 
 
 def finish(recipe, run_dir, steps, *given, num_ranks=1):
-    finished = run_forked(arguments(recipe, run_dir, *given), num_ranks=num_ranks)
+    given = arguments(recipe, run_dir, *given)
+    finished = run_forked(given, num_ranks=num_ranks, timeout=HUNG_SECONDS)
     assert finished.code == 0, finished.err[-3000:]
     return end(run_dir, steps)
 
@@ -164,12 +166,12 @@ def kill_at_random(recipe, directory, options):
     """Kill all ranks of long runs at random moments; every tenth run is started by a launcher."""
     chance = random.Random(options.seed)
     counts = {kind: Count(f"SIGKILL of all ranks at random, {kind}") for kind in options.kinds}
-    num_kills = 0
-    while num_kills < options.kills:
-        kind = options.kinds[num_kills // options.kills_per_run % len(options.kinds)]
-        num_kills += kill_one_run(recipe, directory, options, kind, counts[kind], chance)
-    for count in counts.values():
-        count.notes.append(f"{options.steps} steps a run")
+    num_kills = dict.fromkeys(options.kinds, 0)
+    while sum(num_kills.values()) < options.kills:
+        kind = min(num_kills, key=num_kills.get)
+        num_kills[kind] += kill_one_run(recipe, directory, options, kind, counts[kind], chance)
+    for kind, count in counts.items():
+        count.notes.append(f"{num_kills[kind]} kills, and the ends of runs of {options.steps} steps")
         yield count
 
 
