@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from lezo_ds import distributed
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, ZoConfig, check_world
+from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, ZoConfig, check_world, num_dropped
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.ds_config import load_ds_config
 from lezo_ds.engine.first_order_engine import FirstOrderEngine, initialize_first_order
 from lezo_ds.engine.lezo_engine import LezoEngine, initialize
 from lezo_ds.errors import UserError
+from lezo_ds.model.checkpoint_files import DTYPES, build_on_meta, load_config, resolve_model
+from lezo_ds.model.layers import find_blocks
 from lezo_ds.runs.first_order_run import FirstOrderRun, check_training_state
 from lezo_ds.runs.run import num_steps
 from lezo_ds.runs.run_directory import RunDirectory
@@ -84,6 +86,9 @@ def _ds_config(config: RunConfig) -> dict[str, Any]:
 
 
 def _check_before_loading(config: RunConfig, directory: RunDirectory) -> None:
+    if config.method in ZEROTH_ORDER:
+        model = build_on_meta(load_config(resolve_model(config.model.path)), DTYPES[config.model.dtype])
+        num_dropped(config.zo, find_blocks(model).num_blocks)
     directory.create()
     _check_kind(config, directory)
     if config.method == "adamw":
