@@ -6,6 +6,7 @@ python tests/soak.py --parts kills disks --kills 100 --steps 2000 --seed 0
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import re
@@ -26,9 +27,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import psutil
 from assets import write_recipe
-from commands import deepspeed, kill_group, mpirun, start
+from commands import deepspeed, kill_group, mpirun, python, start
 from faults import Fault, check_interrupted, end, num_steps, remount, run_forked, small_disk
 from test_journal import HEADER, some_records, write_journal
+from test_kill_and_resume import wait_until
+from test_lost_ranks import ranks_of
 
 from lezo_ds.errors import JournalError
 from lezo_ds.journal import Journal, read_journal
@@ -46,6 +49,15 @@ KINDS = {
 NUM_RECORDS = 200
 NUM_FLIPPED = 40
 HUNG_SECONDS = 3600
+STOP_SECONDS = 30
+LAUNCHERS = ("inner launcher", "command", "all")
+"""Those that may have an exit code of their own when they get a signal."""
+STARTERS = {
+    "one process": (lambda _, *given: python(*given), 1, ("rank 0", "file")),
+    "deepspeed, two ranks": (deepspeed, 2, ("rank 0", "rank 1", *LAUNCHERS, "file")),
+    "mpirun, two ranks": (mpirun, 2, ("rank 0", "rank 1", "command", "file")),
+}
+"""How to start it, its number of ranks, and what may be asked to stop."""
 SHORT = ["train.steps=4", "train.eval_every=4", "train.snapshot_every=2", "train.keep_snapshots=1"]
 
 
@@ -166,23 +178,31 @@ def kill_at_random(recipe, directory, options):
     """Kill all ranks of long runs at random moments; every tenth run is started by a launcher."""
     chance = random.Random(options.seed)
     counts = {kind: Count(f"SIGKILL of all ranks at random, {kind}") for kind in options.kinds}
-    num_kills = dict.fromkeys(options.kinds, 0)
-    while sum(num_kills.values()) < options.kills:
-        kind = min(num_kills, key=num_kills.get)
-        num_kills[kind] += kill_one_run(recipe, directory, options, kind, counts[kind], chance)
+    lost = {kind: [] for kind in options.kinds}
+    while sum(map(len, lost.values())) < options.kills:
+        kind = min(lost, key=lambda kind: len(lost[kind]))
+        lost[kind] += kill_one_run(recipe, directory, options, kind, counts[kind], chance)
     for kind, count in counts.items():
-        count.notes.append(f"{num_kills[kind]} kills, and the ends of runs of {options.steps} steps")
+        worst = max(lost[kind], default=0)
+        count.notes.append(f"{len(lost[kind])} kills, at most {worst} finished steps lost")
+        count.notes.append(f"and the ends of runs of {options.steps} steps")
         yield count
 
 
 def kill_one_run(recipe, directory, options, kind, count, chance):
-    """Kill a run again and again, then let it end; return the number of kills."""
+    """Kill a run again and again, then let it end; return the number of finished steps each kill lost."""
     given = [f"train.steps={options.steps}", f"train.eval_every={options.steps}", *KINDS[kind]]
     given.append("train.snapshot_every=37")
     reference, run_dir = directory / f"{kind}, undisturbed", directory / kind
     if not reference.exists():
         finish(recipe, reference, options.steps, *given)
     undisturbed = end(reference, options.steps)
+    lost = []
+
+    def interrupted():
+        lost.append(check_interrupted(run_dir, undisturbed))
+        assert lost[-1] == 0
+
     for kill in range(1, options.kills_per_run + 1):
         command = arguments(recipe, run_dir, *given)
         seconds = chance.uniform(0.2, options.longest)
@@ -190,7 +210,7 @@ def kill_one_run(recipe, directory, options, kind, count, chance):
             kill_launched(chance.choice((deepspeed, mpirun))(2, *command), run_dir, seconds)
         else:
             run_forked(command, num_ranks=chance.choice((1, 1, 1, 2, 2, 4)), kill_after=seconds)
-        count.check(f"kill {kill}", lambda: check_interrupted(run_dir, undisturbed))
+        count.check(f"kill {kill}", interrupted)
         if (run_dir / "results.json").exists():
             break
     reached = num_steps(run_dir)
@@ -201,7 +221,7 @@ def kill_one_run(recipe, directory, options, kind, count, chance):
     count.check(f"the end after {kill} kills", compare)
     print(f"  {kind}: {kill} kills, until step {reached}; {count.held} of {count.tried} held", flush=True)
     shutil.rmtree(run_dir)
-    return kill
+    return lost
 
 
 def kill_launched(command, run_dir, seconds):
@@ -219,6 +239,55 @@ def kill_launched(command, run_dir, seconds):
             with suppress(psutil.NoSuchProcess):
                 rank.kill()
         psutil.wait_procs(ranks)
+
+
+def stop_runs(recipe, directory, options):
+    """Stop runs by each signal to each process that may get it, and by the file; how long it takes."""
+    given = ["train.steps=60", "train.eval_every=30", "train.snapshot_every=0"]
+    undisturbed = finish(recipe, directory / "undisturbed", 60, *given)
+    for starter, (make, num_ranks, targets) in STARTERS.items():
+        count = Count(f"a stop asked for, {starter}")
+        seconds = []
+
+        def stop(target, number, count=count, make=make, num_ranks=num_ranks, seconds=seconds):
+            run_dir = directory / f"{count.part}, {count.tried}"
+            with start(make(num_ranks, *arguments(recipe, run_dir, *given))) as process:
+                wait_until(lambda: num_steps(run_dir) >= 4, process)
+                ranks = ranks_of(process) if num_ranks > 1 else [psutil.Process(process.pid)]
+                assert len(ranks) == num_ranks
+                began = time.monotonic()
+                ask_for_stop(target, number, process, ranks, run_dir)
+                _, alive = psutil.wait_procs(ranks, timeout=HUNG_SECONDS)
+                seconds.append(time.monotonic() - began)
+                err = process.communicate()[1]
+            assert not alive and seconds[-1] < STOP_SECONDS
+            assert process.returncode == 0 or target in LAUNCHERS, err[-3000:]
+            assert check_interrupted(run_dir, undisturbed) == 0
+            results = json.loads((run_dir / "results.json").read_text())
+            assert not results["finished"] and results["steps"] == num_steps(run_dir) < 60
+            assert finish(recipe, run_dir, 60, *given) == undisturbed
+
+        for target in targets:
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)[: 1 if target == "file" else None]:
+                case = "by the file" if target == "file" else f"{number.name} to {target}"
+                count.check(case, lambda target=target, number=number: stop(target, number))
+        middle = statistics.median(seconds)
+        count.notes.append(f"seconds until all ranks are gone: median {middle:.1f}, max {max(seconds):.1f}")
+        yield count
+
+
+def ask_for_stop(target, number, process, ranks, run_dir):
+    """Send a signal to a process of a run, to all of them, or make the file."""
+    if target == "file":
+        (run_dir / "STOP").touch()
+    elif target == "all":
+        os.killpg(process.pid, number)
+    elif target == "command":
+        process.send_signal(number)
+    elif target == "inner launcher":
+        ranks[0].parent().send_signal(number)
+    else:
+        ranks[int(target.removeprefix("rank "))].send_signal(number)
 
 
 def fill_disks(recipe, directory, options):
@@ -288,6 +357,7 @@ PARTS = {
     "flips": flip_journals,
     "operations": kill_at_operations,
     "kills": kill_at_random,
+    "stops": stop_runs,
     "disks": fill_disks,
     "figures": measure,
 }

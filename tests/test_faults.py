@@ -296,7 +296,7 @@ def wait_until(condition, process):
 def test_when_only_the_launcher_is_killed_the_run_is_not_harmed_by_its_own_resumption(
     recipe, undisturbed, tmp_path
 ):
-    """Its ranks go on without it, and meet those of the next launch in the same directory."""
+    """Its ranks stop after the step in flight; until then they may meet those of the next launch."""
     run_dir = tmp_path / "run"
     given = arguments(recipe, run_dir)
     with start(deepspeed(2, *given)) as process:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 from assets import write_recipe
 from commands import deepspeed, mpirun, python, run_well, start
+from faults import run_forked
 from test_kill_and_resume import PATIENCE_SECONDS, num_steps, rank_of, reaches, wait_until
 
 from lezo_ds.model.snapshots import read_manifest, snapshot_path
@@ -105,6 +106,41 @@ def test_a_stop_asked_for_in_an_evaluation_does_not_wait_for_its_end(recipe, und
     run_well(deepspeed(2, *arguments(recipe, tmp_path)))
     assert_stopped_well(tmp_path)
     assert without_header(tmp_path) == []
+    assert_resumes(recipe, tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda n: n.name)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_signal_to_either_rank_stops_both_after_the_same_step(
+    rank, number, recipe, undisturbed, tmp_path
+):
+    ranks = []
+
+    def stop(processes):
+        ranks.extend(processes)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not reaches(tmp_path / "run", STEP, 4):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(processes[rank].pid, number)
+
+    finished = run_forked(arguments(recipe, tmp_path / "run"), num_ranks=2, meanwhile=stop)
+    assert [process.exitcode for process in ranks] == [0, 0], finished.err[-5000:]
+    assert_stopped_well(tmp_path / "run")
+    assert run_forked(arguments(recipe, tmp_path / "run"), num_ranks=2).code == 0
+    assert (results_of(tmp_path / "run")["weights_digest"], without_header(tmp_path / "run")) == undisturbed
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
+def test_a_signal_to_the_deepspeed_command_stops_all_ranks_well(number, recipe, undisturbed, tmp_path):
+    # It ends by it, and passes nothing on.
+    with start(deepspeed(2, *arguments(recipe, tmp_path))) as process:
+        wait_until(lambda: reaches(tmp_path, STEP, 4), process)
+        ranks = [rank_of(process, rank) for rank in (0, 1)]
+        process.send_signal(number)
+        wait_for_ranks(ranks)
+        assert process.wait() == -number
+    assert_stopped_well(tmp_path)
     assert_resumes(recipe, tmp_path, undisturbed)
 
 

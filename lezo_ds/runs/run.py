@@ -23,6 +23,7 @@ from lezo_ds.data.evaluation import EvaluationResult, Model, evaluate
 from lezo_ds.data.task_data import EncodedSplit, TaskData
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.model.snapshots import prune_snapshots, read_manifest, snapshot_path
+from lezo_ds.runs.launcher import LauncherWatch
 from lezo_ds.runs.run_directory import RunDirectory, library_versions
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class Run(ABC):
         self.directory = directory
         self.engine = engine
         self.writes = engine.global_rank == 0
+        self._launcher = LauncherWatch()
         self.evaluations: list[EvaluationRecord] = []
         self.num_steps = num_steps(config, len(data.train.encoded))
         self._eval_every = config.train.eval_every or max(1, self.num_steps // 10)
@@ -173,8 +175,10 @@ class Run(ABC):
                     raise _Stopped
                 self._step(bar)
 
-    def _look_for_files(self) -> None:
-        """See whether the user asks for something, by a file; rank 0 looks, and all ranks agree on it."""
+    def _look_around(self) -> None:
+        """See whether the user asks for something, by a file or the launcher's end; all ranks agree on it."""
+        if self._launcher.is_gone():
+            self.engine.request_stop()
         if self.writes and self.directory.stop_file.exists():
             self.engine.request_stop()
         if self.writes and self.directory.save_file.exists():
@@ -191,7 +195,7 @@ class Run(ABC):
         self._started = time.monotonic()
 
     def _step(self, bar: Any) -> None:  # noqa: ANN401
-        self._look_for_files()
+        self._look_around()
         values = self._train_step()
         self._num_done = self.engine.global_steps
         self._log(values)
@@ -238,7 +242,7 @@ class Run(ABC):
             logger.info("step %d: %s loss %s, %s %.4f", at, split, record.loss, metric, result.score)
 
     def _score(self, split: EncodedSplit) -> EvaluationResult:
-        model = _Stoppable(self.engine, self._look_for_files)
+        model = _Stoppable(self.engine, self._look_around)
         return evaluate(model, self.data, split, self.config.train.eval_batch_size)
 
     def _snapshot_if_due(self) -> None:
