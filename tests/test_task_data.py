@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import hashlib
+import json
+
 import pytest
 import torch
 from assets import write_reader
+from ranks import run_ranks
+from tiny_runs import start_engine
 from tiny_tasks import NUM_POSITIONS, task_config, write_tasks, write_writer
 
 from lezo_ds.data.generation import MAX_NEW_TOKENS
@@ -53,6 +58,28 @@ def test_the_micro_batches_of_a_step_are_a_pure_function_of_the_seed_and_the_ste
         != [[e.index for e in m.examples] for m in other]
     )
     assert torch.equal(batch[1].inputs["input_ids"], again[1].inputs["input_ids"])
+
+
+def _examples_of_my_passes(model, data, num_steps):
+    """Return the ids of the examples in each of this rank's forward passes, by step."""
+    config = task_config(model, data, "copa", train__batch_size=8)
+    task_data = load_task_data(config)
+    engine = start_engine(model)
+    batches = [task_data.batch(config, step) for step in range(num_steps)]
+    return [[[e.index for e in batch[i].examples] for i in engine._my_share(len(batch))] for batch in batches]
+
+
+@pytest.mark.distributed
+def test_the_examples_of_the_first_thousand_batches_never_change_on_1_2_or_4_ranks(assets):
+    for num_ranks in (1, 2, 4):
+        by_rank = run_ranks(_examples_of_my_passes, num_ranks, assets / "writer", assets / "data", 1000)
+        # Pass i is rank i % num_ranks's.
+        batches = [
+            [ids for passes in zip(*ranks, strict=True) for ids in passes]
+            for ranks in zip(*by_rank, strict=True)
+        ]
+        digest = hashlib.sha256(json.dumps(batches).encode()).hexdigest()
+        assert digest == "d37c97d549d733dcf31a8ccc8c842761ff6ca33078535dd10b7a4e8ec9d215f7", num_ranks
 
 
 def test_prompts_to_continue_are_made_for_the_splits_that_are_answered_only(assets):

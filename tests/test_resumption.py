@@ -1,0 +1,71 @@
+"""A run comes back at any of its steps, on any number of ranks, whatever it trains and in any dtype."""
+
+from __future__ import annotations
+
+import pytest
+import tiny_adapters
+import tiny_runs
+from ranks import run_ranks
+from tiny_runs import train
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 6
+SAVED_AT = 2
+POINTS = (0, 1, STEPS // 2, STEPS - 1, STEPS)
+CASES = [(kind, dtype) for kind in ("full", "lora", "prefix") for dtype in ("fp32", "bf16", "fp16")]
+
+
+def _engine(directory, kind, dtype, num_ranks):
+    if kind == "full":
+        return tiny_runs.start_engine(directory, dtype, num_ranks)
+    return tiny_adapters.start_engine(directory, tiny_adapters.peft_config(kind), dtype, num_ranks)
+
+
+def _train(directory, root, num_ranks):
+    """Return {case: (records, digests after 0, 1, ... steps)}; a snapshot of each lies below `root`."""
+    found = {}
+    for kind, dtype in CASES:
+        engine = _engine(directory, kind, dtype, num_ranks)
+        records, digests = [], [engine.weights.digest()]
+        for step in range(1, STEPS + 1):
+            records += train(engine, 1)
+            digests.append(engine.weights.digest())
+            if step == SAVED_AT:
+                engine.save_checkpoint(root / f"{kind}-{dtype}")
+        found[kind, dtype] = (records, digests)
+    return found
+
+
+def _resume(directory, root, num_ranks, undisturbed):
+    """Return {(case, point): (the digest there, and at the end; the records of the steps between)}."""
+    found = {}
+    for (kind, dtype), (records, _) in undisturbed.items():
+        engine = _engine(directory, kind, dtype, num_ranks)
+        for point in POINTS:  # after the first, each means to go back
+            engine.load_checkpoint(root / f"{kind}-{dtype}", records[:point])
+            digest = engine.weights.digest()
+            later = train(engine, STEPS - point)
+            found[kind, dtype, point] = (digest, engine.weights.digest(), later)
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(opt_directory, tmp_path_factory):
+    """(The folder of snapshots, what `_train` returned), on two ranks."""
+    root = tmp_path_factory.mktemp("snapshots")
+    return root, run_ranks(_train, 2, opt_directory, root, 2)[0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_run_resumed_at_its_first_middle_and_last_steps_has_the_same_bits_and_goes_on_alike(
+    num_ranks, undisturbed, opt_directory
+):
+    root, runs = undisturbed
+    expected = {
+        (kind, dtype, point): (digests[point], digests[-1], records[point:])
+        for (kind, dtype), (records, digests) in runs.items()
+        for point in POINTS
+    }
+    assert all(len(set(digests)) == STEPS + 1 for _, digests in runs.values())
+    assert run_ranks(_resume, num_ranks, opt_directory, root, num_ranks, runs) == [expected] * num_ranks
