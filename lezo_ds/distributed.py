@@ -38,7 +38,7 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
     """
     if comm.is_initialized():
         return
-    zero3.skip_unused_cpu_op()
+    zero3.adapt_to_cpu()
     if not all(name in os.environ for name in _RANK_VARIABLES):
         _set_rank_variables()
     timeout = timedelta(seconds=timeout_seconds)

@@ -5,6 +5,8 @@ import json
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
+from deepspeed import comm
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from hypothesis import given
 from hypothesis import strategies as st
@@ -135,6 +137,29 @@ def test_a_change_of_a_gathered_copy_is_lost_but_on_one_rank_it_is_the_shard_its
     # Why updates go to shards, and perturbations out of place.
     assert run_ranks(_change_the_gathered_copy, 2) == [True, True]
     assert run_ranks(_change_the_gathered_copy, 1) == [False]
+
+
+def _gather_both_ways(dtype, count):
+    distributed.init_distributed()
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    found = []
+    for group in (None, groups[dist.get_rank() % 2]):
+        size = dist.get_world_size(group)
+        mine = torch.arange(count).mul(dist.get_rank() + 1).to(dtype)
+        wanted, own, in_place = (torch.zeros(size * count, dtype=dtype) for _ in range(3))
+        dist.all_gather_into_tensor(wanted, mine, group)
+        comm.all_gather_into_tensor(own, mine, group=group)
+        slot = in_place.view(size, count)[dist.get_rank(group)]  # DeepSpeed gathers several weights in place
+        slot.copy_(mine)
+        comm.all_gather_into_tensor(in_place, slot, group=group, async_op=True).wait()
+        found += [torch.equal(own, wanted), torch.equal(in_place, wanted), bool(wanted.any())]
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
+def test_broadcasts_gather_what_an_all_gather_does(dtype):
+    assert run_ranks(_gather_both_ways, 4, dtype, 1001) == [[True] * 6] * 4
 
 
 def _gathered_modules(directory):
