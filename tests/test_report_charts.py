@@ -66,8 +66,8 @@ def test_a_long_curve_becomes_means_and_extremes_of_equal_parts():
     points = [(float(x), float(x % 2)) for x in range(2000)]
     thinned, band = thin(points), thin_band(points)
     assert len(thinned) == len(band) == MAX_POINTS
-    assert thinned[0] == (4.5, 0.5)
-    assert band[0] == (4.5, 0.0, 1.0)
+    assert thinned[0] == (9.5, 0.5)
+    assert band[0] == (9.5, 0.0, 1.0)
     assert thin(points[:MAX_POINTS]) == points[:MAX_POINTS]
     assert len(thin(points[: MAX_POINTS + 1])) <= MAX_POINTS
     assert thin([]) == []

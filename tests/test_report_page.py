@@ -204,10 +204,10 @@ def test_time_and_best_score_over_sparsity_come_from_runs_and_benchmarks(write_r
         write_run("b", "zo.sparsity=0.75", pace=1.0, test=0.85),
         write_run("c", "zo.sparsity=0.75", "seed=1", pace=1.0, test=0.95),
     ]
-    times, scores = section(make_page(paths, [benchmark]), "Time and score over sparsity").blocks
-    found = points(times)
-    assert found["opt-13b, SST2, batches of 16"] == [(0.5, 2.0), (0.75, 1.0)]
-    assert found["ours, opt-125m, 16 x 32 tokens, 1 rank"] == [(0.0, 6.0), (0.75, 2.0)]
+    times, scores, short, _ = section(make_page(paths, [benchmark]), "Time and score over sparsity").blocks
+    assert points(times) == {"opt-13b, SST2, batches of 16": [(0.5, 2.0), (0.75, 1.0)]}
+    assert short.title == "Time of a step, opt-125m, 16 x 32 tokens, 1 rank"
+    assert points(short) == {"ours": [(0.0, 6.0), (0.75, 2.0)]}
     (only,) = points(scores).values()
     assert only == [(0.5, pytest.approx(80.0)), (0.75, pytest.approx(95.0))]
 
@@ -228,10 +228,45 @@ def test_stages_speed_and_length_come_from_benchmarks(benchmark):
 def test_the_environment_is_shared_by_those_who_share_it_and_each_has_its_command(write_run, benchmark):
     made = section(make_page([write_run("a"), write_run("b", "seed=1")], [benchmark]), "Made with")
     (table,) = made.blocks
-    assert table.header == ("", "a, b", "benchmark 1")
+    assert table.header == ("", "a; b", "benchmark 1")
     assert ("torch", "2.13.0", "2.13.0") in table.rows
     assert ("device", "a processor", "fast one") in table.rows
-    assert made.commands[0] == ("a", "python launch/train.py --config 'my recipe.yaml'")
+    assert made.commands[0] == ("a", "deepspeed --num_gpus 2 launch/train.py --config 'my recipe.yaml'")
+
+
+def test_a_column_of_many_runs_names_the_first(write_run):
+    made = section(make_page([write_run(str(seed), f"seed={seed}") for seed in range(5)]), "Made with")
+    assert made.blocks[0].header == ("", "0; 1; 2 and 2 more")
+    assert len(made.commands) == 5
+
+
+def test_a_run_of_several_ranks_is_repeated_by_a_launcher(write_run):
+    run = write_run("a")
+    made = json.loads((run / "environment.json").read_text())
+    made |= {"world_size": 2, "command": ["/bin/python", "launch/train.py", "--local_rank=0", "seed=3"]}
+    (run / "environment.json").write_text(json.dumps(made))
+    commands = section(make_page([run]), "Made with").commands
+    assert commands == [("a", "deepspeed --num_gpus 2 launch/train.py seed=3")]
+
+
+def test_many_curves_are_named_once_for_all_figures_of_a_section(write_run):
+    runs = [write_run(f"run-{seed}", f"seed={seed}") for seed in range(5)]
+
+    def count(num_runs):
+        text = to_html(make_page(runs[:num_runs]))
+        course = text.split("<h2>Loss and score over steps and time</h2>")[1].split("</section>")[0]
+        return course.count('<ul class="legend">'), course.count("<figure>")
+
+    assert count(4) == (6, 6)
+    assert count(5) == (1, 6)
+
+
+def test_warnings_are_lines_of_their_own(write_run):
+    stopped = write_run("stopped", "seed=1", finished=False)
+    sections = make_page([write_run("a"), stopped])
+    warning = f"Warning: left out: {stopped}: unfinished"
+    assert any(text.startswith(warning) for text in Document(to_html(sections)).texts)
+    assert f"\n- {warning}" in to_markdown(sections)
 
 
 def test_the_papers_tables_stand_on_the_page_with_its_numbers(write_run):
@@ -315,8 +350,9 @@ def test_the_command_writes_the_page_of_a_real_run(tmp_path):
     assert done.out == ""
     document = Document(files[0].read_text())
     made = json.loads((run_dir / "environment.json").read_text())
-    assert shlex.join(made["command"]) in document.texts
-    assert shlex.join(made["command"]) in files[1].read_text().splitlines()
+    command_line = shlex.join(["python", *made["command"][1:]])
+    assert command_line in document.texts
+    assert command_line in files[1].read_text().splitlines()
     refused = run([*command[:2], "--html", str(files[0])])
     assert (refused.code, refused.err.count("error: ")) == (2, 1)
 

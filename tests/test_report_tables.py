@@ -172,12 +172,12 @@ def test_what_is_not_a_finished_run_is_left_out_and_named(write_run, tmp_path):
     (killed / "results.json").unlink()
     (tmp_path / "assets").mkdir()
     (tmp_path / "run.log").write_text("text")
-    report = read_report(find_runs([str(tmp_path / "*")]))
+    report = read_report(find_runs([str(tmp_path / "*"), str(tmp_path / "run.log")]))
     assert report.warnings == (
         f"left out: {tmp_path / 'assets'}: not a run directory (it has no config.yaml)",
         f"left out: {killed}: no results yet (the run was killed, or is still going)",
-        f"left out: {tmp_path / 'run.log'}: not a run directory (it has no config.yaml)",
         f"left out: {stopped}: unfinished, at step 8000",
+        f"left out: {tmp_path / 'run.log'}: not a run directory (it has no config.yaml)",
     )
     assert markdown_rows(report)["LeZO"] == ["90.0 (1)"]
     assert good.name not in str(report.warnings)
@@ -215,12 +215,13 @@ def test_a_configuration_that_is_none_is_refused(write_run):
 def test_runs_are_found_by_name_and_pattern_and_each_once(tmp_path, monkeypatch):
     for name in ("b", "a"):
         (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / f"{name}.log").touch()
     monkeypatch.chdir(tmp_path)
     assert [str(path) for path in find_runs(["runs/b", "runs/*", str(tmp_path / "runs" / "a")])] == [
         "runs/b",
         "runs/a",
     ]
-    for wrong in ("runs/c", "runs/c*", str(tmp_path / "none")):
+    for wrong in ("runs/c", "runs/c*", "runs/*.log", str(tmp_path / "none")):
         with pytest.raises(UserError, match="there is no such run"):
             find_runs([wrong])
 

@@ -36,6 +36,7 @@ class Section:
         title: of the section.
         blocks: its figures and tables; where there are none it is left out.
         note: what to know of them.
+        warnings: what may be wrong with them.
         needs: what would fill it.
         commands: (what it is, command line).
     """
@@ -43,5 +44,6 @@ class Section:
     title: str
     blocks: Sequence[Block]
     note: str = ""
+    warnings: Sequence[str] = ()
     needs: str = ""
     commands: Sequence[tuple[str, str]] = ()

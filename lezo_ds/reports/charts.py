@@ -12,12 +12,12 @@ HEIGHT = 230
 NUM_COLOURS = 8
 """Classes s0 to s7 of series; those of a page beyond take the same colours again, in dashes."""
 
-MAX_POINTS = 200
-"""Of a curve; a longer one is drawn as means."""
+MAX_POINTS = 100
+"""Of a curve; a longer one is drawn as means: a step's loss is noisy."""
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 22, 10, 40
 _BAR, _BAR_GAP = 16, 26
-_MAX_MARKS = 40
+_MAX_MARKS = 20
 
 Point = tuple[float, float]
 

@@ -36,7 +36,7 @@ def speedups(runs: Sequence[RunRecord], cells: Sequence[Cell]) -> Section:
     needs = (
         "runs of mezo and lezo on one model and task, or --benchmark with mezo_reference as its first variant"
     )
-    return Section("Speedup against MeZO", blocks, note, needs)
+    return Section("Speedup against MeZO", blocks, note, needs=needs)
 
 
 def grid(runs: Sequence[RunRecord]) -> Section:
@@ -44,7 +44,7 @@ def grid(runs: Sequence[RunRecord]) -> Section:
     groups = _groups((run for run in _finished(runs) if run.sparsity), _task).values()
     tables = [table for group in groups if (table := _grid_table(group))]
     needs = "finished runs of two learning rates or sparsities: launch/sweep.py"
-    return Section("Score over learning rate and sparsity", tables, "", needs)
+    return Section("Score over learning rate and sparsity", tables, needs=needs)
 
 
 def over_sparsity(runs: Sequence[RunRecord], cells: Sequence[Cell]) -> Section:
@@ -61,22 +61,31 @@ def over_sparsity(runs: Sequence[RunRecord], cells: Sequence[Cell]) -> Section:
         ]
         _add_curve(times, label, _by_value(paces, statistics.median))
         _add_curve(scores, label, _by_value(tests, max))
-    for cell in cells:
-        forms: dict[str, list[tuple[float | None, float | None]]] = {}
-        for timing in cell.timings:
-            name = VariantName.parse(timing.name)
-            form = name.kind + ("" if name.forward == "dual" else f", {name.forward}")
-            form += "" if name.directions == 1 else f", {name.directions} directions"
-            forms.setdefault(form, []).append((name.sparsity, timing.seconds))
-        for form, points in forms.items():
-            _add_curve(times, f"{form}, {_short(cell)}", _by_value(points, statistics.median))
-    charts = []
-    if times:
-        charts.append(LineChart("Time of a step over sparsity", "sparsity", "seconds", times, from_zero=True))
+    charts = _time_charts("Time of a step over sparsity", times)
     if scores:
         charts.append(LineChart("Best test score over sparsity", "sparsity", "per cent", scores))
+    for cell in cells:  # each on an axis of its own: steps of other models take other times
+        charts += _time_charts(f"Time of a step, {_short(cell)}", _forms(cell))
     needs = "runs of one model and task with two sparsities, or --benchmark with ours:0 and ours:0.75"
-    return Section("Time and score over sparsity", charts, "", needs)
+    return Section("Time and score over sparsity", charts, needs=needs)
+
+
+def _forms(cell: Cell) -> list[Series]:
+    """Return the time of a step over sparsity of each form of a step that was timed with several."""
+    forms: dict[str, list[tuple[float | None, float | None]]] = {}
+    for timing in cell.timings:
+        name = VariantName.parse(timing.name)
+        form = name.kind + ("" if name.forward == "dual" else f", {name.forward}")
+        form += "" if name.directions == 1 else f", {name.directions} directions"
+        forms.setdefault(form, []).append((name.sparsity, timing.seconds))
+    series: list[Series] = []
+    for form, points in forms.items():
+        _add_curve(series, form, _by_value(points, statistics.median))
+    return series
+
+
+def _time_charts(title: str, series: Sequence[Series]) -> list[Block]:
+    return [LineChart(title, "sparsity", "seconds", series, from_zero=True)] if series else []
 
 
 def stages(cells: Sequence[Cell]) -> Section:
@@ -90,7 +99,7 @@ def stages(cells: Sequence[Cell]) -> Section:
         )
         for cell in cells
     ]
-    return Section("Where the time of a step goes", charts, "", "--benchmark FILE.json")
+    return Section("Where the time of a step goes", charts, needs="--benchmark FILE.json")
 
 
 def over_length(cells: Sequence[Cell]) -> Section:
@@ -108,7 +117,7 @@ def over_length(cells: Sequence[Cell]) -> Section:
         "Speedup over input length", "tokens of an input", "times as fast", series, from_zero=True
     )
     needs = "--benchmark with several lengths or tasks"
-    return Section("Speedup over input length", [chart] if series else [], "", needs)
+    return Section("Speedup over input length", [chart] if series else [], needs=needs)
 
 
 def _grid_table(group: Sequence[RunRecord]) -> DataTable | None:

@@ -17,6 +17,9 @@ from lezo_ds.reports.tables import read_report
 _MAX_COLUMNS = 6
 """Places at which the Markdown of a chart gives its curves."""
 
+_MOST_IN_A_FIGURE = 4
+"""Curves whose names each figure repeats; more stand once, above all figures of their section."""
+
 _LIGHT = ("#0b62c4", "#c2410c", "#15803d", "#a21caf", "#64748b", "#0e7490", "#be123c", "#4d5bd1")
 _DARK = ("#6cb2ff", "#ff9a62", "#5fd38d", "#e58cf0", "#f2c14e", "#4fd0e0", "#ff86a0", "#a5adff")
 
@@ -48,8 +51,9 @@ th:first-child, td:first-child { text-align: left; min-width: 8rem; max-width: 2
 tr:last-child td { border-bottom: 0; }
 thead th { background: var(--box); white-space: normal; max-width: 26rem; vertical-align: bottom; }
 td[style] { background: rgba(var(--shade), var(--a)); }
-pre { background: var(--box); padding: .6rem; overflow-x: auto; border-radius: 6px; font-size: .8rem;
-  margin: .2rem 0; }
+.legend + .charts { margin-top: .8rem; }
+pre { background: var(--box); padding: .6rem; border-radius: 6px; font-size: .8rem; margin: .2rem 0;
+  white-space: pre-wrap; overflow-wrap: anywhere; }
 """
 
 
@@ -108,6 +112,7 @@ def to_markdown(sections: Sequence[Section], title: str = "Zeroth-order fine-tun
             lines += [_markdown_row(table.header), "|" + " --- |" * len(table.header)]
             lines += [*map(_markdown_row, table.rows), ""]
         lines += [section.note, ""] if section.note else []
+        lines += [*(f"- Warning: {warning}" for warning in section.warnings), ""] if section.warnings else []
         for label, command in section.commands:
             lines += [f"{label}:", "", "```bash", command, "```", ""]
     if empty:
@@ -120,33 +125,53 @@ def _split(sections: Sequence[Section]) -> tuple[list[Section], list[Section]]:
 
 
 def _section(section: Section) -> str:
-    charts = "".join(_figure(block) for block in section.blocks if not isinstance(block, DataTable))
+    charts = [block for block in section.blocks if not isinstance(block, DataTable)]
+    shared = _shared_legend(charts)
+    figures = "".join(_figure(chart, has_legend=not shared) for chart in charts)
+    warnings = "".join(f"<li>Warning: {escape(warning)}</li>" for warning in section.warnings)
     tables = "".join(_table(block) for block in section.blocks if isinstance(block, DataTable))
     parts = [
         f"<section><h2>{escape(section.title)}</h2>",
         f"<p>{escape(section.note)}</p>" if section.note else "",
+        f"<ul>{warnings}</ul>" if warnings else "",
         tables,
-        f'<div class="charts">{charts}</div>' if charts else "",
+        _legend(shared) if shared else "",
+        f'<div class="charts">{figures}</div>' if figures else "",
         *(f"<h3>{escape(label)}</h3><pre>{escape(text)}</pre>" for label, text in section.commands),
         "</section>",
     ]
     return "".join(parts)
 
 
-def _figure(chart: LineChart | BarChart) -> str:
+def _figure(chart: LineChart | BarChart, *, has_legend: bool) -> str:
+    drawing = draw_lines(chart) if isinstance(chart, LineChart) else draw_bars(chart)
+    caption = f"<figcaption>{escape(chart.title)}</figcaption>"
+    legend = _legend(_names(chart)) if has_legend else ""
+    return f"<figure>{caption}{drawing}{legend}</figure>"
+
+
+def _names(chart: LineChart | BarChart) -> list[tuple[str, int]]:
+    """Return the names in a chart's legend, each with its colour."""
     if isinstance(chart, LineChart):
-        drawing, names = draw_lines(chart), [(series.label, series.index) for series in chart.series]
-    else:
-        drawing = draw_bars(chart)
-        names = [(part, index) for index, part in enumerate(chart.parts)] if len(chart.parts) > 1 else []
-    legend = "".join(
+        return [(series.label, series.index) for series in chart.series]
+    return [(part, index) for index, part in enumerate(chart.parts)] if len(chart.parts) > 1 else []
+
+
+def _shared_legend(charts: Sequence[LineChart | BarChart]) -> list[tuple[str, int]]:
+    """Return the names that are to stand once for all charts; none where each has few, or means others."""
+    names = sorted({name for chart in charts for name in _names(chart)}, key=lambda name: name[1])
+    is_one_each = len({index for _, index in names}) == len(names)
+    return names if len(charts) > 1 and is_one_each and len(names) > _MOST_IN_A_FIGURE else []
+
+
+def _legend(names: Sequence[tuple[str, int]]) -> str:
+    items = "".join(
         f'<li><svg viewBox="0 0 22 10"><path class="line s{index % NUM_COLOURS}'
         f'{" dashed" if index >= NUM_COLOURS else ""}" style="stroke-width:4" d="M0 5H22"/></svg>'
         f"{escape(label)}</li>"
         for label, index in names
     )
-    caption = f"<figcaption>{escape(chart.title)}</figcaption>"
-    return f'<figure>{caption}{drawing}<ul class="legend">{legend}</ul></figure>'
+    return f'<ul class="legend">{items}</ul>'
 
 
 def _table(table: DataTable) -> str:

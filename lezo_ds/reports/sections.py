@@ -16,6 +16,9 @@ from lezo_ds.reports.tables import Report, Table, table_lines
 from lezo_ds.runs.metrics import clock
 from lezo_ds.tasks import get_task
 
+_MOST_NAMES = 3
+"""Of runs at the head of a column."""
+
 
 def make_sections(
     runs: Sequence[RunRecord], report: Report | None, benchmarks: Sequence[Results]
@@ -69,7 +72,7 @@ def _runs(runs: Sequence[RunRecord]) -> Section:
             )
         )
     note = "Scores are per cent. A score near the majority class's has learned nothing."
-    return Section("Runs", [DataTable((*header, *scores), rows)] if rows else [], note, "runs")
+    return Section("Runs", [DataTable((*header, *scores), rows)] if rows else [], note, needs="runs")
 
 
 def _paper_tables(report: Report | None) -> Section:
@@ -78,9 +81,8 @@ def _paper_tables(report: Report | None) -> Section:
         "Per cent: accuracy, token F1 for SQuAD and DROP. Mean +- sample deviation over seeds (number of "
         "runs). (paper): Wang et al. 2024."
     )
-    if report and report.warnings:
-        note += " " + " ".join(f"Warning: {warning}." for warning in report.warnings)
-    return Section("Scores beside the paper's", blocks, note, "a finished run")
+    warnings = report.warnings if report else ()
+    return Section("Scores beside the paper's", blocks, note, warnings, "a finished run")
 
 
 def _paper_table(table: Table) -> DataTable:
@@ -109,7 +111,8 @@ def _courses(runs: Sequence[RunRecord]) -> Section:
         "Training losses are means of consecutive steps where there are many. Times are comparable between "
         "runs of one machine only."
     )
-    return Section("Loss and score over steps and time", charts, note, "runs with a metrics.jsonl")
+    needs = "runs with a metrics.jsonl"
+    return Section("Loss and score over steps and time", charts, note, needs=needs)
 
 
 def _gradients(runs: Sequence[RunRecord]) -> Section:
@@ -124,7 +127,7 @@ def _gradients(runs: Sequence[RunRecord]) -> Section:
         "g = (loss at theta + mu z - loss at theta - mu z) / (2 mu). Line: means of consecutive "
         "steps where there are many; around it their extremes."
     )
-    return Section("Projected gradient", charts, note, "runs of LeZO or MeZO")
+    return Section("Projected gradient", charts, note, needs="runs of LeZO or MeZO")
 
 
 def _environment(runs: Sequence[RunRecord], benchmarks: Sequence[Results]) -> Section:
@@ -136,11 +139,30 @@ def _environment(runs: Sequence[RunRecord], benchmarks: Sequence[Results]) -> Se
     columns: dict[tuple[str, ...], list[str]] = {}
     for label, found in facts:
         columns.setdefault(tuple(found.get(name, "-") for name in names), []).append(label)
-    header = ("", *(", ".join(labels) for labels in columns.values()))
+    header = ("", *map(_several, columns.values()))
     rows = [(name, *(found[index] for found in columns)) for index, name in enumerate(names)]
-    commands = [(label, shlex.join(environment["command"])) for label, environment in made]
-    note = "A run is repeated, or resumed, by its command; config.yaml in its directory has every key."
-    return Section("Made with", [DataTable(header, rows)] if rows else [], note, "runs", commands)
+    commands = [(label, _command(environment)) for label, environment in made]
+    note = (
+        "A run is repeated, or resumed, by its command; config.yaml in its directory has every key. "
+        "Runs of several ranks may be started by srun or mpirun as well: see launch."
+    )
+    blocks = [DataTable(header, rows)] if rows else []
+    return Section("Made with", blocks, note, needs="runs", commands=commands)
+
+
+def _several(labels: Sequence[str]) -> str:
+    """Return the names of runs; of many, the first."""
+    shown = "; ".join(labels[:_MOST_NAMES])
+    return shown if len(labels) <= _MOST_NAMES else f"{shown} and {len(labels) - _MOST_NAMES} more"
+
+
+def _command(environment: Mapping[str, Any]) -> str:
+    """Return what starts a run with as many ranks: a rank knows its own command line, not its launcher's."""
+    _, script, *arguments = environment["command"]
+    ranks = environment["world_size"]
+    launcher = ["python"] if ranks == 1 else ["deepspeed", "--num_gpus", str(ranks)]
+    own = [argument for argument in arguments if not argument.startswith("--local_rank")]
+    return shlex.join([*launcher, script, *own])
 
 
 def _facts(environment: Mapping[str, Any]) -> dict[str, str]:

@@ -113,6 +113,8 @@ class Report:
 def find_runs(patterns: Iterable[str]) -> list[Path]:
     """Return the paths that names or glob patterns stand for, each once, in their order.
 
+    Of what a pattern matches, directories: beside runs lie their logs, and the tables of a sweep.
+
     Raises:
         UserError: there is nothing of a name or pattern.
     """
@@ -120,7 +122,9 @@ def find_runs(patterns: Iterable[str]) -> list[Path]:
     for pattern in patterns:
         path = Path(pattern)
         relative = str(path.relative_to(path.anchor))
-        matches = [path] if path.exists() else sorted(Path(path.anchor).glob(relative))
+        matches = [path]
+        if not path.exists():
+            matches = sorted(match for match in Path(path.anchor).glob(relative) if match.is_dir())
         if not matches:
             raise UserError(
                 "there is no such run",
