@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 # Before anything imports torch or deepspeed: they look at these once.
@@ -29,12 +30,18 @@ import psutil
 from assets import write_recipe
 from commands import deepspeed, kill_group, mpirun, python, start
 from faults import Fault, check_interrupted, end, num_steps, remount, run_forked, small_disk
+from ranks import run_ranks
 from test_journal import HEADER, some_records, write_journal
 from test_kill_and_resume import wait_until
 from test_lost_ranks import ranks_of
+from tiny_runs import start_engine
 
+from lezo_ds.benchmark.shapes import TASKS, opt_config, write_empty_model
+from lezo_ds.config import TrainConfig
+from lezo_ds.engine.agreement import fact_number
 from lezo_ds.errors import JournalError
 from lezo_ds.journal import Journal, read_journal
+from lezo_ds.model.layers import num_dropped_from_sparsity
 
 KINDS = {
     "fp32": [],
@@ -50,6 +57,7 @@ NUM_RECORDS = 200
 NUM_FLIPPED = 40
 HUNG_SECONDS = 3600
 STOP_SECONDS = 30
+REPETITIONS = 7
 LAUNCHERS = ("inner launcher", "command", "all")
 """Those that may have an exit code of their own when they get a signal."""
 STARTERS = {
@@ -352,6 +360,53 @@ def measure(recipe, directory, options):
     yield count
 
 
+def measure_checks(recipe, directory, options):
+    """Measure what a step's checks cost, by processor time, on OPT-125M's shape at SST-2's length."""
+    write_empty_model(opt_config("opt-125m"), "fp32", directory)
+    for sparsity in (0, 0.75):
+        count = Count(f"checks of OPT-125M's shape, one thread, sparsity {sparsity}")
+        ((step, plain, watched, facts, check, replay),) = run_ranks(
+            times_of_checks, 1, directory, sparsity, timeout=HUNG_SECONDS
+        )
+        share = (watched - plain + facts + check / TrainConfig.check_every) / step
+        count.notes += [
+            f"a step {step:.3f} s, its update {plain:.3f} s, with the sums of bits {watched:.3f} s",
+            f"hashes {1e3 * facts:.2f} ms",
+            f"a check of all weights {check:.3f} s, every {TrainConfig.check_every} steps",
+            f"all checks {100 * share:.2f} % of a step",
+            f"replay {1000 * replay:.0f} s per 1,000 steps",
+        ]
+        yield count
+
+
+def times_of_checks(model, sparsity):
+    """Return the processor seconds of a step, of parts of it and of a replayed step: each the least seen."""
+    num_dropped = num_dropped_from_sparsity(sparsity, 12)
+    engine = start_engine(model, num_dropped_layers=num_dropped)
+    batch, loss = TASKS["sst2"].micro_batches(1), TASKS["sst2"].loss
+
+    def seconds(action):
+        began = time.process_time()
+        action()
+        return time.process_time() - began
+
+    def update():
+        engine.weights.apply([record])
+        engine._remember([record])
+
+    # Weights of nothing but zeros have no gradient, and updates by 0 are left out.
+    record = replace(engine.train_batch(batch, loss), projected_grads=(1e-3,))
+    plain = min(seconds(update) for _ in range(TrainConfig.check_every))
+    replayed = min(seconds(lambda: engine.weights.apply([record] * 10)) for _ in range(REPETITIONS)) / 10
+    engine.watch_weights()
+    watched = min(seconds(update) for _ in range(TrainConfig.check_every))
+    check = seconds(engine.check_weights)
+    plan = engine._plan()
+    facts = min(seconds(lambda: fact_number(engine._facts(plan, plan, batch))) for _ in range(REPETITIONS))
+    step = min(seconds(lambda: engine.train_batch(batch, loss)) for _ in range(REPETITIONS))
+    return step, plain, watched, facts, check, replayed
+
+
 PARTS = {
     "cuts": cut_journals,
     "flips": flip_journals,
@@ -360,6 +415,7 @@ PARTS = {
     "stops": stop_runs,
     "disks": fill_disks,
     "figures": measure,
+    "checks": measure_checks,
 }
 
 

@@ -118,6 +118,7 @@ REFUSED = {
         ["zo.sparsity=null", f"zo.num_dropped_layers={NUM_BLOCKS + 1}"],
         ["zo.num_dropped_layers", f"got: {NUM_BLOCKS + 1}", f"0 to {NUM_BLOCKS}"],
     ),
+    "eps_0": (["zo.perturbation_scale=0"], ["zo.perturbation_scale", "got: 0", "a number above 0"]),
     "undivided_batch": (["train.batch_size=7"], ["train.batch_size=7, train.micro_batch_size=2", "1, 7"]),
     "no_data": (["data.path={inputs}/none"], ["data directory does not exist", "inputs0/none"]),
     "hub_data_offline": (["data.path=null"], ["cannot load nyu-mll/glue", "set data.path to a directory"]),
@@ -244,6 +245,17 @@ def test_a_run_directory_made_with_another_noise_version_is_refused(inputs, old_
     before = contents(old_run)
     assert_refused(
         whole(inputs, old_run), "the noise version differs from the journal's; got: 1; expected: 2"
+    )
+    assert contents(old_run) == before
+
+
+def test_a_run_directory_made_with_another_tokenizer_is_refused(inputs, old_run, tmp_path):
+    model = shutil.copytree(inputs / "whole_model", tmp_path / "model")
+    path = model / "tokenizer.json"
+    path.write_text(path.read_text() + "\n")
+    before = contents(old_run)
+    assert_refused(
+        whole(inputs, old_run, f"model.path={model}"), "config tokenizer differs from the journal's"
     )
     assert contents(old_run) == before
 

@@ -281,6 +281,21 @@ def test_a_directory_on_a_read_only_disk_is_refused_and_left_as_it_was(recipe, u
         assert finish(recipe, run_dir) == undisturbed[1]
 
 
+# Losses that are not finite.
+
+
+def test_a_run_that_diverges_ends_after_so_many_steps_in_a_row_with_an_exit_code_of_its_own(recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    given = [*arguments(recipe, run_dir), "zo.learning_rate=1e30", "zo.max_skipped_steps=3"]
+    finished = run_forked(given, num_ranks=2)
+    assert finished.code == 4
+    errors = {line for line in finished.err.splitlines() if line.startswith("error: ")}
+    assert len(errors) == 1
+    assert "zo.max_skipped_steps=3 steps in a row" in errors.pop()
+    steps = [r for r in read_journal(run_dir / "journal.jsonl")[1] if isinstance(r, StepRecord)]
+    assert [record.applied for record in steps][-4:] == [True, False, False, False]
+
+
 # Launchers.
 
 
