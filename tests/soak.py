@@ -431,6 +431,8 @@ def main():
     parser.add_argument("--stride", type=int, default=1, help="try every n-th operation and disk")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    # A shell's background jobs ignore it, and so would the runs that are to be stopped by it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     counts = []
     with tempfile.TemporaryDirectory() as directory:
         recipe = write_recipe(Path(directory))
