@@ -57,14 +57,16 @@ def peak_of_steps(directory, dtype, peft, num_ranks):
     distributed.init_distributed()
     config = ZoConfig(learning_rate=1e-6, sparsity=0.5)
     ds_config = load_ds_config(None, dtype, num_ranks, 16 // num_ranks)
+    PEAK.write_text("5")
     engine = initialize(str(directory), config, ds_config, dtype, peft=peft)
+    loading = resident("VmHWM")
     if peft is None:
         fill_with_random_weights(engine)
     gc.collect()
-    PEAK.write_text("5")  # the peak of loading is another matter
+    PEAK.write_text("5")  # random weights are another matter
     for _ in range(4):
         engine.train_batch(WORKLOAD.micro_batches(num_ranks), WORKLOAD.loss)
-    return resident("VmHWM")
+    return max(loading, resident("VmHWM"))
 
 
 @pytest.mark.distributed
@@ -74,8 +76,10 @@ def peak_of_steps(directory, dtype, peft, num_ranks):
     [
         ("fp32", 1, None),
         ("fp32", 2, None),
+        ("bf16", 1, None),  # loading takes most
         ("bf16", 2, None),
         ("fp32", 2, PeftConfig(kind="lora")),
+        ("fp32", 1, PeftConfig(kind="prefix")),
     ],
 )
 def test_the_model_predicts_what_a_rank_takes(dtype, num_ranks, peft, tmp_path):
@@ -137,6 +141,32 @@ def test_offloaded_weights_lie_in_the_host_and_are_gathered(opt_30b):
     assert memory.host == 4 * NUM_PARAMETERS
     assert memory.gathered > 0
     assert zo_memory(opt_30b, 1, offload="cpu", on_cpu=True).host == 0
+
+
+def test_of_weights_on_a_disk_small_shards_and_buffers_stay_in_memory(opt_30b):
+    memory = zo_memory(opt_30b, 1, offload="nvme", precision="fp32_master")
+    assert memory.weights == memory.low_bits == 0
+    assert memory.disk + memory.host_weights == 2 * (NUM_PARAMETERS + 5 * 10**8)
+    small = 48 * (4 * 7168 + 4 * 7168 + 7168 + 4 * 7168) + 2 * 7168  # biases and norms
+    assert memory.host_weights == 2 * (5 * 10**8 + small)
+    assert memory.host_low_bits == 2 * NUM_PARAMETERS
+    on_cpu = zo_memory(opt_30b, 1, offload="nvme", on_cpu=True)
+    assert (on_cpu.weights, on_cpu.disk, on_cpu.host) == (memory.host_weights, memory.disk, 0)
+
+
+def test_loading_takes_the_hosts_memory_for_a_shard_at_a_time(opt_30b):
+    def loading(precision, on_cpu):
+        return zo_memory(opt_30b, precision=precision, on_cpu=on_cpu, forward="two_pass").loading
+
+    assert loading("stochastic", False) == loading("fp32_master", False) == 0
+    assert loading("stochastic", True) == 2 * 50272 * 7168
+    # The last matrix: all other low bits are there, and its own are counted among them.
+    assert loading("fp32_master", True) == (18 - 2) * 7168 * 4 * 7168 - 2 * 3 * 7168
+
+
+def test_a_prefix_starts_from_a_pass_that_gathers_the_largest_module(opt_30b):
+    model = model_facts(opt_config("opt-30b"), "fp16", PeftConfig(kind="prefix"))
+    assert zo_memory(model).loading == 2 * 50272 * 7168
 
 
 def test_adamw_takes_sixteen_bytes_a_parameter_and_as_much_again_in_its_step_or_backward_pass(opt_30b):
@@ -216,4 +246,7 @@ def test_the_limits_of_prefetch_are_read_from_the_ds_config():
     zero = {"stage": 3, "stage3_max_live_parameters": 7, "stage3_prefetch_bucket_size": 5}
     config = {"zero_optimization": {**zero, "offload_param": {"device": "cpu"}}}
     assert sharding_of(config, 2, on_cpu=False) == Sharding(2, "cpu", 7, 5)
+    zero["offload_param"] = {"device": "nvme", "buffer_count": 3, "buffer_size": 11}
+    on_disk = {"zero_optimization": zero}
+    assert sharding_of(on_disk, 1, on_cpu=False) == Sharding(1, "nvme", 7, 5, disk_buffers=33)
     assert sharding_of({"zero_optimization": {"stage": 3}}, 2, on_cpu=True) == Sharding(2, on_cpu=True)

@@ -29,6 +29,10 @@ _SAVED_WIDEST = 2
 _DEFAULT_MAX_LIVE = 10**9  # DeepSpeed's own defaults, as the two below
 _DEFAULT_PREFETCH = 5 * 10**7
 _DEFAULT_REDUCE = 5 * 10**8
+_DEFAULT_NUM_BUFFERS = 5
+_DEFAULT_BUFFER = 10**8
+_LEAST_ON_DISK = 1 << 20  # bytes; DeepSpeed keeps smaller shards in memory
+_SPLIT_BYTES = 18  # an element, where low bits are split off: read in 16 bits, float32, three of integers
 
 CPU_RESERVE = int(0.36 * 2**30)
 """Python with torch, transformers and DeepSpeed, as measured: resident before a model is loaded, and after
@@ -73,6 +77,7 @@ class Sharding:
         prefetch_bucket: stage3_prefetch_bucket_size.
         reduce_bucket: reduce_bucket_size, of gradients.
         on_cpu: the ranks compute on CPUs.
+        disk_buffers: elements of the buffers between memory and an NVMe disk.
     """
 
     partition_size: int
@@ -81,6 +86,7 @@ class Sharding:
     prefetch_bucket: int = _DEFAULT_PREFETCH
     reduce_bucket: int = _DEFAULT_REDUCE
     on_cpu: bool = False
+    disk_buffers: int = _DEFAULT_NUM_BUFFERS * _DEFAULT_BUFFER
 
 
 @dataclass(frozen=True)
@@ -112,13 +118,16 @@ class Memory:
         optimizer: of AdamW: gradients, fp32 weights and moments.
         buckets: in which DeepSpeed reduces gradients.
         update: what AdamW's step needs beside these, if that is the worst moment.
+        loading: what loading needs beside these, if that is the worst moment.
         gathered: weights gathered from all ranks, and the buffers they arrive in.
         copies: perturbed weights of the module that runs.
         activations: hidden states, and keys and values where tokens are written.
         logits: with what the loss makes of them.
         reserve: that belongs to no tensor.
-        host_weights: its shards where they are offloaded to its host, or to a disk; not part of the total.
+        host_weights: its shards where they are offloaded to its host, or the buffers before a disk; not part
+            of the total.
         host_low_bits: the low bits there; not part of the total.
+        disk: its shards on an NVMe disk; not part of the total.
     """
 
     weights: int
@@ -126,6 +135,7 @@ class Memory:
     optimizer: int
     buckets: int
     update: int
+    loading: int
     gathered: int
     copies: int
     activations: int
@@ -133,6 +143,7 @@ class Memory:
     reserve: int
     host_weights: int = 0
     host_low_bits: int = 0
+    disk: int = 0
 
     @property
     def total(self) -> int:
@@ -146,22 +157,23 @@ class Memory:
 
     def parts(self) -> dict[str, int]:
         """Return the parts of the total by name."""
-        return {
-            part.name: getattr(self, part.name) for part in fields(self) if not part.name.startswith("host_")
-        }
+        elsewhere = ("host_weights", "host_low_bits", "disk")
+        return {part.name: getattr(self, part.name) for part in fields(self) if part.name not in elsewhere}
 
 
 def sharding_of(ds_config: Mapping[str, Any], partition_size: int, *, on_cpu: bool) -> Sharding:
     """Return what a DeepSpeed config (`lezo_ds.ds_config.load_ds_config`) says of the spread of weights."""
     zero = ds_config["zero_optimization"]
-    offload = zero.get("offload_param", {}).get("device", "none")
+    offload = zero.get("offload_param", {})
+    num_buffers = int(offload.get("buffer_count", _DEFAULT_NUM_BUFFERS))
     return Sharding(
         partition_size=partition_size,
-        offload=offload,
+        offload=offload.get("device", "none"),
         max_live=int(zero.get("stage3_max_live_parameters", _DEFAULT_MAX_LIVE)),
         prefetch_bucket=int(zero.get("stage3_prefetch_bucket_size", _DEFAULT_PREFETCH)),
         reduce_bucket=int(zero.get("reduce_bucket_size", _DEFAULT_REDUCE)),
         on_cpu=on_cpu,
+        disk_buffers=num_buffers * int(offload.get("buffer_size", _DEFAULT_BUFFER)),
     )
 
 
@@ -175,9 +187,11 @@ def memory_of(model: ModelFacts, sharding: Sharding, training: Training, reserve
         reserve: bytes that belong to no tensor: CPU_RESERVE, GPU_RESERVE or your own.
     """
     size = sharding.partition_size
-    num_held = sum(-(-parameter.numel // size) for parameter in model.parameters)
+    shards = [-(-parameter.numel // size) * model.itemsize for parameter in model.parameters]
     num_trained = sum(-(-p.numel // size) for p in model.parameters if p.trained)
-    weights = num_held * model.itemsize
+    disk = sum(shard for shard in shards if shard >= _LEAST_ON_DISK) if sharding.offload == "nvme" else 0
+    buffers = sharding.disk_buffers * model.itemsize if sharding.offload == "nvme" else 0
+    weights = sum(shards) - disk + buffers
     keeps_low_bits = training.method in ("lezo", "mezo") and training.precision == "fp32_master"
     low_bits = num_trained * LOW_BITS_BYTES if keeps_low_bits and model.itemsize < FP32_BYTES else 0
     is_adamw = training.method == "adamw"
@@ -185,6 +199,8 @@ def memory_of(model: ModelFacts, sharding: Sharding, training: Training, reserve
     moments = _moments(model, sharding, training)
     if is_adamw:
         moments.append(_Moment(update=_STEP_BYTES * num_trained))
+    else:
+        moments.append(_Moment(loading=_loading_bytes(model, sharding, low_bits)))
     worst = max(moments, key=lambda moment: moment.total)
     return Memory(
         weights=0 if offloaded else weights,
@@ -192,6 +208,7 @@ def memory_of(model: ModelFacts, sharding: Sharding, training: Training, reserve
         optimizer=num_trained * (model.itemsize + _OPTIMIZER_BYTES) if is_adamw else 0,
         buckets=_bucket_bytes(model, sharding) if is_adamw else 0,
         update=worst.update,
+        loading=worst.loading,
         gathered=worst.gathered,
         copies=worst.copies,
         activations=worst.activations,
@@ -199,7 +216,29 @@ def memory_of(model: ModelFacts, sharding: Sharding, training: Training, reserve
         reserve=reserve,
         host_weights=weights if offloaded else 0,
         host_low_bits=low_bits if offloaded else 0,
+        disk=disk,
     )
+
+
+def _loading_bytes(model: ModelFacts, sharding: Sharding, low_bits: int) -> int:
+    """Return what loading takes above the shards and all low bits.
+
+    Shards are read one after the other, into the host's memory: beside a GPU they take nothing of it. A
+    prefix starts from a forward pass that gathers each module's weights whole, through gloo in a buffer more.
+    """
+    gathered = 0
+    if model.starts_with_a_pass:
+        by_gloo = sharding.on_cpu and sharding.partition_size > 1
+        gathered = max(module.numel for module in model.modules) * model.itemsize * (2 if by_gloo else 1)
+    if not sharding.on_cpu:
+        return gathered
+    shards = [(-(-p.numel // sharding.partition_size), p.trained) for p in model.parameters]
+    reading, split = 0, 0
+    for numel, trained in shards:
+        splits = bool(low_bits) and trained
+        reading = max(reading, split + numel * (_SPLIT_BYTES if splits else model.itemsize))
+        split += numel * LOW_BITS_BYTES * splits
+    return max(gathered, reading - low_bits)
 
 
 def _bucket_bytes(model: ModelFacts, sharding: Sharding) -> int:
@@ -215,10 +254,11 @@ class _Moment:
     activations: int = 0
     logits: int = 0
     update: int = 0
+    loading: int = 0
 
     @property
     def total(self) -> int:
-        return self.gathered + self.copies + self.activations + self.logits + self.update
+        return self.gathered + self.copies + self.activations + self.logits + self.update + self.loading
 
 
 def _moments(model: ModelFacts, sharding: Sharding, training: Training) -> list[_Moment]:
@@ -246,7 +286,11 @@ def _num_signs(training: Training) -> int:
 
 
 def _gathered(model: ModelFacts, sharding: Sharding) -> list[GatheredElements]:
-    """Return what is gathered beside the shards: nothing where a rank has all weights on its device."""
+    """Return what is gathered beside the shards.
+
+    Nothing where a rank has all weights on its device: there a block is gathered as a whole
+    (`zero3.start_engine`), and what is gathered are its shards themselves. Else every module gathers its own.
+    """
     if sharding.partition_size == 1 and (sharding.offload == "none" or sharding.on_cpu):
         return [GatheredElements(0, 0)] * len(model.modules)
     return gathered_elements(

@@ -67,6 +67,7 @@ class ModelFacts:
         vocabulary_size: number of logits of a token.
         max_length: longest input the model has positions for; None for no limit.
         itemsize: bytes of a weight.
+        starts_with_a_pass: what is trained starts from a forward pass: a prefix does.
     """
 
     name: str
@@ -80,6 +81,7 @@ class ModelFacts:
     vocabulary_size: int
     max_length: int | None
     itemsize: int
+    starts_with_a_pass: bool
 
     @property
     def parameters(self) -> tuple[ParameterFacts, ...]:
@@ -144,6 +146,7 @@ def model_facts(config: Any, dtype: str, peft: PeftConfig | None = None) -> Mode
         vocabulary_size=text.vocab_size,
         max_length=getattr(text, "max_position_embeddings", None),
         itemsize=DTYPES[dtype].itemsize,
+        starts_with_a_pass=peft is not None and peft.kind == "prefix",
     )
 
 
