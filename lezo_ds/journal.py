@@ -108,7 +108,8 @@ class Header:
     """What the journal's steps were made from; they mean nothing with anything else.
 
     Args:
-        noise_version: version of the noise function z(seed, parameter, element).
+        noise_version: version of the noise function z(seed, parameter, element); of fast noise it also names
+            what the bits depend on (see lezo_ds.noise.noise_version).
         model_fingerprint: hash of the base model.
         parameter_table_hash: hash of the parameters' names, ids and shapes.
         config: the run's whole config; kept as JSON keeps it (tuples become lists).
@@ -122,7 +123,7 @@ class Header:
 
     kind: ClassVar[str] = "header"
 
-    noise_version: int
+    noise_version: int | str
     model_fingerprint: str
     parameter_table_hash: str
     config: dict[str, Any]
@@ -147,7 +148,7 @@ def assert_compatible(header: Header, expected: Header, may_differ: Collection[s
         UserError: naming the first item that differs, and both values.
 
     """
-    items = {
+    items: dict[str, tuple[object, object]] = {
         "format version": (header.format_version, expected.format_version),
         "noise version": (header.noise_version, expected.noise_version),
         "model fingerprint": (header.model_fingerprint, expected.model_fingerprint),

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args
 from lezo_ds.benchmark.results import ModelSettings, Settings
 from lezo_ds.benchmark.shapes import SHAPES, TASKS
 from lezo_ds.model.checkpoint_files import DTYPES
-from lezo_ds.noise import UpdatePrecision
+from lezo_ds.noise import NoiseMode, UpdatePrecision
 
 T = TypeVar("T")
 _LISTS = ("shape", "layers", "ds_config", "partition_size", "task", "length", "micro_batches")
@@ -31,6 +31,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=positive, metavar="N", help="examples of a step, over all ranks; 16 by default")
     add("--dtype", choices=DTYPES, default="fp32", help="of the weights")
     add("--update-precision", choices=get_args(UpdatePrecision), default="fp32_master", help="in 16 bits")
+    add("--noise-mode", choices=get_args(NoiseMode), default="exact", help="of our steps; fast needs a GPU")
     add("--rounds", type=positive, default=5, metavar="N", help="timed steps of a variant")
     add("--threads", type=positive, default=1, metavar="N", help="of each rank on a CPU")
 
@@ -60,8 +61,8 @@ def _settings(
     workload = replace(
         typical, batch_size=arguments.batch or typical.batch_size, length=length or typical.length
     )
-    dtype, precision = arguments.dtype, arguments.update_precision
-    model = ModelSettings(shape, layers, dtype, precision, ds_config, partition_size)
+    dtype, precision, noise = arguments.dtype, arguments.update_precision, arguments.noise_mode
+    model = ModelSettings(shape, layers, dtype, precision, ds_config, partition_size, noise)
     return Settings(model, workload, micro_batches, arguments.rounds, arguments.threads)
 
 

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from lezo_ds import distributed
 from lezo_ds.benchmark.results import Elapsed, Kernels, KernelTiming
 from lezo_ds.benchmark.steps import time_once
 from lezo_ds.model import zero3
 from lezo_ds.model.checkpoint_files import DTYPES
-from lezo_ds.noise import noise_backend
+from lezo_ds.noise import NoiseBackend, noise_backend
 
 _SEED, _PARAMETER, _SCALE = 1, 2, 1e-3
 _CALLS = 4  # timed together, so that starting them counts little
@@ -51,23 +52,34 @@ def _repeat(operation: Callable[[], object]) -> None:
 
 
 def _operations(dtype: str, num_elements: int) -> list[tuple[str, int, Callable[[], object]]]:
-    """Return (name, bytes an element that it must read and write, operation)."""
+    """Return (name, bytes an element that it must read and write, operation); on a GPU of both noises."""
     device = zero3.device()
-    noise = noise_backend(device)
-    theta = noise.normal(_SEED, 0, 0, num_elements, device).to(DTYPES[dtype])
+    theta = noise_backend(device).normal(_SEED, 0, 0, num_elements, device).to(DTYPES[dtype])
     other = torch.empty_like(theta)
-    low = torch.zeros(num_elements, dtype=torch.int16, device=device)
     generator = torch.Generator(device).manual_seed(_SEED)
-    steps = [(seed, _SCALE) for seed in range(REPLAYED_STEPS)]
     size = theta.element_size()
+
+    def torch_noise() -> object:
+        return theta.add_(other.normal_(generator=generator), alpha=1e-9)
+
+    references = [
+        ("copy", 2 * size, lambda: other.copy_(theta)),
+        ("torch normal_ and add_", 4 * size, torch_noise),
+    ]
+    exact = _noise_operations(noise_backend(device), theta)
+    if device.type != "cuda":
+        return [*references, *exact]
+    fast = _noise_operations(noise_backend(device, "fast"), theta)
+    return [*references, *exact, *((f"{name}, fast", num_bytes, run) for name, num_bytes, run in fast)]
+
+
+def _noise_operations(noise: NoiseBackend, theta: Tensor) -> list[tuple[str, int, Callable[[], object]]]:
+    """Return what `_operations` does, of one backend on weights that it changes."""
+    num_elements, size, device = theta.numel(), theta.element_size(), theta.device
+    low = torch.zeros(num_elements, dtype=torch.int16, device=device)
+    steps = [(seed, _SCALE) for seed in range(REPLAYED_STEPS)]
     key = (_SEED, _PARAMETER, _SCALE)
     made: list[tuple[str, int, Callable[[], object]]] = [
-        ("copy", 2 * size, lambda: other.copy_(theta)),
-        (
-            "torch normal_ and add_",
-            4 * size,
-            lambda: theta.add_(other.normal_(generator=generator), alpha=1e-9),
-        ),
         ("normal, fp32", 4, lambda: noise.normal(_SEED, _PARAMETER, 0, num_elements, device)),
         ("perturb", 2 * size, lambda: noise.perturb(theta, *key)),
         ("perturb_pair", 3 * size, lambda: noise.perturb_pair(theta, *key)),

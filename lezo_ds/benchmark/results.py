@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from lezo_ds.benchmark.shapes import Workload
 from lezo_ds.errors import UserError
 from lezo_ds.files import write_atomically
-from lezo_ds.noise import UpdatePrecision
+from lezo_ds.noise import NoiseMode, UpdatePrecision
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class ModelSettings:
         precision: how our updates are stored in 16 bits.
         deepspeed: path of the DeepSpeed JSON; None for DeepSpeed's own settings.
         partition_size: number of ranks that share the weights under ZeRO-3; None for all.
+        noise: of our steps.
     """
 
     shape: str
@@ -34,6 +35,7 @@ class ModelSettings:
     precision: UpdatePrecision = "fp32_master"
     deepspeed: str | None = None
     partition_size: int | None = None
+    noise: NoiseMode = "exact"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from lezo_ds.engine.step_plan import noise_seed
 from lezo_ds.errors import UserError
 from lezo_ds.model import zero3
 from lezo_ds.model.layers import draw_dropped_layers, find_blocks, num_dropped_from_sparsity
-from lezo_ds.noise import UpdatePrecision, noise_backend
+from lezo_ds.noise import NoiseMode, UpdatePrecision, noise_backend
 
 LEARNING_RATE = 1e-7
 PERTURBATION_SCALE = 1e-3
@@ -263,7 +263,9 @@ def ours(
     return Variant(name.text, stored + low_bits, step, lambda: _sharded_stages(engine, clock))
 
 
-def ours_config(name: VariantName, precision: UpdatePrecision = "fp32_master") -> ZoConfig:
+def ours_config(
+    name: VariantName, precision: UpdatePrecision = "fp32_master", noise: NoiseMode = "exact"
+) -> ZoConfig:
     """Return the engine's settings for a variant of it."""
     return ZoConfig(
         learning_rate=LEARNING_RATE,
@@ -272,6 +274,7 @@ def ours_config(name: VariantName, precision: UpdatePrecision = "fp32_master") -
         forward=name.forward,
         directions=name.directions,
         update_precision=precision,
+        noise=noise,
     )
 
 
@@ -308,7 +311,7 @@ def _sharded_stages(engine: LezoEngine, clock: StageClock) -> Iterator[None]:
     owner, gathering = zero3.GATHERING
     with (
         clock.methods(engine.module, ["forward"], "forward"),
-        clock.methods(noise_backend(engine.device), _NOISE_METHODS, "perturb"),
+        clock.methods(noise_backend(engine.device, engine.weights.noise), _NOISE_METHODS, "perturb"),
         clock.methods(engine.weights, ["apply"], "update"),
         clock.methods(owner, gathering, "gather"),
     ):

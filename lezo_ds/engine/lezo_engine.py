@@ -21,7 +21,7 @@ from torch import Tensor
 from lezo_ds import distributed
 from lezo_ds.config import PeftConfig, ZoConfig, num_dropped
 from lezo_ds.data.batch import LossFunction, MicroBatch
-from lezo_ds.engine.agreement import Facts, batch_digest, disagreement, wrong_weights
+from lezo_ds.engine.agreement import Facts, batch_digest, check_noise, disagreement, wrong_weights
 from lezo_ds.engine.estimator import OUTLIER_WINDOW, estimate, is_outlier
 from lezo_ds.engine.model_engine import ModelEngine, to_device
 from lezo_ds.engine.step_plan import MAX_BLOCKS, PLAN_BYTES, StepPlan, direction_seed, noise_seed
@@ -332,10 +332,14 @@ def initialize(
 
     Raises:
         UserError: no such model, no transformer blocks, weights or an adapter that do not fit; or all that
-            would be trained is in blocks, and all blocks are dropped.
+            would be trained is in blocks, and all blocks are dropped; or fast noise that is not the same
+            everywhere.
     """
     distributed.init_distributed()
-    sharded = load_sharded_model(model, ds_config, dtype, config.update_precision, seed, peft, partition_size)
+    noise = config.noise
+    check_noise(noise, ds_config)
+    precision = config.update_precision
+    sharded = load_sharded_model(model, ds_config, dtype, precision, seed, peft, partition_size, noise)
     num_blocks = sharded.layout.num_blocks
     if num_blocks > MAX_BLOCKS:
         raise UserError("the model has too many blocks", got=num_blocks, expected=f"at most {MAX_BLOCKS}")
@@ -354,5 +358,5 @@ def initialize(
         )
     blocks = sharded.module.get_submodule(sharded.layout.path).children()
     engine = zero3.start_engine(sharded.module, blocks, sharded.ds_config)
-    perturbed = PerturbedForward(sharded.module, trainable, noise_backend(zero3.device()))
+    perturbed = PerturbedForward(sharded.module, trainable, noise_backend(zero3.device(), noise))
     return LezoEngine(engine, perturbed, sharded, config, seed)

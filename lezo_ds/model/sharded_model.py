@@ -27,7 +27,7 @@ from lezo_ds.model.perturbed_forward import NamedParameter
 from lezo_ds.model.snapshots import LOW_BITS_DIRECTORY, write_snapshot
 from lezo_ds.model.weights import ShardedWeights
 from lezo_ds.model.zero3 import ShardedParameter
-from lezo_ds.noise import UpdatePrecision
+from lezo_ds.noise import NoiseMode, UpdatePrecision
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ def load_sharded_model(
     seed: int = 0,
     peft: PeftConfig | None = None,
     partition_size: int | None = None,
+    noise: NoiseMode = "exact",
 ) -> ShardedModel:
     """Build a model, shard it, and fill the shards; each rank reads only its own slices. A collective.
 
@@ -114,6 +115,7 @@ def load_sharded_model(
         seed: of the run; the initial values of an adapter follow from it.
         peft: the adapter to train; None to train all weights.
         partition_size: number of ranks that share the weights; every so many ranks hold a replica. None: all.
+        noise: of the updates.
 
     Raises:
         UserError: no such model, no transformer blocks, weights or an adapter that do not fit.
@@ -134,7 +136,7 @@ def load_sharded_model(
         for name, parameter in ((own_name(name), parameter) for name, parameter in module.named_parameters())
     }
     parameters = zero3.sharded_parameters(module, named)
-    weights = ShardedWeights(parameters, aliases, precision, has_adapter=adapter is not None)
+    weights = ShardedWeights(parameters, aliases, precision, adapter is not None, noise)
     load_weights(weights, module, directory)
     shapes = {parameter.name: parameter.shape for parameter in parameters}
     base = BaseModel(model, directory, weights.digest(weights.base_parameters), table_hash(shapes))

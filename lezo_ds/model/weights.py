@@ -18,7 +18,7 @@ from lezo_ds.model.digest import shard_digest
 from lezo_ds.model.guard import ShardGuard
 from lezo_ds.model.witness import Sample, Witness
 from lezo_ds.model.zero3 import ShardedParameter
-from lezo_ds.noise import UpdatePrecision, noise_backend, split_master
+from lezo_ds.noise import NoiseMode, UpdatePrecision, noise_backend, split_master
 
 _LOW_STREAM = 0x80000000  # keeps the digest of the low bits apart from that of the shard they belong to
 
@@ -31,11 +31,13 @@ class ShardedWeights:
         aliases: every name of each parameter (tied weights have several).
         precision: how updates are stored (see lezo_ds.noise.precision).
         has_adapter: only an adapter's parameters are trained, and no checkpoint of the model holds them.
+        noise: of the updates.
 
     Attributes:
         base_parameters: those that a checkpoint of the model holds.
         adapter_parameters: the adapter's; empty without one.
         low_bits: by parameter name, those of this rank's shards.
+        noise: as above.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class ShardedWeights:
         aliases: Mapping[str, tuple[str, ...]],
         precision: UpdatePrecision,
         has_adapter: bool = False,
+        noise: NoiseMode = "exact",
     ) -> None:
         self.parameters = parameters
         self.adapter_parameters = [p for p in parameters if has_adapter and p.parameter.requires_grad]
         self.base_parameters = [p for p in parameters if not (has_adapter and p.parameter.requires_grad)]
         self._aliases = aliases
         self._precision = precision
+        self.noise: NoiseMode = noise
         self.low_bits: dict[str, Tensor] = {}
         self._guard: ShardGuard | None = None
         self._initial: list[tuple[ShardedParameter, Tensor, Tensor | None]] = []
@@ -154,7 +158,7 @@ class ShardedWeights:
         name, low = parameter.name, self.low_bits.get(parameter.name)
         start, parameter_id = parameter.start, parameter.named.parameter_id
         with parameter.shard(write=True) as shard:
-            noise = noise_backend(shard.device)  # offloaded shards are updated where they lie
+            noise = noise_backend(shard.device, self.noise)  # offloaded shards are updated where they lie
             if len(steps) == 1:
                 seed, coefficient = steps[0]
                 sums = None if self._guard is None else self._guard.sums_of(name)
@@ -211,7 +215,7 @@ class ShardedWeights:
             if parameter.parameter.requires_grad and parameter.count:
                 with parameter.shard() as shard:
                     samples.append(Sample.take(parameter, shard, self.low_bits.get(parameter.name)))
-        return Witness(samples, self._precision)
+        return Witness(samples, self._precision, self.noise)
 
     def digests(self, parameters: Sequence[ShardedParameter] | None = None) -> dict[str, int]:
         """Return a digest of each full parameter and its low bits, however sharded. A collective.

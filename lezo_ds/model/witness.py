@@ -11,7 +11,7 @@ from torch import Tensor
 from lezo_ds.engine.step_plan import updates_of
 from lezo_ds.journal import StepRecord
 from lezo_ds.model.zero3 import ShardedParameter
-from lezo_ds.noise import UpdatePrecision, noise_backend
+from lezo_ds.noise import NoiseMode, UpdatePrecision, noise_backend
 
 _NUM_ELEMENTS = 64
 
@@ -51,9 +51,10 @@ class Sample:
 class Witness:
     """Samples of a rank's shards that follow the journal by themselves; made by `ShardedWeights.witness`."""
 
-    def __init__(self, samples: Sequence[Sample], precision: UpdatePrecision) -> None:
+    def __init__(self, samples: Sequence[Sample], precision: UpdatePrecision, noise: NoiseMode) -> None:
         self.samples = samples
         self._precision = precision
+        self._noise: NoiseMode = noise
 
     def follow(self, records: Iterable[StepRecord]) -> None:
         """Replay steps on the samples."""
@@ -61,7 +62,7 @@ class Witness:
         for sample in self.samples:
             named, start = sample.parameter.named, sample.parameter.start + sample.begin
             if steps := updates_of(named.block, applied):
-                noise_backend(sample.values.device).update_many_(
+                noise_backend(sample.values.device, self._noise).update_many_(
                     sample.values, start, named.parameter_id, steps, self._precision, sample.low
                 )
 

@@ -8,19 +8,18 @@
 True
 """
 
-from lezo_ds.noise.backend import NoiseBackend, SeedAndCoefficient
+from lezo_ds.noise.backend import NoiseBackend, NoiseMode, SeedAndCoefficient
 from lezo_ds.noise.precision import UpdatePrecision, join_master, split_master
-from lezo_ds.noise.select import noise_backend
-
-NOISE_VERSION = 1
-"""Of the function z(seed, parameter, element) and its use; raised when any bit of them changes."""
+from lezo_ds.noise.select import NOISE_VERSION, noise_backend, noise_version
 
 __all__ = [
     "NOISE_VERSION",
     "NoiseBackend",
+    "NoiseMode",
     "SeedAndCoefficient",
     "UpdatePrecision",
     "join_master",
     "noise_backend",
+    "noise_version",
     "split_master",
 ]

@@ -1,9 +1,9 @@
-"""What every noise backend offers; all of them give the same bits."""
+"""What every noise backend offers; all that are exact give the same bits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from lezo_ds.noise.precision import STORAGE_DTYPES, UpdatePrecision
 
 SeedAndCoefficient = tuple[int, float]
+
+NoiseMode = Literal["exact", "fast"]
+"""The same bits everywhere, or those of a GPU's approximations of logarithm, root, sine and cosine."""
 
 
 class NoiseBackend(Protocol):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lezo_ds.noise import triton_kernels as kernels
-from lezo_ds.noise.backend import SeedAndCoefficient, check_perturb, check_range, check_update
+from lezo_ds.noise.backend import NoiseMode, SeedAndCoefficient, check_perturb, check_range, check_update
 from lezo_ds.noise.precision import UpdatePrecision
 
-# Philox blocks (4 elements each) a program handles: 8 elements a thread with 4 warps.
-BLOCKS_PER_TILE = 256
+logger = logging.getLogger(__name__)
+
+Trial = Callable[["TritonNoise"], object]
+"""An operation on scratch memory, by the backend that it is given."""
 
 _PRECISIONS: dict[UpdatePrecision, int] = {
     "nearest": kernels.NEAREST.value,
@@ -22,29 +27,74 @@ _PRECISIONS: dict[UpdatePrecision, int] = {
 }
 
 
+@dataclass(frozen=True)
+class Tile:
+    """How much of a tensor one program of a kernel handles; it changes no bit.
+
+    Attributes:
+        num_blocks: Philox blocks (4 elements each), a power of two.
+        num_warps: of 32 threads each that share them.
+    """
+
+    num_blocks: int
+    num_warps: int
+
+    def count(self, start: int, num_elements: int) -> int:
+        """Return how many tiles cover elements [start, start + num_elements)."""
+        return -(-(start % 4 + num_elements) // (4 * self.num_blocks)) if num_elements else 0
+
+
+SMALL_TILE = Tile(256, 4)
+"""For rows, and for what is called rarely."""
+
+TILES = (SMALL_TILE, Tile(128, 4), Tile(512, 4), Tile(512, 8), Tile(1024, 8))
+"""From which the fastest is chosen."""
+
+TUNED_ELEMENTS = 1 << 16
+"""Operations on fewer weights are not worth tuning."""
+
+TRIAL_ELEMENTS = 1 << 25
+_TRIALS = 20
+
+
 class TritonNoise:
-    """`NoiseBackend` on CUDA devices."""
+    """`NoiseBackend` on CUDA devices.
+
+    The kernels that touch every weight are timed on scratch memory at first use, with each of `TILES`.
+
+    Args:
+        mode: "exact" has the bits of the other backends, "fast" those of this model of GPU and version of
+            Triton (see lezo_ds.noise.triton_kernels).
+        tile: to use in the place of the fastest.
+    """
+
+    def __init__(self, mode: NoiseMode = "exact", tile: Tile | None = None) -> None:
+        self._mode: NoiseMode = mode
+        self._tile = tile
+        self._fastest: dict[tuple[object, ...], Tile] = {}
 
     def normal(self, seed: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
         """See `NoiseBackend.normal`."""
         check_range(seed, parameter_id, start, count)
         out = torch.empty(count, dtype=torch.float32, device=device)
+        tile = self._tile or SMALL_TILE
         aligned = start % 4 == 0
-        tiles = _num_tiles(start, count)
-        _launch(kernels.normal_kernel, tiles, out, seed, parameter_id, start, count, aligned=aligned)
+        programs = tile.count(start, count)
+        arguments = (out, seed, parameter_id, start, count)
+        self._launch(kernels.normal_kernel, tile, programs, *arguments, aligned=aligned)
         return out
 
     def perturb(
         self, theta: Tensor, seed: int, parameter_id: int, scale: float, out_dtype: torch.dtype | None = None
     ) -> Tensor:
         """See `NoiseBackend.perturb`."""
-        return _perturb(theta, None, seed, parameter_id, scale, out_dtype, pair=False)[0]
+        return self._perturb(theta, None, seed, parameter_id, scale, out_dtype, pair=False)[0]
 
     def perturb_pair(
         self, theta: Tensor, seed: int, parameter_id: int, scale: float, out_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
         """See `NoiseBackend.perturb_pair`."""
-        plus, minus = _perturb(theta, None, seed, parameter_id, scale, out_dtype, pair=True)
+        plus, minus = self._perturb(theta, None, seed, parameter_id, scale, out_dtype, pair=True)
         return plus, minus
 
     def perturb_rows(
@@ -57,7 +107,7 @@ class TritonNoise:
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """See `NoiseBackend.perturb_rows`. Rows out of range are not caught."""
-        return _perturb(theta, rows, seed, parameter_id, scale, out_dtype, pair=False)[0]
+        return self._perturb(theta, rows, seed, parameter_id, scale, out_dtype, pair=False)[0]
 
     def perturb_rows_pair(
         self,
@@ -69,7 +119,7 @@ class TritonNoise:
         out_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `NoiseBackend.perturb_rows_pair`. Rows out of range are not caught."""
-        plus, minus = _perturb(theta, rows, seed, parameter_id, scale, out_dtype, pair=True)
+        plus, minus = self._perturb(theta, rows, seed, parameter_id, scale, out_dtype, pair=True)
         return plus, minus
 
     def update_(
@@ -86,9 +136,11 @@ class TritonNoise:
         """See `NoiseBackend.update_`."""
         check_update(shard, precision, low)
         check_range(seed, parameter_id, start, shard.numel())
-        _launch(
+        tile = self._update_tile(shard, precision)
+        self._launch(
             kernels.update_kernel,
-            _num_tiles(start, shard.numel()),
+            tile,
+            tile.count(start, shard.numel()),
             shard,
             low,
             sums,
@@ -116,9 +168,11 @@ class TritonNoise:
             check_range(seed, parameter_id, start, shard.numel())
         seeds = torch.tensor([seed for seed, _ in steps], dtype=torch.uint64, device=shard.device)
         coefficients = torch.tensor([c for _, c in steps], dtype=torch.float32, device=shard.device)
-        _launch(
+        tile = self._update_tile(shard, precision)
+        self._launch(
             kernels.update_many_kernel,
-            _num_tiles(start, shard.numel()),
+            tile,
+            tile.count(start, shard.numel()),
             shard,
             low,
             seeds,
@@ -131,62 +185,124 @@ class TritonNoise:
             aligned=start % 4 == 0,
         )
 
+    def _perturb(
+        self,
+        theta: Tensor,
+        rows: Tensor | None,
+        seed: int,
+        parameter_id: int,
+        scale: float,
+        out_dtype: torch.dtype | None,
+        *,
+        pair: bool,
+    ) -> list[Tensor]:
+        """Return [theta + scale z], and theta - scale z if `pair`, of the given rows or (None) of all."""
+        out_dtype = out_dtype or theta.dtype
+        check_perturb(theta, rows, out_dtype)
+        check_range(seed, parameter_id, 0, theta.numel())
+        theta = theta.contiguous()
+        if rows is None:
+            shape, num_rows, width = theta.shape, 1, theta.numel()
+            tile = self._perturb_tile(theta, out_dtype, pair=pair)
+        else:
+            rows = rows.contiguous()
+            shape, num_rows, width = torch.Size((len(rows), theta.shape[1])), len(rows), theta.shape[1]
+            tile = self._tile or SMALL_TILE
+        outs = [torch.empty(shape, dtype=out_dtype, device=theta.device) for _ in range(2 if pair else 1)]
+        aligned = rows is None or width % 4 == 0
+        tiles_per_row = tile.count(0 if aligned else 3, width)
+        self._launch(
+            kernels.perturb_kernel,
+            tile,
+            num_rows * tiles_per_row,
+            theta,
+            rows,
+            outs[0],
+            outs[1] if pair else None,
+            seed,
+            parameter_id,
+            scale,
+            width,
+            tiles_per_row,
+            aligned=aligned,
+        )
+        return outs
 
-def _perturb(
-    theta: Tensor,
-    rows: Tensor | None,
-    seed: int,
-    parameter_id: int,
-    scale: float,
-    out_dtype: torch.dtype | None,
-    *,
-    pair: bool,
-) -> list[Tensor]:
-    """Return [theta + scale z], and theta - scale z if `pair`, of the given rows or (None) of all."""
-    out_dtype = out_dtype or theta.dtype
-    check_perturb(theta, rows, out_dtype)
-    check_range(seed, parameter_id, 0, theta.numel())
-    theta = theta.contiguous()
-    if rows is None:
-        shape, num_rows, width = theta.shape, 1, theta.numel()
-    else:
-        rows = rows.contiguous()
-        shape, num_rows, width = torch.Size((len(rows), theta.shape[1])), len(rows), theta.shape[1]
-    outs = [torch.empty(shape, dtype=out_dtype, device=theta.device) for _ in range(2 if pair else 1)]
-    aligned = rows is None or width % 4 == 0
-    tiles_per_row = _num_tiles(0 if aligned else 3, width)
-    _launch(
-        kernels.perturb_kernel,
-        num_rows * tiles_per_row,
-        theta,
-        rows,
-        outs[0],
-        outs[1] if pair else None,
-        seed,
-        parameter_id,
-        scale,
-        width,
-        tiles_per_row,
-        aligned=aligned,
-    )
-    return outs
+    def _perturb_tile(self, theta: Tensor, out_dtype: torch.dtype, *, pair: bool) -> Tile:
+        def prepare() -> Trial:
+            scratch = torch.zeros(TRIAL_ELEMENTS, dtype=theta.dtype, device=theta.device)
+            return lambda noise: noise._perturb(scratch, None, 0, 0, 1e-3, out_dtype, pair=pair)
+
+        return self._fastest_tile(("perturb", theta.dtype, out_dtype, pair), theta, prepare)
+
+    def _update_tile(self, shard: Tensor, precision: UpdatePrecision) -> Tile:
+        def prepare() -> Trial:
+            scratch = torch.zeros(TRIAL_ELEMENTS, dtype=shard.dtype, device=shard.device)
+            has_low = precision == "fp32_master" and shard.dtype != torch.float32
+            low = torch.zeros_like(scratch, dtype=torch.int16) if has_low else None
+            sums = torch.zeros(2, dtype=torch.int64, device=shard.device)
+            return lambda noise: noise.update_(scratch, 0, 0, 0, 1e-3, precision, low, sums)
+
+        return self._fastest_tile(("update", shard.dtype, precision), shard, prepare)
+
+    def _fastest_tile(self, key: tuple[object, ...], weights: Tensor, prepare: Callable[[], Trial]) -> Tile:
+        """Return the tile with which an operation, known by its key, is fastest on many weights."""
+        if self._tile is not None:
+            return self._tile
+        if weights.numel() < TUNED_ELEMENTS or not is_timed(weights.device):
+            return SMALL_TILE
+        if key not in self._fastest:
+            trial = prepare()
+            seconds = {tile: _seconds(trial, TritonNoise(self._mode, tile), weights.device) for tile in TILES}
+            self._fastest[key] = min(seconds, key=lambda tile: seconds[tile])
+            logger.info("the noise kernel of %s is tuned: %s", key, self._fastest[key])
+        return self._fastest[key]
+
+    def _launch(
+        self,
+        kernel: Any,  # noqa: ANN401
+        tile: Tile,
+        num_programs: int,
+        first: Tensor,
+        *arguments: object,
+        **constants: object,
+    ) -> None:
+        """Run `num_programs` programs of a kernel on the first tensor's device."""
+        if num_programs == 0:
+            return
+        with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
+            kernel[(num_programs,)](
+                first,
+                *arguments,
+                **constants,
+                fast=self._mode == "fast",
+                num_blocks=tile.num_blocks,
+                num_warps=tile.num_warps,
+                enable_fp_fusion=False,
+            )
 
 
-def _num_tiles(start: int, count: int) -> int:
-    """Return how many tiles cover elements [start, start + count)."""
-    return -(-(start % 4 + count) // (4 * BLOCKS_PER_TILE)) if count else 0
+def is_timed(device: torch.device) -> bool:
+    """Whether time on a device says which tile is best: not in Triton's interpreter."""
+    return device.type == "cuda"
+
+
+def _seconds(trial: Trial, noise: TritonNoise, device: torch.device) -> float:
+    """Return how long a trial takes, compiled before."""
+    trial(noise)
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(_TRIALS):
+        trial(noise)
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _precision_code(shard: Tensor, precision: UpdatePrecision) -> int:
     """Return the kernels' code; fp32 storage is plain in every mode."""
     return _PRECISIONS["nearest" if shard.dtype == torch.float32 else precision]
-
-
-def _launch(kernel: Any, num_programs: int, first: Tensor, *arguments: object, **constants: object) -> None:  # noqa: ANN401
-    """Run `num_programs` programs of a kernel on the first tensor's device."""
-    if num_programs == 0:
-        return
-    with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
-        kernel[(num_programs,)](
-            first, *arguments, **constants, num_blocks=BLOCKS_PER_TILE, enable_fp_fusion=False
-        )

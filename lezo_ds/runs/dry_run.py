@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, check_world, num_dropped
+from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, check_world, noise_mode, num_dropped
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.ds_config import load_ds_config
+from lezo_ds.engine.agreement import check_noise
 from lezo_ds.errors import HubError
 from lezo_ds.model import zero3
 from lezo_ds.model.checkpoint_files import load_config, resolve_model
@@ -33,7 +34,9 @@ def describe_plan(config: RunConfig, world_size: int) -> str:
     Raises:
         UserError: anything that is wrong and can be known now.
     """
-    load_ds_config(config.deepspeed, config.model.dtype, world_size, config.train.micro_batch_size)
+    micro_batch_size = config.train.micro_batch_size
+    ds_config = load_ds_config(config.deepspeed, config.model.dtype, world_size, micro_batch_size)
+    check_noise(noise_mode(config), ds_config)
     lines = [
         f"run directory   {config.run_dir}",
         f"method          {config.method}, tuned: {_tuned(config)}",
@@ -80,7 +83,7 @@ def _training_lines(config: RunConfig, world_size: int) -> list[str]:
     else:
         optimiser = (
             f"learning rate {zo.learning_rate:g}, perturbation scale {zo.perturbation_scale:g}, "
-            f"{zo.forward} forward, {zo.update_precision} updates"
+            f"{zo.forward} forward, {zo.update_precision} updates, {zo.noise} noise"
         )
     return [
         f"ranks           {world_size}, each with {num_micro_batches // world_size} of a step's "
@@ -123,6 +126,7 @@ def _memory_line(config: RunConfig, facts: ModelFacts, data: TaskData | None, wo
     beside = {
         "buckets of gradients": memory.buckets,
         "AdamW's step": memory.update,
+        "loading": memory.loading,
         "gathered": memory.gathered,
         "perturbed copies": memory.copies,
         "activations": memory.activations,
@@ -130,9 +134,10 @@ def _memory_line(config: RunConfig, facts: ModelFacts, data: TaskData | None, wo
         "no tensors": memory.reserve,
     }
     parts = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in beside.items() if size)
-    host = f", and {memory.host / _GIB:.2f} of its host" if memory.host else ""
+    elsewhere = {"its host": memory.host, "its disk": memory.disk}
+    rest = "".join(f", and {size / _GIB:.2f} of {where}" for where, size in elsewhere.items() if size)
     return (
-        f"memory a rank   {shards / _GIB:.2f} GiB of shards; {parts}; {memory.total / _GIB:.2f} in all{host}"
+        f"memory a rank   {shards / _GIB:.2f} GiB of shards; {parts}; {memory.total / _GIB:.2f} in all{rest}"
     )
 
 

@@ -76,7 +76,14 @@ def make_engine(config: RunConfig) -> LezoEngine:
 
 def scoring_only(zo: ZoConfig) -> ZoConfig:
     """Return settings of an engine that updates nothing: no low bits beside the weights."""
-    return replace(zo, learning_rate=0.0, sparsity=0.0, num_dropped_layers=None, update_precision="nearest")
+    return replace(
+        zo,
+        learning_rate=0.0,
+        sparsity=0.0,
+        num_dropped_layers=None,
+        update_precision="nearest",
+        noise="exact",
+    )
 
 
 def _ds_config(config: RunConfig) -> dict[str, Any]:
