@@ -184,6 +184,15 @@ def test_speedups_are_ratios_of_step_times_and_of_steps_to_the_same_score(write_
     ]
 
 
+def test_lezo_that_leaves_out_no_block_is_mezo(write_run):
+    paths = [write_run("dense", "zo.sparsity=0", pace=3.0), write_run("a", "zo.sparsity=0.75", pace=2.0)]
+    sections = make_page(paths)
+    (table,) = section(sections, "Speedup against MeZO").blocks
+    assert table.rows == [("a", "dense", "1.50", "1.00", "1.50")]
+    assert [row[3] for row in table_of(sections, "Runs").rows] == ["mezo", "lezo"]
+    assert "MeZO" in {row[0] for row in table_of(sections, "Scores beside the paper's").rows}
+
+
 def test_the_grid_holds_the_mean_of_each_cell_and_shades_the_best_most(write_run):
     paths = [
         write_run("a", "zo.learning_rate=1e-6", "zo.sparsity=0.5", test=0.8),

@@ -17,12 +17,14 @@ class DataTable:
         rows: the others.
         shades: 0 to 1 for each row's cells from the second on, how strong their colour is; may be empty.
         title: above it.
+        is_text: its cells are words, not numbers: they may be broken.
     """
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     shades: Sequence[Sequence[float | None]] = ()
     title: str = ""
+    is_text: bool = False
 
 
 Block = LineChart | BarChart | DataTable

@@ -12,6 +12,7 @@ from lezo_ds.benchmark.variants import VariantName
 from lezo_ds.reports.blocks import Block, DataTable, Section
 from lezo_ds.reports.charts import BarChart, LineChart, Point, Series, number
 from lezo_ds.reports.records import RunRecord
+from lezo_ds.reports.tables import method_of
 from lezo_ds.tasks import get_task
 
 _REFERENCE = "mezo_reference"
@@ -148,10 +149,10 @@ def _test(run: RunRecord) -> float:
 
 def _gains(group: Sequence[RunRecord]) -> list[tuple[str, ...]]:
     """Return a line for each run of LeZO against the first run of MeZO of its experiment."""
-    mezo = next((run for run in group if run.config.method == "mezo"), None)
+    mezo = next((run for run in group if method_of(run.config) == "mezo"), None)
     rows = []
     for run in group:
-        if mezo is None or run.config.method != "lezo":
+        if mezo is None or method_of(run.config) != "lezo":
             continue
         pace = _ratio(mezo.seconds_per_step, run.seconds_per_step)
         convergence = _convergence(mezo, run)

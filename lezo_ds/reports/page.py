@@ -48,6 +48,7 @@ svg .middle { text-anchor: middle; } svg .end { text-anchor: end; } svg .end.val
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; width: 100%; }
 th, td { padding: .3rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { text-align: left; min-width: 8rem; max-width: 26rem; white-space: normal; }
+.text th, .text td { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 5rem; }
 tr:last-child td { border-bottom: 0; }
 thead th { background: var(--box); white-space: normal; max-width: 26rem; vertical-align: bottom; }
 td[style] { background: rgba(var(--shade), var(--a)); }
@@ -187,7 +188,8 @@ def _table(table: DataTable) -> str:
         )
         rows.append(f"<tr>{''.join(cells)}</tr>")
     title = f"<h3>{escape(table.title)}</h3>" if table.title else ""
-    scroll = f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
+    kind = "scroll text" if table.is_text else "scroll"
+    scroll = f'<div class="{kind}" tabindex="0"><table><thead><tr>{head}</tr></thead>'
     return f"{title}{scroll}<tbody>{''.join(rows)}</tbody></table></div>"
 
 

@@ -12,7 +12,7 @@ from lezo_ds.reports.blocks import Block, DataTable, Section
 from lezo_ds.reports.charts import LineChart, Series, number, thin, thin_band
 from lezo_ds.reports.comparisons import grid, over_length, over_sparsity, speedups, stages
 from lezo_ds.reports.records import RunRecord
-from lezo_ds.reports.tables import Report, Table, table_lines
+from lezo_ds.reports.tables import Report, Table, method_of, table_lines
 from lezo_ds.runs.metrics import clock
 from lezo_ds.tasks import get_task
 
@@ -60,7 +60,8 @@ def _runs(runs: Sequence[RunRecord]) -> Section:
                 run.label,
                 run.config.model.path.rstrip("/").rpartition("/")[2],
                 TASKS[get_task(run.config.data.task).name].title,
-                run.config.method + ("" if run.config.peft.kind == "none" else f" {run.config.peft.kind}"),
+                method_of(run.config)
+                + ("" if run.config.peft.kind == "none" else f" {run.config.peft.kind}"),
                 run.sparsity or "-",
                 "-" if rate is None else number(rate),
                 f"{max((e['step'] for e in run.entries), default=0):,}{state}",
@@ -146,7 +147,7 @@ def _environment(runs: Sequence[RunRecord], benchmarks: Sequence[Results]) -> Se
         "A run is repeated, or resumed, by its command; config.yaml in its directory has every key. "
         "Runs of several ranks may be started by srun or mpirun as well: see launch."
     )
-    blocks = [DataTable(header, rows)] if rows else []
+    blocks = [DataTable(header, rows, is_text=True)] if rows else []
     return Section("Made with", blocks, note, needs="runs", commands=commands)
 
 

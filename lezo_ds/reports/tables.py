@@ -110,6 +110,12 @@ class Report:
     warnings: tuple[str, ...]
 
 
+def method_of(config: RunConfig) -> Method:
+    """Return what a run is called by in a comparison: LeZO that leaves out no block is MeZO."""
+    leaves_out_none = not config.zo.sparsity and not config.zo.num_dropped_layers
+    return "mezo" if config.method == "lezo" and leaves_out_none else config.method
+
+
 def find_runs(patterns: Iterable[str]) -> list[Path]:
     """Return the paths that names or glob patterns stand for, each once, in their order.
 
@@ -276,7 +282,7 @@ def _finished_run(path: Path, config: RunConfig, results: Mapping[str, Any]) -> 
     majority_class = results["majority_class"]
     return FinishedRun(
         path=path,
-        cell=Cell(model, get_task(config.data.task).name, config.method, config.peft.kind),
+        cell=Cell(model, get_task(config.data.task).name, method_of(config), config.peft.kind),
         test=100.0 * results["test"],
         majority_class=None if majority_class is None else 100.0 * majority_class,
         seeds=(config.seed, config.data.seed),
