@@ -55,6 +55,8 @@ def load_ds_config(
     ):
         value = config.get(key, number)
         _refuse(value != number, path, key, value, f"{number}, as the recipe has it", "remove it")
+    # Each weight is gathered into its place: several at once would be copied there, from a second buffer.
+    zero |= {"allgather_sequential": True}
     zero |= {"stage3_param_persistence_threshold": 0, "memory_efficient_linear": False}
     config["train_micro_batch_size_per_gpu"] = micro_batch_size
     return _with_dtype(config, path, dtype)
@@ -76,6 +78,12 @@ def _refuse_unusable(path: str | Path, config: Mapping[str, Any], flat: Mapping[
     allowed: tuple[tuple[str, tuple[object, ...], str], ...] = (
         ("zero_optimization.stage3_param_persistence_threshold", (0,), "resident copies go stale"),
         ("zero_optimization.memory_efficient_linear", (False,), "it changes the losses of bf16"),
+        ("zero_optimization.allgather_sequential", (True,), "else gathered weights take twice their memory"),
+        (
+            "zero_optimization.stage3_allgather_sequential",
+            (True,),
+            "else gathered weights take twice their memory",
+        ),
         ("zero_optimization.zero_hpz_partition_size", (0, 1), "the second copy goes stale"),
         (
             "zero_optimization.zero_quantized_weights",

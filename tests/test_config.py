@@ -354,6 +354,7 @@ def test_a_bare_stage_3_is_completed(dtype, tmp_path):
             "stage": 3,
             "stage3_param_persistence_threshold": 0,
             "memory_efficient_linear": False,
+            "allgather_sequential": True,
         },
         "csv_monitor": {"enabled": True, "output_path": "x"},
         "train_micro_batch_size_per_gpu": 8,
@@ -414,6 +415,7 @@ def test_a_deepspeed_section_that_does_not_fit_is_refused(sections, expected, tm
     [
         ("stage3_param_persistence_threshold", 100000),
         ("memory_efficient_linear", True),
+        ("allgather_sequential", False),
         ("zero_hpz_partition_size", 2),
         ("zero_quantized_weights", True),
         ("zero_quantized_nontrainable_weights", True),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -208,38 +207,19 @@ def modules(*sizes):
     ]
 
 
-gathered = partial(gathered_elements, by_gloo=False, has_buffers=True)
-
-
-def test_without_prefetch_a_module_has_its_own_weights_and_their_buffer_while_they_arrive():
-    found = gathered(modules([(0, 10)], [(1, 20), (2, 5)], []), max_live=1000, prefetch_bucket=0)
-    assert [elements.arriving for elements in found] == [10, 50, 0]
-    assert [elements.running for elements in found] == [10, 25, 0]
+def test_without_prefetch_a_module_has_its_own_weights():
+    assert gathered_elements(modules([(0, 10)], [(1, 20), (2, 5)], []), 1000, 0) == [10, 25, 0]
 
 
 def test_a_tied_table_stays_until_its_last_use():
-    found = gathered(modules([(0, 10)], [(1, 20)], [(0, 10)], []), max_live=1000, prefetch_bucket=0)
-    assert [elements.running for elements in found] == [10, 30, 10, 0]
+    assert gathered_elements(modules([(0, 10)], [(1, 20)], [(0, 10)], []), 1000, 0) == [10, 30, 10, 0]
 
 
 def test_prefetch_gathers_up_to_its_bucket_and_no_more_than_may_live():
     chain = modules(*[[(key, 10)] for key in range(6)])
-    assert [e.running for e in gathered(chain, 1000, 10)] == [20, 20, 20, 20, 20, 10]
-    assert gathered(chain, 1000, 25)[0].running == 40  # it ends with the parameter that reaches 25
-    assert max(e.running for e in gathered(chain, 20, 1000)) == 20
-
-
-def test_what_is_gathered_together_is_there_twice_until_the_last_of_it_is_waited_for():
-    found = gathered(modules([], [(0, 10)], [(1, 20)], [(2, 30)]), max_live=1000, prefetch_bucket=1000)
-    assert [elements.arriving for elements in found] == [0, 120, 110, 90]
-    assert [elements.running for elements in found] == [60, 120, 110, 30]
-
-
-def test_gloo_needs_as_much_again_for_what_its_two_threads_gather():
-    chain = modules(*[[(key, 10)] for key in range(6)])
-    by_gloo = gathered_elements(chain, 1000, 0, by_gloo=True, has_buffers=True)
-    assert [elements.arriving for elements in by_gloo] == [20] * 6
-    assert [elements.running for elements in by_gloo] == [10] * 6
+    assert gathered_elements(chain, 1000, 10) == [20, 20, 20, 20, 20, 10]
+    assert gathered_elements(chain, 1000, 25)[0] == 40  # it ends with the parameter that reaches 25
+    assert max(gathered_elements(chain, 20, 1000)) == 20
 
 
 def test_the_limits_of_prefetch_are_read_from_the_ds_config():

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from lezo_ds.config import Forward, Method
 from lezo_ds.noise import UpdatePrecision
-from lezo_ds.planning.gathering import GatheredElements, gathered_elements
+from lezo_ds.planning.gathering import gathered_elements
 from lezo_ds.planning.model_facts import ModelFacts, ModuleFacts
 
 Offload = Literal["none", "cpu", "nvme"]
@@ -119,7 +119,7 @@ class Memory:
         buckets: in which DeepSpeed reduces gradients.
         update: what AdamW's step needs beside these, if that is the worst moment.
         loading: what loading needs beside these, if that is the worst moment.
-        gathered: weights gathered from all ranks, and the buffers they arrive in.
+        gathered: weights gathered from all ranks.
         copies: perturbed weights of the module that runs.
         activations: hidden states, and keys and values where tokens are written.
         logits: with what the loss makes of them.
@@ -275,9 +275,7 @@ def _moments(model: ModelFacts, sharding: Sharding, training: Training) -> list[
             if num_signs and training.method == "adamw":
                 activations += _saved_bytes(model, inputs)
             copies = _copy_bytes(model, module, inputs, num_signs) if training.method != "adamw" else 0
-            arriving, running = elements.arriving * model.itemsize, elements.running * model.itemsize
-            moments.append(_Moment(arriving, 0, activations, 0))
-            moments.append(_Moment(running, copies, activations, logits))
+            moments.append(_Moment(elements * model.itemsize, copies, activations, logits))
     return moments
 
 
@@ -285,21 +283,15 @@ def _num_signs(training: Training) -> int:
     return 2 if training.method in ("lezo", "mezo") and training.forward == "dual" else 1
 
 
-def _gathered(model: ModelFacts, sharding: Sharding) -> list[GatheredElements]:
+def _gathered(model: ModelFacts, sharding: Sharding) -> list[int]:
     """Return what is gathered beside the shards.
 
     Nothing where a rank has all weights on its device: there a block is gathered as a whole
     (`zero3.start_engine`), and what is gathered are its shards themselves. Else every module gathers its own.
     """
     if sharding.partition_size == 1 and (sharding.offload == "none" or sharding.on_cpu):
-        return [GatheredElements(0, 0)] * len(model.modules)
-    return gathered_elements(
-        model.modules,
-        sharding.max_live,
-        sharding.prefetch_bucket,
-        by_gloo=sharding.on_cpu,
-        has_buffers=sharding.partition_size > 1,
-    )
+        return [0] * len(model.modules)
+    return gathered_elements(model.modules, sharding.max_live, sharding.prefetch_bucket)
 
 
 def _copy_bytes(model: ModelFacts, module: ModuleFacts, inputs: ForwardInputs, num_signs: int) -> int:
