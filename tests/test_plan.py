@@ -124,8 +124,8 @@ def test_each_of_more_forward_passes_gathers_the_model_again():
         plan_of("opt-30b", "--gpus", 2, "--gpu-memory", memory, "--length", 1024).chosen
         for memory in (80, 36.5)
     )
-    assert (one.config.train.micro_batch_size, two.config.train.micro_batch_size) == (8, 2)
-    assert two.work.gathered_bytes == 4 * one.work.gathered_bytes
+    assert (one.config.train.micro_batch_size, two.config.train.micro_batch_size) == (8, 4)
+    assert two.work.gathered_bytes == 2 * one.work.gathered_bytes
 
 
 def test_offloaded_shards_come_from_the_host_once_a_pass():
