@@ -20,6 +20,7 @@ from lezo_ds.reports.charts import (
     Series,
     draw_bars,
     draw_lines,
+    group_size,
     number,
     thin,
     thin_band,
@@ -63,14 +64,17 @@ def test_numbers_are_short():
 
 
 def test_a_long_curve_becomes_means_and_extremes_of_equal_parts():
-    points = [(float(x), float(x % 2)) for x in range(2000)]
-    thinned, band = thin(points), thin_band(points)
+    points = [(float(x), float(x % 2)) for x in range(20 * MAX_POINTS)]
+    size = group_size([points[:10], points, []])
+    thinned, band = thin(points, size), thin_band(points, size)
     assert len(thinned) == len(band) == MAX_POINTS
     assert thinned[0] == (9.5, 0.5)
     assert band[0] == (9.5, 0.0, 1.0)
-    assert thin(points[:MAX_POINTS]) == points[:MAX_POINTS]
-    assert len(thin(points[: MAX_POINTS + 1])) <= MAX_POINTS
-    assert thin([]) == []
+    assert thin(points[:20], size) == thinned[:1]
+    assert group_size([points[:MAX_POINTS]]) == group_size([[]]) == group_size([]) == 1
+    assert thin(points[:MAX_POINTS], 1) == points[:MAX_POINTS]
+    assert len(thin(points[: MAX_POINTS + 1], group_size([points[: MAX_POINTS + 1]]))) <= MAX_POINTS
+    assert thin([], 1) == []
 
 
 def test_curves_bands_and_marks_lie_in_the_picture_the_higher_the_larger():

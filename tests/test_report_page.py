@@ -172,6 +172,7 @@ def test_the_projected_gradient_is_drawn_for_runs_that_have_one(write_run):
 
 def test_speedups_are_ratios_of_step_times_and_of_steps_to_the_same_score(write_run):
     paths = [
+        write_run("poor", "zo.learning_rate=1e-9", method="mezo", pace=8.0, scores=(0.5, 0.5, 0.5)),
         write_run("mezo", method="mezo", pace=2.0, scores=(0.5, 0.6, 0.7)),
         write_run("lezo", pace=1.0, scores=(0.7, 0.7, 0.8)),
         write_run("worse", "seed=1", pace=4.0, scores=(0.5, 0.5, 0.5)),

@@ -12,8 +12,8 @@ HEIGHT = 230
 NUM_COLOURS = 8
 """Classes s0 to s7 of series; those of a page beyond take the same colours again, in dashes."""
 
-MAX_POINTS = 100
-"""Of a curve; a longer one is drawn as means: a step's loss is noisy."""
+MAX_POINTS = 60
+"""Of the longest curve of a chart; longer ones are drawn as means: a step's loss is noisy."""
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 22, 10, 40
 _BAR, _BAR_GAP = 16, 26
@@ -87,15 +87,18 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [round(index * step, digits) for index in range(first, last + 1)]
 
 
-def thin(points: Sequence[Point]) -> list[Point]:
-    """Return at most MAX_POINTS points: means of as many consecutive ones each."""
-    size = math.ceil(len(points) / MAX_POINTS) or 1
+def group_size(curves: Iterable[Sequence[Point]]) -> int:
+    """Return how many points in a row are drawn as one, in all curves of a chart alike."""
+    return math.ceil(max(map(len, curves), default=0) / MAX_POINTS) or 1
+
+
+def thin(points: Sequence[Point], size: int) -> list[Point]:
+    """Return the means of `size` consecutive points each."""
     return [_mean_point(points[start : start + size]) for start in range(0, len(points), size)]
 
 
-def thin_band(points: Sequence[Point]) -> list[tuple[float, float, float]]:
+def thin_band(points: Sequence[Point], size: int) -> list[tuple[float, float, float]]:
     """Return the extremes around each of the points of `thin`."""
-    size = math.ceil(len(points) / MAX_POINTS) or 1
     pieces = [points[start : start + size] for start in range(0, len(points), size)]
     return [(_mean_point(piece)[0], min(y for _, y in piece), max(y for _, y in piece)) for piece in pieces]
 

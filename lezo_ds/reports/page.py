@@ -18,7 +18,7 @@ _MAX_COLUMNS = 6
 """Places at which the Markdown of a chart gives its curves."""
 
 _MOST_IN_A_FIGURE = 4
-"""Curves whose names each figure repeats; more stand once, above all figures of their section."""
+"""Curves whose names stand below each figure; more stand once, above all figures of their section."""
 
 _LIGHT = ("#0b62c4", "#c2410c", "#15803d", "#a21caf", "#64748b", "#0e7490", "#be123c", "#4d5bd1")
 _DARK = ("#6cb2ff", "#ff9a62", "#5fd38d", "#e58cf0", "#f2c14e", "#4fd0e0", "#ff86a0", "#a5adff")
@@ -48,7 +48,7 @@ svg .middle { text-anchor: middle; } svg .end { text-anchor: end; } svg .end.val
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; width: 100%; }
 th, td { padding: .3rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { text-align: left; min-width: 8rem; max-width: 26rem; white-space: normal; }
-.text th, .text td { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 5rem; }
+.text th, .text td { text-align: left; white-space: normal; overflow-wrap: break-word; }
 tr:last-child td { border-bottom: 0; }
 thead th { background: var(--box); white-space: normal; max-width: 26rem; vertical-align: bottom; }
 td[style] { background: rgba(var(--shade), var(--a)); }
@@ -159,10 +159,10 @@ def _names(chart: LineChart | BarChart) -> list[tuple[str, int]]:
 
 
 def _shared_legend(charts: Sequence[LineChart | BarChart]) -> list[tuple[str, int]]:
-    """Return the names that are to stand once for all charts; none where each has few, or means others."""
+    """Return the names that are to stand above all charts; none where each has few, or means others."""
     names = sorted({name for chart in charts for name in _names(chart)}, key=lambda name: name[1])
     is_one_each = len({index for _, index in names}) == len(names)
-    return names if len(charts) > 1 and is_one_each and len(names) > _MOST_IN_A_FIGURE else []
+    return names if is_one_each and len(names) > _MOST_IN_A_FIGURE else []
 
 
 def _legend(names: Sequence[tuple[str, int]]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from lezo_ds.benchmark.results import Results
 from lezo_ds.experiments.paper import TASKS
 from lezo_ds.reports.blocks import Block, DataTable, Section
-from lezo_ds.reports.charts import LineChart, Series, number, thin, thin_band
+from lezo_ds.reports.charts import LineChart, Series, group_size, number, thin, thin_band
 from lezo_ds.reports.comparisons import grid, over_length, over_sparsity, speedups, stages
 from lezo_ds.reports.records import RunRecord
 from lezo_ds.reports.tables import Report, Table, method_of, table_lines
@@ -100,11 +100,13 @@ def _courses(runs: Sequence[RunRecord]) -> Section:
     scores = [(f"dev_{metric}", f"Validation {metric}", metric) for metric in metrics]
     for name, title, label in (*splits, *scores):
         for over, x_label, scale in (("step", "step", 1.0), ("seconds", f"time, {unit}", seconds)):
-            series = []
-            for index, run in enumerate(runs):
-                points = [(x / scale, y) for x, y in run.curve(name, over)]
-                if points:
-                    series.append(Series(run.label, thin(points), index=index))
+            curves = [[(x / scale, y) for x, y in run.curve(name, over)] for run in runs]
+            size = group_size(curves)
+            series = [
+                Series(run.label, thin(points, size), index=index)
+                for index, (run, points) in enumerate(zip(runs, curves, strict=True))
+                if points
+            ]
             if series:
                 end = "step" if over == "step" else "time"
                 charts.append(LineChart(f"{title} over {end}", x_label, label, series))
@@ -117,12 +119,13 @@ def _courses(runs: Sequence[RunRecord]) -> Section:
 
 
 def _gradients(runs: Sequence[RunRecord]) -> Section:
-    series = []
-    for index, run in enumerate(runs):
-        points = run.curve("projected_gradient")
-        if points:
-            is_long = len(points) > len(thin(points))
-            series.append(Series(run.label, thin(points), thin_band(points) if is_long else (), index))
+    curves = [run.curve("projected_gradient") for run in runs]
+    size = group_size(curves)
+    series = [
+        Series(run.label, thin(points, size), thin_band(points, size) if size > 1 else (), index)
+        for index, (run, points) in enumerate(zip(runs, curves, strict=True))
+        if points
+    ]
     charts = [LineChart("Projected gradient over steps", "step", "g", series)] if series else []
     note = (
         "g = (loss at theta + mu z - loss at theta - mu z) / (2 mu). Line: means of consecutive "
