@@ -181,6 +181,14 @@ def test_adamw_takes_sixteen_bytes_a_parameter_and_as_much_again_in_its_step_or_
     assert long.activations > 2**17 * 48 * 2 * (9 * 7168 + 2 * 4 * 7168)
 
 
+def test_gradients_of_several_ranks_take_a_bucket_more_in_a_backward_pass(opt_30b):
+    def memory(partition_size):
+        training = Training("adamw", "nearest", "dual", ForwardInputs(1, 2**17, 1, 2), None)
+        return memory_of(opt_30b, Sharding(partition_size), training, 0)
+
+    assert (memory(1).buckets, memory(2).buckets) == (2 * 5 * 10**8, 2 * 2 * 5 * 10**8)
+
+
 @pytest.mark.parametrize(("signs", "forward"), [(2, "dual"), (1, "two_pass")])
 def test_full_logits_need_the_whole_head_perturbed_and_float32(signs, forward, opt_30b):
     some = zo_memory(opt_30b, forward=forward)

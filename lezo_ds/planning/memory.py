@@ -206,7 +206,7 @@ def memory_of(model: ModelFacts, sharding: Sharding, training: Training, reserve
         weights=0 if offloaded else weights,
         low_bits=0 if offloaded else low_bits,
         optimizer=num_trained * (model.itemsize + _OPTIMIZER_BYTES) if is_adamw else 0,
-        buckets=_bucket_bytes(model, sharding) if is_adamw else 0,
+        buckets=_bucket_bytes(model, sharding) + worst.buckets if is_adamw else 0,
         update=worst.update,
         loading=worst.loading,
         gathered=worst.gathered,
@@ -255,10 +255,11 @@ class _Moment:
     logits: int = 0
     update: int = 0
     loading: int = 0
+    buckets: int = 0
 
     @property
     def total(self) -> int:
-        return self.gathered + self.copies + self.activations + self.logits + self.update + self.loading
+        return sum(getattr(self, part.name) for part in fields(self))
 
 
 def _moments(model: ModelFacts, sharding: Sharding, training: Training) -> list[_Moment]:
@@ -272,10 +273,15 @@ def _moments(model: ModelFacts, sharding: Sharding, training: Training) -> list[
                 continue
             activations = _activation_bytes(model, module, inputs, max(1, num_signs))
             logits = _logit_bytes(model, inputs, max(1, num_signs)) if module.kind == "head" else 0
-            if num_signs and training.method == "adamw":
+            buckets, copies = 0, 0
+            if training.method != "adamw":
+                copies = _copy_bytes(model, module, inputs, num_signs)
+            elif num_signs:
                 activations += _saved_bytes(model, inputs)
-            copies = _copy_bytes(model, module, inputs, num_signs) if training.method != "adamw" else 0
-            moments.append(_Moment(elements * model.itemsize, copies, activations, logits))
+                # Before they are summed over the ranks, gradients are put in another order: a bucket more.
+                buckets = _bucket_bytes(model, sharding) if sharding.partition_size > 1 else 0
+            in_all = elements * model.itemsize
+            moments.append(_Moment(in_all, copies, activations, logits, buckets=buckets))
     return moments
 
 
