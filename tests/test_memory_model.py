@@ -82,14 +82,14 @@ def peak_of_steps(directory, dtype, peft, num_ranks):
     ],
 )
 def test_the_model_predicts_what_a_rank_takes(dtype, num_ranks, peft, tmp_path):
-    """From 5% below to 20% above: of gloo's temporary buffers not all need be there at once."""
+    """Within an eighth: usually 5%, but now and then gloo has a buffer more."""
     write_empty_model(SMALL, dtype, tmp_path)
     rows = 16 // num_ranks
     sharding = sharding_of(load_ds_config(None, dtype, num_ranks, rows), num_ranks, on_cpu=True)
     training = Training("lezo", "fp32_master", "dual", ForwardInputs(rows, 64, rows, 2), None)
     predicted = memory_of(model_facts(SMALL, dtype, peft), sharding, training, CPU_RESERVE).total
     peaks = run_ranks(peak_of_steps, num_ranks, tmp_path, dtype, peft, num_ranks)
-    assert 0.95 * max(peaks) < predicted < 1.20 * max(peaks), (predicted // MIB, [p // MIB for p in peaks])
+    assert 0.875 * max(peaks) < predicted < 1.125 * max(peaks), (predicted // MIB, [p // MIB for p in peaks])
 
 
 def zo_memory(model, partition_size=1, **changes):
