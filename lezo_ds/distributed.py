@@ -23,7 +23,9 @@ from lezo_ds.model import zero3
 T = TypeVar("T")
 
 # What gloo's messages say, and only they.
-_LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|[Tt]imed out waiting|gloo/transport|Socket closed")
+_LOST = re.compile(
+    r"[Cc]onnection (closed|reset|refused)|[Tt]imed out waiting|timeout caused|gloo/transport|Socket closed"
+)
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

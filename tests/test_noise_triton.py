@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import environment
 
 pytest.importorskip("triton")
 
@@ -26,10 +27,10 @@ SCALARS = {
 }
 
 
-def run_python(arguments, **environment):
+def run_python(arguments, **more):
     return subprocess.run(
         [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **environment},
+        env=environment(**more),
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
