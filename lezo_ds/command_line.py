@@ -14,7 +14,8 @@ from lezo_ds import distributed
 from lezo_ds.errors import LezoError, LostRankError
 
 _RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK")
-_PATIENCE_SECONDS = 3.0
+_SILENCE_SECONDS = 10.0
+_LOST_RANK_SECONDS = 3.0
 
 
 def run(main: Callable[[], None]) -> None:
@@ -32,12 +33,12 @@ def run(main: Callable[[], None]) -> None:
     except LezoError as error:
         is_lost = isinstance(error, LostRankError)
         if _rank() > is_lost:
-            time.sleep(_PATIENCE_SECONDS)
+            time.sleep(_LOST_RANK_SECONDS if is_lost else _SILENCE_SECONDS)
         line = " ".join(str(error).split())  # what it quotes may hold line breaks
         print(f"error: {line}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         if is_lost and _rank() == 1:
-            time.sleep(_PATIENCE_SECONDS)
+            time.sleep(_LOST_RANK_SECONDS)
         # Not sys.exit: the peers may be in a collective, which the end of the process group would wait for.
         os._exit(error.exit_code)
     distributed.shut_down()

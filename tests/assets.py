@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,10 @@ def write_recipe(directory):
     path = directory / "recipe.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
+
+
+def write_recipe_without_weights(directory):
+    """Write what `write_recipe` does, but the recipe's model has no weights; `whole_model` has them."""
+    write_recipe(directory)
+    shutil.copytree(directory / "model", directory / "whole_model")
+    (directory / "model" / "model.safetensors").unlink()

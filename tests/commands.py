@@ -94,6 +94,21 @@ def run_well(command, **variables):
     return finished
 
 
+def assert_one_error(finished, code, *fragments):
+    """Assert that a command ended with the code and one error line, which holds the fragments and a fix."""
+    errors = [line for line in finished.err.splitlines() if line.startswith("error: ")]
+    assert finished.code == code, finished.err[-5000:]
+    assert len(errors) == 1, finished.err[-5000:]
+    assert "Traceback" not in finished.err
+    for fragment in (*fragments, "fix: "):
+        assert fragment in errors[0]
+
+
+def assert_refused(command, *fragments, code=2):
+    """Run a command; assert that it ends with one error line that holds the fragments, and with the code."""
+    assert_one_error(run(command), code, *fragments, "got: ", "expected: ")
+
+
 @contextmanager
 def start(command, **variables):
     """Start a command as a process group of its own; what is left of it at the end is killed."""

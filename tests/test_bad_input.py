@@ -11,8 +11,8 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from assets import NUM_BLOCKS, NUM_POSITIONS, write_reader, write_recipe, write_records
-from commands import deepspeed, mpirun, python, run, run_well
+from assets import NUM_BLOCKS, NUM_POSITIONS, write_reader, write_recipe_without_weights, write_records
+from commands import assert_refused, deepspeed, mpirun, python, run, run_well
 from tiny_tasks import NUM_POSITIONS as NUM_WRITER_POSITIONS
 from tiny_tasks import write_writer
 
@@ -36,9 +36,7 @@ DEEPSPEED_JSON = {
 def inputs(tmp_path_factory):
     """A directory of everything that is wrong; its recipe is right but for a model without weights."""
     directory = tmp_path_factory.mktemp("inputs")
-    write_recipe(directory)
-    shutil.copytree(directory / "model", directory / "whole_model")
-    (directory / "model" / "model.safetensors").unlink()
+    write_recipe_without_weights(directory)
     write_reader(directory / "no_blocks", num_blocks=0)
     (directory / "no_blocks" / "model.safetensors").unlink()
     write_reader(directory / "other_model", seed=1)
@@ -85,22 +83,11 @@ def contents(directory):
     return {path: path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
 
 
-def assert_refused(command, *fragments, code=2):
-    """Run a command; assert that it ends with one error line that holds the fragments, and with the code."""
-    finished = run(command)
-    errors = [line for line in finished.err.splitlines() if line.startswith("error: ")]
-    assert finished.code == code, finished.err[-5000:]
-    assert len(errors) == 1, finished.err[-5000:]
-    assert "Traceback" not in finished.err
-    for fragment in (*fragments, "got: ", "expected: ", "fix: "):
-        assert fragment in errors[0]
-
-
 REFUSED = {
     "unknown_key": (["zo.sparsit=0.5"], ["unknown key", "got: zo.sparsit", "did you mean zo.sparsity?"]),
     "unknown_task": (["data.task=sst3"], ["unknown task", "got: sst3", "did you mean sst2?"]),
     "task_of_two_lines": (['data.task="one\\ntwo"'], ["unknown task", "got: one two", "one of boolq"]),
-    "no_such_directory": (["model.path={inputs}/none"], ["model.path", "inputs0/none", "config.json"]),
+    "no_such_directory": (["model.path={inputs}/none"], ["model.path", "/none", "config.json"]),
     "hub_model_offline": (["model.path=facebook/opt-1.3b"], ["model.path facebook/opt-1.3b", "offline"]),
     "directory_without_config": (["model.path={inputs}/no_config"], ["holds no config.json"]),
     "no_decoder": (["model.path={inputs}/t5"], ["T5Config is no causal language model", "a decoder"]),
@@ -120,7 +107,7 @@ REFUSED = {
     ),
     "eps_0": (["zo.perturbation_scale=0"], ["zo.perturbation_scale", "got: 0", "a number above 0"]),
     "undivided_batch": (["train.batch_size=7"], ["train.batch_size=7, train.micro_batch_size=2", "1, 7"]),
-    "no_data": (["data.path={inputs}/none"], ["data directory does not exist", "inputs0/none"]),
+    "no_data": (["data.path={inputs}/none"], ["data directory does not exist", "/none"]),
     "hub_data_offline": (["data.path=null"], ["cannot load nyu-mll/glue", "set data.path to a directory"]),
     "no_fields": (["data.path={inputs}/no_sentence"], ["record 1 of the train split", "no field sentence"]),
     "empty_split": (["data.path={inputs}/empty"], ["the train split of sst2 is empty"]),

@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 from assets import write_recipe
-from commands import deepspeed, mpirun, run, start
+from commands import assert_one_error, deepspeed, mpirun, run, start
 from faults import (
     Fault,
     check_interrupted,
@@ -75,15 +75,6 @@ def finish(recipe, run_dir, num_ranks=1):
     finished = run_forked(arguments(recipe, run_dir), num_ranks=num_ranks)
     assert finished.code == 0, finished.err[-5000:]
     return end(run_dir, STEPS)
-
-
-def assert_one_error(finished, code, *fragments):
-    errors = [line for line in finished.err.splitlines() if line.startswith("error: ")]
-    assert finished.code == code, finished.err[-5000:]
-    assert len(errors) == 1, finished.err[-5000:]
-    assert "Traceback" not in finished.err
-    for fragment in (*fragments, "fix: "):
-        assert fragment in errors[0]
 
 
 # Kills at chosen moments.

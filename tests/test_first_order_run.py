@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 
@@ -24,6 +25,20 @@ KEYS = [
     *("train.eval_every=3", "train.keep_snapshots=1"),
 ]
 PATIENCE_SECONDS = 240
+OBJECTIVE = """
+import os, signal
+from lezo_ds.data.objectives import candidate_scores
+
+trained = False
+
+def loss(logits, batch):
+    global trained
+    if logits.requires_grad:
+        trained = True
+    elif trained and "STOPS_IN_EVALUATION" in os.environ:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return -candidate_scores(logits, batch).log_softmax(dim=1)[:, 0]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +115,25 @@ def test_a_run_stopped_then_killed_ends_as_if_nothing_had_happened(recipe, undis
     assert {name: ended[name] for name in kept} == {name: expected[name] for name in kept}
     digests = [read_manifest(snapshot_path(d / "snapshots", STEPS))["digest"] for d in (run_dir, undisturbed)]
     assert digests[0] == digests[1]
+
+
+def test_a_stop_in_an_evaluation_loses_no_step_before_it(recipe, tmp_path):
+    (tmp_path / "own.py").write_text(OBJECTIVE)
+    path = f"{REPOSITORY}{os.pathsep}{tmp_path}"
+    undisturbed, stopped = tmp_path / "undisturbed", tmp_path / "stopped"
+    keys = ["train.objective=own:loss", "train.snapshot_every=0"]
+    run_well(python(*arguments(recipe, undisturbed), *keys), PYTHONPATH=path)
+    command = python(*arguments(recipe, stopped), *keys)
+    run_well(command, PYTHONPATH=path, STOPS_IN_EVALUATION="")
+    assert (results_of(stopped)["finished"], results_of(stopped)["steps"]) == (False, 3)
+    assert json.loads((stopped / "training_state.json").read_text())["step"] == 3
+    assert "dev_loss" not in (stopped / "metrics.jsonl").read_text()
+    run_well(command, PYTHONPATH=path)
+    steps = [line["step"] for line in metrics_of(stopped) if "learning_rate" in line]
+    assert steps == list(range(1, STEPS + 1))
+    kept = ("test", "best_step", "best_dev_loss", "finished", "weights_digest")
+    ended, expected = results_of(stopped), results_of(undisturbed)
+    assert {name: ended[name] for name in kept} == {name: expected[name] for name in kept}
 
 
 def steps_logged(run_dir):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from assets import REPOSITORY, write_recipe
-from commands import python, run, run_well
+from assets import REPOSITORY, write_recipe_without_weights
+from commands import assert_refused, python, run_well
 
 from lezo_ds.engine.agreement import check_same_noise
 from lezo_ds.errors import UserError
@@ -26,9 +25,7 @@ A100 = "1 fast, NVIDIA A100-SXM4-40GB, Triton 3.7.1"
 def inputs(tmp_path_factory):
     """A recipe with its data, a whole model, and the same one without weights, which the recipe names."""
     directory = tmp_path_factory.mktemp("inputs")
-    write_recipe(directory)
-    shutil.copytree(directory / "model", directory / "whole_model")
-    (directory / "model" / "model.safetensors").unlink()
+    write_recipe_without_weights(directory)
     return directory
 
 
@@ -50,15 +47,6 @@ def fast_run(inputs):
         for record in records:
             journal.append(record)
     return path
-
-
-def assert_refused(arguments, *fragments):
-    finished = run(arguments)
-    errors = [line for line in finished.err.splitlines() if line.startswith("error: ")]
-    assert finished.code == 2, finished.err[-5000:]
-    assert len(errors) == 1, finished.err[-5000:]
-    for fragment in (*fragments, "got: ", "expected: ", "fix: "):
-        assert fragment in errors[0]
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["run", "dry_run"])

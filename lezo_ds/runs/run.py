@@ -224,8 +224,14 @@ class Run(ABC):
 
     def _evaluate_if_due(self) -> None:
         step = self.engine.global_steps
-        if step > 0 and (step % self._eval_every == 0 or step == self.num_steps):
+        if step == 0 or (step % self._eval_every and step != self.num_steps):
+            return
+        try:
             self._evaluate("dev", at=step)
+        except _Stopped:
+            if self.saves_when_stopped:
+                self._snapshot_if_due()
+            raise
 
     def _evaluate(self, split: str, at: int) -> None:
         """Evaluate the present weights, which have seen `at` steps, unless that was done before."""
