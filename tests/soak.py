@@ -38,7 +38,7 @@ from tiny_runs import start_engine
 
 from lezo_ds.benchmark.shapes import TASKS, opt_config, write_empty_model
 from lezo_ds.config import TrainConfig
-from lezo_ds.engine.agreement import fact_number
+from lezo_ds.engine.agreement import fact_numbers
 from lezo_ds.errors import JournalError
 from lezo_ds.journal import Journal, read_journal
 from lezo_ds.model.layers import num_dropped_from_sparsity
@@ -402,7 +402,7 @@ def times_of_checks(model, sparsity):
     watched = min(seconds(update) for _ in range(TrainConfig.check_every))
     check = seconds(engine.check_weights)
     plan = engine._plan()
-    facts = min(seconds(lambda: fact_number(engine._facts(plan, plan, batch))) for _ in range(REPETITIONS))
+    facts = min(seconds(lambda: fact_numbers(engine._facts(plan, plan, batch))) for _ in range(REPETITIONS))
     step = min(seconds(lambda: engine.train_batch(batch, loss)) for _ in range(REPETITIONS))
     return step, plain, watched, facts, check, replayed
 

@@ -1,9 +1,17 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from lezo_ds.data.batch import MicroBatch
-from lezo_ds.engine.agreement import batch_digest, disagreement, fact_number, wrong_weights
+from lezo_ds.engine.agreement import (
+    NUM_FACT_NUMBERS,
+    all_agree,
+    batch_digest,
+    disagreement,
+    fact_numbers,
+    wrong_weights,
+)
 
 FACTS = {"plan": "a", "batch": "b"}
 
@@ -12,11 +20,36 @@ def batch_of(*ids, weight=1.0, label=0):
     return [MicroBatch({"input_ids": torch.tensor([ids])}, weight, {"label": torch.tensor(label)})]
 
 
-def test_a_hash_of_facts_is_exact_in_float64_and_changes_with_any_of_them():
+def test_a_hash_of_facts_is_whole_and_changes_with_any_of_them():
     others = [FACTS, FACTS | {"plan": "b"}, FACTS | {"batch": "a"}, {"plan": "a;batch:b"}]
-    numbers = [fact_number(facts) for facts in others]
+    numbers = [tuple(fact_numbers(facts)) for facts in others]
     assert len(set(numbers)) == 4
-    assert all(number.is_integer() and 0 <= number < 2**53 for number in numbers)
+    assert all(len(found) == NUM_FACT_NUMBERS for found in numbers)
+    assert all(number.is_integer() and 0 <= number < 2**40 for found in numbers for number in found)
+
+
+def sums_of(by_rank):
+    """Return what an all-reduce in float64 gives, in an order of its own."""
+    return torch.tensor([fact_numbers(facts) for facts in by_rank], dtype=torch.float64).sum(dim=0).tolist()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7, 64, 1000, 8192])
+def test_sums_over_the_ranks_tell_whether_all_state_the_same(num_ranks):
+    rank, other = num_ranks // 2, {"plan": str(num_ranks), "batch": "b"}
+    same = [FACTS] * num_ranks
+    assert all_agree(sums_of(same), num_ranks)
+    if num_ranks > 1:
+        assert not all_agree(sums_of([*same[:rank], other, *same[rank + 1 :]]), num_ranks)
+        assert not all_agree(sums_of([*same[:rank], *[other] * (num_ranks - rank)]), num_ranks)
+        assert not all_agree(sums_of([{"rank": str(index)} for index in range(num_ranks)]), num_ranks)
+
+
+def test_the_largest_numbers_are_exact_on_8192_ranks():
+    largest = float(2**20 - 1)
+    numbers = torch.tensor([[largest, largest**2]], dtype=torch.float64).expand(8192, 2).clone()
+    assert all_agree(numbers.sum(dim=0).tolist(), 8192)
+    numbers[4711] = torch.tensor([largest - 1, (largest - 1) ** 2])
+    assert not all_agree(numbers.sum(dim=0).tolist(), 8192)
 
 
 def test_a_digest_of_a_batch_sees_tokens_labels_weights_and_order():

@@ -62,7 +62,7 @@ def _count_bytes(directory, partition_size):
 def test_replicas_of_one_rank_exchange_nothing_but_scalars(opt_directory):
     for sent in run_ranks(_count_bytes, 4, opt_directory, 1):
         assert sent.keys() == {"broadcast", "all_reduce"}
-        assert sum(sent.values()) == 10 * (PLAN_BYTES + message_bytes(2 * 4 + 1, 4))
+        assert sum(sent.values()) == 10 * (PLAN_BYTES + message_bytes(2 * 4 + 1))
 
 
 def test_a_size_that_does_not_divide_the_ranks_is_refused():

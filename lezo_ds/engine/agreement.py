@@ -2,7 +2,7 @@
 
 Ranks exchange nothing but scalars (LeZO, Algorithm 1), so one that had another batch, another seed or another
 projected gradient would train another model without any error. Each rank states what it works on; a hash of
-that goes with the losses, in a slot of its own, so that every rank sees every rank's.
+that goes with the losses: numbers whose sums over the ranks tell whether all ranks gave the same ones.
 """
 
 from __future__ import annotations
@@ -23,13 +23,33 @@ from lezo_ds.noise import NoiseMode, noise_backend, noise_version
 Facts = Mapping[str, str]
 """What a rank works on at a step, by what it is called in messages."""
 
+NUM_FACT_NUMBERS = 4
+_PART_BITS = 20
 _MOST_SHOWN = 4
 
 
-def fact_number(facts: Facts) -> float:
-    """Return a hash of facts, 0 to 2**53 - 1, so that a float64 holds it."""
-    digest = hashlib.blake2b(repr(dict(facts)).encode(), digest_size=8).digest()
-    return float(int.from_bytes(digest, "little") >> 11)
+def fact_numbers(facts: Facts) -> list[float]:
+    """Return parts of a hash of facts, and their squares: whole numbers whose sums float64 holds.
+
+    Returns:
+        `NUM_FACT_NUMBERS` numbers below 2**40, to be added up over up to 8192 ranks for `all_agree`.
+    """
+    digest = int.from_bytes(hashlib.blake2b(repr(dict(facts)).encode(), digest_size=8).digest(), "little")
+    parts = [digest >> shift & (1 << _PART_BITS) - 1 for shift in (0, _PART_BITS)]
+    return [float(number) for part in parts for number in (part, part * part)]
+
+
+def all_agree(sums: Sequence[float], num_ranks: int) -> bool:
+    """Return whether all ranks gave the same `fact_numbers`.
+
+    n (x1**2 + ... + xn**2) = (x1 + ... + xn)**2 only where all x are equal (Cauchy and Schwarz).
+
+    Args:
+        sums: of the ranks' `fact_numbers`.
+        num_ranks: that were added up, up to 8192.
+    """
+    numbers, squares = map(int, sums[::2]), map(int, sums[1::2])
+    return all(num_ranks * square == number * number for number, square in zip(numbers, squares, strict=True))
 
 
 def batch_digest(batch: Sequence[MicroBatch]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lezo_ds import distributed
 from lezo_ds.data.batch import LogitSelection, MicroBatch
 from lezo_ds.data.generation import runner
-from lezo_ds.engine.agreement import Facts, disagreement, fact_number
+from lezo_ds.engine.agreement import NUM_FACT_NUMBERS, Facts, all_agree, disagreement, fact_numbers
 from lezo_ds.errors import UserError
 from lezo_ds.model import zero3
 from lezo_ds.model.perturbed_forward import Perturbation, PerturbedForward
@@ -154,10 +154,8 @@ class ModelEngine:
         Raises:
             DesyncError: the facts are not the same on all ranks; all of them raise.
         """
-        numbers = [0.0] * self.world_size
-        numbers[self.global_rank] = fact_number(facts)
-        found = distributed.sum_vector(torch.cat([values, values.new_tensor(numbers)]))
-        if len(set(found[len(values) :])) > 1:
+        found = distributed.sum_vector(torch.cat([values, values.new_tensor(fact_numbers(facts))]))
+        if not all_agree(found[len(values) :], self.world_size):
             by_rank = distributed.gather_objects((self.global_steps, dict(facts)))
             self._disagree(by_rank[0][0], [theirs for _, theirs in by_rank])
         return found[: len(values)]
@@ -172,9 +170,9 @@ class ModelEngine:
         raise disagreement(step, by_rank, step)
 
 
-def message_bytes(num_losses: int, world_size: int) -> int:
+def message_bytes(num_losses: int) -> int:
     """Return the length of the one message in which a step's losses are summed over the ranks."""
-    return 8 * (num_losses + 2 + world_size)
+    return 8 * (num_losses + 2 + NUM_FACT_NUMBERS)
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:

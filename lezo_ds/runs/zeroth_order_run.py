@@ -116,7 +116,7 @@ class ZerothOrderRun(Run):
         model = sum(p.numel * p.parameter.element_size() for p in parameters)
         return {
             "gathered": model * num_forwards if (config.partition_size or self._lezo.world_size) > 1 else 0,
-            "other": PLAN_BYTES + message_bytes(2 * num_passes + 1, self._lezo.world_size),
+            "other": PLAN_BYTES + message_bytes(2 * num_passes + 1),
         }
 
 
