@@ -9,7 +9,13 @@ from tiny_models import FAMILIES, NUM_BLOCKS, tiny_model
 from torch import nn
 
 from lezo_ds.errors import UserError
-from lezo_ds.model.layers import BlockLayout, draw_dropped_layers, find_blocks, num_dropped_from_sparsity
+from lezo_ds.model.layers import (
+    BlockLayout,
+    draw_dropped_layers,
+    find_blocks,
+    largest_module,
+    num_dropped_from_sparsity,
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -158,3 +164,13 @@ def test_draws_of_neighbouring_seeds_and_steps_are_independent():
         )
         # 8 degrees of freedom: above 26.1 once in a thousand times.
         assert chi_square(pairs.values(), 9, num_draws) < 26.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_largest_module_is_a_block_or_what_is_larger_outside(family):
+    model, layout = tiny_model(family), find_blocks(tiny_model(family))
+    block = sum(p.numel() for p in model.get_submodule(layout.path)[0].parameters())
+    assert largest_module(model, layout) == block
+    model.resize_token_embeddings(1000)
+    head = sum(p.numel() for p in model.get_output_embeddings().parameters())
+    assert largest_module(model, layout) == head > block

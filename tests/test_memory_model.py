@@ -92,6 +92,47 @@ def test_the_model_predicts_what_a_rank_takes(dtype, num_ranks, peft, tmp_path):
     assert 0.875 * max(peaks) < predicted < 1.125 * max(peaks), (predicted // MIB, [p // MIB for p in peaks])
 
 
+def most_gathered_at_once(directory):
+    """Return how many elements are gathered at most while a module runs, in steps after the first."""
+    distributed.init_distributed()
+    ds_config = load_ds_config(None, "fp32", 2, 1)
+    engine = initialize(str(directory), ZoConfig(learning_rate=1e-6, sparsity=0.5), ds_config, "fp32")
+    fill_with_random_weights(engine)
+    workload = Workload(2, 8)
+
+    def count(*_):
+        found.append(sum(p.numel for p in engine.weights.parameters if p.is_gathered))
+
+    for module in engine.module.modules():
+        module.register_forward_hook(count)
+    for _ in range(2):
+        found = []
+        engine.train_batch(workload.micro_batches(2), workload.loss)
+    return max(found)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("feed_forward", [10_000, 40_000], ids=["table", "block"])
+def test_no_more_is_gathered_at_once_than_two_of_the_largest_modules(feed_forward, tmp_path):
+    config = OPTConfig(
+        vocab_size=50272,
+        hidden_size=16,
+        word_embed_proj_dim=16,
+        ffn_dim=feed_forward,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+    )
+    write_empty_model(config, "fp32", tmp_path)
+    model = model_facts(config, "fp32")
+    block = model.num_in_blocks // 12
+    assert model.largest_module == max(block, 50272 * 16)
+    one_more = max(parameter.numel for parameter in model.parameters)
+    for most in run_ranks(most_gathered_at_once, 2, tmp_path):
+        assert model.largest_module < most < 2 * model.largest_module + one_more < model.num_parameters
+        assert most <= max(gathered_elements(model.modules, 2 * model.largest_module, model.largest_module))
+
+
 def zo_memory(model, partition_size=1, **changes):
     training = Training("lezo", "stochastic", "dual", ForwardInputs(1, 8, 1, 2), None)
     sharding = {k: changes.pop(k) for k in ("offload", "on_cpu") if k in changes}
@@ -238,3 +279,16 @@ def test_the_limits_of_prefetch_are_read_from_the_ds_config():
     on_disk = {"zero_optimization": zero}
     assert sharding_of(on_disk, 1, on_cpu=False) == Sharding(1, "nvme", 7, 5, disk_buffers=33)
     assert sharding_of({"zero_optimization": {"stage": 3}}, 2, on_cpu=True) == Sharding(2, on_cpu=True)
+
+
+def test_limits_of_the_ds_config_take_the_place_of_those_of_the_model(opt_30b):
+    largest = 616_655_872
+    assert opt_30b.largest_module == largest
+
+    def gathered(method="lezo", **limits):
+        training = replace(WITHOUT_TRAINING, method=method)
+        return memory_of(opt_30b, Sharding(1000, **limits), training, 0).gathered
+
+    assert gathered() == gathered(max_live=2 * largest, prefetch_bucket=largest)
+    assert gathered("adamw") == gathered(max_live=10**9, prefetch_bucket=5 * 10**7)
+    assert gathered(prefetch_bucket=0) < gathered(max_live=10**9) < gathered()

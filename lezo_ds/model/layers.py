@@ -67,6 +67,15 @@ def find_blocks(model: nn.Module) -> BlockLayout:
     return BlockLayout(path, len(outermost[path]))
 
 
+def largest_module(model: nn.Module, layout: BlockLayout) -> int:
+    """Return the number of elements of the largest block, or of a larger module outside of them."""
+    blocks = model.get_submodule(layout.path)
+    inside = set(blocks.modules())
+    outside = [module for module in model.modules() if module not in inside]
+    own = [sum(p.numel() for p in module.parameters(recurse=False)) for module in outside]
+    return max(*own, *map(_num_parameters, blocks.children()))
+
+
 def _num_parameters(module: nn.Module) -> int:
     # A parameter that ZeRO-3 has sharded is empty; ds_numel is its full size.
     return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in module.parameters())

@@ -21,7 +21,7 @@ from lezo_ds.model.checkpoint_files import (
     load_config,
     resolve_model,
 )
-from lezo_ds.model.layers import BlockLayout, find_blocks
+from lezo_ds.model.layers import BlockLayout, find_blocks, largest_module
 from lezo_ds.model.parameters import parameter_ids, table_hash
 from lezo_ds.model.perturbed_forward import NamedParameter
 from lezo_ds.model.snapshots import LOW_BITS_DIRECTORY, write_snapshot
@@ -129,7 +129,7 @@ def load_sharded_model(
     own_name = str if adapter is None else adapter.own_name
     aliases = _aliases(module, own_name)
     ids = parameter_ids(aliases)
-    ds_config = _with_reuse_distance(ds_config, module)
+    ds_config = _with_gathering_limits(ds_config, module, layout)
     zero3.shard_model(module, ds_config, partition_size)
     named = {
         parameter: NamedParameter(name, ids[name], layout.block_of(name))
@@ -181,11 +181,19 @@ def _aliases(module: nn.Module, own_name: Callable[[str], str]) -> dict[str, tup
     return {found[0]: tuple(found) for found in names.values()}
 
 
-def _with_reuse_distance(ds_config: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Let a tied embedding stay gathered until the head reads it: one gather a step, not two.
+def _with_gathering_limits(
+    ds_config: Mapping[str, Any], module: nn.Module, layout: BlockLayout
+) -> dict[str, Any]:
+    """Return the config with limits on what is gathered that fit the model, where it has none of its own.
 
-    Only weights used twice in one forward pass are kept by this setting; all others go after their module.
+    While a module runs, the next one's weights are gathered, but no more than two of the largest at a time.
+    A tied embedding stays gathered until the head reads it: one gather a step, not two. Only weights used
+    twice in one forward pass are kept by that setting; all others go after their module.
     """
-    numel = sum(parameter.numel() for parameter in module.parameters())
-    zero = {**ds_config["zero_optimization"], "stage3_max_reuse_distance": 2 * numel}
-    return {**ds_config, "zero_optimization": zero}
+    numel, largest = (
+        sum(parameter.numel() for parameter in module.parameters()),
+        largest_module(module, layout),
+    )
+    limits = {"stage3_prefetch_bucket_size": largest, "stage3_max_live_parameters": 2 * largest}
+    reuse = {"stage3_max_reuse_distance": 2 * numel}
+    return {**ds_config, "zero_optimization": {**limits, **ds_config["zero_optimization"], **reuse}}

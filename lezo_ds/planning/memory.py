@@ -26,7 +26,7 @@ _HELD_HIDDEN = (
 )
 _SAVED_HIDDEN = 9  # hidden states that a block keeps for its backward pass (Korthikanti et al. 2022)
 _SAVED_WIDEST = 2
-_DEFAULT_MAX_LIVE = 10**9  # DeepSpeed's own defaults, as the two below
+_DEFAULT_MAX_LIVE = 10**9  # DeepSpeed's own defaults, as those below; the first two for AdamW only
 _DEFAULT_PREFETCH = 5 * 10**7
 _DEFAULT_REDUCE = 5 * 10**8
 _DEFAULT_NUM_BUFFERS = 5
@@ -73,8 +73,8 @@ class Sharding:
     Attributes:
         partition_size: ranks that share them.
         offload: where shards lie that are not on the device.
-        max_live: stage3_max_live_parameters.
-        prefetch_bucket: stage3_prefetch_bucket_size.
+        max_live: stage3_max_live_parameters; None for what the model's size sets.
+        prefetch_bucket: stage3_prefetch_bucket_size; likewise.
         reduce_bucket: reduce_bucket_size, of gradients.
         on_cpu: the ranks compute on CPUs.
         disk_buffers: elements of the buffers between memory and an NVMe disk.
@@ -82,8 +82,8 @@ class Sharding:
 
     partition_size: int
     offload: Offload = "none"
-    max_live: int = _DEFAULT_MAX_LIVE
-    prefetch_bucket: int = _DEFAULT_PREFETCH
+    max_live: int | None = None
+    prefetch_bucket: int | None = None
     reduce_bucket: int = _DEFAULT_REDUCE
     on_cpu: bool = False
     disk_buffers: int = _DEFAULT_NUM_BUFFERS * _DEFAULT_BUFFER
@@ -169,8 +169,8 @@ def sharding_of(ds_config: Mapping[str, Any], partition_size: int, *, on_cpu: bo
     return Sharding(
         partition_size=partition_size,
         offload=offload.get("device", "none"),
-        max_live=int(zero.get("stage3_max_live_parameters", _DEFAULT_MAX_LIVE)),
-        prefetch_bucket=int(zero.get("stage3_prefetch_bucket_size", _DEFAULT_PREFETCH)),
+        max_live=zero.get("stage3_max_live_parameters"),
+        prefetch_bucket=zero.get("stage3_prefetch_bucket_size"),
         reduce_bucket=int(zero.get("reduce_bucket_size", _DEFAULT_REDUCE)),
         on_cpu=on_cpu,
         disk_buffers=num_buffers * int(offload.get("buffer_size", _DEFAULT_BUFFER)),
@@ -264,7 +264,7 @@ class _Moment:
 
 def _moments(model: ModelFacts, sharding: Sharding, training: Training) -> list[_Moment]:
     """Return what is held beside the shards at every module, in training and in evaluation."""
-    gathered = _gathered(model, sharding)
+    gathered = _gathered(model, sharding, training.method)
     moments = []
     passes = ((training.train, _num_signs(training)), (training.evaluate, 0))
     for inputs, num_signs in passes:
@@ -289,7 +289,7 @@ def _num_signs(training: Training) -> int:
     return 2 if training.method in ("lezo", "mezo") and training.forward == "dual" else 1
 
 
-def _gathered(model: ModelFacts, sharding: Sharding) -> list[int]:
+def _gathered(model: ModelFacts, sharding: Sharding, method: Method) -> list[int]:
     """Return what is gathered beside the shards.
 
     Nothing where a rank has all weights on its device: there a block is gathered as a whole
@@ -297,7 +297,14 @@ def _gathered(model: ModelFacts, sharding: Sharding) -> list[int]:
     """
     if sharding.partition_size == 1 and (sharding.offload == "none" or sharding.on_cpu):
         return [0] * len(model.modules)
-    return gathered_elements(model.modules, sharding.max_live, sharding.prefetch_bucket)
+    max_live, bucket = 2 * model.largest_module, model.largest_module  # as `load_sharded_model` sets them
+    if method == "adamw":
+        max_live, bucket = _DEFAULT_MAX_LIVE, _DEFAULT_PREFETCH
+    if sharding.max_live is not None:
+        max_live = sharding.max_live
+    if sharding.prefetch_bucket is not None:
+        bucket = sharding.prefetch_bucket
+    return gathered_elements(model.modules, max_live, bucket)
 
 
 def _copy_bytes(model: ModelFacts, module: ModuleFacts, inputs: ForwardInputs, num_signs: int) -> int:

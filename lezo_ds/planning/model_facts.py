@@ -11,7 +11,7 @@ from torch import nn
 from lezo_ds.adapters import make_adapter
 from lezo_ds.config import PeftConfig
 from lezo_ds.model.checkpoint_files import DTYPES, build_on_meta
-from lezo_ds.model.layers import find_blocks
+from lezo_ds.model.layers import find_blocks, largest_module
 
 ModuleKind = Literal["embedding", "block", "head", "other"]
 
@@ -60,6 +60,7 @@ class ModelFacts:
         blocks_path: where its blocks are.
         num_blocks: transformer blocks.
         modules: all of them, in about the order they run; the head is last.
+        largest_module: elements of the largest block, or of a larger module outside of them.
         hidden_size: width of the hidden states.
         widest: of the outputs of a block's linear modules, the largest width.
         num_widest: how many of a block's linear modules are that wide (2 for a gated feed-forward layer).
@@ -74,6 +75,7 @@ class ModelFacts:
     blocks_path: str
     num_blocks: int
     modules: tuple[ModuleFacts, ...]
+    largest_module: int
     hidden_size: int
     widest: int
     num_widest: int
@@ -139,6 +141,7 @@ def model_facts(config: Any, dtype: str, peft: PeftConfig | None = None) -> Mode
         blocks_path=layout.path,
         num_blocks=layout.num_blocks,
         modules=tuple(ModuleFacts(_kind(m, in_blocks, head), _parameter_facts(m, keys)) for m in modules),
+        largest_module=largest_module(model, layout),
         hidden_size=text.hidden_size,
         widest=max(widths),
         num_widest=widths.count(max(widths)),
