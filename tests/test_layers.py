@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from itertools import combinations
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from tiny_models import FAMILIES, NUM_BLOCKS, tiny_model
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from lezo_ds.errors import UserError
 from lezo_ds.model.layers import (
@@ -168,9 +170,12 @@ def test_draws_of_neighbouring_seeds_and_steps_are_independent():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_largest_module_is_a_block_or_what_is_larger_outside(family):
-    model, layout = tiny_model(family), find_blocks(tiny_model(family))
+    model = tiny_model(family)
+    layout = find_blocks(model)
     block = sum(p.numel() for p in model.get_submodule(layout.path)[0].parameters())
     assert largest_module(model, layout) == block
-    model.resize_token_embeddings(1000)
+    config = copy.deepcopy(FAMILIES[family][0])
+    config.vocab_size = 1000
+    model = AutoModelForCausalLM.from_config(config)
     head = sum(p.numel() for p in model.get_output_embeddings().parameters())
     assert largest_module(model, layout) == head > block

@@ -83,7 +83,7 @@ def _facts(facts: Mapping[str, Any]) -> str:
     hardware = facts["hardware"]
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     place = hardware["gpu"] or f"{facts['processor']}, {hardware['cores']} cores"
-    command = shlex.join(["python", *facts["command"][1:]])
+    command = shlex.join(facts["command"])
     ranks = _count(facts["world_size"], "rank")
     return f"{place}, {ranks}, {facts['date']}; {versions}\n\n```bash\n{command}\n```\n"
 

@@ -125,5 +125,5 @@ def environment(world_size: int, device: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "world_size": world_size,
         "threads": torch.get_num_threads(),
-        "command": [sys.executable, *sys.argv],
+        "command": ["python", *sys.argv],
     }
