@@ -87,7 +87,7 @@ REFUSED = {
     "unknown_key": (["zo.sparsit=0.5"], ["unknown key", "got: zo.sparsit", "did you mean zo.sparsity?"]),
     "unknown_task": (["data.task=sst3"], ["unknown task", "got: sst3", "did you mean sst2?"]),
     "task_of_two_lines": (['data.task="one\\ntwo"'], ["unknown task", "got: one two", "one of boolq"]),
-    "no_such_directory": (["model.path={inputs}/none"], ["model.path", "/none", "config.json"]),
+    "no_such_directory": (["model.path={inputs}/none"], ["model.path", "{inputs}/none", "config.json"]),
     "hub_model_offline": (["model.path=facebook/opt-1.3b"], ["model.path facebook/opt-1.3b", "offline"]),
     "directory_without_config": (["model.path={inputs}/no_config"], ["holds no config.json"]),
     "no_decoder": (["model.path={inputs}/t5"], ["T5Config is no causal language model", "a decoder"]),
@@ -107,7 +107,7 @@ REFUSED = {
     ),
     "eps_0": (["zo.perturbation_scale=0"], ["zo.perturbation_scale", "got: 0", "a number above 0"]),
     "undivided_batch": (["train.batch_size=7"], ["train.batch_size=7, train.micro_batch_size=2", "1, 7"]),
-    "no_data": (["data.path={inputs}/none"], ["data directory does not exist", "/none"]),
+    "no_data": (["data.path={inputs}/none"], ["data directory does not exist", "{inputs}/none"]),
     "hub_data_offline": (["data.path=null"], ["cannot load nyu-mll/glue", "set data.path to a directory"]),
     "no_fields": (["data.path={inputs}/no_sentence"], ["record 1 of the train split", "no field sentence"]),
     "empty_split": (["data.path={inputs}/empty"], ["the train split of sst2 is empty"]),
@@ -154,8 +154,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_bad_input_is_refused_in_one_line_before_weights_load(name, inputs, tmp_path):
-    overrides, fragments = REFUSED[name]
-    given = [override.replace("{inputs}", str(inputs)) for override in overrides]
+    given, fragments = ([part.replace("{inputs}", str(inputs)) for part in parts] for parts in REFUSED[name])
     assert_refused(
         python("--config", inputs / "recipe.yaml", f"run_dir={tmp_path / 'run'}", *given), *fragments
     )
