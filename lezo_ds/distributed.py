@@ -34,17 +34,23 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
 
     The `deepspeed` launcher and torchrun set RANK and friends; under srun they follow from SLURM_*; under
     mpirun mpi4py tells them; a process started by none of these is a world of one. Safe to call twice.
+    No rank goes on before all have joined, so that one which then finds bad input does not break the joining.
 
     Args:
         timeout_seconds: how long a collective may wait for a lost rank.
+
+    Raises:
+        UserError: this rank has no GPU of its own, or the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
     """
     if comm.is_initialized():
         return
     zero3.adapt_to_cpu()
     if not all(name in os.environ for name in _RANK_VARIABLES):
         _set_rank_variables()
+    zero3.take_device()  # before the first message, which starts from there
     timeout = timedelta(seconds=timeout_seconds)
     comm.init_distributed(timeout=timeout, init_method=rendezvous.prepare(), verbose=False)
+    comm.barrier()
 
 
 @contextmanager

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 
 import psutil
 import pytest
 from commands import free_port
 from ranks import run_ranks
+from torch.distributed import Store, TCPStore
 
 from lezo_ds import distributed, rendezvous
 from lezo_ds.errors import UserError
@@ -39,6 +41,40 @@ def test_rank_0_listens_on_the_given_address_only():
     (first, _), (second, _) = run_ranks(_listening, 2, "127.0.0.2")
     assert "127.0.0.2" in first
     assert first | second <= {"127.0.0.1", "127.0.0.2", "::1"}
+
+
+class _LateStore(Store):
+    """What the ranks meet through, slow to answer."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__()
+        self._store = TCPStore(*arguments, **options)
+
+    def set(self, key, value):
+        self._store.set(key, value)
+
+    def wait(self, keys, *timeout):
+        self._store.wait(keys, *timeout)
+
+    def get(self, key):
+        time.sleep(0.3)
+        return self._store.get(key)
+
+
+def _rank_0_ends_once_it_has_joined():
+    if os.environ["RANK"] == "1":
+        rendezvous.TCPStore = _LateStore
+    distributed.init_distributed()
+    if os.environ["RANK"] == "0":
+        os._exit(2)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("attempt", range(6))
+def test_a_rank_that_ends_at_once_does_not_stop_one_that_still_joins(attempt):
+    """Which of two ranks connects to the other, and so may be through first, differs from run to run."""
+    with pytest.raises(AssertionError, match=r"^1 of 2 ranks failed\nrank 0: died"):
+        run_ranks(_rank_0_ends_once_it_has_joined, 2)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 import deepspeed
 import pytest
@@ -15,6 +16,7 @@ from tiny_runs import DS_CONFIG, NUM_BLOCKS, start_engine, train
 from torch import nn
 
 from lezo_ds import distributed
+from lezo_ds.errors import UserError
 from lezo_ds.model import zero3
 from lezo_ds.model.perturbed_forward import NamedParameter
 from lezo_ds.model.zero3 import shard_range
@@ -26,6 +28,39 @@ def test_shard_ranges_cover_every_element_once_in_order(numel, world_size):
     covered = [element for start, count in ranges for element in range(start, start + count)]
     assert covered == list(range(numel))
     assert max(count for _, count in ranges) == -(-numel // world_size)
+
+
+@dataclass
+class _Accelerator:
+    """What DeepSpeed says of a node with so many GPUs; there is none here."""
+
+    count: int
+    current: int = 0
+
+    def device_name(self):
+        return "cuda"
+
+    def device_count(self):
+        return self.count
+
+    def set_device(self, index):
+        self.current = index
+
+
+def test_a_rank_takes_the_gpu_of_its_own(monkeypatch):
+    """Before the first message: every rank's would start from GPU 0 otherwise."""
+    node = _Accelerator(2)
+    monkeypatch.setattr(zero3, "get_accelerator", lambda: node)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    zero3.take_device()
+    assert node.current == 1
+
+
+def test_a_rank_without_a_gpu_is_told_so(monkeypatch):
+    monkeypatch.setattr(zero3, "get_accelerator", lambda: _Accelerator(1))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(UserError, match=r"rank 1 of its node has no GPU.*got: 1 visible.*--gpus-per-node"):
+        zero3.take_device()
 
 
 # What this package knows of DeepSpeed's inside, checked against the installed version.

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lezo_ds.errors import UserError
 from lezo_ds.model.perturbed_forward import NamedParameter
 
 GATHERING = (PartitionedParameterCoordinator, ("fetch_sub_module", "release_sub_module"))
@@ -303,6 +304,26 @@ def no_gathered_weights_saved() -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
+
+
+def take_device() -> None:
+    """Make this rank's own GPU the current one; nothing to do on a CPU.
+
+    Raises:
+        UserError: this node shows the rank fewer GPUs than it has ranks.
+    """
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return
+    seen = accelerator.device_count()
+    if local_rank() >= seen:
+        raise UserError(
+            f"rank {local_rank()} of its node has no GPU of its own",
+            got=f"{seen} visible",
+            expected="as many as the node has ranks, all visible to each",
+            fix="start fewer ranks, or see to CUDA_VISIBLE_DEVICES (Slurm: --gpus-per-node, not -per-task)",
+        )
+    accelerator.set_device(local_rank())
 
 
 def device() -> torch.device:
