@@ -5,13 +5,13 @@ import torch
 
 from lezo_ds.data.batch import MicroBatch
 from lezo_ds.engine.agreement import (
-    NUM_FACT_NUMBERS,
     all_agree,
     batch_digest,
     disagreement,
     fact_numbers,
     wrong_weights,
 )
+from lezo_ds.engine.step_plan import NUM_FACT_NUMBERS
 
 FACTS = {"plan": "a", "batch": "b"}
 

@@ -26,8 +26,7 @@ from tiny_runs import (
 from lezo_ds.data.batch import MicroBatch
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.engine.lezo_engine import LezoEngine
-from lezo_ds.engine.model_engine import message_bytes
-from lezo_ds.engine.step_plan import PLAN_BYTES, noise_seed
+from lezo_ds.engine.step_plan import noise_seed, scalar_bytes
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.journal import Header, Journal, StepRecord, read_journal
 from lezo_ds.noise import UpdatePrecision
@@ -574,7 +573,7 @@ def test_a_step_gathers_the_model_once_a_pass_and_sends_little_else(
         assert gathered == padded
         assert padded < 1.002 * model
         assert {name: calls for name, (calls, _) in ten.items()} == {"broadcast": 10, "all_reduce": 10}
-        assert other == PLAN_BYTES + message_bytes(2 * num_micro_batches + 1)
+        assert other == scalar_bytes(num_micro_batches)
         assert other <= 256 + 16 * num_micro_batches
         # Of the first pass DeepSpeed takes a trace, and gathers the tied embedding for the head again; in the
         # second the ranks compare their traces.

@@ -9,8 +9,7 @@ from ranks import run_ranks
 from tiny_runs import full_weights, start_engine, train
 
 from lezo_ds.config import check_world, config_from_dict
-from lezo_ds.engine.model_engine import message_bytes
-from lezo_ds.engine.step_plan import PLAN_BYTES
+from lezo_ds.engine.step_plan import scalar_bytes
 from lezo_ds.errors import UserError
 
 pytestmark = pytest.mark.distributed
@@ -62,7 +61,7 @@ def _count_bytes(directory, partition_size):
 def test_replicas_of_one_rank_exchange_nothing_but_scalars(opt_directory):
     for sent in run_ranks(_count_bytes, 4, opt_directory, 1):
         assert sent.keys() == {"broadcast", "all_reduce"}
-        assert sum(sent.values()) == 10 * (PLAN_BYTES + message_bytes(2 * 4 + 1))
+        assert sum(sent.values()) == 10 * scalar_bytes(4)
 
 
 def test_a_size_that_does_not_divide_the_ranks_is_refused():

@@ -12,6 +12,7 @@ from tiny_tasks import NUM_POSITIONS, task_config, write_tasks, write_writer
 
 from lezo_ds.data.generation import MAX_NEW_TOKENS
 from lezo_ds.data.objectives import reads_answers
+from lezo_ds.data.sampling import batch_indices
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 
@@ -60,6 +61,26 @@ def test_the_micro_batches_of_a_step_are_a_pure_function_of_the_seed_and_the_ste
     assert torch.equal(batch[1].inputs["input_ids"], again[1].inputs["input_ids"])
 
 
+@pytest.mark.parametrize(("task", "changes"), [("cb", {}), ("squad", {"train__objective": "f1"})])
+def test_the_examples_of_a_step_are_sorted_by_length_before_they_are_cut(assets, task, changes):
+    config = task_config(assets / "writer", assets / "data", task, **changes)
+    data = load_task_data(config)
+    train = data.train
+    lengths_of = [len(ids) for ids in train.prompts] or [max(map(len, e.sequences)) for e in train.encoded]
+    spared = 0
+    for step in range(20):
+        batch = data.batch(config, step)
+        rows = [train.examples.index(example) for part in batch for example in part.examples]
+        assert sorted(rows) == sorted(batch_indices(config.seed, step, len(train.examples), 4))
+        lengths = [lengths_of[row] for row in rows]
+        assert lengths == sorted(lengths)
+        narrow, wide = (part.inputs["input_ids"].shape[1] for part in batch)
+        assert lengths[1] - 1 <= narrow < lengths[1] + 8  # widths are multiples of 8
+        assert lengths[3] - 1 <= wide < lengths[3] + 8
+        spared += wide - narrow
+    assert spared > 0
+
+
 def _examples_of_my_passes(model, data, num_steps):
     """Return the ids of the examples in each of this rank's forward passes, by step."""
     config = task_config(model, data, "copa", train__batch_size=8)
@@ -79,7 +100,7 @@ def test_the_examples_of_the_first_thousand_batches_never_change_on_1_2_or_4_ran
             for ranks in zip(*by_rank, strict=True)
         ]
         digest = hashlib.sha256(json.dumps(batches).encode()).hexdigest()
-        assert digest == "d37c97d549d733dcf31a8ccc8c842761ff6ca33078535dd10b7a4e8ec9d215f7", num_ranks
+        assert digest == "599df1c2279b2699cf94acd100663b5583956d621c6b94521c364cd7d4d146d2", num_ranks
 
 
 def test_prompts_to_continue_are_made_for_the_splits_that_are_answered_only(assets):

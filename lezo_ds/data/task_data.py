@@ -68,13 +68,23 @@ class TaskData:
     generation: GenerationSettings | None = None
 
     def batch(self, config: RunConfig, step: int) -> list[MicroBatch]:
-        """Return the micro-batches of a step: a pure function of (seed, step)."""
-        rows = batch_indices(config.seed, step, len(self.train.encoded), config.train.batch_size)
+        """Return the micro-batches of a step: a pure function of (seed, step).
+
+        The examples of the step are sorted by length before they are cut into micro-batches: each is padded
+        to its own longest, and the ranks, which take them in turn, have the like to do at a time.
+        """
+        drawn = batch_indices(config.seed, step, len(self.train.encoded), config.train.batch_size)
+        rows = sorted(drawn, key=lambda row: (self._num_tokens(row), row))
         size = config.train.micro_batch_size
         return [
             self.objective_batch(self.train, rows[begin : begin + size])
             for begin in range(0, len(rows), size)
         ]
+
+    def _num_tokens(self, row: int) -> int:
+        if self.objective.build_batch is None:
+            return len(self.train.prompts[row])
+        return max(len(ids) for ids in self.train.encoded[row].sequences)
 
     def objective_batch(self, split: EncodedSplit, rows: Sequence[int]) -> MicroBatch:
         """Lay out some examples of a split for the objective."""

@@ -23,7 +23,6 @@ from lezo_ds.noise import NoiseMode, noise_backend, noise_version
 Facts = Mapping[str, str]
 """What a rank works on at a step, by what it is called in messages."""
 
-NUM_FACT_NUMBERS = 4
 _PART_BITS = 20
 _MOST_SHOWN = 4
 
@@ -32,7 +31,7 @@ def fact_numbers(facts: Facts) -> list[float]:
     """Return parts of a hash of facts, and their squares: whole numbers whose sums float64 holds.
 
     Returns:
-        `NUM_FACT_NUMBERS` numbers below 2**40, to be added up over up to 8192 ranks for `all_agree`.
+        `step_plan.NUM_FACT_NUMBERS` numbers below 2**40; `all_agree` reads their sums over up to 8192 ranks.
     """
     digest = int.from_bytes(hashlib.blake2b(repr(dict(facts)).encode(), digest_size=8).digest(), "little")
     parts = [digest >> shift & (1 << _PART_BITS) - 1 for shift in (0, _PART_BITS)]

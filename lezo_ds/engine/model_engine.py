@@ -13,7 +13,7 @@ from torch import Tensor
 from lezo_ds import distributed
 from lezo_ds.data.batch import LogitSelection, MicroBatch
 from lezo_ds.data.generation import runner
-from lezo_ds.engine.agreement import NUM_FACT_NUMBERS, Facts, all_agree, disagreement, fact_numbers
+from lezo_ds.engine.agreement import Facts, all_agree, disagreement, fact_numbers
 from lezo_ds.errors import UserError
 from lezo_ds.model import zero3
 from lezo_ds.model.perturbed_forward import Perturbation, PerturbedForward
@@ -168,11 +168,6 @@ class ModelEngine:
             by_rank: every rank's facts.
         """
         raise disagreement(step, by_rank, step)
-
-
-def message_bytes(num_losses: int) -> int:
-    """Return the length of the one message in which a step's losses are summed over the ranks."""
-    return 8 * (num_losses + 2 + NUM_FACT_NUMBERS)
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:

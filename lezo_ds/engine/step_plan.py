@@ -13,6 +13,9 @@ MAX_BLOCKS = 256
 _FORMAT = struct.Struct(f"<qQdd{MAX_BLOCKS // 8}s")
 PLAN_BYTES = _FORMAT.size
 """Length of the broadcast message, in bytes (64)."""
+NUM_FACT_NUMBERS = 4
+"""How many numbers with the losses prove that all ranks work on the same (see `agreement.fact_numbers`)."""
+_NUM_VOTES = 2  # to stop, and to save
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,21 @@ class StepPlan:
         mask = int.from_bytes(mask_bytes, "little")
         dropped = tuple(layer for layer in range(MAX_BLOCKS) if mask >> layer & 1)
         return cls(step, seed, dropped, learning_rate, scale)
+
+
+def scalar_bytes(num_passes: int) -> int:
+    """Return the length of a step's two messages beside the gathers: its plan, and the one reduction.
+
+    Summed over the ranks are float64 numbers: a loss of each sign and pass, the batch's weight, the votes,
+    and the proof that all ranks work on the same.
+
+    Args:
+        num_passes: micro-batches x directions of the step, on all ranks.
+
+    >>> scalar_bytes(1)
+    136
+    """
+    return PLAN_BYTES + 8 * (2 * num_passes + 1 + _NUM_VOTES + NUM_FACT_NUMBERS)
 
 
 def direction_seed(seed: int, direction: int) -> int:

@@ -76,6 +76,17 @@ def largest_module(model: nn.Module, layout: BlockLayout) -> int:
     return max(*own, *map(_num_parameters, blocks.children()))
 
 
+def gathering_limits(largest: int) -> dict[str, int]:
+    """Return how many elements ZeRO-3 gathers at once, where its config does not say.
+
+    While a module runs, the next one's weights are gathered, but no more than two of the largest at a time.
+
+    Args:
+        largest: elements of the largest module.
+    """
+    return {"stage3_prefetch_bucket_size": largest, "stage3_max_live_parameters": 2 * largest}
+
+
 def _num_parameters(module: nn.Module) -> int:
     # A parameter that ZeRO-3 has sharded is empty; ds_numel is its full size.
     return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in module.parameters())

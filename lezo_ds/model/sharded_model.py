@@ -21,7 +21,7 @@ from lezo_ds.model.checkpoint_files import (
     load_config,
     resolve_model,
 )
-from lezo_ds.model.layers import BlockLayout, find_blocks, largest_module
+from lezo_ds.model.layers import BlockLayout, find_blocks, gathering_limits, largest_module
 from lezo_ds.model.parameters import parameter_ids, table_hash
 from lezo_ds.model.perturbed_forward import NamedParameter
 from lezo_ds.model.snapshots import LOW_BITS_DIRECTORY, write_snapshot
@@ -186,14 +186,10 @@ def _with_gathering_limits(
 ) -> dict[str, Any]:
     """Return the config with limits on what is gathered that fit the model, where it has none of its own.
 
-    While a module runs, the next one's weights are gathered, but no more than two of the largest at a time.
     A tied embedding stays gathered until the head reads it: one gather a step, not two. Only weights used
     twice in one forward pass are kept by that setting; all others go after their module.
     """
-    numel, largest = (
-        sum(parameter.numel() for parameter in module.parameters()),
-        largest_module(module, layout),
-    )
-    limits = {"stage3_prefetch_bucket_size": largest, "stage3_max_live_parameters": 2 * largest}
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    limits = gathering_limits(largest_module(module, layout))
     reuse = {"stage3_max_reuse_distance": 2 * numel}
     return {**ds_config, "zero_optimization": {**limits, **ds_config["zero_optimization"], **reuse}}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from lezo_ds.config import Forward, Method
+from lezo_ds.model.layers import gathering_limits
 from lezo_ds.noise import UpdatePrecision
 from lezo_ds.planning.gathering import gathered_elements
 from lezo_ds.planning.model_facts import ModelFacts, ModuleFacts
@@ -297,7 +298,8 @@ def _gathered(model: ModelFacts, sharding: Sharding, method: Method) -> list[int
     """
     if sharding.partition_size == 1 and (sharding.offload == "none" or sharding.on_cpu):
         return [0] * len(model.modules)
-    max_live, bucket = 2 * model.largest_module, model.largest_module  # as `load_sharded_model` sets them
+    limits = gathering_limits(model.largest_module)
+    max_live, bucket = limits["stage3_max_live_parameters"], limits["stage3_prefetch_bucket_size"]
     if method == "adamw":
         max_live, bucket = _DEFAULT_MAX_LIVE, _DEFAULT_PREFETCH
     if sharding.max_live is not None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig
-from lezo_ds.engine.step_plan import PLAN_BYTES
+from lezo_ds.engine.step_plan import scalar_bytes
 from lezo_ds.planning.plan import GIB, Option, Plan, parts_text, plan_command, typical_length
 from lezo_ds.planning.run_memory import longest_length
 from lezo_ds.planning.speed import Speeds, StepTime, StepWork, step_time
 
 GIGA = 1e9
-_SCALAR_BYTES = 16  # of the all-reduce, a micro-batch: two losses in float64
 
 
 @dataclass(frozen=True)
@@ -104,11 +103,10 @@ def _option_text(plan: Plan, option: Option, timed_by: TimedBy | None) -> str:
 
 
 def _traffic_text(work: StepWork, config: RunConfig) -> str:
-    num_micro_batches = config.train.batch_size // config.train.micro_batch_size
-    rest = PLAN_BYTES + _SCALAR_BYTES * num_micro_batches
+    num_passes = config.train.batch_size // config.train.micro_batch_size * config.zo.directions
     gathered = f"{work.gathered_bytes / GIGA:.2f} GB of weights" if work.gathered_bytes else "no weights"
     host = f", {work.host_bytes / GIGA:.2f} GB of weights from its host" if work.host_bytes else ""
-    return f"each rank receives {gathered}{host}, and about {rest} bytes of all else"
+    return f"each rank receives {gathered}{host}, and {scalar_bytes(num_passes)} bytes of all else"
 
 
 def _time_lines(work: StepWork, config: RunConfig, timed_by: TimedBy | None) -> list[str]:

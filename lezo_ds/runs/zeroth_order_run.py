@@ -10,8 +10,7 @@ from lezo_ds import distributed
 from lezo_ds.config import RESUME_MAY_DIFFER, TRAINED, RunConfig, config_to_dict, noise_mode
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine.lezo_engine import LezoEngine
-from lezo_ds.engine.model_engine import message_bytes
-from lezo_ds.engine.step_plan import PLAN_BYTES
+from lezo_ds.engine.step_plan import scalar_bytes
 from lezo_ds.journal import EvaluationRecord, Header, Journal, StepRecord, assert_compatible
 from lezo_ds.model import zero3
 from lezo_ds.model.checkpoint_files import resolve_model
@@ -116,7 +115,7 @@ class ZerothOrderRun(Run):
         model = sum(p.numel * p.parameter.element_size() for p in parameters)
         return {
             "gathered": model * num_forwards if (config.partition_size or self._lezo.world_size) > 1 else 0,
-            "other": PLAN_BYTES + message_bytes(2 * num_passes + 1),
+            "other": scalar_bytes(num_passes),
         }
 
 
