@@ -240,6 +240,7 @@ def naive_zero3(name: VariantName, engine: LezoEngine, workload: Workload, clock
                 tensors.append(StoredTensor(shard, parameter.named.block))
 
     def run(batch: MicroBatch) -> Tensor:
+        zero3.finish_updates()  # of the shards, which have just been perturbed
         return engine.forward(replace(batch, selection=None))
 
     loss = _loss_of_all_logits(run, workload, engine.device)

@@ -100,6 +100,7 @@ class ShardedWeights:
             for source in (files, low_bits):
                 if source is not None:
                     source.close()  # it opens again: until closed, all pages read count as our memory
+        zero3.finish_updates()
 
     def fill(self, parameter: ShardedParameter, values: Tensor, low: Tensor | None = None) -> None:
         """Fill one shard.
@@ -131,6 +132,7 @@ class ShardedWeights:
         """Bring the adapter's shards back to what `keep_initial` kept."""
         for parameter, values, low in self._initial:
             self.fill(parameter, values, None if low is None else low.clone())
+        zero3.finish_updates()
 
     def _keeps_low_bits(self, parameter: ShardedParameter) -> bool:
         tensor = parameter.parameter
