@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ NoiseMode = Literal["exact", "fast"]
 """The same bits everywhere, or those of a GPU's approximations of logarithm, root, sine and cosine."""
 
 
-class NoiseBackend(Protocol):
+class NoiseBackend(ABC):
     """Operations on z(seed, parameter, element) (see `lezo_ds.noise.gaussian`).
 
     Everywhere: `seed` is an unsigned 64-bit integer, `parameter_id` an unsigned 32-bit one, `start` the index
@@ -26,7 +27,8 @@ class NoiseBackend(Protocol):
 
     def normal(self, seed: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
         """Return z of elements [start, start + count): fp32 [count]."""
-        ...
+        check_range(seed, parameter_id, start, count)
+        return self._normal(seed, parameter_id, start, count, device)
 
     def perturb(
         self, theta: Tensor, seed: int, parameter_id: int, scale: float, out_dtype: torch.dtype | None = None
@@ -43,13 +45,14 @@ class NoiseBackend(Protocol):
             out_dtype: of the result; theta's by default.
 
         """
-        ...
+        return self._perturbed(theta, None, seed, parameter_id, scale, out_dtype, 1)[0]
 
     def perturb_pair(
         self, theta: Tensor, seed: int, parameter_id: int, scale: float, out_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return (theta + scale z, theta - scale z), z drawn once; the bits of two calls of `perturb`."""
-        ...
+        plus, minus = self._perturbed(theta, None, seed, parameter_id, scale, out_dtype, 2)
+        return plus, minus
 
     def perturb_rows(
         self,
@@ -74,7 +77,7 @@ class NoiseBackend(Protocol):
             [n, width].
 
         """
-        ...
+        return self._perturbed(theta, rows, seed, parameter_id, scale, out_dtype, 1)[0]
 
     def perturb_rows_pair(
         self,
@@ -86,7 +89,8 @@ class NoiseBackend(Protocol):
         out_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return `perturb_rows` with +scale and with -scale, z drawn once."""
-        ...
+        plus, minus = self._perturbed(theta, rows, seed, parameter_id, scale, out_dtype, 2)
+        return plus, minus
 
     def update_(
         self,
@@ -116,7 +120,7 @@ class NoiseBackend(Protocol):
                 low before and after, modulo 2**32, are added.
 
         """
-        ...
+        self._checked_update(shard, start, parameter_id, [(seed, coefficient)], precision, low, sums)
 
     def update_many_(
         self,
@@ -128,7 +132,77 @@ class NoiseBackend(Protocol):
         low: Tensor | None = None,
     ) -> None:
         """Apply `update_` for each (seed, coefficient) in order, bit for bit, in one pass over memory."""
-        ...
+        self._checked_update(shard, start, parameter_id, steps, precision, low, None)
+
+    def _perturbed(
+        self,
+        theta: Tensor,
+        rows: Tensor | None,
+        seed: int,
+        parameter_id: int,
+        scale: float,
+        out_dtype: torch.dtype | None,
+        num_signs: int,
+    ) -> list[Tensor]:
+        """Return [theta + scale z], and theta - scale z of two signs, of the given rows or (None) of all."""
+        out_dtype = out_dtype or theta.dtype
+        check_perturb(theta, rows, out_dtype)
+        check_range(seed, parameter_id, 0, theta.numel())
+        shape = theta.shape if rows is None else torch.Size((len(rows), theta.shape[1]))
+        outs = [torch.empty(shape, dtype=out_dtype, device=theta.device) for _ in range(num_signs)]
+        rows = None if rows is None else rows.contiguous()
+        self._perturb(theta.contiguous(), rows, seed, parameter_id, scale, outs)
+        return outs
+
+    def _checked_update(
+        self,
+        shard: Tensor,
+        start: int,
+        parameter_id: int,
+        steps: Sequence[SeedAndCoefficient],
+        precision: UpdatePrecision,
+        low: Tensor | None,
+        sums: Tensor | None,
+    ) -> None:
+        check_update(shard, precision, low)
+        for seed, _ in steps:
+            check_range(seed, parameter_id, start, shard.numel())
+        self._update(shard, start, parameter_id, steps, precision, low, sums)
+
+    @abstractmethod
+    def _normal(self, seed: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
+        """As `normal`; arguments are checked."""
+
+    @abstractmethod
+    def _perturb(
+        self,
+        theta: Tensor,
+        rows: Tensor | None,
+        seed: int,
+        parameter_id: int,
+        scale: float,
+        outs: Sequence[Tensor],
+    ) -> None:
+        """Fill outs[0] with theta + scale z and outs[1], where there is one, with theta - scale z.
+
+        Arguments are checked, but for the values of `rows`; all tensors are contiguous.
+
+        Raises:
+            ValueError: theta is not on a device of this backend's, or (on CPUs only) has not all of the rows.
+        """
+
+    @abstractmethod
+    def _update(
+        self,
+        shard: Tensor,
+        start: int,
+        parameter_id: int,
+        steps: Sequence[SeedAndCoefficient],
+        precision: UpdatePrecision,
+        low: Tensor | None,
+        sums: Tensor | None,
+    ) -> None:
+        """As `update_many_`; arguments are checked; `sums`, with one step only, as in `update_`."""
 
 
 def check_range(seed: int, parameter_id: int, start: int, count: int) -> None:

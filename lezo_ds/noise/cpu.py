@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lezo_ds.noise.backend import SeedAndCoefficient, check_perturb, check_range, check_update
+from lezo_ds.noise.backend import NoiseBackend, SeedAndCoefficient
 from lezo_ds.noise.precision import UpdatePrecision
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class BuildError(Exception):
     """The C++ kernels cannot be built or loaded here."""
 
 
-class CpuNoise:
+class CpuNoise(NoiseBackend):
     """`NoiseBackend` on the CPU. Uses `torch.get_num_threads()` threads; their number changes no bit.
 
     Raises:
@@ -48,77 +48,41 @@ class CpuNoise:
     def __init__(self) -> None:
         self._kernels = load_kernels()
 
-    def normal(self, seed: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
-        """See `NoiseBackend.normal`."""
-        check_range(seed, parameter_id, start, count)
+    def _normal(self, seed: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
         _check_cpu(device)
         out = torch.empty(count, dtype=torch.float32)
         self._kernels.lezo_normal(out.data_ptr(), start, count, seed, parameter_id, torch.get_num_threads())
         return out
 
-    def perturb(
-        self, theta: Tensor, seed: int, parameter_id: int, scale: float, out_dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """See `NoiseBackend.perturb`."""
-        return self._perturb(theta, None, seed, parameter_id, scale, out_dtype, pair=False)[0]
-
-    def perturb_pair(
-        self, theta: Tensor, seed: int, parameter_id: int, scale: float, out_dtype: torch.dtype | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """See `NoiseBackend.perturb_pair`."""
-        plus, minus = self._perturb(theta, None, seed, parameter_id, scale, out_dtype, pair=True)
-        return plus, minus
-
-    def perturb_rows(
+    def _perturb(
         self,
         theta: Tensor,
-        rows: Tensor,
+        rows: Tensor | None,
         seed: int,
         parameter_id: int,
         scale: float,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """See `NoiseBackend.perturb_rows`."""
-        return self._perturb(theta, rows, seed, parameter_id, scale, out_dtype, pair=False)[0]
-
-    def perturb_rows_pair(
-        self,
-        theta: Tensor,
-        rows: Tensor,
-        seed: int,
-        parameter_id: int,
-        scale: float,
-        out_dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See `NoiseBackend.perturb_rows_pair`."""
-        plus, minus = self._perturb(theta, rows, seed, parameter_id, scale, out_dtype, pair=True)
-        return plus, minus
-
-    def update_(
-        self,
-        shard: Tensor,
-        start: int,
-        seed: int,
-        parameter_id: int,
-        coefficient: float,
-        precision: UpdatePrecision,
-        low: Tensor | None = None,
-        sums: Tensor | None = None,
+        outs: Sequence[Tensor],
     ) -> None:
-        """See `NoiseBackend.update_`."""
-        self._update(shard, start, parameter_id, [(seed, coefficient)], precision, low, sums)
-
-    def update_many_(
-        self,
-        shard: Tensor,
-        start: int,
-        parameter_id: int,
-        steps: Sequence[SeedAndCoefficient],
-        precision: UpdatePrecision,
-        low: Tensor | None = None,
-    ) -> None:
-        """See `NoiseBackend.update_many_`."""
-        self._update(shard, start, parameter_id, steps, precision, low, None)
+        _check_cpu(theta.device)
+        num_rows, width = 1, theta.numel()
+        if rows is not None:
+            num_rows, width = len(rows), theta.shape[1]
+            if num_rows and not (int(rows.min()) >= 0 and int(rows.max()) < len(theta)):
+                raise ValueError(f"rows must lie in [0, {len(theta)})")
+        self._kernels.lezo_perturb(
+            theta.data_ptr(),
+            _FORMATS[theta.dtype],
+            outs[0].data_ptr(),
+            outs[1].data_ptr() if len(outs) > 1 else None,
+            _FORMATS[outs[0].dtype],
+            None if rows is None else rows.data_ptr(),
+            num_rows,
+            width,
+            seed,
+            parameter_id,
+            scale,
+            torch.get_num_threads(),
+        )
 
     def _update(
         self,
@@ -130,10 +94,7 @@ class CpuNoise:
         low: Tensor | None,
         sums: Tensor | None,
     ) -> None:
-        check_update(shard, precision, low)
         _check_cpu(shard.device)
-        for seed, _ in steps:
-            check_range(seed, parameter_id, start, shard.numel())
         self._kernels.lezo_update(
             shard.data_ptr(),
             _FORMATS[shard.dtype],
@@ -148,47 +109,6 @@ class CpuNoise:
             None if sums is None else sums.data_ptr(),
             torch.get_num_threads(),
         )
-
-    def _perturb(
-        self,
-        theta: Tensor,
-        rows: Tensor | None,
-        seed: int,
-        parameter_id: int,
-        scale: float,
-        out_dtype: torch.dtype | None,
-        *,
-        pair: bool,
-    ) -> list[Tensor]:
-        """Return [theta + scale z], and theta - scale z if `pair`, of the given rows or (None) of all."""
-        out_dtype = out_dtype or theta.dtype
-        check_perturb(theta, rows, out_dtype)
-        check_range(seed, parameter_id, 0, theta.numel())
-        _check_cpu(theta.device)
-        theta = theta.contiguous()
-        if rows is None:
-            shape, num_rows, width = theta.shape, 1, theta.numel()
-        else:
-            rows = rows.contiguous()
-            shape, num_rows, width = torch.Size((len(rows), theta.shape[1])), len(rows), theta.shape[1]
-            if num_rows and not (int(rows.min()) >= 0 and int(rows.max()) < len(theta)):
-                raise ValueError(f"rows must lie in [0, {len(theta)})")
-        outs = [torch.empty(shape, dtype=out_dtype) for _ in range(2 if pair else 1)]
-        self._kernels.lezo_perturb(
-            theta.data_ptr(),
-            _FORMATS[theta.dtype],
-            outs[0].data_ptr(),
-            outs[1].data_ptr() if pair else None,
-            _FORMATS[out_dtype],
-            None if rows is None else rows.data_ptr(),
-            num_rows,
-            width,
-            seed,
-            parameter_id,
-            scale,
-            torch.get_num_threads(),
-        )
-        return outs
 
 
 @functools.cache

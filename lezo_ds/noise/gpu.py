@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lezo_ds.noise import triton_kernels as kernels
-from lezo_ds.noise.backend import NoiseMode, SeedAndCoefficient, check_perturb, check_range, check_update
+from lezo_ds.noise.backend import NoiseBackend, NoiseMode, SeedAndCoefficient
 from lezo_ds.noise.precision import UpdatePrecision
 
 logger = logging.getLogger(__name__)
@@ -57,10 +57,11 @@ TRIAL_ELEMENTS = 1 << 25
 _TRIALS = 20
 
 
-class TritonNoise:
+class TritonNoise(NoiseBackend):
     """`NoiseBackend` on CUDA devices.
 
-    The kernels that touch every weight are timed on scratch memory at first use, with each of `TILES`.
+    Rows out of range are not caught. The kernels that touch every weight are timed on scratch memory at first
+    use, with each of `TILES`.
 
     Args:
         mode: "exact" has the bits of the other backends, "fast" those of this model of GPU and version of
@@ -73,117 +74,13 @@ class TritonNoise:
         self._tile = tile
         self._fastest: dict[tuple[object, ...], Tile] = {}
 
-    def normal(self, seed: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
-        """See `NoiseBackend.normal`."""
-        check_range(seed, parameter_id, start, count)
+    def _normal(self, seed: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
         out = torch.empty(count, dtype=torch.float32, device=device)
         tile = self._tile or SMALL_TILE
-        aligned = start % 4 == 0
-        programs = tile.count(start, count)
         arguments = (out, seed, parameter_id, start, count)
-        self._launch(kernels.normal_kernel, tile, programs, *arguments, aligned=aligned)
+        programs = tile.count(start, count)
+        self._launch(kernels.normal_kernel, tile, programs, *arguments, aligned=start % 4 == 0)
         return out
-
-    def perturb(
-        self, theta: Tensor, seed: int, parameter_id: int, scale: float, out_dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """See `NoiseBackend.perturb`."""
-        return self._perturb(theta, None, seed, parameter_id, scale, out_dtype, pair=False)[0]
-
-    def perturb_pair(
-        self, theta: Tensor, seed: int, parameter_id: int, scale: float, out_dtype: torch.dtype | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """See `NoiseBackend.perturb_pair`."""
-        plus, minus = self._perturb(theta, None, seed, parameter_id, scale, out_dtype, pair=True)
-        return plus, minus
-
-    def perturb_rows(
-        self,
-        theta: Tensor,
-        rows: Tensor,
-        seed: int,
-        parameter_id: int,
-        scale: float,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """See `NoiseBackend.perturb_rows`. Rows out of range are not caught."""
-        return self._perturb(theta, rows, seed, parameter_id, scale, out_dtype, pair=False)[0]
-
-    def perturb_rows_pair(
-        self,
-        theta: Tensor,
-        rows: Tensor,
-        seed: int,
-        parameter_id: int,
-        scale: float,
-        out_dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See `NoiseBackend.perturb_rows_pair`. Rows out of range are not caught."""
-        plus, minus = self._perturb(theta, rows, seed, parameter_id, scale, out_dtype, pair=True)
-        return plus, minus
-
-    def update_(
-        self,
-        shard: Tensor,
-        start: int,
-        seed: int,
-        parameter_id: int,
-        coefficient: float,
-        precision: UpdatePrecision,
-        low: Tensor | None = None,
-        sums: Tensor | None = None,
-    ) -> None:
-        """See `NoiseBackend.update_`."""
-        check_update(shard, precision, low)
-        check_range(seed, parameter_id, start, shard.numel())
-        tile = self._update_tile(shard, precision)
-        self._launch(
-            kernels.update_kernel,
-            tile,
-            tile.count(start, shard.numel()),
-            shard,
-            low,
-            sums,
-            seed,
-            parameter_id,
-            coefficient,
-            start,
-            shard.numel(),
-            precision=_precision_code(shard, precision),
-            aligned=start % 4 == 0,
-        )
-
-    def update_many_(
-        self,
-        shard: Tensor,
-        start: int,
-        parameter_id: int,
-        steps: Sequence[SeedAndCoefficient],
-        precision: UpdatePrecision,
-        low: Tensor | None = None,
-    ) -> None:
-        """See `NoiseBackend.update_many_`."""
-        check_update(shard, precision, low)
-        for seed, _ in steps:
-            check_range(seed, parameter_id, start, shard.numel())
-        seeds = torch.tensor([seed for seed, _ in steps], dtype=torch.uint64, device=shard.device)
-        coefficients = torch.tensor([c for _, c in steps], dtype=torch.float32, device=shard.device)
-        tile = self._update_tile(shard, precision)
-        self._launch(
-            kernels.update_many_kernel,
-            tile,
-            tile.count(start, shard.numel()),
-            shard,
-            low,
-            seeds,
-            coefficients,
-            len(steps),
-            parameter_id,
-            start,
-            shard.numel(),
-            precision=_precision_code(shard, precision),
-            aligned=start % 4 == 0,
-        )
 
     def _perturb(
         self,
@@ -192,48 +89,53 @@ class TritonNoise:
         seed: int,
         parameter_id: int,
         scale: float,
-        out_dtype: torch.dtype | None,
-        *,
-        pair: bool,
-    ) -> list[Tensor]:
-        """Return [theta + scale z], and theta - scale z if `pair`, of the given rows or (None) of all."""
-        out_dtype = out_dtype or theta.dtype
-        check_perturb(theta, rows, out_dtype)
-        check_range(seed, parameter_id, 0, theta.numel())
-        theta = theta.contiguous()
+        outs: Sequence[Tensor],
+    ) -> None:
+        plus, minus = outs[0], outs[1] if len(outs) > 1 else None
         if rows is None:
-            shape, num_rows, width = theta.shape, 1, theta.numel()
-            tile = self._perturb_tile(theta, out_dtype, pair=pair)
+            num_rows, width = 1, theta.numel()
+            tile = self._perturb_tile(theta, plus.dtype, num_signs=len(outs))
         else:
-            rows = rows.contiguous()
-            shape, num_rows, width = torch.Size((len(rows), theta.shape[1])), len(rows), theta.shape[1]
+            num_rows, width = len(rows), theta.shape[1]
             tile = self._tile or SMALL_TILE
-        outs = [torch.empty(shape, dtype=out_dtype, device=theta.device) for _ in range(2 if pair else 1)]
         aligned = rows is None or width % 4 == 0
         tiles_per_row = tile.count(0 if aligned else 3, width)
-        self._launch(
-            kernels.perturb_kernel,
-            tile,
-            num_rows * tiles_per_row,
-            theta,
-            rows,
-            outs[0],
-            outs[1] if pair else None,
-            seed,
-            parameter_id,
-            scale,
-            width,
-            tiles_per_row,
-            aligned=aligned,
-        )
-        return outs
+        arguments = (theta, rows, plus, minus, seed, parameter_id, scale, width, tiles_per_row)
+        programs = num_rows * tiles_per_row
+        self._launch(kernels.perturb_kernel, tile, programs, *arguments, aligned=aligned)
 
-    def _perturb_tile(self, theta: Tensor, out_dtype: torch.dtype, *, pair: bool) -> Tile:
+    def _update(
+        self,
+        shard: Tensor,
+        start: int,
+        parameter_id: int,
+        steps: Sequence[SeedAndCoefficient],
+        precision: UpdatePrecision,
+        low: Tensor | None,
+        sums: Tensor | None,
+    ) -> None:
+        tile = self._update_tile(shard, precision)
+        programs = tile.count(start, shard.numel())
+        constants: dict[str, Any] = {
+            "precision": _precision_code(shard, precision),
+            "aligned": start % 4 == 0,
+        }
+        if len(steps) == 1:
+            seed, coefficient = steps[0]
+            one = (shard, low, sums, seed, parameter_id, coefficient, start, shard.numel())
+            self._launch(kernels.update_kernel, tile, programs, *one, **constants)
+            return
+        seeds = torch.tensor([seed for seed, _ in steps], dtype=torch.uint64, device=shard.device)
+        coefficients = torch.tensor([c for _, c in steps], dtype=torch.float32, device=shard.device)
+        many = (shard, low, seeds, coefficients, len(steps), parameter_id, start, shard.numel())
+        self._launch(kernels.update_many_kernel, tile, programs, *many, **constants)
+
+    def _perturb_tile(self, theta: Tensor, out_dtype: torch.dtype, *, num_signs: int) -> Tile:
         def prepare() -> Trial:
             scratch = torch.zeros(TRIAL_ELEMENTS, dtype=theta.dtype, device=theta.device)
-            return lambda noise: noise._perturb(scratch, None, 0, 0, 1e-3, out_dtype, pair=pair)
+            return lambda noise: noise._perturbed(scratch, None, 0, 0, 1e-3, out_dtype, num_signs)
 
-        return self._fastest_tile(("perturb", theta.dtype, out_dtype, pair), theta, prepare)
+        return self._fastest_tile(("perturb", theta.dtype, out_dtype, num_signs), theta, prepare)
 
     def _update_tile(self, shard: Tensor, precision: UpdatePrecision) -> Tile:
         def prepare() -> Trial:
