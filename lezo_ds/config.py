@@ -217,6 +217,10 @@ class TrainConfig:
     """Number of examples in one forward pass of one rank; divides batch_size. Changing it changes the last
     bits of the losses, changing the number of ranks does not."""
 
+    packed: bool = True
+    """Whether examples of a forward pass share rows, for less padding, where the model keeps them apart (see
+    lezo_ds/data/packing.py). It changes the last bits of the losses."""
+
     eval_batch_size: Annotated[int, Range(1)] = 16
     """Number of sequences in one forward pass of an evaluation: prompts, or prompts with a candidate."""
 

@@ -44,6 +44,7 @@ def test_a_local_recipe_is_checked_whole_and_its_plan_printed(recipe, tmp_path):
     assert plan["blocks"] == f"{NUM_BLOCKS} in model.decoder.layers, {NUM_BLOCKS // 2} dropped a step"
     assert "GiB of shards" in plan["memory a rank"]
     assert plan["data"] == "sst2, protocol clean: 30 train, 11 dev, 13 test"
+    assert re.fullmatch(r"[\d.]+ an example, with padding; [\d.]+ in rows of their own", plan["tokens"])
     assert not list(tmp_path.iterdir())
 
 

@@ -20,6 +20,7 @@ from lezo_ds.data.encoding import (
 )
 from lezo_ds.data.generation import MAX_NEW_TOKENS, prompt_batch, read_answers
 from lezo_ds.data.objectives import Objective, load_objective
+from lezo_ds.data.packing import can_pack, pack
 from lezo_ds.data.records import Splits, load_records, sample_splits, with_demonstrations
 from lezo_ds.data.sampling import batch_indices
 from lezo_ds.errors import UserError
@@ -57,6 +58,7 @@ class TaskData:
         test: what is scored.
         objective: what is minimised.
         generation: how answers are written, where the task or the objective wants any.
+        packed: whether training examples share rows.
     """
 
     task: Task
@@ -66,6 +68,7 @@ class TaskData:
     test: EncodedSplit
     objective: Objective
     generation: GenerationSettings | None = None
+    packed: bool = False
 
     def batch(self, config: RunConfig, step: int) -> list[MicroBatch]:
         """Return the micro-batches of a step: a pure function of (seed, step).
@@ -76,10 +79,11 @@ class TaskData:
         drawn = batch_indices(config.seed, step, len(self.train.encoded), config.train.batch_size)
         rows = sorted(drawn, key=lambda row: (self._num_tokens(row), row))
         size = config.train.micro_batch_size
-        return [
+        batches = [
             self.objective_batch(self.train, rows[begin : begin + size])
             for begin in range(0, len(rows), size)
         ]
+        return [pack(batch) for batch in batches] if self.packed else batches
 
     def _num_tokens(self, row: int) -> int:
         if self.objective.build_batch is None:
@@ -135,7 +139,9 @@ def load_task_data(config: RunConfig) -> TaskData:
         _encode(config, tokenizer, split, generation is not None, config.data.calibrated)
         for split in (splits.dev, splits.test)
     )
-    task_data = TaskData(task, tokenizer, train, dev, test, objective, generation)
+    packed = config.train.packed and config.peft.kind != "prefix"
+    packed = packed and can_pack(load_config(directory), config.data.max_length)
+    task_data = TaskData(task, tokenizer, train, dev, test, objective, generation, packed)
     _check_positions(task_data, directory)
     return task_data
 

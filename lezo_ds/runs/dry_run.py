@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, check_world, noise_mode, num_dropped
@@ -20,6 +21,7 @@ from lezo_ds.planning.run_memory import data_inputs, run_memory, typical_inputs
 T = TypeVar("T")
 
 _GIB = 1 << 30
+_STEPS_COUNTED = 10
 
 
 def describe_plan(config: RunConfig, world_size: int) -> str:
@@ -51,6 +53,8 @@ def describe_plan(config: RunConfig, world_size: int) -> str:
         lines += [*_model_lines(config, facts), _memory_line(config, facts, data, world_size)]
     if data is not None:
         lines.append(_data_line(config, data))
+        if config.method in TRAINED and not data.objective.reads_answers:
+            lines.append(_tokens_line(config, data))
     headings = ["not checked", *[""] * len(unchecked)]
     lines += [f"{heading:15} {text}" for heading, text in zip(headings, unchecked, strict=False)]
     return "\n".join(lines)
@@ -144,3 +148,16 @@ def _memory_line(config: RunConfig, facts: ModelFacts, data: TaskData | None, wo
 def _data_line(config: RunConfig, data: TaskData) -> str:
     sizes = f"{len(data.train.encoded)} train, {len(data.dev.encoded)} dev, {len(data.test.encoded)} test"
     return f"data            {data.task.name}, protocol {config.data.protocol}: {sizes}"
+
+
+def _tokens_line(config: RunConfig, data: TaskData) -> str:
+    """Return what the first steps give the model, padding included, as laid out and with nothing packed."""
+
+    def mean(data: TaskData) -> float:
+        steps = range(_STEPS_COUNTED)
+        fed = sum(batch.inputs["input_ids"].numel() for step in steps for batch in data.batch(config, step))
+        return fed / (_STEPS_COUNTED * config.train.batch_size)
+
+    packed = f"{mean(data):.1f} an example, with padding"
+    padded = f"; {mean(replace(data, packed=False)):.1f} in rows of their own" if data.packed else ""
+    return f"tokens          {packed}{padded}"
