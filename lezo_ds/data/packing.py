@@ -21,6 +21,8 @@ _WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
 _MIXERS = ("alibi", "mamba", "ssm", "conv", "linear", "recurrent")
 """In a config's keys: what tells tokens apart, or mixes them, by other means than positions and attention."""
 
+_MOST_ROWS = 0.75  # of those before
+
 
 def can_pack(config: Any, max_length: int) -> bool:  # noqa: ANN401
     """Return whether a model keeps sequences of a row apart when their positions and a mask say so.
@@ -52,8 +54,9 @@ def pack(batch: MicroBatch) -> MicroBatch:
         batch: of S rows padded on the right [S, W], of which some logits are wanted.
 
     Returns:
-        The same logits' batch, in the same order, in R <= S rows. If R < S, its inputs are "input_ids" and
-        "position_ids" int64 [R, W] and "attention_mask" bool [R, 1, W, W], true where a token is seen.
+        The batch as it is if that spares less than a quarter of the rows, which may take less memory than a
+        mask does. Else the same logits, in the same order, of R rows: "input_ids" and "position_ids" int64
+        [R, W], "attention_mask" bool [R, 1, W, W], true where a token is seen.
     """
     if batch.selection is None:
         return batch
@@ -63,7 +66,7 @@ def pack(batch: MicroBatch) -> MicroBatch:
     lengths.scatter_reduce_(0, selection.rows, selection.positions + 1, "amax")
     rows, offsets = _first_fit(lengths.tolist(), width)
     num_rows = max(rows) + 1
-    if num_rows == num_sequences:
+    if num_rows > _MOST_ROWS * num_sequences:
         return batch
     packed = torch.zeros(num_rows, width, dtype=torch.int64)
     positions = torch.zeros_like(packed)
