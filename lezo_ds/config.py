@@ -246,7 +246,7 @@ class TrainConfig:
 
     cpu_threads: Annotated[int, Range(1)] = 1
     """Number of threads of an operation, of each rank on a CPU. Results depend on it in their last bits,
-    so it does not follow the number of cores."""
+    so it does not follow the number of cores. Beside a GPU a rank takes at least its share of the cores."""
 
 
 @dataclass(frozen=True, kw_only=True)

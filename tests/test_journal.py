@@ -520,7 +520,7 @@ def test_a_write_cut_short_by_the_kernel_is_taken_back(path):
 
 
 APPEND_FOREVER = """
-    import sys
+    import sys, time
     sys.path.insert(0, {tests!r})
     from pathlib import Path
     from test_journal import Journal, step_record
@@ -528,12 +528,14 @@ APPEND_FOREVER = """
         for step in range(len(journal.steps), 100_000):
             journal.append(step_record(step))
             print(step, flush=True)
+            time.sleep({pause})
 """
 
 
 @contextmanager
-def running_writer(path):
-    script = textwrap.dedent(APPEND_FOREVER.format(tests=str(Path(__file__).parent), path=str(path)))
+def running_writer(path, pause=0):
+    values = {"tests": str(Path(__file__).parent), "path": str(path), "pause": pause}
+    script = textwrap.dedent(APPEND_FOREVER.format(**values))
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as writer:
         try:
             yield writer
@@ -558,7 +560,7 @@ def test_a_writer_killed_at_random_moments_loses_no_step_it_reported(path):
 def test_a_reader_beside_a_running_writer_sees_only_whole_records(path):
     write_journal(path, [])
     sizes = [0]
-    with running_writer(path):
+    with running_writer(path, pause=0.005):  # or each reading would take longer than the one before
         while len(sizes) < 50:
             _, records = read_journal(path)
             assert records == [step_record(step) for step in range(len(records))]

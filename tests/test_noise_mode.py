@@ -15,6 +15,7 @@ from lezo_ds.engine.agreement import check_same_noise
 from lezo_ds.errors import UserError
 from lezo_ds.journal import Journal, read_journal
 from lezo_ds.noise import NOISE_VERSION, noise_backend, noise_version
+from lezo_ds.noise.gpu import TritonNoise
 
 CPU = torch.device("cpu")
 H200 = "1 fast, NVIDIA H200, Triton 3.7.1"
@@ -53,6 +54,15 @@ def fast_run(inputs):
 def test_fast_noise_without_a_gpu_is_refused_before_weights_load(more, inputs, tmp_path):
     arguments = command(inputs, tmp_path / "run", "zo.noise=fast", *more)
     assert_refused(arguments, "zo.noise=fast needs a GPU", "got: device cpu", "set zo.noise=exact")
+
+
+def test_a_gpu_on_which_triton_cannot_build_is_refused_before_weights_load(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(TritonNoise, "_normal", fails)
+    with pytest.raises(UserError, match=r"Triton cannot run .* got: RuntimeError: Failed to find C compiler"):
+        noise_backend(torch.device("cuda"))
 
 
 def test_an_unknown_noise_is_refused(inputs, tmp_path):

@@ -8,9 +8,11 @@ from deepspeed.comm.comm import comms_logger
 from ranks import run_ranks
 from tiny_runs import full_weights, start_engine, train
 
+from lezo_ds import distributed
 from lezo_ds.config import check_world, config_from_dict
 from lezo_ds.engine.step_plan import scalar_bytes
 from lezo_ds.errors import UserError
+from lezo_ds.model import zero3
 
 pytestmark = pytest.mark.distributed
 
@@ -25,6 +27,16 @@ def _train(directory, dtype, num_ranks, partition_size):
     fresh = start_engine(directory, dtype, num_ranks, partition_size=partition_size)
     fresh.load_checkpoint(directory / "none", records)
     return records, digest, weights, shards, fresh.weights.digest()
+
+
+def _timeouts():
+    distributed.init_distributed(timeout_seconds=77)
+    groups = (torch.distributed.group.WORLD, zero3._partition_group(1))
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_a_group_waits_as_long_for_its_ranks_as_all_do():
+    assert run_ranks(_timeouts, 2) == [[77, 77], [77, 77]]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import ClassVar
 
 import deepspeed
 import pytest
@@ -54,6 +55,30 @@ def test_a_rank_takes_the_gpu_of_its_own(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     zero3.take_device()
     assert node.current == 1
+
+
+class _Event:
+    """An event of a GPU that runs what it is asked for only when it is waited for."""
+
+    done: ClassVar[list[int]] = []
+
+    def record(self):
+        self.number = len(_Event.done)
+        _Event.done.append(0)
+
+    def synchronize(self):
+        _Event.done[self.number] = 1
+
+
+def test_the_host_is_one_block_ahead_of_the_gpu_and_no_more(monkeypatch):
+    monkeypatch.setattr(_Accelerator, "Event", _Event, raising=False)
+    monkeypatch.setattr(_Event, "done", [])
+    monkeypatch.setattr(zero3, "get_accelerator", lambda: _Accelerator(1))
+    blocks = [nn.Identity() for _ in range(4)]
+    zero3.keep_in_step(blocks)
+    for number, block in enumerate(blocks):
+        block(torch.zeros(1))
+        assert _Event.done == [1] * number + [0]
 
 
 def test_a_rank_without_a_gpu_is_told_so(monkeypatch):

@@ -18,7 +18,8 @@ export MASTER_PORT=${MASTER_PORT:-$((10000 + RANDOM % 20000))}
 exports=()
 for name in $(compgen -e); do
     case $name in
-        PATH | PYTHONPATH | LD_LIBRARY_PATH | MASTER_PORT | OMP_NUM_THREADS | DS_* | HF_* | NCCL_* | GLOO_*)
+        PATH | PYTHONPATH | LD_LIBRARY_PATH | MASTER_PORT | OMP_NUM_THREADS | DS_* | HF_* | NCCL_* | GLOO_* | \
+            TORCH_* | PYTORCH_* | CUBLAS_* | TRITON_* | NVIDIA_TF32_OVERRIDE | XDG_CACHE_HOME)
             exports+=(-x "$name") ;;
     esac
 done

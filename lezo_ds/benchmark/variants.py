@@ -14,9 +14,8 @@ from lezo_ds import distributed
 from lezo_ds.benchmark.shapes import Workload
 from lezo_ds.benchmark.stages import StageClock
 from lezo_ds.config import Forward, ZoConfig
-from lezo_ds.data.batch import MicroBatch
+from lezo_ds.data.batch import MicroBatch, to_device
 from lezo_ds.engine.lezo_engine import LezoEngine
-from lezo_ds.engine.model_engine import to_device
 from lezo_ds.engine.step_plan import noise_seed
 from lezo_ds.errors import UserError
 from lezo_ds.model import zero3

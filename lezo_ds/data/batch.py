@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from lezo_ds.tasks.base import Example
@@ -68,3 +69,16 @@ class MicroBatch:
 
 LossFunction = Callable[[Tensor, MicroBatch], Tensor]
 """(logits, or new tokens, at one sign; micro-batch) -> summed loss of each example, float [examples]."""
+
+
+def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """Return the micro-batch with all its tensors on `device`."""
+
+    def move(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+    selection = batch.selection
+    if selection is not None:
+        vocabulary = None if selection.vocabulary is None else selection.vocabulary.to(device)
+        selection = LogitSelection(selection.rows.to(device), selection.positions.to(device), vocabulary)
+    return replace(batch, inputs=move(batch.inputs), labels=move(batch.labels), selection=selection)

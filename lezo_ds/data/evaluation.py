@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from lezo_ds import distributed
-from lezo_ds.data.batch import MicroBatch
+from lezo_ds.data.batch import MicroBatch, to_device
 from lezo_ds.data.batching import scoring_batch
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.metrics import accuracy, majority_class_rate, mean_f1
@@ -142,8 +142,8 @@ def _log_probabilities(
 
     def score(group: Sequence[int]) -> Tensor:
         sequences, lengths = zip(*(distinct[i] for i in group), strict=True)
-        batch = scoring_batch(sequences, lengths, data.tokenizer.pad_id)
-        return -teacher_forcing_loss(engine.forward(batch).cpu(), batch).unsqueeze(1)
+        batch = to_device(scoring_batch(sequences, lengths, data.tokenizer.pad_id), engine.device)
+        return -teacher_forcing_loss(engine.forward(batch), batch).cpu().unsqueeze(1)
 
     found = dict(zip(distinct, _share(engine, groups, 1, score).squeeze(1), strict=True))
     return [torch.stack([found[pair] for pair in pairs]) for pairs in wanted]
@@ -168,12 +168,11 @@ def _objective_loss(
     longest = [max(map(len, example.sequences)) for example in split.encoded]
 
     def losses(group: Sequence[int]) -> Tensor:
-        batch = data.objective_batch(split, group)
-        outputs = (
-            tokens[group] if data.objective.reads_answers and tokens is not None else engine.forward(batch)
-        )
+        batch = to_device(data.objective_batch(split, group), engine.device)
+        known = data.objective.reads_answers and tokens is not None
+        outputs = tokens[group] if known and tokens is not None else engine.forward(batch)
         found = torch.zeros(len(group), 2, dtype=torch.float64)
-        found[:, 0] = data.loss(outputs.cpu(), batch)
+        found[:, 0] = data.loss(outputs, batch)
         found[0, 1] = batch.weight
         return found
 

@@ -20,10 +20,10 @@ from transformers import get_linear_schedule_with_warmup
 
 from lezo_ds import distributed
 from lezo_ds.config import AdamWConfig, PeftConfig
-from lezo_ds.data.batch import LossFunction, MicroBatch
+from lezo_ds.data.batch import LossFunction, MicroBatch, to_device
 from lezo_ds.data.generation import runner
 from lezo_ds.engine.agreement import batch_digest
-from lezo_ds.engine.model_engine import ModelEngine, to_device
+from lezo_ds.engine.model_engine import ModelEngine
 from lezo_ds.engine.step_plan import noise_seed
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.model import zero3
@@ -79,8 +79,9 @@ class FirstOrderEngine(ModelEngine):
         total_weight = sum(micro_batch.weight for micro_batch in batch)
         losses = torch.zeros(len(batch), dtype=torch.float64, device=self.device)
         self._deepspeed.train()
+        mine = {index: to_device(batch[index], self.device) for index in share}
         for index in share:
-            loss = self._loss(to_device(batch[index], self.device), index, loss_function)
+            loss = self._loss(mine[index], index, loss_function)
             losses[index] = loss.detach()
             # DeepSpeed divides the sum of all ranks' gradients by the number of ranks.
             self._deepspeed.backward(loss * (self.world_size / total_weight), scale_wrt_gas=False)
@@ -99,6 +100,7 @@ class FirstOrderEngine(ModelEngine):
                 "fix: lower adamw.learning_rate, or use bf16 or fp32 in the place of fp16"
             )
         self._deepspeed.step()
+        zero3.finish_updates()
         self._deepspeed.eval()
         self.global_steps += 1
         return mean
@@ -140,6 +142,7 @@ class FirstOrderEngine(ModelEngine):
         DeepSpeed's files are pickled: open only those of runs you trust. The number of ranks is the same.
         """
         self._deepspeed.load_checkpoint(str(root), tag=snapshot_path(root, step).name)
+        zero3.finish_updates()
         self.global_steps = step
 
 

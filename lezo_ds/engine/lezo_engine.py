@@ -20,10 +20,10 @@ from torch import Tensor
 
 from lezo_ds import distributed
 from lezo_ds.config import PeftConfig, ZoConfig, num_dropped
-from lezo_ds.data.batch import LossFunction, MicroBatch
+from lezo_ds.data.batch import LossFunction, MicroBatch, to_device
 from lezo_ds.engine.agreement import Facts, batch_digest, check_noise, disagreement, wrong_weights
 from lezo_ds.engine.estimator import OUTLIER_WINDOW, estimate, is_outlier
-from lezo_ds.engine.model_engine import ModelEngine, to_device
+from lezo_ds.engine.model_engine import ModelEngine
 from lezo_ds.engine.step_plan import MAX_BLOCKS, PLAN_BYTES, StepPlan, direction_seed, noise_seed
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.journal import Journal, StepRecord
@@ -104,8 +104,8 @@ class LezoEngine(ModelEngine):
         own_plan = self._plan()
         plan = StepPlan.unpack(distributed.broadcast_bytes(own_plan.pack(), PLAN_BYTES))
         losses = self._local_losses(plan, batch, passes, loss_function)
+        facts = self._facts(own_plan, plan, batch)  # a GPU meanwhile runs what was asked of it; suspects wait
         suspects = self._number(len(self.weights.suspects))
-        facts = self._facts(own_plan, plan, batch)
         *sums, num_suspects = self._sum_losses(torch.cat([losses, suspects]), facts)
         if num_suspects:
             self.check_weights()
@@ -216,8 +216,12 @@ class LezoEngine(ModelEngine):
         """
         num_directions = self._config.directions
         losses = torch.zeros(2 * len(batch) * num_directions, dtype=torch.float64, device=self.device)
+        # All before the first pass: a GPU takes tensors of the host only when it has nothing else to do.
+        mine = {
+            index: to_device(batch[index], self.device) for index in {i // num_directions for i in passes}
+        }
         for index in passes:
-            micro_batch = to_device(batch[index // num_directions], self.device)
+            micro_batch = mine[index // num_directions]
             seed = direction_seed(plan.seed, index % num_directions)
             for side, outputs in enumerate(self._both_sides(plan, seed, micro_batch)):
                 losses[2 * index + side] = loss_function(outputs, micro_batch).double().sum()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lezo_ds import distributed
-from lezo_ds.data.batch import LogitSelection, MicroBatch
+from lezo_ds.data.batch import MicroBatch, to_device
 from lezo_ds.data.generation import runner
 from lezo_ds.engine.agreement import Facts, all_agree, disagreement, fact_numbers
 from lezo_ds.errors import UserError
@@ -168,16 +167,3 @@ class ModelEngine:
             by_rank: every rank's facts.
         """
         raise disagreement(step, by_rank, step)
-
-
-def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Return the micro-batch with all its tensors on `device`."""
-
-    def move(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.to(device) for name, tensor in tensors.items()}
-
-    selection = batch.selection
-    if selection is not None:
-        vocabulary = None if selection.vocabulary is None else selection.vocabulary.to(device)
-        selection = LogitSelection(selection.rows.to(device), selection.positions.to(device), vocabulary)
-    return replace(batch, inputs=move(batch.inputs), labels=move(batch.labels), selection=selection)

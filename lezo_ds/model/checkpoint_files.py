@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import socket
 import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -136,7 +137,7 @@ class WeightFiles:
         single: str | None = None,
     ) -> None:
         if single is None:
-            self._files = _tensor_files(_with_safetensors(directory))
+            self._files = _tensor_files(with_safetensors(directory))
         else:
             self._files = _tensors_of(directory / single)
         self._stored = {rename(name): name for name in self._files} | {name: name for name in self._files}
@@ -239,7 +240,7 @@ def _open_safetensors(path: Path) -> Any:  # noqa: ANN401
         ) from error
 
 
-def _with_safetensors(directory: Path) -> Path:
+def with_safetensors(directory: Path) -> Path:
     """Return a directory that holds the weights as safetensors, converting .bin files the first time."""
     if (directory / _SINGLE).is_file() or (directory / _INDEX).is_file():
         return directory
@@ -273,7 +274,7 @@ def _convert(sources: list[Path], target: Path) -> None:
 
 def _publish(path: Path, write: Callable[[Path], object]) -> None:
     """Let a file appear whole and synced. Several ranks may do so at once: the last rename wins."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         with failures_named(path):
             make_directory(path.parent)

@@ -20,6 +20,7 @@ from lezo_ds.model.checkpoint_files import (
     checkpoint_renaming,
     load_config,
     resolve_model,
+    with_safetensors,
 )
 from lezo_ds.model.layers import BlockLayout, find_blocks, gathering_limits, largest_module
 from lezo_ds.model.parameters import parameter_ids, table_hash
@@ -142,6 +143,7 @@ def load_sharded_model(
     base = BaseModel(model, directory, weights.digest(weights.base_parameters), table_hash(shapes))
     if adapter is not None:
         adapter.fill(weights, module, seed)
+        zero3.finish_updates()
         weights.keep_initial()
     return ShardedModel(module, weights, layout, base, ds_config, adapter)
 
@@ -166,9 +168,9 @@ def _load(
 
 
 def _resolve_on_all_nodes(model: str) -> Path:
-    # One rank a node downloads; the others then find it in the cache.
+    # One rank a node downloads and converts; the others then find it in the cache.
     if zero3.local_rank() == 0:
-        resolve_model(model)
+        with_safetensors(resolve_model(model))
     distributed.barrier()
     return resolve_model(model)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -158,7 +159,9 @@ def _partition_group(partition_size: int) -> Any:  # noqa: ANN401
     if partition_size == world_size:
         return comm.get_world_group()
     starts = range(0, world_size, partition_size)
-    groups = [comm.new_group(list(range(start, start + partition_size))) for start in starts]
+    # A new group has torch's own timeout, whatever the user gave the ranks.
+    timeout = dist.group.WORLD._get_backend(device()).options._timeout  # type: ignore[union-attr]
+    groups = [dist.new_group(range(start, start + partition_size), timeout=timeout) for start in starts]
     return groups[rank // partition_size]
 
 
@@ -242,13 +245,37 @@ def start_engine(model: nn.Module, blocks: Iterable[nn.Module], ds_config: Mappi
         blocks: its transformer blocks.
         ds_config: stage 3.
     """
+    ahead: list[nn.Module] = []
     for block in blocks:
-        set_z3_leaf_module(block, all(map(_is_whole_here, block.parameters())))
+        is_whole = all(map(_is_whole_here, block.parameters()))
+        set_z3_leaf_module(block, is_whole)
+        if not is_whole and get_accelerator().device_name() != "cpu":
+            ahead.append(block)
+    keep_in_step(ahead)
     engine, *_ = deepspeed.initialize(model=model, config=dict(ds_config))
     for hook in engine.optimizer.backward_hooks:
         hook.remove()
     engine.eval()
     return engine
+
+
+def keep_in_step(blocks: Iterable[nn.Module]) -> None:
+    """Let the host ask a GPU for no more than a block beyond the one it runs.
+
+    What a block gathered is only used again once the GPU is past it: a host that is faster would take new
+    memory for each (FullyShardedDataParallel has a limit of this kind, too).
+    """
+    asked: deque[Any] = deque()
+
+    def wait(*_: Any) -> None:  # noqa: ANN401
+        event = get_accelerator().Event()
+        event.record()
+        asked.append(event)
+        if len(asked) > 1:
+            asked.popleft().synchronize()
+
+    for block in blocks:
+        block.register_forward_hook(wait)
 
 
 def _is_whole_here(parameter: Any) -> bool:  # noqa: ANN401  # the parameter, with what DeepSpeed adds

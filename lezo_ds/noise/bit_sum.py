@@ -7,6 +7,7 @@ from torch import Tensor
 
 MODULUS = 1 << 32
 
+_CHUNK = 1 << 22
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
@@ -20,7 +21,10 @@ def bit_sum(values: Tensor, low: Tensor | None = None) -> Tensor:
         low: int16, summed too.
     """
     # In 32 bits, and wrapping: ten times as fast as in 64.
-    total = values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int32)
+    parts = torch.split(values.view(_INTEGERS[values.element_size()]), _CHUNK)
     if low is not None:
-        total = total + low.sum(dtype=torch.int32)
+        parts += torch.split(low, _CHUNK)
+    total = torch.zeros((), dtype=torch.int32, device=values.device)
+    for part in parts:  # torch would copy all of them as 32 bits at once
+        total += part.sum(dtype=torch.int32)
     return total.to(torch.int64) % MODULUS

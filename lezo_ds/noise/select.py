@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import logging
+import subprocess
 
 import torch
 
@@ -25,7 +26,7 @@ def noise_backend(device: torch.device, mode: NoiseMode = "exact") -> NoiseBacke
     On a CPU without a working C++ compiler: `EagerNoise`, and a warning once per process.
 
     Raises:
-        UserError: fast noise on a device that is no GPU.
+        UserError: fast noise on a device that is no GPU, or a GPU without what Triton needs.
     """
     if mode == "fast" and device.type != "cuda":
         raise UserError(
@@ -50,9 +51,7 @@ def noise_version(device: torch.device, mode: NoiseMode = "exact") -> int | str:
 @functools.cache
 def _backend_of(device_type: str, mode: NoiseMode) -> NoiseBackend:
     if device_type == "cuda":
-        from lezo_ds.noise.gpu import TritonNoise  # Triton is not needed, and often not there, on CPUs
-
-        return TritonNoise(mode)
+        return _triton_noise(mode)
     if device_type == "cpu":
         try:
             return CpuNoise()
@@ -63,3 +62,19 @@ def _backend_of(device_type: str, mode: NoiseMode) -> NoiseBackend:
                 error,
             )
     return EagerNoise()
+
+
+def _triton_noise(mode: NoiseMode) -> NoiseBackend:
+    try:
+        from lezo_ds.noise.gpu import TritonNoise  # Triton is not needed, and often not there, on CPUs
+
+        noise = TritonNoise(mode)
+        noise.normal(0, 0, 0, 1, torch.device("cuda"))  # Triton builds what starts kernels now, not in a step
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        raise UserError(
+            "Triton cannot run its kernels here",
+            got=f"{type(error).__name__}: {error}",
+            expected="Triton, a C compiler and Python's headers",
+            fix="pip install triton; apt-get install gcc python3-dev, or conda install gcc",
+        ) from error
+    return noise

@@ -384,10 +384,10 @@ def update_kernel(
     if precision == MASTER:
         low = tl.load(low_ptr + position, mask=inside)
     if sums_ptr is not None:
-        tl.atomic_add(sums_ptr, _bit_sum(stored, low, inside, precision))
+        tl.atomic_add(sums_ptr, _bit_sum(stored, low, inside, precision), sem="relaxed")
     stored, low = _updated(stored, low, seed, parameter_id, block, coefficient, precision, fast)
     if sums_ptr is not None:
-        tl.atomic_add(sums_ptr + 1, _bit_sum(stored, low, inside, precision))
+        tl.atomic_add(sums_ptr + 1, _bit_sum(stored, low, inside, precision), sem="relaxed")
     tl.store(shard_ptr + position, stored, mask=inside)
     if precision == MASTER:
         tl.store(low_ptr + position, low, mask=inside)

@@ -6,7 +6,7 @@ the module's weights (one for each sign), and activations. The module where the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -88,6 +88,7 @@ class Sharding:
     reduce_bucket: int = _DEFAULT_REDUCE
     on_cpu: bool = False
     disk_buffers: int = _DEFAULT_NUM_BUFFERS * _DEFAULT_BUFFER
+    pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,7 @@ def sharding_of(ds_config: Mapping[str, Any], partition_size: int, *, on_cpu: bo
         prefetch_bucket=zero.get("stage3_prefetch_bucket_size"),
         reduce_bucket=int(zero.get("reduce_bucket_size", _DEFAULT_REDUCE)),
         on_cpu=on_cpu,
+        pinned=bool(offload.get("pin_memory", False)),
         disk_buffers=num_buffers * int(offload.get("buffer_size", _DEFAULT_BUFFER)),
     )
 
@@ -215,10 +217,17 @@ def memory_of(model: ModelFacts, sharding: Sharding, training: Training, reserve
         activations=worst.activations,
         logits=worst.logits,
         reserve=reserve,
-        host_weights=weights if offloaded else 0,
+        host_weights=_host_bytes(shards, weights, sharding) if offloaded else 0,
         host_low_bits=low_bits if offloaded else 0,
         disk=disk,
     )
+
+
+def _host_bytes(shards: Sequence[int], weights: int, sharding: Sharding) -> int:
+    """Return what offloaded shards take of the host: torch rounds each pinned block up to a power of two."""
+    if sharding.offload == "nvme" or not sharding.pinned:
+        return weights
+    return sum(1 << (shard - 1).bit_length() for shard in shards if shard)
 
 
 def _loading_bytes(model: ModelFacts, sharding: Sharding, low_bits: int) -> int:

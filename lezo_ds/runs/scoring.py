@@ -7,15 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lezo_ds import distributed
 from lezo_ds.config import RunConfig, config_from_dict
 from lezo_ds.data.evaluation import EvaluationResult, Model, evaluate
 from lezo_ds.data.task_data import EncodedSplit, load_task_data
 from lezo_ds.model.checkpoint_files import DTYPES, load_config, resolve_model
 from lezo_ds.runs.restore import read_run, restore
-from lezo_ds.runs.trainer import make_engine
+from lezo_ds.runs.trainer import make_engine, set_threads
 from lezo_ds.tasks.base import Example
 
 
@@ -38,7 +36,7 @@ def score_run(path: Path, step: str, split: str, overrides: tuple[str, ...] = ()
     distributed.init_distributed()
     run = distributed.on_rank_zero(lambda: read_run(path, overrides))
     number = run.find_step(step)
-    torch.set_num_threads(run.config.train.cpu_threads)
+    set_threads(run.config)
     engine = restore(run, number)
     return {"run": str(path), "step": number, **_score(run.config, engine, split)}
 
@@ -62,7 +60,7 @@ def score_model(model: str, split: str, overrides: tuple[str, ...] = ()) -> dict
     config = config_from_dict(values, "the command line", overrides)
     if split == "test" and config.method == "zero_shot":  # its data may have few training examples
         config = replace(config, data=replace(config.data, num_train=1, num_dev=1))
-    torch.set_num_threads(config.train.cpu_threads)
+    set_threads(config)
     return {"model": model, **_score(config, make_engine(config), split)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from lezo_ds.ds_config import load_ds_config
 from lezo_ds.engine.first_order_engine import FirstOrderEngine, initialize_first_order
 from lezo_ds.engine.lezo_engine import LezoEngine, initialize
 from lezo_ds.errors import UserError
+from lezo_ds.model import zero3
 from lezo_ds.model.checkpoint_files import DTYPES, build_on_meta, load_config, resolve_model
 from lezo_ds.model.layers import find_blocks
 from lezo_ds.runs.first_order_run import FirstOrderRun, check_training_state
@@ -40,7 +42,7 @@ def _train(config: RunConfig) -> dict[str, Any]:
     distributed.init_distributed(config.train.timeout_seconds)
     if config.method in TRAINED:
         check_world(config, distributed.world_size())
-    torch.set_num_threads(config.train.cpu_threads)
+    set_threads(config)
     data = load_task_data(config)
     directory = RunDirectory(config.run_dir)
     distributed.on_rank_zero(lambda: _check_before_loading(config, directory))
@@ -48,6 +50,19 @@ def _train(config: RunConfig) -> dict[str, Any]:
         engine = make_first_order_engine(config, num_steps(config, len(data.train.encoded)))
         return FirstOrderRun(config, data, directory, engine).execute()
     return ZerothOrderRun(config, data, directory, make_engine(config)).execute()
+
+
+def set_threads(config: RunConfig) -> None:
+    """Set how many threads an operation on the CPU has: `train.cpu_threads`.
+
+    Beside a GPU, where no result depends on it, at least this rank's share of the cores: they update weights
+    that are offloaded.
+    """
+    num_threads = config.train.cpu_threads
+    if zero3.device().type != "cpu":
+        num_cores = len(os.sched_getaffinity(0))
+        num_threads = max(num_threads, num_cores // torch.accelerator.device_count())
+    torch.set_num_threads(num_threads)
 
 
 def make_first_order_engine(config: RunConfig, num_steps: int) -> FirstOrderEngine:
