@@ -6,8 +6,8 @@ import logging
 import os
 import pickle
 import re
-import socket
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
