@@ -89,6 +89,8 @@ def test_the_model_predicts_what_a_rank_takes(dtype, num_ranks, peft, tmp_path):
     training = Training("lezo", "fp32_master", "dual", ForwardInputs(rows, 64, rows, 2), None)
     predicted = memory_of(model_facts(SMALL, dtype, peft), sharding, training, CPU_RESERVE).total
     peaks = run_ranks(peak_of_steps, num_ranks, tmp_path, dtype, peft, num_ranks)
+    error, kind = predicted / max(peaks) - 1, "all weights" if peft is None else peft.kind
+    print(f"\n{dtype}, {num_ranks} ranks, {kind}: {predicted // MIB} MiB predicted, {error:+.1%}")
     assert 0.875 * max(peaks) < predicted < 1.125 * max(peaks), (predicted // MIB, [p // MIB for p in peaks])
 
 
@@ -135,7 +137,7 @@ def test_no_more_is_gathered_at_once_than_two_of_the_largest_modules(feed_forwar
 
 def zo_memory(model, partition_size=1, **changes):
     training = Training("lezo", "stochastic", "dual", ForwardInputs(1, 8, 1, 2), None)
-    sharding = {k: changes.pop(k) for k in ("offload", "on_cpu") if k in changes}
+    sharding = {k: changes.pop(k) for k in ("offload", "on_cpu", "pinned") if k in changes}
     return memory_of(model, Sharding(partition_size, **sharding), replace(training, **changes), reserve=0)
 
 
@@ -181,6 +183,13 @@ def test_offloaded_weights_lie_in_the_host_and_are_gathered(opt_30b):
     assert memory.host == 4 * NUM_PARAMETERS
     assert memory.gathered > 0
     assert zo_memory(opt_30b, 1, offload="cpu", on_cpu=True).host == 0
+
+
+def test_pinned_shards_in_the_host_are_rounded_up_to_powers_of_two(opt_30b):
+    """As torch's allocator of pinned memory does (CachingHostAllocator.h, 2.13)."""
+    memory = zo_memory(opt_30b, 1, offload="cpu", pinned=True)
+    assert memory.host / (2 * NUM_PARAMETERS) == pytest.approx(1.31, abs=0.005)
+    assert zo_memory(opt_30b, 1, offload="cpu").host == 2 * NUM_PARAMETERS
 
 
 def test_of_weights_on_a_disk_small_shards_and_buffers_stay_in_memory(opt_30b):
@@ -290,5 +299,6 @@ def test_limits_of_the_ds_config_take_the_place_of_those_of_the_model(opt_30b):
         return memory_of(opt_30b, Sharding(1000, **limits), training, 0).gathered
 
     assert gathered() == gathered(max_live=2 * largest, prefetch_bucket=largest)
-    assert gathered("adamw") == gathered(max_live=10**9, prefetch_bucket=5 * 10**7)
+    behind = 2 * largest  # bytes: of the block that a GPU still runs in a zeroth-order step
+    assert gathered("adamw") + behind == gathered(max_live=10**9, prefetch_bucket=5 * 10**7)
     assert gathered(prefetch_bucket=0) < gathered(max_live=10**9) < gathered()

@@ -315,7 +315,9 @@ def _gathered(model: ModelFacts, sharding: Sharding, method: Method) -> list[int
         max_live = sharding.max_live
     if sharding.prefetch_bucket is not None:
         bucket = sharding.prefetch_bucket
-    return gathered_elements(model.modules, max_live, bucket)
+    # A GPU is asked for the next block while one runs, whose weights are still there (`zero3.keep_in_step`).
+    behind = 0 if sharding.on_cpu or method == "adamw" else model.largest_module
+    return [behind + elements for elements in gathered_elements(model.modules, max_live, bucket)]
 
 
 def _copy_bytes(model: ModelFacts, module: ModuleFacts, inputs: ForwardInputs, num_signs: int) -> int:
