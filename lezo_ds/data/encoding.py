@@ -97,6 +97,11 @@ class EncodedExample:
     label: int | None
     truncated: bool
 
+    @property
+    def num_tokens(self) -> int:
+        """Length of the longest sequence."""
+        return max(map(len, self.sequences))
+
 
 def load_tokenizer(path: str) -> PromptTokenizer:
     """Load a model's tokenizer, without running code that comes with the model.

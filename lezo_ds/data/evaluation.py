@@ -165,12 +165,12 @@ def _objective_loss(
     engine: Model, data: TaskData, split: EncodedSplit, batch_size: int, tokens: Tensor | None
 ) -> float:
     """Return the objective's mean; `tokens` spare it the writing of answers, if it reads these."""
-    longest = [max(map(len, example.sequences)) for example in split.encoded]
+    known = tokens if data.objective.reads_answers else None
+    longest = [example.num_tokens for example in split.encoded]
 
     def losses(group: Sequence[int]) -> Tensor:
         batch = to_device(data.objective_batch(split, group), engine.device)
-        known = data.objective.reads_answers and tokens is not None
-        outputs = tokens[group] if known and tokens is not None else engine.forward(batch)
+        outputs = engine.forward(batch) if known is None else known[group]
         found = torch.zeros(len(group), 2, dtype=torch.float64)
         found[:, 0] = data.loss(outputs, batch)
         found[0, 1] = batch.weight

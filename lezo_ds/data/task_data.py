@@ -88,7 +88,7 @@ class TaskData:
     def _num_tokens(self, row: int) -> int:
         if self.objective.build_batch is None:
             return len(self.train.prompts[row])
-        return max(len(ids) for ids in self.train.encoded[row].sequences)
+        return self.train.encoded[row].num_tokens
 
     def objective_batch(self, split: EncodedSplit, rows: Sequence[int]) -> MicroBatch:
         """Lay out some examples of a split for the objective."""

@@ -54,8 +54,8 @@ class StepPlan:
 def scalar_bytes(num_passes: int) -> int:
     """Return the length of a step's two messages beside the gathers: its plan, and the one reduction.
 
-    Summed over the ranks are float64 numbers: a loss of each sign and pass, the batch's weight, the votes,
-    and the proof that all ranks work on the same.
+    Summed over the ranks are float64 numbers: a loss of each sign and pass, how many weights are suspect,
+    the votes, and the proof that all ranks work on the same.
 
     Args:
         num_passes: micro-batches x directions of the step, on all ranks.

@@ -101,7 +101,7 @@ def longest_length(config: RunConfig, model: ModelFacts) -> int:
 
 
 def _longest(split: EncodedSplit, count: int) -> list[int]:
-    lengths = [max(map(len, example.sequences)) for example in split.encoded]
+    lengths = [example.num_tokens for example in split.encoded]
     return sorted(range(len(lengths)), key=lambda row: lengths[row], reverse=True)[:count]
 
 
