@@ -19,12 +19,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from lezo_ds import command_line, distributed
-from lezo_ds.benchmark.arguments import add_settings, positive, read_settings
-from lezo_ds.benchmark.kernels import measure_kernels
-from lezo_ds.benchmark.report import draw, machine_facts, save
-from lezo_ds.benchmark.results import Results
-from lezo_ds.benchmark.steps import measure_steps
-from lezo_ds.benchmark.variants import VariantName
+from lezo_ds.tools.benchmark.arguments import add_settings, positive, read_settings
+from lezo_ds.tools.benchmark.kernels import measure_kernels
+from lezo_ds.tools.benchmark.report import draw, machine_facts, save
+from lezo_ds.tools.benchmark.results import Results
+from lezo_ds.tools.benchmark.steps import measure_steps
+from lezo_ds.tools.benchmark.variants import VariantName
 
 
 def main() -> None:

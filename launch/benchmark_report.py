@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from lezo_ds import command_line
-from lezo_ds.benchmark.report import draw, write_report
-from lezo_ds.benchmark.results import read_results
+from lezo_ds.tools.benchmark.report import draw, write_report
+from lezo_ds.tools.benchmark.results import read_results
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lezo_ds import command_line
-from lezo_ds.demo.command import demonstrate, report
+from lezo_ds.tools.demo.command import demonstrate, report
 
 
 def main() -> None:

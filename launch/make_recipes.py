@@ -1,11 +1,11 @@
-"""Write launch/recipes/opt-*.yaml, one for each cell of the paper's tables (lezo_ds/experiments/paper.py)."""
+"""Write launch/recipes/opt-*.yaml, one for each cell of the paper's tables (lezo_ds/recipes/paper.py)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from lezo_ds import command_line
-from lezo_ds.experiments.recipes import RECIPES, write_recipes
+from lezo_ds.recipes.registry import RECIPES, write_recipes
 
 
 def main() -> None:

@@ -10,9 +10,9 @@ estimate of the time, and the command. Start it in the root of the repository.
 from __future__ import annotations
 
 from lezo_ds import command_line
-from lezo_ds.planning.arguments import add_request, read_request, read_speeds
-from lezo_ds.planning.plan import make_plan
-from lezo_ds.planning.text import plan_text
+from lezo_ds.tools.planning.arguments import add_request, read_request, read_speeds
+from lezo_ds.tools.planning.plan import make_plan
+from lezo_ds.tools.planning.text import plan_text
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ import logging
 from pathlib import Path
 
 from lezo_ds import command_line
-from lezo_ds.reports import page
-from lezo_ds.reports.tables import find_runs, read_report, to_csv, to_markdown, write_report
+from lezo_ds.tools.reports import page
+from lezo_ds.tools.reports.tables import find_runs, read_report, to_csv, to_markdown, write_report
 
 FORMATS = {"markdown": to_markdown, "csv": to_csv}
 

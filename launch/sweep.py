@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from lezo_ds import command_line
-from lezo_ds.experiments.sweep import listing, plan_sweep, run_sweep, select_run, table, write_tables
+from lezo_ds.tools.sweep import listing, plan_sweep, run_sweep, select_run, table, write_tables
 
 
 def main() -> None:

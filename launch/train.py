@@ -7,8 +7,8 @@ from pathlib import Path
 
 from lezo_ds import command_line, distributed
 from lezo_ds.config import describe, load_config
-from lezo_ds.runs.dry_run import describe_plan
 from lezo_ds.runs.trainer import train
+from lezo_ds.tools.planning.dry_run import describe_plan
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import yaml
 
 from lezo_ds.errors import UserError
-from lezo_ds.model.layers import num_dropped_from_sparsity
+from lezo_ds.model.blocks import num_dropped_from_sparsity
 from lezo_ds.noise.backend import NoiseMode
 from lezo_ds.noise.precision import UpdatePrecision
 from lezo_ds.tasks import get_task

@@ -15,7 +15,8 @@ import shutil  # noqa: F401  (it looks at os's own functions when it is imported
 import signal
 from pathlib import Path
 
-from lezo_ds.model import snapshots, weights
+from lezo_ds.model import snapshots
+from lezo_ds.sharding import weights
 
 VARIABLE = "LEZO_TEST_FAULT"
 TRAIN = Path(__file__).resolve().parents[1] / "launch" / "train.py"

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from lezo_ds.model.parameters import parameter_ids
 from lezo_ds.noise import noise_backend
+from lezo_ds.sharding.parameters import parameter_ids
 
 
 class ReferenceRun:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lezo_ds.data.batch import MicroBatch
 from lezo_ds.engine.agreement import (
     all_agree,
     batch_digest,
@@ -12,6 +11,7 @@ from lezo_ds.engine.agreement import (
     wrong_weights,
 )
 from lezo_ds.engine.step_plan import NUM_FACT_NUMBERS
+from lezo_ds.model.batch import MicroBatch
 
 FACTS = {"plan": "a", "batch": "b"}
 

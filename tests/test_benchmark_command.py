@@ -7,8 +7,8 @@ import pytest
 from assets import REPOSITORY
 from commands import free_port, run, run_well
 
-from lezo_ds.benchmark.arguments import add_settings, read_settings
-from lezo_ds.benchmark.results import read_results
+from lezo_ds.tools.benchmark.arguments import add_settings, read_settings
+from lezo_ds.tools.benchmark.results import read_results
 
 BENCHMARK = str(REPOSITORY / "launch" / "benchmark.py")
 REPORT = str(REPOSITORY / "launch" / "benchmark_report.py")

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from lezo_ds.benchmark.growth import find_series
-from lezo_ds.benchmark.report import machine_facts, to_markdown
-from lezo_ds.benchmark.results import (
+from lezo_ds.errors import UserError
+from lezo_ds.tools.benchmark.growth import find_series
+from lezo_ds.tools.benchmark.report import machine_facts, to_markdown
+from lezo_ds.tools.benchmark.results import (
     Cell,
     Elapsed,
     Kernels,
@@ -19,9 +20,8 @@ from lezo_ds.benchmark.results import (
     read_results,
     write_results,
 )
-from lezo_ds.benchmark.shapes import Workload
-from lezo_ds.benchmark.stages import STAGES
-from lezo_ds.errors import UserError
+from lezo_ds.tools.benchmark.shapes import Workload
+from lezo_ds.tools.benchmark.stages import STAGES
 
 FACTS = {
     "hardware": {"device": "cpu", "gpu": None, "cpu": "", "cores": 2},
@@ -135,7 +135,7 @@ def test_a_bend_is_the_farthest_point_and_the_clock_can_be_the_processors():
 
 def test_pictures_are_drawn_of_what_there_is(tmp_path):
     pytest.importorskip("matplotlib")
-    from lezo_ds.benchmark.pictures import draw
+    from lezo_ds.tools.benchmark.pictures import draw
 
     pair = [timing("mezo_reference", 4.0), timing("ours:0", 1.0)]
     assert [path.name for path in draw([cell(pair)], tmp_path / "one")] == ["one-stages.png"]

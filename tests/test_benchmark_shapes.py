@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lezo_ds.benchmark.shapes import SHAPES, TASKS, Workload, opt_config, plain_model, random_weights
 from lezo_ds.errors import UserError
-from lezo_ds.model.checkpoint_files import build_on_meta
+from lezo_ds.sharding.checkpoint_files import build_on_meta
+from lezo_ds.tools.benchmark.shapes import SHAPES, TASKS, Workload, opt_config, plain_model, random_weights
 
 CPU = torch.device("cpu")
 

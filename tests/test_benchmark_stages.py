@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from lezo_ds.benchmark.memory import peak_memory
-from lezo_ds.benchmark.stages import STAGES, StageClock
+from lezo_ds.tools.benchmark.memory import peak_memory
+from lezo_ds.tools.benchmark.stages import STAGES, StageClock
 
 CPU = torch.device("cpu")
 

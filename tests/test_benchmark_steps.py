@@ -5,11 +5,11 @@ import torch
 from ranks import run_ranks
 
 from lezo_ds import distributed
-from lezo_ds.benchmark.results import ModelSettings, Settings
-from lezo_ds.benchmark.shapes import Workload
-from lezo_ds.benchmark.stages import STAGES, StageClock
-from lezo_ds.benchmark.steps import Models, fill_with_random_weights, measure_steps
-from lezo_ds.benchmark.variants import VariantName, ours_config
+from lezo_ds.tools.benchmark.results import ModelSettings, Settings
+from lezo_ds.tools.benchmark.shapes import Workload
+from lezo_ds.tools.benchmark.stages import STAGES, StageClock
+from lezo_ds.tools.benchmark.steps import Models, fill_with_random_weights, measure_steps
+from lezo_ds.tools.benchmark.variants import VariantName, ours_config
 
 pytestmark = pytest.mark.distributed
 

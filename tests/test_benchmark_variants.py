@@ -7,18 +7,18 @@ import torch
 from ranks import run_ranks
 
 from lezo_ds import distributed
-from lezo_ds.benchmark.shapes import Workload, opt_config, plain_model
-from lezo_ds.benchmark.stages import StageClock
-from lezo_ds.benchmark.variants import (
+from lezo_ds.engine.step_plan import noise_seed
+from lezo_ds.errors import UserError
+from lezo_ds.model.blocks import draw_dropped_layers, find_blocks
+from lezo_ds.tools.benchmark.shapes import Workload, opt_config, plain_model
+from lezo_ds.tools.benchmark.stages import StageClock
+from lezo_ds.tools.benchmark.variants import (
     LEARNING_RATE,
     PERTURBATION_SCALE,
     RUN_SEED,
     VariantName,
     mezo_reference,
 )
-from lezo_ds.engine.step_plan import noise_seed
-from lezo_ds.errors import UserError
-from lezo_ds.model.layers import draw_dropped_layers, find_blocks
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 4

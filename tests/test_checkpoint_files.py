@@ -22,8 +22,8 @@ from tiny_models import FAMILIES, tiny_model
 from transformers import AutoModelForCausalLM, Wav2Vec2Config
 
 from lezo_ds.errors import LezoError, UserError
-from lezo_ds.model import checkpoint_files
-from lezo_ds.model.checkpoint_files import (
+from lezo_ds.sharding import checkpoint_files
+from lezo_ds.sharding.checkpoint_files import (
     WeightFiles,
     build_on_meta,
     checkpoint_renaming,
@@ -351,7 +351,9 @@ def test_a_directory_without_a_config_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["no-such-owner/no-such-model", "./no/such/directory", "two words", ""])
 def test_a_name_that_is_no_model_is_refused_offline(name, tmp_path):
-    code = "import sys; from lezo_ds.model.checkpoint_files import resolve_model; resolve_model(sys.argv[1])"
+    code = (
+        "import sys; from lezo_ds.sharding.checkpoint_files import resolve_model; resolve_model(sys.argv[1])"
+    )
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",

@@ -6,10 +6,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lezo_ds.demo import corpus
-from lezo_ds.demo.pretrain import MANIFEST, Recipe, build_model, make_demo_assets, make_texts, model_config
-from lezo_ds.demo.tokenizer import SPECIAL_TOKENS, build_tokenizer
 from lezo_ds.errors import UserError
+from lezo_ds.tools.demo import corpus
+from lezo_ds.tools.demo.pretrain import (
+    MANIFEST,
+    Recipe,
+    build_model,
+    make_demo_assets,
+    make_texts,
+    model_config,
+)
+from lezo_ds.tools.demo.tokenizer import SPECIAL_TOKENS, build_tokenizer
 
 PRAISE = {*corpus.POSITIVE_ADJECTIVES, *corpus.POSITIVE_VERBS, *corpus.POSITIVE_FEELINGS}
 BLAME = {*corpus.NEGATIVE_ADJECTIVES, *corpus.NEGATIVE_VERBS, *corpus.NEGATIVE_FEELINGS}

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lezo_ds.model import digest
-from lezo_ds.model.digest import shard_digest
+from lezo_ds.sharding import digest
+from lezo_ds.sharding.digest import shard_digest
 
 DTYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 PARAMETER_IDS = st.integers(0, 2**32 - 1)

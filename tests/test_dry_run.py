@@ -11,7 +11,7 @@ from assets import NUM_BLOCKS, REPOSITORY, write_data, write_recipe
 from commands import deepspeed, mpirun, python, run, run_well
 
 from lezo_ds.config import load_config
-from lezo_ds.runs.dry_run import describe_plan
+from lezo_ds.tools.planning.dry_run import describe_plan
 
 
 @pytest.fixture(scope="module")

@@ -23,12 +23,12 @@ from tiny_runs import (
     zo_config,
 )
 
-from lezo_ds.data.batch import MicroBatch
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.engine.step_plan import noise_seed, scalar_bytes
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.journal import Header, Journal, StepRecord, read_journal
+from lezo_ds.model.batch import MicroBatch
 from lezo_ds.noise import UpdatePrecision
 
 pytestmark = pytest.mark.distributed

@@ -11,9 +11,9 @@ from tiny_models import FAMILIES, VOCABULARY, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lezo_ds.data.batch import GenerationSettings
 from lezo_ds.data.encoding import PromptTokenizer
 from lezo_ds.data.generation import prompt_batch, read_answers, write_tokens
+from lezo_ds.model.batch import GenerationSettings
 from lezo_ds.model.perturbed_forward import PerturbedForward, Sign
 
 PAD = 1

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lezo_ds.model.guard import ShardGuard
 from lezo_ds.noise.bit_sum import MODULUS, bit_sum
+from lezo_ds.sharding.guard import ShardGuard
 
 
 def flip(tensor, index, bit):

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.errors import UserError
-from lezo_ds.model.layers import (
+from lezo_ds.model.blocks import (
     BlockLayout,
     draw_dropped_layers,
     find_blocks,

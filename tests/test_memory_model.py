@@ -13,14 +13,21 @@ from ranks import run_ranks
 from transformers import OPTConfig
 
 from lezo_ds import distributed
-from lezo_ds.benchmark.shapes import Workload, opt_config, write_empty_model
-from lezo_ds.benchmark.steps import fill_with_random_weights
 from lezo_ds.config import PeftConfig, ZoConfig
 from lezo_ds.ds_config import load_ds_config
 from lezo_ds.engine.lezo_engine import initialize
-from lezo_ds.planning.gathering import gathered_elements
-from lezo_ds.planning.memory import CPU_RESERVE, ForwardInputs, Sharding, Training, memory_of, sharding_of
-from lezo_ds.planning.model_facts import ModuleFacts, ParameterFacts, model_facts
+from lezo_ds.tools.benchmark.shapes import Workload, opt_config, write_empty_model
+from lezo_ds.tools.benchmark.steps import fill_with_random_weights
+from lezo_ds.tools.planning.gathering import gathered_elements
+from lezo_ds.tools.planning.memory import (
+    CPU_RESERVE,
+    ForwardInputs,
+    Sharding,
+    Training,
+    memory_of,
+    sharding_of,
+)
+from lezo_ds.tools.planning.model_facts import ModuleFacts, ParameterFacts, model_facts
 
 MIB = 1 << 20
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1

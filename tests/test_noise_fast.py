@@ -10,10 +10,10 @@ import torch
 from tiny_runs import start_engine, train
 
 from lezo_ds.engine import agreement, lezo_engine
-from lezo_ds.model import weights as model_weights
-from lezo_ds.model import witness
 from lezo_ds.noise import split_master
 from lezo_ds.noise.eager import EagerNoise
+from lezo_ds.sharding import weights as model_weights
+from lezo_ds.sharding import witness
 
 pytest.importorskip("triton")
 if not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):

@@ -8,7 +8,6 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from lezo_ds.data import objectives
-from lezo_ds.data.batch import MicroBatch
 from lezo_ds.data.batching import candidate_batch, teacher_forcing_batch
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.objectives import (
@@ -22,6 +21,7 @@ from lezo_ds.data.objectives import (
     training_objective,
 )
 from lezo_ds.errors import UserError
+from lezo_ds.model.batch import MicroBatch
 from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.copa import COPA
 from lezo_ds.tasks.squad import SQUAD

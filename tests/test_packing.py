@@ -11,12 +11,12 @@ from tiny_runs import VOCABULARY, start_engine, write_model
 from tiny_tasks import task_config, write_writer
 from transformers import BloomConfig, FalconConfig, FalconH1Config, JambaConfig, MambaConfig, OPTConfig
 
-from lezo_ds.data.batch import LogitSelection, MicroBatch
 from lezo_ds.data.batching import candidate_batch, teacher_forcing_batch
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.objectives import classification_loss, teacher_forcing_loss
 from lezo_ds.data.packing import can_pack, pack
 from lezo_ds.data.task_data import load_task_data
+from lezo_ds.model.batch import LogitSelection, MicroBatch
 
 PAD = 1
 LENGTHS = (5, 21, 3, 9, 11, 2, 7, 14)

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from lezo_ds.experiments.paper import MODELS, SCORES, TASKS, Cell, Score, hyperparameters
+from lezo_ds.recipes.paper import MODELS, SCORES, TASKS, Cell, Score, hyperparameters
 from lezo_ds.tasks import TASKS as IMPLEMENTED
 
 SHAPES = {"opt-1.3b": (2048, 24), "opt-13b": (5120, 40), "opt-30b": (7168, 48)}

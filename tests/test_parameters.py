@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import random
 
-from lezo_ds.model import parameters
-from lezo_ds.model.parameters import parameter_ids, table_hash
+from lezo_ds.sharding import parameters
+from lezo_ds.sharding.parameters import parameter_ids, table_hash
 
 NAMES = [f"model.decoder.layers.{index}.{part}.weight" for index in range(48) for part in ("fc1", "fc2", "q")]
 

@@ -12,7 +12,7 @@ from lezo_ds import distributed
 from lezo_ds.config import check_world, config_from_dict
 from lezo_ds.engine.step_plan import scalar_bytes
 from lezo_ds.errors import UserError
-from lezo_ds.model import zero3
+from lezo_ds.sharding import zero3
 
 pytestmark = pytest.mark.distributed
 

@@ -16,11 +16,11 @@ from tiny_runs import full_weights
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lezo_ds.adapters import make_adapter
-from lezo_ds.adapters.lora import initial_seed, matching_modules, uniform
 from lezo_ds.config import PeftConfig
 from lezo_ds.errors import UserError
-from lezo_ds.model.layers import find_blocks
+from lezo_ds.model.adapters import make_adapter
+from lezo_ds.model.adapters.lora import initial_seed, matching_modules, uniform
+from lezo_ds.model.blocks import find_blocks
 
 FAMILIES = ("opt", "llama", "gpt_neox", "gpt2")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

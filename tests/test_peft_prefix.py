@@ -10,12 +10,12 @@ from tiny_models import FAMILIES, VOCABULARY, tiny_model
 from tiny_runs import SEED, full_weights, write_model
 from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig
 
-from lezo_ds.adapters import load_prefix, make_adapter
-from lezo_ds.adapters.prefix import initial_ids
-from lezo_ds.data.batch import GenerationSettings, MicroBatch
 from lezo_ds.data.generation import prompt_batch
 from lezo_ds.errors import UserError
-from lezo_ds.model.layers import find_blocks
+from lezo_ds.model.adapters import load_prefix, make_adapter
+from lezo_ds.model.adapters.prefix import initial_ids
+from lezo_ds.model.batch import GenerationSettings, MicroBatch
+from lezo_ds.model.blocks import find_blocks
 from lezo_ds.model.perturbed_forward import Perturbation, Sign
 
 FAMILIES_TESTED = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt2", "phi", "gemma")

@@ -10,12 +10,12 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.pytorch_utils import Conv1D
 
-from lezo_ds.data.batch import LogitSelection, MicroBatch
 from lezo_ds.errors import UserError
-from lezo_ds.model.layers import find_blocks
-from lezo_ds.model.parameters import parameter_ids
-from lezo_ds.model.perturbed_forward import NamedParameter, Perturbation, PerturbedForward, Sign
+from lezo_ds.model.batch import LogitSelection, MicroBatch
+from lezo_ds.model.blocks import find_blocks
+from lezo_ds.model.perturbed_forward import Perturbation, PerturbedForward, Sign
 from lezo_ds.noise import noise_backend
+from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
 
 CPU = torch.device("cpu")
 NOISE = noise_backend(CPU)

@@ -11,14 +11,14 @@ import pytest
 from assets import REPOSITORY
 from commands import run, run_well
 
-from lezo_ds.benchmark.shapes import opt_config
 from lezo_ds.config import check_world, load_config
 from lezo_ds.ds_config import load_ds_config
 from lezo_ds.errors import UserError
-from lezo_ds.planning.arguments import GPUS, REACHED, add_request, read_request, read_speeds
-from lezo_ds.planning.plan import GIB, Choice, Request, make_plan, plan_command
-from lezo_ds.planning.speed import Speeds, StepWork, step_time
-from lezo_ds.planning.text import plan_text
+from lezo_ds.tools.benchmark.shapes import opt_config
+from lezo_ds.tools.planning.arguments import GPUS, REACHED, add_request, read_request, read_speeds
+from lezo_ds.tools.planning.plan import GIB, Choice, Request, make_plan, plan_command
+from lezo_ds.tools.planning.speed import Speeds, StepWork, step_time
+from lezo_ds.tools.planning.text import plan_text
 
 NUM_PARAMETERS = 29_974_540_288
 NUM_IN_BLOCKS = 48 * 616_655_872

@@ -10,8 +10,8 @@ import pytest
 from assets import REPOSITORY
 from commands import MPI_ANYWHERE, free_port, run_well
 
-from lezo_ds.demo.pretrain import make_demo_assets
 from lezo_ds.model.snapshots import read_manifest, snapshot_path
+from lezo_ds.tools.demo.pretrain import make_demo_assets
 
 README = (REPOSITORY / "README.md").read_text()
 SHORTENED = "train.steps=4 train.eval_every=2 data.num_dev=16 data.num_test=16"

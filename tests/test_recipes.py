@@ -10,9 +10,9 @@ from assets import REPOSITORY
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, check_world, load_config, num_dropped
 from lezo_ds.ds_config import load_ds_config
 from lezo_ds.errors import UserError
-from lezo_ds.experiments.paper import MODELS, SCORES, TASKS, Cell, hyperparameters
-from lezo_ds.experiments.recipes import recipe_name, write_recipes
-from lezo_ds.runs.dry_run import describe_plan
+from lezo_ds.recipes.paper import MODELS, SCORES, TASKS, Cell, hyperparameters
+from lezo_ds.recipes.registry import recipe_name, write_recipes
+from lezo_ds.tools.planning.dry_run import describe_plan
 
 DIRECTORY = REPOSITORY / "launch" / "recipes"
 CELLS = list(SCORES)

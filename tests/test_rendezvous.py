@@ -12,9 +12,10 @@ from commands import free_port
 from ranks import run_ranks
 from torch.distributed import Store, TCPStore
 
-from lezo_ds import distributed, rendezvous
+from lezo_ds import distributed
+from lezo_ds.distributed import rendezvous
+from lezo_ds.distributed.rendezvous import is_loopback, listen_at
 from lezo_ds.errors import UserError
-from lezo_ds.rendezvous import is_loopback, listen_at
 
 
 def _listening(address):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lezo_ds.reports.charts import (
+from lezo_ds.tools.reports.charts import (
     HEIGHT,
     MAX_POINTS,
     WIDTH,

@@ -15,13 +15,21 @@ import yaml
 from assets import REPOSITORY, write_recipe
 from commands import python, run, run_well
 
-from lezo_ds.benchmark.results import Cell, Elapsed, ModelSettings, Results, Settings, Timing, write_results
-from lezo_ds.benchmark.shapes import Workload
-from lezo_ds.benchmark.stages import STAGES
 from lezo_ds.config import config_to_dict, load_config
 from lezo_ds.errors import UserError
-from lezo_ds.reports.blocks import DataTable
-from lezo_ds.reports.page import make_page, to_html, to_markdown
+from lezo_ds.tools.benchmark.results import (
+    Cell,
+    Elapsed,
+    ModelSettings,
+    Results,
+    Settings,
+    Timing,
+    write_results,
+)
+from lezo_ds.tools.benchmark.shapes import Workload
+from lezo_ds.tools.benchmark.stages import STAGES
+from lezo_ds.tools.reports.blocks import DataTable
+from lezo_ds.tools.reports.page import make_page, to_html, to_markdown
 
 MEASURE = """
 const frame = document.querySelector("iframe");

@@ -14,7 +14,7 @@ from commands import python, run, run_well
 
 from lezo_ds.config import config_to_dict, load_config
 from lezo_ds.errors import UserError
-from lezo_ds.reports.tables import average, find_runs, read_report, to_csv, to_markdown, write_report
+from lezo_ds.tools.reports.tables import average, find_runs, read_report, to_csv, to_markdown, write_report
 
 VERSIONS = {"python": "3.11.4", "torch": "2.13.0"}
 

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from tiny_runs import full_weights, make_batch, start_engine, train
 from transformers import AutoModelForCausalLM
 
-from lezo_ds.data.batch import MicroBatch
 from lezo_ds.errors import LezoError
 from lezo_ds.files import sha256_file
 from lezo_ds.model import snapshots
+from lezo_ds.model.batch import MicroBatch
 from lezo_ds.model.snapshots import (
     LOW_BITS_DIRECTORY,
     MANIFEST,

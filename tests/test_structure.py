@@ -12,7 +12,13 @@ from assets import REPOSITORY
 PACKAGE = sorted((REPOSITORY / "lezo_ds").rglob("*.py"))
 COMMANDS = sorted((REPOSITORY / "launch").glob("*.py"))
 
-KNOW_DEEPSPEED = {"lezo_ds/model/zero3.py", "lezo_ds/distributed.py", "lezo_ds/rendezvous.py"}
+KNOW_DEEPSPEED = {
+    "lezo_ds/sharding/zero3.py",
+    "lezo_ds/distributed/accelerator.py",
+    "lezo_ds/distributed/collectives.py",
+    "lezo_ds/distributed/rendezvous.py",
+    "lezo_ds/distributed/start.py",
+}
 """The modules whose job it is: ZeRO-3's internals, what the ranks exchange, and where they meet."""
 
 DISTRIBUTED_LIBRARIES = ("deepspeed", "torch.distributed", "mpi4py")

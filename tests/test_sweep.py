@@ -14,7 +14,7 @@ from commands import TIMEOUT_SECONDS, run, run_well, start
 
 from lezo_ds.config import config_to_dict
 from lezo_ds.errors import UserError
-from lezo_ds.experiments.sweep import (
+from lezo_ds.tools.sweep import (
     best_summary,
     listing,
     plan_sweep,

@@ -14,14 +14,13 @@ from transformers import OPTConfig
 from lezo_ds import distributed
 from lezo_ds.errors import UserError
 from lezo_ds.journal import StepRecord
-from lezo_ds.model import zero3
-from lezo_ds.model.checkpoint_files import DTYPES, build_on_meta, load_config
-from lezo_ds.model.layers import find_blocks
-from lezo_ds.model.parameters import parameter_ids
-from lezo_ds.model.perturbed_forward import NamedParameter
+from lezo_ds.model.blocks import find_blocks
 from lezo_ds.model.sharded_model import load_weights
-from lezo_ds.model.weights import ShardedWeights
 from lezo_ds.noise import join_master, noise_backend
+from lezo_ds.sharding import zero3
+from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta, load_config
+from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
+from lezo_ds.sharding.weights import ShardedWeights
 
 pytestmark = pytest.mark.distributed
 

@@ -17,10 +17,11 @@ from tiny_runs import DS_CONFIG, NUM_BLOCKS, start_engine, train
 from torch import nn
 
 from lezo_ds import distributed
+from lezo_ds.distributed import accelerator
 from lezo_ds.errors import UserError
-from lezo_ds.model import zero3
-from lezo_ds.model.perturbed_forward import NamedParameter
-from lezo_ds.model.zero3 import shard_range
+from lezo_ds.sharding import zero3
+from lezo_ds.sharding.parameters import NamedParameter
+from lezo_ds.sharding.zero3 import shard_range
 
 
 @given(numel=st.integers(1, 10_000), world_size=st.integers(1, 64))
@@ -51,9 +52,9 @@ class _Accelerator:
 def test_a_rank_takes_the_gpu_of_its_own(monkeypatch):
     """Before the first message: every rank's would start from GPU 0 otherwise."""
     node = _Accelerator(2)
-    monkeypatch.setattr(zero3, "get_accelerator", lambda: node)
+    monkeypatch.setattr(accelerator, "get_accelerator", lambda: node)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    zero3.take_device()
+    accelerator.take_device()
     assert node.current == 1
 
 
@@ -82,10 +83,10 @@ def test_the_host_is_one_block_ahead_of_the_gpu_and_no_more(monkeypatch):
 
 
 def test_a_rank_without_a_gpu_is_told_so(monkeypatch):
-    monkeypatch.setattr(zero3, "get_accelerator", lambda: _Accelerator(1))
+    monkeypatch.setattr(accelerator, "get_accelerator", lambda: _Accelerator(1))
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(UserError, match=r"rank 1 of its node has no GPU.*got: 1 visible.*--gpus-per-node"):
-        zero3.take_device()
+        accelerator.take_device()
 
 
 # What this package knows of DeepSpeed's inside, checked against the installed version.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lezo_ds.data.batch import LogitSelection, MicroBatch
 from lezo_ds.data.encoding import EncodedExample
+from lezo_ds.model.batch import LogitSelection, MicroBatch
 
 PAD_MULTIPLE = 8  # row lengths that matrix units like; also MeZO's
 

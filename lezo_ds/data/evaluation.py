@@ -18,12 +18,12 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from lezo_ds import distributed
-from lezo_ds.data.batch import MicroBatch, to_device
 from lezo_ds.data.batching import scoring_batch
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.metrics import accuracy, majority_class_rate, mean_f1
 from lezo_ds.data.objectives import predictions, teacher_forcing_loss, training_objective
 from lezo_ds.data.task_data import EncodedSplit, TaskData
+from lezo_ds.model.batch import MicroBatch, to_device
 
 T = TypeVar("T")
 

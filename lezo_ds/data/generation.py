@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from lezo_ds import distributed
-from lezo_ds.data.batch import GenerationSettings, MicroBatch
 from lezo_ds.data.encoding import PromptTokenizer
+from lezo_ds.model.batch import GenerationSettings, MicroBatch
 
 MAX_NEW_TOKENS = 50
 

@@ -39,11 +39,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lezo_ds.data.batch import MicroBatch
 from lezo_ds.data.batching import candidate_batch, teacher_forcing_batch
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.metrics import best_f1
 from lezo_ds.errors import UserError
+from lezo_ds.model.batch import MicroBatch
 from lezo_ds.tasks.base import Task, TaskKind
 
 ObjectiveFunction = Callable[[Any, MicroBatch], Tensor]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from lezo_ds.data.batch import LogitSelection, MicroBatch
+from lezo_ds.model.batch import LogitSelection, MicroBatch
 
 _WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
 _MIXERS = ("alibi", "mamba", "ssm", "conv", "linear", "recurrent")

@@ -9,7 +9,6 @@ from pathlib import Path
 from torch import Tensor
 
 from lezo_ds.config import RunConfig
-from lezo_ds.data.batch import GenerationSettings, MicroBatch
 from lezo_ds.data.encoding import (
     EncodedExample,
     PromptTokenizer,
@@ -24,7 +23,8 @@ from lezo_ds.data.packing import can_pack, pack
 from lezo_ds.data.records import Splits, load_records, sample_splits, with_demonstrations
 from lezo_ds.data.sampling import batch_indices
 from lezo_ds.errors import UserError
-from lezo_ds.model.checkpoint_files import load_config, resolve_model
+from lezo_ds.model.batch import GenerationSettings, MicroBatch
+from lezo_ds.sharding.checkpoint_files import load_config, resolve_model
 from lezo_ds.tasks import get_task
 from lezo_ds.tasks.base import Example, Task
 

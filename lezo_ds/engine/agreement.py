@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from lezo_ds import distributed
-from lezo_ds.data.batch import MicroBatch
 from lezo_ds.errors import DesyncError, UserError
-from lezo_ds.model import zero3
+from lezo_ds.model.batch import MicroBatch
 from lezo_ds.noise import NoiseMode, noise_backend, noise_version
 
 Facts = Mapping[str, str]
@@ -84,7 +83,7 @@ def check_noise(mode: NoiseMode, ds_config: Mapping[str, Any]) -> None:
             expected="weights on the GPUs",
             fix="set zo.noise=exact, or take offload_param out of the DeepSpeed JSON",
         )
-    device = zero3.device()
+    device = distributed.device()
     noise_backend(device, mode)
     check_same_noise(distributed.gather_objects(noise_version(device, mode)))
 

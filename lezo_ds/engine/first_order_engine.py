@@ -20,17 +20,17 @@ from transformers import get_linear_schedule_with_warmup
 
 from lezo_ds import distributed
 from lezo_ds.config import AdamWConfig, PeftConfig
-from lezo_ds.data.batch import LossFunction, MicroBatch, to_device
 from lezo_ds.data.generation import runner
 from lezo_ds.engine.agreement import batch_digest
 from lezo_ds.engine.model_engine import ModelEngine
 from lezo_ds.engine.step_plan import noise_seed
 from lezo_ds.errors import DivergenceError, UserError
-from lezo_ds.model import zero3
+from lezo_ds.model.batch import LossFunction, MicroBatch, to_device
 from lezo_ds.model.perturbed_forward import Perturbation, PerturbedForward
 from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.model.snapshots import snapshot_path
 from lezo_ds.noise import noise_backend
+from lezo_ds.sharding import zero3
 
 MAX_GRADIENT_NORM = 1.0  # what transformers' Trainer clips to
 
@@ -179,5 +179,5 @@ def initialize_first_order(
     schedule = get_linear_schedule_with_warmup(optimizer, 0, num_steps)
     ds_config = {"gradient_clipping": MAX_GRADIENT_NORM, **ds_config}
     engine = zero3.start_training_engine(sharded.module, optimizer, schedule, ds_config)
-    perturbed = PerturbedForward(sharded.module, {}, noise_backend(zero3.device()))
+    perturbed = PerturbedForward(sharded.module, {}, noise_backend(distributed.device()))
     return FirstOrderEngine(engine, perturbed, sharded, seed)

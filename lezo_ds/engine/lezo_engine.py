@@ -20,20 +20,20 @@ from torch import Tensor
 
 from lezo_ds import distributed
 from lezo_ds.config import PeftConfig, ZoConfig, num_dropped
-from lezo_ds.data.batch import LossFunction, MicroBatch, to_device
 from lezo_ds.engine.agreement import Facts, batch_digest, check_noise, disagreement, wrong_weights
 from lezo_ds.engine.estimator import OUTLIER_WINDOW, estimate, is_outlier
 from lezo_ds.engine.model_engine import ModelEngine
 from lezo_ds.engine.step_plan import MAX_BLOCKS, PLAN_BYTES, StepPlan, direction_seed, noise_seed
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.journal import Journal, StepRecord
-from lezo_ds.model import zero3
-from lezo_ds.model.layers import draw_dropped_layers
+from lezo_ds.model.batch import LossFunction, MicroBatch, to_device
+from lezo_ds.model.blocks import draw_dropped_layers
 from lezo_ds.model.perturbed_forward import Perturbation, PerturbedForward, Sign
 from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.model.snapshots import newest_snapshot, snapshot_path
-from lezo_ds.model.witness import Witness
 from lezo_ds.noise import noise_backend
+from lezo_ds.sharding import zero3
+from lezo_ds.sharding.witness import Witness
 
 logger = logging.getLogger(__name__)
 
@@ -362,5 +362,5 @@ def initialize(
         )
     blocks = sharded.module.get_submodule(sharded.layout.path).children()
     engine = zero3.start_engine(sharded.module, blocks, sharded.ds_config)
-    perturbed = PerturbedForward(sharded.module, trainable, noise_backend(zero3.device(), noise))
+    perturbed = PerturbedForward(sharded.module, trainable, noise_backend(distributed.device(), noise))
     return LezoEngine(engine, perturbed, sharded, config, seed)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from lezo_ds import distributed
-from lezo_ds.data.batch import MicroBatch, to_device
 from lezo_ds.data.generation import runner
 from lezo_ds.engine.agreement import Facts, all_agree, disagreement, fact_numbers
 from lezo_ds.errors import UserError
-from lezo_ds.model import zero3
+from lezo_ds.model.batch import MicroBatch, to_device
 from lezo_ds.model.perturbed_forward import Perturbation, PerturbedForward
 from lezo_ds.model.sharded_model import ShardedModel
 from lezo_ds.model.snapshots import snapshot_path
+from lezo_ds.sharding import zero3
 
 
 class ModelEngine:
@@ -65,7 +65,7 @@ class ModelEngine:
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
-        return zero3.device()
+        return distributed.device()
 
     @property
     def monitor(self) -> Any:  # noqa: ANN401

@@ -25,9 +25,10 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers.pytorch_utils import Conv1D
 
-from lezo_ds.data.batch import LogitSelection, MicroBatch
 from lezo_ds.errors import UserError
+from lezo_ds.model.batch import LogitSelection, MicroBatch
 from lezo_ds.noise import NoiseBackend
+from lezo_ds.sharding.parameters import NamedParameter
 
 _BIAS_LAST = (nn.Linear.forward, Conv1D.forward)
 """The forwards known to be matrix product + bias, so that the bias can be added after them."""
@@ -49,15 +50,6 @@ class Perturbation:
     scale: float
     dropped_layers: frozenset[int]
     sign: Sign
-
-
-@dataclass(frozen=True)
-class NamedParameter:
-    """A trainable parameter, its noise stream and its place: `block` is None outside all blocks."""
-
-    name: str
-    parameter_id: int
-    block: int | None
 
 
 class PerturbedForward:

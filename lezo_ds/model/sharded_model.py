@@ -10,10 +10,13 @@ from typing import Any
 from torch import nn
 
 from lezo_ds import distributed
-from lezo_ds.adapters import Adapter, make_adapter
 from lezo_ds.config import PeftConfig
-from lezo_ds.model import zero3
-from lezo_ds.model.checkpoint_files import (
+from lezo_ds.model.adapters import Adapter, make_adapter
+from lezo_ds.model.blocks import BlockLayout, find_blocks, gathering_limits, largest_module
+from lezo_ds.model.snapshots import LOW_BITS_DIRECTORY, write_snapshot
+from lezo_ds.noise import NoiseMode, UpdatePrecision
+from lezo_ds.sharding import zero3
+from lezo_ds.sharding.checkpoint_files import (
     DTYPES,
     WeightFiles,
     build_on_meta,
@@ -22,13 +25,9 @@ from lezo_ds.model.checkpoint_files import (
     resolve_model,
     with_safetensors,
 )
-from lezo_ds.model.layers import BlockLayout, find_blocks, gathering_limits, largest_module
-from lezo_ds.model.parameters import parameter_ids, table_hash
-from lezo_ds.model.perturbed_forward import NamedParameter
-from lezo_ds.model.snapshots import LOW_BITS_DIRECTORY, write_snapshot
-from lezo_ds.model.weights import ShardedWeights
-from lezo_ds.model.zero3 import ShardedParameter
-from lezo_ds.noise import NoiseMode, UpdatePrecision
+from lezo_ds.sharding.parameters import NamedParameter, parameter_ids, table_hash
+from lezo_ds.sharding.weights import ShardedWeights
+from lezo_ds.sharding.zero3 import ShardedParameter
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ def _load(
 
 def _resolve_on_all_nodes(model: str) -> Path:
     # One rank a node downloads and converts; the others then find it in the cache.
-    if zero3.local_rank() == 0:
+    if distributed.local_rank() == 0:
         with_safetensors(resolve_model(model))
     distributed.barrier()
     return resolve_model(model)

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lezo_ds import distributed
-from lezo_ds.adapters import Adapter
 from lezo_ds.errors import LezoError
 from lezo_ds.files import make_directory, sha256_file, sync_directory, sync_file, write_atomically
-from lezo_ds.model.weights import ShardedWeights
+from lezo_ds.model.adapters import Adapter
+from lezo_ds.sharding.weights import ShardedWeights
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lezo_ds import distributed
 from lezo_ds.config import RunConfig, config_from_dict, noise_mode
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.errors import UserError
 from lezo_ds.journal import EvaluationRecord, Header, StepRecord, read_journal
-from lezo_ds.model import zero3
 from lezo_ds.model.snapshots import read_manifest, snapshot_path, snapshot_steps
 from lezo_ds.noise import noise_version
 from lezo_ds.runs.run import best_evaluation
@@ -125,7 +125,7 @@ def restore(run: RecordedRun, step: int) -> LezoEngine:
     Raises:
         UserError: another base model, or another noise, than the run was made with.
     """
-    ours = noise_version(zero3.device(), noise_mode(run.config))
+    ours = noise_version(distributed.device(), noise_mode(run.config))
     if run.header.noise_version != ours:
         raise UserError(
             f"run {run.directory.path} was made with another noise",

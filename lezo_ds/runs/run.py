@@ -18,10 +18,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lezo_ds import distributed
 from lezo_ds.config import TRAINED, RunConfig, config_to_dict
-from lezo_ds.data.batch import MicroBatch
 from lezo_ds.data.evaluation import EvaluationResult, Model, evaluate
 from lezo_ds.data.task_data import EncodedSplit, TaskData
 from lezo_ds.journal import EvaluationRecord
+from lezo_ds.model.batch import MicroBatch
 from lezo_ds.model.snapshots import prune_snapshots, read_manifest, snapshot_path
 from lezo_ds.runs.launcher import LauncherWatch
 from lezo_ds.runs.run_directory import RunDirectory, library_versions

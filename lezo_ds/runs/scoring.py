@@ -11,9 +11,9 @@ from lezo_ds import distributed
 from lezo_ds.config import RunConfig, config_from_dict
 from lezo_ds.data.evaluation import EvaluationResult, Model, evaluate
 from lezo_ds.data.task_data import EncodedSplit, load_task_data
-from lezo_ds.model.checkpoint_files import DTYPES, load_config, resolve_model
 from lezo_ds.runs.restore import read_run, restore
 from lezo_ds.runs.trainer import make_engine, set_threads
+from lezo_ds.sharding.checkpoint_files import DTYPES, load_config, resolve_model
 from lezo_ds.tasks.base import Example
 
 

@@ -15,13 +15,12 @@ from lezo_ds.ds_config import load_ds_config
 from lezo_ds.engine.first_order_engine import FirstOrderEngine, initialize_first_order
 from lezo_ds.engine.lezo_engine import LezoEngine, initialize
 from lezo_ds.errors import UserError
-from lezo_ds.model import zero3
-from lezo_ds.model.checkpoint_files import DTYPES, build_on_meta, load_config, resolve_model
-from lezo_ds.model.layers import find_blocks
+from lezo_ds.model.blocks import find_blocks
 from lezo_ds.runs.first_order_run import FirstOrderRun, check_training_state
 from lezo_ds.runs.run import num_steps
 from lezo_ds.runs.run_directory import RunDirectory
 from lezo_ds.runs.zeroth_order_run import ZerothOrderRun, check_journal
+from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta, load_config, resolve_model
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -59,7 +58,7 @@ def set_threads(config: RunConfig) -> None:
     that are offloaded.
     """
     num_threads = config.train.cpu_threads
-    if zero3.device().type != "cpu":
+    if distributed.device().type != "cpu":
         num_cores = len(os.sched_getaffinity(0))
         num_threads = max(num_threads, num_cores // torch.accelerator.device_count())
     torch.set_num_threads(num_threads)

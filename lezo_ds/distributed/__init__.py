@@ -1,0 +1,44 @@
+"""The process group: how ranks join it, this rank's device, and the few scalars that ranks exchange."""
+
+from lezo_ds.distributed.accelerator import device, local_rank
+from lezo_ds.distributed.collectives import (
+    barrier,
+    broadcast_bytes,
+    broadcast_object,
+    counted_bytes,
+    gather_integers,
+    gather_objects,
+    on_rank_zero,
+    rank,
+    sum_integers,
+    sum_vector,
+    world_size,
+)
+from lezo_ds.distributed.start import (
+    free_port,
+    init_distributed,
+    lost_ranks_reported,
+    shut_down,
+    slurm_rank_variables,
+)
+
+__all__ = [
+    "barrier",
+    "broadcast_bytes",
+    "broadcast_object",
+    "counted_bytes",
+    "device",
+    "free_port",
+    "gather_integers",
+    "gather_objects",
+    "init_distributed",
+    "local_rank",
+    "lost_ranks_reported",
+    "on_rank_zero",
+    "rank",
+    "shut_down",
+    "slurm_rank_variables",
+    "sum_integers",
+    "sum_vector",
+    "world_size",
+]

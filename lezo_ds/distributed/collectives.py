@@ -1,0 +1,119 @@
+"""What the ranks exchange: a few scalars and small objects, all through deepspeed.comm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from deepspeed import comm
+from deepspeed.comm.comm import comms_logger, timers
+
+from lezo_ds.distributed.accelerator import device
+from lezo_ds.errors import LezoError
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    """Return this process's rank; 0 before the process group starts."""
+    return comm.get_rank() if comm.is_initialized() else 0
+
+
+def world_size(group: Any = None) -> int:  # noqa: ANN401
+    """Return the number of ranks, of all or of a process group; 1 before the first group starts."""
+    return comm.get_world_size(group) if comm.is_initialized() else 1
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    comm.barrier()
+
+
+def broadcast_bytes(data: bytes, num_bytes: int) -> bytes:
+    """Return rank 0's `data`, which is `num_bytes` long, on every rank. One broadcast."""
+    buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+    if rank() == 0:
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    buffer = buffer.to(device())
+    comm.broadcast(buffer, 0)
+    return bytes(buffer.cpu().numpy())
+
+
+def broadcast_object(value: Any) -> Any:  # noqa: ANN401
+    """Return rank 0's value on every rank. Pickles: for starting up and resuming, not for steps."""
+    box = [value]
+    comm.broadcast_object_list(box, 0, device=device())
+    return box[0]
+
+
+def gather_objects(value: Any) -> list[Any]:  # noqa: ANN401
+    """Return every rank's value, by rank. Pickles: for errors, not for steps."""
+    found: list[Any] = [None] * world_size()
+    comm.all_gather_object(found, value)
+    return found
+
+
+def gather_integers(values: Sequence[int]) -> list[list[int]]:
+    """Return the integers, in [-2**63, 2**63), of every rank, by rank: as many of each."""
+    mine = torch.tensor(values, dtype=torch.int64, device=device())
+    gathered = mine.new_empty(world_size() * len(values))
+    comm.all_gather_into_tensor(gathered, mine)
+    return gathered.view(world_size(), len(values)).tolist()
+
+
+def sum_vector(values: torch.Tensor) -> list[float]:
+    """Return the element-wise sum over all ranks of a float64 vector on this rank's device. One all-reduce.
+
+    Exact where at most one rank's element is not zero, in whatever order the ranks are added.
+    """
+    comm.all_reduce(values)
+    return values.cpu().tolist()
+
+
+def sum_integers(values: Sequence[int], group: Any = None) -> list[int]:  # noqa: ANN401
+    """Return the element-wise sum over the ranks, modulo 2**64, of integers in [-2**63, 2**63).
+
+    Args:
+        values: the same number of them on every rank.
+        group: a process group; None for all ranks.
+    """
+    vector = torch.tensor(values, dtype=torch.int64, device=device())
+    comm.all_reduce(vector, group=group)
+    return vector.cpu().tolist()
+
+
+@contextmanager
+def counted_bytes() -> Iterator[dict[str, int]]:
+    """Count the bytes this rank gives to each operation of deepspeed.comm meanwhile; they run in step.
+
+    The dict is filled at the end. An all-gather is given a rank's part, a reduction or broadcast the whole.
+    """
+    counts: dict[str, int] = {}
+    comm.configure(enabled=True, prof_all=True, verbose=False)
+    comms_logger.reset_data()
+    timers.timers.clear()  # on a GPU each message would wait for the events of all before it
+    try:
+        yield counts
+    finally:
+        comm.configure(enabled=False)
+    for operation, sizes in comms_logger.get_raw_data().items():
+        counts[operation] = sum(size * entry[0] for size, entry in sizes.items())
+
+
+def on_rank_zero(action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 and return its result on every rank; an error of this package is raised on all.
+
+    So no rank waits for one that has stopped.
+    """
+    outcome: tuple[Any, LezoError | None] = (None, None)
+    if rank() == 0:
+        try:
+            outcome = (action(), None)
+        except LezoError as error:
+            outcome = (None, error)
+    value, problem = broadcast_object(outcome)
+    if problem is not None:
+        raise problem
+    return value  # type: ignore[no-any-return]

@@ -1,0 +1,140 @@
+"""How a process joins the other ranks, whatever launcher started it, and how a lost rank is reported."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+
+from deepspeed import comm
+from torch.distributed import DistError
+
+from lezo_ds.distributed import rendezvous
+from lezo_ds.distributed.accelerator import adapt_to_cpu, take_device
+from lezo_ds.errors import LostRankError
+
+# What gloo's messages say, and only they.
+_LOST = re.compile(
+    r"[Cc]onnection (closed|reset|refused)|[Tt]imed out waiting|timeout caused|gloo/transport|Socket closed"
+)
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def init_distributed(timeout_seconds: int = 1800) -> None:
+    """Join the process group, from whatever started this process.
+
+    The `deepspeed` launcher and torchrun set RANK and friends; under srun they follow from SLURM_*; under
+    mpirun mpi4py tells them; a process started by none of these is a world of one. Safe to call twice.
+    No rank goes on before all have joined, so that one which then finds bad input does not break the joining.
+
+    Args:
+        timeout_seconds: how long a collective may wait for a lost rank.
+
+    Raises:
+        UserError: this rank has no GPU of its own, or the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
+    """
+    if comm.is_initialized():
+        return
+    adapt_to_cpu()
+    if not all(name in os.environ for name in _RANK_VARIABLES):
+        _set_rank_variables()
+    take_device()  # before the first message, which starts from there
+    timeout = timedelta(seconds=timeout_seconds)
+    comm.init_distributed(timeout=timeout, init_method=rendezvous.prepare(), verbose=False)
+    comm.barrier()
+
+
+@contextmanager
+def lost_ranks_reported(state: Callable[[], str]) -> Iterator[None]:
+    """Turn the errors that messages end with when a rank is gone, or hangs, into one that says so.
+
+    With NCCL a hung rank is found by torch's own watchdog, which ends the process with its own message.
+
+    Args:
+        state: what to say of the run then, such as its last good step.
+
+    Raises:
+        LostRankError: a message between ranks failed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        if not (isinstance(error, DistError) or _LOST.search(text)):
+            raise
+        raise LostRankError(
+            f"another rank has ended, or has not answered in time; got: {text[:200]}; {state()}; "
+            "fix: see what that rank says, then run the same command again"
+        ) from error
+
+
+def _set_rank_variables() -> None:
+    # mpirun inside a Slurm job starts its ranks below srun's tasks: what MPI says counts.
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:
+        _ask_mpi()
+    elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        os.environ.update(slurm_rank_variables(os.environ))
+    elif any(name in os.environ for name in ("PMI_SIZE", "PMIX_RANK")):
+        _ask_mpi()
+    else:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
+
+
+def _ask_mpi() -> None:
+    from deepspeed.comm.comm import mpi_discovery
+
+    given = os.environ.get("MASTER_ADDR")
+    mpi_discovery(distributed_port=int(os.environ.get("MASTER_PORT", "29500")), verbose=False)
+    if given is not None:
+        os.environ["MASTER_ADDR"] = given
+    elif os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == os.environ["WORLD_SIZE"]:
+        os.environ["MASTER_ADDR"] = "127.0.0.1"  # all ranks are on this machine
+
+
+def slurm_rank_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return RANK and friends of a task that srun started.
+
+    The ranks meet at the first node of their job step, where task 0 is, at a port that follows from the
+    numbers of the job and its step and lies below those that Linux gives to outgoing connections. MASTER_ADDR
+    and MASTER_PORT that are set already stay.
+
+    Args:
+        variables: SLURM_* of the task.
+
+    >>> ours = slurm_rank_variables(
+    ...     {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "7",
+    ...      "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[07-08,11],big1"}
+    ... )
+    >>> ours["MASTER_ADDR"], ours["MASTER_PORT"]
+    ('gpu07', '10112')
+    """
+    nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", variables["SLURM_STEP_NODELIST"])  # of each range the first
+    meeting = 16 * int(variables["SLURM_JOB_ID"]) + int(variables["SLURM_STEP_ID"])
+    return {
+        "RANK": variables["SLURM_PROCID"],
+        "LOCAL_RANK": variables["SLURM_LOCALID"],
+        "WORLD_SIZE": variables["SLURM_STEP_NUM_TASKS"],
+        "MASTER_ADDR": variables.get("MASTER_ADDR", nodes.split(",")[0]),
+        "MASTER_PORT": variables.get("MASTER_PORT", str(10_000 + meeting % 20_000)),
+    }
+
+
+def free_port() -> int:
+    """Return a TCP port that is free on this machine now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def shut_down() -> None:
+    """Leave the process group. A collective: a rank that left during a message would break its peers'."""
+    if comm.is_initialized():
+        comm.barrier()
+        comm.destroy_process_group()
+    if "mpi4py.MPI" in sys.modules:
+        sys.modules["mpi4py.MPI"].Finalize()  # mpirun takes a process that ends without it for a crash

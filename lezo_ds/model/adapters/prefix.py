@@ -1,0 +1,226 @@
+"""Prefix tuning (Li and Liang 2021), as MeZO does it: key and value vectors before every sequence.
+
+Each attention module gets its own vectors, full width, without reparameterisation. They are put before the
+keys and values where attention is computed, so that every query sees them, also past a sliding window, and
+nothing else changes: the text's positions, masks and key-value caches are those without a prefix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from lezo_ds import distributed
+from lezo_ds.errors import UserError
+from lezo_ds.model.blocks import BlockLayout, find_blocks
+from lezo_ds.sharding import zero3
+from lezo_ds.sharding.weights import ShardedWeights
+from lezo_ds.sharding.zero3 import ShardedParameter
+
+_ATTENTION = "lezo_ds_prefix"
+_CONFIG = "prefix_config.json"
+
+
+class Prefix(nn.Module):
+    """The key and value vectors of one attention module: H heads, P vectors of width D each.
+
+    A module of its own, so that ZeRO-3 gathers it, and perturbations reach it, as any other.
+
+    Args:
+        shape: (H, P, D).
+        like: has the dtype and device that the vectors are to have.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], like: Tensor) -> None:
+        super().__init__()
+        self.key = nn.Parameter(like.new_zeros(shape))
+        self.value = nn.Parameter(like.new_zeros(shape))
+
+    def forward(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the vectors for each sequence of `keys` [B, H, tokens, D]: two tensors [B, H, P, D]."""
+        rows = keys.shape[0]
+        # Copies: the vectors themselves are released as soon as this module has run.
+        return self.key.repeat(rows, 1, 1, 1), self.value.repeat(rows, 1, 1, 1)
+
+
+class PrefixAdapter:
+    """See `Adapter`. Starts from the keys and values of random tokens (MeZO: Malladi et al. 2023, table 17).
+
+    Args:
+        length: number of vectors P.
+    """
+
+    weights_file = "prefix.safetensors"
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def attach(self, model: nn.Module, layout: BlockLayout) -> None:
+        """See `Adapter.attach`."""
+        _check_attention(model)
+        model.requires_grad_(False)
+        config: Any = model.config
+        config = config.get_text_config()
+        num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        like = next(model.parameters())
+        for block in model.get_submodule(layout.path).children():
+            _attention_of(block).prefix = Prefix((num_heads, self._length, width), like)
+
+    def own_name(self, module_name: str) -> str:
+        """See `Adapter.own_name`."""
+        return module_name
+
+    def stored_name(self, own_name: str) -> str:
+        """See `Adapter.stored_name`."""
+        return own_name
+
+    def unstored_name(self, stored_name: str) -> str:
+        """See `Adapter.unstored_name`."""
+        return stored_name
+
+    def fill(self, weights: ShardedWeights, model: nn.Module, seed: int) -> None:
+        """See `Adapter.fill`."""
+        config: Any = model.config
+        ids = initial_ids(seed, self._length, config.get_text_config().vocab_size)
+        with torch.no_grad(), zero3.gathered_modules(model):
+            body: Any = model.base_model
+            cache = body(
+                input_ids=torch.tensor([ids], device=distributed.device()), use_cache=True
+            ).past_key_values
+        parameters = {parameter.parameter: parameter for parameter in weights.adapter_parameters}
+        for attention in _attentions_with_prefix(model):
+            states = cache.layers[attention.layer_idx]
+            for mine, real in ((attention.prefix.key, states.keys), (attention.prefix.value, states.values)):
+                _fill_with(weights, parameters[mine], real)
+        _switch_on(model)
+
+    def write_config(self, directory: Path, base_model: str) -> None:
+        """See `Adapter.write_config`."""
+        facts = {"format": 1, "prefix_length": self._length, "base_model_name_or_path": base_model}
+        (directory / _CONFIG).write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def load_prefix(model: nn.Module, directory: Path) -> None:
+    """Put a trained prefix before a plain model of transformers; the model is frozen.
+
+    Args:
+        model: the base model the prefix was trained on, from `from_pretrained`; changed in place.
+        directory: a snapshot, or an exported step, of a run of prefix tuning.
+
+    Raises:
+        UserError: the directory holds no prefix, or one of another model.
+    """
+    try:
+        length = json.loads((directory / _CONFIG).read_text())["prefix_length"]
+        tensors = load_file(directory / PrefixAdapter.weights_file)
+    except OSError as error:
+        raise UserError(
+            f"{directory} holds no prefix",
+            got=str(error),
+            expected=f"{_CONFIG} and {PrefixAdapter.weights_file}",
+            fix="export a run of prefix tuning",
+        ) from error
+    PrefixAdapter(length).attach(model, find_blocks(model))
+    own = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if {name: p.shape for name, p in own.items()} != {name: t.shape for name, t in tensors.items()}:
+        raise UserError(
+            f"the prefix in {directory} is not one of {type(model).__name__}",
+            got=", ".join(sorted(tensors)[:2]),
+            expected=", ".join(sorted(own)[:2]),
+            fix=f"use the base model that {_CONFIG} names",
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(tensors[name])
+    _switch_on(model)
+
+
+def initial_ids(run_seed: int, length: int, vocabulary_size: int) -> list[int]:
+    """Return the random tokens whose keys and values a prefix starts from: a pure function of the seed."""
+    hashes = [hashlib.blake2b(f"lezo_ds prefix 1|{run_seed}|{i}".encode()) for i in range(length)]
+    return [int.from_bytes(found.digest()[:8], "little") % vocabulary_size for found in hashes]
+
+
+def _check_attention(model: nn.Module) -> None:
+    switchable: Any = getattr(model, "_can_set_attn_implementation", None)
+    used = getattr(model.config, "_attn_implementation", None)
+    if switchable is None or not switchable() or used != "sdpa":
+        raise UserError(
+            f"prefix tuning does not know the attention of {type(model).__name__}",
+            got=str(used),
+            expected="a model whose attention is transformers' own sdpa",
+            fix="set peft.kind=lora for this model",
+        )
+
+
+def _attention_of(block: nn.Module) -> nn.Module:
+    """Return the attention module of a block, known by what transformers' attention functions read of it."""
+    found = [m for m in block.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
+    if len(found) != 1:
+        raise UserError(
+            f"prefix tuning does not know the attention of {type(block).__name__}",
+            got=f"{len(found)} attention modules",
+            expected="one in each block",
+            fix="set peft.kind=lora for this model",
+        )
+    return found[0]
+
+
+def _attentions_with_prefix(model: nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if isinstance(getattr(module, "prefix", None), Prefix))
+
+
+def _fill_with(weights: ShardedWeights, parameter: ShardedParameter, states: Tensor) -> None:
+    """Fill this rank's shard from a whole tensor [1, H, P, D]."""
+    if states.shape[1:] != parameter.shape:
+        raise UserError(
+            f"the attention at {parameter.name} has keys and values of another shape than its config says",
+            got=str(tuple(states.shape[1:])),
+            expected=f"{parameter.shape} (heads, vectors, width)",
+            fix="set peft.kind=lora for this model, or a shorter peft.prefix_length",
+        )
+    weights.fill(parameter, states.reshape(-1)[parameter.start : parameter.start + parameter.count])
+
+
+def _switch_on(model: Any) -> None:  # noqa: ANN401
+    AttentionInterface.register(_ATTENTION, _attend)
+    AttentionMaskInterface.register(_ATTENTION, _mask)
+    model.set_attn_implementation(_ATTENTION)
+
+
+def _attend(
+    module: Any,  # noqa: ANN401
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    **kwargs: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """Attend to the prefix and to what the mask allows: an attention function of transformers."""
+    prefix_key, prefix_value = module.prefix(key)
+    return sdpa_attention_forward(
+        module,
+        query,
+        torch.cat([prefix_key, key], dim=2),
+        torch.cat([prefix_value, value], dim=2),
+        F.pad(attention_mask, (prefix_key.shape[2], 0), value=True),
+        **kwargs,
+    )
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
+    """Return sdpa's mask (True: attend), also where it could be left out: with a prefix it cannot."""
+    mask: Tensor = sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False}))
+    return mask

@@ -1,0 +1,44 @@
+"""Names and ids of a model's parameters, the same for any sharding."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A trainable parameter, its noise stream and its place: `block` is None outside all blocks."""
+
+    name: str
+    parameter_id: int
+    block: int | None
+
+
+def parameter_ids(names: Iterable[str]) -> dict[str, int]:
+    """Give every parameter name a 32-bit id: a hash of the name, rehashed if two names meet.
+
+    Ids do not depend on the order of the names, on the number of ranks, or on which layers are dropped.
+    """
+    ids: dict[str, int] = {}
+    taken: set[int] = set()
+    for name in sorted(names):
+        attempt = 0
+        while (candidate := _hash32(f"{name}#{attempt}" if attempt else name)) in taken:
+            attempt += 1
+        ids[name] = candidate
+        taken.add(candidate)
+    return ids
+
+
+def _hash32(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+
+
+def table_hash(shapes: dict[str, tuple[int, ...]]) -> str:
+    """Return a hash of all parameter names and shapes: two models with the same one have the same noise."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(shapes):
+        digest.update(f"{name}{list(shapes[name])};".encode())
+    return digest.hexdigest()

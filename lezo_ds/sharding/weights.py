@@ -1,0 +1,253 @@
+"""The weights a rank holds: loading, updating, replaying, comparing. Nothing here is ever gathered."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lezo_ds import distributed
+from lezo_ds.engine.step_plan import updates_of
+from lezo_ds.errors import UserError
+from lezo_ds.journal import StepRecord
+from lezo_ds.noise import NoiseMode, UpdatePrecision, noise_backend, split_master
+from lezo_ds.sharding import zero3
+from lezo_ds.sharding.checkpoint_files import WeightFiles
+from lezo_ds.sharding.digest import shard_digest
+from lezo_ds.sharding.guard import ShardGuard
+from lezo_ds.sharding.witness import Sample, Witness
+from lezo_ds.sharding.zero3 import ShardedParameter
+
+_LOW_STREAM = 0x80000000  # keeps the digest of the low bits apart from that of the shard they belong to
+
+
+class ShardedWeights:
+    """The shards this rank holds of all parameters, and their low bits under `fp32_master`.
+
+    Args:
+        parameters: all parameters of the model.
+        aliases: every name of each parameter (tied weights have several).
+        precision: how updates are stored (see lezo_ds.noise.precision).
+        has_adapter: only an adapter's parameters are trained, and no checkpoint of the model holds them.
+        noise: of the updates.
+
+    Attributes:
+        base_parameters: those that a checkpoint of the model holds.
+        adapter_parameters: the adapter's; empty without one.
+        low_bits: by parameter name, those of this rank's shards.
+        noise: as above.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[ShardedParameter],
+        aliases: Mapping[str, tuple[str, ...]],
+        precision: UpdatePrecision,
+        has_adapter: bool = False,
+        noise: NoiseMode = "exact",
+    ) -> None:
+        self.parameters = parameters
+        self.adapter_parameters = [p for p in parameters if has_adapter and p.parameter.requires_grad]
+        self.base_parameters = [p for p in parameters if not (has_adapter and p.parameter.requires_grad)]
+        self._aliases = aliases
+        self._precision = precision
+        self.noise: NoiseMode = noise
+        self.low_bits: dict[str, Tensor] = {}
+        self._guard: ShardGuard | None = None
+        self._initial: list[tuple[ShardedParameter, Tensor, Tensor | None]] = []
+
+    @property
+    def stored_parameters(self) -> Sequence[ShardedParameter]:
+        """What a snapshot holds: the adapter's parameters, or all of them."""
+        return self.adapter_parameters or self.parameters
+
+    def load(
+        self,
+        parameters: Sequence[ShardedParameter],
+        files: WeightFiles,
+        low_bits: WeightFiles | None = None,
+    ) -> None:
+        """Fill shards; each rank reads only its own elements of every tensor.
+
+        Args:
+            parameters: which to fill.
+            files: their tensors; what a 16-bit shard cannot hold of a wider one becomes its low bits.
+            low_bits: stored low bits of a snapshot.
+
+        Raises:
+            UserError: a tensor is missing or has another shape.
+        """
+        stored = files.find({parameter.name: self._aliases[parameter.name] for parameter in parameters})
+        for parameter in parameters:
+            name = stored[parameter.name]
+            if files.shape(name) != parameter.shape:
+                raise UserError(
+                    f"tensor {name} of the checkpoint does not fit the model",
+                    got=str(files.shape(name)),
+                    expected=str(parameter.shape),
+                    fix="use a checkpoint that belongs to its config.json",
+                )
+            end = parameter.start + parameter.count
+            values = files.read_range(name, parameter.start, end) if parameter.count else torch.empty(0)
+            low = (
+                low_bits.read_range(parameter.name, parameter.start, end)
+                if low_bits and parameter.count
+                else None
+            )
+            self.fill(parameter, values, low)
+            for source in (files, low_bits):
+                if source is not None:
+                    source.close()  # it opens again: until closed, all pages read count as our memory
+        zero3.finish_updates()
+
+    def fill(self, parameter: ShardedParameter, values: Tensor, low: Tensor | None = None) -> None:
+        """Fill one shard.
+
+        Args:
+            parameter: which.
+            values: [count], of any dtype; without `low`, what a 16-bit shard cannot hold becomes low bits.
+            low: int16 [count], the low bits that belong to `values`.
+        """
+        dtype = parameter.parameter.dtype
+        with parameter.shard(write=True) as shard:
+            if self._keeps_low_bits(parameter):
+                if low is None:
+                    values, low = split_master(values.float(), dtype)
+                assert low is not None, "a 16-bit shard has low bits"
+                low = self.low_bits[parameter.name] = low.to(shard.device)
+            shard.copy_(values)
+            if self._guard is not None:
+                self._guard.accept(parameter.name, shard, low)
+
+    def keep_initial(self) -> None:
+        """Keep a copy of the adapter's shards, which are small, for `restore_initial`."""
+        for parameter in self.adapter_parameters:
+            low = self.low_bits.get(parameter.name)
+            with parameter.shard() as shard:
+                self._initial.append((parameter, shard.clone(), None if low is None else low.clone()))
+
+    def restore_initial(self) -> None:
+        """Bring the adapter's shards back to what `keep_initial` kept."""
+        for parameter, values, low in self._initial:
+            self.fill(parameter, values, None if low is None else low.clone())
+        zero3.finish_updates()
+
+    def _keeps_low_bits(self, parameter: ShardedParameter) -> bool:
+        tensor = parameter.parameter
+        return self._precision == "fp32_master" and tensor.dtype != torch.float32 and tensor.requires_grad
+
+    def apply(self, records: Iterable[StepRecord]) -> None:
+        """Apply the updates of steps, in order: theta_i -= eta g z_i (LeZO, Algorithm 1, line 8).
+
+        With N directions a step, theta_i -= eta / N g_n z_n,i for each n in turn.
+
+        Training applies one record at a time, replay many at once: the bits are the same.
+        """
+        applied = [record for record in records if record.applied]
+        for parameter in self.parameters:
+            if not parameter.parameter.requires_grad or parameter.count == 0:
+                continue
+            steps = updates_of(parameter.named.block, applied)
+            if steps:
+                self._update(parameter, steps)
+        if self._guard is not None:
+            self._guard.finish_updates()
+        zero3.finish_updates()
+
+    def _update(self, parameter: ShardedParameter, steps: Sequence[tuple[int, float]]) -> None:
+        name, low = parameter.name, self.low_bits.get(parameter.name)
+        start, parameter_id = parameter.start, parameter.named.parameter_id
+        with parameter.shard(write=True) as shard:
+            noise = noise_backend(shard.device, self.noise)  # offloaded shards are updated where they lie
+            if len(steps) == 1:
+                seed, coefficient = steps[0]
+                sums = None if self._guard is None else self._guard.sums_of(name)
+                noise.update_(shard, start, seed, parameter_id, coefficient, self._precision, low, sums)
+                return
+            if self._guard is not None:
+                self._guard.look(name, shard, low)
+            noise.update_many_(shard, start, parameter_id, steps, self._precision, low)
+            if self._guard is not None:
+                self._guard.accept(name, shard, low)
+
+    def watch(self) -> None:
+        """Take the weights as they are; from now on, `suspects` has what anything but this object changes."""
+        with self.parameters[0].shard() as shard:
+            device = shard.device
+        self._guard = ShardGuard([parameter.name for parameter in self.parameters], device)
+        for parameter in self.parameters:
+            with parameter.shard() as shard:
+                self._guard.accept(parameter.name, shard, self.low_bits.get(parameter.name))
+
+    def look(self) -> None:
+        """Look at all shards for `suspects`, also at those that no update has touched."""
+        if self._guard is not None:
+            for parameter in self.parameters:
+                with parameter.shard() as shard:
+                    self._guard.look(parameter.name, shard, self.low_bits.get(parameter.name))
+
+    @property
+    def suspects(self) -> list[str]:
+        """Names of parameters whose shard here was found changed by itself, in an update or by `look`."""
+        return [] if self._guard is None else self._guard.suspects
+
+    def unlike_replicas(self) -> list[tuple[int, str]]:
+        """Return (rank, name) of each shard whose bit sum is not that of the first replica. A collective.
+
+        The shards have been updated since `watch` and not been touched otherwise. Every rank gets all pairs.
+        """
+        num_sharers = distributed.world_size(self.parameters[0].group)
+        if self._guard is None or num_sharers == distributed.world_size():
+            return []
+        sums = distributed.gather_integers(self._guard.sums())
+        names = [parameter.name for parameter in self.parameters]
+        return [
+            (rank, name)
+            for rank, mine in enumerate(sums)
+            for name, own, first in zip(names, mine, sums[rank % num_sharers], strict=True)
+            if own != first
+        ]
+
+    def witness(self) -> Witness:
+        """Return copies of a few elements of each trained shard, to be replayed beside them."""
+        samples = []
+        for parameter in self.parameters:
+            if parameter.parameter.requires_grad and parameter.count:
+                with parameter.shard() as shard:
+                    samples.append(Sample.take(parameter, shard, self.low_bits.get(parameter.name)))
+        return Witness(samples, self._precision, self.noise)
+
+    def digests(self, parameters: Sequence[ShardedParameter] | None = None) -> dict[str, int]:
+        """Return a digest of each full parameter and its low bits, however sharded. A collective.
+
+        Args:
+            parameters: of which; None for all.
+        """
+        parameters = self.parameters if parameters is None else parameters
+        local = []
+        for parameter in parameters:
+            with parameter.shard() as shard:
+                total = shard_digest(shard, parameter.start, parameter.named.parameter_id)
+            if parameter.name in self.low_bits:
+                low = self.low_bits[parameter.name]
+                total += shard_digest(low, parameter.start, parameter.named.parameter_id ^ _LOW_STREAM)
+            local.append((total + 2**63) % 2**64 - 2**63)
+        names = [parameter.name for parameter in parameters]
+        return dict(zip(names, distributed.sum_integers(local, parameters[0].group), strict=True))
+
+    def digest(self, parameters: Sequence[ShardedParameter] | None = None) -> str:
+        """Return one digest of weights, 32 hex digits. A collective; the same for any sharding.
+
+        Args:
+            parameters: of which; None for all.
+        """
+        text = ";".join(f"{name}:{value}" for name, value in sorted(self.digests(parameters).items()))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def gather_low_bits(self, parameter: ShardedParameter) -> Tensor | None:
+        """Return the full low bits of a parameter on the CPU, None if it has none. A collective."""
+        if not self._keeps_low_bits(parameter):
+            return None
+        return parameter.gather_like(self.low_bits[parameter.name])

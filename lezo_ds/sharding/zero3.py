@@ -1,0 +1,331 @@
+"""All that knows the inside of DeepSpeed's ZeRO-3: shards, their ranges, building and gathering them.
+
+Facts this module rests on (DeepSpeed 0.19.8; tests/test_zero3.py checks them against the installed version):
+a sharded parameter holds `ds_tensor`, flat, ceil(numel / size) elements of the row-major flattened parameter,
+starting at rank * ceil(numel / size), with rank and size of the group that shares it; what lies past the last
+element is uninitialised memory; `data` is empty while the parameter is not gathered. On NVMe, `ds_tensor` is
+only there between a swap in and a swap out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.utils import set_z3_leaf_module
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lezo_ds.distributed.accelerator import device
+from lezo_ds.sharding.parameters import NamedParameter
+
+GATHERING = (PartitionedParameterCoordinator, ("fetch_sub_module", "release_sub_module"))
+"""The class whose methods gather a module's weights before it runs and release them after it: to be timed."""
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """One parameter of the sharded model, as this rank holds it.
+
+    Attributes:
+        named: its name, noise stream and block.
+        parameter: the torch parameter; its data is there only while DeepSpeed has gathered it.
+        shape: full shape.
+        start: index of this rank's first element in the flattened parameter.
+        count: number of valid elements this rank holds (0 for a rank past the end).
+    """
+
+    named: NamedParameter
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    start: int
+    count: int
+
+    @property
+    def name(self) -> str:
+        """Name in the unsharded model."""
+        return self.named.name
+
+    @property
+    def group(self) -> Any:  # noqa: ANN401
+        """The process group whose ranks share the parameter."""
+        return self._deepspeed.ds_process_group
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the full parameter is resident on this rank."""
+        return bool(self._deepspeed.ds_status != ZeroParamStatus.NOT_AVAILABLE)
+
+    @property
+    def _deepspeed(self) -> Any:  # noqa: ANN401  # the parameter, with the attributes DeepSpeed adds
+        return self.parameter
+
+    @contextmanager
+    def shard(self, *, write: bool = False) -> Iterator[Tensor]:
+        """Give this rank's valid elements: a flat view [count] of the shard, without its padding.
+
+        With `write`, changes made to the view are kept (on NVMe: written back).
+        """
+        stored = self._deepspeed.ds_tensor
+        swapped_in = stored.status == PartitionedParamStatus.NOT_AVAILABLE
+        if swapped_in:
+            self._deepspeed.nvme_swapper.swap_in([self.parameter], async_op=False)
+        try:
+            yield stored.data.view(-1)[: self.count]
+        finally:
+            if swapped_in:
+                swapper = self._deepspeed.nvme_swapper
+                if write:
+                    swapper.swap_out_and_release([self.parameter])
+                else:
+                    swapper.remove_partition_and_release_buffers([self.parameter])
+
+    def gather(self) -> Tensor:
+        """Return the full parameter on the CPU, on every rank. A collective: every rank must call it."""
+        with self.shard() as shard:
+            return self.gather_like(shard)
+
+    def gather_like(self, mine: Tensor) -> Tensor:
+        """Gather a tensor that is sharded as this parameter is; `mine` holds this rank's `count` elements."""
+        partition_size = self._deepspeed.ds_zero_partition_world_size
+        padded = torch.zeros(-(-self.numel // partition_size), dtype=mine.dtype, device=device())
+        padded[: self.count] = mine
+        full = torch.empty(padded.numel() * partition_size, dtype=padded.dtype, device=padded.device)
+        # Bytes: gloo cannot gather every dtype (16-bit integers among them).
+        comm.all_gather_into_tensor(full.view(torch.uint8), padded.view(torch.uint8), group=self.group)
+        return full[: self.numel].view(self.shape).cpu()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the full parameter."""
+        return int(self._deepspeed.ds_numel)
+
+
+def shard_range(numel: int, rank: int, partition_size: int) -> tuple[int, int]:
+    """Return (start, count) of the elements of a parameter that one of `partition_size` ranks holds.
+
+    >>> [shard_range(10, rank, 4) for rank in range(4)]
+    [(0, 3), (3, 3), (6, 3), (9, 1)]
+    """
+    size = -(-numel // partition_size)
+    start = min(rank * size, numel)
+    return start, min(start + size, numel) - start
+
+
+def shard_model(model: nn.Module, ds_config: Mapping[str, Any], partition_size: int | None = None) -> None:
+    """Turn a model on the meta device into a ZeRO-3 sharded one, a parameter at a time, in place.
+
+    The shards' values are undefined until they are loaded. Memory for one full parameter at a time is
+    reserved, and none of it is written.
+
+    Args:
+        model: parameters on the meta device, tied ones tied; buffers real.
+        ds_config: the DeepSpeed config, stage 3; decides where shards live (device, CPU, NVMe).
+        partition_size: number of ranks that share the weights; every so many ranks hold a replica. None: all.
+    """
+    group = _partition_group(partition_size or comm.get_world_size())
+    init = deepspeed.zero.Init(config_dict_or_path=dict(ds_config), data_parallel_group=group)
+    sharded: dict[nn.Parameter, Any] = {}
+    for parameter in model.parameters():
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=init.local_device)
+        sharded[parameter] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+        init._convert_to_deepspeed_param(sharded[parameter])
+        sharded[parameter].partition()
+    for module in model.modules():
+        module._parameters.update({n: sharded[p] for n, p in module._parameters.items() if p is not None})
+        module._buffers.update(
+            {n: b.to(init.local_device) for n, b in module._buffers.items() if b is not None}
+        )
+
+
+@functools.cache
+def _partition_group(partition_size: int) -> Any:  # noqa: ANN401
+    """Return the group of this rank, with its `partition_size` - 1 neighbours. A collective, once a size."""
+    world_size, rank = comm.get_world_size(), comm.get_rank()
+    if partition_size == world_size:
+        return comm.get_world_group()
+    starts = range(0, world_size, partition_size)
+    # A new group has torch's own timeout, whatever the user gave the ranks.
+    timeout = dist.group.WORLD._get_backend(device()).options._timeout  # type: ignore[union-attr]
+    groups = [dist.new_group(range(start, start + partition_size), timeout=timeout) for start in starts]
+    return groups[rank // partition_size]
+
+
+def sharded_parameters(
+    model: nn.Module, named: Mapping[nn.Parameter, NamedParameter]
+) -> list[ShardedParameter]:
+    """List all parameters of a sharded model, in the order of its named_parameters."""
+    parameters: list[Any] = list(model.parameters())
+    return [
+        ShardedParameter(
+            named[parameter],
+            parameter,
+            tuple(parameter.ds_shape),
+            *shard_range(
+                parameter.ds_numel,
+                parameter.ds_zero_partition_rank,
+                parameter.ds_zero_partition_world_size,
+            ),
+        )
+        for parameter in parameters
+    ]
+
+
+def assert_released(parameters: Sequence[ShardedParameter]) -> None:
+    """Check that no parameter is gathered: a resident copy would be stale after an update of the shards."""
+    held = [parameter.name for parameter in parameters if parameter.is_gathered]
+    if held:
+        raise RuntimeError(f"parameters still gathered after a forward pass: {held}")
+
+
+def discard_shards(parameters: Sequence[ShardedParameter]) -> None:
+    """Give the memory of shards back: DeepSpeed never lets go of an engine, nor of what it holds.
+
+    The model cannot be used any more.
+    """
+    for parameter in parameters:
+        stored = parameter._deepspeed.ds_tensor
+        stored.data = stored.new_empty(0)
+
+
+@contextmanager
+def gathered_modules(model: nn.Module) -> Iterator[None]:
+    """Gather each module's own parameters while it runs: forward passes before the engine is started.
+
+    Every rank must run the same passes.
+    """
+    running: list[Any] = []
+
+    def gather(module: nn.Module, _inputs: Any) -> None:  # noqa: ANN401
+        running.append(deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False))))
+        running[-1].__enter__()
+
+    def release(_module: nn.Module, _inputs: Any, _output: Any) -> None:  # noqa: ANN401
+        running.pop().__exit__(None, None, None)
+
+    hooks: list[Any] = []
+    for module in model.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            hooks += [module.register_forward_pre_hook(gather), module.register_forward_hook(release)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def finish_updates() -> None:
+    """Wait until shards are updated: DeepSpeed reads them on a stream that does not wait for this one."""
+    get_accelerator().synchronize()
+
+
+def start_engine(model: nn.Module, blocks: Iterable[nn.Module], ds_config: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """Wrap a sharded model in a DeepSpeed engine without an optimizer: forward passes only.
+
+    DeepSpeed's hooks on every module would take half of the host's time of a step. Those for backward passes
+    go. A block whose weights this rank has whole on its device, so that gathering them costs neither memory
+    nor messages, has hooks only as a whole.
+
+    Args:
+        model: from `shard_model`.
+        blocks: its transformer blocks.
+        ds_config: stage 3.
+    """
+    ahead: list[nn.Module] = []
+    for block in blocks:
+        is_whole = all(map(_is_whole_here, block.parameters()))
+        set_z3_leaf_module(block, is_whole)
+        if not is_whole and get_accelerator().device_name() != "cpu":
+            ahead.append(block)
+    keep_in_step(ahead)
+    engine, *_ = deepspeed.initialize(model=model, config=dict(ds_config))
+    for hook in engine.optimizer.backward_hooks:
+        hook.remove()
+    engine.eval()
+    return engine
+
+
+def keep_in_step(blocks: Iterable[nn.Module]) -> None:
+    """Let the host ask a GPU for no more than a block beyond the one it runs.
+
+    What a block gathered is only used again once the GPU is past it: a host that is faster would take new
+    memory for each (FullyShardedDataParallel has a limit of this kind, too).
+    """
+    asked: deque[Any] = deque()
+
+    def wait(*_: Any) -> None:  # noqa: ANN401
+        event = get_accelerator().Event()
+        event.record()
+        asked.append(event)
+        if len(asked) > 1:
+            asked.popleft().synchronize()
+
+    for block in blocks:
+        block.register_forward_hook(wait)
+
+
+def _is_whole_here(parameter: Any) -> bool:  # noqa: ANN401  # the parameter, with what DeepSpeed adds
+    stored = parameter.ds_tensor
+    is_in_memory = stored.status == PartitionedParamStatus.AVAILABLE
+    return bool(parameter.ds_zero_partition_world_size == 1 and is_in_memory and stored.device == device())
+
+
+def start_training_engine(
+    model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, ds_config: Mapping[str, Any]
+) -> Any:  # noqa: ANN401
+    """Wrap a sharded model in a DeepSpeed engine that shards gradients and optimizer states too.
+
+    Args:
+        model: from `shard_model`, its shards filled.
+        optimizer: of its parameters that are trained.
+        schedule: of the learning rate, from torch or transformers.
+        ds_config: stage 3, with gradient_accumulation_steps.
+    """
+    config = {**ds_config, "zero_force_ds_cpu_optimizer": False}  # torch's runs on offloaded states too
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
+    engine.eval()
+    return engine
+
+
+def release_gathered(training_engine: Any) -> None:  # noqa: ANN401
+    """Release every weight that is still gathered after a forward pass without a backward pass."""
+    training_engine.optimizer.parameter_offload.partition_all_parameters()
+
+
+@contextmanager
+def no_gathered_weights_saved() -> Iterator[None]:
+    """While open, autograd keeps of a gathered weight, or a view of it, only which one it is.
+
+    Else the graph of a forward pass would hold every gathered weight until the backward pass, on every rank:
+    the whole model. DeepSpeed has gathered the weight again when the backward pass reads it.
+    """
+
+    def pack(tensor: Tensor) -> Any:  # noqa: ANN401
+        owner = tensor if isinstance(tensor, nn.Parameter) else tensor._base
+        if not hasattr(owner, "ds_tensor"):
+            return tensor
+        assert owner is not None
+        offset = tensor.storage_offset() - owner.storage_offset()
+        return owner, tensor.shape, tensor.stride(), offset
+
+    def unpack(saved: Any) -> Tensor:  # noqa: ANN401
+        if isinstance(saved, Tensor):
+            return saved
+        owner, shape, stride, offset = saved
+        data: Tensor = owner.data
+        return data.as_strided(shape, stride, data.storage_offset() + offset)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield

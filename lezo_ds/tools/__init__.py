@@ -1,0 +1,1 @@
+"""Tools around runs: plans, benchmarks, reports, sweeps, the demonstration. Nothing imports them."""

@@ -1,0 +1,209 @@
+"""Makes the demonstration's data set and a small OPT that can already read, in a minute or two on a CPU."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
+
+from lezo_ds.errors import UserError
+from lezo_ds.tools.demo.corpus import ReviewRecord, labelled_reviews, language_modelling_texts, vocabulary
+from lezo_ds.tools.demo.tokenizer import MODEL_MAX_LENGTH, build_tokenizer
+
+MANIFEST = "demo_assets.json"
+DEFAULT_STEPS = 1500
+IGNORED_LABEL = -100
+BATCHES_PER_BUCKET = 16
+INITIAL_DEVIATION = 0.08
+"""Standard deviation of the first weights; with OPT's 0.02 so narrow a model learns to read far later."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that the demonstration's assets depend on, besides the corpus itself.
+
+    Attributes:
+        seed: start of every random stream.
+        steps: optimizer steps of pre-training, at least 1.
+        batch_size: texts of one step.
+        learning_rate: AdamW's, at its peak: it rises over the first tenth of the steps, then falls to 0.
+        num_train: labelled reviews in train.jsonl.
+        num_validation: labelled reviews in validation.jsonl; neither train.jsonl nor pre-training has them.
+
+    """
+
+    seed: int
+    steps: int
+    batch_size: int = 64
+    learning_rate: float = 2e-3
+    num_train: int = 1000
+    num_validation: int = 500
+
+
+def model_config(vocabulary_size: int) -> OPTConfig:
+    """Return the shape of the demonstration's OPT: 8 blocks x 64, no dropout, OPT's special token ids."""
+    return OPTConfig(
+        vocab_size=vocabulary_size,
+        init_std=INITIAL_DEVIATION,
+        hidden_size=64,
+        word_embed_proj_dim=64,
+        ffn_dim=256,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        max_position_embeddings=MODEL_MAX_LENGTH,
+        dropout=0.0,
+        attention_dropout=0.0,
+        bos_token_id=0,
+        pad_token_id=1,
+        eos_token_id=2,
+    )
+
+
+def build_model(config: OPTConfig, generator: torch.Generator) -> OPTForCausalLM:
+    """Return a float32 model with matrices drawn from `generator`; the global generator stays as it was."""
+    with torch.random.fork_rng(devices=[]):
+        model = OPTForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=config.init_std, generator=generator)
+    return model
+
+
+def _batches(
+    tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], rng: random.Random, batch_size: int
+) -> Iterator[Tensor]:
+    """Yield int64 [batch_size, tokens]: texts of similar length, ended by `</s>`, padded on the right."""
+    rows = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(list(texts))["input_ids"]]
+    bucket = batch_size * BATCHES_PER_BUCKET
+    for start in range(0, len(rows), bucket):
+        by_length = sorted(rows[start : start + bucket], key=len)
+        starts = list(range(0, len(by_length), batch_size))
+        rng.shuffle(starts)
+        for first in starts:
+            batch = by_length[first : first + batch_size]
+            width = len(batch[-1])
+            padding = tokenizer.pad_token_id
+            yield torch.tensor([row + [padding] * (width - len(row)) for row in batch])
+
+
+def pretrain(
+    model: OPTForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], recipe: Recipe
+) -> None:
+    """Train `model` in place on `texts`, recipe.steps * recipe.batch_size of them, once and roughly in order.
+
+    Padding stands on the right, where causal attention never sees it, and counts in no loss.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, recipe.learning_rate, total_steps=recipe.steps + 1, pct_start=0.1, cycle_momentum=False
+    )
+    model.train()
+    rng = random.Random(recipe.seed)
+    for step, input_ids in enumerate(_batches(tokenizer, texts, rng, recipe.batch_size), start=1):
+        labels = input_ids.masked_fill(input_ids == tokenizer.pad_token_id, IGNORED_LABEL)
+        loss = model(input_ids=input_ids, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 0 or step == recipe.steps:
+            logger.info("pre-training step %d of %d, loss %.3f", step, recipe.steps, loss.item())
+    model.eval()
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The two parts of the labelled data set, and the texts to pre-train on."""
+
+    train: list[ReviewRecord]
+    validation: list[ReviewRecord]
+    pretraining: list[str]
+
+    def sha256(self) -> str:
+        """Return the hexadecimal digest of all texts."""
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
+
+
+def make_texts(recipe: Recipe) -> Texts:
+    """Return what a recipe trains and tests on; a review of `validation` occurs in no other part."""
+    rng = random.Random(recipe.seed)
+    validation = labelled_reviews(rng, recipe.num_validation)
+    held_out = {record["sentence"] for record in validation}
+    train = labelled_reviews(rng, recipe.num_train, excluded=held_out)
+    pretraining = language_modelling_texts(rng, recipe.steps * recipe.batch_size, excluded=held_out)
+    return Texts(train, validation, pretraining)
+
+
+def _assets_are_current(directory: Path, manifest: str) -> bool:
+    """Return whether `directory` holds the assets of this manifest; raise if it is not ours to replace."""
+    path = directory / MANIFEST
+    if path.is_file():
+        return path.read_text(encoding="utf-8") == manifest
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        raise UserError(
+            "the directory for the demonstration's assets holds something else",
+            got=str(directory),
+            expected=f"a new or empty directory, or one with {MANIFEST}",
+            fix="name another directory",
+        )
+    return False
+
+
+def _write_records(path: Path, records: Sequence[ReviewRecord]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def _write_assets(directory: Path, recipe: Recipe, texts: Texts) -> None:
+    (directory / "data").mkdir(parents=True)
+    _write_records(directory / "data" / "train.jsonl", texts.train)
+    _write_records(directory / "data" / "validation.jsonl", texts.validation)
+    tokenizer = build_tokenizer(vocabulary())
+    model = build_model(model_config(len(tokenizer)), torch.Generator().manual_seed(recipe.seed))
+    pretrain(model, tokenizer, texts.pretraining, recipe)
+    model.save_pretrained(directory / "model")
+    tokenizer.save_pretrained(directory / "model")
+
+
+def make_demo_assets(directory: str | Path, seed: int = 0, steps: int = DEFAULT_STEPS) -> None:
+    """Write the demonstration's data set and pre-trained model, unless they are there already.
+
+    `directory`/data holds train.jsonl and validation.jsonl in the schema of SST-2, `directory`/model a
+    Hugging Face model (float32 safetensors) with its tokenizer. Everything is built beside `directory` and
+    renamed at the end, so `directory` is never half written. Assets of another recipe are replaced, with all
+    that lies in their directory. The global random states of PyTorch, NumPy and Python stay as they were.
+
+    Args:
+        directory: where to write.
+        seed: start of every random stream.
+        steps: optimizer steps of pre-training, at least 1; with far fewer than the default it cannot read.
+
+    Raises:
+        UserError: `directory` holds something else than such assets.
+
+    """
+    directory = Path(directory)
+    recipe = Recipe(seed=seed, steps=steps)
+    texts = make_texts(recipe)
+    manifest = json.dumps({**asdict(recipe), "sha256_of_texts": texts.sha256()}, indent=2)
+    if _assets_are_current(directory, manifest):
+        return
+    unfinished = directory.with_name(directory.name + ".unfinished")
+    if unfinished.exists():
+        shutil.rmtree(unfinished)
+    _write_assets(unfinished, recipe, texts)
+    (unfinished / MANIFEST).write_text(manifest, encoding="utf-8")
+    if directory.exists():
+        shutil.rmtree(directory)
+    unfinished.rename(directory)
