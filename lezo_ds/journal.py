@@ -19,59 +19,21 @@ import logging
 import math
 import os
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from lezo_ds.errors import JournalError, UserError
 from lezo_ds.files import write_atomically
+from lezo_ds.zo.records import StepRecord, check_finite
 
 FORMAT_VERSION = 1
 """Of the journal's lines; raised when a reader of the old lines would misread the new ones."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One optimiser step, with all that replaying it needs.
-
-    Args:
-        step: 0-based; the weights after it have seen step + 1 steps.
-        seed: key of the step's noise, 0 to 2**64 - 1.
-        dropped_layers: indices of the transformer blocks left out of perturbation and update (LeZO).
-        projected_grads: g = (loss_plus - loss_minus) / (2 perturbation_scale), one per direction; finite.
-        learning_rate: eta of the update, finite.
-        perturbation_scale: mu, finite.
-        loss: mean of both signs over the batch; None when not finite.
-        applied: False when the step was skipped because a loss or a projected gradient was not finite
-            (loss and projected_grads are then left out), or was an outlier.
-
-    Raises:
-        ValueError: a number is not finite or out of range, or an applied step has no loss or gradient.
-
-    """
-
-    kind: ClassVar[str] = "step"
-
-    step: int
-    seed: int
-    dropped_layers: tuple[int, ...]
-    projected_grads: tuple[float, ...]
-    learning_rate: float
-    perturbation_scale: float
-    loss: float | None
-    applied: bool
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed {self.seed} is not an unsigned 64-bit number")
-        _check_finite(*self.projected_grads, self.learning_rate, self.perturbation_scale, self.loss)
-        if self.applied and (self.loss is None or not self.projected_grads):
-            raise ValueError("an applied step has a finite loss and at least one projected gradient")
 
 
 @dataclass(frozen=True)
@@ -89,15 +51,13 @@ class EvaluationRecord:
 
     """
 
-    kind: ClassVar[str] = "evaluation"
-
     step: int
     split: str
     loss: float | None
     metrics: dict[str, float]
 
     def __post_init__(self) -> None:
-        _check_finite(self.loss, *self.metrics.values())
+        check_finite(self.loss, *self.metrics.values())
 
 
 Record = StepRecord | EvaluationRecord
@@ -120,8 +80,6 @@ class Header:
         TypeError, ValueError: the config is not plain JSON, or holds a number that is not finite.
 
     """
-
-    kind: ClassVar[str] = "header"
 
     noise_version: int | str
     model_fingerprint: str
@@ -403,7 +361,7 @@ def _parse(path: Path, data: bytes) -> _Content:
 
 def _encode_line(item: Header | Record, previous_crc: int) -> tuple[bytes, int]:
     """Return an item's line with its newline, and the line's crc."""
-    body = _to_json({"kind": item.kind, **vars(item)}).encode()
+    body = _to_json(_fields_of(item)).encode()
     crc = zlib.crc32(body, previous_crc)
     return body[:-1] + _crc_member(crc) + b"\n", crc
 
@@ -416,26 +374,46 @@ def _decode_line(line: bytes, previous_crc: int) -> tuple[Header | Record, int]:
         raise ValueError("its checksum does not match")
     fields = json.loads(body)
     kind = fields.pop("kind", None)
-    if kind == Header.kind and fields.get("format_version") != FORMAT_VERSION:
+    if kind == _KINDS[Header] and fields.get("format_version") != FORMAT_VERSION:
         raise UserError(
             "the journal has another format version",
             got=repr(fields.get("format_version")),
             expected=repr(FORMAT_VERSION),
             fix="use the version of this package that wrote it",
         )
-    if kind not in _ITEMS:
+    if kind not in _KINDS.values():
         raise ValueError(f"its kind is {kind!r}")
     try:
-        # The only lists in an item's own fields are those written from tuples.
-        item = _ITEMS[kind](**{key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()})
+        item = _item_of(kind, fields)
     except TypeError as error:
         raise ValueError(str(error)) from error
     return item, crc
 
 
-_ITEMS: dict[str, Callable[..., Header | Record]] = {
-    item.kind: item for item in (Header, StepRecord, EvaluationRecord)
-}
+_KINDS: dict[type, str] = {Header: "header", StepRecord: "step", EvaluationRecord: "evaluation"}
+
+_STORED_NAMES = {"key": "seed"}
+"""Fields of a step whose name in the file is the one that version 0.1.0 gave them."""
+
+
+def _fields_of(item: Header | Record) -> dict[str, Any]:
+    """Return what a line holds of an item. Older readers know nothing of layer weights, so empty ones go."""
+    fields = {"kind": _KINDS[type(item)], **vars(item)}
+    if isinstance(item, StepRecord):
+        fields = {_STORED_NAMES.get(name, name): value for name, value in fields.items()}
+        if not item.layer_weights:
+            del fields["layer_weights"]
+    return fields
+
+
+def _item_of(kind: str, fields: Mapping[str, Any]) -> Header | Record:
+    # The only lists in an item's own fields are those that were written from tuples.
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    if kind == _KINDS[StepRecord]:
+        for name, stored in _STORED_NAMES.items():
+            values[name] = values.pop(stored, None)
+    (type_of_item,) = (item for item, its_kind in _KINDS.items() if its_kind == kind)
+    return type_of_item(**values)  # type: ignore[no-any-return]
 
 
 def _crc_member(crc: int) -> bytes:
@@ -457,12 +435,6 @@ def _check_order(record: Record, num_steps: int) -> None:
         raise ValueError(f"its step is {record.step}, the next one is {num_steps}")
     if isinstance(record, EvaluationRecord) and not 0 <= record.step <= num_steps:
         raise ValueError(f"it evaluates after {record.step} steps, {num_steps} are recorded")
-
-
-def _check_finite(*values: float | None) -> None:
-    for value in values:
-        if value is not None and not math.isfinite(value):
-            raise ValueError(f"{value} is not finite")
 
 
 def _differences(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 
 import pytest
 from assets import REPOSITORY
@@ -76,6 +77,62 @@ def test_only_the_modules_whose_job_it_is_import_a_distributed_library():
         if any(is_part_of(module, library) for library in DISTRIBUTED_LIBRARIES)
     }
     assert importers == KNOW_DEEPSPEED
+
+
+FLOORS = (
+    {"errors", "registry"},
+    {"files", "zo"},
+    {"noise", "tasks", "journal"},
+    {"config"},
+    {"ds_config", "recipes"},
+    {"distributed"},
+    {"sharding"},
+    {"model"},
+    {"data"},
+    {"engine"},
+    {"runs"},
+    {"command_line"},
+    {"tools"},
+)
+"""The rooms of the package from the ground up; a room uses those below it, and none above or next to it."""
+
+
+def rooms_used_by(path):
+    for module in imported_modules(ast.parse(path.read_text())):
+        parts = module.split(".")
+        if parts[0] == "lezo_ds" and len(parts) > 1 and parts[1] != "__version__":
+            yield parts[1]
+
+
+def room_of(path):
+    return path.relative_to(REPOSITORY / "lezo_ds").with_suffix("").parts[0]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in PACKAGE if path.parent.name != "lezo_ds" or path.stem != "__init__"],
+    ids=name_of,
+)
+def test_arrows_point_down(path):
+    floor_of = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+    room = room_of(path)
+    for used in set(rooms_used_by(path)) - {room}:
+        assert floor_of[used] < floor_of[room], f"{room} uses {used}"
+
+
+def test_every_room_has_its_floor():
+    assert {room_of(path) for path in PACKAGE} - {"__init__", "__main__"} == set().union(*FLOORS)
+
+
+LIGHT_ROOMS = ("errors", "registry", "zo", "tasks", "journal", "config", "recipes")
+HEAVY_LIBRARIES = ("torch", "deepspeed", "transformers", "datasets", "pandas")
+
+
+@pytest.mark.parametrize("room", LIGHT_ROOMS)
+def test_a_light_room_loads_no_heavy_library(room):
+    code = f"import sys, lezo_ds.{room}; print([name for name in {HEAVY_LIBRARIES} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    assert found.stdout.strip() == "[]", found.stderr
 
 
 def test_no_module_reaches_torch_distributed_through_torch():

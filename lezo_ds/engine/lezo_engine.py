@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections import deque
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,21 +19,31 @@ import torch
 from torch import Tensor
 
 from lezo_ds import distributed
-from lezo_ds.config import PeftConfig, ZoConfig, num_dropped
-from lezo_ds.engine.agreement import Facts, batch_digest, check_noise, disagreement, wrong_weights
-from lezo_ds.engine.estimator import OUTLIER_WINDOW, estimate, is_outlier
+from lezo_ds.config import (
+    PeftConfig,
+    ZoConfig,
+    make_estimator,
+    make_layer_policy,
+    make_update_rule,
+    num_dropped,
+)
+from lezo_ds.engine.agreement import Facts, batch_digest, disagreement, wrong_weights
 from lezo_ds.engine.model_engine import ModelEngine
-from lezo_ds.engine.step_plan import MAX_BLOCKS, PLAN_BYTES, StepPlan, direction_seed, noise_seed
+from lezo_ds.engine.step_plan import PlanFormat, StepPlan
 from lezo_ds.errors import DivergenceError, UserError
-from lezo_ds.journal import Journal, StepRecord
+from lezo_ds.journal import Journal
 from lezo_ds.model.batch import LossFunction, MicroBatch, to_device
-from lezo_ds.model.blocks import draw_dropped_layers
-from lezo_ds.model.perturbed_forward import Perturbation, PerturbedForward, Sign
+from lezo_ds.model.perturbed_forward import KeyedProbe, Perturbation, PerturbedForward
 from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.model.snapshots import newest_snapshot, snapshot_path
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.witness import Witness
+from lezo_ds.zo.estimators import Estimate, mean_losses
+from lezo_ds.zo.keys import direction_key, step_key
+from lezo_ds.zo.outliers import is_outlier
+from lezo_ds.zo.passes import Pass, passes_of_step
+from lezo_ds.zo.records import StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +69,18 @@ class LezoEngine(ModelEngine):
         assert config.learning_rate is not None, "zeroth-order training has a learning rate"
         self._learning_rate = config.learning_rate
         self._config = config
-        self._num_dropped = num_dropped(config, self.layout.num_blocks)
+        self._estimator = make_estimator(config)
+        self._layer_policy = make_layer_policy(config, self.layout.num_blocks)
+        self._update_rule = make_update_rule(config)
+        self.plan_format = PlanFormat(
+            num_layers=self.layout.num_blocks,
+            num_probes=self._estimator.num_probes,
+            has_weights=self._layer_policy.has_weights,
+        )
         self._journal: Journal | None = None
-        self._skipped_in_a_row = 0
-        self._last: StepRecord | None = None
-        self._magnitudes: deque[float] = deque(maxlen=OUTLIER_WINDOW)
+        self._records: list[StepRecord] = []
         self._witness: Witness | None = None
-        self._unchecked: list[StepRecord] = []
+        self._num_checked = 0
 
     def with_config(self, config: ZoConfig) -> LezoEngine:
         """Return another engine on the same model and the same weights, with its own settings and steps."""
@@ -78,14 +93,17 @@ class LezoEngine(ModelEngine):
         """Write every step ahead to this journal (rank 0 has it, the others pass None)."""
         self._journal = journal
 
+    def passes_of_step(self, num_micro_batches: int) -> list[Pass]:
+        """Return the forward passes of a step, on all ranks."""
+        return passes_of_step(num_micro_batches, self.plan_format.num_probes, self._config.probes_per_pass)
+
     @torch.no_grad()
     def train_batch(self, batch: Sequence[MicroBatch], loss_function: LossFunction) -> StepRecord:
         """Do one step.
 
         Args:
-            batch: the step's whole batch, the same on every rank. Each pair of a micro-batch and a direction
-                is one forward pass; rank r runs passes r, r + world, ... Runs are equal on any number of
-                ranks if their micro-batches are.
+            batch: the step's whole batch, the same on every rank. Rank r runs passes r, r + world, ... of
+                `passes_of_step`. Runs are equal on any number of ranks if their micro-batches are.
             loss_function: (logits, or new tokens; micro-batch) -> summed loss of each example.
 
         Returns:
@@ -95,48 +113,56 @@ class LezoEngine(ModelEngine):
         Raises:
             UserError: the passes cannot be shared evenly among the ranks.
             DivergenceError: `max_skipped_steps` steps in a row were skipped.
-            DesyncError: the ranks do not work on the same step or batch, did not come to the same g in the
-                step before, or weights have changed by themselves. All ranks raise; the step is not done, and
-                those before that may be wrong are cut off the journal.
+            DesyncError: the ranks do not work on the same step or batch, or got different results in the
+                step before. All ranks raise; the step is not done, and steps before it that may be wrong
+                are cut off the journal.
             JournalError: the journal cannot be written; the step is not applied.
         """
-        passes = self._my_share(len(batch) * self._config.directions)
-        own_plan = self._plan()
-        plan = StepPlan.unpack(distributed.broadcast_bytes(own_plan.pack(), PLAN_BYTES))
-        losses = self._local_losses(plan, batch, passes, loss_function)
-        facts = self._facts(own_plan, plan, batch)  # a GPU meanwhile runs what was asked of it; suspects wait
-        suspects = self._number(len(self.weights.suspects))
-        *sums, num_suspects = self._sum_losses(torch.cat([losses, suspects]), facts)
-        if num_suspects:
-            self.check_weights()
-        record = self._record(plan, batch, sums)
+        passes = self.passes_of_step(len(batch))
+        mine = [passes[index] for index in self._my_share(len(passes))]
+        plan = self._agree_on_plan()
+        losses = self._local_losses(plan, batch, mine, loss_function)
+        facts = self._facts(plan, batch)  # a GPU meanwhile runs what it was asked for
+        record = self._record(plan, batch, self._sum_losses(losses, facts))
         if self._journal is not None:
             self._journal.append(record)
-        if record.applied:
-            self.weights.apply([record])
+        self._records.append(record)
+        self.weights.apply(self._update_rule.step_updates(self._records, plan.step, plan.step + 1))
         self.global_steps += 1
-        self._remember([record])
         self._check_divergence(record)
         return record
 
-    def _plan(self) -> StepPlan:
-        step = self.global_steps
-        dropped = draw_dropped_layers(self._seed, step, self.layout.num_blocks, self._num_dropped)
-        scale = self._config.perturbation_scale
-        return StepPlan(step, noise_seed(self._seed, step), dropped, self._learning_rate, scale)
+    def _agree_on_plan(self) -> StepPlan:
+        """Return rank 0's plan of the next step. A collective."""
+        message = self.plan_format.pack(self._decide()) if self.global_rank == 0 else b""
+        return self.plan_format.unpack(distributed.broadcast_bytes(message, self.plan_format.num_bytes))
 
-    def _facts(self, own_plan: StepPlan, plan: StepPlan, batch: Sequence[MicroBatch]) -> dict[str, str]:
+    def _decide(self) -> StepPlan:
+        layers = self._layer_policy.sample(self._seed, self._records)
+        return StepPlan(
+            step=self.global_steps,
+            key=step_key(self._seed, self.global_steps),
+            learning_rate=self._learning_rate,
+            perturbation_scale=self._config.perturbation_scale,
+            dropped_layers=layers.dropped,
+            layer_weights=layers.weights,
+            probes=tuple(self._estimator.probes(self._records)),
+        )
+
+    def _facts(self, plan: StepPlan, batch: Sequence[MicroBatch]) -> dict[str, str]:
         """Return what must be the same on all ranks."""
         return {
-            "plan of its own": repr(own_plan),
-            "plan from rank 0": repr(plan),
+            "step": str(self.global_steps),
+            "seed": str(self._seed),
+            "settings": repr(self._config),
+            "plan": repr(plan),
             "batch": batch_digest(batch),
             **self._last_result(),
         }
 
     def _last_result(self) -> dict[str, str]:
-        """Return what the last step came to, every bit of g included."""
-        return {_LAST_RESULT: repr(self._last)}
+        """Return the result of the last step, every bit of its projected gradients included."""
+        return {_LAST_RESULT: repr(self._records[-1] if self._records else None)}
 
     def _disagree(self, step: int, by_rank: Sequence[Facts]) -> NoReturn:
         agreed_on_last = len({facts[_LAST_RESULT] for facts in by_rank}) == 1
@@ -148,49 +174,35 @@ class LezoEngine(ModelEngine):
         if self._journal is not None:
             self._journal.cut(num_good)
 
-    def _remember(self, records: Sequence[StepRecord]) -> None:
-        """Keep what later steps need of those done."""
-        self._last = records[-1] if records else None
-        recent = [record for record in records if record.applied][-OUTLIER_WINDOW:]
-        self._magnitudes.extend(max(map(abs, record.projected_grads)) for record in recent)
-        if self._witness is not None:
-            self._unchecked += records
-
     def watch_weights(self) -> None:
-        """Take the weights as right; from now on changes that are no step's are found.
-
-        A step finds those of the weights that it updates, and `check_weights` all.
-        """
-        self.weights.watch()
-        self._start_witness()
-
-    def _start_witness(self) -> None:
+        """Take the weights as right: from now on `check_weights` compares them with the journal."""
         self._witness = self.weights.witness()
-        self._unchecked = []
+        self._num_checked = self.global_steps
 
     def check_weights(self) -> None:
         """Check that every rank's weights are what the steps made of them. A collective.
 
-        Every bit: none has changed but by an update. Some elements of each shard: they are what a replay of
-        the journal gives. Where groups of ranks hold replicas: these are equal. The last step: all ranks had
-        the same. Does nothing before `watch_weights`.
+        Some elements of each shard must be what a replay of the journal gives. Where groups of ranks hold
+        replicas, these must be equal. All ranks must have the same result of the last step. Does nothing
+        before `watch_weights`.
 
         Raises:
             DesyncError: they are not; it names ranks and parameters. All ranks raise. What was journaled
-                since the last check that found all well is cut off.
+                since the last check that passed is cut off.
         """
         if self._witness is None:
             return
-        self.weights.look()
-        self._witness.follow(self._unchecked)
-        wrong = dict.fromkeys(self.weights.suspects, "changed by itself")
-        for name in self._witness.unlike(self.weights.low_bits):
-            wrong.setdefault(name, "is not what a replay of the journal gives")
-        (num_wrong,) = self._sum_agreed(self._number(len(wrong)), self._last_result())
+        self._witness.follow(
+            self._update_rule.step_updates(self._records, self._num_checked, self.global_steps)
+        )
+        how = "is not what a replay of the journal gives"
+        wrong = dict.fromkeys(self._witness.unlike(self.weights.low_bits), how)
+        num_wrong = torch.tensor([float(len(wrong))], dtype=torch.float64, device=self.device)
+        (total_wrong,) = self._sum_agreed(num_wrong, self._last_result())
         unlike = self.weights.unlike_replicas()
-        if num_wrong or unlike:
+        if total_wrong or unlike:
             self._report(wrong, unlike)
-        self._unchecked = []
+        self._num_checked = self.global_steps
 
     def _report(self, wrong: Mapping[str, str], unlike: Sequence[tuple[int, str]]) -> NoReturn:
         found = [
@@ -199,73 +211,52 @@ class LezoEngine(ModelEngine):
             for name, how in by_name.items()
         ]
         found += [f"on rank {rank} {name} differs from its replica's" for rank, name in unlike]
-        num_good = self.global_steps - len(self._unchecked)
-        self._cut_journal(num_good)
-        raise wrong_weights(self.global_steps, found, num_good)
-
-    def _number(self, value: float) -> Tensor:
-        return torch.tensor([value], dtype=torch.float64, device=self.device)
+        self._cut_journal(self._num_checked)
+        raise wrong_weights(self.global_steps, found, self._num_checked)
 
     def _local_losses(
-        self, plan: StepPlan, batch: Sequence[MicroBatch], passes: range, loss_function: LossFunction
+        self, plan: StepPlan, batch: Sequence[MicroBatch], passes: Sequence[Pass], loss_function: LossFunction
     ) -> Tensor:
-        """Return float64 [2 * passes]: both losses of my forward passes, 0 for the other ranks'.
-
-        Pass i is micro-batch i // directions in direction i % directions: with as many directions as ranks,
-        each rank runs the whole batch in a direction of its own.
-        """
-        num_directions = self._config.directions
-        losses = torch.zeros(2 * len(batch) * num_directions, dtype=torch.float64, device=self.device)
+        """Return float64 [micro-batches * probes]: the losses of my forward passes, 0 for the other ranks'."""
+        num_probes = len(plan.probes)
+        losses = torch.zeros(len(batch) * num_probes, dtype=torch.float64, device=self.device)
         # All before the first pass: a GPU takes tensors of the host only when it has nothing else to do.
-        mine = {
-            index: to_device(batch[index], self.device) for index in {i // num_directions for i in passes}
-        }
-        for index in passes:
-            micro_batch = mine[index // num_directions]
-            seed = direction_seed(plan.seed, index % num_directions)
-            for side, outputs in enumerate(self._both_sides(plan, seed, micro_batch)):
-                losses[2 * index + side] = loss_function(outputs, micro_batch).double().sum()
+        mine = {index: to_device(batch[index], self.device) for index in {run.micro_batch for run in passes}}
+        for run in passes:
+            micro_batch = mine[run.micro_batch]
+            outputs = self._run(micro_batch, _perturbation(plan, run.probes))
+            for probe, output in zip(run.probes, outputs, strict=True):
+                loss = loss_function(output, micro_batch).double().sum()
+                losses[run.micro_batch * num_probes + probe] = loss
         return losses
-
-    def _both_sides(self, plan: StepPlan, seed: int, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
-        def run(sign: Sign) -> tuple[Tensor, ...]:
-            dropped = frozenset(plan.dropped_layers)
-            perturbation = Perturbation(seed, plan.perturbation_scale, dropped, sign)
-            return self._run(micro_batch, perturbation)
-
-        if self._config.forward == "dual":
-            return run(Sign.BOTH)
-        return run(Sign.PLUS) + run(Sign.MINUS)
 
     def _record(self, plan: StepPlan, batch: Sequence[MicroBatch], sums: Sequence[float]) -> StepRecord:
         total_weight = sum(micro_batch.weight for micro_batch in batch)
-        stride = 2 * self._config.directions
-        found = [
-            estimate(sums[first::stride], sums[first + 1 :: stride], total_weight, plan.perturbation_scale)
-            for first in range(0, stride, 2)
-        ]
-        is_finite = all(direction.is_finite for direction in found)
-        gradients = tuple(direction.projected_gradient for direction in found) if is_finite else ()
-        magnitude = max(map(abs, gradients), default=0.0)
+        losses = mean_losses(sums, len(plan.probes), total_weight)
+        try:
+            found = self._estimator.estimate(plan.probes, losses)
+        except ArithmeticError:
+            found = Estimate(loss=math.nan, projected_grads=())
+        gradients = found.projected_grads if found.is_finite else ()
         return StepRecord(
             step=plan.step,
-            seed=plan.seed,
+            key=plan.key,
             dropped_layers=plan.dropped_layers,
             projected_grads=gradients,
             learning_rate=plan.learning_rate,
             perturbation_scale=plan.perturbation_scale,
-            loss=sum(direction.loss for direction in found) / len(found) if is_finite else None,
-            applied=is_finite and not is_outlier(magnitude, self._magnitudes, self._config.outlier_factor),
+            loss=found.loss if found.is_finite else None,
+            applied=found.is_finite and not is_outlier(gradients, self._records, self._config.outlier_factor),
+            layer_weights=plan.layer_weights,
         )
 
     def _check_divergence(self, record: StepRecord) -> None:
-        self._skipped_in_a_row = 0 if record.applied else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row >= self._config.max_skipped_steps:
+        num_skipped = _trailing_skips(self._records)
+        if num_skipped >= self._config.max_skipped_steps:
             raise DivergenceError(
-                "the loss was not finite, or an outlier, in "
-                f"zo.max_skipped_steps={self._skipped_in_a_row} steps in a row; "
+                f"the loss was not finite, or an outlier, in zo.max_skipped_steps={num_skipped} steps in a row; "
                 f"got: the last at step {record.step}, loss {record.loss}; "
-                "fix: lower zo.learning_rate, or use bf16 or fp32 in the place of fp16"
+                "fix: lower zo.learning_rate, or use bf16 or fp32 instead of fp16"
             )
 
     def load_checkpoint(
@@ -288,13 +279,11 @@ class LezoEngine(ModelEngine):
                 f"step {target} is not in the journal", got=target, expected=f"0 to {len(records)}"
             )
         self._load_nearest(Path(load_dir), target)
-        self.weights.apply(records[self.global_steps : target])
+        self.weights.apply(self._update_rule.step_updates(records, self.global_steps, target))
         self.global_steps = target
-        self._skipped_in_a_row = _trailing_skips(records[:target])
-        self._magnitudes.clear()
-        self._remember(records[:target])
+        self._records = list(records[:target])
         if self._witness is not None:
-            self._start_witness()
+            self.watch_weights()
 
     def _load_nearest(self, root: Path, target: int) -> None:
         newest = newest_snapshot(root, target) if self.global_rank == 0 else None
@@ -304,6 +293,15 @@ class LezoEngine(ModelEngine):
         present = self.global_steps or -1
         if self.global_steps > target or (snapshot is not None and snapshot > present):
             self.load_model(None if snapshot is None else snapshot_path(root, snapshot), snapshot or 0)
+
+
+def _perturbation(plan: StepPlan, probes: range) -> Perturbation:
+    """Return what one forward pass of a step runs at."""
+    keyed = [
+        KeyedProbe(direction_key(plan.key, probe.direction), probe.scale)
+        for probe in (plan.probes[index] for index in probes)
+    ]
+    return Perturbation(tuple(keyed), frozenset(plan.dropped_layers))
 
 
 def _trailing_skips(records: Sequence[StepRecord]) -> int:
@@ -340,13 +338,16 @@ def initialize(
             everywhere.
     """
     distributed.init_distributed()
-    noise = config.noise
-    check_noise(noise, ds_config)
-    precision = config.update_precision
-    sharded = load_sharded_model(model, ds_config, dtype, precision, seed, peft, partition_size, noise)
+    sharded = load_sharded_model(
+        model,
+        ds_config=ds_config,
+        dtype=dtype,
+        precision=config.update_precision,
+        seed=seed,
+        peft=peft,
+        partition_size=partition_size,
+    )
     num_blocks = sharded.layout.num_blocks
-    if num_blocks > MAX_BLOCKS:
-        raise UserError("the model has too many blocks", got=num_blocks, expected=f"at most {MAX_BLOCKS}")
     trainable = {
         parameter.parameter: parameter.named
         for parameter in sharded.weights.parameters
@@ -362,5 +363,5 @@ def initialize(
         )
     blocks = sharded.module.get_submodule(sharded.layout.path).children()
     engine = zero3.start_engine(sharded.module, blocks, sharded.ds_config)
-    perturbed = PerturbedForward(sharded.module, trainable, noise_backend(distributed.device(), noise))
+    perturbed = PerturbedForward(sharded.module, trainable, noise_backend(distributed.device()))
     return LezoEngine(engine, perturbed, sharded, config, seed)

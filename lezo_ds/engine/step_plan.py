@@ -1,21 +1,19 @@
-"""The plan of one step: all that the ranks must agree on before it, in one small message."""
+"""The plan of one step: everything that rank 0 decides, in one small message."""
 
 from __future__ import annotations
 
-import hashlib
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lezo_ds.journal import StepRecord
+from lezo_ds.zo.estimators import Probe
 
-MAX_BLOCKS = 256
-_FORMAT = struct.Struct(f"<qQdd{MAX_BLOCKS // 8}s")
-PLAN_BYTES = _FORMAT.size
-"""Length of the broadcast message, in bytes (64)."""
 NUM_FACT_NUMBERS = 4
-"""How many numbers with the losses prove that all ranks work on the same (see `agreement.fact_numbers`)."""
+"""How many numbers go with the losses to prove that all ranks agree (see `agreement.fact_numbers`)."""
 _NUM_VOTES = 2  # to stop, and to save
+
+_HEAD = struct.Struct("<qQdd")
+_PROBE = struct.Struct("<Id")
+_WEIGHT = struct.Struct("<d")
 
 
 @dataclass(frozen=True)
@@ -24,76 +22,88 @@ class StepPlan:
 
     Attributes:
         step: index of the step, from 0.
-        seed: 64-bit key of the step's noise.
-        dropped_layers: sorted indices of the blocks that are neither perturbed nor updated.
+        key: of the step's noise, 64 bits.
         learning_rate: eta of the update.
         perturbation_scale: mu of the paper, "eps" in its tables.
+        dropped_layers: sorted indices of the transformer blocks that are neither perturbed nor updated.
+        layer_weights: factor of the update of each block; empty if all are 1.
+        probes: where the loss is measured.
     """
 
     step: int
-    seed: int
-    dropped_layers: tuple[int, ...]
+    key: int
     learning_rate: float
     perturbation_scale: float
+    dropped_layers: tuple[int, ...]
+    layer_weights: tuple[float, ...]
+    probes: tuple[Probe, ...]
 
-    def pack(self) -> bytes:
-        """Return the plan as PLAN_BYTES bytes."""
-        mask = sum(1 << layer for layer in self.dropped_layers).to_bytes(MAX_BLOCKS // 8, "little")
-        scalars = (self.step, self.seed, self.learning_rate, self.perturbation_scale)
-        return _FORMAT.pack(*scalars, mask)
 
-    @classmethod
-    def unpack(cls, data: bytes) -> StepPlan:
+@dataclass(frozen=True)
+class PlanFormat:
+    """How a plan is written; all ranks know these numbers, so that the length of the message is known.
+
+    Attributes:
+        num_layers: number of transformer blocks of the model.
+        num_probes: of a step.
+        has_weights: whether plans have layer weights.
+    """
+
+    num_layers: int
+    num_probes: int
+    has_weights: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the message, in bytes.
+
+        >>> PlanFormat(num_layers=40, num_probes=2).num_bytes
+        61
+        """
+        weights = _WEIGHT.size * self.num_layers if self.has_weights else 0
+        return _HEAD.size + self._mask_bytes + _PROBE.size * self.num_probes + weights
+
+    def pack(self, plan: StepPlan) -> bytes:
+        """Return a plan as `num_bytes` bytes."""
+        mask = sum(1 << layer for layer in plan.dropped_layers).to_bytes(self._mask_bytes, "little")
+        parts = [_HEAD.pack(plan.step, plan.key, plan.learning_rate, plan.perturbation_scale), mask]
+        parts += [_PROBE.pack(probe.direction, probe.scale) for probe in plan.probes]
+        parts += [_WEIGHT.pack(weight) for weight in plan.layer_weights]
+        return b"".join(parts)
+
+    def unpack(self, data: bytes) -> StepPlan:
         """Return the plan that `pack` made `data` from."""
-        step, seed, learning_rate, scale, mask_bytes = _FORMAT.unpack(data)
-        mask = int.from_bytes(mask_bytes, "little")
-        dropped = tuple(layer for layer in range(MAX_BLOCKS) if mask >> layer & 1)
-        return cls(step, seed, dropped, learning_rate, scale)
+        step, key, learning_rate, perturbation_scale = _HEAD.unpack_from(data)
+        mask_end = _HEAD.size + self._mask_bytes
+        mask = int.from_bytes(data[_HEAD.size : mask_end], "little")
+        probes_end = mask_end + _PROBE.size * self.num_probes
+        return StepPlan(
+            step=step,
+            key=key,
+            learning_rate=learning_rate,
+            perturbation_scale=perturbation_scale,
+            dropped_layers=tuple(layer for layer in range(self.num_layers) if mask >> layer & 1),
+            layer_weights=tuple(weight for (weight,) in _WEIGHT.iter_unpack(data[probes_end:])),
+            probes=tuple(Probe(*fields) for fields in _PROBE.iter_unpack(data[mask_end:probes_end])),
+        )
+
+    @property
+    def _mask_bytes(self) -> int:
+        return -(-self.num_layers // 8)
 
 
-def scalar_bytes(num_passes: int) -> int:
-    """Return the length of a step's two messages beside the gathers: its plan, and the one reduction.
+def scalar_bytes(plan_format: PlanFormat, num_micro_batches: int) -> int:
+    """Return the length of a step's two messages apart from the gathers: its plan, and the one reduction.
 
-    Summed over the ranks are float64 numbers: a loss of each sign and pass, how many weights are suspect,
-    the votes, and the proof that all ranks work on the same.
-
-    Args:
-        num_passes: micro-batches x directions of the step, on all ranks.
-
-    >>> scalar_bytes(1)
-    136
-    """
-    return PLAN_BYTES + 8 * (2 * num_passes + 1 + _NUM_VOTES + NUM_FACT_NUMBERS)
-
-
-def direction_seed(seed: int, direction: int) -> int:
-    """Return the noise key of one of a step's directions: for the first the step's own, else a hash of it."""
-    if direction == 0:
-        return seed
-    text = f"lezo_ds direction 1|{seed}|{direction}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def noise_seed(run_seed: int, step: int) -> int:
-    """Return the 64-bit noise key of a step: a hash, so that no two steps or runs share a stream.
-
-    Sums such as seed + step collide across runs (run 0 step 1 is run 1 step 0); a hash does not.
-    """
-    text = f"lezo_ds noise 1|{run_seed}|{step}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def updates_of(block: int | None, records: Iterable[StepRecord]) -> list[tuple[int, float]]:
-    """Return (noise key, coefficient of z) of all that applied steps subtract from a parameter, in order.
+    The reduction sums float64 numbers over the ranks: a loss for each probe of each micro-batch, the votes,
+    and the proof that all ranks agree.
 
     Args:
-        block: the parameter's; None outside the blocks.
-        records: of applied steps.
+        plan_format: of the run's plans.
+        num_micro_batches: of a step, on all ranks.
+
+    >>> scalar_bytes(PlanFormat(num_layers=40, num_probes=2), num_micro_batches=1)
+    125
     """
-    return [
-        (direction_seed(record.seed, direction), coefficient)
-        for record in records
-        if block not in record.dropped_layers
-        for direction, gradient in enumerate(record.projected_grads)
-        if (coefficient := record.learning_rate / len(record.projected_grads) * gradient) != 0
-    ]
+    num_losses = plan_format.num_probes * num_micro_batches
+    return plan_format.num_bytes + 8 * (num_losses + _NUM_VOTES + NUM_FACT_NUMBERS)

@@ -1,0 +1,263 @@
+"""Runs each module of a model at several probes of its weights, and leaves the stored weights alone.
+
+Every module that directly owns trainable parameters gets its `forward` wrapped. While a perturbation is set,
+the wrapper computes perturbed copies of the module's active parameters out of place, runs the module with
+them, and drops them: nothing has to be restored, so nothing drifts. Under ZeRO-3 the wrapper runs between
+DeepSpeed's hooks, which gather the module's parameters before it and release them after it.
+
+With k probes the batch is repeated k times, [x; x; ...]. A module with active parameters runs k times, each
+time on one copy of the batch with the weights of one probe, and all from one gather. Every other module runs
+once over the whole of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from lezo_ds.errors import UserError
+from lezo_ds.model.replaced_call import call_with_copies, copy_dtype
+from lezo_ds.noise import NoiseBackend
+from lezo_ds.sharding.parameters import NamedParameter
+
+
+class KeyedProbe(NamedTuple):
+    """The weights theta + scale * z(key)."""
+
+    key: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """Where the loss is measured.
+
+    Attributes:
+        probes: at least one; each runs on a copy of the batch of its own.
+        dropped_layers: indices of the transformer blocks that stay at theta.
+    """
+
+    probes: tuple[KeyedProbe, ...]
+    dropped_layers: frozenset[int]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What the wrapped modules see while a model runs.
+
+    Attributes:
+        perturbation: of this run, or of the part of it that runs at one probe.
+        rows: number of rows of one copy of the batch.
+    """
+
+    perturbation: Perturbation
+    rows: int
+
+
+class PerturbedModules:
+    """The wrapped modules of a model.
+
+    Args:
+        model: in eval mode; its modules' `forward` methods are replaced.
+        trainable: the parameters that may be perturbed; a parameter that is tied appears once.
+        noise: draws z.
+    """
+
+    def __init__(
+        self, model: nn.Module, trainable: Mapping[nn.Parameter, NamedParameter], noise: NoiseBackend
+    ) -> None:
+        self._trainable = trainable
+        self._noise = noise
+        self._running: _Run | None = None
+        for module in model.modules():
+            if any(parameter in trainable for parameter in module.parameters(recurse=False)):
+                self._wrap(module)
+
+    @property
+    def num_copies(self) -> int:
+        """How many copies of the batch the module that runs is given."""
+        return 1 if self._running is None else len(self._running.perturbation.probes)
+
+    @contextmanager
+    def running(self, perturbation: Perturbation | None, rows: int) -> Iterator[None]:
+        """Run modules at the probes of a perturbation; None runs them at theta.
+
+        Args:
+            perturbation: what the modules are run at.
+            rows: number of rows of one copy of the batch.
+        """
+        before = self._running
+        self._running = None if perturbation is None else _Run(perturbation, rows)
+        try:
+            yield
+        finally:
+            self._running = before
+
+    @contextmanager
+    def running_on_rows(self, rows: int) -> Iterator[None]:
+        """Go on at the same probes with copies of another number of rows."""
+        with self.running(None if self._running is None else self._running.perturbation, rows):
+            yield
+
+    def active(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the module's own parameters that are perturbed now, by name."""
+        if self._running is None:
+            return {}
+        dropped = self._running.perturbation.dropped_layers
+        active: dict[str, nn.Parameter] = {}
+        for name, parameter in module._parameters.items():
+            named = None if parameter is None else self._trainable.get(parameter)
+            if named is None or parameter is None:
+                continue
+            if named.block is None or named.block not in dropped:
+                active[name] = parameter
+        return active
+
+    def copies(self, parameter: nn.Parameter) -> list[Tensor]:
+        """Return the perturbed copies of an active parameter, one for each probe."""
+
+        def perturb(key: int, scales: Sequence[float]) -> list[Tensor]:
+            return self._noise.perturb(
+                parameter.data,
+                key=key,
+                parameter_id=self._trainable[parameter].parameter_id,
+                scales=scales,
+                out_dtype=copy_dtype(parameter),
+            )
+
+        return self._by_key(perturb)
+
+    def rows_of_copies(self, table: nn.Parameter, rows: Tensor) -> list[Tensor]:
+        """Return the given rows of an active parameter's perturbed copies, one tensor for each probe.
+
+        Args:
+            table: [num_rows, width].
+            rows: int64, any shape.
+
+        Returns:
+            Tensors of shape [*rows.shape, width].
+        """
+
+        def perturb(key: int, scales: Sequence[float]) -> list[Tensor]:
+            return self._noise.perturb_rows(
+                table.data,
+                rows.reshape(-1),
+                key=key,
+                parameter_id=self._trainable[table].parameter_id,
+                scales=scales,
+            )
+
+        return [found.view(*rows.shape, table.shape[-1]) for found in self._by_key(perturb)]
+
+    def for_each_probe(
+        self, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401
+        """Call run(index of the probe, ...) on each copy of the batch; concatenate the outputs."""
+        assert self._running is not None, "a module is run at probes while a perturbation is set"
+        perturbation, rows = self._running.perturbation, self._running.rows
+        num_copies = len(perturbation.probes)
+        if num_copies == 1:
+            return run(0, *args, **(kwargs or {}))
+        outputs = []
+        for index, probe in enumerate(perturbation.probes):
+            share = partial(_share, index=index, num_copies=num_copies, rows=rows)
+            share_args = [_map_tensors(share, value) for value in args]
+            share_kwargs = {name: _map_tensors(share, value) for name, value in (kwargs or {}).items()}
+            # Modules inside this one already run on one copy of the batch: they see its probe only.
+            with self.running(Perturbation((probe,), perturbation.dropped_layers), rows):
+                outputs.append(run(index, *share_args, **share_kwargs))
+        return _concatenate(outputs)
+
+    def _by_key(self, perturb: Callable[[int, Sequence[float]], list[Tensor]]) -> list[Tensor]:
+        """Call perturb(key, scales) once for each key of the probes; return its tensors in probe order."""
+        assert self._running is not None, "copies are made while a perturbation is set"
+        indices: dict[int, list[int]] = {}
+        probes = self._running.perturbation.probes
+        for index, probe in enumerate(probes):
+            indices.setdefault(probe.key, []).append(index)
+        found: dict[int, Tensor] = {}
+        for key, places in indices.items():
+            made = perturb(key, [probes[place].scale for place in places])
+            found.update(zip(places, made, strict=True))
+        return [found[index] for index in range(len(probes))]
+
+    def _wrap(self, module: nn.Module) -> None:
+        original = module.forward
+
+        @wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            return self._run(module, original, args, kwargs)
+
+        module.forward = forward
+
+    def _run(
+        self,
+        module: nn.Module,
+        original: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:  # noqa: ANN401
+        active = self.active(module)
+        if not active:
+            return original(*args, **kwargs)
+        if type(module).forward is nn.Embedding.forward:
+            return self._look_up(active["weight"], args, kwargs)
+        copies = {name: self.copies(parameter) for name, parameter in active.items()}
+
+        def run(index: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            of_probe = {name: tensors[index] for name, tensors in copies.items()}
+            return call_with_copies(module, original, of_probe, args, kwargs)
+
+        return self.for_each_probe(run, args, kwargs)
+
+    def _look_up(self, table: nn.Parameter, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+        """Run an embedding: only the rows that are read are perturbed."""
+
+        def run(index: int, input: Tensor) -> Tensor:  # the name that nn.Embedding gives its argument
+            (rows,) = self.rows_of_copies(table, input)
+            return rows
+
+        return self.for_each_probe(run, args, kwargs)
+
+
+def _share(value: Any, index: int, num_copies: int, rows: int) -> Any:  # noqa: ANN401
+    """Return one copy's share of a batched tensor: its first dimension is copies x rows (x tokens).
+
+    A tensor that is the same for all sequences ([1, tokens] position ids, [1, 1, tokens, tokens] masks) is
+    expanded to the rows of a copy: models that index it by row would fail otherwise. A tensor of one
+    dimension is refused, because a batch cannot be told from as many tokens.
+    """
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    if value.dim() > 1 and value.shape[0] == 1:
+        return value.expand(rows, *value.shape[1:])
+    if value.dim() > 1 and value.shape[0] % (num_copies * rows) == 0:
+        return value.chunk(num_copies)[index]
+    raise UserError(
+        "a module with trainable parameters is given a tensor without a batch dimension of its own",
+        got=f"shape {tuple(value.shape)}",
+        expected=f"two dimensions or more, the first {num_copies * rows} (or a multiple): the batch, "
+        f"{num_copies} times",
+        fix="set zo.probes_per_pass=1 for this model",
+    )
+
+
+def _map_tensors(function: Callable[[Any], Any], value: Any) -> Any:  # noqa: ANN401
+    # Nearly all values are tensors, and tree_map alone would take a fifth of the host's time of a step.
+    return function(value) if isinstance(value, Tensor) else tree_map(function, value)
+
+
+def _concatenate(outputs: Sequence[Any]) -> Any:  # noqa: ANN401
+    if isinstance(outputs[0], Tensor):
+        return torch.cat(list(outputs))
+    leaves, structure = zip(*(tree_flatten(output) for output in outputs), strict=True)
+    groups = zip(*leaves, strict=True)
+    merged = [torch.cat(group) if isinstance(group[0], Tensor) else group[0] for group in groups]
+    return tree_unflatten(merged, structure[0])

@@ -1,0 +1,10 @@
+"""Estimators by name. To add one: a file with a subclass of `Estimator`, and a line here."""
+
+from lezo_ds.registry import Registry
+from lezo_ds.zo.estimators.base import Estimate, Estimator, Probe, mean_losses
+from lezo_ds.zo.estimators.spsa import Spsa
+
+__all__ = ["ESTIMATORS", "Estimate", "Estimator", "Probe", "mean_losses"]
+
+ESTIMATORS: Registry[type[Estimator]] = Registry("estimator", "zo.estimator")
+ESTIMATORS.add("spsa", Spsa)

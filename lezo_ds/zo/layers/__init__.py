@@ -1,0 +1,10 @@
+"""Layer policies by name. To add one: a file with a subclass of `LayerPolicy`, and a line here."""
+
+from lezo_ds.registry import Registry
+from lezo_ds.zo.layers.base import LayerPolicy, LayerSample, num_dropped_from_sparsity
+from lezo_ds.zo.layers.uniform import Uniform
+
+__all__ = ["LAYER_POLICIES", "LayerPolicy", "LayerSample", "num_dropped_from_sparsity"]
+
+LAYER_POLICIES: Registry[type[LayerPolicy]] = Registry("layer policy", "zo.layer_policy")
+LAYER_POLICIES.add("uniform", Uniform)

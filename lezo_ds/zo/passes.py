@@ -1,0 +1,39 @@
+"""The forward passes of a step: which probes of which micro-batch run at once, and on which rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass: one micro-batch, copied once for each probe.
+
+    Attributes:
+        micro_batch: index of the micro-batch.
+        probes: indices of the step's probes, consecutive.
+    """
+
+    micro_batch: int
+    probes: range
+
+
+def passes_of_step(num_micro_batches: int, num_probes: int, probes_per_pass: int) -> list[Pass]:
+    """Return all forward passes of a step; rank r runs passes r, r + world, r + 2 world, and so on.
+
+    A pass gathers each weight once for all of its probes.
+
+    Args:
+        num_micro_batches: of the step, over all ranks.
+        num_probes: of the step's estimator.
+        probes_per_pass: at most this many probes run in one pass, at least 1.
+
+    >>> [(run.micro_batch, list(run.probes)) for run in passes_of_step(1, 4, 2)]
+    [(0, [0, 1]), (0, [2, 3])]
+    """
+    starts = range(0, num_probes, probes_per_pass)
+    return [
+        Pass(micro_batch, range(start, min(start + probes_per_pass, num_probes)))
+        for micro_batch in range(num_micro_batches)
+        for start in starts
+    ]

@@ -1,0 +1,53 @@
+"""The record of a step: what the journal keeps, and all that replaying the step needs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One zeroth-order step.
+
+    Args:
+        step: index from 0; the weights after it have seen step + 1 steps.
+        key: of the step's noise, 0 to 2**64 - 1.
+        dropped_layers: sorted indices of the transformer blocks that were neither perturbed nor updated.
+        projected_grads: the estimate of the derivative along each direction; finite.
+        learning_rate: eta of the update, finite.
+        perturbation_scale: mu, finite.
+        loss: mean over the batch; None if it was not finite.
+        applied: False if the step was skipped because a loss or a projected gradient was not finite
+            (loss and projected_grads are then left out), or was an outlier.
+        layer_weights: factor of the update of each transformer block, for policies that weight them;
+            empty if all are 1.
+
+    Raises:
+        ValueError: a number is not finite or out of range, or an applied step has no loss or gradient.
+    """
+
+    step: int
+    key: int
+    dropped_layers: tuple[int, ...]
+    projected_grads: tuple[float, ...]
+    learning_rate: float
+    perturbation_scale: float
+    loss: float | None
+    applied: bool
+    layer_weights: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.key, int) and 0 <= self.key < 2**64):
+            raise ValueError(f"key {self.key} is not an unsigned 64-bit number")
+        check_finite(self.learning_rate, self.perturbation_scale, self.loss)
+        check_finite(*self.projected_grads, *self.layer_weights)
+        if self.applied and (self.loss is None or not self.projected_grads):
+            raise ValueError("an applied step has a finite loss and at least one projected gradient")
+
+
+def check_finite(*values: float | None) -> None:
+    """Raise ValueError unless every number that is given is finite."""
+    for value in values:
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"{value} is not finite")

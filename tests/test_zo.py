@@ -1,0 +1,161 @@
+"""The paper's own estimator, layer policy and update rule, and the keys: exact values and arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from fractions import Fraction
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_zo_properties import make_records
+
+from lezo_ds.zo.estimators import mean_losses
+from lezo_ds.zo.estimators.spsa import Spsa
+from lezo_ds.zo.keys import direction_key, layer_order, step_key
+from lezo_ds.zo.layers import num_dropped_from_sparsity
+from lezo_ds.zo.layers.uniform import Uniform
+from lezo_ds.zo.outliers import is_outlier
+from lezo_ds.zo.passes import passes_of_step
+from lezo_ds.zo.records import StepRecord
+from lezo_ds.zo.updates.base import updates_of_parameter
+from lezo_ds.zo.updates.sgd import Sgd
+
+LOSSES = st.lists(
+    st.tuples(st.floats(0, 1e3, width=32), st.floats(0, 1e3, width=32)), min_size=1, max_size=40
+)
+
+
+@given(LOSSES, st.floats(1, 1e4), st.floats(1e-4, 1))
+def test_spsa_is_exact_to_float64_rounding(losses, weight, scale):
+    estimator = Spsa(perturbation_scale=scale)
+    means = mean_losses([side for pair in losses for side in pair], 2, weight)
+    found = estimator.estimate(estimator.probes(()), means)
+    plus, minus = (sum(map(Fraction, side)) / Fraction(weight) for side in zip(*losses, strict=True))
+    exact = (plus - minus) / (2 * Fraction(scale))
+    rounding = 1e-13 * float(plus + minus) / scale
+    assert abs(found.projected_grads[0] - float(exact)) <= rounding
+    assert math.isclose(found.loss, (plus + minus) / 2, rel_tol=1e-13, abs_tol=0)
+
+
+def test_spsa_of_several_directions_is_the_recorded_arithmetic():
+    estimator = Spsa(perturbation_scale=1e-3, num_directions=3)
+    losses = [0.7, 0.69, 0.71, 0.72, 0.1, 0.3]
+    found = estimator.estimate(estimator.probes(()), losses)
+    expected = [(losses[2 * d] - losses[2 * d + 1]) / (2 * 1e-3) for d in range(3)]
+    assert found.projected_grads == tuple(expected)
+    assert found.loss == (((0.7 + 0.69) / 2 + (0.71 + 0.72) / 2) + (0.1 + 0.3) / 2) / 3
+
+
+def test_sums_are_rounded_term_by_term_in_the_given_order():
+    # Compensated or exact summation would find 2**-53 + 2**-53 = 2**-52 next to the 1.
+    tiny = 2.0**-53
+    assert mean_losses([1.0, tiny, tiny], 1, 1.0) == [1.0]
+    assert mean_losses([tiny, tiny, 1.0], 1, 1.0) == [1.0 + 2.0**-52]
+
+
+def test_the_loss_is_a_mean_over_the_weight_of_all_micro_batches():
+    assert mean_losses([6.0, 3.0, 2.0, 1.0], 2, 4) == [2.0, 1.0]
+
+
+def test_an_outlier_is_beyond_a_multiple_of_the_median_of_enough_applied_steps():
+    def records(values):
+        return [StepRecord(step, 0, (), (value,), 0.0, 1e-3, 1.0, True) for step, value in enumerate(values)]
+
+    recent = records([1.0] * 10 + [3.0] * 10)  # median 2
+    assert not is_outlier([8.0], recent, 4)
+    assert is_outlier([0.0, -math.nextafter(8.0, 9)], recent, 4)
+    assert is_outlier([8.1], [*recent, *records([1e30])], 2)  # one huge step does not raise the bar
+    assert not is_outlier([1e30], recent[1:], 4)
+    assert not is_outlier([1e30], recent, None)
+    assert not is_outlier([], recent, 4)
+
+
+def test_keys_are_the_recorded_ones():
+    keys = [step_key(*run) for run in ((0, 0), (0, 1), (1, 0), (7, 19_999))]
+    assert keys == [0xBFD19E8F440453C6, 0xB4A311AB169D9AE9, 0xB0E18BE79783CF55, 0x61FE77DE3B79821A]
+
+
+def test_no_two_steps_of_any_run_share_a_key():
+    keys = {step_key(run, step) for run in range(20) for step in range(1000)}
+    assert len(keys) == 20_000
+    assert all(0 <= key < 2**64 for key in keys)
+    assert step_key(1, 11) != step_key(11, 1)
+
+
+def test_the_first_direction_is_that_of_a_step_with_one():
+    keys = [direction_key(77, direction) for direction in range(1000)]
+    assert keys[0] == 77
+    assert len(set(keys)) == 1000
+    assert all(0 <= key < 2**64 for key in keys)
+
+
+def test_sparsity_of_the_paper_gives_the_papers_numbers_of_layers():
+    drops = [num_dropped_from_sparsity(0.75, num_layers) for num_layers in (24, 40, 48)]
+    assert drops == [18, 30, 36]
+    assert [num_dropped_from_sparsity(share, 40) for share in (0.0, 0.5, 1.0)] == [0, 20, 40]
+
+
+@pytest.mark.parametrize(
+    ("seed", "step", "num_layers", "kept"),
+    [
+        (0, 0, 24, (0, 3, 5, 9, 16, 18)),
+        (0, 1, 24, (1, 4, 9, 17, 19, 20)),
+        (7, 19, 48, None),
+    ],
+)
+def test_uniform_samples_are_the_recorded_ones(seed, step, num_layers, kept):
+    records = make_records(step)
+    if kept is None:
+        expected = tuple(sorted(layer_order(seed, step, num_layers)[:36]))
+        assert Uniform(num_layers, 36).sample(seed, records).dropped == expected
+        return
+    sample = Uniform(num_layers, num_layers - len(kept)).sample(seed, records)
+    assert sample.dropped == tuple(layer for layer in range(num_layers) if layer not in kept)
+
+
+def chi_square(counts, num_cells, num_draws):
+    expected = num_draws / num_cells
+    return sum((count - expected) ** 2 / expected for count in counts)
+
+
+def dropped(seed, step, num_layers, num_dropped):
+    return tuple(sorted(layer_order(seed, step, num_layers)[:num_dropped]))
+
+
+def test_every_subset_is_equally_likely():
+    num_draws = 6000
+    counts = Counter(dropped(11, step, 5, 2) for step in range(num_draws))
+    assert set(counts) == set(combinations(range(5), 2))
+    # 9 degrees of freedom: above 27.9 once in a thousand times.
+    assert chi_square(counts.values(), 10, num_draws) < 27.9
+
+
+def test_samples_of_neighboring_seeds_and_steps_are_independent():
+    num_draws = 6000
+    for other in (lambda step: (11, step + 1), lambda step: (12, step)):
+        pairs = Counter(dropped(11, step, 3, 1) + dropped(*other(step), 3, 1) for step in range(num_draws))
+        # 8 degrees of freedom: above 26.1 once in a thousand times.
+        assert chi_square(pairs.values(), 9, num_draws) < 26.1
+
+
+def test_sgd_subtracts_its_share_of_every_direction():
+    (record,) = make_records(1, num_directions=3)
+    updates = Sgd().step_updates([record], 0, 1)
+    changes = updates_of_parameter(updates, None, decays=True)
+    assert [change.key for change in changes] == [direction_key(record.key, d) for d in range(3)]
+    assert [change.coefficient for change in changes] == [
+        record.learning_rate / 3 * gradient for gradient in record.projected_grads
+    ]
+    assert all(change.factor == 1 for change in changes)
+
+
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 9))
+def test_passes_run_every_probe_of_every_micro_batch_once(num_micro_batches, num_probes, probes_per_pass):
+    passes = passes_of_step(num_micro_batches, num_probes, probes_per_pass)
+    run = [(one.micro_batch, probe) for one in passes for probe in one.probes]
+    assert run == [(batch, probe) for batch in range(num_micro_batches) for probe in range(num_probes)]
+    assert all(len(one.probes) <= probes_per_pass for one in passes)
+    assert len(passes) == num_micro_batches * -(-num_probes // probes_per_pass)

@@ -1,0 +1,176 @@
+"""What holds for every registered estimator, layer policy and update rule: to be listed is to be tested."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lezo_ds.zo.estimators import ESTIMATORS
+from lezo_ds.zo.layers import LAYER_POLICIES
+from lezo_ds.zo.records import StepRecord
+from lezo_ds.zo.updates import UPDATE_RULES, updates_of_parameter
+
+NUM_LAYERS = 5
+DIRECTIONS = (1, 2, 5)
+WIDTH = 6
+
+every_estimator = pytest.mark.parametrize("estimator", ESTIMATORS.values(), ids=ESTIMATORS)
+every_policy = pytest.mark.parametrize("policy", LAYER_POLICIES.values(), ids=LAYER_POLICIES)
+every_rule = pytest.mark.parametrize("rule", UPDATE_RULES.values(), ids=UPDATE_RULES)
+
+
+def make_records(num_steps, *, num_directions=2, skipped=(), seed=0):
+    """Records of a run with any numbers in it, some steps skipped."""
+    rng = np.random.default_rng(seed)
+    return [
+        StepRecord(
+            step=step,
+            key=int(rng.integers(2**63)),
+            dropped_layers=tuple(sorted(rng.choice(NUM_LAYERS, 2, replace=False).tolist())),
+            projected_grads=() if step in skipped else tuple(rng.normal(size=num_directions).tolist()),
+            learning_rate=0.1,
+            perturbation_scale=1e-3,
+            loss=None if step in skipped else float(rng.uniform(0, 2)),
+            applied=step not in skipped,
+        )
+        for step in range(num_steps)
+    ]
+
+
+def estimates_of(estimator, loss, theta, num_steps):
+    """Estimates of the gradient of loss(points [n, WIDTH]) at theta: [steps, WIDTH]."""
+    rng = np.random.default_rng(1)
+    found = np.zeros((num_steps, WIDTH))
+    probes = estimator.probes(())
+    for step in range(num_steps):
+        z = rng.normal(size=(estimator.num_directions, WIDTH))
+        losses = [float(loss(theta + probe.scale * z[probe.direction])) for probe in probes]
+        found[step] = np.mean(
+            np.array(estimator.estimate(probes, losses).projected_grads)[:, None] * z, axis=0
+        )
+    return found
+
+
+@every_estimator
+@pytest.mark.parametrize("num_directions", DIRECTIONS)
+def test_an_estimator_probes_every_direction_and_always_as_often(estimator, num_directions):
+    made = estimator(perturbation_scale=1e-3, num_directions=num_directions)
+    probes = made.probes(make_records(7))
+    assert len(probes) == len(made.probes(())) == made.num_probes
+    assert {probe.direction for probe in probes if probe.scale != 0} == set(range(num_directions))
+    assert made.probes(make_records(7)) == probes
+
+
+@every_estimator
+@given(
+    losses=st.lists(st.floats(0, 100), min_size=20, max_size=20, unique=True),
+    shift=st.sampled_from([0.5, 4.0]),
+    num_directions=st.sampled_from(DIRECTIONS),
+)
+def test_an_estimate_is_pure_and_blind_to_a_constant_in_the_loss(estimator, losses, shift, num_directions):
+    made = estimator(perturbation_scale=0.5, num_directions=num_directions)
+    probes = made.probes(())
+    losses = losses[: len(probes)]
+    found = made.estimate(probes, losses)
+    assert len(found.projected_grads) == num_directions
+    assert made.estimate(probes, losses) == found
+    shifted = made.estimate(probes, [loss + shift for loss in losses])
+    assert shifted.projected_grads == pytest.approx(found.projected_grads, rel=1e-3, abs=1e-6)
+    assert shifted.loss == pytest.approx(found.loss + shift)
+
+
+@every_estimator
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("num_directions", DIRECTIONS)
+def test_a_loss_that_is_not_finite_at_any_probe_makes_the_step_not_applicable(estimator, bad, num_directions):
+    made = estimator(perturbation_scale=1e-3, num_directions=num_directions)
+    probes = made.probes(())
+    for place in range(len(probes)):
+        losses = [1.0 + 0.1 * index for index in range(len(probes))]
+        losses[place] = bad
+        try:
+            assert not made.estimate(probes, losses).is_finite
+        except ArithmeticError:
+            pass
+
+
+@every_estimator
+@pytest.mark.parametrize("num_directions", DIRECTIONS)
+def test_the_update_descends_on_average(estimator, num_directions):
+    made = estimator(perturbation_scale=1e-3, num_directions=num_directions)
+    gradient = np.arange(1.0, WIDTH + 1)
+    found = estimates_of(made, lambda point: 3 + point @ gradient, np.zeros(WIDTH), num_steps=3000)
+    along = found @ gradient
+    if made.bias and num_directions == 1:
+        assert along.mean() >= 0  # some estimators compare directions with each other
+    else:
+        assert along.mean() > 4 * along.std() / len(along) ** 0.5
+
+
+@every_estimator
+def test_the_estimate_is_unbiased_or_its_bias_is_stated(estimator):
+    made = estimator(perturbation_scale=1e-3, num_directions=2)
+    theta = np.linspace(-1, 1, WIDTH)
+    found = estimates_of(made, lambda point: (point**2).sum(), theta, num_steps=8000)
+    scores = (found.mean(axis=0) - 2 * theta) / (found.std(axis=0) / len(found) ** 0.5)
+    assert (np.abs(scores) < 4.5).all() != bool(made.bias)
+
+
+@every_policy
+@pytest.mark.parametrize("num_dropped", range(NUM_LAYERS + 1))
+def test_a_policy_drops_as_many_sorted_layers_as_it_is_told_to(policy, num_dropped):
+    made = policy(num_layers=NUM_LAYERS, num_dropped=num_dropped)
+    records = make_records(30)
+    for step in range(30):
+        sample = made.sample(3, records[:step])
+        assert len(set(sample.dropped)) == num_dropped
+        assert list(sample.dropped) == sorted(sample.dropped)
+        assert set(sample.dropped) <= set(range(NUM_LAYERS))
+        assert len(sample.weights) == (NUM_LAYERS if made.has_weights else 0)
+        assert made.sample(3, list(records[:step])) == sample
+
+
+@every_policy
+@pytest.mark.parametrize("num_dropped", [-1, NUM_LAYERS + 1])
+def test_an_impossible_number_of_dropped_layers_is_our_own_bug(policy, num_dropped):
+    with pytest.raises(ValueError, match="is not in"):
+        policy(num_layers=NUM_LAYERS, num_dropped=num_dropped)
+
+
+@every_rule
+def test_what_a_step_does_depends_on_no_later_step_and_steps_add_up(rule):
+    records = make_records(12, skipped=(4, 5))
+    made = rule()
+    whole = made.step_updates(records, 0, 12)
+    assert len(whole) == 10
+    singly = [made.step_updates(records[: step + 1], step, step + 1) for step in range(12)]
+    assert whole == [update for step in singly for update in step]
+
+
+@every_rule
+def test_a_step_leaves_the_layers_that_it_dropped_alone(rule):
+    records = make_records(1)
+    updates = rule().step_updates(records, 0, 1)
+    for layer in (None, *range(NUM_LAYERS)):
+        for decays in (True, False):
+            changes = updates_of_parameter(updates, layer, decays=decays)
+            assert bool(changes) == (layer not in records[0].dropped_layers)
+
+
+@every_rule
+def test_an_update_is_proportional_to_the_projected_gradients_and_to_the_layer_weights(rule):
+    records = make_records(1)
+    (update,) = rule().step_updates(records, 0, 1)
+    weights = tuple(2.0 + layer for layer in range(NUM_LAYERS))
+    weighted = [StepRecord(**{**vars(records[0]), "layer_weights": weights})]
+    (other,) = rule().step_updates(weighted, 0, 1)
+    for layer in set(range(NUM_LAYERS)) - set(records[0].dropped_layers):
+        plain = updates_of_parameter([update], layer, decays=False)
+        scaled = updates_of_parameter([other], layer, decays=False)
+        assert [change.key for change in scaled] == [change.key for change in plain]
+        for change, bare in zip(scaled, plain, strict=True):
+            assert change.coefficient == pytest.approx(weights[layer] * bare.coefficient)
