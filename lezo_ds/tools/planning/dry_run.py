@@ -12,7 +12,7 @@ from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.ds_config import load_ds_config
 from lezo_ds.engine.agreement import check_noise
 from lezo_ds.errors import HubError
-from lezo_ds.sharding.checkpoint_files import load_config, resolve_model
+from lezo_ds.sharding.checkpoint_files import load_model_config, resolve_model
 from lezo_ds.tools.planning.known_models import published_config
 from lezo_ds.tools.planning.memory import CPU_RESERVE, GPU_RESERVE
 from lezo_ds.tools.planning.model_facts import ModelFacts, model_facts
@@ -98,7 +98,7 @@ def _training_lines(config: RunConfig, world_size: int) -> list[str]:
 
 
 def _model_facts(config: RunConfig) -> ModelFacts:
-    return _facts_of(config, load_config(resolve_model(config.model.path)))
+    return _facts_of(config, load_model_config(resolve_model(config.model.path)))
 
 
 def _facts_of(config: RunConfig, transformers_config: object) -> ModelFacts:
