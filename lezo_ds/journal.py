@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import zlib
 from collections.abc import Collection, Iterator, Mapping

@@ -217,7 +217,7 @@ class LezoEngine(ModelEngine):
     def _local_losses(
         self, plan: StepPlan, batch: Sequence[MicroBatch], passes: Sequence[Pass], loss_function: LossFunction
     ) -> Tensor:
-        """Return float64 [micro-batches * probes]: the losses of my forward passes, 0 for the other ranks'."""
+        """Return float64 [micro-batches * probes]: my forward passes' losses, 0 for the other ranks'."""
         num_probes = len(plan.probes)
         losses = torch.zeros(len(batch) * num_probes, dtype=torch.float64, device=self.device)
         # All before the first pass: a GPU takes tensors of the host only when it has nothing else to do.
@@ -254,7 +254,8 @@ class LezoEngine(ModelEngine):
         num_skipped = _trailing_skips(self._records)
         if num_skipped >= self._config.max_skipped_steps:
             raise DivergenceError(
-                f"the loss was not finite, or an outlier, in zo.max_skipped_steps={num_skipped} steps in a row; "
+                "the loss was not finite, or an outlier, in "
+                f"zo.max_skipped_steps={num_skipped} steps in a row; "
                 f"got: the last at step {record.step}, loss {record.loss}; "
                 "fix: lower zo.learning_rate, or use bf16 or fp32 instead of fp16"
             )

@@ -24,7 +24,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.noise import UpdatePrecision
 from lezo_ds.recipes.paper import SCORES, Cell, hyperparameters
 from lezo_ds.recipes.registry import RECIPES, recipe_name, recipe_text
-from lezo_ds.sharding.checkpoint_files import load_config
+from lezo_ds.sharding.checkpoint_files import load_model_config
 from lezo_ds.tasks import get_task
 from lezo_ds.tools.benchmark.shapes import TASKS
 from lezo_ds.tools.planning.known_models import PUBLISHED, hub_id, published_config, published_name
@@ -243,7 +243,7 @@ def _model_config(model: str) -> Any:  # noqa: ANN401
     if config is not None:
         return config
     try:
-        return load_config(Path(model))
+        return load_model_config(Path(model))
     except UserError as error:
         raise UserError(
             f"there is no model {model} to plan for",

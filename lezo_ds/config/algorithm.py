@@ -1,0 +1,60 @@
+"""The components of the algorithm that a configuration names."""
+
+from __future__ import annotations
+
+from lezo_ds.config.schema import RunConfig, ZoConfig
+from lezo_ds.errors import UserError
+from lezo_ds.zo.estimators import ESTIMATORS, Estimator
+from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy, num_dropped_from_sparsity
+from lezo_ds.zo.passes import passes_of_step
+from lezo_ds.zo.updates import UPDATE_RULES, UpdateRule
+
+
+def make_estimator(zo: ZoConfig) -> Estimator:
+    """Return the estimator of a run."""
+    estimator = ESTIMATORS.find(zo.estimator)
+    return estimator(
+        perturbation_scale=zo.perturbation_scale, num_directions=zo.directions, **zo.estimator_options
+    )
+
+
+def make_layer_policy(zo: ZoConfig, num_layers: int) -> LayerPolicy:
+    """Return the layer policy of a run on a model with `num_layers` transformer blocks.
+
+    Raises:
+        UserError: more blocks are dropped than the model has.
+    """
+    policy = LAYER_POLICIES.find(zo.layer_policy)
+    dropped = num_dropped(zo, num_layers)
+    return policy(num_layers=num_layers, num_dropped=dropped, **zo.layer_policy_options)
+
+
+def make_update_rule(zo: ZoConfig) -> UpdateRule:
+    """Return the update rule of a run."""
+    return UPDATE_RULES.find(zo.update_rule)(**zo.update_rule_options)
+
+
+def num_passes(config: RunConfig) -> int:
+    """Return how many forward passes a zeroth-order step has, on all ranks together."""
+    num_micro_batches = config.train.batch_size // config.train.micro_batch_size
+    num_probes = make_estimator(config.zo).num_probes
+    return len(passes_of_step(num_micro_batches, num_probes, config.zo.probes_per_pass))
+
+
+def num_dropped(zo: ZoConfig, num_layers: int) -> int:
+    """Return how many of a model's `num_layers` transformer blocks a step drops.
+
+    Raises:
+        UserError: more than the model has.
+    """
+    if zo.num_dropped_layers is None:
+        assert zo.sparsity is not None, "exactly one of the two is given"
+        return num_dropped_from_sparsity(zo.sparsity, num_layers)
+    if zo.num_dropped_layers > num_layers:
+        raise UserError(
+            "zo.num_dropped_layers is more than the model has transformer blocks",
+            got=zo.num_dropped_layers,
+            expected=f"0 to {num_layers}",
+            fix=f"set zo.num_dropped_layers={num_dropped_from_sparsity(0.75, num_layers)} (sparsity 0.75)",
+        )
+    return zo.num_dropped_layers
