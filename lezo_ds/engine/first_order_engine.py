@@ -23,7 +23,6 @@ from lezo_ds.config import AdamWConfig, PeftConfig
 from lezo_ds.data.generation import runner
 from lezo_ds.engine.agreement import batch_digest
 from lezo_ds.engine.model_engine import ModelEngine
-from lezo_ds.engine.step_plan import noise_seed
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.model.batch import LossFunction, MicroBatch, to_device
 from lezo_ds.model.perturbed_forward import Perturbation, PerturbedForward
@@ -31,6 +30,7 @@ from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.model.snapshots import snapshot_path
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding import zero3
+from lezo_ds.zo.keys import dropout_key
 
 MAX_GRADIENT_NORM = 1.0  # what transformers' Trainer clips to
 
@@ -108,7 +108,7 @@ class FirstOrderEngine(ModelEngine):
     def _loss(self, micro_batch: MicroBatch, index: int, loss_function: LossFunction) -> Tensor:
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), zero3.no_gathered_weights_saved():
-            torch.manual_seed(noise_seed(noise_seed(self._seed, self.global_steps), index))
+            torch.manual_seed(dropout_key(self._seed, self.global_steps, index))
             (logits,) = self._perturbed(micro_batch, None, self._deepspeed)
         loss = loss_function(logits, micro_batch).sum()
         if not loss.requires_grad:

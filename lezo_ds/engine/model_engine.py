@@ -122,9 +122,9 @@ class ModelEngine:
         if num_passes % self.world_size:
             raise UserError(
                 "the forward passes of a step cannot be shared evenly",
-                got=f"{num_passes} (micro-batches x directions) on {self.world_size} ranks",
+                got=f"{num_passes} forward passes on {self.world_size} ranks",
                 expected="a multiple of the number of ranks",
-                fix="change the micro-batch size or the number of ranks",
+                fix="set another train.micro_batch_size, or start another number of ranks",
             )
         return range(self.global_rank, num_passes, self.world_size)
 

@@ -10,13 +10,14 @@ from lezo_ds import distributed
 from lezo_ds.config import RunConfig, config_from_dict
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.errors import UserError
-from lezo_ds.journal import EvaluationRecord, Header, StepRecord, read_journal
+from lezo_ds.journal import EvaluationRecord, Header, read_journal
 from lezo_ds.model.snapshots import read_manifest, snapshot_path, snapshot_steps
 from lezo_ds.noise import noise_version
 from lezo_ds.runs.run import best_evaluation
 from lezo_ds.runs.run_directory import RunDirectory
 from lezo_ds.runs.trainer import make_engine
 from lezo_ds.runs.training_state import read_training_state
+from lezo_ds.zo.records import StepRecord
 
 
 @dataclass(frozen=True)

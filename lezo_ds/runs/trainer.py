@@ -74,7 +74,13 @@ def make_first_order_engine(config: RunConfig, num_steps: int) -> FirstOrderEngi
     }
     model = config.model
     return initialize_first_order(
-        *(model.path, config.adamw, num_steps, ds_config, model.dtype, config.seed, config.peft)
+        model.path,
+        config.adamw,
+        num_steps=num_steps,
+        ds_config=ds_config,
+        dtype=model.dtype,
+        seed=config.seed,
+        peft=config.peft,
     )
 
 
@@ -84,7 +90,13 @@ def make_engine(config: RunConfig) -> LezoEngine:
     peft = config.peft if config.method in TRAINED else None
     ds_config = _ds_config(config)
     return initialize(
-        *(config.model.path, zo, ds_config, config.model.dtype, config.seed, peft, config.partition_size)
+        config.model.path,
+        zo,
+        ds_config=ds_config,
+        dtype=config.model.dtype,
+        seed=config.seed,
+        peft=peft,
+        partition_size=config.partition_size,
     )
 
 

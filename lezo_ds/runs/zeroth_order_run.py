@@ -11,11 +11,12 @@ from lezo_ds.config import RESUME_MAY_DIFFER, TRAINED, RunConfig, config_to_dict
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.engine.step_plan import scalar_bytes
-from lezo_ds.journal import EvaluationRecord, Header, Journal, StepRecord, assert_compatible
+from lezo_ds.journal import EvaluationRecord, Header, Journal, assert_compatible
 from lezo_ds.noise import noise_version
 from lezo_ds.runs.run import Run
 from lezo_ds.runs.run_directory import RunDirectory, library_versions
 from lezo_ds.sharding.checkpoint_files import resolve_model
+from lezo_ds.zo.records import StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -107,14 +108,15 @@ class ZerothOrderRun(Run):
         """
         if self.data.objective.reads_answers:
             return None
-        config, parameters = self.config, self._lezo.weights.parameters
-        train = config.train
-        num_passes = train.batch_size // train.micro_batch_size * config.zo.directions
-        num_forwards = num_passes // self._lezo.world_size * (1 if config.zo.forward == "dual" else 2)
-        model = sum(p.numel * p.parameter.element_size() for p in parameters)
+        train, world_size = self.config.train, self._lezo.world_size
+        num_micro_batches = train.batch_size // train.micro_batch_size
+        num_forwards = len(self._lezo.passes_of_step(num_micro_batches)) // world_size
+        parameters = self._lezo.weights.parameters
+        model = sum(parameter.numel * parameter.parameter.element_size() for parameter in parameters)
+        is_sharded = (self.config.partition_size or world_size) > 1
         return {
-            "gathered": model * num_forwards if (config.partition_size or self._lezo.world_size) > 1 else 0,
-            "other": scalar_bytes(num_passes),
+            "gathered": model * num_forwards if is_sharded else 0,
+            "other": scalar_bytes(self._lezo.plan_format, num_micro_batches),
         }
 
 

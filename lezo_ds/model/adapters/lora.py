@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.model.blocks import BlockLayout
 from lezo_ds.noise import gaussian
 from lezo_ds.sharding.weights import ShardedWeights
+from lezo_ds.zo.keys import adapter_key
 
 _PEFT_PREFIX = "base_model.model."  # of every name in peft's files
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
@@ -69,7 +69,7 @@ class LoraAdapter:
 
     def fill(self, weights: ShardedWeights, model: nn.Module, seed: int) -> None:
         """See `Adapter.fill`."""
-        key = initial_seed(seed)
+        key = adapter_key(seed)
         for parameter in weights.adapter_parameters:
             if parameter.name.endswith(_UP):
                 weights.fill(parameter, torch.zeros(parameter.count))
@@ -109,19 +109,13 @@ def matching_modules(model: nn.Module, targets: Sequence[str]) -> list[nn.Module
     return matched
 
 
-def initial_seed(run_seed: int) -> int:
-    """Return the 64-bit key of the adapters' initial values: a hash, apart from the keys of all steps."""
-    text = f"lezo_ds adapter 1|{run_seed}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def uniform(seed: int, parameter_id: int, start: int, count: int) -> Tensor:
+def uniform(key: int, parameter_id: int, start: int, count: int) -> Tensor:
     """Return uniform numbers in [-1, 1) for elements [start, start + count): float32 [count].
 
-    A pure function of (seed, parameter, element), exact in float32: the top 24 bits of one Philox word an
+    A pure function of (key, parameter, element), exact in float32: the top 24 bits of one Philox word an
     element (Salmon et al. 2011).
     """
     blocks = torch.arange(start // 4, -(-(start + count) // 4))
-    words = torch.stack(gaussian.words_of_blocks(seed, parameter_id, blocks, gaussian.NORMAL_STREAM), 1)
+    words = torch.stack(gaussian.words_of_blocks(key, parameter_id, blocks, gaussian.NORMAL_STREAM), 1)
     wanted = words.reshape(-1)[start % 4 : start % 4 + count]
     return (wanted >> 8).to(torch.float32) * 2.0**-23 - 1

@@ -7,7 +7,6 @@ nothing else changes: the text's positions, masks and key-value caches are those
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from lezo_ds.model.blocks import BlockLayout, find_blocks
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.sharding.zero3 import ShardedParameter
+from lezo_ds.zo.keys import prefix_key
 
 _ATTENTION = "lezo_ds_prefix"
 _CONFIG = "prefix_config.json"
@@ -149,8 +149,7 @@ def load_prefix(model: nn.Module, directory: Path) -> None:
 
 def initial_ids(run_seed: int, length: int, vocabulary_size: int) -> list[int]:
     """Return the random tokens whose keys and values a prefix starts from: a pure function of the seed."""
-    hashes = [hashlib.blake2b(f"lezo_ds prefix 1|{run_seed}|{i}".encode()) for i in range(length)]
-    return [int.from_bytes(found.digest()[:8], "little") % vocabulary_size for found in hashes]
+    return [prefix_key(run_seed, position) % vocabulary_size for position in range(length)]
 
 
 def _check_attention(model: nn.Module) -> None:
