@@ -20,7 +20,6 @@ import yaml
 
 from lezo_ds.errors import UserError
 from lezo_ds.model.blocks import num_dropped_from_sparsity
-from lezo_ds.noise.backend import NoiseMode
 from lezo_ds.noise.precision import UpdatePrecision
 from lezo_ds.tasks import get_task
 from lezo_ds.tasks.base import Protocol
@@ -183,10 +182,6 @@ class ZoConfig:
     update_precision: UpdatePrecision = "fp32_master"
     """How an update is stored in 16-bit weights: fp32_master keeps their 16 low bits too (2 more bytes a
     parameter), stochastic rounds at random without bias, nearest loses most of a small update."""
-
-    noise: NoiseMode = "exact"
-    """exact: the same bits on every device. fast: a GPU's own approximations, a millionth off; its weights
-    can only be rebuilt by the same model of GPU and version of Triton (snapshots open anywhere)."""
 
     directions: Annotated[int, Range(1)] = 1
     """Number of directions whose estimates a step averages, each over the whole batch; N of them on N ranks
@@ -381,11 +376,6 @@ def check_world(config: RunConfig, world_size: int) -> None:
         expected="train.batch_size a multiple of train.micro_batch_size times the number of ranks",
         fix=fix,
     )
-
-
-def noise_mode(config: RunConfig) -> NoiseMode:
-    """Return which noise a run's weights are made of; exact where none is."""
-    return config.zo.noise if config.method in ZEROTH_ORDER else "exact"
 
 
 def num_dropped(zo: ZoConfig, num_blocks: int) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lezo_ds import distributed
 from lezo_ds.config import PeftConfig, ZoConfig, num_dropped
-from lezo_ds.engine.agreement import Facts, batch_digest, check_noise, disagreement, wrong_weights
+from lezo_ds.engine.agreement import Facts, batch_digest, disagreement, wrong_weights
 from lezo_ds.engine.estimator import OUTLIER_WINDOW, estimate, is_outlier
 from lezo_ds.engine.model_engine import ModelEngine
 from lezo_ds.engine.step_plan import MAX_BLOCKS, PLAN_BYTES, StepPlan, direction_seed, noise_seed
@@ -95,20 +95,17 @@ class LezoEngine(ModelEngine):
         Raises:
             UserError: the passes cannot be shared evenly among the ranks.
             DivergenceError: `max_skipped_steps` steps in a row were skipped.
-            DesyncError: the ranks do not work on the same step or batch, did not come to the same g in the
-                step before, or weights have changed by themselves. All ranks raise; the step is not done, and
-                those before that may be wrong are cut off the journal.
+            DesyncError: the ranks do not work on the same step or batch, or did not come to the same g in the
+                step before. All ranks raise; the step is not done, and those before that may be wrong are cut
+                off the journal.
             JournalError: the journal cannot be written; the step is not applied.
         """
         passes = self._my_share(len(batch) * self._config.directions)
         own_plan = self._plan()
         plan = StepPlan.unpack(distributed.broadcast_bytes(own_plan.pack(), PLAN_BYTES))
         losses = self._local_losses(plan, batch, passes, loss_function)
-        facts = self._facts(own_plan, plan, batch)  # a GPU meanwhile runs what was asked of it; suspects wait
-        suspects = self._number(len(self.weights.suspects))
-        *sums, num_suspects = self._sum_losses(torch.cat([losses, suspects]), facts)
-        if num_suspects:
-            self.check_weights()
+        facts = self._facts(own_plan, plan, batch)  # a GPU meanwhile runs what was asked of it
+        sums = self._sum_losses(losses, facts)
         record = self._record(plan, batch, sums)
         if self._journal is not None:
             self._journal.append(record)
@@ -157,23 +154,16 @@ class LezoEngine(ModelEngine):
             self._unchecked += records
 
     def watch_weights(self) -> None:
-        """Take the weights as right; from now on changes that are no step's are found.
-
-        A step finds those of the weights that it updates, and `check_weights` all.
-        """
-        self.weights.watch()
-        self._start_witness()
-
-    def _start_witness(self) -> None:
+        """Take the weights as right; `check_weights` compares later ones with a replay from here."""
         self._witness = self.weights.witness()
         self._unchecked = []
 
     def check_weights(self) -> None:
         """Check that every rank's weights are what the steps made of them. A collective.
 
-        Every bit: none has changed but by an update. Some elements of each shard: they are what a replay of
-        the journal gives. Where groups of ranks hold replicas: these are equal. The last step: all ranks had
-        the same. Does nothing before `watch_weights`.
+        Some elements of each trained shard must equal a replay of the journal. Every bit of a replica must
+        equal the first replica's. All ranks must have had the same last step. Does nothing before
+        `watch_weights`.
 
         Raises:
             DesyncError: they are not; it names ranks and parameters. All ranks raise. What was journaled
@@ -181,22 +171,19 @@ class LezoEngine(ModelEngine):
         """
         if self._witness is None:
             return
-        self.weights.look()
         self._witness.follow(self._unchecked)
-        wrong = dict.fromkeys(self.weights.suspects, "changed by itself")
-        for name in self._witness.unlike(self.weights.low_bits):
-            wrong.setdefault(name, "is not what a replay of the journal gives")
+        wrong = self._witness.unlike(self.weights.low_bits)
         (num_wrong,) = self._sum_agreed(self._number(len(wrong)), self._last_result())
         unlike = self.weights.unlike_replicas()
         if num_wrong or unlike:
             self._report(wrong, unlike)
         self._unchecked = []
 
-    def _report(self, wrong: Mapping[str, str], unlike: Sequence[tuple[int, str]]) -> NoReturn:
+    def _report(self, wrong: Sequence[str], unlike: Sequence[tuple[int, str]]) -> NoReturn:
         found = [
-            f"on rank {rank} {name} {how}"
-            for rank, by_name in enumerate(distributed.gather_objects(wrong))
-            for name, how in by_name.items()
+            f"on rank {rank} {name} is not what a replay of the journal gives"
+            for rank, names in enumerate(distributed.gather_objects(wrong))
+            for name in names
         ]
         found += [f"on rank {rank} {name} differs from its replica's" for rank, name in unlike]
         num_good = self.global_steps - len(self._unchecked)
@@ -294,7 +281,7 @@ class LezoEngine(ModelEngine):
         self._magnitudes.clear()
         self._remember(records[:target])
         if self._witness is not None:
-            self._start_witness()
+            self.watch_weights()
 
     def _load_nearest(self, root: Path, target: int) -> None:
         newest = newest_snapshot(root, target) if self.global_rank == 0 else None
@@ -336,14 +323,11 @@ def initialize(
 
     Raises:
         UserError: no such model, no transformer blocks, weights or an adapter that do not fit; or all that
-            would be trained is in blocks, and all blocks are dropped; or fast noise that is not the same
-            everywhere.
+            would be trained is in blocks, and all blocks are dropped.
     """
     distributed.init_distributed()
-    noise = config.noise
-    check_noise(noise, ds_config)
     precision = config.update_precision
-    sharded = load_sharded_model(model, ds_config, dtype, precision, seed, peft, partition_size, noise)
+    sharded = load_sharded_model(model, ds_config, dtype, precision, seed, peft, partition_size)
     num_blocks = sharded.layout.num_blocks
     if num_blocks > MAX_BLOCKS:
         raise UserError("the model has too many blocks", got=num_blocks, expected=f"at most {MAX_BLOCKS}")
@@ -362,5 +346,5 @@ def initialize(
         )
     blocks = sharded.module.get_submodule(sharded.layout.path).children()
     engine = zero3.start_engine(sharded.module, blocks, sharded.ds_config)
-    perturbed = PerturbedForward(sharded.module, trainable, noise_backend(distributed.device(), noise))
+    perturbed = PerturbedForward(sharded.module, trainable, noise_backend(distributed.device()))
     return LezoEngine(engine, perturbed, sharded, config, seed)

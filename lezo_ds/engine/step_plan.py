@@ -54,16 +54,16 @@ class StepPlan:
 def scalar_bytes(num_passes: int) -> int:
     """Return the length of a step's two messages beside the gathers: its plan, and the one reduction.
 
-    Summed over the ranks are float64 numbers: a loss of each sign and pass, how many weights are suspect,
-    the votes, and the proof that all ranks work on the same.
+    Summed over the ranks are float64 numbers: a loss of each sign and pass, the votes, and the proof that all
+    ranks work on the same.
 
     Args:
         num_passes: micro-batches x directions of the step, on all ranks.
 
     >>> scalar_bytes(1)
-    136
+    128
     """
-    return PLAN_BYTES + 8 * (2 * num_passes + 1 + _NUM_VOTES + NUM_FACT_NUMBERS)
+    return PLAN_BYTES + 8 * (2 * num_passes + _NUM_VOTES + NUM_FACT_NUMBERS)
 
 
 def direction_seed(seed: int, direction: int) -> int:

@@ -203,16 +203,14 @@ class PerturbedForward:
         """
         state = self._perturbation
         assert state is not None
+        signs = self._signs()
+        scales = [state.scale * sign.value for sign in signs]
         copies: dict[str, dict[Sign, Tensor]] = {}
         for name, parameter in active.items():
             dtype = torch.float32 if parameter.dim() == 1 else parameter.dtype
-            key = (state.seed, self._trainable[parameter].parameter_id)
-            if state.sign is Sign.BOTH:
-                plus, minus = self._noise.perturb_pair(parameter.data, *key, state.scale, dtype)
-                copies[name] = {Sign.PLUS: plus, Sign.MINUS: minus}
-            else:
-                scale = state.scale * state.sign.value
-                copies[name] = {state.sign: self._noise.perturb(parameter.data, *key, scale, dtype)}
+            parameter_id = self._trainable[parameter].parameter_id
+            perturbed = self._noise.perturb(parameter.data, state.seed, parameter_id, scales, dtype)
+            copies[name] = dict(zip(signs, perturbed, strict=True))
         return copies
 
     def _rows(self, table: nn.Parameter, rows: Tensor, signs: Sequence[Sign]) -> tuple[Tensor, ...]:
@@ -220,11 +218,9 @@ class PerturbedForward:
         state = self._perturbation
         assert state is not None
         flat, width = rows.reshape(-1), table.shape[-1]
-        key = (state.seed, self._trainable[table].parameter_id)
-        if len(signs) == 2:
-            found: tuple[Tensor, ...] = self._noise.perturb_rows_pair(table.data, flat, *key, state.scale)
-        else:
-            found = (self._noise.perturb_rows(table.data, flat, *key, state.scale * signs[0].value),)
+        parameter_id = self._trainable[table].parameter_id
+        scales = [state.scale * sign.value for sign in signs]
+        found = self._noise.perturb_rows(table.data, flat, state.seed, parameter_id, scales)
         return tuple(tensor.view(*rows.shape, width) for tensor in found)
 
     def _by_sign(

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from lezo_ds import distributed
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, check_world, noise_mode, num_dropped
+from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, check_world, num_dropped
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.ds_config import load_ds_config
-from lezo_ds.engine.agreement import check_noise
 from lezo_ds.errors import HubError
 from lezo_ds.sharding.checkpoint_files import load_config, resolve_model
 from lezo_ds.tools.planning.known_models import published_config
@@ -37,8 +36,7 @@ def describe_plan(config: RunConfig, world_size: int) -> str:
         UserError: anything that is wrong and can be known now.
     """
     micro_batch_size = config.train.micro_batch_size
-    ds_config = load_ds_config(config.deepspeed, config.model.dtype, world_size, micro_batch_size)
-    check_noise(noise_mode(config), ds_config)
+    load_ds_config(config.deepspeed, config.model.dtype, world_size, micro_batch_size)
     lines = [
         f"run directory   {config.run_dir}",
         f"method          {config.method}, tuned: {_tuned(config)}",
@@ -87,7 +85,7 @@ def _training_lines(config: RunConfig, world_size: int) -> list[str]:
     else:
         optimiser = (
             f"learning rate {zo.learning_rate:g}, perturbation scale {zo.perturbation_scale:g}, "
-            f"{zo.forward} forward, {zo.update_precision} updates, {zo.noise} noise"
+            f"{zo.forward} forward, {zo.update_precision} updates"
         )
     return [
         f"ranks           {world_size}, each with {num_micro_batches // world_size} of a step's "
