@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lezo_ds.noise import cpu, split_master
+from lezo_ds.noise import Update, cpu, split_master
 from lezo_ds.noise.cpu import CpuNoise
 from lezo_ds.noise.eager import EagerNoise
 
@@ -92,8 +92,8 @@ def test_older_instruction_sets_give_the_same_bits(monkeypatch, tmp_path, instru
     for dtype in (torch.bfloat16, torch.float16):
         shard = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
         expected = shard.clone()
-        older.update_(shard, start, 1, 2, 0.01, "stochastic")
-        EagerNoise().update_(expected, start, 1, 2, 0.01, "stochastic")
+        older.update_(shard, start, 2, [Update(1, 0.01)], "stochastic")
+        EagerNoise().update_(expected, start, 2, [Update(1, 0.01)], "stochastic")
         assert torch.equal(shard, expected)
 
 
@@ -114,9 +114,10 @@ def test_the_number_of_threads_changes_no_bit():
     for num_threads in (1, 2, 3):
         torch.set_num_threads(num_threads)
         shard = theta.clone()
-        noise.update_(shard, 5, 1, 2, 0.1, "stochastic")
-        by_rows = noise.perturb_rows(theta[:200_000].view(200, 1000), rows, 1, 2, 0.1)
-        results.append((noise.normal(1, 2, 3, count, CPU), noise.perturb(theta, 1, 2, 0.1), shard, by_rows))
+        noise.update_(shard, 5, 2, [Update(1, 0.1)], "stochastic")
+        by_rows = noise.perturb_rows(theta[:200_000].view(200, 1000), rows, 1, 2, [0.1])
+        perturbed = noise.perturb(theta, 1, 2, [0.1])
+        results.append((noise.normal(1, 2, 3, count, CPU), shard, *perturbed, *by_rows))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
     assert torch.equal(results[0][0], EagerNoise().normal(1, 2, 3, count, CPU))
@@ -136,12 +137,19 @@ def test_flushing_of_denormals_elsewhere_in_the_process_changes_no_bit():
         theta = torch.full((100,), 2e-38)
         high, low = split_master(theta, torch.bfloat16)
         torch.set_flush_denormal(flush)
-        perturbed = CpuNoise().perturb(theta, 1, 2, tiny)
-        CpuNoise().update_(high, 0, 1, 2, tiny, "fp32_master", low)
+        (perturbed,) = CpuNoise().perturb(theta, 1, 2, [tiny])
+        CpuNoise().update_(high, 0, 2, [Update(1, tiny)], "fp32_master", low)
         results.append((perturbed.view(torch.int32), high.view(torch.int16), low))
         torch.set_flush_denormal(False)
     assert len(results[0][0].unique()) > 90
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def converted_by_the_kernel(values, dtype):
+    """The public `perturb` converts with PyTorch if the scale is 0."""
+    out = torch.empty(len(values), dtype=dtype)
+    CpuNoise()._perturb(values, None, 0, 0, 0.0, [out])
+    return out
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -149,7 +157,7 @@ def test_rounding_to_nearest_is_that_of_pytorch(dtype):
     patterns = torch.randint(-(2**31), 2**31, (1_000_000,), generator=torch.Generator().manual_seed(0))
     ties = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).float().view(torch.int32) + 0x1000
     values = torch.cat([patterns.to(torch.int32), ties]).view(torch.float32)
-    rounded = CpuNoise().perturb(values, 0, 0, 0.0, dtype)
+    rounded = converted_by_the_kernel(values, dtype)
     expected = values.to(dtype)
     assert torch.equal(rounded.isnan(), expected.isnan())
     assert torch.equal(rounded[~rounded.isnan()], expected[~expected.isnan()])
@@ -158,7 +166,7 @@ def test_rounding_to_nearest_is_that_of_pytorch(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_value_is_read_as_pytorch_reads_it(dtype):
     values = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
-    read = CpuNoise().perturb(values, 0, 0, 0.0, torch.float32)
+    read = converted_by_the_kernel(values, torch.float32)
     assert torch.equal(read.isnan(), values.isnan())
     assert torch.equal(read[~read.isnan()], values[~values.isnan()].float())
 
@@ -166,4 +174,4 @@ def test_every_16_bit_value_is_read_as_pytorch_reads_it(dtype):
 def test_a_row_out_of_range_is_refused():
     for row in (-1, 3):
         with pytest.raises(ValueError, match="rows must lie in"):
-            CpuNoise().perturb_rows(torch.zeros(3, 4), torch.tensor([0, row]), 1, 2, 0.1)
+            CpuNoise().perturb_rows(torch.zeros(3, 4), torch.tensor([0, row]), 1, 2, [0.1])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lezo_ds.noise import gaussian
 
 CPU = torch.device("cpu")
-SEEDS = st.integers(0, 2**64 - 1)
+KEYS = st.integers(0, 2**64 - 1)
 PARAMETER_IDS = st.integers(0, 2**32 - 1)
 
 
@@ -17,13 +17,13 @@ def million():
 
 
 @settings(deadline=None, max_examples=50)
-@given(SEEDS, PARAMETER_IDS, st.integers(0, 2**40 - 600), st.integers(1, 300), st.integers(0, 299), st.data())
-def test_any_slice_holds_the_values_of_the_whole(seed, parameter_id, start, count, skip, data):
+@given(KEYS, PARAMETER_IDS, st.integers(0, 2**40 - 600), st.integers(1, 300), st.integers(0, 299), st.data())
+def test_any_slice_holds_the_values_of_the_whole(key, parameter_id, start, count, skip, data):
     skip = min(skip, count - 1)
     length = data.draw(st.integers(1, count - skip))
     for function in (gaussian.normal, gaussian.dither_words):
-        whole = function(seed, parameter_id, start, count, CPU)
-        part = function(seed, parameter_id, start + skip, length, CPU)
+        whole = function(key, parameter_id, start, count, CPU)
+        part = function(key, parameter_id, start + skip, length, CPU)
         assert torch.equal(part, whole[skip : skip + length])
 
 
@@ -62,15 +62,15 @@ def correlation(a, b):
 
 
 @pytest.mark.parametrize(
-    ("seed", "parameter_id"), [(2025, 5), (2024 + 2**32, 5), (2024, 6), (2024, 5 + 2**31)]
+    ("key", "parameter_id"), [(2025, 5), (2024 + 2**32, 5), (2024, 6), (2024, 5 + 2**31)]
 )
-def test_other_seeds_and_parameters_have_uncorrelated_noise(seed, parameter_id):
-    other = gaussian.normal(seed, parameter_id, 0, 1_000_000, CPU)
+def test_other_keys_and_parameters_have_uncorrelated_noise(key, parameter_id):
+    other = gaussian.normal(key, parameter_id, 0, 1_000_000, CPU)
     assert abs(correlation(million(), other)) < 4e-3
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 4, 7, 1024])
-def test_neighbouring_elements_are_uncorrelated(lag):
+def test_neighboring_elements_are_uncorrelated(lag):
     z = million()
     assert abs(correlation(z[:-lag], z[lag:])) < 4e-3
     assert abs(correlation(z[:-lag] ** 2 - 1, z[lag:] ** 2 - 1)) < 4 * 2e-3

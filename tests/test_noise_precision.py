@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lezo_ds.noise import join_master, noise_backend, split_master
+from lezo_ds.noise import Update, join_master, noise_backend, split_master
 from lezo_ds.noise.precision import round_stochastic
 
 CPU = torch.device("cpu")
@@ -130,17 +130,17 @@ def test_tiny_updates_survive_stochastic_and_master_storage_only(dtype, size, pr
     generator = torch.Generator().manual_seed(0)
     start = (0.02 * torch.randn(num_elements, generator=generator)).to(dtype)
     coefficients = torch.randn(num_steps, generator=generator) * size
-    steps = [(1000 + index, float(coefficient)) for index, coefficient in enumerate(coefficients)]
+    steps = [Update(1000 + index, float(coefficient)) for index, coefficient in enumerate(coefficients)]
 
     exact = torch.zeros(num_elements, dtype=torch.float64)
-    for seed, coefficient in steps:
-        exact -= coefficient * noise.normal(seed, 4, 0, num_elements, CPU).double()
+    for step in steps:
+        exact -= step.coefficient * noise.normal(step.key, 4, 0, num_elements, CPU).double()
 
     if precision == "fp32_master":
         shard, low = split_master(start.float(), dtype)
     else:
         shard, low = start.clone(), None
-    noise.update_many_(shard, 0, 4, steps, precision, low)
+    noise.update_(shard, 0, 4, steps, precision, low)
     change = join_master(shard, low).double() - start.double()
     kept = float(change @ exact / (exact @ exact))
     with capsys.disabled():

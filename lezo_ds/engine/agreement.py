@@ -10,14 +10,11 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
-from lezo_ds import distributed
-from lezo_ds.errors import DesyncError, UserError
+from lezo_ds.errors import DesyncError
 from lezo_ds.model.batch import MicroBatch
-from lezo_ds.noise import NoiseMode, noise_backend, noise_version
 
 Facts = Mapping[str, str]
 """What a rank works on at a step, by what it is called in messages."""
@@ -60,48 +57,6 @@ def batch_digest(batch: Sequence[MicroBatch]) -> str:
                 digest.update(f"{name}{tuple(tensor.shape)}".encode())
                 digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def check_noise(mode: NoiseMode, ds_config: Mapping[str, Any]) -> None:
-    """Refuse fast noise where not all of a run's weights would see the same. A collective.
-
-    Args:
-        mode: of the noise; "exact" is the same everywhere.
-        ds_config: DeepSpeed config of the run.
-
-    Raises:
-        UserError: a rank without a GPU, ranks with several models of GPU or versions of Triton, or weights
-            that are offloaded: they are updated on the CPU.
-    """
-    if mode == "exact":
-        return
-    offload = ds_config["zero_optimization"].get("offload_param", {}).get("device", "none")
-    if offload != "none":
-        raise UserError(
-            "zo.noise=fast is for weights on GPUs: those that are offloaded are updated on the CPU",
-            got=f"offload_param to {offload}",
-            expected="weights on the GPUs",
-            fix="set zo.noise=exact, or take offload_param out of the DeepSpeed JSON",
-        )
-    device = distributed.device()
-    noise_backend(device, mode)
-    check_same_noise(distributed.gather_objects(noise_version(device, mode)))
-
-
-def check_same_noise(by_rank: Sequence[int | str]) -> None:
-    """Refuse ranks that have not all the same version of the noise.
-
-    Raises:
-        UserError: naming the first rank that has another than rank 0.
-    """
-    for rank, version in enumerate(by_rank):
-        if version != by_rank[0]:
-            raise UserError(
-                "with zo.noise=fast all ranks need the same model of GPU and version of Triton",
-                got=f"rank {rank}: {version}",
-                expected=f"rank 0's: {by_rank[0]}",
-                fix="set zo.noise=exact, or use equal machines",
-            )
 
 
 def disagreement(step: int, by_rank: Sequence[Facts], num_good: int) -> DesyncError:

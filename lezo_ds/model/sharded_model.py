@@ -14,7 +14,7 @@ from lezo_ds.config import PeftConfig
 from lezo_ds.model.adapters import Adapter, make_adapter
 from lezo_ds.model.blocks import BlockLayout, find_blocks, gathering_limits, largest_module
 from lezo_ds.model.snapshots import LOW_BITS_DIRECTORY, write_snapshot
-from lezo_ds.noise import NoiseMode, UpdatePrecision
+from lezo_ds.noise import UpdatePrecision
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.checkpoint_files import (
     DTYPES,
@@ -103,7 +103,6 @@ def load_sharded_model(
     seed: int = 0,
     peft: PeftConfig | None = None,
     partition_size: int | None = None,
-    noise: NoiseMode = "exact",
 ) -> ShardedModel:
     """Build a model, shard it, and fill the shards; each rank reads only its own slices. A collective.
 
@@ -115,7 +114,6 @@ def load_sharded_model(
         seed: of the run; the initial values of an adapter follow from it.
         peft: the adapter to train; None to train all weights.
         partition_size: number of ranks that share the weights; every so many ranks hold a replica. None: all.
-        noise: of the updates.
 
     Raises:
         UserError: no such model, no transformer blocks, weights or an adapter that do not fit.
@@ -136,7 +134,7 @@ def load_sharded_model(
         for name, parameter in ((own_name(name), parameter) for name, parameter in module.named_parameters())
     }
     parameters = zero3.sharded_parameters(module, named)
-    weights = ShardedWeights(parameters, aliases, precision, adapter is not None, noise)
+    weights = ShardedWeights(parameters, aliases, precision, adapter is not None)
     load_weights(weights, module, directory)
     shapes = {parameter.name: parameter.shape for parameter in parameters}
     base = BaseModel(model, directory, weights.digest(weights.base_parameters), table_hash(shapes))

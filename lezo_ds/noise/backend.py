@@ -1,194 +1,171 @@
-"""What every noise backend offers; all that are exact give the same bits."""
+"""The operations that every noise backend offers. All backends give the same bits."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal
+from typing import get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lezo_ds.noise.precision import STORAGE_DTYPES, UpdatePrecision
+from lezo_ds.noise.precision import STORAGE_DTYPES
+from lezo_ds.zo.precision import UpdatePrecision
+from lezo_ds.zo.updates import Update
 
-SeedAndCoefficient = tuple[int, float]
+_PACKED = np.dtype([("key", "<u8"), ("coefficient", "<f4"), ("factor", "<f4")])
 
-NoiseMode = Literal["exact", "fast"]
-"""The same bits everywhere, or those of a GPU's approximations of logarithm, root, sine and cosine."""
+
+def pack_updates(steps: Sequence[Update]) -> np.ndarray:
+    """Return updates in the layout of the compiled kernels: uint64 key, fp32 coefficient and factor."""
+    return np.array(list(steps), dtype=_PACKED)
 
 
 class NoiseBackend(ABC):
-    """Operations on z(seed, parameter, element) (see `lezo_ds.noise.gaussian`).
+    """Operations on the noise z(key, parameter, element), which `lezo_ds.noise.gaussian` defines.
 
-    Everywhere: `seed` is an unsigned 64-bit integer, `parameter_id` an unsigned 32-bit one, `start` the index
-    of the first element in the unsharded, unpadded, flattened parameter, 0 to 2**40. Scales and coefficients
-    are rounded to fp32. Tensors are fp32, bf16 or fp16. Wrong arguments raise ValueError.
+    In all methods, `key` is an unsigned 64-bit integer, `parameter_id` is an unsigned 32-bit integer, and
+    `start` is the index of the first element in the unsharded, unpadded, flattened parameter, 0 to 2**40.
+    Scales, coefficients and factors are rounded to fp32. Tensors are fp32, bf16 or fp16.
+    All methods raise ValueError for wrong arguments.
     """
 
-    def normal(self, seed: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
-        """Return z of elements [start, start + count): fp32 [count]."""
-        check_range(seed, parameter_id, start, count)
-        return self._normal(seed, parameter_id, start, count, device)
+    def normal(self, key: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
+        """Return z of the elements [start, start + count): fp32 [count]."""
+        check_range(key, parameter_id, start, count)
+        return self._normal(key, parameter_id, start, count, device)
 
     def perturb(
-        self, theta: Tensor, seed: int, parameter_id: int, scale: float, out_dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """Return theta + scale z as a new tensor (MeZO: Malladi et al. 2023, algorithm 1).
+        self,
+        theta: Tensor,
+        key: int,
+        parameter_id: int,
+        scales: Sequence[float],
+        out_dtype: torch.dtype | None = None,
+    ) -> list[Tensor]:
+        """Return theta + scale * z for each scale (MeZO: Malladi et al. 2023, algorithm 1).
 
-        Computed in fp32, product and sum each rounded, then rounded to nearest.
+        Product and sum are computed in fp32, each rounded on its own; the result is rounded to nearest.
+        Two opposite scales share one draw of z. A scale of 0 draws no noise.
 
         Args:
-            theta: the whole parameter, any shape; the element index is the flat row-major one.
-            seed: the step's seed.
+            theta: the whole parameter, any shape; elements are indexed in row-major order.
+            key: the key of the direction.
             parameter_id: the parameter's id.
-            scale: the perturbation scale, with its sign.
-            out_dtype: of the result; theta's by default.
+            scales: the signed perturbation scales.
+            out_dtype: dtype of the results; theta's by default.
+
+        Returns:
+            One tensor of theta's shape per scale. For scale 0 it may be theta itself: do not write to it.
 
         """
-        return self._perturbed(theta, None, seed, parameter_id, scale, out_dtype, 1)[0]
-
-    def perturb_pair(
-        self, theta: Tensor, seed: int, parameter_id: int, scale: float, out_dtype: torch.dtype | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return (theta + scale z, theta - scale z), z drawn once; the bits of two calls of `perturb`."""
-        plus, minus = self._perturbed(theta, None, seed, parameter_id, scale, out_dtype, 2)
-        return plus, minus
+        return self._perturbed(theta, None, key, parameter_id, scales, out_dtype)
 
     def perturb_rows(
         self,
         theta: Tensor,
         rows: Tensor,
-        seed: int,
+        key: int,
         parameter_id: int,
-        scale: float,
+        scales: Sequence[float],
         out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """Return the given rows of `perturb(theta, ...)`, computing noise for those rows only.
+    ) -> list[Tensor]:
+        """Return the given rows of `perturb(theta, ...)`, drawing noise for those rows only.
 
         Args:
             theta: [num_rows, width].
-            rows: int64 [n], each in [0, num_rows), in any order, with or without repeats.
-            seed: the step's seed.
+            rows: int64 [n], each in [0, num_rows), in any order, repeats allowed.
+            key: the key of the direction.
             parameter_id: the parameter's id.
-            scale: the perturbation scale, with its sign.
-            out_dtype: of the result; theta's by default.
+            scales: the signed perturbation scales.
+            out_dtype: dtype of the results; theta's by default.
 
         Returns:
-            [n, width].
+            One tensor [n, width] per scale.
 
         """
-        return self._perturbed(theta, rows, seed, parameter_id, scale, out_dtype, 1)[0]
-
-    def perturb_rows_pair(
-        self,
-        theta: Tensor,
-        rows: Tensor,
-        seed: int,
-        parameter_id: int,
-        scale: float,
-        out_dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return `perturb_rows` with +scale and with -scale, z drawn once."""
-        plus, minus = self._perturbed(theta, rows, seed, parameter_id, scale, out_dtype, 2)
-        return plus, minus
+        return self._perturbed(theta, rows.contiguous(), key, parameter_id, scales, out_dtype)
 
     def update_(
         self,
         shard: Tensor,
         start: int,
-        seed: int,
         parameter_id: int,
-        coefficient: float,
+        steps: Sequence[Update],
         precision: UpdatePrecision,
         low: Tensor | None = None,
-        sums: Tensor | None = None,
     ) -> None:
-        """Subtract coefficient z from the shard in place (MeZO: learning rate * projected gradient * z).
+        """Apply updates to a shard in place, in order and in one pass over memory.
 
-        Computed in fp32, product and difference each rounded, then stored by `precision`.
+        Each update computes theta * factor - coefficient * z in fp32. Both products and the difference are
+        rounded on their own, and the result is stored by `precision`. Several updates in one call give the
+        same bits as one call per update.
 
         Args:
-            shard: contiguous [n], holding elements [start, start + n) of the parameter.
+            shard: contiguous [n], the elements [start, start + n) of the parameter.
             start: index of the shard's first element.
-            seed: the step's seed.
             parameter_id: the parameter's id.
-            coefficient: what z is multiplied with.
-            precision: how the result is stored (`lezo_ds.noise.precision`).
-            low: contiguous int16 [n] from `split_master` if `precision` is "fp32_master" and the shard has
-                16 bits; else None.
-            sums: int64 [2] on the shard's device; numbers that are the `bit_sum`s of shard and
-                low before and after, modulo 2**32, are added.
+            steps: the updates.
+            precision: how results are stored (see `lezo_ds.noise.precision`).
+            low: contiguous int16 [n], the low bits that `split_master` returns. Required if `precision` is
+                "fp32_master" and the shard has 16 bits; otherwise None.
 
         """
-        self._checked_update(shard, start, parameter_id, [(seed, coefficient)], precision, low, sums)
-
-    def update_many_(
-        self,
-        shard: Tensor,
-        start: int,
-        parameter_id: int,
-        steps: Sequence[SeedAndCoefficient],
-        precision: UpdatePrecision,
-        low: Tensor | None = None,
-    ) -> None:
-        """Apply `update_` for each (seed, coefficient) in order, bit for bit, in one pass over memory."""
-        self._checked_update(shard, start, parameter_id, steps, precision, low, None)
+        check_update(shard, precision, low)
+        for step in steps:
+            check_range(step.key, parameter_id, start, shard.numel())
+        if steps:
+            self._update(shard, start, parameter_id, steps, precision, low)
 
     def _perturbed(
         self,
         theta: Tensor,
         rows: Tensor | None,
-        seed: int,
+        key: int,
         parameter_id: int,
-        scale: float,
+        scales: Sequence[float],
         out_dtype: torch.dtype | None,
-        num_signs: int,
     ) -> list[Tensor]:
-        """Return [theta + scale z], and theta - scale z of two signs, of the given rows or (None) of all."""
+        """Perturb the given rows of theta, or all of it if `rows` is None."""
         out_dtype = out_dtype or theta.dtype
         check_perturb(theta, rows, out_dtype)
-        check_range(seed, parameter_id, 0, theta.numel())
+        check_range(key, parameter_id, 0, theta.numel())
+        theta = theta.contiguous()
         shape = theta.shape if rows is None else torch.Size((len(rows), theta.shape[1]))
-        outs = [torch.empty(shape, dtype=out_dtype, device=theta.device) for _ in range(num_signs)]
-        rows = None if rows is None else rows.contiguous()
-        self._perturb(theta.contiguous(), rows, seed, parameter_id, scale, outs)
-        return outs
-
-    def _checked_update(
-        self,
-        shard: Tensor,
-        start: int,
-        parameter_id: int,
-        steps: Sequence[SeedAndCoefficient],
-        precision: UpdatePrecision,
-        low: Tensor | None,
-        sums: Tensor | None,
-    ) -> None:
-        check_update(shard, precision, low)
-        for seed, _ in steps:
-            check_range(seed, parameter_id, start, shard.numel())
-        self._update(shard, start, parameter_id, steps, precision, low, sums)
+        results: dict[int, Tensor] = {}
+        for places in _opposite_pairs(scales):
+            scale = scales[places[0]]
+            if scale == 0:
+                unperturbed = (theta if rows is None else theta[rows]).to(out_dtype)
+                results |= dict.fromkeys(places, unperturbed)
+                continue
+            outs = [torch.empty(shape, dtype=out_dtype, device=theta.device) for _ in places]
+            self._perturb(theta, rows, key, parameter_id, scale, outs)
+            results |= zip(places, outs, strict=True)
+        return [results[place] for place in range(len(scales))]
 
     @abstractmethod
-    def _normal(self, seed: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
-        """As `normal`; arguments are checked."""
+    def _normal(self, key: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
+        """Implement `normal`; the arguments are checked."""
 
     @abstractmethod
     def _perturb(
         self,
         theta: Tensor,
         rows: Tensor | None,
-        seed: int,
+        key: int,
         parameter_id: int,
         scale: float,
         outs: Sequence[Tensor],
     ) -> None:
-        """Fill outs[0] with theta + scale z and outs[1], where there is one, with theta - scale z.
+        """Write theta + scale * z to outs[0] and, if there are two outs, theta - scale * z to outs[1].
 
-        Arguments are checked, but for the values of `rows`; all tensors are contiguous.
+        The arguments are checked, except for the values of `rows`. All tensors are contiguous.
 
         Raises:
-            ValueError: theta is not on a device of this backend's, or (on CPUs only) has not all of the rows.
+            ValueError: theta is on a device that this backend does not serve, or (on CPUs only) a row is out
+                of range.
         """
 
     @abstractmethod
@@ -197,18 +174,33 @@ class NoiseBackend(ABC):
         shard: Tensor,
         start: int,
         parameter_id: int,
-        steps: Sequence[SeedAndCoefficient],
+        steps: Sequence[Update],
         precision: UpdatePrecision,
         low: Tensor | None,
-        sums: Tensor | None,
     ) -> None:
-        """As `update_many_`; arguments are checked; `sums`, with one step only, as in `update_`."""
+        """Implement `update_`; the arguments are checked."""
 
 
-def check_range(seed: int, parameter_id: int, start: int, count: int) -> None:
-    """Raise ValueError unless (seed, parameter id, elements) lie in the counter's range."""
-    if not 0 <= seed < 2**64:
-        raise ValueError(f"seed must be an unsigned 64-bit integer, got {seed}")
+def _opposite_pairs(scales: Sequence[float]) -> list[list[int]]:
+    """Return the indices of the scales in groups of two opposite scales, or of one without an opposite.
+
+    >>> _opposite_pairs([1.0, 2.0, -1.0, 1.0])
+    [[0, 2], [1], [3]]
+    """
+    groups: list[list[int]] = []
+    for place, scale in enumerate(scales):
+        opposite = (group for group in groups if len(group) == 1 and scales[group[0]] == -scale)
+        if group := next(opposite, None):
+            group.append(place)
+        else:
+            groups.append([place])
+    return groups
+
+
+def check_range(key: int, parameter_id: int, start: int, count: int) -> None:
+    """Raise ValueError if the key, the parameter id or an element is outside the counter's range."""
+    if not 0 <= key < 2**64:
+        raise ValueError(f"key must be an unsigned 64-bit integer, got {key}")
     if not 0 <= parameter_id < 2**32:
         raise ValueError(f"parameter_id must be an unsigned 32-bit integer, got {parameter_id}")
     if start < 0 or count < 0 or start + count > 2**40:
@@ -216,7 +208,7 @@ def check_range(seed: int, parameter_id: int, start: int, count: int) -> None:
 
 
 def check_perturb(theta: Tensor, rows: Tensor | None, out_dtype: torch.dtype) -> None:
-    """Raise ValueError unless theta, rows and the result's dtype are ones a backend can perturb."""
+    """Raise ValueError if a backend cannot perturb these rows of theta into that dtype."""
     if theta.dtype not in STORAGE_DTYPES or out_dtype not in STORAGE_DTYPES:
         raise ValueError(f"theta and result must be fp32, bf16 or fp16, got {theta.dtype} and {out_dtype}")
     if rows is not None and (theta.ndim != 2 or rows.ndim != 1 or rows.dtype != torch.int64):
@@ -226,16 +218,18 @@ def check_perturb(theta: Tensor, rows: Tensor | None, out_dtype: torch.dtype) ->
 
 
 def check_update(shard: Tensor, precision: UpdatePrecision, low: Tensor | None) -> None:
-    """Raise ValueError unless shard and low are flat, contiguous and what `precision` needs."""
+    """Raise ValueError if shard or low are not flat and contiguous, or not what `precision` requires."""
     if shard.dtype not in STORAGE_DTYPES or shard.ndim != 1 or not shard.is_contiguous():
         raise ValueError(
             f"shard must be flat, contiguous fp32, bf16 or fp16, got {shard.dtype} {shard.shape}"
         )
-    if precision not in ("stochastic", "fp32_master", "nearest"):
-        raise ValueError(f"unknown precision {precision!r}")
+    if precision not in get_args(UpdatePrecision):
+        raise ValueError(f"precision must be one of {get_args(UpdatePrecision)}, got {precision!r}")
     if (low is not None) != (precision == "fp32_master" and shard.dtype != torch.float32):
+        has_low = "no low bits" if low is None else "low bits"
         raise ValueError(
-            f"low is for fp32_master over 16 bits only, and needed there; {precision}, {shard.dtype}"
+            f"fp32_master over 16 bits, and nothing else, needs low bits; "
+            f"got {precision}, {shard.dtype} and {has_low}"
         )
     if low is not None and (
         low.dtype != torch.int16

@@ -1,4 +1,4 @@
-"""The noise operations for CPUs: C++ compiled once for this machine, called through ctypes."""
+"""The noise operations for CPUs: C++ that is compiled once per machine and called through ctypes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lezo_ds.noise.backend import NoiseBackend, SeedAndCoefficient
-from lezo_ds.noise.precision import UpdatePrecision
+from lezo_ds.noise.backend import NoiseBackend, pack_updates
+from lezo_ds.zo.precision import UpdatePrecision
+from lezo_ds.zo.updates import Update
 
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
-# -fno-trapping-math lets selections become SIMD code; unlike -ffast-math it changes no result.
-FLAGS = [
-    *("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-    *("-shared", "-fPIC", "-pthread"),
-]
+# -ffp-contract=off: a fused multiply-add rounds once where the other backends round twice.
+# -fno-trapping-math: lets GCC turn selections into SIMD code; unlike -ffast-math it changes no result.
+FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS += ["-shared", "-fPIC", "-pthread"]
 
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PRECISIONS: dict[UpdatePrecision, int] = {"nearest": 0, "stochastic": 1, "fp32_master": 2}
@@ -38,27 +38,27 @@ class BuildError(Exception):
 
 
 class CpuNoise(NoiseBackend):
-    """`NoiseBackend` on the CPU. Uses `torch.get_num_threads()` threads; their number changes no bit.
+    """`NoiseBackend` on the CPU, on `torch.get_num_threads()` threads; their number changes no bit.
 
     Raises:
-        BuildError: no C++ compiler, or it failed.
+        BuildError: there is no C++ compiler, or it failed.
 
     """
 
     def __init__(self) -> None:
         self._kernels = load_kernels()
 
-    def _normal(self, seed: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
+    def _normal(self, key: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
         _check_cpu(device)
         out = torch.empty(count, dtype=torch.float32)
-        self._kernels.lezo_normal(out.data_ptr(), start, count, seed, parameter_id, torch.get_num_threads())
+        self._kernels.lezo_normal(out.data_ptr(), start, count, key, parameter_id, torch.get_num_threads())
         return out
 
     def _perturb(
         self,
         theta: Tensor,
         rows: Tensor | None,
-        seed: int,
+        key: int,
         parameter_id: int,
         scale: float,
         outs: Sequence[Tensor],
@@ -78,7 +78,7 @@ class CpuNoise(NoiseBackend):
             None if rows is None else rows.data_ptr(),
             num_rows,
             width,
-            seed,
+            key,
             parameter_id,
             scale,
             torch.get_num_threads(),
@@ -89,12 +89,12 @@ class CpuNoise(NoiseBackend):
         shard: Tensor,
         start: int,
         parameter_id: int,
-        steps: Sequence[SeedAndCoefficient],
+        steps: Sequence[Update],
         precision: UpdatePrecision,
         low: Tensor | None,
-        sums: Tensor | None,
     ) -> None:
         _check_cpu(shard.device)
+        updates = pack_updates(steps)
         self._kernels.lezo_update(
             shard.data_ptr(),
             _FORMATS[shard.dtype],
@@ -103,58 +103,31 @@ class CpuNoise(NoiseBackend):
             start,
             shard.numel(),
             parameter_id,
-            (ctypes.c_uint64 * len(steps))(*(seed for seed, _ in steps)),
-            (ctypes.c_float * len(steps))(*(coefficient for _, coefficient in steps)),
-            len(steps),
-            None if sums is None else sums.data_ptr(),
+            updates.ctypes.data,
+            len(updates),
             torch.get_num_threads(),
         )
 
 
 @functools.cache
 def load_kernels() -> ctypes.CDLL:
-    """Return the kernels, compiled first if this source, compiler and processor have not met before.
+    """Return the kernels; compile them first if the user's cache lacks them for this machine.
 
     Raises:
-        BuildError: no C++ compiler, or it failed.
+        BuildError: there is no C++ compiler, or it failed.
 
     """
     try:
         kernels = ctypes.CDLL(str(_built_library()))
-    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
         raise BuildError(str(error)) from error
-    pointer, integer = ctypes.c_void_p, ctypes.c_int
-    i64, u64, u32, fp32 = ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_float
+    ptr, i32, i64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+    u32, u64, f32 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_float
+    # In the order of the C functions' parameters at the end of cpu_kernels.cpp.
     signatures = {
-        "lezo_normal": [pointer, i64, i64, u64, u32, integer],
-        "lezo_perturb": [
-            pointer,
-            integer,
-            pointer,
-            pointer,
-            integer,
-            pointer,
-            i64,
-            i64,
-            u64,
-            u32,
-            fp32,
-            integer,
-        ],
-        "lezo_update": [
-            pointer,
-            integer,
-            pointer,
-            integer,
-            i64,
-            i64,
-            u32,
-            pointer,
-            pointer,
-            i64,
-            pointer,
-            integer,
-        ],
+        "lezo_normal": [ptr, i64, i64, u64, u32, i32],
+        "lezo_perturb": [ptr, i32, ptr, ptr, i32, ptr, i64, i64, u64, u32, f32, i32],
+        "lezo_update": [ptr, i32, ptr, i32, i64, i64, u32, ptr, i64, i32],
     }
     for name, arguments in signatures.items():
         function = getattr(kernels, name)
@@ -163,7 +136,7 @@ def load_kernels() -> ctypes.CDLL:
 
 
 def _built_library() -> Path:
-    """Return the shared library's path in the user's cache, building it if it is not there."""
+    """Return the path of the shared library in the user's cache; build it first if it is missing."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise BuildError("no C++ compiler (g++ or c++) on the PATH")
@@ -179,7 +152,7 @@ def _built_library() -> Path:
 
 def _compile(compiler: str, library: Path) -> None:
     logger.info("compiling the noise kernels with %s (a few seconds, once): %s", compiler, library)
-    # Several ranks may build at once: each into a folder of its own, and the last rename wins.
+    # Several ranks may build at once, so each builds in its own folder; the last rename wins.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         output = Path(folder) / library.name
         command = [compiler, *FLAGS, str(SOURCE), "-o", str(output)]
@@ -190,7 +163,7 @@ def _compile(compiler: str, library: Path) -> None:
 
 
 def _processor() -> str:
-    """Return what -march=native depends on: the processor's model and instruction sets."""
+    """Return the processor's model and instruction sets, on which -march=native depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,8 +1,8 @@
-// The noise operations for CPUs: the bits of gaussian.py and precision.py, vectorised by the compiler.
+// The noise operations for CPUs: the same bits as gaussian.py and precision.py, vectorized by the compiler.
 //
-// Build with -O3 -march=native -ffp-contract=off and never with -ffast-math: equality with the other backends
-// rests on every fp32 operation being rounded on its own. But for Philox, all loops that matter run over plain
-// arrays without branches, so that GCC turns them into SIMD code; a tile of noise lives in the first-level cache.
+// Build with -O3 -march=native -ffp-contract=off and never with -ffast-math: the bits equal those of the other
+// backends only if every fp32 operation is rounded on its own. Except for Philox, all hot loops run over plain
+// arrays without branches, so that GCC turns them into SIMD code. A tile of noise fits into the L1 cache.
 
 #include <algorithm>
 #include <atomic>
@@ -21,10 +21,10 @@
 
 namespace {
 
-constexpr int BLOCK_MULTIPLE = 16;  // blocks are made in multiples of this: vector loops have no remainder
+constexpr int BLOCK_MULTIPLE = 16;  // vector loops without a remainder: tiles are padded to such a number of blocks
 constexpr int TILE_BLOCKS = 256;
 constexpr int TILE = 4 * TILE_BLOCKS;
-constexpr int64_t CHUNK = 64 * TILE;  // elements a thread takes at once
+constexpr int64_t CHUNK = 64 * TILE;  // elements that a thread takes at a time
 
 constexpr uint32_t NORMAL_STREAM = 0;
 constexpr uint32_t DITHER_STREAM = 1;
@@ -39,8 +39,8 @@ inline To bit_cast(From value) {
 
 // ---------------------------------------------------------------- Philox4x32-10 (Salmon et al. 2011)
 
-// One word of several blocks at once, each in the low half of 64 bits; the high halves are not defined. The
-// processor's 32 x 32 -> 64 bit multiplication has this form, which GCC does not find by itself.
+// One word of several blocks, each in the low half of 64 bits; the high halves are undefined. The processor's
+// 32 x 32 -> 64 bit multiplication expects this layout, and GCC does not choose it by itself.
 #if defined(__AVX512F__)
 typedef uint64_t Lanes __attribute__((vector_size(64)));
 inline Lanes product(Lanes a, Lanes b) { return (Lanes)_mm512_mul_epu32((__m512i)a, (__m512i)b); }
@@ -58,9 +58,9 @@ inline Lanes product(Lanes a, Lanes b) { return (a & 0xFFFFFFFFu) * b; }
 constexpr int NUM_LANES = sizeof(Lanes) / sizeof(uint64_t);
 static_assert(BLOCK_MULTIPLE % NUM_LANES == 0);
 
-// Which noise: everything but the element.
-struct Key {
-    uint64_t seed;
+// Selects the noise of a parameter under a key.
+struct Noise {
+    uint64_t key;
     uint32_t parameter_id;
 };
 
@@ -69,14 +69,14 @@ struct alignas(64) TileWords {
     uint64_t word[4][TILE_BLOCKS];
 };
 
-inline void fill_words(TileWords &words, Key key, uint32_t stream, uint64_t block, int num_blocks) {
+inline void fill_words(TileWords &words, Noise noise, uint32_t stream, uint64_t block, int num_blocks) {
     Lanes lane;
     for (int i = 0; i < NUM_LANES; ++i) lane[i] = static_cast<uint64_t>(i);
     const Lanes zero = lane ^ lane;
     for (int i = 0; i < num_blocks; i += NUM_LANES) {
         const Lanes counter = lane + (block + static_cast<uint64_t>(i));
-        Lanes c0 = counter, c1 = counter >> 32, c2 = zero + key.parameter_id, c3 = zero + stream;
-        uint32_t k0 = static_cast<uint32_t>(key.seed), k1 = static_cast<uint32_t>(key.seed >> 32);
+        Lanes c0 = counter, c1 = counter >> 32, c2 = zero + noise.parameter_id, c3 = zero + stream;
+        uint32_t k0 = static_cast<uint32_t>(noise.key), k1 = static_cast<uint32_t>(noise.key >> 32);
         for (int round = 0; round < 10; ++round) {
             const Lanes product0 = product(c0, zero + 0xD2511F53u), product1 = product(c2, zero + 0xCD9E8D57u);
             c0 = (product1 >> 32) ^ c1 ^ (zero + k0);
@@ -128,7 +128,7 @@ inline SinCos sin_cos(uint32_t word) {
     const float cosine =
         ((square * 2.443315711809948e-5f + -1.388731625493765e-3f) * square + 4.166664568298827e-2f) *
             (square * square) - square * 0.5f + 1.0f;
-    // Negation flips the sign bit, here chosen by the quadrant without a branch.
+    // The quadrant chooses the sign bits without a branch.
     const bool odd = (quadrant & 1) != 0;
     const uint32_t sine_sign = (quadrant & 2) << 30;
     const uint32_t cosine_sign = ((quadrant ^ (quadrant >> 1)) & 1) << 31;
@@ -141,10 +141,10 @@ inline int whole_vectors(int num_blocks) {
 }
 
 // z of all elements of `num_blocks` blocks.
-void fill_normals(float *__restrict__ z, Key key, uint64_t block, int num_blocks) {
+void fill_normals(float *__restrict__ z, Noise noise, uint64_t block, int num_blocks) {
     TileWords words;
     num_blocks = whole_vectors(num_blocks);
-    fill_words(words, key, NORMAL_STREAM, block, num_blocks);
+    fill_words(words, noise, NORMAL_STREAM, block, num_blocks);
     for (int i = 0; i < num_blocks; ++i) {
         const float radius01 = std::sqrt(minus_two_log_uniform(static_cast<uint32_t>(words.word[0][i])));
         const float radius23 = std::sqrt(minus_two_log_uniform(static_cast<uint32_t>(words.word[2][i])));
@@ -158,10 +158,10 @@ void fill_normals(float *__restrict__ z, Key key, uint64_t block, int num_blocks
 }
 
 // The dither words of all elements of `num_blocks` blocks.
-void fill_dither(uint32_t *__restrict__ dither, Key key, uint64_t block, int num_blocks) {
+void fill_dither(uint32_t *__restrict__ dither, Noise noise, uint64_t block, int num_blocks) {
     TileWords words;
     num_blocks = whole_vectors(num_blocks);
-    fill_words(words, key, DITHER_STREAM, block, num_blocks);
+    fill_words(words, noise, DITHER_STREAM, block, num_blocks);
     for (int i = 0; i < num_blocks; ++i)
         for (int j = 0; j < 4; ++j) dither[4 * i + j] = static_cast<uint32_t>(words.word[j][i]);
 }
@@ -281,20 +281,20 @@ void for_tiles(int64_t start, int64_t count, Body body) {
 
 inline int blocks_of(int offset, int length) { return (offset + length + 3) / 4; }
 
-void normal_range(float *out, int64_t start, int64_t count, Key key) {
+void normal_range(float *out, int64_t start, int64_t count, Noise noise) {
     alignas(64) float z[TILE];
     for_tiles(start, count, [&](int64_t position, int length, uint64_t block, int offset) {
-        fill_normals(z, key, block, blocks_of(offset, length));
+        fill_normals(z, noise, block, blocks_of(offset, length));
         std::memcpy(out + position, z + offset, static_cast<size_t>(length) * sizeof(float));
     });
 }
 
 template <typename Theta, typename Out>
 void perturb_range(const typename Theta::Stored *__restrict__ theta, typename Out::Stored *__restrict__ plus,
-                   typename Out::Stored *__restrict__ minus, int64_t start, int64_t count, Key key, float scale) {
+                   typename Out::Stored *__restrict__ minus, int64_t start, int64_t count, Noise noise, float scale) {
     alignas(64) float z[TILE];
     for_tiles(start, count, [&](int64_t position, int length, uint64_t block, int offset) {
-        fill_normals(z, key, block, blocks_of(offset, length));
+        fill_normals(z, noise, block, blocks_of(offset, length));
         for (int i = 0; i < length; ++i)
             plus[position + i] = Out::nearest(Theta::load(theta[position + i]) + scale * z[offset + i]);
         if (minus == nullptr) return;
@@ -303,72 +303,48 @@ void perturb_range(const typename Theta::Stored *__restrict__ theta, typename Ou
     });
 }
 
-struct Steps {
-    const uint64_t *seeds;
-    const float *coefficients;
-    int64_t count;
-};
-
-// The sum modulo 2**32 of the bits of a range, read as signed integers (see bit_sum.py).
-template <typename Stored>
-uint32_t bit_sum(const Stored *__restrict__ values, int count) {
-    using Bits = std::conditional_t<sizeof(Stored) == 4, int32_t, int16_t>;
-    uint32_t sum = 0;
-    for (int i = 0; i < count; ++i) sum += static_cast<uint32_t>(static_cast<int32_t>(bit_cast<Bits>(values[i])));
-    return sum;
-}
-
-// What an update found and left: added up over its pieces by all threads, unless there is nowhere to add it to.
-struct Sums {
-    std::atomic<uint32_t> before{0}, after{0};
+// An update of theta: theta * factor - coefficient * z(key). Laid out as by pack_updates in backend.py.
+struct Update {
+    uint64_t key;
+    float coefficient, factor;
 };
 
 enum Precision : int { NEAREST = 0, STOCHASTIC = 1, MASTER = 2 };
 
-// All steps over one tile before the next tile: the tile stays in the cache.
+// Applies all updates to one tile before the next tile, so that the tile stays in the cache.
 template <typename Storage, Precision precision>
 void update_range(typename Storage::Stored *__restrict__ shard, int16_t *__restrict__ low, int64_t start,
-                  int64_t count, uint32_t parameter_id, Steps steps, Sums *sums) {
+                  int64_t count, uint32_t parameter_id, const Update *updates, int64_t num_updates) {
     alignas(64) float z[TILE];
     alignas(64) uint32_t dither[TILE];
-    uint32_t before = 0, after = 0;
-    const auto sum_of = [&](const auto *tile, const int16_t *tile_low, int length) {
-        return bit_sum(tile, length) + (precision == MASTER ? bit_sum(tile_low, length) : 0);
-    };
     for_tiles(start, count, [&](int64_t position, int length, uint64_t block, int offset) {
         auto *__restrict__ tile = shard + position;
         auto *__restrict__ tile_low = low + position;
-        if (sums) before += sum_of(tile, tile_low, length);
-        for (int64_t step = 0; step < steps.count; ++step) {
-            const Key key{steps.seeds[step], parameter_id};
-            const float coefficient = steps.coefficients[step];
-            fill_normals(z, key, block, blocks_of(offset, length));
+        for (const Update *update = updates; update < updates + num_updates; ++update) {
+            const Noise noise{update->key, parameter_id};
+            const float coefficient = update->coefficient, factor = update->factor;
+            fill_normals(z, noise, block, blocks_of(offset, length));
             if constexpr (precision == MASTER) {
                 for (int i = 0; i < length; ++i) {
-                    const float value = Storage::join(tile[i], tile_low[i]) - coefficient * z[offset + i];
+                    const float value = Storage::join(tile[i], tile_low[i]) * factor - coefficient * z[offset + i];
                     Storage::split(value, tile[i], tile_low[i]);
                 }
             } else if constexpr (precision == STOCHASTIC) {
-                fill_dither(dither, key, block, blocks_of(offset, length));
+                fill_dither(dither, noise, block, blocks_of(offset, length));
                 for (int i = 0; i < length; ++i)
-                    tile[i] = Storage::stochastic(Storage::load(tile[i]) - coefficient * z[offset + i],
+                    tile[i] = Storage::stochastic(Storage::load(tile[i]) * factor - coefficient * z[offset + i],
                                                   dither[offset + i]);
             } else {
                 for (int i = 0; i < length; ++i)
-                    tile[i] = Storage::nearest(Storage::load(tile[i]) - coefficient * z[offset + i]);
+                    tile[i] = Storage::nearest(Storage::load(tile[i]) * factor - coefficient * z[offset + i]);
             }
         }
-        if (sums) after += sum_of(tile, tile_low, length);
     });
-    if (sums) {
-        sums->before += before;
-        sums->after += after;
-    }
 }
 
 // ---------------------------------------------------------------- Threads
 
-// The default floating-point environment (round to nearest, no flushing of denormals) while it lives: another
+// Sets the default floating-point environment (round to nearest, denormals kept) for its lifetime: another
 // library in the process may have set flush-to-zero, which would change bits.
 class DefaultFloats {
   public:
@@ -399,7 +375,7 @@ void parallel_for(int64_t count, int64_t size, int num_threads, Body body) {
     try {
         for (int64_t i = 0; i < num_helpers; ++i) threads.emplace_back(work);
     } catch (const std::system_error &) {
-        // No more threads to be had: the ones there are, and this one, do all the pieces.
+        // The system allows no more threads; those that started, and this one, do all pieces.
     }
     work();
     for (std::thread &thread : threads) thread.join();
@@ -424,18 +400,18 @@ void with_format(int format, Body body) {
 
 extern "C" {
 
-void lezo_normal(float *out, int64_t start, int64_t count, uint64_t seed, uint32_t parameter_id, int num_threads) {
+void lezo_normal(float *out, int64_t start, int64_t count, uint64_t key, uint32_t parameter_id, int num_threads) {
     parallel_for(count, CHUNK, num_threads, [&](int64_t first, int64_t last) {
-        normal_range(out + first, start + first, last - first, {seed, parameter_id});
+        normal_range(out + first, start + first, last - first, {key, parameter_id});
     });
 }
 
-// theta: the whole parameter. Without `rows`, num_rows * width elements from the first; with `rows`, those rows.
-// `minus` may be null.
+// theta is the whole parameter. If `rows` is null, its first num_rows * width elements are perturbed; otherwise
+// those rows. `minus` may be null.
 void lezo_perturb(const void *theta, int theta_format, void *plus, void *minus, int out_format, const int64_t *rows,
-                  int64_t num_rows, int64_t width, uint64_t seed, uint32_t parameter_id, float scale,
+                  int64_t num_rows, int64_t width, uint64_t key, uint32_t parameter_id, float scale,
                   int num_threads) {
-    const Key key{seed, parameter_id};
+    const Noise noise{key, parameter_id};
     with_format(theta_format, [&](auto theta_tag) {
         with_format(out_format, [&](auto out_tag) {
             using Theta = decltype(theta_tag);
@@ -445,7 +421,7 @@ void lezo_perturb(const void *theta, int theta_format, void *plus, void *minus, 
             auto *to_minus = static_cast<typename Out::Stored *>(minus);
             const auto range = [&](int64_t source, int64_t target, int64_t count) {
                 perturb_range<Theta, Out>(from + source, to_plus + target, to_minus ? to_minus + target : nullptr,
-                                          source, count, key, scale);
+                                          source, count, noise, scale);
             };
             if (rows == nullptr) {
                 parallel_for(num_rows * width, CHUNK, num_threads,
@@ -460,14 +436,9 @@ void lezo_perturb(const void *theta, int theta_format, void *plus, void *minus, 
     });
 }
 
-// `low` is null unless `precision` is MASTER, which fp32 does not have. `sums` may be null; else the bit sums of
-// shard and low before and after are added to its two elements.
+// `low` is null unless `precision` is MASTER, which does not exist for fp32.
 void lezo_update(void *shard, int format, int16_t *low, int precision, int64_t start, int64_t count,
-                 uint32_t parameter_id, const uint64_t *seeds, const float *coefficients, int64_t num_steps,
-                 uint64_t *sums, int num_threads) {
-    const Steps steps{seeds, coefficients, num_steps};
-    Sums found;
-    Sums *const wanted = sums ? &found : nullptr;
+                 uint32_t parameter_id, const Update *updates, int64_t num_updates, int num_threads) {
     with_format(format, [&](auto tag) {
         using Storage = decltype(tag);
         auto *whole = static_cast<typename Storage::Stored *>(shard);
@@ -476,17 +447,15 @@ void lezo_update(void *shard, int format, int16_t *low, int precision, int64_t s
             const int64_t from = start + first, length = last - first;
             if constexpr (!std::is_same_v<Storage, Fp32>) {
                 if (precision == MASTER)
-                    return update_range<Storage, MASTER>(part, low + first, from, length, parameter_id, steps, wanted);
+                    return update_range<Storage, MASTER>(part, low + first, from, length, parameter_id, updates,
+                                                         num_updates);
                 if (precision == STOCHASTIC)
-                    return update_range<Storage, STOCHASTIC>(part, nullptr, from, length, parameter_id, steps, wanted);
+                    return update_range<Storage, STOCHASTIC>(part, nullptr, from, length, parameter_id, updates,
+                                                             num_updates);
             }
-            update_range<Storage, NEAREST>(part, nullptr, from, length, parameter_id, steps, wanted);
+            update_range<Storage, NEAREST>(part, nullptr, from, length, parameter_id, updates, num_updates);
         });
     });
-    if (sums) {
-        sums[0] += found.before;
-        sums[1] += found.after;
-    }
 }
 
 }  // extern "C"

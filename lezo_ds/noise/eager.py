@@ -1,4 +1,4 @@
-"""The noise operations in plain PyTorch: the reference, and the fallback where nothing faster builds."""
+"""The noise operations in plain PyTorch: the reference, and the fallback if no faster backend builds."""
 
 from __future__ import annotations
 
@@ -8,35 +8,34 @@ import torch
 from torch import Tensor
 
 from lezo_ds.noise import gaussian
-from lezo_ds.noise.backend import NoiseBackend, SeedAndCoefficient
-from lezo_ds.noise.bit_sum import bit_sum
-from lezo_ds.noise.precision import UpdatePrecision, join_master, store
+from lezo_ds.noise.backend import NoiseBackend
+from lezo_ds.noise.precision import join_master, store
+from lezo_ds.zo.precision import UpdatePrecision
+from lezo_ds.zo.updates import Update
 
-# Elements handled at once: a chunk's temporaries (about 50 bytes an element) stay near the cache.
+# Elements per chunk: the temporaries of a chunk (about 50 bytes per element) stay near the cache.
 CHUNK = 1 << 18
 
 
 class EagerNoise(NoiseBackend):
     """`NoiseBackend` on any device, in plain PyTorch."""
 
-    def _normal(self, seed: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
+    def _normal(self, key: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
         out = torch.empty(count, dtype=torch.float32, device=device)
         for first, last in _chunks(count):
-            out[first:last] = gaussian.normal(seed, parameter_id, start + first, last - first, device)
+            out[first:last] = gaussian.normal(key, parameter_id, start + first, last - first, device)
         return out
 
     def _perturb(
         self,
         theta: Tensor,
         rows: Tensor | None,
-        seed: int,
+        key: int,
         parameter_id: int,
         scale: float,
         outs: Sequence[Tensor],
     ) -> None:
-        parts = (
-            _whole(theta, seed, parameter_id) if rows is None else _of_rows(theta, rows, seed, parameter_id)
-        )
+        parts = _whole(theta, key, parameter_id) if rows is None else _of_rows(theta, rows, key, parameter_id)
         for (first, last), values, z in parts:
             for out, signed in zip(outs, (scale, -scale), strict=False):
                 flat = out.view(-1) if rows is None else out
@@ -47,52 +46,47 @@ class EagerNoise(NoiseBackend):
         shard: Tensor,
         start: int,
         parameter_id: int,
-        steps: Sequence[SeedAndCoefficient],
+        steps: Sequence[Update],
         precision: UpdatePrecision,
         low: Tensor | None,
-        sums: Tensor | None,
     ) -> None:
-        if sums is not None:
-            sums[0] += bit_sum(shard, low)
         dithered = precision == "stochastic" and shard.dtype != torch.float32
         for first, last in _chunks(shard.numel()):
             part = shard[first:last]
             part_low = None if low is None else low[first:last]
             where = (parameter_id, start + first, last - first, shard.device)
-            for seed, coefficient in steps:
-                values = join_master(part, part_low) - gaussian.normal(seed, *where) * coefficient
-                words = gaussian.dither_words(seed, *where) if dithered else None
-                store(values, part, part_low, precision, words)
-        if sums is not None:
-            sums[1] += bit_sum(shard, low)
+            for key, coefficient, factor in steps:
+                values = join_master(part, part_low) * factor - gaussian.normal(key, *where) * coefficient
+                words = gaussian.dither_words(key, *where) if dithered else None
+                store(values, part, part_low, words)
 
 
 Part = tuple[tuple[int, int], Tensor, Tensor]
-"""(first, last), the values there and their z."""
+"""A range (first, last), the values in it, and their z."""
 
 
-def _whole(theta: Tensor, seed: int, parameter_id: int) -> Iterator[Part]:
-    """Give theta and its noise, flat, in chunks."""
+def _whole(theta: Tensor, key: int, parameter_id: int) -> Iterator[Part]:
+    """Yield theta and its noise, flat, in chunks."""
     flat = theta.view(-1)
     for first, last in _chunks(flat.numel()):
-        z = gaussian.normal(seed, parameter_id, first, last - first, theta.device)
+        z = gaussian.normal(key, parameter_id, first, last - first, theta.device)
         yield (first, last), flat[first:last], z
 
 
-def _of_rows(theta: Tensor, rows: Tensor, seed: int, parameter_id: int) -> Iterator[Part]:
-    """Give the rows of theta and their noise, [rows, width], in chunks."""
+def _of_rows(theta: Tensor, rows: Tensor, key: int, parameter_id: int) -> Iterator[Part]:
+    """Yield the given rows of theta and their noise, [rows, width] each, in chunks."""
     width = theta.shape[1]
     for first, last in _chunks(len(rows), max(1, CHUNK // max(1, width))):
         some = rows[first:last]
-        yield (first, last), theta[some], _normal_rows(some, width, seed, parameter_id)
+        yield (first, last), theta[some], _normal_rows(some, width, key, parameter_id)
 
 
-def _normal_rows(rows: Tensor, width: int, seed: int, parameter_id: int) -> Tensor:
+def _normal_rows(rows: Tensor, width: int, key: int, parameter_id: int) -> Tensor:
     """Return z of the given rows of a parameter of that width: fp32 [len(rows), width]."""
     starts = (rows * width)[:, None]
-    num_blocks = (width + 6) // 4  # as many as a row can touch, wherever in a block it starts
+    num_blocks = (width + 6) // 4  # a row touches at most this many blocks, wherever in a block it starts
     blocks = starts // 4 + torch.arange(num_blocks, device=rows.device)
-    z = gaussian.normals_of_blocks(seed, parameter_id, blocks).view(len(rows), -1)
+    z = gaussian.normals_of_blocks(key, parameter_id, blocks).view(len(rows), -1)
     return z.gather(1, starts % 4 + torch.arange(width, device=rows.device))
 
 

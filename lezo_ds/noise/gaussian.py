@@ -1,13 +1,13 @@
-"""The noise z(seed, parameter, element) as a pure function: the eager reference of every backend.
+"""The noise z(key, parameter, element) as a pure function: the eager reference of every backend.
 
 Philox4x32-10 (Salmon et al. 2011) with
 
-    key     = the 64-bit seed (low word, high word)
+    key     = (low word, high word) of the 64-bit key
     counter = (block low word, block high word, parameter id, stream),   block = element // 4
 
 gives four 32-bit words per block, and Box-Muller turns them into four standard normals. Logarithm, sine and
-cosine are polynomials made of IEEE fp32 additions, multiplications and square roots only, each rounded on its
-own, so that PyTorch, C++ and Triton produce the same bits.
+cosine are polynomials. They use only IEEE fp32 additions, multiplications and square roots, each rounded on
+its own, so that PyTorch, C++ and Triton produce the same bits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOG_COEFFICIENTS = (
     3.3333331174e-1,
 )
 SQRT2 = 1.4142135381698608
-# ln 2 in two parts: the high part times a small integer is exact in fp32.
+# ln 2 in two parts (Cody and Waite): the high part times a small integer is exact in fp32.
 LN2_HIGH = 0.693359375
 LN2_LOW = -2.12194440e-4
 # Cephes sinf and cosf on [-pi/4, pi/4], highest power first.
@@ -43,11 +43,11 @@ COS_COEFFICIENTS = (2.443315711809948e-5, -1.388731625493765e-3, 4.1666645682988
 QUARTER_PI_OVER_2_31 = 3.657291987e-10
 
 
-def words_of_blocks(seed: int, parameter_id: int, blocks: Tensor, stream: int) -> Words:
+def words_of_blocks(key: int, parameter_id: int, blocks: Tensor, stream: int) -> Words:
     """Return the four Philox words of each block.
 
     Args:
-        seed: unsigned 64-bit key.
+        key: unsigned 64-bit key of the noise.
         parameter_id: unsigned 32-bit id, the third counter word.
         blocks: int64 block indices (element // 4), any shape, 0 to 2**63 - 1.
         stream: `NORMAL_STREAM` or `DITHER_STREAM`, the fourth counter word.
@@ -58,16 +58,16 @@ def words_of_blocks(seed: int, parameter_id: int, blocks: Tensor, stream: int) -
     """
     zero = torch.zeros((), dtype=torch.int64, device=blocks.device)
     counter = (blocks & MASK32, (blocks >> 32) & MASK32, zero + parameter_id, zero + stream)
-    return philox4x32_10(counter, (seed & MASK32, seed >> 32))
+    return philox4x32_10(counter, (key & MASK32, key >> 32))
 
 
-def normals_of_blocks(seed: int, parameter_id: int, blocks: Tensor) -> Tensor:
+def normals_of_blocks(key: int, parameter_id: int, blocks: Tensor) -> Tensor:
     """Return the four standard normals of each block: fp32, the shape of `blocks` plus a last axis of 4.
 
-    Args are those of `words_of_blocks`. Box-Muller: words 0 and 1 give z0, z1; words 2 and 3 give z2, z3.
-    |z| is at most sqrt(-2 ln 2**-24) = 5.77.
+    The arguments are those of `words_of_blocks`. By Box-Muller, words 0 and 1 give z0 and z1; words 2 and 3
+    give z2 and z3. |z| is at most sqrt(-2 ln 2**-24) = 5.77.
     """
-    words = words_of_blocks(seed, parameter_id, blocks, NORMAL_STREAM)
+    words = words_of_blocks(key, parameter_id, blocks, NORMAL_STREAM)
     radius01 = _sqrt(_minus_two_log_uniform(words[0]))
     radius23 = _sqrt(_minus_two_log_uniform(words[2]))
     sin01, cos01 = _sin_cos(words[1])
@@ -75,15 +75,15 @@ def normals_of_blocks(seed: int, parameter_id: int, blocks: Tensor) -> Tensor:
     return torch.stack([radius01 * cos01, radius01 * sin01, radius23 * cos23, radius23 * sin23], -1)
 
 
-def normal(seed: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
+def normal(key: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
     """Return z of elements [start, start + count) of one parameter: fp32 [count]."""
     blocks = _blocks(start, count, device)
-    return _slice(normals_of_blocks(seed, parameter_id, blocks), start, count)
+    return _slice(normals_of_blocks(key, parameter_id, blocks), start, count)
 
 
-def dither_words(seed: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
+def dither_words(key: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
     """Return the dither words of elements [start, start + count): int64 [count], unsigned 32-bit values."""
-    words = words_of_blocks(seed, parameter_id, _blocks(start, count, device), DITHER_STREAM)
+    words = words_of_blocks(key, parameter_id, _blocks(start, count, device), DITHER_STREAM)
     return _slice(torch.stack(words, -1), start, count)
 
 
@@ -96,7 +96,7 @@ def _slice(values_of_blocks: Tensor, start: int, count: int) -> Tensor:
 
 
 def _minus_two_log_uniform(word: Tensor) -> Tensor:
-    """Return -2 ln u in fp32 for u = (2 (word >> 9) + 1) / 2**24, which is never 0 nor 1."""
+    """Return -2 ln u in fp32 for u = (2 (word >> 9) + 1) / 2**24, which is never 0 or 1."""
     odd = (((word >> 9) << 1) | 1).to(torch.float32)  # 24 bits: exact
     bits = odd.view(torch.int32)
     mantissa = ((bits & 0x7FFFFF) | 0x3F800000).view(torch.float32)
@@ -112,7 +112,7 @@ def _minus_two_log_uniform(word: Tensor) -> Tensor:
 
 
 def _sin_cos(word: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sine and cosine: the top two bits choose the quadrant, the rest an angle in [-pi/4, pi/4)."""
+    """Return (sine, cosine); the top two bits select the quadrant, the rest an angle in [-pi/4, pi/4)."""
     quadrant = word >> 30
     rest = (word << 2) & MASK32
     x = (rest - ((rest >> 31) << 32)).to(torch.float32) * QUARTER_PI_OVER_2_31

@@ -26,7 +26,7 @@ def philox4x32_10(counter: Words, key: tuple[int, int]) -> Words:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        # The product wraps modulo 2**64; the mask drops the sign the shift brings in: both halves are exact.
+        # Signed products wrap modulo 2**64 and >> copies the sign; after the masks both halves are exact.
         product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             ((product1 >> 32) & MASK32) ^ c1 ^ k0,

@@ -1,16 +1,15 @@
 """How an fp32 value is stored in fp32, bf16 or fp16: the eager reference of every backend.
 
-A zeroth-order update is far below half a unit in the last place of most 16-bit weights, so round-to-nearest
-loses it. Two ways keep it: stochastic rounding with a replayable dither, and 16 further low bits kept beside
-the 16-bit value. All of it is integer arithmetic and exact fp32 operations: the same bits on every device.
+A zeroth-order update is far below half a unit in the last place of most 16-bit weights, so rounding to
+nearest loses it. Two methods keep it: stochastic rounding with a dither that can be replayed, and 16 low bits
+that are stored in addition to the 16-bit value. Both use only integer arithmetic and exact fp32 operations,
+so every device gives the same bits.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from lezo_ds.zo.precision import UpdatePrecision
 
 STORAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -20,15 +19,16 @@ _ROUNDER = 12582912.0  # 1.5 * 2**23: adding it to |q| < 2**22 leaves rint(q) in
 
 
 def round_stochastic(values: Tensor, words: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to one of the two neighbours in `dtype`, each the likelier the nearer it is.
+    """Round to one of the two neighbors in `dtype`; the nearer one is proportionally more likely.
 
-    bf16: the low 16 bits of the word are added to the fp32 bits, then 16 bits are cut off. fp16: likewise 13
-    bits where |x| >= 2**-14; below, |x| in units of 2**-44 (cut off) plus the word's low 20 bits loses its
-    last 20 bits. fp32 is returned unchanged; infinities and NaN stay what they are.
+    bf16: the low 16 bits of the word are added to the fp32 bits, then the last 16 bits are cut off. fp16:
+    if |x| >= 2**-14, the same with 13 bits; otherwise |x| is expressed in units of 2**-44 (truncated), the
+    low 20 bits of the word are added, and the last 20 bits are cut off. fp32, infinities and NaN do not
+    change.
 
     Args:
         values: fp32, any shape.
-        words: int64 unsigned 32-bit dither words, the shape of `values`.
+        words: int64 with unsigned 32-bit dither words, the shape of `values`.
         dtype: fp32, bf16 or fp16.
 
     """
@@ -41,7 +41,7 @@ def round_stochastic(values: Tensor, words: Tensor, dtype: torch.dtype) -> Tenso
     else:
         magnitude = bits & 0x7FFFFFFF
         normal = ((magnitude + (dither & 0x1FFF)) >> 13) - _FP16_EXPONENT_OFFSET
-        # The clamp keeps the conversion to an integer defined where the result is not used.
+        # Larger values do not use this result; the clamp only keeps their conversion to an integer defined.
         fixed_point = (values.abs().clamp(max=2.0**-14) * 2.0**44).to(torch.int32)
         subnormal = (fixed_point + (dither & 0xFFFFF)) >> 20
         rounded = torch.where(magnitude < _SMALLEST_NORMAL_FP16, subnormal, normal.clamp(max=0x7C00))
@@ -50,12 +50,12 @@ def round_stochastic(values: Tensor, words: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def split_master(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Split fp32 values into what is stored as `dtype` and the low bits beside it.
+    """Split fp32 values into `high`, which is stored as `dtype`, and the low bits that it loses.
 
-    bf16: `high` is the nearest bf16 (ties away from zero), `low` the difference of the bit patterns: every
-    bit pattern survives. fp16: `high` is the nearest fp16 (ties to even), `low` the difference in units of
-    2**-15 of high's last place: exact for 2**-14 <= |x| < 65520, within 2**-40 below; beyond, high is
-    infinite and low is 0.
+    bf16: `high` is the nearest bf16 (ties away from zero) and `low` is the difference of the bit patterns, so
+    that every bit pattern survives. fp16: `high` is the nearest fp16 (ties to even) and `low` is the
+    difference in units of 2**-15 of high's last place. This is exact for 2**-14 <= |x| < 65520 and within
+    2**-40 for smaller |x|; for larger |x|, high is infinite and low is 0.
 
     Args:
         values: fp32, any shape.
@@ -81,7 +81,7 @@ def split_master(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | N
 
 
 def join_master(high: Tensor, low: Tensor | None) -> Tensor:
-    """Return the fp32 values of which `split_master` made (high, low)."""
+    """Return the fp32 values that `split_master` split into (high, low)."""
     if low is None:
         return high.to(torch.float32)
     if high.dtype == torch.bfloat16:
@@ -90,17 +90,14 @@ def join_master(high: Tensor, low: Tensor | None) -> Tensor:
     return high.to(torch.float32) + low.to(torch.float32) * unit
 
 
-def store(
-    values: Tensor, shard: Tensor, low: Tensor | None, precision: UpdatePrecision, words: Tensor | None
-) -> None:
-    """Write fp32 values into `shard` (and `low`), in place, by `precision`.
+def store(values: Tensor, shard: Tensor, low: Tensor | None, words: Tensor | None) -> None:
+    """Write fp32 values to `shard` (and `low`), in place.
 
     Args:
         values: fp32 [n].
         shard: fp32, bf16 or fp16 [n].
-        low: int16 [n] for "fp32_master" over 16 bits, else None.
-        precision: how to round.
-        words: dither [n] for "stochastic" over 16 bits, else None.
+        low: int16 [n] to store by "fp32_master" in 16 bits, else None.
+        words: dither [n] to store by "stochastic" in 16 bits, else None.
 
     """
     if low is not None:
@@ -115,6 +112,6 @@ def store(
 
 
 def _low_unit_exponent(high: Tensor) -> Tensor:
-    """Return the biased fp32 exponent of one unit of `low`: 2**-15 of the last place of an fp16 value."""
+    """Return the biased fp32 exponent of one unit of `low`, which is 2**-15 of the last place of `high`."""
     exponent = (high.to(torch.float32).view(torch.int32) >> 23) & 0xFF
     return exponent.clamp(min=127 - 14) - 10 - 15

@@ -3,55 +3,37 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import logging
 import subprocess
 
 import torch
 
 from lezo_ds.errors import UserError
-from lezo_ds.noise.backend import NoiseBackend, NoiseMode
+from lezo_ds.noise.backend import NoiseBackend
 from lezo_ds.noise.cpu import BuildError, CpuNoise
 from lezo_ds.noise.eager import EagerNoise
 
 NOISE_VERSION = 1
-"""Of the function z(seed, parameter, element) and its use; raised when any bit of them changes."""
+"""Version of z(key, parameter, element) and of its use; it changes when any bit of either changes."""
 
 logger = logging.getLogger(__name__)
 
 
-def noise_backend(device: torch.device, mode: NoiseMode = "exact") -> NoiseBackend:
-    """Return the fastest backend for `device`; all that are exact give the same bits.
+def noise_backend(device: torch.device) -> NoiseBackend:
+    """Return the fastest backend for a device; all backends give the same bits.
 
-    On a CPU without a working C++ compiler: `EagerNoise`, and a warning once per process.
+    On a CPU without a working C++ compiler this is `EagerNoise`, with one warning per process.
 
     Raises:
-        UserError: fast noise on a device that is no GPU, or a GPU without what Triton needs.
+        UserError: a GPU on which Triton does not run.
     """
-    if mode == "fast" and device.type != "cuda":
-        raise UserError(
-            "zo.noise=fast needs a GPU: it is made of its approximate instructions",
-            got=f"device {device}",
-            expected="cuda",
-            fix="set zo.noise=exact",
-        )
-    return _backend_of(device.type, mode)
-
-
-def noise_version(device: torch.device, mode: NoiseMode = "exact") -> int | str:
-    """Return what the bits of the noise depend on: `NOISE_VERSION`, and the GPU and Triton if it is fast."""
-    if mode == "exact":
-        return NOISE_VERSION
-    if device.type != "cuda":
-        return f"{NOISE_VERSION} fast, no GPU"
-    gpu, triton = torch.cuda.get_device_name(device), importlib.metadata.version("triton")
-    return f"{NOISE_VERSION} fast, {gpu}, Triton {triton}"
+    return _backend_of(device.type)
 
 
 @functools.cache
-def _backend_of(device_type: str, mode: NoiseMode) -> NoiseBackend:
+def _backend_of(device_type: str) -> NoiseBackend:
     if device_type == "cuda":
-        return _triton_noise(mode)
+        return _triton_noise()
     if device_type == "cpu":
         try:
             return CpuNoise()
@@ -64,12 +46,13 @@ def _backend_of(device_type: str, mode: NoiseMode) -> NoiseBackend:
     return EagerNoise()
 
 
-def _triton_noise(mode: NoiseMode) -> NoiseBackend:
+def _triton_noise() -> NoiseBackend:
     try:
-        from lezo_ds.noise.gpu import TritonNoise  # Triton is not needed, and often not there, on CPUs
+        from lezo_ds.noise.gpu import TritonNoise  # CPUs do not need Triton and often do not have it
 
-        noise = TritonNoise(mode)
-        noise.normal(0, 0, 0, 1, torch.device("cuda"))  # Triton builds what starts kernels now, not in a step
+        noise = TritonNoise()
+        # The first launch builds Triton's launcher; a missing compiler must show now, not in a training step.
+        noise.normal(key=0, parameter_id=0, start=0, count=1, device=torch.device("cuda"))
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise UserError(
             "Triton cannot run its kernels here",

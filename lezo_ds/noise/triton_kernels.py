@@ -1,14 +1,7 @@
-"""The noise operations as Triton kernels, z in registers only.
+"""The noise operations as Triton kernels: the same bits as gaussian.py and precision.py, z in registers only.
 
-Exact kernels have the bits of gaussian.py and precision.py. With `fast` the logarithm, square root, sine and
-cosine are the hardware's approximations, and a product and the sum with it are rounded once; Philox's words
-and what is done with them stay the same. How far z is from the exact one: with correctly rounded functions in
-the place of the approximations at most 4e-6 (measured, 2**24 elements). By the bounds that the CUDA C++
-Programming Guide gives (2**-22 for log2 on [0.5, 2], 2**-21.41 and 2**-21.19 for sin and cos on [-pi, pi]) at
-most 5e-6 in pairs of a radius r above 0.05; below, in one of 800, at most 2e-7 / r and never above 6e-4.
-
-Launch both with enable_fp_fusion=False: what is fused is written so, and not left to the compiler, or
-perturbation and update could see different noise.
+Launch them with enable_fp_fusion=False: the bits equal those of the other backends only if every fp32
+operation is rounded on its own.
 """
 
 # mypy: disallow-untyped-decorators=False, warn-return-any=False
@@ -22,11 +15,11 @@ import triton.language as tl
 NEAREST = tl.constexpr(0)
 STOCHASTIC = tl.constexpr(1)
 MASTER = tl.constexpr(2)
-# The interpreter has neither assembly nor an exact conversion to bf16.
+# Triton's interpreter does not convert to and from bf16 exactly.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
-# Triton would compile a kernel again for numbers that are 1 or multiples of 16.
-_NEVER_THE_SAME = ["seed", "parameter_id", "num_steps"]
+# Triton compiles a kernel again for arguments that are 1 or multiples of 16; these change at every call.
+_NOT_SPECIALIZED = ["key", "parameter_id", "num_steps"]
 
 
 @triton.jit
@@ -70,56 +63,12 @@ def _sin_cos(word: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _approximate(x: tl.tensor, function: tl.constexpr) -> tl.tensor:
-    """Return the hardware's log2 (lg2), sqrt, sin or cos of fp32 x; denormals count as 0."""
-    if INTERPRETED:
-        if function == "lg2":
-            value = tl.log2(x)
-        elif function == "sqrt":
-            value = tl.sqrt(x)
-        elif function == "sin":
-            value = tl.sin(x)
-        else:
-            value = tl.cos(x)
-    else:
-        instruction: tl.constexpr = function + ".approx.ftz.f32 $0, $1;"
-        value = tl.inline_asm_elementwise(instruction, "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    return value
-
-
-@triton.jit
-def _radius(word: tl.tensor, fast: tl.constexpr) -> tl.tensor:
-    """Return sqrt(-2 ln u), u as in `gaussian._minus_two_log_uniform`."""
-    if fast:
-        # 1 + k / 2**23, less 1 - 2**-24: the subtraction is exact.
-        uniform = ((word >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.99999994039535522
-        # Next to u = 1 the approximate logarithm may come out above 0.
-        radius = _approximate(tl.abs(_approximate(uniform, "lg2")) * 1.3862943611198906, "sqrt")
-    else:
-        radius = tl.sqrt_rn(_minus_two_log_uniform(word))
-    return radius
-
-
-@triton.jit
-def _direction(word: tl.tensor, fast: tl.constexpr) -> tl.tensor:
-    """Return sine and cosine of the angle of `gaussian._sin_cos`."""
-    if fast:
-        # The quadrant's rest is signed: its upper half counts from the next quadrant back.
-        turn = (word - ((word & 0x20000000) << 1)).to(tl.int32, bitcast=True)
-        angle = turn.to(tl.float32) * 1.4629180792671596e-9
-        sine, cosine = _approximate(angle, "sin"), _approximate(angle, "cos")
-    else:
-        sine, cosine = _sin_cos(word)
-    return sine, cosine
-
-
-@triton.jit
 def _philox(
-    seed: tl.tensor, word0: tl.tensor, word1: tl.tensor, word2: tl.tensor, word3: tl.tensor
+    key: tl.tensor, word0: tl.tensor, word1: tl.tensor, word2: tl.tensor, word3: tl.tensor
 ) -> tl.tensor:
-    """See `philox.philox4x32_10`. One wide product a word: tl.philox takes two for its halves."""
-    key0 = seed.to(tl.uint32)
-    key1 = (seed >> 32).to(tl.uint32)
+    """See `philox.philox4x32_10`. tl.philox needs two multiplications for each product; this needs one."""
+    key0 = key.to(tl.uint32)
+    key1 = (key >> 32).to(tl.uint32)
     for _ in tl.static_range(10):
         product0 = word0.to(tl.uint64) * 0xD2511F53
         product1 = word2.to(tl.uint64) * 0xCD9E8D57
@@ -133,40 +82,35 @@ def _philox(
 
 
 @triton.jit
-def _words(seed: tl.tensor, parameter_id: tl.tensor, block: tl.tensor, stream: tl.constexpr) -> tl.tensor:
+def _words(key: tl.tensor, parameter_id: tl.tensor, block: tl.tensor, stream: tl.constexpr) -> tl.tensor:
     """Return Philox4x32-10 of (block low, block high, parameter id, stream): four uint32 tensors."""
     low = block.to(tl.uint32)
     high = (block >> 32).to(tl.uint32)
     zero = low * 0
-    return _philox(seed, low, high, zero + tl.cast(parameter_id, tl.uint32), zero + stream)
+    return _philox(key, low, high, zero + tl.cast(parameter_id, tl.uint32), zero + stream)
 
 
 @triton.jit
 def _in_order(v0: tl.tensor, v1: tl.tensor, v2: tl.tensor, v3: tl.tensor) -> tl.tensor:
-    """Put the values of the blocks' four elements, [n] each, side by side: [n, 4]."""
+    """Interleave the values of the blocks' four elements, [n] each, into [n, 4]."""
     return tl.join(tl.join(v0, v2), tl.join(v1, v3)).reshape(v0.shape[0], 4)
 
 
 @triton.jit
-def _normals(seed: tl.tensor, parameter_id: tl.tensor, block: tl.tensor, fast: tl.constexpr) -> tl.tensor:
+def _normals(key: tl.tensor, parameter_id: tl.tensor, block: tl.tensor) -> tl.tensor:
     """Return z of all elements of the blocks: fp32 [n, 4]."""
-    word0, word1, word2, word3 = _words(seed, parameter_id, block, 0)
-    radius01, radius23 = _radius(word0, fast), _radius(word2, fast)
-    sin01, cos01 = _direction(word1, fast)
-    sin23, cos23 = _direction(word3, fast)
+    word0, word1, word2, word3 = _words(key, parameter_id, block, 0)
+    radius01 = tl.sqrt_rn(_minus_two_log_uniform(word0))
+    radius23 = tl.sqrt_rn(_minus_two_log_uniform(word2))
+    sin01, cos01 = _sin_cos(word1)
+    sin23, cos23 = _sin_cos(word3)
     return _in_order(radius01 * cos01, radius01 * sin01, radius23 * cos23, radius23 * sin23)
 
 
 @triton.jit
-def _plus_multiple(value: tl.tensor, factor: tl.tensor, z: tl.tensor, fast: tl.constexpr) -> tl.tensor:
-    """Return value + factor z."""
-    return tl.fma(z, factor, value) if fast else value + factor * z
-
-
-@triton.jit
-def _dither(seed: tl.tensor, parameter_id: tl.tensor, block: tl.tensor) -> tl.tensor:
+def _dither(key: tl.tensor, parameter_id: tl.tensor, block: tl.tensor) -> tl.tensor:
     """Return the dither words of all elements of the blocks: int32 [n, 4]."""
-    word0, word1, word2, word3 = _words(seed, parameter_id, block, 1)
+    word0, word1, word2, word3 = _words(key, parameter_id, block, 1)
     return _in_order(word0, word1, word2, word3).to(tl.int32, bitcast=True)
 
 
@@ -254,10 +198,10 @@ def _join_master(high: tl.tensor, low: tl.tensor) -> tl.tensor:
 def _tile(
     tile: tl.tensor, start: tl.tensor, count: tl.tensor, aligned: tl.constexpr, num_blocks: tl.constexpr
 ) -> tl.tensor:
-    """Return a tile's blocks [n], its elements' places from `start` and which exist, as a mask: [n, 4] each.
+    """Return a tile's blocks [n], the positions of its elements from `start`, and a mask of those that exist.
 
-    A thread's elements are whole blocks, so that none changes hands between drawing and storing.
-    `aligned` promises that `start` is a multiple of 4, so that memory accesses can be wide.
+    Positions and mask are [n, 4]. Each thread holds whole blocks, so that no element moves between threads
+    from drawing to storing. `aligned` promises that `start` is a multiple of 4, which allows wide accesses.
     """
     first = tile * num_blocks
     block = start // 4 + first + tl.arange(0, num_blocks)
@@ -270,39 +214,40 @@ def _tile(
     return block, position, inside
 
 
-@triton.jit(do_not_specialize=_NEVER_THE_SAME)
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def normal_kernel(
     out_ptr: tl.tensor,
-    seed: tl.uint64,
+    key: tl.uint64,
     parameter_id: tl.uint32,
     start: tl.int64,
     count: tl.int64,
     aligned: tl.constexpr,
-    fast: tl.constexpr,
     num_blocks: tl.constexpr,
 ) -> None:
     """out[i] = z of element start + i, for i < count."""
     tile = tl.program_id(0).to(tl.int64)
     block, position, inside = _tile(tile, start, count, aligned, num_blocks)
-    tl.store(out_ptr + position, _normals(seed, parameter_id, block, fast), mask=inside)
+    tl.store(out_ptr + position, _normals(key, parameter_id, block), mask=inside)
 
 
-@triton.jit(do_not_specialize=_NEVER_THE_SAME)
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def perturb_kernel(
     theta_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     plus_ptr: tl.tensor,
     minus_ptr: tl.tensor,
-    seed: tl.uint64,
+    key: tl.uint64,
     parameter_id: tl.uint32,
     scale: tl.float32,
     width: tl.int64,
     tiles_per_row: tl.int32,
     aligned: tl.constexpr,
-    fast: tl.constexpr,
     num_blocks: tl.constexpr,
 ) -> None:
-    """Row i of plus (and minus) = theta[rows[i]] + (and -) scale z; without rows, theta is one long row 0."""
+    """Row i of plus (and minus) = theta[rows[i]] + (and -) scale * z.
+
+    If `rows_ptr` is None, theta is one row. `minus_ptr` may be None.
+    """
     program = tl.program_id(0)
     if rows_ptr is None:
         tile, source, target = program.to(tl.int64), 0, 0
@@ -311,114 +256,54 @@ def perturb_kernel(
         source = tl.load(rows_ptr + target)
     block, position, inside = _tile(tile, source * width, width, aligned, num_blocks)
     theta = _to_fp32(tl.load(theta_ptr + source * width + position, mask=inside))
-    z = _normals(seed, parameter_id, block, fast)
+    z = _normals(key, parameter_id, block)
     out = target * width + position
-    plus = _plus_multiple(theta, scale, z, fast)
+    plus = theta + scale * z
     tl.store(plus_ptr + out, _round_nearest(plus, plus_ptr.dtype.element_ty), mask=inside)
     if minus_ptr is not None:
-        minus = _plus_multiple(theta, -scale, z, fast)
+        minus = theta - scale * z
         tl.store(minus_ptr + out, _round_nearest(minus, minus_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _updated(
-    stored: tl.tensor,
-    low: tl.tensor,
-    seed: tl.tensor,
-    parameter_id: tl.tensor,
-    block: tl.tensor,
-    coefficient: tl.tensor,
-    precision: tl.constexpr,
-    fast: tl.constexpr,
-) -> tl.tensor:
-    """Return (stored, low) after theta - coefficient z; low passes through unless `precision` is MASTER."""
-    z = _normals(seed, parameter_id, block, fast)
-    if precision == MASTER:
-        value = _plus_multiple(_join_master(stored, low), -coefficient, z, fast)
-        new_stored, new_low = _split_master(value, stored.dtype)
-    else:
-        value = _plus_multiple(_to_fp32(stored), -coefficient, z, fast)
-        if precision == STOCHASTIC:
-            new_stored = _round_stochastic(value, _dither(seed, parameter_id, block), stored.dtype)
-        else:
-            new_stored = _round_nearest(value, stored.dtype)
-        new_low = low
-    return new_stored, new_low
-
-
-@triton.jit
-def _bit_sum(stored: tl.tensor, low: tl.tensor, inside: tl.tensor, precision: tl.constexpr) -> tl.tensor:
-    """Return the sum of a tile's bits, read as signed integers (see lezo_ds.noise.bit_sum): int64."""
-    if stored.dtype == tl.float32:
-        bits = stored.to(tl.int32, bitcast=True).to(tl.int64)
-    else:
-        bits = stored.to(tl.int16, bitcast=True).to(tl.int32)  # those of a tile fit into 32 bits
-        if precision == MASTER:
-            bits += low.to(tl.int32)
-    return tl.sum(tl.where(inside, bits, 0)).to(tl.int64)
-
-
-@triton.jit(do_not_specialize=_NEVER_THE_SAME)
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def update_kernel(
     shard_ptr: tl.tensor,
     low_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    seed: tl.uint64,
-    parameter_id: tl.uint32,
-    coefficient: tl.float32,
-    start: tl.int64,
-    count: tl.int64,
-    precision: tl.constexpr,
-    aligned: tl.constexpr,
-    fast: tl.constexpr,
-    num_blocks: tl.constexpr,
-) -> None:
-    """Shard -= coefficient z, in place, for elements [start, start + count).
-
-    `sums_ptr` is None, or the bit sums of shard and low before and after are added to its two elements.
-    """
-    tile = tl.program_id(0).to(tl.int64)
-    block, position, inside = _tile(tile, start, count, aligned, num_blocks)
-    stored = tl.load(shard_ptr + position, mask=inside)
-    low = stored
-    if precision == MASTER:
-        low = tl.load(low_ptr + position, mask=inside)
-    if sums_ptr is not None:
-        tl.atomic_add(sums_ptr, _bit_sum(stored, low, inside, precision), sem="relaxed")
-    stored, low = _updated(stored, low, seed, parameter_id, block, coefficient, precision, fast)
-    if sums_ptr is not None:
-        tl.atomic_add(sums_ptr + 1, _bit_sum(stored, low, inside, precision), sem="relaxed")
-    tl.store(shard_ptr + position, stored, mask=inside)
-    if precision == MASTER:
-        tl.store(low_ptr + position, low, mask=inside)
-
-
-@triton.jit(do_not_specialize=_NEVER_THE_SAME)
-def update_many_kernel(
-    shard_ptr: tl.tensor,
-    low_ptr: tl.tensor,
-    seeds_ptr: tl.tensor,
-    coefficients_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    multipliers_ptr: tl.tensor,
     num_steps: tl.int32,
     parameter_id: tl.uint32,
     start: tl.int64,
     count: tl.int64,
     precision: tl.constexpr,
     aligned: tl.constexpr,
-    fast: tl.constexpr,
     num_blocks: tl.constexpr,
 ) -> None:
-    """`update_kernel` for each of the steps in order; the shard stays in registers between them."""
+    """Apply theta * factor - coefficient * z to the shard in place, for each step in order.
+
+    `keys_ptr` and `multipliers_ptr` are the same memory, the output of `backend.pack_updates`, read as uint64
+    and as fp32. The tile stays in registers between the steps.
+    """
     tile = tl.program_id(0).to(tl.int64)
     block, position, inside = _tile(tile, start, count, aligned, num_blocks)
     stored = tl.load(shard_ptr + position, mask=inside)
-    low = stored
+    low = stored  # a loop needs its variables before it; unused unless `precision` is MASTER
     if precision == MASTER:
         low = tl.load(low_ptr + position, mask=inside)
     for step in range(num_steps):
-        seed = tl.load(seeds_ptr + step)
-        coefficient = tl.load(coefficients_ptr + step)
-        stored, low = _updated(stored, low, seed, parameter_id, block, coefficient, precision, fast)
+        key = tl.load(keys_ptr + 2 * step)
+        coefficient = tl.load(multipliers_ptr + 4 * step + 2)
+        factor = tl.load(multipliers_ptr + 4 * step + 3)
+        z = _normals(key, parameter_id, block)
+        if precision == MASTER:
+            value = _join_master(stored, low) * factor - coefficient * z
+            stored, low = _split_master(value, stored.dtype)
+        else:
+            value = _to_fp32(stored) * factor - coefficient * z
+            if precision == STOCHASTIC:
+                stored = _round_stochastic(value, _dither(key, parameter_id, block), stored.dtype)
+            else:
+                stored = _round_nearest(value, stored.dtype)
     tl.store(shard_ptr + position, stored, mask=inside)
     if precision == MASTER:
         tl.store(low_ptr + position, low, mask=inside)

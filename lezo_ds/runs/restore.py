@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lezo_ds import distributed
 from lezo_ds.config import RunConfig, config_from_dict
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.errors import UserError
 from lezo_ds.journal import EvaluationRecord, Header, read_journal
 from lezo_ds.model.snapshots import read_manifest, snapshot_path, snapshot_steps
-from lezo_ds.noise import noise_version
+from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.run import best_evaluation
 from lezo_ds.runs.run_directory import RunDirectory
 from lezo_ds.runs.trainer import make_engine
@@ -126,12 +125,11 @@ def restore(run: RecordedRun, step: int) -> LezoEngine:
     Raises:
         UserError: another base model, or another noise, than the run was made with.
     """
-    ours = noise_version(distributed.device())
-    if run.header.noise_version != ours:
+    if run.header.noise_version != NOISE_VERSION:
         raise UserError(
             f"run {run.directory.path} was made with another noise",
             got=f"version {run.header.noise_version}",
-            expected=f"version {ours}, that of this package and machine",
+            expected=f"version {NOISE_VERSION}",
             fix="use the version of this package that made the run; "
             f"or open one of its snapshots, in {run.directory.snapshots}",
         )

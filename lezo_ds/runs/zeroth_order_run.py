@@ -12,7 +12,7 @@ from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.engine.step_plan import scalar_bytes
 from lezo_ds.journal import EvaluationRecord, Header, Journal, assert_compatible
-from lezo_ds.noise import noise_version
+from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.run import Run
 from lezo_ds.runs.run_directory import RunDirectory, library_versions
 from lezo_ds.sharding.checkpoint_files import resolve_model
@@ -124,7 +124,7 @@ def make_header(config: RunConfig, fingerprint: str, parameter_table: str) -> He
     """Return the header of a run's journal: all that decides its steps, and not where it lies."""
     values = {key: value for key, value in config_to_dict(config).items() if key != "run_dir"}
     return Header(
-        noise_version=noise_version(distributed.device()),
+        noise_version=NOISE_VERSION,
         model_fingerprint=fingerprint,
         parameter_table_hash=parameter_table,
         config={**values, "tokenizer": _tokenizer_hash(config.model.path)},

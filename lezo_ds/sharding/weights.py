@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from lezo_ds import distributed
-from lezo_ds.engine.step_plan import updates_of
 from lezo_ds.errors import UserError
-from lezo_ds.journal import StepRecord
-from lezo_ds.noise import NoiseMode, UpdatePrecision, noise_backend, split_master
+from lezo_ds.noise import UpdatePrecision, noise_backend, split_master
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.checkpoint_files import WeightFiles
 from lezo_ds.sharding.digest import shard_digest
-from lezo_ds.sharding.guard import ShardGuard
 from lezo_ds.sharding.witness import Sample, Witness
 from lezo_ds.sharding.zero3 import ShardedParameter
+from lezo_ds.zo.updates import StepUpdate, updates_of_parameter
 
 _LOW_STREAM = 0x80000000  # keeps the digest of the low bits apart from that of the shard they belong to
 
@@ -31,13 +29,11 @@ class ShardedWeights:
         aliases: every name of each parameter (tied weights have several).
         precision: how updates are stored (see lezo_ds.noise.precision).
         has_adapter: only an adapter's parameters are trained, and no checkpoint of the model holds them.
-        noise: of the updates.
 
     Attributes:
         base_parameters: those that a checkpoint of the model holds.
         adapter_parameters: the adapter's; empty without one.
         low_bits: by parameter name, those of this rank's shards.
-        noise: as above.
     """
 
     def __init__(
@@ -46,16 +42,13 @@ class ShardedWeights:
         aliases: Mapping[str, tuple[str, ...]],
         precision: UpdatePrecision,
         has_adapter: bool = False,
-        noise: NoiseMode = "exact",
     ) -> None:
         self.parameters = parameters
         self.adapter_parameters = [p for p in parameters if has_adapter and p.parameter.requires_grad]
         self.base_parameters = [p for p in parameters if not (has_adapter and p.parameter.requires_grad)]
         self._aliases = aliases
         self._precision = precision
-        self.noise: NoiseMode = noise
         self.low_bits: dict[str, Tensor] = {}
-        self._guard: ShardGuard | None = None
         self._initial: list[tuple[ShardedParameter, Tensor, Tensor | None]] = []
 
     @property
@@ -116,10 +109,8 @@ class ShardedWeights:
                 if low is None:
                     values, low = split_master(values.float(), dtype)
                 assert low is not None, "a 16-bit shard has low bits"
-                low = self.low_bits[parameter.name] = low.to(shard.device)
+                self.low_bits[parameter.name] = low.to(shard.device)
             shard.copy_(values)
-            if self._guard is not None:
-                self._guard.accept(parameter.name, shard, low)
 
     def keep_initial(self) -> None:
         """Keep a copy of the adapter's shards, which are small, for `restore_initial`."""
@@ -138,86 +129,49 @@ class ShardedWeights:
         tensor = parameter.parameter
         return self._precision == "fp32_master" and tensor.dtype != torch.float32 and tensor.requires_grad
 
-    def apply(self, records: Iterable[StepRecord]) -> None:
-        """Apply the updates of steps, in order: theta_i -= eta g z_i (LeZO, Algorithm 1, line 8).
+    def apply(self, updates: Sequence[StepUpdate]) -> None:
+        """Apply the updates of steps, in order.
 
-        With N directions a step, theta_i -= eta / N g_n z_n,i for each n in turn.
-
-        Training applies one record at a time, replay many at once: the bits are the same.
+        Training applies one step at a time and a replay many at once: the bits are the same.
         """
-        applied = [record for record in records if record.applied]
         for parameter in self.parameters:
             if not parameter.parameter.requires_grad or parameter.count == 0:
                 continue
-            steps = updates_of(parameter.named.block, applied)
-            if steps:
-                self._update(parameter, steps)
-        if self._guard is not None:
-            self._guard.finish_updates()
+            steps = updates_of_parameter(updates, parameter.named.block, decays=parameter.decays)
+            if not steps:
+                continue
+            low = self.low_bits.get(parameter.name)
+            with parameter.shard(write=True) as shard:
+                noise = noise_backend(shard.device)  # offloaded shards are updated on the CPU
+                parameter_id = parameter.named.parameter_id
+                noise.update_(shard, parameter.start, parameter_id, steps, self._precision, low)
         zero3.finish_updates()
 
-    def _update(self, parameter: ShardedParameter, steps: Sequence[tuple[int, float]]) -> None:
-        name, low = parameter.name, self.low_bits.get(parameter.name)
-        start, parameter_id = parameter.start, parameter.named.parameter_id
-        with parameter.shard(write=True) as shard:
-            noise = noise_backend(shard.device, self.noise)  # offloaded shards are updated where they lie
-            if len(steps) == 1:
-                seed, coefficient = steps[0]
-                sums = None if self._guard is None else self._guard.sums_of(name)
-                noise.update_(shard, start, seed, parameter_id, coefficient, self._precision, low, sums)
-                return
-            if self._guard is not None:
-                self._guard.look(name, shard, low)
-            noise.update_many_(shard, start, parameter_id, steps, self._precision, low)
-            if self._guard is not None:
-                self._guard.accept(name, shard, low)
-
-    def watch(self) -> None:
-        """Take the weights as they are; from now on, `suspects` has what anything but this object changes."""
-        with self.parameters[0].shard() as shard:
-            device = shard.device
-        self._guard = ShardGuard([parameter.name for parameter in self.parameters], device)
-        for parameter in self.parameters:
-            with parameter.shard() as shard:
-                self._guard.accept(parameter.name, shard, self.low_bits.get(parameter.name))
-
-    def look(self) -> None:
-        """Look at all shards for `suspects`, also at those that no update has touched."""
-        if self._guard is not None:
-            for parameter in self.parameters:
-                with parameter.shard() as shard:
-                    self._guard.look(parameter.name, shard, self.low_bits.get(parameter.name))
-
-    @property
-    def suspects(self) -> list[str]:
-        """Names of parameters whose shard here was found changed by itself, in an update or by `look`."""
-        return [] if self._guard is None else self._guard.suspects
-
     def unlike_replicas(self) -> list[tuple[int, str]]:
-        """Return (rank, name) of each shard whose bit sum is not that of the first replica. A collective.
+        """Return (rank, name) of each shard that differs from that of the first replica. A collective.
 
-        The shards have been updated since `watch` and not been touched otherwise. Every rank gets all pairs.
+        Digests cover all bits of the shards and of their low bits. Every rank gets all pairs.
         """
         num_sharers = distributed.world_size(self.parameters[0].group)
-        if self._guard is None or num_sharers == distributed.world_size():
+        if num_sharers == distributed.world_size():
             return []
-        sums = distributed.gather_integers(self._guard.sums())
+        by_rank = distributed.gather_integers(self._shard_digests(self.parameters))
         names = [parameter.name for parameter in self.parameters]
         return [
             (rank, name)
-            for rank, mine in enumerate(sums)
-            for name, own, first in zip(names, mine, sums[rank % num_sharers], strict=True)
+            for rank, mine in enumerate(by_rank)
+            for name, own, first in zip(names, mine, by_rank[rank % num_sharers], strict=True)
             if own != first
         ]
 
     def witness(self) -> Witness:
-        """Return copies of a few elements of each trained shard, to be replayed beside them."""
+        """Return copies of a few elements of each trained shard, to compare it with a replay."""
         samples = []
         for parameter in self.parameters:
             if parameter.parameter.requires_grad and parameter.count:
                 with parameter.shard() as shard:
                     samples.append(Sample.take(parameter, shard, self.low_bits.get(parameter.name)))
-        return Witness(samples, self._precision, self.noise)
+        return Witness(samples, self._precision)
 
     def digests(self, parameters: Sequence[ShardedParameter] | None = None) -> dict[str, int]:
         """Return a digest of each full parameter and its low bits, however sharded. A collective.
@@ -226,6 +180,12 @@ class ShardedWeights:
             parameters: of which; None for all.
         """
         parameters = self.parameters if parameters is None else parameters
+        local = self._shard_digests(parameters)
+        names = [parameter.name for parameter in parameters]
+        return dict(zip(names, distributed.sum_integers(local, parameters[0].group), strict=True))
+
+    def _shard_digests(self, parameters: Sequence[ShardedParameter]) -> list[int]:
+        """Return a digest of each of this rank's shards and its low bits: signed 64-bit integers."""
         local = []
         for parameter in parameters:
             with parameter.shard() as shard:
@@ -234,8 +194,7 @@ class ShardedWeights:
                 low = self.low_bits[parameter.name]
                 total += shard_digest(low, parameter.start, parameter.named.parameter_id ^ _LOW_STREAM)
             local.append((total + 2**63) % 2**64 - 2**63)
-        names = [parameter.name for parameter in parameters]
-        return dict(zip(names, distributed.sum_integers(local, parameters[0].group), strict=True))
+        return local
 
     def digest(self, parameters: Sequence[ShardedParameter] | None = None) -> str:
         """Return one digest of weights, 32 hex digits. A collective; the same for any sharding.

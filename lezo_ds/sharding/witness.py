@@ -1,17 +1,16 @@
-"""A few elements of every shard, replayed from the journal beside the real ones: they must stay equal."""
+"""Copies of a few elements of every trained shard, replayed from the journal: they must equal the shards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lezo_ds.engine.step_plan import updates_of
-from lezo_ds.journal import StepRecord
-from lezo_ds.noise import NoiseMode, UpdatePrecision, noise_backend
+from lezo_ds.noise import UpdatePrecision, noise_backend
 from lezo_ds.sharding.zero3 import ShardedParameter
+from lezo_ds.zo.updates import StepUpdate, updates_of_parameter
 
 _NUM_ELEMENTS = 64
 
@@ -21,10 +20,10 @@ class Sample:
     """A copy of some elements of a shard.
 
     Attributes:
-        parameter: whose shard it is.
+        parameter: the parameter that the shard belongs to.
         begin: index of the first element in the shard.
-        values: [n], at most 64.
-        low: int16 [n], their low bits, if they have any.
+        values: [n], at most 64 elements.
+        low: int16 [n], their low bits, if the shard has any.
     """
 
     parameter: ShardedParameter
@@ -34,7 +33,7 @@ class Sample:
 
     @classmethod
     def take(cls, parameter: ShardedParameter, shard: Tensor, low: Tensor | None) -> Sample:
-        """Copy elements of a shard; which ones differs from parameter to parameter."""
+        """Copy elements of a shard, at a position that depends on the parameter."""
         begin = parameter.named.parameter_id % max(1, parameter.count - _NUM_ELEMENTS)
         end = begin + _NUM_ELEMENTS
         return cls(
@@ -42,35 +41,38 @@ class Sample:
         )
 
     def equals(self, shard: Tensor, low: Tensor | None) -> bool:
-        """Return whether a shard, and its low bits, have these bits."""
+        """Return whether the shard and its low bits have the sample's bits."""
         end = self.begin + len(self.values)
+        # Compared as bytes: -0.0 equals 0.0, and NaN does not equal itself.
         bits = torch.equal(self.values.view(torch.uint8), shard[self.begin : end].view(torch.uint8))
         return bits and (self.low is None or low is None or torch.equal(self.low, low[self.begin : end]))
 
 
 class Witness:
-    """Samples of a rank's shards that follow the journal by themselves; made by `ShardedWeights.witness`."""
+    """Samples of a rank's shards that are updated from the journal; made by `ShardedWeights.witness`.
 
-    def __init__(self, samples: Sequence[Sample], precision: UpdatePrecision, noise: NoiseMode) -> None:
+    Args:
+        samples: of the trained shards.
+        precision: how updates are stored.
+    """
+
+    def __init__(self, samples: Sequence[Sample], precision: UpdatePrecision) -> None:
         self.samples = samples
         self._precision = precision
-        self._noise: NoiseMode = noise
 
-    def follow(self, records: Iterable[StepRecord]) -> None:
-        """Replay steps on the samples."""
-        applied = [record for record in records if record.applied]
+    def follow(self, updates: Sequence[StepUpdate]) -> None:
+        """Apply the updates of steps to the samples."""
         for sample in self.samples:
             named, start = sample.parameter.named, sample.parameter.start + sample.begin
-            if steps := updates_of(named.block, applied):
-                noise_backend(sample.values.device, self._noise).update_many_(
-                    sample.values, start, named.parameter_id, steps, self._precision, sample.low
-                )
+            steps = updates_of_parameter(updates, named.block, decays=sample.parameter.decays)
+            noise = noise_backend(sample.values.device)
+            noise.update_(sample.values, start, named.parameter_id, steps, self._precision, sample.low)
 
     def unlike(self, low_bits: Mapping[str, Tensor]) -> list[str]:
         """Return the names of the parameters whose shards differ from their samples.
 
         Args:
-            low_bits: by parameter name, those of this rank's shards.
+            low_bits: the low bits of this rank's shards, by parameter name.
         """
         names = []
         for sample in self.samples:

@@ -59,6 +59,11 @@ class ShardedParameter:
         return self.named.name
 
     @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: to matrices, not to biases and norms (as in MeZO's code)."""
+        return len(self.shape) > 1
+
+    @property
     def group(self) -> Any:  # noqa: ANN401
         """The process group whose ranks share the parameter."""
         return self._deepspeed.ds_process_group

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, get_args
 
-from lezo_ds.noise import NoiseMode, UpdatePrecision
+from lezo_ds.noise import UpdatePrecision
 from lezo_ds.sharding.checkpoint_files import DTYPES
 from lezo_ds.tools.benchmark.results import ModelSettings, Settings
 from lezo_ds.tools.benchmark.shapes import SHAPES, TASKS
@@ -31,7 +31,6 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=positive, metavar="N", help="examples of a step, over all ranks; 16 by default")
     add("--dtype", choices=DTYPES, default="fp32", help="of the weights")
     add("--update-precision", choices=get_args(UpdatePrecision), default="fp32_master", help="in 16 bits")
-    add("--noise-mode", choices=get_args(NoiseMode), default="exact", help="of our steps; fast needs a GPU")
     add("--rounds", type=positive, default=5, metavar="N", help="timed steps of a variant")
     add("--threads", type=positive, default=1, metavar="N", help="of each rank on a CPU")
 
@@ -61,8 +60,8 @@ def _settings(
     workload = replace(
         typical, batch_size=arguments.batch or typical.batch_size, length=length or typical.length
     )
-    dtype, precision, noise = arguments.dtype, arguments.update_precision, arguments.noise_mode
-    model = ModelSettings(shape, layers, dtype, precision, ds_config, partition_size, noise)
+    dtype, precision = arguments.dtype, arguments.update_precision
+    model = ModelSettings(shape, layers, dtype, precision, ds_config, partition_size)
     return Settings(model, workload, micro_batches, arguments.rounds, arguments.threads)
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from lezo_ds import distributed
-from lezo_ds.noise import NoiseBackend, noise_backend
+from lezo_ds.noise import NoiseBackend, Update, UpdatePrecision, noise_backend
 from lezo_ds.sharding.checkpoint_files import DTYPES
 from lezo_ds.tools.benchmark.results import Elapsed, Kernels, KernelTiming
 from lezo_ds.tools.benchmark.steps import time_once
 
-_SEED, _PARAMETER, _SCALE = 1, 2, 1e-3
+_KEY, _PARAMETER, _SCALE = 1, 2, 1e-3
 _CALLS = 4  # timed together, so that starting them counts little
 REPLAYED_STEPS = 16
 
@@ -51,11 +51,11 @@ def _repeat(operation: Callable[[], object]) -> None:
 
 
 def _operations(dtype: str, num_elements: int) -> list[tuple[str, int, Callable[[], object]]]:
-    """Return (name, bytes an element that it must read and write, operation); on a GPU of both noises."""
+    """Return (name, bytes an element that it must read and write, operation)."""
     device = distributed.device()
-    theta = noise_backend(device).normal(_SEED, 0, 0, num_elements, device).to(DTYPES[dtype])
+    theta = noise_backend(device).normal(_KEY, 0, 0, num_elements, device).to(DTYPES[dtype])
     other = torch.empty_like(theta)
-    generator = torch.Generator(device).manual_seed(_SEED)
+    generator = torch.Generator(device).manual_seed(_KEY)
     size = theta.element_size()
 
     def torch_noise() -> object:
@@ -65,29 +65,32 @@ def _operations(dtype: str, num_elements: int) -> list[tuple[str, int, Callable[
         ("copy", 2 * size, lambda: other.copy_(theta)),
         ("torch normal_ and add_", 4 * size, torch_noise),
     ]
-    exact = _noise_operations(noise_backend(device), theta)
-    if device.type != "cuda":
-        return [*references, *exact]
-    fast = _noise_operations(noise_backend(device, "fast"), theta)
-    return [*references, *exact, *((f"{name}, fast", num_bytes, run) for name, num_bytes, run in fast)]
+    return [*references, *_noise_operations(noise_backend(device), theta)]
 
 
 def _noise_operations(noise: NoiseBackend, theta: Tensor) -> list[tuple[str, int, Callable[[], object]]]:
     """Return what `_operations` does, of one backend on weights that it changes."""
     num_elements, size, device = theta.numel(), theta.element_size(), theta.device
     low = torch.zeros(num_elements, dtype=torch.int16, device=device)
-    steps = [(seed, _SCALE) for seed in range(REPLAYED_STEPS)]
-    key = (_SEED, _PARAMETER, _SCALE)
+    step = Update(_KEY, _SCALE)
+    steps = [Update(key, _SCALE) for key in range(REPLAYED_STEPS)]
+
+    def update(precision: UpdatePrecision, low: Tensor | None = None) -> Callable[[], object]:
+        return lambda: noise.update_(theta, 0, _PARAMETER, [step], precision, low)
+
+    def perturb(*scales: float) -> Callable[[], object]:
+        return lambda: noise.perturb(theta, _KEY, _PARAMETER, scales)
+
     made: list[tuple[str, int, Callable[[], object]]] = [
-        ("normal, fp32", 4, lambda: noise.normal(_SEED, _PARAMETER, 0, num_elements, device)),
-        ("perturb", 2 * size, lambda: noise.perturb(theta, *key)),
-        ("perturb_pair", 3 * size, lambda: noise.perturb_pair(theta, *key)),
-        ("update, nearest", 2 * size, lambda: noise.update_(theta, 0, *key, "nearest")),
+        ("normal, fp32", 4, lambda: noise.normal(_KEY, _PARAMETER, 0, num_elements, device)),
+        ("perturb", 2 * size, perturb(_SCALE)),
+        ("perturb_pair", 3 * size, perturb(_SCALE, -_SCALE)),
+        ("update, nearest", 2 * size, update("nearest")),
     ]
     if size == 2:
         made += [
-            ("update, stochastic", 2 * size, lambda: noise.update_(theta, 0, *key, "stochastic")),
-            ("update, fp32_master", 8, lambda: noise.update_(theta, 0, *key, "fp32_master", low)),
+            ("update, stochastic", 2 * size, update("stochastic")),
+            ("update, fp32_master", 8, update("fp32_master", low)),
         ]
-    many = partial(noise.update_many_, theta, 0, _PARAMETER, steps, "nearest")
+    many = partial(noise.update_, theta, 0, _PARAMETER, steps, "nearest")
     return [*made, (f"update of {REPLAYED_STEPS} steps, nearest", 2 * size, many)]

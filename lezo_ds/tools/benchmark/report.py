@@ -94,7 +94,6 @@ def _cell(cell: Cell) -> str:
         f"{model.shape}'s shape, {model.num_blocks or SHAPES[model.shape].num_blocks} blocks",
         f"{cell.num_parameters:,} parameters in {model.dtype}",
         *([model.precision] if model.dtype != "fp32" else []),
-        *(["fast noise"] if model.noise == "fast" else []),
         f"{workload.batch_size} examples of {workload.length} tokens, "
         + _count(workload.num_candidates, "candidate"),
         _count(cell.num_ranks, "rank"),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from lezo_ds.errors import UserError
 from lezo_ds.files import write_atomically
-from lezo_ds.noise import NoiseMode, UpdatePrecision
+from lezo_ds.noise import UpdatePrecision
 from lezo_ds.tools.benchmark.shapes import Workload
 
 
@@ -26,7 +26,6 @@ class ModelSettings:
         precision: how our updates are stored in 16 bits.
         deepspeed: path of the DeepSpeed JSON; None for DeepSpeed's own settings.
         partition_size: number of ranks that share the weights under ZeRO-3; None for all.
-        noise: of our steps.
     """
 
     shape: str
@@ -35,7 +34,6 @@ class ModelSettings:
     precision: UpdatePrecision = "fp32_master"
     deepspeed: str | None = None
     partition_size: int | None = None
-    noise: NoiseMode = "exact"
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def start_engine(settings: ModelSettings) -> LezoEngine:
     """Return our engine on a sharded model with random weights. A collective."""
     distributed.init_distributed()
     ds_config = load_ds_config(settings.deepspeed, settings.dtype, distributed.world_size(), 1)
-    config = ours_config(VariantName.parse("ours"), settings.precision, settings.noise)
+    config = ours_config(VariantName.parse("ours"), settings.precision)
     with ExitStack() as stack:
         # On one host: the other ranks read what the first writes.
         folder = stack.enter_context(tempfile.TemporaryDirectory()) if distributed.rank() == 0 else None

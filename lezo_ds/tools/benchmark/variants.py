@@ -17,7 +17,7 @@ from lezo_ds.engine.step_plan import noise_seed
 from lezo_ds.errors import UserError
 from lezo_ds.model.batch import MicroBatch, to_device
 from lezo_ds.model.blocks import draw_dropped_layers, find_blocks
-from lezo_ds.noise import NoiseMode, UpdatePrecision, noise_backend
+from lezo_ds.noise import UpdatePrecision, noise_backend
 from lezo_ds.sharding import zero3
 from lezo_ds.tools.benchmark.shapes import Workload
 from lezo_ds.tools.benchmark.stages import StageClock
@@ -27,7 +27,7 @@ PERTURBATION_SCALE = 1e-3
 WEIGHT_DECAY = 0.0
 RUN_SEED = 0
 NAMES = ("mezo_reference", "mezo_fused", "naive_zero3", "ours")
-_NOISE_METHODS = ("perturb", "perturb_pair", "perturb_rows", "perturb_rows_pair")
+_NOISE_METHODS = ("perturb", "perturb_rows")
 
 
 @dataclass(frozen=True)
@@ -263,9 +263,7 @@ def ours(
     return Variant(name.text, stored + low_bits, step, lambda: _sharded_stages(engine, clock))
 
 
-def ours_config(
-    name: VariantName, precision: UpdatePrecision = "fp32_master", noise: NoiseMode = "exact"
-) -> ZoConfig:
+def ours_config(name: VariantName, precision: UpdatePrecision = "fp32_master") -> ZoConfig:
     """Return the engine's settings for a variant of it."""
     return ZoConfig(
         learning_rate=LEARNING_RATE,
@@ -310,7 +308,7 @@ def _sharded_stages(engine: LezoEngine, clock: StageClock) -> Iterator[None]:
     owner, gathering = zero3.GATHERING
     with (
         clock.methods(engine.module, ["forward"], "forward"),
-        clock.methods(noise_backend(engine.device, engine.weights.noise), _NOISE_METHODS, "perturb"),
+        clock.methods(noise_backend(engine.device), _NOISE_METHODS, "perturb"),
         clock.methods(engine.weights, ["apply"], "update"),
         clock.methods(owner, gathering, "gather"),
     ):

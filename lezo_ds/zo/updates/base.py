@@ -12,12 +12,12 @@ from lezo_ds.zo.records import StepRecord
 
 
 class Update(NamedTuple):
-    """One change of one parameter: theta <- factor * theta - coefficient * z(key).
+    """One update of a parameter: theta <- theta * factor - coefficient * z(key).
 
     Attributes:
-        key: of the noise z.
-        coefficient: of z.
-        factor: of theta; 1 unless weights decay.
+        key: unsigned 64-bit key of the noise.
+        coefficient: multiplies z; for MeZO the learning rate times the projected gradient.
+        factor: multiplies theta; 1 - learning rate * weight decay for decoupled weight decay.
     """
 
     key: int
