@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from test_perturbed_forward import NOISE, perturbation, reference, tunable
+from test_perturbed_forward import BOTH, MINUS, NOISE, PLUS, perturbation, reference, tunable
 from tiny_models import FAMILIES, VOCABULARY, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from lezo_ds.data.encoding import PromptTokenizer
 from lezo_ds.data.generation import prompt_batch, read_answers, write_tokens
 from lezo_ds.model.batch import GenerationSettings
-from lezo_ds.model.perturbed_forward import PerturbedForward, Sign
+from lezo_ds.model.perturbed_forward import PerturbedForward
 
 PAD = 1
 MAX_NEW_TOKENS = 12
@@ -117,7 +117,7 @@ def test_what_a_models_own_settings_ask_for_does_not_change_greedy_decoding():
 def test_both_signs_are_decoded_as_by_models_with_perturbed_weights(family, dropped):
     (model, settings), prompts = start(family), prompts_of()
     trainable = tunable(model)
-    signs = (Sign.PLUS, Sign.MINUS)
+    signs = (PLUS, MINUS)
     sides = [reference(model, trainable, perturbation(sign, dropped, SCALE)) for sign in signs]
     expected = [[plain(side, prompt, settings.stop_ids) for prompt in prompts] for side in sides]
     assert expected[0] != expected[1]
@@ -126,7 +126,7 @@ def test_both_signs_are_decoded_as_by_models_with_perturbed_weights(family, drop
     def write(**inputs):
         return write_tokens(model, settings, **inputs)
 
-    both = perturbed(batch, perturbation(Sign.BOTH, dropped, SCALE), write)
+    both = perturbed(batch, perturbation(BOTH, dropped, SCALE), write)
     singles = [perturbed(batch, perturbation(sign, dropped, SCALE), write)[0] for sign in signs]
     assert [ended(tokens, settings) for tokens in both] == expected
     assert [ended(tokens, settings) for tokens in singles] == expected

@@ -16,7 +16,7 @@ from lezo_ds.model.adapters import load_prefix, make_adapter
 from lezo_ds.model.adapters.prefix import initial_ids
 from lezo_ds.model.batch import GenerationSettings, MicroBatch
 from lezo_ds.model.blocks import find_blocks
-from lezo_ds.model.perturbed_forward import Perturbation, Sign
+from lezo_ds.model.perturbed_forward import KeyedProbe, Perturbation
 
 FAMILIES_TESTED = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt2", "phi", "gemma")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -144,8 +144,9 @@ def test_answers_written_behind_a_prefix_equal_those_written_by_hand(runs, famil
 def _tokens_at_both_signs(directory):
     engine = start_engine(directory, peft_config("prefix"))
     batch = prompt_batch(PROMPTS, SETTINGS)
-    both = Perturbation(5, 0.3, frozenset({0}), Sign.BOTH)
-    one = [Perturbation(5, 0.3, frozenset({0}), sign) for sign in (Sign.PLUS, Sign.MINUS)]
+    probes = (KeyedProbe(5, 0.3), KeyedProbe(5, -0.3))
+    both = Perturbation(probes, frozenset({0}))
+    one = [Perturbation((probe,), frozenset({0})) for probe in probes]
     with torch.no_grad():
         return engine._run(batch, both), [engine._run(batch, sign)[0] for sign in one]
 

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from lezo_ds.errors import UserError
 from lezo_ds.model.batch import LogitSelection, MicroBatch
 from lezo_ds.model.blocks import find_blocks
-from lezo_ds.model.perturbed_forward import Perturbation, PerturbedForward, Sign
+from lezo_ds.model.perturbed_forward import KeyedProbe, Perturbation, PerturbedForward
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
 
@@ -35,8 +35,11 @@ def tunable(model, only=None):
     }
 
 
-def perturbation(sign, dropped=(), scale=SCALE, seed=SEED):
-    return Perturbation(seed, scale, frozenset(dropped), sign)
+PLUS, MINUS, BOTH = (1,), (-1,), (1, -1)
+
+
+def perturbation(signs, dropped=(), scale=SCALE, key=SEED):
+    return Perturbation(tuple(KeyedProbe(key, sign * scale) for sign in signs), frozenset(dropped))
 
 
 def reference(model, trainable, change, dtype=torch.float32):
@@ -46,6 +49,7 @@ def reference(model, trainable, change, dtype=torch.float32):
     """
     # A copy of a wrapped model would run the original's modules.
     assert not any("forward" in vars(module) for module in model.modules())
+    (probe,) = change.probes
     names = {named.name: named for named in trainable.values()}
     perturbed = copy.deepcopy(model).to(dtype)
     originals = dict(model.named_parameters())
@@ -54,8 +58,8 @@ def reference(model, trainable, change, dtype=torch.float32):
             if name not in names or names[name].block in change.dropped_layers:
                 continue
             theta = originals[name]
-            z = NOISE.normal(change.seed, names[name].parameter_id, 0, theta.numel(), CPU)
-            value = theta.float() + change.sign.value * change.scale * z.view_as(theta)
+            z = NOISE.normal(probe.key, names[name].parameter_id, 0, theta.numel(), CPU)
+            value = theta.float() + probe.scale * z.view_as(theta)
             parameter.copy_(value if theta.dim() == 1 else value.to(theta.dtype))
     return perturbed
 
@@ -97,15 +101,15 @@ def both_references(model, trainable, batch, dropped):
     """The reference's logits at theta + mu z and at theta - mu z."""
     return [
         plain_logits(reference(model, trainable, perturbation(sign, dropped)), batch)
-        for sign in (Sign.PLUS, Sign.MINUS)
+        for sign in (PLUS, MINUS)
     ]
 
 
 def two_ways(model, trainable, batch, dropped):
     """(dual forward, two single-sign forwards): each the logits at theta + mu z and at theta - mu z."""
     perturbed = PerturbedForward(model, trainable, NOISE)
-    dual = run(perturbed, model, batch, perturbation(Sign.BOTH, dropped))
-    singles = [run(perturbed, model, batch, perturbation(sign, dropped)) for sign in (Sign.PLUS, Sign.MINUS)]
+    dual = run(perturbed, model, batch, perturbation(BOTH, dropped))
+    singles = [run(perturbed, model, batch, perturbation(sign, dropped)) for sign in (PLUS, MINUS)]
     assert [len(single) for single in singles] == [1, 1]
     return dual, tuple(single[0] for single in singles)
 
@@ -124,12 +128,36 @@ def test_the_dual_forward_and_two_single_ones_equal_a_model_with_perturbed_weigh
     assert_same_weights(model, before)
 
 
+@pytest.mark.parametrize("family", ["opt", "llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("selected", [False, True])
+def test_a_pass_runs_any_list_of_probes_and_each_as_if_alone(family, selected):
+    model = tiny_model(family)
+    selection = SELECTIONS["some entries"] if selected else None
+    trainable, batch = tunable(model), token_batch(selection)
+    probes = [
+        KeyedProbe(7, 0.03),
+        KeyedProbe(8, -0.05),
+        KeyedProbe(7, -0.03),
+        KeyedProbe(9, 0.0),
+        KeyedProbe(8, 0.1),
+    ]
+    singles = [Perturbation((probe,), frozenset({1})) for probe in probes]
+    expected = [plain_logits(reference(model, trainable, single), batch) for single in singles]
+    if selected:
+        expected = [select(logits, selection) for logits in expected]
+    perturbed = PerturbedForward(model, trainable, NOISE)
+    found = run(perturbed, model, batch, Perturbation(tuple(probes), frozenset({1})))
+    assert len(found) == len(probes)
+    for logits, wanted in zip(found, expected, strict=True):
+        assert_equal_to_rounding(logits, wanted)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_a_perturbation_the_model_gives_its_own_logits_bit_for_bit(family):
     model, batch = tiny_model(family), token_batch()
     expected = plain_logits(model, batch)
     perturbed = PerturbedForward(model, tunable(model), NOISE)
-    run(perturbed, model, batch, perturbation(Sign.BOTH))
+    run(perturbed, model, batch, perturbation(BOTH))
     assert torch.equal(plain_logits(model, batch), expected)
     (logits,) = run(perturbed, model, batch)
     assert torch.equal(logits, expected)
@@ -141,7 +169,7 @@ def test_in_16_bits_the_perturbed_model_is_met_as_closely_as_a_plain_16_bit_forw
     model = tiny_model(family, dtype)
     trainable, batch, before = tunable(model), token_batch(), bits(model)
     plain = plain_logits(copy.deepcopy(model).float(), batch)
-    exact = [reference(model, trainable, perturbation(sign, (1,))) for sign in (Sign.PLUS, Sign.MINUS)]
+    exact = [reference(model, trainable, perturbation(sign, (1,))) for sign in (PLUS, MINUS)]
     ways = two_ways(model, trainable, batch, (1,))
     for side, exact_model in enumerate(exact):
         expected = plain_logits(exact_model, batch)
@@ -162,9 +190,9 @@ def test_every_single_parameter_is_perturbed_wherever_it_is_used(family):
     for name, _ in untouched.named_parameters():
         model = tiny_model(family)
         trainable = tunable(model, only={name})
-        change = perturbation(Sign.PLUS)
+        change = perturbation(PLUS)
         expected = plain_logits(reference(model, trainable, change), batch)
-        plus, minus = run(PerturbedForward(model, trainable, NOISE), model, batch, perturbation(Sign.BOTH))
+        plus, minus = run(PerturbedForward(model, trainable, NOISE), model, batch, perturbation(BOTH))
         assert_equal_to_rounding(plus, expected)
         if not name.endswith("k_proj.bias"):  # shifts all of a query's scores alike, which softmax ignores
             assert (plus - plain).abs().max() > 1e-5, name
@@ -177,8 +205,8 @@ def test_frozen_parameters_are_not_perturbed(family):
     for name, parameter in model.named_parameters():
         parameter.requires_grad = "norm" not in name and not name.endswith("bias")
     trainable, batch = tunable(model), token_batch()
-    expected = plain_logits(reference(model, trainable, perturbation(Sign.MINUS)), batch)
-    _, minus = run(PerturbedForward(model, trainable, NOISE), model, batch, perturbation(Sign.BOTH))
+    expected = plain_logits(reference(model, trainable, perturbation(MINUS)), batch)
+    _, minus = run(PerturbedForward(model, trainable, NOISE), model, batch, perturbation(BOTH))
     assert_equal_to_rounding(minus, expected)
 
 
@@ -188,9 +216,9 @@ def test_with_all_blocks_dropped_and_nothing_outside_them_tunable_the_logits_do_
     plain = plain_logits(model, batch)
     perturbed = PerturbedForward(model, tunable(model, only=blocks), NOISE)
     all_dropped = range(NUM_BLOCKS)
-    (single,) = run(perturbed, model, batch, perturbation(Sign.PLUS, all_dropped))
+    (single,) = run(perturbed, model, batch, perturbation(PLUS, all_dropped))
     assert torch.equal(single, plain)
-    for logits in run(perturbed, model, batch, perturbation(Sign.BOTH, all_dropped)):
+    for logits in run(perturbed, model, batch, perturbation(BOTH, all_dropped)):
         assert_equal_to_rounding(logits, plain)
 
 
@@ -211,8 +239,8 @@ def test_batches_of_any_number_of_rows_are_halved_right(rows):
     for family in ("opt", "gpt2"):
         model, batch = tiny_model(family), token_batch(rows=rows)
         trainable = tunable(model)
-        expected = plain_logits(reference(model, trainable, perturbation(Sign.MINUS)), batch)
-        _, minus = run(PerturbedForward(model, trainable, NOISE), model, batch, perturbation(Sign.BOTH))
+        expected = plain_logits(reference(model, trainable, perturbation(MINUS)), batch)
+        _, minus = run(PerturbedForward(model, trainable, NOISE), model, batch, perturbation(BOTH))
         assert minus.shape == (rows, TOKENS, VOCABULARY)
         assert_equal_to_rounding(minus, expected)
 
@@ -239,7 +267,7 @@ def test_selected_logits_are_the_full_ones_indexed(family, tuned, selection):
     head = {name for name in names if "lm_head" in name or "embed" in name or "wte" in name}
     only = {"all": names, "none of the head": names - head, "bias only": {"lm_head.bias"} & names}[tuned]
     perturbed = PerturbedForward(model, tunable(model, only), NOISE)
-    changes = [None, *(perturbation(sign, (2,)) for sign in Sign)]
+    changes = [None, *(perturbation(sign, (2,)) for sign in (PLUS, MINUS, BOTH))]
     for change in changes:
         full = run(perturbed, model, token_batch(), change)
         selected = run(perturbed, model, token_batch(selection), change)
@@ -252,7 +280,7 @@ def test_selected_logits_are_the_full_ones_indexed(family, tuned, selection):
 def test_selected_logits_are_the_full_ones_indexed_in_bfloat16(family, selection):
     model = tiny_model(family, torch.bfloat16)
     perturbed = PerturbedForward(model, tunable(model), NOISE)
-    for change in [None, *(perturbation(sign, (2,)) for sign in Sign)]:
+    for change in [None, *(perturbation(sign, (2,)) for sign in (PLUS, MINUS, BOTH))]:
         full = run(perturbed, model, token_batch(), change)
         selected = run(perturbed, model, token_batch(selection), change)
         for wanted, found in zip(full, selected, strict=True):
@@ -274,9 +302,9 @@ def test_adapters_from_peft_are_perturbed_and_the_model_under_them_is_not():
     model = peft.get_peft_model(tiny_model("opt"), config, autocast_adapter_dtype=False).eval()
     trainable, batch = tunable(model), token_batch()
     assert {named.block for named in trainable.values()} == set(range(NUM_BLOCKS))
-    expected = plain_logits(reference(model, trainable, perturbation(Sign.PLUS, (1,))), batch)
+    expected = plain_logits(reference(model, trainable, perturbation(PLUS, (1,))), batch)
     plain = plain_logits(model, batch)
-    plus, _ = run(PerturbedForward(model, trainable, NOISE), model, batch, perturbation(Sign.BOTH, (1,)))
+    plus, _ = run(PerturbedForward(model, trainable, NOISE), model, batch, perturbation(BOTH, (1,)))
     assert (plus - plain).abs().max() > 1e-4
     assert_equal_to_rounding(plus, expected)
 
@@ -343,7 +371,7 @@ def test_in_16_bits_a_module_with_children_or_with_a_bias_of_its_own_kind_is_per
             torch.testing.assert_close(found.float(), wanted, rtol=0, atol=0.03)
 
 
-@pytest.mark.parametrize("sign", list(Sign))
+@pytest.mark.parametrize("sign", [PLUS, MINUS, BOTH])
 def test_an_exception_in_a_forward_leaves_the_parameters_and_the_next_run_as_they_were(sign):
     model, batch = ToyModel(), token_batch(SELECTIONS["some entries"])
     before = bits(model)
@@ -390,18 +418,18 @@ def run_table(positions, sign):
     ],
 )
 def test_a_tensor_without_a_batch_dimension_is_refused_in_the_dual_forward_with_the_way_out(positions):
-    with pytest.raises(UserError, match=r"without a batch dimension.*zo\.forward=two_pass"):
-        run_table(positions, Sign.BOTH)
+    with pytest.raises(UserError, match=r"without a batch dimension.*zo\.probes_per_pass=1"):
+        run_table(positions, BOTH)
 
 
 def test_a_tensor_without_a_batch_dimension_is_fine_in_single_forwards():
-    (logits,) = run_table(lambda ids: torch.arange(ids.shape[1]), Sign.PLUS)
+    (logits,) = run_table(lambda ids: torch.arange(ids.shape[1]), PLUS)
     assert torch.equal(logits[0], logits[2])
 
 
 def test_a_tensor_shared_by_all_rows_is_repeated_for_each_half():
-    plus, minus = run_table(lambda ids: torch.arange(ids.shape[1])[None], Sign.BOTH)
-    single = run_table(lambda ids: torch.arange(ids.shape[1])[None], Sign.MINUS)[0]
+    plus, minus = run_table(lambda ids: torch.arange(ids.shape[1])[None], BOTH)
+    single = run_table(lambda ids: torch.arange(ids.shape[1])[None], MINUS)[0]
     assert torch.equal(minus, single)
     assert not torch.equal(plus, minus)
 
@@ -429,8 +457,8 @@ def test_a_head_that_is_called_twice_selects_the_same_rows_each_time():
     }
     perturbed = PerturbedForward(model, trainable, NOISE)
     selection = SELECTIONS["some entries"]
-    full = run(perturbed, model, token_batch(), perturbation(Sign.BOTH))
-    selected = run(perturbed, model, token_batch(selection), perturbation(Sign.BOTH))
+    full = run(perturbed, model, token_batch(), perturbation(BOTH))
+    selected = run(perturbed, model, token_batch(selection), perturbation(BOTH))
     for wanted, found in zip(full, selected, strict=True):
         assert_equal_to_rounding(found, select(wanted, selection))
 
@@ -451,7 +479,7 @@ def run_module(module, hidden, only=("weight", "bias"), scale=1e-3):
     trainable = {getattr(module, name): NamedParameter(name, ids[name], None) for name in only}
     model = OneModule(module)
     batch = MicroBatch({"hidden": hidden}, len(hidden))
-    change = perturbation(Sign.BOTH, scale=scale)
+    change = perturbation(BOTH, scale=scale)
     (plus, _) = run(PerturbedForward(model, trainable, NOISE), model, batch, change)
     exact = {}
     for parameter, named in trainable.items():
@@ -519,7 +547,7 @@ def gradient_estimates(model, batch, dropped, num_directions):
     gradient = torch.autograd.grad(loss(model(**batch.inputs).logits), list(trainable))
     scale, slopes, directions = 1e-3, [], []
     for seed in range(num_directions):
-        change = perturbation(Sign.BOTH, dropped, scale, seed)
+        change = perturbation(BOTH, dropped, scale, seed)
         plus, minus = run(perturbed, model, batch, change)
         slopes.append((loss(plus) - loss(minus)) / (2 * scale))
         z = [
