@@ -27,7 +27,7 @@ from lezo_ds.sharding.checkpoint_files import (
     WeightFiles,
     build_on_meta,
     checkpoint_renaming,
-    load_config,
+    load_model_config,
     resolve_model,
 )
 
@@ -374,7 +374,7 @@ def test_a_name_that_is_no_model_is_refused_offline(name, tmp_path):
 
 
 def test_the_config_of_a_directory_is_loaded(single, model):
-    assert load_config(single).to_dict()["hidden_size"] == model.config.hidden_size
+    assert load_model_config(single).to_dict()["hidden_size"] == model.config.hidden_size
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_the_config_of_a_directory_is_loaded(single, model):
 def test_a_config_of_an_unknown_type_or_a_broken_one_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match="cannot be read"):
-        load_config(tmp_path)
+        load_model_config(tmp_path)
 
 
 def test_code_that_comes_with_a_model_is_never_run(tmp_path):
@@ -391,7 +391,7 @@ def test_code_that_comes_with_a_model_is_never_run(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto_map}))
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
     with pytest.raises(UserError, match="cannot be read"):
-        load_config(tmp_path)
+        load_model_config(tmp_path)
     assert not (tmp_path / "executed").exists()
 
 

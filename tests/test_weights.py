@@ -18,7 +18,7 @@ from lezo_ds.model.blocks import find_blocks
 from lezo_ds.model.sharded_model import load_weights
 from lezo_ds.noise import join_master, noise_backend
 from lezo_ds.sharding import zero3
-from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta, load_config
+from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta, load_model_config
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
 from lezo_ds.sharding.weights import ShardedWeights
 
@@ -54,7 +54,7 @@ def shard(directory, dtype, precision, frozen=()):
     """Return a model's shards and the model, without DeepSpeed's engine, which refuses fp16 on some CPUs."""
     torch.set_num_threads(1)
     distributed.init_distributed()
-    model = build_on_meta(load_config(Path(directory)), DTYPES[dtype])
+    model = build_on_meta(load_model_config(Path(directory)), DTYPES[dtype])
     layout = find_blocks(model)
     aliases = {name: (name,) for name, _ in model.named_parameters()}
     ids = parameter_ids(aliases)

@@ -24,7 +24,7 @@ from lezo_ds.data.records import Splits, load_records, sample_splits, with_demon
 from lezo_ds.data.sampling import batch_indices
 from lezo_ds.errors import UserError
 from lezo_ds.model.batch import GenerationSettings, MicroBatch
-from lezo_ds.sharding.checkpoint_files import load_config, resolve_model
+from lezo_ds.sharding.checkpoint_files import load_model_config, resolve_model
 from lezo_ds.tasks import get_task
 from lezo_ds.tasks.base import Example, Task
 
@@ -140,7 +140,7 @@ def load_task_data(config: RunConfig) -> TaskData:
         for split in (splits.dev, splits.test)
     )
     packed = config.train.packed and config.peft.kind != "prefix"
-    packed = packed and can_pack(load_config(directory), config.data.max_length)
+    packed = packed and can_pack(load_model_config(directory), config.data.max_length)
     task_data = TaskData(task, tokenizer, train, dev, test, objective, generation, packed)
     _check_positions(task_data, directory)
     return task_data
@@ -205,7 +205,7 @@ def _encode_nulls(
 
 
 def _check_positions(data: TaskData, directory: Path) -> None:
-    num_positions = getattr(load_config(directory).get_text_config(), "max_position_embeddings", None)
+    num_positions = getattr(load_model_config(directory).get_text_config(), "max_position_embeddings", None)
     splits = (data.train, data.dev, data.test)
     lengths = [len(ids) for split in splits for example in split.encoded for ids in example.sequences]
     lengths += [len(ids) + MAX_NEW_TOKENS for split in splits for ids in split.prompts]

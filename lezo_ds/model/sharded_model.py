@@ -21,7 +21,7 @@ from lezo_ds.sharding.checkpoint_files import (
     WeightFiles,
     build_on_meta,
     checkpoint_renaming,
-    load_config,
+    load_model_config,
     resolve_model,
     with_safetensors,
 )
@@ -121,7 +121,7 @@ def load_sharded_model(
         UserError: no such model, no transformer blocks, weights or an adapter that do not fit.
     """
     directory = _resolve_on_all_nodes(model)
-    module = build_on_meta(load_config(directory), DTYPES[dtype])
+    module = build_on_meta(load_model_config(directory), DTYPES[dtype])
     layout = find_blocks(module)
     adapter = make_adapter(peft)
     if adapter is not None:

@@ -13,7 +13,7 @@ from lezo_ds.data.evaluation import EvaluationResult, Model, evaluate
 from lezo_ds.data.task_data import EncodedSplit, load_task_data
 from lezo_ds.runs.restore import read_run, restore
 from lezo_ds.runs.trainer import make_engine, set_threads
-from lezo_ds.sharding.checkpoint_files import DTYPES, load_config, resolve_model
+from lezo_ds.sharding.checkpoint_files import DTYPES, load_model_config, resolve_model
 from lezo_ds.tasks.base import Example
 
 
@@ -93,5 +93,5 @@ def _numbers(result: EvaluationResult) -> Mapping[str, float | None]:
 
 def _stored_dtype(model: str) -> str:
     """Return the dtype that a model's config names, if it is one the engine has; else fp32."""
-    stored = getattr(load_config(resolve_model(model)), "dtype", None)
+    stored = getattr(load_model_config(resolve_model(model)), "dtype", None)
     return next((name for name, dtype in DTYPES.items() if dtype == stored), "fp32")

@@ -20,7 +20,7 @@ from lezo_ds.runs.first_order_run import FirstOrderRun, check_training_state
 from lezo_ds.runs.run import num_steps
 from lezo_ds.runs.run_directory import RunDirectory
 from lezo_ds.runs.zeroth_order_run import ZerothOrderRun, check_journal
-from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta, load_config, resolve_model
+from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta, load_model_config, resolve_model
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _ds_config(config: RunConfig) -> dict[str, Any]:
 
 def _check_before_loading(config: RunConfig, directory: RunDirectory) -> None:
     if config.method in ZEROTH_ORDER:
-        model = build_on_meta(load_config(resolve_model(config.model.path)), DTYPES[config.model.dtype])
+        model = build_on_meta(load_model_config(resolve_model(config.model.path)), DTYPES[config.model.dtype])
         num_dropped(config.zo, find_blocks(model).num_blocks)
     directory.create()
     _check_kind(config, directory)

@@ -70,7 +70,7 @@ def resolve_model(model: str) -> Path:
     return found
 
 
-def load_config(directory: Path) -> Any:  # noqa: ANN401
+def load_model_config(directory: Path) -> Any:  # noqa: ANN401
     """Return the transformers config of a model directory.
 
     Raises:
