@@ -36,11 +36,10 @@ from test_kill_and_resume import wait_until
 from test_lost_ranks import ranks_of
 from tiny_runs import start_engine
 
-from lezo_ds.config import TrainConfig
+from lezo_ds.config import TrainConfig, num_dropped_from_sparsity
 from lezo_ds.engine.agreement import fact_numbers
 from lezo_ds.errors import JournalError
 from lezo_ds.journal import Journal, read_journal
-from lezo_ds.model.blocks import num_dropped_from_sparsity
 from lezo_ds.tools.benchmark.shapes import TASKS, opt_config, write_empty_model
 
 KINDS = {

@@ -85,8 +85,8 @@ def contents(directory):
 
 REFUSED = {
     "unknown_key": (["zo.sparsit=0.5"], ["unknown key", "got: zo.sparsit", "did you mean zo.sparsity?"]),
-    "unknown_task": (["data.task=sst3"], ["unknown task", "got: sst3", "did you mean sst2?"]),
-    "task_of_two_lines": (['data.task="one\\ntwo"'], ["unknown task", "got: one two", "one of boolq"]),
+    "unknown_task": (["data.task=sst3"], ["data.task in", "got: 'sst3'", "did you mean sst2?"]),
+    "task_of_two_lines": (['data.task="one\\ntwo"'], ["data.task in", "got: 'one\\ntwo'", "one of sst2"]),
     "no_such_directory": (["model.path={inputs}/none"], ["model.path", "{inputs}/none", "config.json"]),
     "hub_model_offline": (["model.path=facebook/opt-1.3b"], ["model.path facebook/opt-1.3b", "offline"]),
     "directory_without_config": (["model.path={inputs}/no_config"], ["holds no config.json"]),

@@ -4,7 +4,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import yaml
@@ -23,11 +25,14 @@ from lezo_ds.config import (
     load_config,
     num_dropped,
 )
+from lezo_ds.config.annotations import Choices, Option, OptionsOf
+from lezo_ds.config.keys import Schema
+from lezo_ds.config.reading import flatten_sections, read
 from lezo_ds.ds_config import load_ds_config
 from lezo_ds.errors import UserError
 
 ROOT = Path(__file__).parent.parent
-RECIPE = ROOT / "launch" / "recipes" / "opt-1.3b-sst2-lezo.yaml"
+RECIPE = ROOT / "launch" / "recipes" / "demo.yaml"
 DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 REQUIRED = {
     "run_dir": "runs/x",
@@ -95,7 +100,7 @@ def test_a_run_can_be_given_by_overrides_alone():
     config = load_config(None, [*overrides.split(), "train.eval_every=1", "deepspeed=d.json"])
     assert config.zo == ZoConfig(learning_rate=0.0, sparsity=0.0)
     assert isinstance(config.zo.learning_rate, float)
-    assert config.data.task == "SST2"
+    assert config.data.task == "sst2"
 
 
 @pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.e-6", "+1e-6", "1.0e-6", "0.000001", "'1e-6'"])
@@ -261,7 +266,7 @@ def test_other_methods_need_neither(method):
 def test_mezo_is_sparsity_0_and_refuses_any_other():
     values = {**REQUIRED, "method": "mezo", "zo": {"learning_rate": 1e-6}}
     assert config_from_dict(values, "test").zo.sparsity == 0
-    with pytest.raises(UserError, match=r"method mezo in test drops no blocks; got: zo.sparsity=0.75"):
+    with pytest.raises(UserError, match=r"drops no transformer blocks; got: zo.sparsity=0.75"):
         config_from_dict({**REQUIRED, "method": "mezo"}, "test")
 
 
@@ -294,7 +299,7 @@ def test_a_config_cannot_be_changed():
 def test_the_help_describes_every_key():
     blocks = dict(re.findall(r"^(\S+): (.+\n(?: .+\n?)+)", describe(), re.MULTILINE))
     assert blocks.keys() == keys_of_a_run()
-    assert blocks["zo.perturbation_scale"].startswith("a number above 0; default 0.001\n    mu,")
+    assert blocks["zo.perturbation_scale"].startswith("a number above 0; default 0.001\n    Perturbation")
     assert blocks["model.path"].startswith("text; required\n")
     assert blocks["data.calibrated"].startswith("true or false; default false\n")
     assert all(len(line) <= 100 for line in describe().splitlines())
@@ -302,6 +307,84 @@ def test_the_help_describes_every_key():
 
 def test_keys_that_may_differ_on_resume_exist():
     assert keys_of_a_run() >= RESUME_MAY_DIFFER
+
+
+# Components that are registered by name, and their options
+
+SHAPES = {"circle": {"radius": 1.0}, "Box": {"width": 2, "filled": False, "color": "red"}, "point": {}}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drawing:
+    shape: Annotated[str, Choices(SHAPES)] = "circle"
+    """Name of the shape."""
+
+    options: Annotated[Mapping[str, Option], OptionsOf("shape", SHAPES.__getitem__)] = dataclasses.field(
+        default_factory=dict
+    )
+    """Its options."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Page:
+    drawing: Drawing
+
+
+PAGE = Schema(Page)
+
+
+def drawing(values):
+    return read(PAGE, flatten_sections(PAGE, values), "test").drawing
+
+
+def test_a_component_has_all_its_options_those_not_given_by_default():
+    assert drawing({}) == Drawing(options={"radius": 1.0})
+    assert drawing({"drawing": {"shape": "box", "options": {"width": 3}}}) == Drawing(
+        shape="Box", options={"width": 3, "filled": False, "color": "red"}
+    )
+    assert drawing({"drawing": {"shape": "point", "options": None}}).options == {}
+    assert read(PAGE, {"drawing.options.radius": "2e-1"}, "test").drawing.options == {"radius": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"shape": "boxx"}, "did you mean Box?"),
+        ({"shape": "cube"}, "expected: one of circle, Box, point"),
+        ({"options": {"radios": 2.0}}, "did you mean drawing.options.radius?"),
+        (
+            {"options": {"width": 2}},
+            "got: drawing.options.width, with drawing.shape=circle; expected: one of radius",
+        ),
+        ({"shape": "point", "options": {"x": 1}}, "none: it has no options"),
+        ({"shape": "Box", "options": {"width": 2.5}}, "drawing.options.width in test is not valid; got: 2.5"),
+        (
+            {"shape": "Box", "options": {"filled": 1}},
+            "true or false; fix: set drawing.options.filled=false",
+        ),
+        ({"options": 5}, "expected: options of drawing.shape"),
+    ],
+)
+def test_a_component_or_option_that_is_not_registered_is_refused(values, expected):
+    with pytest.raises(UserError) as caught:
+        drawing({"drawing": values})
+    assert expected in str(caught.value)
+    assert_whole(str(caught.value))
+
+
+def test_what_is_registered_later_can_be_chosen(monkeypatch):
+    monkeypatch.setitem(SHAPES, "star", {"points": 5})
+    assert drawing({"drawing": {"shape": "STAR"}}) == Drawing(shape="star", options={"points": 5})
+
+
+LIGHT = ("lezo_ds.config", "lezo_ds.recipes", "lezo_ds.tasks", "lezo_ds.errors", "lezo_ds.zo.precision")
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_what_a_wrong_key_needs_imports_no_heavy_library(module):
+    heavy = "{'torch', 'deepspeed', 'transformers', 'datasets', 'numpy', 'pandas'} & sys.modules.keys()"
+    script = f"import sys, {module}; assert not {heavy}, {heavy}"
+    subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
 # Ranks and layers

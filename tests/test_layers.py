@@ -10,13 +10,13 @@ from tiny_models import FAMILIES, NUM_BLOCKS, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from lezo_ds.config import num_dropped_from_sparsity
 from lezo_ds.errors import UserError
 from lezo_ds.model.blocks import (
     BlockLayout,
     draw_dropped_layers,
     find_blocks,
     largest_module,
-    num_dropped_from_sparsity,
 )
 
 

@@ -340,10 +340,9 @@ def initialize(
             everywhere.
     """
     distributed.init_distributed()
-    noise = config.noise
-    check_noise(noise, ds_config)
+    check_noise("exact", ds_config)
     precision = config.update_precision
-    sharded = load_sharded_model(model, ds_config, dtype, precision, seed, peft, partition_size, noise)
+    sharded = load_sharded_model(model, ds_config, dtype, precision, seed, peft, partition_size)
     num_blocks = sharded.layout.num_blocks
     if num_blocks > MAX_BLOCKS:
         raise UserError("the model has too many blocks", got=num_blocks, expected=f"at most {MAX_BLOCKS}")
@@ -362,5 +361,5 @@ def initialize(
         )
     blocks = sharded.module.get_submodule(sharded.layout.path).children()
     engine = zero3.start_engine(sharded.module, blocks, sharded.ds_config)
-    perturbed = PerturbedForward(sharded.module, trainable, noise_backend(distributed.device(), noise))
+    perturbed = PerturbedForward(sharded.module, trainable, noise_backend(distributed.device()))
     return LezoEngine(engine, perturbed, sharded, config, seed)

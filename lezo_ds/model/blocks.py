@@ -92,15 +92,6 @@ def _num_parameters(module: nn.Module) -> int:
     return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in module.parameters())
 
 
-def num_dropped_from_sparsity(sparsity: float, num_blocks: int) -> int:
-    """Return how many blocks a step drops: the share `sparsity` (0 to 1) of them, rounded half up.
-
-    >>> [num_dropped_from_sparsity(0.75, blocks) for blocks in (24, 40, 48)]
-    [18, 30, 36]
-    """
-    return int(sparsity * num_blocks + 0.5)
-
-
 def draw_dropped_layers(run_seed: int, step: int, num_blocks: int, num_dropped: int) -> tuple[int, ...]:
     """Draw the blocks left out at one step, uniformly without replacement (LeZO, Algorithm 1, line 3).
 

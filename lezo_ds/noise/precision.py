@@ -7,12 +7,10 @@ the 16-bit value. All of it is integer arithmetic and exact fp32 operations: the
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-UpdatePrecision = Literal["stochastic", "fp32_master", "nearest"]
+from lezo_ds.zo.precision import UpdatePrecision
 
 STORAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

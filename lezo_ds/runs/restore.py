@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lezo_ds import distributed
-from lezo_ds.config import RunConfig, config_from_dict, noise_mode
+from lezo_ds.config import RunConfig, config_from_dict
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.errors import UserError
 from lezo_ds.journal import EvaluationRecord, Header, StepRecord, read_journal
@@ -125,13 +125,13 @@ def restore(run: RecordedRun, step: int) -> LezoEngine:
     Raises:
         UserError: another base model, or another noise, than the run was made with.
     """
-    ours = noise_version(distributed.device(), noise_mode(run.config))
+    ours = noise_version(distributed.device())
     if run.header.noise_version != ours:
         raise UserError(
             f"run {run.directory.path} was made with another noise",
             got=f"version {run.header.noise_version}",
             expected=f"version {ours}, that of this package and machine",
-            fix="use the version of this package, and for fast noise the GPU and Triton, that made the run; "
+            fix="use the version of this package that made the run; "
             f"or open one of its snapshots, in {run.directory.snapshots}",
         )
     engine = make_engine(run.config)

@@ -96,7 +96,6 @@ def scoring_only(zo: ZoConfig) -> ZoConfig:
         sparsity=0.0,
         num_dropped_layers=None,
         update_precision="nearest",
-        noise="exact",
     )
 
 

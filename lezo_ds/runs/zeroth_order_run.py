@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from lezo_ds import distributed
-from lezo_ds.config import RESUME_MAY_DIFFER, TRAINED, RunConfig, config_to_dict, noise_mode
+from lezo_ds.config import RESUME_MAY_DIFFER, TRAINED, RunConfig, config_to_dict
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.engine.step_plan import scalar_bytes
@@ -122,7 +122,7 @@ def make_header(config: RunConfig, fingerprint: str, parameter_table: str) -> He
     """Return the header of a run's journal: all that decides its steps, and not where it lies."""
     values = {key: value for key, value in config_to_dict(config).items() if key != "run_dir"}
     return Header(
-        noise_version=noise_version(distributed.device(), noise_mode(config)),
+        noise_version=noise_version(distributed.device()),
         model_fingerprint=fingerprint,
         parameter_table_hash=parameter_table,
         config={**values, "tokenizer": _tokenizer_hash(config.model.path)},

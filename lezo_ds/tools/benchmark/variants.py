@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lezo_ds import distributed
-from lezo_ds.config import Forward, ZoConfig
+from lezo_ds.config import Forward, ZoConfig, num_dropped_from_sparsity
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.engine.step_plan import noise_seed
 from lezo_ds.errors import UserError
 from lezo_ds.model.batch import MicroBatch, to_device
-from lezo_ds.model.blocks import draw_dropped_layers, find_blocks, num_dropped_from_sparsity
+from lezo_ds.model.blocks import draw_dropped_layers, find_blocks
 from lezo_ds.noise import NoiseMode, UpdatePrecision, noise_backend
 from lezo_ds.sharding import zero3
 from lezo_ds.tools.benchmark.shapes import Workload
@@ -274,7 +274,6 @@ def ours_config(
         forward=name.forward,
         directions=name.directions,
         update_precision=precision,
-        noise=noise,
     )
 
 

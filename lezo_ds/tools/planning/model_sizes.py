@@ -11,7 +11,7 @@ from torch import nn
 from lezo_ds.config import TRAINED, RunConfig
 from lezo_ds.model.adapters import make_adapter
 from lezo_ds.model.blocks import find_blocks, largest_module
-from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta, load_config
+from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta, load_model_config
 from lezo_ds.tools.opt_shapes import SHAPES, opt_config
 
 _HIDDEN_STATES = 5  # held while a block runs: both embeddings, the block's input, the residual, the norm
@@ -88,7 +88,7 @@ def model_sizes(config: RunConfig, directory: Path | None = None) -> ModelSizes:
     if directory is None and is_published_opt(path):
         transformers_config: Any = opt_config(path.removeprefix("facebook/"))
     else:
-        transformers_config = load_config(directory or Path(path))
+        transformers_config = load_model_config(directory or Path(path))
     model: Any = build_on_meta(transformers_config, dtype)
     layout = find_blocks(model)
     adapter = make_adapter(config.peft if config.method in TRAINED else None)

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, check_world
 from lezo_ds.errors import UserError
-from lezo_ds.noise import UpdatePrecision
 from lezo_ds.tools.planning.inputs import InputSizes, assumed_inputs
 from lezo_ds.tools.planning.memory import GIB, RankMemory, rank_memory
 from lezo_ds.tools.planning.model_sizes import ModelSizes, model_sizes
+from lezo_ds.tools.planning.probes import num_passes
 from lezo_ds.tools.planning.step_cost import StepWork, step_work
 from lezo_ds.tools.workloads import typical_workload
+from lezo_ds.zo.precision import UpdatePrecision
 
 _OFFLOAD_CONFIG = "ds_configs/zero3_cpu_offload.json"
 _EVAL_BATCH_SIZES = (16, 8, 4, 2, 1)
@@ -154,12 +155,15 @@ def _batches(config: RunConfig, num_gpus: int) -> Iterator[RunConfig]:
     Raises:
         UserError: no micro-batch size gives all GPUs the same number of micro-batches.
     """
-    batch = config.train.batch_size
-    sizes = [size for size in range(batch, 0, -1) if batch % (size * num_gpus) == 0]
+    sizes = [size for size in range(config.train.batch_size, 0, -1) if config.train.batch_size % size == 0]
     if config.method not in TRAINED:
         sizes = [config.train.micro_batch_size]
-    elif not sizes:
-        check_world(config, num_gpus)
+    found = False
     for micro_batch_size, eval_batch_size in itertools.product(sizes, _EVAL_BATCH_SIZES):
         train = replace(config.train, micro_batch_size=micro_batch_size, eval_batch_size=eval_batch_size)
-        yield replace(config, train=train)
+        sized = replace(config, train=train)
+        if config.method not in TRAINED or num_passes(sized) % num_gpus == 0:
+            found = True
+            yield sized
+    if not found:
+        check_world(config, num_gpus)

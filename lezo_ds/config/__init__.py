@@ -1,0 +1,58 @@
+"""The configuration of a run: its keys, and strict reading of recipes, overrides and recorded runs.
+
+It imports nothing heavy, so that a wrong key is refused at once.
+"""
+
+from lezo_ds.config.reading import flatten
+from lezo_ds.config.run_config import (
+    check_overrides,
+    check_world,
+    config_from_dict,
+    config_to_dict,
+    describe,
+    load_config,
+    num_dropped,
+    num_dropped_from_sparsity,
+)
+from lezo_ds.config.schema import (
+    RESUME_MAY_DIFFER,
+    TRAINED,
+    ZEROTH_ORDER,
+    AdamWConfig,
+    DataConfig,
+    Dtype,
+    Forward,
+    Method,
+    ModelConfig,
+    PeftConfig,
+    PeftKind,
+    RunConfig,
+    TrainConfig,
+    ZoConfig,
+)
+
+__all__ = [
+    "RESUME_MAY_DIFFER",
+    "TRAINED",
+    "ZEROTH_ORDER",
+    "AdamWConfig",
+    "DataConfig",
+    "Dtype",
+    "Forward",
+    "Method",
+    "ModelConfig",
+    "PeftConfig",
+    "PeftKind",
+    "RunConfig",
+    "TrainConfig",
+    "ZoConfig",
+    "check_overrides",
+    "check_world",
+    "config_from_dict",
+    "config_to_dict",
+    "describe",
+    "flatten",
+    "load_config",
+    "num_dropped",
+    "num_dropped_from_sparsity",
+]

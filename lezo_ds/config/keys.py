@@ -1,0 +1,154 @@
+"""The dotted keys of a configuration class, as its dataclasses declare them."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import sys
+import textwrap
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from lezo_ds.config.annotations import Choices, OptionsOf, Range
+
+_TYPE_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "options"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key.
+
+    Attributes:
+        name: dotted, such as "zo.sparsity".
+        kind: the type of its value; dict for an open section of options.
+        default: MISSING if the key is required.
+        optional: whether null is a value.
+        range: the numbers that it accepts; None for all.
+        choices: the texts that it accepts, or where they are registered; None for all.
+        options: whose options an open section holds.
+    """
+
+    name: str
+    kind: type
+    default: Any
+    optional: bool = False
+    range: Range | None = None
+    choices: Choices | None = None
+    options: OptionsOf | None = None
+
+    @property
+    def required(self) -> bool:
+        """Whether a value must be given."""
+        return self.default is dataclasses.MISSING
+
+    @property
+    def chooser(self) -> str:
+        """The key that names the component whose options an open section holds."""
+        assert self.options is not None
+        section, dot, _ = self.name.rpartition(".")
+        return section + dot + self.options.chooser
+
+    @property
+    def expected(self) -> str:
+        """What the key accepts, in words."""
+        words = f"one of {', '.join(self.choices.names)}" if self.choices else _TYPE_NAMES[self.kind]
+        if self.options is not None:
+            words += f" of {self.chooser}"
+        return words + (f" {self.range}" if self.range else "") + (" or null" if self.optional else "")
+
+
+class Schema:
+    """All keys of a configuration class.
+
+    Attributes:
+        config_type: the class: a dataclass whose fields are keys or sections, which are dataclasses too.
+        keys: by dotted name, in the order of the class.
+        sections: the class of each section by its name.
+    """
+
+    def __init__(self, config_type: type) -> None:
+        self.config_type = config_type
+        self.keys: dict[str, Key] = {}
+        self.sections: dict[str, type] = {}
+        self._add(config_type, "")
+
+    @cached_property
+    def open_sections(self) -> tuple[str, ...]:
+        """The keys that hold options of a component."""
+        return tuple(key.name for key in self.keys.values() if key.options is not None)
+
+    def describe(self) -> str:
+        """Return every key with its type, limits, default and meaning, as the command's help shows it."""
+        texts = _field_docstrings(self.config_type, "")
+        for name, section in self.sections.items():
+            texts |= _field_docstrings(section, name + ".")
+        lines = []
+        for key in self.keys.values():
+            default = "required" if key.required else f"default {yaml_scalar(key.default)}"
+            lines.append(f"{key.name}: {key.expected}; {default}")
+            lines.append(textwrap.fill(texts[key.name], 96, initial_indent="    ", subsequent_indent="    "))
+        return "\n".join(lines)
+
+    def _add(self, section: type, prefix: str) -> None:
+        hints = get_type_hints(section, include_extras=True)
+        for field in dataclasses.fields(section):
+            name, hint = prefix + field.name, hints[field.name]
+            if dataclasses.is_dataclass(hint):
+                assert isinstance(hint, type)
+                self.sections[name] = hint
+                self._add(hint, name + ".")
+                continue
+            default = field.default
+            if field.default_factory is not dataclasses.MISSING:
+                default = field.default_factory()
+            self.keys[name] = _key(name, hint, default)
+
+
+def yaml_scalar(value: object) -> str:
+    """Return a value as YAML writes it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _key(name: str, hint: object, default: object) -> Key:
+    notes: tuple[object, ...] = ()
+    if get_origin(hint) is Annotated:
+        hint, *others = get_args(hint)
+        notes = tuple(others)
+    optional = get_origin(hint) in (Union, types.UnionType)
+    if optional:
+        hint = next(kind for kind in get_args(hint) if kind is not types.NoneType)
+    choices = next((note for note in notes if isinstance(note, Choices)), None)
+    options = next((note for note in notes if isinstance(note, OptionsOf)), None)
+    if get_origin(hint) is Literal:
+        choices, hint = Choices(get_args(hint)), str
+    kind = dict if get_origin(hint) is Mapping else hint
+    assert kind in _TYPE_NAMES, f"{name} has a type that cannot be read: {hint}"
+    assert isinstance(kind, type)
+    limits = next((note for note in notes if isinstance(note, Range)), None)
+    return Key(
+        name=name,
+        kind=kind,
+        default=default,
+        optional=optional,
+        range=limits,
+        choices=choices,
+        options=options,
+    )
+
+
+def _field_docstrings(section: type, prefix: str) -> dict[str, str]:
+    """Return the string below each field in the source, by key: Python itself does not keep it."""
+    tree = ast.parse(inspect.getsource(sys.modules[section.__module__]))
+    body = next(n.body for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == section.__name__)
+    return {
+        prefix + ast.unparse(field.target): " ".join(ast.literal_eval(below.value).split())
+        for field, below in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr)
+    }

@@ -1,0 +1,279 @@
+"""Strict reading: YAML recipes, `key=value` overrides and plain dicts become configurations."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lezo_ds.config.keys import Key, Schema, yaml_scalar
+from lezo_ds.errors import UserError
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested dicts as one dict with dotted keys.
+
+    >>> flatten({"seed": 1, "train": {"steps": 2}})
+    {'seed': 1, 'train.steps': 2}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        flat |= flatten(value, key + ".") if isinstance(value, Mapping) else {key: value}
+    return flat
+
+
+def flatten_sections(schema: Schema, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sections and keys as one dict with dotted keys; an empty section (null in YAML) has none."""
+    may_be_empty = {*schema.sections, *schema.open_sections}
+    return {k: v for k, v in flatten(values).items() if v is not None or k not in may_be_empty}
+
+
+def read(schema: Schema, values: Mapping[str, Any], where: str) -> Any:  # noqa: ANN401 (the schema's class)
+    """Return a configuration.
+
+    Args:
+        schema: its keys.
+        values: by dotted key; keys with a default may be missing.
+        where: the source of the values, for messages.
+
+    Raises:
+        UserError: an unknown or missing key, or a value of the wrong type or out of range.
+    """
+    given_options: dict[str, dict[str, Any]] = {name: {} for name in schema.open_sections}
+    checked: dict[str, Any] = {}
+    for name, value in values.items():
+        section, _, option = name.rpartition(".")
+        if section in given_options:
+            given_options[section][option] = value
+        elif name not in schema.keys or name in given_options:
+            raise _unknown_key(schema, name, where)
+    missing = [key for key in schema.keys.values() if key.required and key.name not in values]
+    if missing:
+        raise UserError(
+            f"missing in {where}: {', '.join(key.name for key in missing)}",
+            got="nothing",
+            expected="; ".join(f"{key.name}, {key.expected}" for key in missing),
+            fix=f"add it to the file, or {missing[0].name}=... on the command line",
+        )
+    for name, key in schema.keys.items():
+        if name not in given_options:
+            checked[name] = check_value(key, values[name], where) if name in values else key.default
+    for name, given in given_options.items():
+        checked[name] = _read_options(schema.keys[name], given, checked, where)
+    return _build(schema, schema.config_type, checked, "")
+
+
+def read_yaml(path: Path) -> Mapping[str, Any]:
+    """Return the sections and keys of a YAML file.
+
+    Raises:
+        UserError: there is no such file, it is not YAML, it holds no keys, or it repeats one.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        _refuse_repeated_keys(yaml.compose(text, yaml.SafeLoader), "", set())
+        values = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"cannot read {path}",
+            got=str(error),
+            expected="a YAML recipe",
+            fix="check the path; launch/recipes has an example",
+        ) from error
+    except yaml.YAMLError as error:
+        raise UserError(
+            f"{path} is not valid YAML",
+            got=" ".join(str(error).split()),
+            expected="key: value lines, each key once, sections indented",
+            fix="correct the line that is named; launch/recipes has an example",
+        ) from error
+    if not isinstance(values, dict):
+        raise UserError(
+            f"{path} holds no keys",
+            got=type(values).__name__,
+            expected="key: value lines",
+            fix="see launch/recipes for an example",
+        )
+    return values
+
+
+def parse_override(override: str) -> tuple[str, Any]:
+    """Return the key and the value of `key=value`, whose value is a YAML scalar.
+
+    Raises:
+        UserError: it is not of that form.
+    """
+    name, equals, text = override.partition("=")
+    if not equals or not re.fullmatch(r"\w+(\.\w+)*", name):
+        raise UserError(
+            "an argument is not an override",
+            got=override,
+            expected="key=value, with a dotted key",
+            fix="write for instance zo.learning_rate=1e-6",
+        )
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(
+            f"the value of {name} on the command line is not YAML",
+            got=text,
+            expected="a number, text or null",
+            fix=f"write it in quotes: {name}='\"...\"'",
+        ) from error
+    if isinstance(value, dict | list):
+        raise UserError(
+            f"the value of {name} on the command line is not a single value",
+            got=text,
+            expected="a number, text or null",
+            fix="give each key separately, as section.key=value",
+        )
+    return name, value
+
+
+def check_overrides(schema: Schema, overrides: Sequence[str], where: str = "the command line") -> None:
+    """Refuse overrides that no configuration could take; values that do not go together are not noticed.
+
+    Raises:
+        UserError: an unknown key, or a value of the wrong type or out of range.
+    """
+    for name, value in map(parse_override, overrides):
+        if name in schema.keys and name not in schema.open_sections:
+            check_value(schema.keys[name], value, where)
+        elif name.rpartition(".")[0] not in schema.open_sections:
+            raise _unknown_key(schema, name, where)
+
+
+def check_value(key: Key, value: object, where: str) -> Any:  # noqa: ANN401 (one of the key's type)
+    """Return a key's value, converted to the key's type if YAML gave another for it.
+
+    Raises:
+        UserError: it is of another type or out of range.
+    """
+    if value is None and key.optional:
+        return None
+    if key.kind is float:
+        value = _as_float(value)
+    if key.choices is not None and isinstance(value, str):
+        value = next((name for name in key.choices.names if name.lower() == value.lower()), value)
+    fits = type(value) is key.kind and (key.choices is None or value in key.choices.names)
+    if fits and key.range is not None:
+        fits = value in key.range  # type: ignore[operator]  # only numbers have a range
+    if fits:
+        return value
+    raise UserError(
+        f"{key.name} in {where} is not valid",
+        got=shown(value),
+        expected=key.expected,
+        fix=_fix_of_value(key, value),
+    )
+
+
+def shown(value: object) -> str:
+    """Return a value as an error shows it."""
+    return "null" if value is None else repr(value)
+
+
+def nearest(name: str, candidates: Iterable[str], count: int = 1) -> list[str]:
+    """Return the candidates that a misspelled name may stand for, the likeliest first."""
+    known = {candidate.lower(): candidate for candidate in candidates}
+    return [known[match] for match in difflib.get_close_matches(name.lower(), known, n=count)]
+
+
+def _build(schema: Schema, section: type, values: Mapping[str, Any], prefix: str) -> Any:  # noqa: ANN401
+    arguments: dict[str, Any] = {}
+    for field in dataclasses.fields(section):
+        name = prefix + field.name
+        nested = schema.sections.get(name)
+        arguments[field.name] = _build(schema, nested, values, name + ".") if nested else values[name]
+    return section(**arguments)
+
+
+def _read_options(
+    key: Key, given: Mapping[str, Any], checked: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    """Return all options of a component: those given, and defaults."""
+    assert key.options is not None
+    component = checked[key.chooser]
+    defaults = key.options.defaults(component)
+    found = dict(defaults)
+    for name, value in given.items():
+        if name not in defaults:
+            near = nearest(name, defaults)
+            raise UserError(
+                f"unknown option in {where}",
+                got=f"{key.name}.{name}, with {key.chooser}={component}",
+                expected=f"one of {', '.join(defaults)}" if defaults else "none: it has no options",
+                fix=f"did you mean {key.name}.{near[0]}?" if near else "remove it",
+            )
+        default = defaults[name]
+        option = Key(name=f"{key.name}.{name}", kind=type(default), default=default)
+        found[name] = check_value(option, value, where)
+    return found
+
+
+def _unknown_key(schema: Schema, name: str, where: str) -> UserError:
+    if name in schema.open_sections:
+        return UserError(
+            f"{name} in {where} is a section, not a value",
+            got="a single value",
+            expected=schema.keys[name].expected,
+            fix=f"write them below {name}:, or {name}.NAME=... on the command line",
+        )
+    if name in schema.sections:
+        keys = [key for key in schema.keys if key.startswith(name + ".")]
+        return UserError(
+            f"{name} in {where} is a section, not a value",
+            got="a single value",
+            expected="the keys " + ", ".join(keys),
+            fix=f"write them below {name}:, or {keys[0]}=... on the command line",
+        )
+    section, _, leaf = name.rpartition(".")
+    siblings = [key for key in schema.keys if key.rpartition(".")[0] == section]
+    elsewhere = [key for key in schema.keys if key.rpartition(".")[2] == leaf]
+    near = elsewhere or nearest(name, siblings) or nearest(name, schema.keys)
+    return UserError(
+        f"unknown key in {where}",
+        got=name,
+        expected="one of " + ", ".join(siblings or schema.keys),
+        fix=f"did you mean {near[0]}?" if near else "remove it",
+    )
+
+
+def _fix_of_value(key: Key, value: object) -> str:
+    if key.choices is not None:
+        near = nearest(str(value), key.choices.names)
+        return f"did you mean {near[0]}?" if near else f"set {key.name} to one of these"
+    if key.kind is str and value is not None:
+        return f"write it in quotes ({key.name}='\"{value}\"' on the command line)"
+    if key.required or key.default is None:
+        return f"set {key.name} to {key.expected}"
+    return f"set {key.name}={yaml_scalar(key.default)}"
+
+
+def _as_float(value: object) -> object:
+    """Accept whole numbers, and 1e-6, which YAML 1.1 reads as text because it has no point, as floats."""
+    scientific = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
+    if type(value) in (int, float) or scientific:
+        number = float(value)  # type: ignore[arg-type]
+        # No key accepts NaN or infinity; as text they are refused.
+        return number if math.isfinite(number) else str(number)
+    return value
+
+
+def _refuse_repeated_keys(node: yaml.Node | None, prefix: str, seen: set[str]) -> None:
+    """YAML forbids a repeated key, but safe_load silently keeps the last: half a recipe would be lost."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        name = f"{prefix}{key.value}"
+        if name in seen:
+            raise yaml.MarkedYAMLError(problem=f"repeated key {name}", problem_mark=key.start_mark)
+        seen.add(name)
+        _refuse_repeated_keys(value, name + ".", seen)

@@ -1,0 +1,166 @@
+"""A run's configuration from a recipe, overrides or plain dicts, and the rules between its values."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lezo_ds.config.keys import yaml_scalar
+from lezo_ds.config.reading import check_overrides as check_overrides_of
+from lezo_ds.config.reading import flatten_sections, parse_override, read, read_yaml
+from lezo_ds.config.schema import SCHEMA, TRAINED, ZEROTH_ORDER, RunConfig, ZoConfig
+from lezo_ds.errors import UserError
+
+
+def load_config(path: Path | None, overrides: Sequence[str]) -> RunConfig:
+    """Read a recipe and change it by `key=value` overrides.
+
+    Args:
+        path: YAML file; None takes everything from the overrides.
+        overrides: dotted keys and YAML scalars, such as "zo.learning_rate=1e-6". If a key is repeated, its
+            last value counts.
+
+    Raises:
+        UserError: no such file, not YAML, an unknown, missing or repeated key, a value of the wrong type
+            or out of range, or values that contradict each other.
+    """
+    values = {} if path is None else read_yaml(path)
+    sources = ([str(path)] if path else []) + (["the command line"] if overrides or not path else [])
+    return config_from_dict(values, " and ".join(sources), overrides)
+
+
+def config_to_dict(config: RunConfig) -> dict[str, Any]:
+    """Return the configuration as nested plain dicts: what config.yaml and the journal hold."""
+    return dataclasses.asdict(config)
+
+
+def config_from_dict(values: Mapping[str, Any], where: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the configuration that nested plain dicts hold: the inverse of `config_to_dict`.
+
+    Args:
+        values: sections and keys; keys with a default may be left out.
+        where: the source of the values, for messages.
+        overrides: as in `load_config`.
+
+    Raises:
+        UserError: as `load_config`.
+    """
+    flat = flatten_sections(SCHEMA, values) | dict(parse_override(override) for override in overrides)
+    config: RunConfig = read(SCHEMA, flat, where)
+    if config.method in TRAINED:
+        check_world(replace(config, partition_size=None), world_size=1)
+    if config.method in ZEROTH_ORDER:
+        _check_zeroth_order(config, where)
+    if config.method == "mezo":
+        return replace(config, zo=replace(config.zo, sparsity=0.0, num_dropped_layers=None))
+    return config
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Refuse overrides that no run's configuration could take, before anything else is known of it.
+
+    Raises:
+        UserError: an unknown key, or a value of the wrong type or out of range.
+    """
+    check_overrides_of(SCHEMA, overrides)
+
+
+def describe() -> str:
+    """Return every key with its type, limits, default and meaning, as the command's help shows it."""
+    return SCHEMA.describe()
+
+
+def check_world(config: RunConfig, world_size: int) -> None:
+    """Refuse a batch or a partition that does not split evenly among the ranks.
+
+    Args:
+        config: the run's configuration.
+        world_size: number of ranks, at least 1.
+
+    Raises:
+        UserError: names the micro-batch sizes that fit, or batch sizes if none does; or partition_size does
+            not divide the number of ranks.
+    """
+    if config.partition_size is not None and world_size % config.partition_size:
+        raise UserError(
+            "partition_size does not divide the number of ranks",
+            got=f"partition_size={config.partition_size}, {world_size} ranks",
+            expected=f"a divisor of {world_size}",
+            fix="set partition_size=1, or null",
+        )
+    batch, micro, directions = config.train.batch_size, config.train.micro_batch_size, config.zo.directions
+    if batch % micro == 0 and batch // micro * directions % world_size == 0:
+        return
+    sizes = [size for size in range(1, batch + 1) if batch % (size * world_size) == 0]
+    if sizes:
+        fix = "set train.micro_batch_size to one of " + ", ".join(map(str, sizes))
+    else:
+        above = math.ceil(batch / world_size) * world_size
+        fix = f"set train.batch_size={above} train.micro_batch_size={above // world_size}, or use fewer ranks"
+    raise UserError(
+        f"a batch of {batch} does not split into micro-batches of {micro}, equally many for each rank",
+        got=f"train.batch_size={batch}, train.micro_batch_size={micro}, {world_size} ranks",
+        expected="train.batch_size a multiple of train.micro_batch_size times the number of ranks",
+        fix=fix,
+    )
+
+
+def num_dropped_from_sparsity(sparsity: float, num_blocks: int) -> int:
+    """Return how many blocks a step drops: the share `sparsity` (0 to 1) of them, rounded half up.
+
+    >>> [num_dropped_from_sparsity(0.75, blocks) for blocks in (24, 40, 48)]
+    [18, 30, 36]
+    """
+    return int(sparsity * num_blocks + 0.5)
+
+
+def num_dropped(zo: ZoConfig, num_blocks: int) -> int:
+    """Return how many of a model's `num_blocks` transformer blocks a step drops.
+
+    Raises:
+        UserError: more than the model has.
+    """
+    if zo.num_dropped_layers is None:
+        assert zo.sparsity is not None, "exactly one of the two is given"
+        return num_dropped_from_sparsity(zo.sparsity, num_blocks)
+    if zo.num_dropped_layers > num_blocks:
+        raise UserError(
+            "zo.num_dropped_layers is more than the model has transformer blocks",
+            got=zo.num_dropped_layers,
+            expected=f"0 to {num_blocks}",
+            fix=f"set zo.num_dropped_layers={num_dropped_from_sparsity(0.75, num_blocks)} (sparsity 0.75)",
+        )
+    return zo.num_dropped_layers
+
+
+def _check_zeroth_order(config: RunConfig, where: str) -> None:
+    zo = config.zo
+    for key, value in (("zo.learning_rate", zo.learning_rate), ("train.steps", config.train.steps)):
+        if value is None:
+            raise UserError(
+                f"missing in {where}: {key}",
+                got="null",
+                expected=f"{SCHEMA.keys[key].expected.removesuffix(' or null')}, with method {config.method}",
+                fix=f"add it to the file, or {key}=... on the command line",
+            )
+    got = (
+        f"zo.sparsity={yaml_scalar(zo.sparsity)}, zo.num_dropped_layers={yaml_scalar(zo.num_dropped_layers)}"
+    )
+    if config.method == "mezo" and (zo.sparsity or zo.num_dropped_layers):
+        raise UserError(
+            f"method mezo in {where} drops no transformer blocks",
+            got=got,
+            expected="zo.sparsity 0 or null",
+            fix="set zo.sparsity=0, or method=lezo",
+        )
+    if config.method == "lezo" and (zo.sparsity is None) == (zo.num_dropped_layers is None):
+        raise UserError(
+            f"{where} must give either zo.sparsity or zo.num_dropped_layers",
+            got=got,
+            expected="exactly one of the two",
+            fix="give one and leave the other out (or null): zo.sparsity=0.75 zo.num_dropped_layers=null",
+        )

@@ -1,0 +1,246 @@
+"""Every key of a run's configuration, with its type, limits, default and meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from lezo_ds.config.annotations import Choices, Range
+from lezo_ds.config.keys import Schema
+from lezo_ds.tasks import TASKS
+from lezo_ds.tasks.base import Protocol
+from lezo_ds.zo.precision import UpdatePrecision
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+"""The type in which the weights are stored, gathered and multiplied."""
+
+Method = Literal["lezo", "mezo", "adamw", "zero_shot", "icl"]
+"""The rows of the papers' tables; zero_shot and icl (in-context learning) train nothing."""
+
+ZEROTH_ORDER: frozenset[Method] = frozenset({"lezo", "mezo"})
+TRAINED: frozenset[Method] = ZEROTH_ORDER | {"adamw"}
+
+PeftKind = Literal["none", "lora", "prefix"]
+"""What is trained: all weights, low-rank adapters, or key and value vectors before every sequence."""
+
+Forward = Literal["dual", "two_pass"]
+"""Both signs of a perturbation in one forward pass over a doubled batch, or one after the other."""
+
+RESUME_MAY_DIFFER: frozenset[str] = frozenset(
+    {
+        "run_dir",
+        "model.path",  # the model is checked by its fingerprint
+        "data.path",
+        "train.steps",  # may grow: no schedule depends on it
+        "train.eval_batch_size",
+        "train.snapshot_every",
+        "train.keep_snapshots",
+        "train.check_every",
+        "train.timeout_seconds",
+        "partition_size",
+        "deepspeed",
+    }
+)
+"""Dotted keys that may differ between a run and its resumption."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model that is tuned."""
+
+    path: str
+    """Hub id or directory of a decoder language model in the Hugging Face layout."""
+
+    dtype: Dtype
+    """Type in which the weights are stored, gathered and multiplied. fp16 needs a GPU, or a CPU with fp16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The examples that the model is trained and scored on."""
+
+    task: Annotated[str, Choices(TASKS)] = "sst2"
+    """Name of the task. Upper and lower case are the same."""
+
+    path: str | None = None
+    """Directory that holds the task's train and validation files (.jsonl or .parquet). Null reads them from
+    the Hugging Face hub."""
+
+    protocol: Protocol = "clean"
+    """Default split sizes: clean uses sizes that fit the task, mezo those of MeZO's published scripts."""
+
+    num_train: Annotated[int | None, Range(1)] = None
+    """Number of training examples. Null takes the protocol's number."""
+
+    num_dev: Annotated[int | None, Range(1)] = None
+    """Number of validation examples, whose loss selects the best step. Null takes the protocol's number."""
+
+    num_test: Annotated[int | None, Range(1)] = None
+    """Maximum number of test examples, which give the final score. Null takes the protocol's number."""
+
+    max_length: Annotated[int, Range(1)] = 2048
+    """Maximum length of an input, in tokens. Longer inputs are cut on the left."""
+
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
+    """Seed that selects the examples of each split."""
+
+    num_demonstrations: Annotated[int, Range(1)] = 32
+    """Number of training examples shown before each question, with method icl."""
+
+    calibrated: bool = False
+    """Whether the log-probability of a candidate after an empty prompt is subtracted from its score."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeftConfig:
+    """Parameter-efficient fine-tuning: the model's own weights stay as they are."""
+
+    kind: PeftKind = "none"
+    """What is trained: all weights (none), low-rank adapters (lora), or key and value vectors before every
+    sequence (prefix)."""
+
+    lora_rank: Annotated[int, Range(1)] = 8
+    """Rank r of the adapters."""
+
+    lora_alpha: Annotated[float, Range(0, above=True)] = 16.0
+    """The output of an adapter is scaled by lora_alpha / lora_rank."""
+
+    lora_targets: str = "q_proj,v_proj"
+    """Names of the linear modules that get an adapter, separated by commas."""
+
+    prefix_length: Annotated[int, Range(1)] = 5
+    """Number of key and value vectors before every sequence, in each transformer block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig:
+    """First-order fine-tuning, the papers' row FT; the learning rate falls linearly to 0."""
+
+    learning_rate: Annotated[float, Range(0)] = 1e-5
+    """Learning rate at the first step. It falls linearly to 0."""
+
+    weight_decay: Annotated[float, Range(0)] = 0.0
+    """Coefficient of the decoupled weight decay."""
+
+    epochs: Annotated[int, Range(1)] = 5
+    """Number of passes over the training examples if train.steps is null."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZoConfig:
+    """The zeroth-order optimizer (LeZO, Algorithm 1). Give exactly one of sparsity and num_dropped_layers."""
+
+    learning_rate: Annotated[float | None, Range(0)] = None
+    """Learning rate eta. It is constant over the run; methods lezo and mezo need it."""
+
+    perturbation_scale: Annotated[float, Range(0, above=True)] = 1e-3
+    """Perturbation scale mu ("eps" in the paper's tables). The two losses of a direction z are measured at
+    theta + mu z and theta - mu z."""
+
+    sparsity: Annotated[float | None, Range(0, 1)] = None
+    """Share of the transformer blocks that each step drops. 0 is MeZO. With 1, only the weights outside the
+    blocks are tuned."""
+
+    num_dropped_layers: Annotated[int | None, Range(0)] = None
+    """Number of transformer blocks that each step drops."""
+
+    update_precision: UpdatePrecision = "fp32_master"
+    """How an update is stored in 16-bit weights. fp32_master also keeps the 16 low bits, which takes 2 more
+    bytes per parameter; stochastic rounds at random without bias; nearest loses most of a small update."""
+
+    directions: Annotated[int, Range(1)] = 1
+    """Number of random directions per step, whose gradient estimates are averaged. Each is evaluated on the
+    whole batch. N directions on N ranks take the time of one direction on one rank."""
+
+    forward: Forward = "dual"
+    """How the two losses of a direction are computed: dual runs both signs in one forward pass over a doubled
+    batch; two_pass, the reference, runs one after the other and gathers the weights twice."""
+
+    outlier_factor: Annotated[float | None, Range(1, above=True)] = None
+    """Skip a step if |projected gradient| exceeds this multiple of the running median over the last 100
+    applied steps (once there are 20). Null skips no step for this reason."""
+
+    max_skipped_steps: Annotated[int, Range(1)] = 10
+    """End the run after this number of consecutive skipped steps. A step is skipped if a loss is not finite
+    or if its projected gradient is an outlier."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Length of the run, batch sizes, and what happens between steps."""
+
+    steps: Annotated[int | None, Range(1)] = None
+    """Number of steps of the whole run. Methods lezo and mezo need it; adamw can use adamw.epochs instead."""
+
+    batch_size: Annotated[int, Range(1)] = 16
+    """Number of examples in a step, summed over all ranks."""
+
+    micro_batch_size: Annotated[int, Range(1)] = 16
+    """Number of examples in one forward pass of one rank. It must divide batch_size. It affects the last bits
+    of the losses; the number of ranks does not."""
+
+    packed: bool = True
+    """Whether examples of a forward pass share rows to reduce padding, if the model can keep them apart (see
+    lezo_ds/data/packing.py). It affects the last bits of the losses."""
+
+    eval_batch_size: Annotated[int, Range(1)] = 16
+    """Number of sequences in one forward pass of an evaluation. A sequence is a prompt, or a prompt with one
+    candidate."""
+
+    eval_every: Annotated[int | None, Range(1)] = None
+    """Number of steps between evaluations. Null evaluates every tenth of the run, as in the papers."""
+
+    objective: str = "task"
+    """What is minimized: the task's own loss (task), minus the mean F1 of generated answers (f1), or your own
+    function (package.module:function; see lezo_ds/data/objectives.py)."""
+
+    snapshot_every: Annotated[int | None, Range(0)] = None
+    """Number of steps between snapshots. Null uses eval_every; 0 writes only the last one."""
+
+    keep_snapshots: Annotated[int, Range(1)] = 2
+    """Number of snapshots to keep. The newest are kept."""
+
+    check_every: Annotated[int, Range(1)] = 100
+    """Number of steps between checks that the weights of each rank are the result of the steps so far. They
+    are also checked before each evaluation and snapshot. The ranks' inputs are compared at every step."""
+
+    timeout_seconds: Annotated[int, Range(1)] = 1800
+    """End the run if a rank does not answer for this many seconds. Writing a snapshot must take less time."""
+
+    cpu_threads: Annotated[int, Range(1)] = 1
+    """Number of threads per operation of each rank on a CPU. It affects the last bits of the results, so it
+    does not follow the number of cores. A rank with a GPU uses at least its share of the cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that determines a run."""
+
+    run_dir: str
+    """Directory of the run. If it already holds the run, the run is resumed."""
+
+    seed: Annotated[int, Range(0, 2**64 - 1)] = 0
+    """Seed of the noise, of the dropped transformer blocks and of the order of the examples."""
+
+    method: Method = "lezo"
+    """lezo, mezo (which is lezo without dropped blocks), adamw (first-order), zero_shot or icl (neither
+    trains)."""
+
+    model: ModelConfig
+    data: DataConfig
+    zo: ZoConfig
+    adamw: AdamWConfig
+    peft: PeftConfig
+    train: TrainConfig
+
+    partition_size: Annotated[int | None, Range(1)] = None
+    """Number of ranks that share one copy of the weights. It must divide the number of ranks. Such groups
+    exchange only scalars with each other. Use 1 if one GPU can hold the model. Null shares one copy among
+    all ranks."""
+
+    deepspeed: str | None = None
+    """Path of the DeepSpeed JSON; see ds_configs. Null uses ZeRO-3 with DeepSpeed's default settings."""
+
+
+SCHEMA = Schema(RunConfig)
+"""Its keys by dotted name."""

@@ -1,0 +1,1 @@
+"""The algorithm: keys, layer sampling, estimators, update rules. Pure Python."""
