@@ -1,26 +1,40 @@
-"""Say how to run a model on given GPUs, before any weights are there.
+"""Say how to run a recipe on given GPUs, before any weights are there.
 
-python launch/plan.py opt-30b --gpus 2 --gpu a100-40g --task sst2
-python launch/plan.py facebook/opt-13b --gpus 8 --gpu-memory 24 --task boolq --offload
+python launch/plan.py --config launch/recipes/opt-30b-sst2-lezo.yaml --gpus 2 --gpu a100-40g
+python launch/plan.py --config launch/recipes/opt-30b-boolq-lezo.yaml --gpus 8 --gpu-memory 24
 
-From the model's config alone: the memory of each rank, which settings fit, what crosses the network, an
-estimate of the time, and the command. Start it in the root of the repository.
+It prints the memory of each rank, the settings that fit, the traffic of a step, an estimate of its time, and
+the command that starts the run. Only the model's configuration is needed. Start it in the root of the
+repository.
 """
 
 from __future__ import annotations
 
 from lezo_ds import command_line
-from lezo_ds.tools.planning.arguments import add_request, read_request, read_speeds
-from lezo_ds.tools.planning.plan import make_plan
-from lezo_ds.tools.planning.text import plan_text
+from lezo_ds.tools.planning.arguments import add_arguments, gpu_bytes, hardware_speeds, reserve_bytes
 
 
 def main() -> None:
     """Parse, build, run."""
     parser = command_line.parser(__doc__ or "")
-    add_request(parser)
-    arguments = parser.parse_args()
-    print(plan_text(make_plan(read_request(arguments)), read_speeds(arguments)))
+    add_arguments(parser)
+    arguments = parser.parse_intermixed_args()
+    memory = gpu_bytes(arguments)
+
+    # These import torch, which neither --help nor a typo needs.
+    from lezo_ds.config import load_config
+    from lezo_ds.tools.planning.options import make_plan
+    from lezo_ds.tools.planning.plan_text import plan_command, plan_text
+
+    plan = make_plan(
+        load_config(arguments.config, arguments.overrides),
+        num_gpus=arguments.gpus,
+        gpu_bytes=memory,
+        length=arguments.length,
+        reserve=reserve_bytes(arguments),
+    )
+    print(plan_text(plan, hardware_speeds(arguments)))
+    print(f"{'command':15} {plan_command(plan, arguments.config, arguments.overrides)}")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What a run needs, from a model's config alone: memory, traffic, time; launch/plan.py and --dry-run ask."""
+"""Memory, traffic and time of a run, computed from its configuration before any weights are loaded."""

@@ -1,34 +1,31 @@
-"""The command line of launch/plan.py."""
+"""The command line of launch/plan.py, and the published speeds of GPUs that it knows."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
-from typing import get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from lezo_ds.config import Dtype, Method, PeftKind
 from lezo_ds.errors import UserError
-from lezo_ds.tools.planning.memory import GPU_RESERVE
-from lezo_ds.tools.planning.plan import GIB, Request
-from lezo_ds.tools.planning.speed import Speeds
-from lezo_ds.tools.planning.text import GIGA, TimedBy
 
-TERA = 1e12
+if TYPE_CHECKING:  # imports torch, which --help does not need
+    from lezo_ds.tools.planning.step_cost import Speeds
+
 REACHED = 0.7
 """Share of the published peaks that a step is assumed to reach."""
 
-_HOST_BANDWIDTH = 25.0
+_GIB = 1 << 30
+_HOST_BANDWIDTH = 25.0  # GB/s, of PCIe 4.0 with 16 lanes
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU's published figures.
+class PublishedGpu(NamedTuple):
+    """The published figures of a GPU.
 
     Attributes:
-        gigabytes: its memory, in GiB.
-        tflops: of dense 16-bit matrix products.
-        memory_bandwidth: in GB/s.
-        link_bandwidth: from the GPUs of its host, in GB/s: NVLink, or PCIe where there is none.
+        gigabytes: memory in GiB.
+        tflops: dense 16-bit matrix products in TFLOP/s.
+        memory_bandwidth: bandwidth of its memory in GB/s.
+        link_bandwidth: bandwidth from the other GPUs of its host in GB/s: NVLink, or PCIe if it has none.
     """
 
     gigabytes: float
@@ -38,97 +35,92 @@ class Gpu:
 
 
 GPUS = {
-    "a100-40g": Gpu(40, 312, 1555, 300),
-    "a100-80g": Gpu(80, 312, 2039, 300),
-    "h100": Gpu(80, 989, 3350, 450),
-    "h200": Gpu(140, 989, 4800, 450),
-    "rtx-4090": Gpu(24, 165, 1008, 25),
+    "a100-40g": PublishedGpu(40, 312, 1555, 300),
+    "a100-80g": PublishedGpu(80, 312, 2039, 300),
+    "h100": PublishedGpu(80, 989, 3350, 450),
+    "h200": PublishedGpu(140, 989, 4800, 450),
+    "rtx-4090": PublishedGpu(24, 165, 1008, 25),
 }
 
 
-def add_request(parser: argparse.ArgumentParser) -> None:
-    """Add what `read_request` and `read_speeds` read."""
-    parser.add_argument("model", metavar="MODEL", help="hub id, directory, or one of OPT's: opt-30b")
-    parser.add_argument("--gpus", type=_positive, required=True, metavar="N", help="number of ranks")
-    parser.add_argument("--gpu", choices=GPUS, help="kind; gives the published figures of the options below")
-    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of each, in GiB")
-    parser.add_argument("--method", choices=get_args(Method), default="lezo", help="as in a recipe")
-    parser.add_argument("--peft", choices=get_args(PeftKind), default="none", help="what is trained")
-    parser.add_argument("--task", default="sst2", help="whose inputs are run")
-    parser.add_argument("--dtype", choices=get_args(Dtype), help="of the weights; fp16, and bf16 for adamw")
-    parser.add_argument("--batch", type=_positive, metavar="N", help="examples of a step; the papers'")
-    parser.add_argument(
-        "--length", type=_positive, metavar="N", help="tokens of an input; typical of the task"
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the recipe, the hardware and its speeds."""
+    add = parser.add_argument
+    add("--config", type=Path, metavar="RECIPE", help="recipe, as for launch/train.py")
+    add(
+        "--gpus", type=_positive_int, required=True, metavar="N", help="number of GPUs, with one rank on each"
     )
-    parser.add_argument(
-        "--offload", action="store_true", help="weights in the host's memory, even if they fit"
+    add("--gpu", choices=GPUS, help="kind of GPU, whose published figures are used below")
+    add("--gpu-memory", type=_positive, metavar="GIB", help="memory of each GPU in GiB")
+    add(
+        "--length",
+        type=_positive_int,
+        metavar="N",
+        help="tokens of every input (default: typical of the task)",
     )
-    parser.add_argument(
-        "--reserve",
-        type=float,
-        default=GPU_RESERVE / GIB,
-        metavar="GIB",
-        help="memory of each GPU that is not for tensors (%(default)s: assumed)",
-    )
-    parser.add_argument("--tflops", type=float, metavar="T", help="that matrix products reach on a GPU")
-    parser.add_argument("--memory-bandwidth", type=float, metavar="GB/S", help="that a copy on a GPU reaches")
-    parser.add_argument("--link-bandwidth", type=float, metavar="GB/S", help="that a rank receives with")
-    parser.add_argument("--host-bandwidth", type=float, metavar="GB/S", help="from a host to its GPU")
+    add("--reserve", type=float, metavar="GIB", help="GPU memory in GiB that holds no tensor (default: 2)")
+    add("--tflops", type=_positive, metavar="T", help="TFLOP/s that matrix products reach")
+    add("--memory-bandwidth", type=_positive, metavar="GB/S", help="bandwidth that copies on a GPU reach")
+    add("--link-bandwidth", type=_positive, metavar="GB/S", help="bandwidth at which a rank receives weights")
+    add("--host-bandwidth", type=_positive, metavar="GB/S", help="bandwidth from the host to a GPU")
+    add("overrides", nargs="*", metavar="key=value", help="override a key of the recipe, such as model.path")
 
 
-def read_request(arguments: argparse.Namespace) -> Request:
-    """Return what is to be planned.
+def gpu_bytes(arguments: argparse.Namespace) -> int:
+    """Return the memory of a GPU in bytes.
 
     Raises:
-        UserError: the memory of a GPU is not known.
+        UserError: it is not known.
     """
-    gigabytes = arguments.gpu_memory or (GPUS[arguments.gpu].gigabytes if arguments.gpu else None)
-    if gigabytes is None:
+    if arguments.gpu_memory is None and arguments.gpu is None:
         raise UserError(
             "the memory of a GPU is not known",
             got="neither --gpu-memory nor --gpu",
             expected="one of them",
             fix="give --gpu-memory 40, or --gpu a100-40g",
         )
-    return Request(
-        model=arguments.model,
-        num_gpus=arguments.gpus,
-        gpu_bytes=int(gigabytes * GIB),
-        method=arguments.method,
-        peft=arguments.peft,
-        task=arguments.task,
-        dtype=arguments.dtype,
-        batch_size=arguments.batch,
-        length=arguments.length,
-        offload=arguments.offload,
-        reserve=int(arguments.reserve * GIB),
-    )
+    return int((arguments.gpu_memory or GPUS[arguments.gpu].gigabytes) * _GIB)
 
 
-def read_speeds(arguments: argparse.Namespace) -> TimedBy | None:
-    """Return what times are estimated from: what is given, or REACHED of what is published."""
+def reserve_bytes(arguments: argparse.Namespace) -> int | None:
+    """Return the GPU memory that holds no tensor in bytes; None if it was not given."""
+    return None if arguments.reserve is None else int(arguments.reserve * _GIB)
+
+
+def hardware_speeds(arguments: argparse.Namespace) -> Speeds | None:
+    """Return the given speeds, and the share REACHED of published ones for the others.
+
+    None if a speed is neither given nor published.
+    """
+    from lezo_ds.tools.planning.step_cost import Speeds
+
     gpu = GPUS.get(arguments.gpu)
-    peaks = (gpu.tflops, gpu.memory_bandwidth, gpu.link_bandwidth) if gpu else (None, None, None)
-    given = (arguments.tflops, arguments.memory_bandwidth, arguments.link_bandwidth, arguments.host_bandwidth)
-    units = ("TFLOP/s", "GB/s of memory", "GB/s between ranks", "GB/s from the host")
-    values, sources = [], []
-    for unit, value, peak in zip(units, given, (*peaks, _HOST_BANDWIDTH), strict=True):
-        if value is not None:
-            values.append(value)
-            sources.append(f"{value:.4g} {unit} (given)")
-        elif peak is not None:
-            values.append(REACHED * peak)
-            sources.append(f"{values[-1]:.4g} {unit}")
-        else:
+    sources = (
+        ("TFLOP/s", 1e12, arguments.tflops, gpu and gpu.tflops),
+        ("GB/s of memory", 1e9, arguments.memory_bandwidth, gpu and gpu.memory_bandwidth),
+        ("GB/s between ranks", 1e9, arguments.link_bandwidth, gpu and gpu.link_bandwidth),
+        ("GB/s from the host", 1e9, arguments.host_bandwidth, _HOST_BANDWIDTH),
+    )
+    values, words = [], []
+    for unit, scale, given, published in sources:
+        if given is None and published is None:
             return None
-    tflops, memory, link, host = values
-    assumed = "" if None not in given else f"; where not given {REACHED:.0%} of published peaks: assumed"
-    speeds = Speeds(tflops * TERA, memory * GIGA, link * GIGA, host * GIGA)
-    return TimedBy(speeds, ", ".join(sources) + assumed)
+        value = REACHED * published if given is None else given
+        source = f"assumed: {REACHED:.0%} of the published peak" if given is None else "given"
+        values.append(value * scale)
+        words.append(f"{value:.4g} {unit} ({source})")
+    return Speeds(*values, source=", ".join(words))
 
 
-def _positive(text: str) -> int:
+def _positive(text: str) -> float:
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not greater than 0")
+    return number
+
+
+def _positive_int(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return number

@@ -1,0 +1,141 @@
+"""The sizes of a model that decide its memory and traffic, from its configuration alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lezo_ds.config import TRAINED, RunConfig
+from lezo_ds.model.adapters import make_adapter
+from lezo_ds.model.blocks import find_blocks, largest_module
+from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta, load_model_config
+from lezo_ds.tools.opt_shapes import SHAPES, opt_config
+
+_HIDDEN_STATES = 5  # held while a block runs: both embeddings, the block's input, the residual, the norm
+_WIDE_OUTPUTS = 2  # held besides a block's widest outputs: both copies joined, and a float32 bias added
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A model with the adapter that is trained on it, if there is one. Sizes are numbers of elements.
+
+    Attributes:
+        class_name: name of the model's class.
+        blocks_path: dotted name of the list that holds the transformer blocks.
+        num_blocks: number of transformer blocks.
+        parameters: size of every parameter; a tied parameter appears once.
+        num_trained: size of all trained parameters together.
+        num_in_blocks: size of all blocks together.
+        num_trained_in_blocks: size of the trained parameters in all blocks together.
+        num_trained_in_tables: size of the trained embedding tables together.
+        largest_module: size of the largest block, or of a larger module outside the blocks.
+        largest_perturbed: trained size of the largest module that a step perturbs whole. Embedding tables do
+            not count, because only the rows that are read are perturbed; nor does the output head.
+        head: trained size of the output head.
+        hidden_size: width of the hidden states.
+        activation_width: size of the activations of one token while a block runs. A block that keeps them for
+            a backward pass needs about as much (Korthikanti et al. 2022).
+        cached_width: size of the keys and values of one token in one block.
+        vocabulary_size: number of logits of a token.
+        max_length: longest input in tokens that the model has positions for; None for no limit.
+        itemsize: bytes of a weight.
+    """
+
+    class_name: str
+    blocks_path: str
+    num_blocks: int
+    parameters: tuple[int, ...]
+    num_trained: int
+    num_in_blocks: int
+    num_trained_in_blocks: int
+    num_trained_in_tables: int
+    largest_module: int
+    largest_perturbed: int
+    head: int
+    hidden_size: int
+    activation_width: int
+    cached_width: int
+    vocabulary_size: int
+    max_length: int | None
+    itemsize: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Size of all parameters together."""
+        return sum(self.parameters)
+
+
+def is_published_opt(path: str) -> bool:
+    """Return whether a model's configuration is known without the hub: facebook/opt-30b, or opt-30b."""
+    return path.removeprefix("facebook/") in SHAPES
+
+
+def model_sizes(config: RunConfig, directory: Path | None = None) -> ModelSizes:
+    """Build a run's model without memory for its weights and return its sizes.
+
+    Args:
+        config: configuration of the run, which decides dtype and adapter.
+        directory: where the model's config.json is; None for model.path, unless that is a published OPT.
+
+    Raises:
+        UserError: the model cannot be found, is not a causal language model, or has no transformer blocks; or
+            the adapter does not fit it.
+    """
+    path, dtype = config.model.path, DTYPES[config.model.dtype]
+    if directory is None and is_published_opt(path):
+        transformers_config: Any = opt_config(path.removeprefix("facebook/"))
+    else:
+        transformers_config = load_model_config(directory or Path(path))
+    model: Any = build_on_meta(transformers_config, dtype)
+    layout = find_blocks(model)
+    adapter = make_adapter(config.peft if config.method in TRAINED else None)
+    if adapter is not None:
+        adapter.attach(model, layout)
+    head = model.get_output_embeddings()
+    blocks = model.get_submodule(layout.path)
+    tables = [module for module in model.modules() if type(module).forward is nn.Embedding.forward]
+    whole = [module for module in model.modules() if module is not head and module not in tables]
+    widths = [_output_width(module) for module in blocks[0].modules()]
+    num_wide = _WIDE_OUTPUTS + widths.count(max(widths))  # a gated feed-forward layer has two widest outputs
+    text = transformers_config.get_text_config()
+    return ModelSizes(
+        class_name=type(model).__name__,
+        blocks_path=layout.path,
+        num_blocks=layout.num_blocks,
+        parameters=tuple(parameter.numel() for parameter in model.parameters()),
+        num_trained=_trained(model),
+        num_in_blocks=sum(parameter.numel() for parameter in blocks.parameters()),
+        num_trained_in_blocks=_trained(blocks),
+        num_trained_in_tables=sum(map(_trained, tables)),
+        largest_module=largest_module(model, layout),
+        largest_perturbed=max(_trained(module, recurse=False) for module in whole),
+        head=_trained(head) if head else 0,
+        hidden_size=text.hidden_size,
+        activation_width=_HIDDEN_STATES * text.hidden_size + num_wide * max(widths),
+        cached_width=_cached_width(text),
+        vocabulary_size=text.vocab_size,
+        max_length=getattr(text, "max_position_embeddings", None),
+        itemsize=dtype.itemsize,
+    )
+
+
+def _trained(module: nn.Module, recurse: bool = True) -> int:
+    return sum(p.numel() for p in module.parameters(recurse) if p.requires_grad)
+
+
+def _cached_width(config: Any) -> int:  # noqa: ANN401
+    num_heads: int = getattr(config, "num_attention_heads", None) or 1
+    head_width: int = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    num_cached: int = getattr(config, "num_key_value_heads", None) or num_heads
+    return 2 * num_cached * head_width
+
+
+def _output_width(module: nn.Module) -> int:
+    # The bias tells the width, too: GPT-2 stores its weights transposed, but always with a bias.
+    own = list(module.parameters(recurse=False))
+    weights = [parameter for parameter in own if parameter.dim() == 2]
+    biases = [parameter.numel() for parameter in own if parameter.dim() == 1]
+    return (biases or [weights[0].shape[0]])[0] if weights else 0

@@ -1,0 +1,112 @@
+"""A plan as text: one line per fact, the options as a table, and the command that starts the run."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from lezo_ds.config import TRAINED, ZEROTH_ORDER, config_to_dict, flatten
+from lezo_ds.engine.step_plan import scalar_bytes
+from lezo_ds.tools.planning.memory import GIB
+from lezo_ds.tools.planning.options import Plan, PlanOption
+from lezo_ds.tools.planning.probes import num_passes
+from lezo_ds.tools.planning.step_cost import Speeds, StepWork
+
+_GIGA = 1e9
+
+
+def plan_text(plan: Plan, speeds: Speeds | None) -> str:
+    """Return a plan as lines, each with a heading and a fact, without the command.
+
+    Args:
+        plan: from `make_plan`.
+        speeds: speeds for an estimate of the time; None for no estimate.
+    """
+    model, config, chosen = plan.model, plan.chosen.config, plan.chosen
+    size = f"{model.num_parameters:,} parameters in {model.num_blocks} blocks"
+    gpus = "1 GPU" if plan.num_gpus == 1 else f"{plan.num_gpus} GPUs"
+    batch = f"batches of {config.train.batch_size}" if config.method in TRAINED else "examples"
+    longest = f"at most {plan.inputs.length} ({plan.inputs.source})"
+    lines = [
+        ("model", f"{config.model.path}: {model.class_name}, {size}, {config.model.dtype}"),
+        ("hardware", f"{gpus} of {plan.gpu_bytes / GIB:g} GiB"),
+        ("inputs", f"{config.data.task}, {batch}, typically {plan.typical_length} tokens, {longest}"),
+        *_option_lines(plan, speeds),
+        ("memory a rank", str(chosen.memory)),
+    ]
+    if chosen.memory.host:
+        hosts = chosen.memory.host * plan.num_gpus / GIB
+        lines.append(("host memory", f"{hosts:.0f} GiB for all ranks together"))
+    if chosen.work is not None:
+        lines.append(("traffic a step", _traffic_text(plan, chosen.work)))
+        lines += _time_lines(chosen.work, config.train.steps or 0, speeds)
+    return "\n".join(f"{heading:15} {text}" for heading, text in lines)
+
+
+def plan_command(plan: Plan, recipe: Path | None, overrides: Sequence[str]) -> str:
+    """Return the command that starts the chosen run from the root of the repository.
+
+    Args:
+        plan: from `make_plan`.
+        recipe: the recipe that was planned for; None if everything is in the overrides.
+        overrides: the overrides that were planned for.
+    """
+    words = ["deepspeed", "--num_gpus", str(plan.num_gpus), "launch/train.py"]
+    words += [] if recipe is None else ["--config", str(recipe)]
+    asked, chosen = (flatten(config_to_dict(c)) for c in (plan.recipe, plan.chosen.config))
+    changed = {key: value for key, value in chosen.items() if asked[key] != value}
+    kept = [override for override in overrides if override.partition("=")[0] not in changed]
+    return shlex.join(words + kept + [f"{key}={_yaml(value)}" for key, value in changed.items()])
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value)
+
+
+def _option_lines(plan: Plan, speeds: Speeds | None) -> list[tuple[str, str]]:
+    titles = ["shared by", "updates    ", "micro-batch", "eval batch", "GiB a rank"]
+    rows = [titles + ["s a step"] * bool(speeds)]
+    for option in plan.options:
+        config = option.config
+        row = [
+            str(config.partition_size or plan.num_gpus),
+            config.zo.update_precision if config.method in ZEROTH_ORDER else "-",
+            str(config.train.micro_batch_size) if config.method in TRAINED else "-",
+            str(config.train.eval_batch_size),
+            f"{option.memory.total / GIB:.2f}",
+            *([_seconds(option, speeds)] if speeds else []),
+        ]
+        remark = "chosen" if option is plan.chosen else "fits" if option.fits else "does not fit"
+        rows.append([*row, remark + (", weights in the host's memory" if option.memory.host else "")])
+    widths = [*map(len, rows[0]), 0]
+    texts = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False)) for row in rows]
+    return [("" if index else "options", text) for index, text in enumerate(texts)]
+
+
+def _seconds(option: PlanOption, speeds: Speeds) -> str:
+    return f"{option.work.step_seconds(speeds)[1]:.3f}" if option.fits and option.work else "-"
+
+
+def _traffic_text(plan: Plan, work: StepWork) -> str:
+    gathered = f"{work.gathered_bytes / _GIGA:.2f} GB of weights" if work.gathered_bytes else "no weights"
+    host = f", {work.host_bytes / _GIGA:.2f} GB of weights from its host" if work.host_bytes else ""
+    scalars = scalar_bytes(num_passes(plan.chosen.config))
+    return f"each rank receives {gathered}{host}, and {scalars} bytes of everything else"
+
+
+def _time_lines(work: StepWork, num_steps: int, speeds: Speeds | None) -> list[tuple[str, str]]:
+    if speeds is None:
+        return [("time", "not estimated: give --gpu, or --tflops, --memory-bandwidth and --link-bandwidth")]
+    shortest, longest = work.step_seconds(speeds)
+    hours = f"{num_steps * shortest / 3600:.1f} to {num_steps * longest / 3600:.1f} h without evaluations"
+    stages = [f"{name} {seconds * 1000:.0f}" for name, seconds in work.seconds(speeds).items()]
+    return [
+        (
+            "time",
+            f"ESTIMATE, not measured: {shortest:.3f} s a step if gathers are hidden, else {longest:.3f} s",
+        ),
+        ("", f"{num_steps:,} steps take {hours}"),
+        ("stages", f"{' + '.join(stages)} ms"),
+        ("speeds", speeds.source),
+    ]
