@@ -12,7 +12,7 @@ python launch/benchmark.py --shape opt-1.3b,opt-13b,opt-30b --task sst2,boolq,sq
     --update-precision stochastic --noise 268435456 --replay --rounds 20 \
     mezo_reference ours:0 ours:0.75 --out results.csv
 
-How a step grows: vary one setting per command and add all results to one table; use other numbers of ranks, too:
+How a step grows: vary one setting per command, with all results in one table; ranks can vary, too:
 
 deepspeed --num_gpus 2 launch/benchmark.py --length 8,32,64,128,256 ours:0 ours:0.5 ours:1 --out results.csv
 deepspeed --num_gpus 2 launch/benchmark.py --layers 2,4,8 ours:0 ours:0.5 ours:1 --out results.csv
@@ -30,15 +30,14 @@ from lezo_ds.tools.benchmark.settings import Variant, add_arguments, positive, r
 def main() -> None:
     """Parse, check, run."""
     parser = command_line.parser(__doc__ or "")
-    parser.add_argument("variants", nargs="*", metavar="VARIANT", help="ratios are relative to the first")
+    add = parser.add_argument
+    add("variants", nargs="*", metavar="VARIANT", help="what is compared; ratios are relative to the first")
     add_arguments(parser)
-    parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="timed steps of each variant")
-    parser.add_argument("--threads", type=positive, default=1, metavar="N", help="CPU threads per rank")
-    parser.add_argument(
-        "--replay", type=positive, default=0, metavar="N", help="also time a replay of N steps"
-    )
-    parser.add_argument("--noise", type=positive, metavar="N", help="also time the noise on N weights")
-    parser.add_argument("--out", type=Path, metavar="FILE.csv", help="append the results to this table")
+    add("--rounds", type=positive, default=5, metavar="N", help="timed steps of each variant")
+    add("--threads", type=positive, default=1, metavar="N", help="CPU threads per rank")
+    add("--replay", action="store_true", help="also replay the timed steps of our variants")
+    add("--noise", type=positive, metavar="N", help="also time the noise on N weights")
+    add("--out", type=Path, metavar="FILE.csv", help="append the results to this table")
     arguments = parser.parse_intermixed_args()
     settings, variants = read_settings(arguments), [Variant.parse(text) for text in arguments.variants]
     from lezo_ds.tools.benchmark.command import run  # torch and DeepSpeed take seconds to import

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import itertools
 import os
 import platform
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -27,26 +28,21 @@ _LIBRARIES = ("lezo_ds", "torch", "deepspeed")
 def run(arguments: Namespace, settings: Sequence[Setting], variants: Sequence[Variant]) -> None:
     """Measure, append the rows to the CSV `arguments.out` as they come, and print them. A collective."""
     distributed.init_distributed()
-    if arguments.out is not None:
-        distributed.on_rank_zero(lambda: table.append(arguments.out, []))  # fails now, not after the work
-    origin, rows = _origin(), []
-    for measured in _measure(arguments, settings, variants):
-        added = [origin | row for row in measured]
-        rows += added
-        if distributed.rank() == 0 and arguments.out is not None:
-            table.append(arguments.out, added)
-    if distributed.rank() == 0:
-        print(summary(table.to_frame(rows)))
-
-
-def _measure(
-    arguments: Namespace, settings: Sequence[Setting], variants: Sequence[Variant]
-) -> Iterator[list[Row]]:
-    rounds, threads = arguments.rounds, arguments.threads
+    out, rounds, threads = arguments.out, arguments.rounds, arguments.threads
+    if out is not None:
+        distributed.on_rank_zero(lambda: table.append(out, []))  # a bad file is found before the work
+    found: list[list[Row]] = []
+    measured = measure_steps(settings, variants, rounds=rounds, threads=threads, replay=arguments.replay)
     if arguments.noise:
-        yield measure_noise(arguments.dtype, arguments.noise, rounds=rounds, threads=threads)
-    if variants:
-        yield from measure_steps(settings, variants, rounds=rounds, threads=threads, replay=arguments.replay)
+        noise = measure_noise(arguments.dtype, arguments.noise, rounds=rounds, threads=threads)
+        measured = itertools.chain([noise], measured)
+    origin = _origin()
+    for rows in measured:
+        found.append([origin | row for row in rows])
+        if out is not None and distributed.rank() == 0:
+            table.append(out, found[-1])
+    if distributed.rank() == 0:
+        print(summary(table.to_frame(itertools.chain(*found))))
 
 
 def _origin() -> Row:
@@ -71,12 +67,12 @@ def _machine() -> str:
 
 
 def summary(results: pd.DataFrame) -> str:
-    """Return results as text: for each kind of row what is the same in all, then a table of what differs."""
+    """Return results as text: for each kind of row what is the same in all of them, then a table of the rest."""
     parts = []
-    for measured, group in results.groupby("measured", sort=False):
+    for measured, group in results.drop(columns=["date", "command"]).groupby("measured", sort=False):
         known = group.drop(columns="measured").dropna(axis="columns", how="all")
         constant = [name for name in known if len(group) > 1 and known[name].nunique(dropna=False) == 1]
+        varying = known.drop(columns=constant).astype(object)
         parts.append(f"{measured}: " + ", ".join(f"{name} {known[name].iloc[0]}" for name in constant))
-        shown = known.drop(columns=constant)
-        parts.append(shown.to_string(index=False, na_rep="-", float_format="{:.4g}".format))
+        parts.append(varying.where(varying.notna(), "-").to_string(index=False, float_format="{:.4g}".format))
     return "\n\n".join(parts)

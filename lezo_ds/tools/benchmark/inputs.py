@@ -1,29 +1,23 @@
-"""What variants run: models with random weights, and random batches. All ranks and layouts get the same."""
+"""What variants run: models of given sizes, and random batches, the same for all ranks and layouts."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from transformers import OPTConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, OPTConfig
 
 from lezo_ds.data.batching import candidate_batch, teacher_forcing_batch
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.objectives import classification_loss, teacher_forcing_loss
 from lezo_ds.errors import UserError
 from lezo_ds.model.batch import LossFunction, MicroBatch
-from lezo_ds.noise import noise_backend
 from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta
-from lezo_ds.sharding.parameters import parameter_ids
 from lezo_ds.tools.opt_shapes import VOCABULARY_SIZE
 from lezo_ds.tools.workloads import Workload
 
-_WEIGHT_SEED = 20240
-_STANDARD_DEVIATION = 0.02
 _STORED_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _PAD = 1
 _FIRST_WORD = 3  # the ids below are OPT's special tokens
@@ -50,31 +44,11 @@ def write_empty_model(config: OPTConfig, dtype: str, directory: Path) -> None:
         file.truncate(8 + len(text) + end)
 
 
-def random_weights(name: str, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
-    """Return elements of a parameter as OPT initializes them: float32 [count].
-
-    Args:
-        name: the parameter's name; the weights of a norm are around 1, all others around 0.
-        parameter_id: the parameter's id.
-        start: index of the first element.
-        count: number of elements.
-        device: where to make them.
-    """
-    values = noise_backend(device).normal(_WEIGHT_SEED, parameter_id, start, count, device)
-    return values.mul_(_STANDARD_DEVIATION).add_(1.0 if name.endswith("norm.weight") else 0.0)
-
-
 def plain_model(config: OPTConfig, dtype: str, device: torch.device) -> nn.Module:
-    """Return an unsharded model with random weights."""
-    model = build_on_meta(config, DTYPES[dtype])
-    ids = parameter_ids(name for name, _ in model.named_parameters())
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        values = random_weights(name, ids[name], 0, math.prod(parameter.shape), device)
-        made[parameter] = nn.Parameter(values.view(parameter.shape).to(parameter.dtype), requires_grad=False)
-    for module in model.modules():
-        module._parameters.update({n: made[p] for n, p in module._parameters.items() if p is not None})
-    return model.to(device)
+    """Return an unsharded model with random weights, to run only."""
+    with device:
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+    return model.eval().requires_grad_(False)
 
 
 def loss_function(workload: Workload) -> LossFunction:
@@ -82,29 +56,17 @@ def loss_function(workload: Workload) -> LossFunction:
     return classification_loss if workload.num_candidates > 1 else teacher_forcing_loss
 
 
-def micro_batches(workload: Workload, count: int) -> list[MicroBatch]:
-    """Return the batch in our trainer's layout, in `count` equal parts.
+def split_batch(workload: Workload, count: int, *, published: bool = False) -> list[MicroBatch]:
+    """Return the batch in equal parts.
+
+    Args:
+        workload: size of the batch.
+        count: number of parts.
+        published: in the layout of MeZO's code, with one sequence per candidate, instead of our trainer's.
 
     Raises:
         UserError: `count` does not divide the batch.
     """
-    build = candidate_batch if workload.num_candidates > 1 else teacher_forcing_batch
-    return [build(part, _PAD) for part in _split(workload, count)]
-
-
-def published_batch(workload: Workload, rank: int, num_ranks: int) -> MicroBatch:
-    """Return a rank's share of the batch in MeZO's layout, with one sequence per candidate.
-
-    Raises:
-        UserError: the ranks do not divide the batch.
-    """
-    share = _split(workload, num_ranks)[rank]
-    if workload.num_candidates == 1:
-        return teacher_forcing_batch(share, _PAD)
-    return candidate_batch(share, _PAD, deduplicate=False)
-
-
-def _split(workload: Workload, count: int) -> list[Sequence[EncodedExample]]:
     if workload.batch_size % count:
         raise UserError(
             "the batch does not split into equal parts",
@@ -114,7 +76,10 @@ def _split(workload: Workload, count: int) -> list[Sequence[EncodedExample]]:
         )
     size = workload.batch_size // count
     examples = _examples(workload)
-    return [examples[start : start + size] for start in range(0, workload.batch_size, size)]
+    parts = [examples[start : start + size] for start in range(0, workload.batch_size, size)]
+    if workload.num_candidates == 1:
+        return [teacher_forcing_batch(part, _PAD) for part in parts]
+    return [candidate_batch(part, _PAD, deduplicate=not published) for part in parts]
 
 
 def _examples(workload: Workload) -> list[EncodedExample]:

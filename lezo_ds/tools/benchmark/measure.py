@@ -1,4 +1,4 @@
-"""Measurements as rows of the table: variants of a step in interleaved rounds, and replay of their records."""
+"""Measurements of steps and of replay, as rows of the table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from lezo_ds import distributed
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.errors import LezoError
+from lezo_ds.sharding.checkpoint_files import build_on_meta
 from lezo_ds.tools.benchmark import sharded
 from lezo_ds.tools.benchmark.inputs import plain_model
 from lezo_ds.tools.benchmark.reference import InPlaceSteps, plain_steps
@@ -30,11 +32,11 @@ Row = dict[str, Any]
 """Values by column; see `lezo_ds.tools.benchmark.table.COLUMNS`."""
 
 WARM_UP_STEPS = 2  # DeepSpeed records the order of the modules in the first pass, and prefetches after it
-_PLAIN = ("mezo_reference", "mezo_fused")
+_MODEL = attrgetter("shape", "layers", "ds_config", "partition_size", "dtype", "update_precision")
 
 
 def time_once(action: Callable[[], object]) -> float:
-    """Return the seconds from when all ranks begin an action until all are done, GPUs included. A collective."""
+    """Return the seconds from the start of an action on all ranks to its end on all. A collective."""
     synchronize()
     distributed.barrier()
     start = time.perf_counter()
@@ -70,6 +72,52 @@ def time_columns(seconds: Sequence[float], reference: Sequence[float]) -> Row:
     }
 
 
+class Models:
+    """A plain model and a sharded one, each made when a variant first needs it, which is a collective.
+
+    The variants that share a model all change its weights.
+
+    Args:
+        setting: says which model.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._config = opt_config(setting.shape, setting.layers)
+
+    @cached_property
+    def plain(self) -> nn.Module:
+        """Every rank's own model."""
+        return plain_model(self._config, self._setting.dtype, distributed.device())
+
+    @cached_property
+    def engine(self) -> LezoEngine:
+        """The model that the ranks share."""
+        return sharded.start_engine(self._setting)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights."""
+        return sum(p.numel() for p in build_on_meta(self._config, torch.float32).parameters())
+
+    def steps(self, variant: Variant, setting: Setting) -> InPlaceSteps | sharded.EngineSteps:
+        """Return a variant's steps."""
+        if variant.kind in ("mezo_reference", "mezo_fused"):
+            return plain_steps(variant, self.plain, setting.workload)
+        if variant.kind == "naive_zero3":
+            return sharded.naive_steps(variant, self.engine, setting.workload)
+        return sharded.EngineSteps(variant, self.engine, setting)
+
+    def free(self) -> None:
+        """Give the memory of the models back. They cannot be used any more."""
+        if "engine" in vars(self):
+            sharded.discard(self.engine)
+        vars(self).clear()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
 def measure_steps(
     settings: Iterable[Setting],
     variants: Sequence[Variant],
@@ -81,8 +129,8 @@ def measure_steps(
     """Measure variants of a step under one setting after the other, and yield the rows of each. A collective.
 
     Args:
-        settings: those of the same model follow each other.
-        variants: what is compared; ratios are relative to the first.
+        settings: those of the same model are adjacent.
+        variants: ratios are relative to the first; without variants nothing is measured.
         rounds: timed steps of each variant.
         threads: CPU threads of this rank.
         replay: also replay the timed steps of our variants.
@@ -92,104 +140,50 @@ def measure_steps(
     """
     distributed.init_distributed()
     torch.set_num_threads(threads)
-    for _, group in itertools.groupby(settings, key=lambda setting: setting.model):
-        same_model = list(group)
-        models = Models(same_model[0], variants)
-        for given in same_model:
-            setting = replace(given, micro_batches=given.micro_batches or distributed.world_size())
-            origin = {
-                **setting.columns(),
-                "parameters": models.num_parameters,
-                "ranks": distributed.world_size(),
-                "threads": threads,
-            }
-            rows = _measure(models, setting, variants, rounds, replay)
-            yield [origin | {"load": os.getloadavg()[0]} | row for row in rows]
+    if not variants:
+        return
+    ranks = distributed.world_size()
+    for _, same_model in itertools.groupby(settings, key=_MODEL):
+        adjacent = [replace(given, micro_batches=given.micro_batches or ranks) for given in same_model]
+        models = Models(adjacent[0])
+        for setting in adjacent:
+            rows = _measure(models, setting, variants, rounds=rounds, replay=replay)
+            origin = setting.columns() | {"parameters": models.num_parameters, "ranks": ranks}
+            yield [origin | {"threads": threads, "load": os.getloadavg()[0]} | row for row in rows]
         models.free()
 
 
-class Models:
-    """The models that variants run: one plain model per rank, and one sharded model. To make them is a collective.
-
-    Both start with the same weights. The variants that share a model all change it.
-
-    Args:
-        setting: says which model.
-        variants: a model that none of them needs is not made.
-    """
-
-    def __init__(self, setting: Setting, variants: Sequence[Variant]) -> None:
-        self.plain: nn.Module | None = None
-        self.engine: LezoEngine | None = None
-        if any(variant.kind in _PLAIN for variant in variants):
-            config = opt_config(setting.shape, setting.layers)
-            self.plain = plain_model(config, setting.dtype, distributed.device())
-        if any(variant.kind not in _PLAIN for variant in variants):
-            self.engine = sharded.start_engine(setting)
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of weights of one model."""
-        if self.engine is not None:
-            return sharded.num_parameters(self.engine)
-        assert self.plain is not None, "a benchmark without variants"
-        return sum(parameter.numel() for parameter in self.plain.parameters())
-
-    def steps(self, variant: Variant, setting: Setting) -> InPlaceSteps | sharded.EngineSteps:
-        """Return a variant's steps."""
-        if variant.kind in _PLAIN:
-            assert self.plain is not None
-            return plain_steps(variant, self.plain, setting.workload)
-        assert self.engine is not None
-        if variant.kind == "naive_zero3":
-            return sharded.naive_steps(variant, self.engine, setting.workload)
-        assert setting.micro_batches is not None
-        return sharded.EngineSteps(variant, self.engine, setting.workload, setting.micro_batches)
-
-    def free(self) -> None:
-        """Give the memory of the models back."""
-        if self.engine is not None:
-            sharded.discard(self.engine)
-        self.plain = self.engine = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-
 def _measure(
-    models: Models, setting: Setting, variants: Sequence[Variant], rounds: int, replay: bool
+    models: Models, setting: Setting, variants: Sequence[Variant], *, rounds: int, replay: bool
 ) -> Iterator[Row]:
-    """Yield a row per variant and, if `replay` is set, one more for each of ours."""
     steps = {variant.text: models.steps(variant, setting) for variant in variants}
-    actions = {name: partial(_checked_step, name, entry.step) for name, entry in steps.items()}
+    actions = {name: partial(_checked_step, name, entry) for name, entry in steps.items()}
     for action in actions.values():
         for _ in range(WARM_UP_STEPS):
             action()
     times = interleaved(actions, rounds)
     first = variants[0].text
     for variant in variants:
-        name = variant.text
-        row = {"measured": "step", "reference": first, "weight_bytes": steps[name].weight_bytes}
-        methods = sharded.staged_methods(models.engine) if models.engine is not None else ()
-        yield (
-            row
-            | variant.columns()
-            | time_columns(times[name], times[first])
-            | _traffic(actions[name])
-            | {"peak_bytes": peak_bytes(actions[name])}
-            | {f"{stage}_seconds": spent for stage, spent in stage_seconds(actions[name], methods).items()}
-        )
-    for variant in variants if replay else ():
-        ours = steps[variant.text]
-        if isinstance(ours, sharded.EngineSteps):
-            row = {"measured": "replay", "reference": "training", "steps": rounds}
-            replayed = time_once(partial(ours.replay, rounds)) / rounds
+        action, entry = actions[variant.text], steps[variant.text]
+        if replay and isinstance(entry, sharded.EngineSteps):
+            replayed = time_once(partial(entry.replay, rounds)) / rounds
             trained = statistics.mean(times[variant.text])
+            row = {"measured": "replay", "reference": "training", "steps": rounds}
             yield row | variant.columns() | time_columns([replayed], [trained])
+        yield {
+            "measured": "step",
+            **variant.columns(),
+            "reference": first,
+            **time_columns(times[variant.text], times[first]),
+            "weight_bytes": entry.weight_bytes,
+            "peak_bytes": peak_bytes(action),
+            **_traffic(action),
+            **stage_seconds(action, entry.staged_methods),
+        }
 
 
-def _checked_step(name: str, step: Callable[[], float]) -> None:
-    gradient = step()
+def _checked_step(name: str, steps: InPlaceSteps | sharded.EngineSteps) -> None:
+    gradient = steps.step()
     if gradient == 0 or not math.isfinite(gradient):
         raise LezoError(
             f"{name} skipped its update, so its time means nothing; got: projected gradient {gradient}; "
@@ -201,7 +195,5 @@ def _traffic(action: Callable[[], object]) -> Row:
     with distributed.counted_bytes() as counts:
         action()
     gathered = sum(count for operation, count in counts.items() if "all_gather" in operation)
-    return {
-        "gathered_bytes": gathered * distributed.world_size(),
-        "other_bytes": sum(counts.values()) - gathered,
-    }
+    total = sum(counts.values())
+    return {"gathered_bytes": gathered * distributed.world_size(), "other_bytes": total - gathered}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from functools import partial
 
@@ -44,9 +45,9 @@ def measure_noise(dtype: str, num_elements: int, *, rounds: int, threads: int = 
             "ranks": distributed.world_size(),
             "threads": threads,
             "reference": REFERENCE,
-            "moved_bytes": element_bytes * num_elements,
+            **time_columns(times[name], times[REFERENCE]),
+            "bytes_per_second": element_bytes * num_elements / statistics.median(times[name]),
         }
-        | time_columns(times[name], times[REFERENCE])
         for name, (element_bytes, _) in operations.items()
     ]
 

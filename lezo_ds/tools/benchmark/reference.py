@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from lezo_ds import distributed
 from lezo_ds.model.batch import MicroBatch, to_device
 from lezo_ds.model.blocks import find_blocks
-from lezo_ds.tools.benchmark.inputs import loss_function, published_batch
+from lezo_ds.tools.benchmark.inputs import loss_function, split_batch
 from lezo_ds.tools.benchmark.settings import Variant
-from lezo_ds.tools.benchmark.stages import stage
+from lezo_ds.tools.benchmark.stages import StagedMethod, stage
 from lezo_ds.tools.workloads import Workload
 
 LEARNING_RATE = 1e-7
@@ -42,8 +42,8 @@ def _fused_update(theta: Tensor, z: Tensor, gradient: float) -> None:
 class InPlaceSteps:
     """MeZO's steps on stored weights; with dropped blocks, LeZO's (Wang et al. 2024, algorithm 1).
 
-    theta += mu z; l_plus; theta -= 2 mu z; l_minus; theta += mu z; theta -= eta g z. Each of the four times, z
-    is drawn again from the same seed by torch's own generator.
+    theta += mu z; l_plus; theta -= 2 mu z; l_minus; theta += mu z; theta -= eta g z. Each time, z is drawn
+    again from the same seed by torch's own generator.
 
     Attributes:
         tensors: the stored weights, each with the index of its block; None outside all blocks.
@@ -52,6 +52,7 @@ class InPlaceSteps:
         sparsity: share of the blocks that a step drops.
         fused: change each tensor by one operation, without temporary tensors: 32 bytes moved per 16-bit
             parameter and step. The expressions of the published code move 74.
+        staged_methods: for `stage_seconds`, in addition to the stages of this class.
         num_steps: steps done.
     """
 
@@ -60,6 +61,7 @@ class InPlaceSteps:
     num_blocks: int
     sparsity: float
     fused: bool
+    staged_methods: Sequence[StagedMethod] = ()
     num_steps: int = 0
 
     @property
@@ -102,11 +104,11 @@ class InPlaceSteps:
 
 
 def plain_steps(variant: Variant, model: nn.Module, workload: Workload) -> InPlaceSteps:
-    """Return "mezo_reference" or "mezo_fused": every rank holds a plain model and runs its share of the batch.
+    """Return "mezo_reference" or "mezo_fused": each rank runs its share of the batch on a model of its own.
 
     As in the published code, each candidate is a sequence of its own, and all logits are computed. To its
-    advantage there is no padding and no mask, only the tokens of the candidates enter the loss, and a step has
-    one reduction.
+    advantage there is no padding and no mask, only the tokens of the candidates enter the loss, and a step
+    has one reduction.
     """
     layout = find_blocks(model)
     tensors = [(values, layout.block_of(name)) for name, values in model.named_parameters()]
@@ -130,8 +132,8 @@ def loss_of_all_logits(
         forward: returns the logits of a micro-batch: [sequences, tokens, vocabulary].
         workload: size of the batch.
     """
-    share = published_batch(workload, distributed.rank(), distributed.world_size())
-    batch = to_device(share, distributed.device())
+    shares = split_batch(workload, distributed.world_size(), published=True)
+    batch = to_device(shares[distributed.rank()], distributed.device())
     assert batch.selection is not None, "a batch of candidates"
     rows, positions = batch.selection.rows, batch.selection.positions
     summed = loss_function(workload)

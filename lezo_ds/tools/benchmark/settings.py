@@ -77,7 +77,7 @@ def _unknown(text: str) -> UserError:
 
 @dataclass(frozen=True)
 class Setting:
-    """The conditions under which variants are measured; see the columns in `lezo_ds.tools.benchmark.table`.
+    """The conditions under which variants are measured; for the rest see the columns in `table`.
 
     Attributes:
         workload: size of the step's batch.
@@ -86,35 +86,20 @@ class Setting:
 
     shape: str
     layers: int
-    dtype: Dtype
-    update_precision: str
     ds_config: str | None
     partition_size: int | None
+    dtype: Dtype
+    update_precision: str
     task: str
     workload: Workload
     micro_batches: int | None
 
-    @property
-    def model(self) -> tuple[object, ...]:
-        """What settings have in common that can share a model."""
-        return (
-            self.shape,
-            self.layers,
-            self.dtype,
-            self.update_precision,
-            self.ds_config,
-            self.partition_size,
-        )
-
     def columns(self) -> dict[str, Any]:
         """Return the setting's values in the table of results."""
         own = {name: value for name, value in vars(self).items() if name != "workload"}
-        return own | {
-            "length": self.workload.length,
-            "candidates": self.workload.num_candidates,
-            "candidate_tokens": self.workload.candidate_tokens,
-            "batch": self.workload.batch_size,
-        }
+        size = self.workload
+        batch = {"length": size.length, "candidates": size.num_candidates, "batch": size.batch_size}
+        return own | batch | {"candidate_tokens": size.candidate_tokens}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,9 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--partition-size", type=counts, default=[None], metavar="N,...", help="ranks that share the weights")
     add("--task", type=names, default="sst2", help="use typical inputs of these tasks")
     add("--length", type=counts, default=[None], metavar="N,...", help="tokens per example")
-    add(
-        "--micro-batches", type=counts, default=[None], metavar="N,...", help="parts of the batch in our step"
-    )
+    add("--micro-batches", type=counts, default=[None], metavar="N,...", help="parts that our step runs")
     add("--batch", type=positive, default=16, metavar="N", help="examples per step, over all ranks")
     add("--dtype", choices=get_args(Dtype), default="fp32", help="of the weights")
     add("--update-precision", choices=_PRECISIONS, default="fp32_master", help="of 16-bit weights")
@@ -140,40 +123,29 @@ def read_settings(arguments: argparse.Namespace) -> list[Setting]:
     Raises:
         UserError: an unknown shape or task, or a length that does not fit the task's answers or the model.
     """
-    lists = {name: getattr(arguments, name) for name in _LISTS}
-    combinations = [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
-    return [_setting(arguments, **values) for values in combinations]
-
-
-def _setting(
-    arguments: argparse.Namespace,
-    *,
-    shape: str,
-    layers: int | None,
-    task: str,
-    length: int | None,
-    **more: Any,
-) -> Setting:
-    if shape not in SHAPES:
-        raise UserError("unknown --shape", got=shape, expected=", ".join(SHAPES), fix="give one of these")
-    typical = typical_workload(task)
-    workload = replace(typical, length=length or typical.length, batch_size=arguments.batch)
-    if not workload.candidate_tokens < workload.length <= MAX_LENGTH:
-        raise UserError(
-            "--length does not fit",
-            got=workload.length,
-            expected=f"{workload.candidate_tokens + 1} to {MAX_LENGTH} tokens",
-            fix="give another --length",
+    settings = []
+    lists = [getattr(arguments, name) for name in _LISTS]
+    for shape, layers, ds_config, partition_size, task, length, micro_batches in itertools.product(*lists):
+        if shape not in SHAPES:
+            raise UserError("unknown --shape", got=shape, expected=", ".join(SHAPES), fix="give one of these")
+        typical = typical_workload(task)
+        workload = replace(typical, length=length or typical.length, batch_size=arguments.batch)
+        if not workload.candidate_tokens < workload.length <= MAX_LENGTH:
+            fits = f"{workload.candidate_tokens + 1} to {MAX_LENGTH} tokens"
+            raise UserError("--length does not fit", got=length, expected=fits, fix="give another --length")
+        setting = Setting(
+            shape=shape,
+            layers=layers or SHAPES[shape].num_blocks,
+            ds_config=ds_config,
+            partition_size=partition_size,
+            dtype=arguments.dtype,
+            update_precision=arguments.update_precision,
+            task=task.lower(),
+            workload=workload,
+            micro_batches=micro_batches,
         )
-    return Setting(
-        shape=shape,
-        layers=layers or SHAPES[shape].num_blocks,
-        dtype=arguments.dtype,
-        update_precision=arguments.update_precision,
-        task=task.lower(),
-        workload=workload,
-        **more,
-    )
+        settings.append(setting)
+    return settings
 
 
 def _list_of(read: Callable[[str], T]) -> Callable[[str], list[T]]:

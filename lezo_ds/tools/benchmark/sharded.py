@@ -1,4 +1,4 @@
-"""The variants on the engine's sharded model: a naive MeZO, and our step. Nothing else here knows the engine."""
+"""The variants on a sharded model: a naive MeZO, and our step. No other module here knows the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lezo_ds.journal import StepRecord
 from lezo_ds.model.batch import MicroBatch
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding import zero3
-from lezo_ds.tools.benchmark.inputs import loss_function, micro_batches, random_weights, write_empty_model
+from lezo_ds.tools.benchmark.inputs import loss_function, split_batch, write_empty_model
 from lezo_ds.tools.benchmark.reference import (
     LEARNING_RATE,
     PERTURBATION_SCALE,
@@ -26,8 +26,12 @@ from lezo_ds.tools.benchmark.reference import (
     loss_of_all_logits,
 )
 from lezo_ds.tools.benchmark.settings import Setting, Variant
+from lezo_ds.tools.benchmark.stages import StagedMethod
 from lezo_ds.tools.opt_shapes import opt_config
 from lezo_ds.tools.workloads import Workload
+
+_WEIGHT_SEED = 20240
+_STANDARD_DEVIATION = 0.02
 
 
 def start_engine(setting: Setting) -> LezoEngine:
@@ -49,11 +53,12 @@ def start_engine(setting: Setting) -> LezoEngine:
 
 
 def fill_with_random_weights(engine: LezoEngine) -> None:
-    """Give every shard the weights of `random_weights`."""
+    """Give the model weights as OPT initializes them, the same for all shardings."""
+    noise = noise_backend(engine.device)
     for parameter in engine.weights.parameters:
-        parameter_id = parameter.named.parameter_id
-        values = random_weights(parameter.name, parameter_id, parameter.start, parameter.count, engine.device)
-        engine.weights.fill(parameter, values)
+        element = (parameter.named.parameter_id, parameter.start, parameter.count)
+        values = noise.normal(_WEIGHT_SEED, *element, engine.device).mul_(_STANDARD_DEVIATION)
+        engine.weights.fill(parameter, values.add_(1.0 if parameter.name.endswith("norm.weight") else 0.0))
     zero3.finish_updates()
 
 
@@ -61,11 +66,6 @@ def discard(engine: LezoEngine) -> None:
     """Give the memory of an engine's weights back. The engine cannot be used any more."""
     zero3.discard_shards(engine.weights.parameters)
     engine.weights.low_bits.clear()
-
-
-def num_parameters(engine: LezoEngine) -> int:
-    """Return the number of weights of the model."""
-    return sum(parameter.numel for parameter in engine.weights.parameters)
 
 
 def zo_config(variant: Variant, **more: Any) -> ZoConfig:  # noqa: ANN401
@@ -81,7 +81,7 @@ def zo_config(variant: Variant, **more: Any) -> ZoConfig:  # noqa: ANN401
 
 
 def naive_steps(variant: Variant, engine: LezoEngine, workload: Workload) -> InPlaceSteps:
-    """Return "naive_zero3", MeZO on ZeRO-3 as one would first write it: two forwards, shards changed in place."""
+    """Return "naive_zero3": MeZO as one would first write it, with two forwards, changing shards in place."""
     tensors = []
     for parameter in engine.weights.parameters:
         with parameter.shard() as shard:  # the view stays valid, except for weights on NVMe
@@ -93,25 +93,34 @@ def naive_steps(variant: Variant, engine: LezoEngine, workload: Workload) -> InP
         return engine.forward(replace(batch, selection=None))
 
     loss = loss_of_all_logits(forward, workload)
-    return InPlaceSteps(tensors, loss, engine.layout.num_blocks, variant.sparsity, fused=True)
+    return InPlaceSteps(
+        tensors,
+        loss,
+        engine.layout.num_blocks,
+        variant.sparsity,
+        fused=True,
+        staged_methods=_staged_methods(engine),
+    )
 
 
 class EngineSteps:
-    """ "ours": the engine's own steps.
+    """The engine's own steps, which are "ours".
 
     Args:
         variant: a variant of our step.
         engine: from `start_engine`.
-        workload: size of the batch.
-        num_micro_batches: number of parts that a step runs the batch in.
+        setting: says the batch.
+
+    Attributes:
+        staged_methods: for `stage_seconds`.
     """
 
-    def __init__(
-        self, variant: Variant, engine: LezoEngine, workload: Workload, num_micro_batches: int
-    ) -> None:
+    def __init__(self, variant: Variant, engine: LezoEngine, setting: Setting) -> None:
+        assert setting.micro_batches is not None
+        self.staged_methods = _staged_methods(engine)
         self._engine = engine.with_config(zo_config(variant))
-        self._batch = micro_batches(workload, num_micro_batches)
-        self._loss = loss_function(workload)
+        self._batch = split_batch(setting.workload, setting.micro_batches)
+        self._loss = loss_function(setting.workload)
         self._records: list[StepRecord] = []
 
     @property
@@ -133,8 +142,7 @@ class EngineSteps:
         self._engine.weights.apply(self._records[-num_steps:])
 
 
-def staged_methods(engine: LezoEngine) -> list[tuple[Any, str, str]]:
-    """Return (object or class, name of a method, the stage its calls belong to) for a step of the engine."""
+def _staged_methods(engine: LezoEngine) -> list[StagedMethod]:
     noise = noise_backend(engine.device)
     owner, gathering = zero3.GATHERING
     return [

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +15,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from lezo_ds import distributed
 from lezo_ds.tools.benchmark.table import STAGES
+
+StagedMethod = tuple[Any, str, str]
+"""An object or class, the name of a method, and the one of STAGES that its calls belong to."""
 
 _LABEL = "stage: "
 _STATUS = Path("/proc/self/status")
@@ -41,37 +44,42 @@ def stage(name: str) -> Iterator[None]:
             synchronize()
 
 
-def stage_seconds(
-    step: Callable[[], object], methods: Iterable[tuple[Any, str, str]] = ()
-) -> dict[str, float]:
-    """Run a step under torch's profiler and return the seconds in each of STAGES.
+def stage_seconds(step: Callable[[], object], methods: Iterable[StagedMethod] = ()) -> dict[str, float]:
+    """Run a step under torch's profiler and return the columns of STAGES.
 
-    The time of an inner stage does not count in the outer one. The profiler and, on a GPU, waiting at both ends
-    of each stage make this step slower than others.
+    The time of an inner stage does not count in the outer one. The profiler and, on a GPU, waiting at both
+    ends of each stage make this step slower than others.
 
     Args:
         step: its blocks `stage` are counted.
-        methods: (object or class, name of a method, stage): calls of these methods are counted, too.
+        methods: their calls are counted, too.
     """
     with ExitStack() as stack:
         for owner, method, name in methods:
             stack.enter_context(patch.object(owner, method, _labeled(getattr(owner, method), name)))
-        with profile(activities=[ProfilerActivity.CPU]) as profiler, stage("other"):
-            step()
-    seconds = dict.fromkeys(STAGES, 0.0)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler's library writes to the terminal
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            distributed.barrier()  # ranks start their profilers at different speeds
+            with stage("other"):
+                step()
+    seconds = {f"{name}_seconds": 0.0 for name in STAGES}
     for event in profiler.events() or ():
-        if event.name.startswith(_LABEL):
-            seconds[event.name.removeprefix(_LABEL)] += event.cpu_time_total / 1e6
-            outer = event.cpu_parent
-            while outer is not None and not outer.name.startswith(_LABEL):
-                outer = outer.cpu_parent
-            if outer is not None:
-                seconds[outer.name.removeprefix(_LABEL)] -= event.cpu_time_total / 1e6
+        if not event.name.startswith(_LABEL):
+            continue
+        seconds[_column(event)] += event.cpu_time_total / 1e6
+        outer = event.cpu_parent
+        while outer is not None and not outer.name.startswith(_LABEL):
+            outer = outer.cpu_parent
+        if outer is not None:
+            seconds[_column(outer)] -= event.cpu_time_total / 1e6
     return seconds
 
 
+def _column(event: Any) -> str:  # noqa: ANN401
+    return f"{event.name.removeprefix(_LABEL)}_seconds"
+
+
 def _labeled(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         with stage(name):
             return function(*args, **kwargs)
