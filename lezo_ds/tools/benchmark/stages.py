@@ -1,123 +1,120 @@
-"""Where the time of a step goes: a clock of nested stages, on the host and, for GPUs, by events."""
+"""Where the time and the memory of a step go."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import wraps
+import ctypes
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
-STAGES = ("forward", "perturb", "update", "gather", "other")
-"""forward: the model's own work; perturb: noise, and perturbed weights; update: of the stored weights;
-gather: fetching and releasing a module's weights, DeepSpeed's own host time included; other."""
+from lezo_ds import distributed
+from lezo_ds.tools.benchmark.table import STAGES
 
+StagedMethod = tuple[Any, str, str]
+"""An object or class, the name of a method, and the one of STAGES that its calls belong to."""
 
-@dataclass(frozen=True)
-class Moment:
-    """A point in time.
-
-    Attributes:
-        host: seconds on the host's clock.
-        event: on the GPU's current stream; None on a CPU.
-    """
-
-    host: float
-    event: Any
-
-    def seconds_until(self, end: Moment) -> float:
-        """Return the time between two moments, the GPU's where there is one."""
-        if self.event is None:
-            return end.host - self.host
-        return float(self.event.elapsed_time(end.event)) / 1000
+_LABEL = "stage: "
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"  # see proc(5)
 
 
-@dataclass
-class Span:
-    """One passage through a stage; `outer` is the index of the span it lies in, if in any."""
-
-    stage: str
-    start: Moment
-    outer: int | None
-    end: Moment | None = None
+def synchronize() -> None:
+    """Wait until the GPU has done all its work; does nothing on a CPU."""
+    if _on_gpu():
+        torch.cuda.synchronize()
 
 
-class StageClock:
-    """Adds up the time of each stage; time spent in an inner stage is not counted in the outer one.
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Label what runs in the block as one of STAGES, for `stage_seconds`."""
+    is_profiled = torch.autograd.profiler._is_profiler_enabled
+    # A GPU runs behind the host. Waiting at both ends makes the host's time of a stage that of its GPU work.
+    if is_profiled:
+        synchronize()
+    with record_function(_LABEL + name):
+        yield
+        if is_profiled:
+            synchronize()
+
+
+def stage_seconds(step: Callable[[], object], methods: Iterable[StagedMethod] = ()) -> dict[str, float]:
+    """Run a step under torch's profiler and return the columns of STAGES.
+
+    The time of an inner stage does not count in the outer one. The profiler and, on a GPU, waiting at both
+    ends of each stage make this step slower than others.
 
     Args:
-        device: on a GPU stages are timed by events on its current stream too, else by the host's clock only.
-
-    Attributes:
-        running: while false, nothing is timed.
+        step: its blocks `stage` are counted.
+        methods: their calls are counted, too.
     """
+    with ExitStack() as stack:
+        for owner, method, name in methods:
+            stack.enter_context(patch.object(owner, method, _labeled(getattr(owner, method), name)))
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler's library writes to the terminal
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            distributed.barrier()  # ranks start their profilers at different speeds
+            with stage("other"):
+                step()
+    seconds = {f"{name}_seconds": 0.0 for name in STAGES}
+    for event in profiler.events() or ():
+        if not event.name.startswith(_LABEL):
+            continue
+        seconds[_column(event)] += event.cpu_time_total / 1e6
+        outer = event.cpu_parent
+        while outer is not None and not outer.name.startswith(_LABEL):
+            outer = outer.cpu_parent
+        if outer is not None:
+            seconds[_column(outer)] -= event.cpu_time_total / 1e6
+    return seconds
 
-    def __init__(self, device: torch.device) -> None:
-        self.running = False
-        self._device = device
-        self._spans: list[Span] = []
-        self._open: list[int] = []
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Count the time until the end of the block as `name`, one of STAGES."""
-        if not self.running:
-            yield
-            return
-        span = Span(name, self._now(), self._open[-1] if self._open else None)
-        self._open.append(len(self._spans))
-        self._spans.append(span)
-        try:
-            yield
-        finally:
-            self._open.pop()
-            span.end = self._now()
+def _column(event: Any) -> str:  # noqa: ANN401
+    return f"{event.name.removeprefix(_LABEL)}_seconds"
 
-    @contextmanager
-    def methods(self, owner: Any, names: Sequence[str], stage: str) -> Iterator[None]:  # noqa: ANN401
-        """Count the time in methods of an object, or of all objects of a class, as `stage` meanwhile."""
-        before = {name: vars(owner).get(name) for name in names}
-        for name in names:
-            setattr(owner, name, self._timed(getattr(owner, name), stage))
-        try:
-            yield
-        finally:
-            for name, original in before.items():
-                delattr(owner, name)
-                if original is not None:
-                    setattr(owner, name, original)
 
-    def take(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the seconds in each of STAGES since the last call: of the device, and of the host."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-        device, host = dict.fromkeys(STAGES, 0.0), dict.fromkeys(STAGES, 0.0)
-        for span in self._spans:
-            assert span.end is not None, "a stage that is still open"
-            for sums, elapsed in (
-                (device, span.start.seconds_until(span.end)),
-                (host, span.end.host - span.start.host),
-            ):
-                sums[span.stage] += elapsed
-                if span.outer is not None:
-                    sums[self._spans[span.outer].stage] -= elapsed
-        self._spans.clear()
-        return device, host
+def _labeled(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        with stage(name):
+            return function(*args, **kwargs)
 
-    def _timed(self, method: Callable[..., Any], stage: str) -> Callable[..., Any]:
-        @wraps(method)
-        def timed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            with self.stage(stage):
-                return method(*args, **kwargs)
+    return run
 
-        return timed
 
-    def _now(self) -> Moment:
-        if self._device.type != "cuda":
-            return Moment(time.perf_counter(), None)
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return Moment(time.perf_counter(), event)
+def peak_bytes(step: Callable[[], object]) -> int | None:
+    """Run a step and return its peak memory above what was in use before; None if it cannot be known.
+
+    On a GPU this is memory of torch's allocator, on Linux without a GPU resident memory of this process.
+    """
+    if _on_gpu():
+        synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    if not _CLEAR_REFS.exists():
+        step()
+        return None
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)  # glibc keeps freed memory resident, which would hide what the step needs
+    _CLEAR_REFS.write_text(_RESET_PEAK)
+    before = _resident("VmRSS")
+    step()
+    return max(0, _resident("VmHWM") - before)
+
+
+def _on_gpu() -> bool:
+    return distributed.device().type == "cuda"
+
+
+def _resident(field: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field + ":"))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,88 @@
+"""Times the operations of the noise backend against a plain copy and against PyTorch's own noise."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from lezo_ds import distributed
+from lezo_ds.noise import noise_backend
+from lezo_ds.sharding.checkpoint_files import DTYPES
+from lezo_ds.tools.benchmark.measure import Row, interleaved, time_columns
+
+REFERENCE = "torch normal_ and add_"
+REPLAYED_STEPS = 16
+_SEED, _PARAMETER, _SCALE = 1, 2, 1e-3
+_CALLS = 4  # timed together, so that the start of a kernel counts little
+
+
+def measure_noise(dtype: str, num_elements: int, *, rounds: int, threads: int = 1) -> list[Row]:
+    """Time each operation in interleaved rounds, on every rank for itself, and return the rows. A collective.
+
+    Args:
+        dtype: of the weights: "fp32", "bf16" or "fp16".
+        num_elements: number of weights in a call; on a GPU, far more than its cache holds.
+        rounds: timed rounds.
+        threads: CPU threads of this rank.
+    """
+    distributed.init_distributed()
+    torch.set_num_threads(threads)
+    operations = _operations(dtype, num_elements)
+    actions = {name: partial(_repeat, operation) for name, (_, operation) in operations.items()}
+    for action in actions.values():
+        action()
+    calls = interleaved(actions, rounds)
+    times = {name: [seconds / _CALLS for seconds in found] for name, found in calls.items()}
+    return [
+        {
+            "measured": "noise",
+            "variant": name,
+            "dtype": dtype,
+            "elements": num_elements,
+            "ranks": distributed.world_size(),
+            "threads": threads,
+            "reference": REFERENCE,
+            **time_columns(times[name], times[REFERENCE]),
+            "bytes_per_second": element_bytes * num_elements / statistics.median(times[name]),
+        }
+        for name, (element_bytes, _) in operations.items()
+    ]
+
+
+def _repeat(operation: Callable[[], object]) -> None:
+    for _ in range(_CALLS):
+        operation()
+
+
+def _operations(dtype: str, num_elements: int) -> dict[str, tuple[int, Callable[[], object]]]:
+    """Return by name: the bytes per element that an operation must read and write, and the operation."""
+    device = distributed.device()
+    noise = noise_backend(device)
+    theta = noise.normal(_SEED, 0, 0, num_elements, device).to(DTYPES[dtype])
+    other = torch.empty_like(theta)
+    low = torch.zeros(num_elements, dtype=torch.int16, device=device)
+    generator = torch.Generator(device).manual_seed(_SEED)
+    size = theta.element_size()
+    key = (_SEED, _PARAMETER, _SCALE)
+    steps = [(seed, _SCALE) for seed in range(REPLAYED_STEPS)]
+    operations: dict[str, tuple[int, Callable[[], object]]] = {
+        "copy": (2 * size, lambda: other.copy_(theta)),
+        REFERENCE: (4 * size, lambda: theta.add_(other.normal_(generator=generator), alpha=1e-9)),
+        "normal, fp32": (4, lambda: noise.normal(_SEED, _PARAMETER, 0, num_elements, device)),
+        "perturb": (2 * size, lambda: noise.perturb(theta, *key)),
+        "perturb_pair": (3 * size, lambda: noise.perturb_pair(theta, *key)),
+        "update, nearest": (2 * size, lambda: noise.update_(theta, 0, *key, "nearest")),
+        f"update of {REPLAYED_STEPS} steps, nearest": (
+            2 * size,
+            lambda: noise.update_many_(theta, 0, _PARAMETER, steps, "nearest"),
+        ),
+    }
+    if size == 2:
+        operations |= {
+            "update, stochastic": (2 * size, lambda: noise.update_(theta, 0, *key, "stochastic")),
+            "update, fp32_master": (8, lambda: noise.update_(theta, 0, *key, "fp32_master", low)),
+        }
+    return operations

@@ -1,0 +1,153 @@
+"""The variants on a sharded model: a naive MeZO, and our step. No other module here knows the engine."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lezo_ds import distributed
+from lezo_ds.config import ZoConfig
+from lezo_ds.ds_config import load_ds_config
+from lezo_ds.engine.lezo_engine import LezoEngine, initialize
+from lezo_ds.journal import StepRecord
+from lezo_ds.model.batch import MicroBatch
+from lezo_ds.noise import noise_backend
+from lezo_ds.sharding import zero3
+from lezo_ds.tools.benchmark.inputs import loss_function, split_batch, write_empty_model
+from lezo_ds.tools.benchmark.reference import (
+    LEARNING_RATE,
+    PERTURBATION_SCALE,
+    InPlaceSteps,
+    loss_of_all_logits,
+)
+from lezo_ds.tools.benchmark.settings import Setting, Variant
+from lezo_ds.tools.benchmark.stages import StagedMethod
+from lezo_ds.tools.opt_shapes import opt_config
+from lezo_ds.tools.workloads import Workload
+
+_WEIGHT_SEED = 20240
+_STANDARD_DEVIATION = 0.02
+
+
+def start_engine(setting: Setting) -> LezoEngine:
+    """Return our engine on a sharded model with random weights. A collective."""
+    ds_config = load_ds_config(setting.ds_config, setting.dtype, distributed.world_size(), 1)
+    config = zo_config(Variant.parse("ours"), update_precision=setting.update_precision)
+    with ExitStack() as stack:
+        # All ranks are on one host: they read what rank 0 writes.
+        folder = stack.enter_context(tempfile.TemporaryDirectory()) if distributed.rank() == 0 else None
+        directory = Path(distributed.broadcast_object(folder))
+        model = opt_config(setting.shape, setting.layers)
+        distributed.on_rank_zero(lambda: write_empty_model(model, setting.dtype, directory))
+        engine = initialize(
+            str(directory), config, ds_config, setting.dtype, partition_size=setting.partition_size
+        )
+        distributed.barrier()
+    fill_with_random_weights(engine)
+    return engine
+
+
+def fill_with_random_weights(engine: LezoEngine) -> None:
+    """Give the model weights as OPT initializes them, the same for all shardings."""
+    noise = noise_backend(engine.device)
+    for parameter in engine.weights.parameters:
+        element = (parameter.named.parameter_id, parameter.start, parameter.count)
+        values = noise.normal(_WEIGHT_SEED, *element, engine.device).mul_(_STANDARD_DEVIATION)
+        engine.weights.fill(parameter, values.add_(1.0 if parameter.name.endswith("norm.weight") else 0.0))
+    zero3.finish_updates()
+
+
+def discard(engine: LezoEngine) -> None:
+    """Give the memory of an engine's weights back. The engine cannot be used any more."""
+    zero3.discard_shards(engine.weights.parameters)
+    engine.weights.low_bits.clear()
+
+
+def zo_config(variant: Variant, **more: Any) -> ZoConfig:  # noqa: ANN401
+    """Return the engine's settings for a variant of our step."""
+    return ZoConfig(
+        learning_rate=LEARNING_RATE,
+        perturbation_scale=PERTURBATION_SCALE,
+        sparsity=variant.sparsity,
+        forward=variant.forward,
+        directions=variant.directions,
+        **more,
+    )
+
+
+def naive_steps(variant: Variant, engine: LezoEngine, workload: Workload) -> InPlaceSteps:
+    """Return "naive_zero3": MeZO as one would first write it, with two forwards, changing shards in place."""
+    tensors = []
+    for parameter in engine.weights.parameters:
+        with parameter.shard() as shard:  # the view stays valid, except for weights on NVMe
+            if parameter.count:
+                tensors.append((shard, parameter.named.block))
+
+    def forward(batch: MicroBatch) -> Tensor:
+        zero3.finish_updates()  # DeepSpeed gathers on another stream, and the shards have just been perturbed
+        return engine.forward(replace(batch, selection=None))
+
+    loss = loss_of_all_logits(forward, workload)
+    return InPlaceSteps(
+        tensors,
+        loss,
+        engine.layout.num_blocks,
+        variant.sparsity,
+        fused=True,
+        staged_methods=_staged_methods(engine),
+    )
+
+
+class EngineSteps:
+    """The engine's own steps, which are "ours".
+
+    Args:
+        variant: a variant of our step.
+        engine: from `start_engine`.
+        setting: says the batch.
+
+    Attributes:
+        staged_methods: for `stage_seconds`.
+    """
+
+    def __init__(self, variant: Variant, engine: LezoEngine, setting: Setting) -> None:
+        assert setting.micro_batches is not None
+        self.staged_methods = _staged_methods(engine)
+        self._engine = engine.with_config(zo_config(variant))
+        self._batch = split_batch(setting.workload, setting.micro_batches)
+        self._loss = loss_function(setting.workload)
+        self._records: list[StepRecord] = []
+
+    @property
+    def weight_bytes(self) -> int:
+        """What this rank holds of the model between steps."""
+        weights = self._engine.weights
+        shards = sum(p.count * p.parameter.element_size() for p in weights.parameters)
+        return shards + sum(low.numel() * low.element_size() for low in weights.low_bits.values())
+
+    def step(self) -> float:
+        """Do one step and return the mean of its projected gradients; NaN if it was skipped. A collective."""
+        record = self._engine.train_batch(self._batch, self._loss)
+        self._records.append(record)
+        gradients = record.projected_grads
+        return sum(gradients) / len(gradients) if record.applied else float("nan")
+
+    def replay(self, num_steps: int) -> None:
+        """Apply the records of the last `num_steps` steps again."""
+        self._engine.weights.apply(self._records[-num_steps:])
+
+
+def _staged_methods(engine: LezoEngine) -> list[StagedMethod]:
+    noise = noise_backend(engine.device)
+    owner, gathering = zero3.GATHERING
+    return [
+        (engine.module, "forward", "forward"),
+        (engine.weights, "apply", "update"),
+        *((noise, name, "perturb") for name in dir(noise) if name.startswith("perturb")),
+        *((owner, name, "gather") for name in gathering),
+    ]
