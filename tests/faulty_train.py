@@ -82,8 +82,6 @@ class Injector:
         effect = self._fault["effect"]
         if effect == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif effect == "kill all":
-            os.killpg(0, signal.SIGKILL)
         else:
             number = getattr(errno, effect)
             raise OSError(number, os.strerror(number))

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from assets import REPOSITORY, recipe_values, write_data, write_reader, write_recipe
+from assets import REPOSITORY, recipe_values, write_data, write_reader
 from commands import deepspeed, python, run, run_well
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
@@ -17,11 +17,6 @@ from lezo_ds.model.snapshots import read_manifest, snapshot_path
 from lezo_ds.tasks import get_task
 
 BF16 = ("model.dtype=bf16", "zo.update_precision=fp32_master")
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
-    return write_recipe(tmp_path_factory.mktemp("assets"))
 
 
 @pytest.fixture(scope="module")

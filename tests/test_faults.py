@@ -7,36 +7,29 @@ from __future__ import annotations
 
 import shutil
 import signal
-import time
 
 import psutil
 import pytest
-from assets import write_recipe
-from commands import assert_one_error, deepspeed, mpirun, run, start
-from faults import (
-    Fault,
-    check_interrupted,
-    end,
-    faulty,
-    num_steps,
-    remount,
+from commands import (
+    assert_one_error,
+    deepspeed,
+    mpirun,
+    ranks_of,
+    run,
     run_forked,
-    small_disk,
-    variables,
+    run_forked_well,
+    start,
+    wait_until,
 )
+from faults import FAULTY_TRAIN, Fault, check_interrupted, remount, run_faulty, small_disk, variables
+from run_ends import end, num_steps, records_of
 
 from lezo_ds.journal import StepRecord, read_journal
 from lezo_ds.model.snapshots import MANIFEST, read_manifest, snapshot_path, snapshot_steps
 
 STEPS = 12
 LENGTH = [f"train.steps={STEPS}", "train.eval_every=4", "train.snapshot_every=3", "train.keep_snapshots=2"]
-PATIENCE_SECONDS = 120
 TEMPORARY = r"snapshots/\.step-\d+\.tmp/"
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
-    return write_recipe(tmp_path_factory.mktemp("assets"))
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +37,9 @@ def undisturbed(recipe, tmp_path_factory):
     """A run to which nothing happens: (its directory, its end, the operations on its directory)."""
     directory = tmp_path_factory.mktemp("undisturbed")
     log = directory / "operations"
-    finished = run_forked(arguments(recipe, directory / "run"), log=log)
+    finished = run_faulty(arguments(recipe, directory / "run"), log=log)
     assert finished.code == 0, finished.err[-5000:]
-    return directory / "run", end(directory / "run", STEPS), log.read_text().splitlines()
+    return directory / "run", end(directory / "run"), log.read_text().splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -65,16 +58,14 @@ def arguments(recipe, run_dir):
 
 def killed(recipe, run_dir, undisturbed, fault, num_ranks=1):
     """Run until the fault kills rank 0; assert that what is left is sound and no step lost."""
-    finished = run_forked(arguments(recipe, run_dir), fault, num_ranks)
+    finished = run_faulty(arguments(recipe, run_dir), fault, num_ranks=num_ranks)
     assert finished.code == -signal.SIGKILL, finished.err[-5000:]
     assert check_interrupted(run_dir, undisturbed[1]) == 0
 
 
 def finish(recipe, run_dir, num_ranks=1):
-    """Run to the end; return what it came to."""
-    finished = run_forked(arguments(recipe, run_dir), num_ranks=num_ranks)
-    assert finished.code == 0, finished.err[-5000:]
-    return end(run_dir, STEPS)
+    run_forked_well(arguments(recipe, run_dir), num_ranks=num_ranks)
+    return end(run_dir)
 
 
 # Kills at chosen moments.
@@ -109,11 +100,11 @@ def test_a_run_killed_under_deepspeed_and_mpirun_ends_as_if_never_killed(recipe,
     run_dir = tmp_path / "run"
     given = arguments(recipe, run_dir)
     faults = [
-        (deepspeed(2, *given), Fault("fsync", "journal.jsonl", 6)),
-        (mpirun(2, *given), Fault("replace", r"snapshots/step-\d+")),
+        (deepspeed, Fault("fsync", "journal.jsonl", 6)),
+        (mpirun, Fault("replace", r"snapshots/step-\d+")),
     ]
-    for command, fault in faults:
-        finished = run(faulty(command), **variables(fault, run_dir))
+    for starter, fault in faults:
+        finished = run(starter(2, *given, program=FAULTY_TRAIN), **variables(fault, run_dir))
         assert finished.code != 0
         assert check_interrupted(run_dir, undisturbed[1]) == 0
     assert 3 < num_steps(run_dir) < STEPS
@@ -125,7 +116,7 @@ def test_a_run_killed_under_deepspeed_and_mpirun_ends_as_if_never_killed(recipe,
 
 def test_every_update_follows_the_sync_of_its_line(undisturbed):
     run_dir, _, operations = undisturbed
-    records = iter(read_journal(run_dir / "journal.jsonl")[1])
+    records = iter(records_of(run_dir))
     written, num_synced, num_applied = None, 0, 0
     for operation in operations[operations.index("write journal.jsonl") :]:
         if operation == "write journal.jsonl":
@@ -179,7 +170,7 @@ def test_a_flipped_bit_in_a_journal_is_refused_and_nothing_is_changed(bit, recip
     data = bytearray(path.read_bytes())
     data[data.index(b'"step":4')] ^= 1 << bit
     path.write_bytes(data)
-    finished = run_forked(arguments(recipe, run_dir))
+    finished = run_faulty(arguments(recipe, run_dir))
     assert_one_error(finished, 3, f"{path} line 7 is damaged", "last valid step: 3")
     assert path.read_bytes() == data
 
@@ -234,7 +225,7 @@ REFUSALS = {
 def test_a_disk_that_refuses_ends_a_run_with_one_line_and_it_resumes(name, recipe, undisturbed, tmp_path):
     fault, code, fragment = REFUSALS[name]
     run_dir = tmp_path / "run"
-    finished = run_forked(arguments(recipe, run_dir), fault)
+    finished = run_faulty(arguments(recipe, run_dir), fault)
     assert_one_error(finished, code, fragment)
     read_journal(run_dir / "journal.jsonl")
     assert check_interrupted(run_dir, undisturbed[1]) == 0
@@ -246,7 +237,7 @@ def test_a_disk_that_refuses_ends_a_run_with_one_line_and_it_resumes(name, recip
 def test_a_disk_that_refuses_ends_all_ranks(name, recipe, undisturbed, tmp_path):
     fault, code, fragment = REFUSALS[name]
     run_dir = tmp_path / "run"
-    finished = run_forked(arguments(recipe, run_dir), fault, num_ranks=2)
+    finished = run_faulty(arguments(recipe, run_dir), fault, num_ranks=2)
     assert finished.code == code
     assert any(line.startswith("error: ") and fragment in line for line in finished.err.splitlines())
     assert check_interrupted(run_dir, undisturbed[1]) == 0
@@ -254,7 +245,7 @@ def test_a_disk_that_refuses_ends_all_ranks(name, recipe, undisturbed, tmp_path)
 
 def test_a_full_disk_ends_a_run_which_resumes_when_there_is_room(recipe, undisturbed, tmp_path):
     with small_disk(tmp_path / "disk", "256k") as disk:
-        finished = run_forked(arguments(recipe, disk / "run"))
+        finished = run_faulty(arguments(recipe, disk / "run"))
         assert_one_error(finished, 1, "No space left on device")
         read_journal(disk / "run" / "journal.jsonl")
         assert num_steps(disk / "run") >= 3
@@ -266,7 +257,7 @@ def test_a_directory_on_a_read_only_disk_is_refused_and_left_as_it_was(recipe, u
     with small_disk(tmp_path / "disk", "64m") as disk:
         run_dir = shutil.copytree(halted, disk / "run")
         remount(disk, "ro")
-        finished = run_forked(arguments(recipe, run_dir), output=tmp_path)
+        finished = run_faulty(arguments(recipe, run_dir))
         assert_one_error(finished, 2, "cannot be written to", "Read-only file system")
         remount(disk, "rw")
         assert finish(recipe, run_dir) == undisturbed[1]
@@ -278,24 +269,16 @@ def test_a_directory_on_a_read_only_disk_is_refused_and_left_as_it_was(recipe, u
 def test_a_run_that_diverges_ends_after_so_many_steps_in_a_row_with_an_exit_code_of_its_own(recipe, tmp_path):
     run_dir = tmp_path / "run"
     given = [*arguments(recipe, run_dir), "zo.learning_rate=1e30", "zo.max_skipped_steps=3"]
-    finished = run_forked(given, num_ranks=2)
+    finished = run_faulty(given, num_ranks=2)
     assert finished.code == 4
     errors = {line for line in finished.err.splitlines() if line.startswith("error: ")}
     assert len(errors) == 1
     assert "zo.max_skipped_steps=3 steps in a row" in errors.pop()
-    steps = [r for r in read_journal(run_dir / "journal.jsonl")[1] if isinstance(r, StepRecord)]
+    steps = records_of(run_dir, StepRecord)
     assert [record.applied for record in steps][-4:] == [True, False, False, False]
 
 
 # Launchers.
-
-
-def wait_until(condition, process):
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert process.poll() is None, process.communicate()[1][-5000:]
-        assert time.monotonic() < deadline, "the run did not come so far"
-        time.sleep(0.01)
 
 
 @pytest.mark.distributed
@@ -310,7 +293,7 @@ def test_when_only_the_launcher_is_killed_the_run_is_not_harmed_by_its_own_resum
         assert listening(process) == {"127.0.0.1"}
         for launcher in (process.pid, *launchers_below(process.pid)):
             psutil.Process(launcher).kill()
-        again = run(deepspeed(2, *given))
+        again = run_forked(given, num_ranks=2)
         assert again.code in (0, 1, 2, 3), again.err[-5000:]
         read_journal(run_dir / "journal.jsonl")
     assert finish(recipe, run_dir) == undisturbed[1]
@@ -331,8 +314,7 @@ def test_ranks_of_mpirun_on_one_machine_listen_on_its_loopback_only(recipe, tmp_
 
 def listening(process):
     """Return the addresses at which the ranks below a launcher listen."""
-    children = psutil.Process(process.pid).children(recursive=True)
-    ranks = [c for c in children if {"RANK", "OMPI_COMM_WORLD_RANK"} & c.environ().keys()]
+    ranks = ranks_of(process)
     assert len(ranks) == 2
     connections = [connection for rank in ranks for connection in rank.net_connections("inet")]
     return {c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == psutil.CONN_LISTEN}

@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from assets import REPOSITORY, write_recipe
+from assets import REPOSITORY
 from commands import deepspeed, kill_group, python, run, run_well, start
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -39,11 +39,6 @@ def loss(logits, batch):
         os.kill(os.getpid(), signal.SIGTERM)
     return -candidate_scores(logits, batch).log_softmax(dim=1)[:, 0]
 """
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
-    return write_recipe(tmp_path_factory.mktemp("assets"))
 
 
 @pytest.fixture(scope="module")

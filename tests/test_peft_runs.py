@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from assets import REPOSITORY, write_recipe
+from assets import REPOSITORY
 from commands import deepspeed, python, run, run_well
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -219,11 +219,6 @@ def test_an_adapter_of_which_every_block_is_dropped_is_refused(opt_directory, ki
 
 
 # The commands.
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
-    return write_recipe(tmp_path_factory.mktemp("assets"))
 
 
 def export(run_dir, step, target):

@@ -6,18 +6,13 @@ import json
 
 import pytest
 import yaml
-from assets import NUM_BLOCKS, recipe_values, shared_asset, write_recipe
-from commands import deepspeed, mpirun, python, run_well
+from assets import NUM_BLOCKS, recipe_values, shared_asset
+from commands import deepspeed, mpirun, python, run_forked_well, run_well
+from run_ends import digest_after, end, records_of, results_of
 
 from lezo_ds.journal import EvaluationRecord, StepRecord, read_journal
-from lezo_ds.model.snapshots import read_manifest, snapshot_path
 
 STEPS = 8
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
-    return write_recipe(tmp_path_factory.mktemp("assets"))
 
 
 @pytest.fixture(scope="module")
@@ -34,22 +29,6 @@ def by_python(recipe, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("by_python") / "run"
     run_well(python("--config", recipe, f"run_dir={run_dir}", "zo.perturbation_scale=2e-3"))
     return run_dir
-
-
-def read_json(path):
-    return json.loads(path.read_text())
-
-
-def results_of(run_dir):
-    return read_json(run_dir / "results.json")
-
-
-def digest_after(run_dir, step):
-    return read_manifest(snapshot_path(run_dir / "snapshots", step))["digest"]
-
-
-def records_of(run_dir, kind=(StepRecord, EvaluationRecord)):
-    return [record for record in read_journal(run_dir / "journal.jsonl")[1] if isinstance(record, kind)]
 
 
 @pytest.mark.distributed
@@ -70,7 +49,7 @@ def test_deepspeed_on_two_ranks_leaves_a_whole_run_directory(by_deepspeed):
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     assert config["zo"]["perturbation_scale"] == 2e-3
     assert config["zo"]["sparsity"] == 0.5
-    environment = read_json(run_dir / "environment.json")
+    environment = json.loads((run_dir / "environment.json").read_text())
     assert environment["world_size"] == 2
     assert environment["hardware"]["device"] == "cpu"
     assert {"torch", "deepspeed", "transformers"} <= environment["versions"].keys()
@@ -130,12 +109,10 @@ def test_python_deepspeed_and_mpirun_make_the_same_run(recipe, by_python, by_dee
     header, records = read_journal(by_python / "journal.jsonl")
     for run_dir in (by_deepspeed[0], by_mpirun):
         other, other_records = read_journal(run_dir / "journal.jsonl")
-        assert {**other.config, "run_dir": ""} == {**header.config, "run_dir": ""}
-        assert other.model_fingerprint == header.model_fingerprint
+        assert (other.config, other.model_fingerprint) == (header.config, header.model_fingerprint)
         assert other_records == records
-        for step in (4, STEPS):
-            assert digest_after(run_dir, step) == digest_after(by_python, step)
-        assert results_of(run_dir)["weights_digest"] == results_of(by_python)["weights_digest"]
+        assert digest_after(run_dir, 4) == digest_after(by_python, 4)
+        assert end(run_dir) == end(by_python)
 
 
 def test_the_same_command_on_a_finished_run_changes_nothing(recipe, by_python):
@@ -147,22 +124,21 @@ def test_the_same_command_on_a_finished_run_changes_nothing(recipe, by_python):
         return contents, {name: v for name, v in results_of(by_python).items() if name not in measured}
 
     before = state()
-    run_well(python("--config", recipe, f"run_dir={by_python}", "zo.perturbation_scale=2e-3"))
+    run_forked_well(["--config", recipe, f"run_dir={by_python}", "zo.perturbation_scale=2e-3"])
     assert state() == before
 
 
 @pytest.mark.distributed
 def test_more_steps_continue_a_finished_run_as_if_they_had_been_asked_for_at_once(recipe, tmp_path):
     at_once, in_two = tmp_path / "at_once", tmp_path / "in_two"
-    run_well(python("--config", recipe, f"run_dir={at_once}", "train.steps=12"))
-    run_well(python("--config", recipe, f"run_dir={in_two}", "train.steps=8"))
-    run_well(deepspeed(2, "--config", recipe, f"run_dir={in_two}", "train.steps=12"))
+    run_forked_well(["--config", recipe, f"run_dir={at_once}", "train.steps=12"])
+    run_forked_well(["--config", recipe, f"run_dir={in_two}", "train.steps=8"])
+    run_forked_well(["--config", recipe, f"run_dir={in_two}", "train.steps=12"], num_ranks=2)
     assert records_of(in_two, StepRecord) == records_of(at_once, StepRecord)
     dev = [[r for r in records_of(d, EvaluationRecord) if r.split == "dev"] for d in (in_two, at_once)]
     assert dev[0] == dev[1]
-    assert digest_after(in_two, 12) == digest_after(at_once, 12)
-    for name in ("best_step", "best_dev_loss", "test", "zero_shot", "weights_digest", "steps"):
-        assert results_of(in_two)[name] == results_of(at_once)[name]
+    assert end(in_two).weights == end(at_once).weights
+    assert end(in_two).results == end(at_once).results
 
 
 @pytest.mark.distributed
@@ -173,7 +149,7 @@ def test_real_sst2_and_a_pretrained_model_run_on_two_ranks(tmp_path):
     values["train"] |= {"steps": 4, "eval_every": 2, "eval_batch_size": 16}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(values))
-    run_well(deepspeed(2, "--config", path, f"run_dir={tmp_path / 'run'}"))
+    run_forked_well(["--config", path, f"run_dir={tmp_path / 'run'}"], num_ranks=2)
     results = results_of(tmp_path / "run")
     assert results["finished"]
     assert (results["steps"], results["skipped_steps"]) == (4, 0)

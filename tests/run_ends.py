@@ -1,0 +1,63 @@
+"""What a run has left in its directory, and the part of it that is the same however the run got there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from lezo_ds.journal import EvaluationRecord, StepRecord, read_journal
+from lezo_ds.model.snapshots import read_manifest, snapshot_path
+
+STEP = '"kind":"step"'
+"""Text of a step's line in the journal."""
+
+
+@dataclass(frozen=True)
+class End:
+    """All that must be the same for runs of the same settings, however often they were interrupted."""
+
+    records: list
+    results: dict
+    digest: str
+    weights: dict
+    journal: bytes
+
+
+def end(run_dir):
+    """Return the end of a finished run: its records, results, last digest, and its last snapshot's hashes."""
+    results = results_of(run_dir)
+    assert results["finished"]
+    kept = ("zero_shot", "test", "best_step", "best_dev_loss", "steps", "weights_digest", "skipped_steps")
+    manifest = read_manifest(snapshot_path(run_dir / "snapshots", results["steps"]))
+    return End(
+        records=records_of(run_dir),
+        results={name: results[name] for name in kept},
+        digest=manifest["digest"],
+        weights=manifest["files"],
+        journal=(run_dir / "journal.jsonl").read_bytes(),
+    )
+
+
+def results_of(run_dir):
+    return json.loads((run_dir / "results.json").read_text())
+
+
+def records_of(run_dir, kind=(StepRecord, EvaluationRecord)):
+    return [record for record in read_journal(run_dir / "journal.jsonl")[1] if isinstance(record, kind)]
+
+
+def digest_after(run_dir, step):
+    """Return the digest of the snapshot after a step."""
+    return read_manifest(snapshot_path(run_dir / "snapshots", step))["digest"]
+
+
+def reaches(run_dir, text, count):
+    """Return whether the journal holds a text at least `count` times."""
+    path = run_dir / "journal.jsonl"
+    return path.exists() and path.read_text().count(text) >= count
+
+
+def num_steps(run_dir):
+    """Return how many whole steps a run's journal holds."""
+    path = run_dir / "journal.jsonl"
+    return len(records_of(run_dir, StepRecord)) if path.exists() else 0
