@@ -30,6 +30,7 @@ import psutil
 from assets import write_recipe
 from commands import deepspeed, kill_group, mpirun, python, start
 from faults import Fault, check_interrupted, end, num_steps, remount, run_forked, small_disk
+from lezo_ds.tools.benchmark.shapes import TASKS, opt_config, write_empty_model
 from ranks import run_ranks
 from test_journal import HEADER, some_records, write_journal
 from test_kill_and_resume import wait_until
@@ -40,7 +41,6 @@ from lezo_ds.config import TrainConfig, num_dropped_from_sparsity
 from lezo_ds.engine.agreement import fact_numbers
 from lezo_ds.errors import JournalError
 from lezo_ds.journal import Journal, read_journal
-from lezo_ds.tools.benchmark.shapes import TASKS, opt_config, write_empty_model
 
 KINDS = {
     "fp32": [],

@@ -10,9 +10,9 @@ from tiny_runs import full_weights, make_batch, start_engine, train, zo_config
 
 from lezo_ds.config import check_world, config_from_dict
 from lezo_ds.data.objectives import classification_loss
-from lezo_ds.engine.step_plan import direction_seed
 from lezo_ds.errors import UserError
 from lezo_ds.noise import noise_backend
+from lezo_ds.zo.keys import direction_key
 
 pytestmark = pytest.mark.distributed
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def _train(directory, num_ranks, forward):
-    engine = start_engine(directory, num_ranks=num_ranks, directions=NUM_DIRECTIONS, forward=forward)
+    engine = start_engine(directory, num_ranks=num_ranks, directions=NUM_DIRECTIONS, probes_per_pass=forward)
     records = train(engine, NUM_STEPS, num_micro_batches=1)
     digest, weights = engine.weights.digest(), full_weights(engine)
     replayed = start_engine(directory, num_ranks=num_ranks, directions=NUM_DIRECTIONS)
@@ -33,7 +33,7 @@ def _train(directory, num_ranks, forward):
 @pytest.fixture(scope="module")
 def runs(opt_directory):
     """The same steps of one micro-batch as every rank of 1, 2 and 4 did them: on 4, each in a direction."""
-    return [run for ranks in (1, 2, 4) for run in run_ranks(_train, ranks, opt_directory, ranks, "dual")]
+    return [run for ranks in (1, 2, 4) for run in run_ranks(_train, ranks, opt_directory, ranks, 2)]
 
 
 def test_any_number_of_ranks_gives_the_same_records_and_weights(runs):
@@ -50,14 +50,14 @@ def test_a_replay_gives_the_live_weights(runs):
 
 
 def test_two_passes_equal_the_plain_reference_bit_for_bit(opt_directory):
-    records, _, weights, _ = run_ranks(_train, 1, opt_directory, 1, "two_pass")[0]
+    records, _, weights, _ = run_ranks(_train, 1, opt_directory, 1, 1)[0]
     settings = zo_config()
     reference = ReferenceRun(
         *(opt_directory, torch.float32, settings.learning_rate, settings.perturbation_scale),
         "model.decoder.layers",
     )
     for step, record in enumerate(records):
-        seeds = [direction_seed(record.seed, direction) for direction in range(NUM_DIRECTIONS)]
+        seeds = [direction_key(record.key, direction) for direction in range(NUM_DIRECTIONS)]
         expected = reference.step_in_directions(make_batch(step, 1), seeds, record.dropped_layers)
         assert (record.loss, *record.projected_grads) == expected, step
     stored = reference.stored()
@@ -65,7 +65,7 @@ def test_two_passes_equal_the_plain_reference_bit_for_bit(opt_directory):
 
 
 def test_the_first_direction_is_that_of_a_step_with_one():
-    seeds = [direction_seed(77, direction) for direction in range(1000)]
+    seeds = [direction_key(77, direction) for direction in range(1000)]
     assert seeds[0] == 77
     assert len(set(seeds)) == 1000
     assert all(0 <= seed < 2**64 for seed in seeds)
@@ -82,7 +82,7 @@ def _estimates(directory, num_directions, num_steps, name):
         record = engine.train_batch(batch, classification_loss)
         estimate = torch.zeros(parameter.numel)
         for direction, gradient in enumerate(record.projected_grads):
-            seed = direction_seed(record.seed, direction)
+            seed = direction_key(record.key, direction)
             z = noise.normal(seed, parameter.named.parameter_id, 0, parameter.numel, CPU)
             estimate += gradient / num_directions * z
         estimates.append(estimate)

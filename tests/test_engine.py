@@ -25,11 +25,13 @@ from tiny_runs import (
 
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.engine.lezo_engine import LezoEngine
-from lezo_ds.engine.step_plan import noise_seed, scalar_bytes
+from lezo_ds.engine.step_plan import scalar_bytes
 from lezo_ds.errors import DivergenceError, UserError
-from lezo_ds.journal import Header, Journal, StepRecord, read_journal
+from lezo_ds.journal import Header, Journal, read_journal
 from lezo_ds.model.batch import MicroBatch
 from lezo_ds.noise import UpdatePrecision
+from lezo_ds.zo.keys import step_key
+from lezo_ds.zo.records import StepRecord
 
 pytestmark = pytest.mark.distributed
 
@@ -73,17 +75,17 @@ def reference_run(directory, dtype):
 
 
 def _run_forwards(directory, dtype, num_ranks, forwards):
-    return {f: finish(start_engine(directory, dtype, num_ranks, forward=f)) for f in forwards}
+    return {f: finish(start_engine(directory, dtype, num_ranks, probes_per_pass=f)) for f in forwards}
 
 
 @pytest.fixture(scope="module", params=list(DTYPES))
 def runs(request, opt_directory):
     """dtype, the same 50 steps as every rank of 1, 2 and 4 did them, and with two passes on 2 ranks."""
     dual, two_pass = [], []
-    for num_ranks, forwards in ((1, ["dual"]), (2, ["dual", "two_pass"]), (4, ["dual"])):
+    for num_ranks, forwards in ((1, [2]), (2, [2, 1]), (4, [2])):
         results = run_ranks(_run_forwards, num_ranks, opt_directory, request.param, num_ranks, forwards)
-        dual += [result["dual"] for result in results]
-        two_pass += [result["two_pass"] for result in results if "two_pass" in result]
+        dual += [result[2] for result in results]
+        two_pass += [result[1] for result in results if 1 in result]
     return request.param, dual, two_pass[0]
 
 
@@ -100,7 +102,7 @@ def test_two_passes_equal_the_plain_reference_bit_for_bit(runs, opt_directory):
     dtype, _, run = runs
     reference = reference_run(opt_directory, dtype)
     for step, record in enumerate(run.records):
-        expected = reference.step(make_batch(step), record.seed, record.dropped_layers)
+        expected = reference.step(make_batch(step), record.key, record.dropped_layers)
         assert (record.loss, *record.projected_grads) == expected, step
     stored = {name: tensor for name, tensor in run.weights.items() if not name.endswith(".low")}
     assert same_bits(stored, reference.stored())
@@ -112,7 +114,7 @@ def test_the_dual_forward_equals_two_passes_over_a_whole_run(runs):
     # which 50 steps then amplify.
     tolerance = 1e-5 if dtype == "fp32" else 0.1
     for left, right in zip(dual.records, two_pass.records, strict=True):
-        assert (left.seed, left.dropped_layers) == (right.seed, right.dropped_layers)
+        assert (left.key, left.dropped_layers) == (right.key, right.dropped_layers)
         assert left.loss == pytest.approx(right.loss, rel=tolerance)
     print(
         f"\n{dtype}: dual and two passes have the same bits after 50 steps: {dual.digest == two_pass.digest}"
@@ -121,13 +123,13 @@ def test_the_dual_forward_equals_two_passes_over_a_whole_run(runs):
 
 def test_every_step_has_its_own_noise_and_drops_two_blocks(runs):
     _, (run, *_), _ = runs
-    assert len({record.seed for record in run.records}) == NUM_STEPS
+    assert len({record.key for record in run.records}) == NUM_STEPS
     assert len({record.dropped_layers for record in run.records}) > 3
     assert all(len(record.dropped_layers) == 2 and record.applied for record in run.records)
 
 
 def _losses_at_the_same_weights(directory, dtype, forward, vocabulary):
-    engine = start_engine(directory, dtype, forward=forward, learning_rate=0.0)
+    engine = start_engine(directory, dtype, probes_per_pass=forward, learning_rate=0.0)
     return [
         engine.train_batch(make_batch(step, 2, vocabulary=vocabulary), classification_loss)
         for step in range(5)
@@ -136,10 +138,7 @@ def _losses_at_the_same_weights(directory, dtype, forward, vocabulary):
 
 def _both_forwards(cases):
     return {
-        case: [
-            _losses_at_the_same_weights(*case[1:], forward, SMALL_VOCABULARY)
-            for forward in ("dual", "two_pass")
-        ]
+        case: [_losses_at_the_same_weights(*case[1:], forward, SMALL_VOCABULARY) for forward in (2, 1)]
         for case in cases
     }
 
@@ -160,23 +159,21 @@ def test_dual_equals_two_pass_for_opt_llama_qwen_and_gpt2(tmp_path):
 
 def _mezo(directory):
     changes = {"num_dropped_layers": None, "sparsity": 0.0}
-    return {
-        f: finish(start_engine(directory, num_ranks=2, forward=f, **changes)) for f in ("dual", "two_pass")
-    }
+    return {f: finish(start_engine(directory, num_ranks=2, probes_per_pass=f, **changes)) for f in (2, 1)}
 
 
 def test_sparsity_zero_is_plain_mezo_for_50_steps(opt_directory):
     found = run_ranks(_mezo, 2, opt_directory)[0]
     reference = reference_run(opt_directory, "fp32")
     for step in range(NUM_STEPS):
-        loss, gradient = reference.step(make_batch(step), noise_seed(SEED, step))
-        exact, close = found["two_pass"].records[step], found["dual"].records[step]
+        loss, gradient = reference.step(make_batch(step), step_key(SEED, step))
+        exact, close = found[1].records[step], found[2].records[step]
         assert exact.dropped_layers == close.dropped_layers == ()
         assert (exact.loss, exact.projected_grads) == (loss, (gradient,))
         assert close.loss == pytest.approx(loss, rel=1e-5)
-    assert same_bits(found["two_pass"].weights, reference.stored())
+    assert same_bits(found[1].weights, reference.stored())
     for name, expected in reference.stored().items():
-        torch.testing.assert_close(found["dual"].weights[name], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found[2].weights[name], expected, rtol=1e-4, atol=1e-5)
 
 
 # What a step changes, and what it must not.
@@ -224,8 +221,8 @@ def test_dropped_blocks_keep_every_bit_and_all_else_changes(opt_directory, dtype
 
 def _steps_that_change_nothing(directory, dtype, num_ranks):
     digests = []
-    for forward in ("dual", "two_pass"):
-        engine = start_engine(directory, dtype, num_ranks, forward=forward, learning_rate=0.0)
+    for forward in (2, 1):
+        engine = start_engine(directory, dtype, num_ranks, probes_per_pass=forward, learning_rate=0.0)
         digests += [engine.weights.digest()]
         records = train(engine, 5)
         digests += [engine.weights.digest()]
@@ -363,7 +360,7 @@ def test_the_first_second_and_third_forward_are_equal(opt_directory, num_ranks):
 
 
 def _tune_what_is_outside_the_blocks(directory, num_ranks):
-    changes = {"num_dropped_layers": None, "sparsity": 1.0, "forward": "two_pass"}
+    changes = {"num_dropped_layers": None, "sparsity": 1.0, "forward": 1}
     return finish(start_engine(directory, num_ranks=num_ranks, **changes), 3)
 
 
@@ -374,7 +371,7 @@ def test_a_tied_head_is_perturbed_and_updated_once(opt_directory, num_ranks):
     assert not any(name.startswith("lm_head") for name in run.weights)
     reference = reference_run(opt_directory, "fp32")
     for step, record in enumerate(run.records):
-        expected = reference.step(make_batch(step), record.seed, range(NUM_BLOCKS))
+        expected = reference.step(make_batch(step), record.key, range(NUM_BLOCKS))
         assert (record.loss, *record.projected_grads) == expected
     assert same_bits(run.weights, reference.stored())
 
@@ -535,7 +532,7 @@ def _count_bytes(directory, forward, num_micro_batches):
             "memory_efficient_linear": False,
         },
     }
-    engine = start_engine(directory, num_ranks=2, ds_changes=changes, forward=forward)
+    engine = start_engine(directory, num_ranks=2, ds_changes=changes, probes_per_pass=forward)
     counts = []
     for num_steps in (2, 10):
         comms_logger.reset_data()
@@ -554,7 +551,7 @@ def _count_bytes(directory, forward, num_micro_batches):
     return counts, model, model + padding
 
 
-@pytest.mark.parametrize(("forward", "passes", "num_micro_batches"), [("dual", 1, 2), ("two_pass", 2, 4)])
+@pytest.mark.parametrize(("forward", "passes", "num_micro_batches"), [(2, 1, 2), (1, 2, 4)])
 def test_a_step_gathers_the_model_once_a_pass_and_sends_little_else(
     opt_directory, forward, passes, num_micro_batches
 ):

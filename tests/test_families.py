@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lezo_ds.data.metrics import best_f1
 from lezo_ds.data.objectives import reads_answers
 from lezo_ds.data.records import load_records, sample_splits
-from lezo_ds.journal import EvaluationRecord, StepRecord, read_journal
+from lezo_ds.journal import EvaluationRecord, read_journal
 from lezo_ds.model.snapshots import snapshot_path
 from lezo_ds.tasks import get_task
+from lezo_ds.zo.records import StepRecord
 
 pytestmark = pytest.mark.distributed
 

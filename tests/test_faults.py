@@ -24,8 +24,9 @@ from commands import (
 from faults import FAULTY_TRAIN, Fault, check_interrupted, remount, run_faulty, small_disk, variables
 from run_ends import end, num_steps, records_of
 
-from lezo_ds.journal import StepRecord, read_journal
+from lezo_ds.journal import read_journal
 from lezo_ds.model.snapshots import MANIFEST, read_manifest, snapshot_path, snapshot_steps
+from lezo_ds.zo.records import StepRecord
 
 STEPS = 12
 LENGTH = [f"train.steps={STEPS}", "train.eval_every=4", "train.snapshot_every=3", "train.keep_snapshots=2"]

@@ -16,9 +16,9 @@ from lezo_ds.config import AdamWConfig
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.ds_config import load_ds_config
 from lezo_ds.engine.first_order_engine import initialize_first_order
-from lezo_ds.engine.step_plan import noise_seed
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.model.snapshots import snapshot_path
+from lezo_ds.zo.keys import step_key
 
 pytestmark = pytest.mark.distributed
 
@@ -92,7 +92,7 @@ def by_ranks(directories):
 def plain_loss(model, batch, index, step):
     """Return a micro-batch's mean loss by a plain model, with the dropout of (seed, step, micro-batch)."""
     with torch.random.fork_rng([]):
-        torch.manual_seed(noise_seed(noise_seed(SEED, step), index))
+        torch.manual_seed(step_key(step_key(SEED, step), index))
         logits = model(**batch.inputs).logits
     wanted = logits[batch.selection.rows, batch.selection.positions][:, batch.selection.vocabulary]
     return F.cross_entropy(wanted, batch.labels["label"])

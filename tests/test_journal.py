@@ -39,7 +39,7 @@ def step_record(step, **changes):
     generator = random.Random(step)
     record = StepRecord(
         step=step,
-        seed=generator.getrandbits(64),
+        key=generator.getrandbits(64),
         dropped_layers=tuple(sorted(generator.sample(range(12), 3))),
         projected_grads=(generator.gauss(0, 30),),
         learning_rate=1e-6,

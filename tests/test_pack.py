@@ -17,11 +17,12 @@ from assets import REPOSITORY, write_reader, write_recipe
 from commands import deepspeed, python, run, run_well
 
 from lezo_ds.errors import UserError
-from lezo_ds.journal import Journal, StepRecord, read_journal
+from lezo_ds.journal import Journal, read_journal
 from lezo_ds.model.snapshots import read_manifest, snapshot_path
 from lezo_ds.runs import packing
 from lezo_ds.runs.packing import pack_run, recorded_digests, unpack_run
 from lezo_ds.runs.restore import read_run
+from lezo_ds.zo.records import StepRecord
 
 BF16 = ("model.dtype=bf16", "zo.update_precision=fp32_master")
 SMALL_FILES = ["config.yaml", "environment.json", "journal.jsonl", "results.json"]

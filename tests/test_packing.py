@@ -152,7 +152,7 @@ def test_attention_that_takes_no_mask_of_booleans_is_not_packed():
 
 
 def _steps(directory, forward, packed):
-    engine = start_engine(directory, num_ranks=2, forward=forward, num_dropped_layers=1)
+    engine = start_engine(directory, num_ranks=2, probes_per_pass=forward, num_dropped_layers=1)
     found = []
     for step in range(3):
         examples = examples_of(LENGTHS, vocabulary=VOCABULARY, seed=step)
@@ -170,9 +170,9 @@ def test_a_step_on_packed_rows_is_that_on_padded_ones_on_sharded_ranks(tmp_path)
     sizes = {"hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = OPTConfig(vocab_size=VOCABULARY, word_embed_proj_dim=16, max_position_embeddings=64, **sizes)
     directory = write_model(config, tmp_path / "model")
-    padded = run_ranks(_steps, 2, directory, "dual", False)
-    packed = run_ranks(_steps, 2, directory, "dual", True)
-    assert packed[0] == packed[1] == run_ranks(_steps, 2, directory, "two_pass", True)[0]
+    padded = run_ranks(_steps, 2, directory, 2, False)
+    packed = run_ranks(_steps, 2, directory, 2, True)
+    assert packed[0] == packed[1] == run_ranks(_steps, 2, directory, 1, True)[0]
     assert packed[0] == pytest.approx(padded[0], rel=1e-3)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lezo_ds.engine.step_plan import MAX_BLOCKS, PLAN_BYTES, StepPlan, noise_seed
+from lezo_ds.engine.step_plan import MAX_BLOCKS, PLAN_BYTES, StepPlan
 
 PLANS = st.builds(
     StepPlan,
@@ -42,16 +42,16 @@ def test_a_layer_beyond_the_mask_is_our_own_bug():
 
 
 def test_noise_seeds_are_the_recorded_ones():
-    seeds = [noise_seed(*key) for key in ((0, 0), (0, 1), (1, 0), (7, 19_999))]
+    seeds = [step_key(*key) for key in ((0, 0), (0, 1), (1, 0), (7, 19_999))]
     assert seeds == [0xBFD19E8F440453C6, 0xB4A311AB169D9AE9, 0xB0E18BE79783CF55, 0x61FE77DE3B79821A]
 
 
 def test_no_two_steps_of_any_run_share_a_noise_seed():
-    seeds = {noise_seed(run, step) for run in range(20) for step in range(1000)}
+    seeds = {step_key(run, step) for run in range(20) for step in range(1000)}
     assert len(seeds) == 20_000
     assert all(0 <= seed < 2**64 for seed in seeds)
 
 
 def test_digits_of_run_and_step_do_not_run_together():
-    assert noise_seed(1, 11) != noise_seed(11, 1)
-    assert noise_seed(12, 3) != noise_seed(1, 23)
+    assert step_key(1, 11) != step_key(11, 1)
+    assert step_key(12, 3) != step_key(1, 23)

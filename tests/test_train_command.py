@@ -10,7 +10,8 @@ from assets import NUM_BLOCKS, recipe_values, shared_asset
 from commands import deepspeed, mpirun, python, run_forked_well, run_well
 from run_ends import digest_after, end, records_of, results_of
 
-from lezo_ds.journal import EvaluationRecord, StepRecord, read_journal
+from lezo_ds.journal import EvaluationRecord, read_journal
+from lezo_ds.zo.records import StepRecord
 
 STEPS = 8
 

@@ -53,7 +53,7 @@ def train(assets, num_ranks, forward, objective, micro_batch_size=2):
     engine = start_engine(
         assets / "writer",
         num_ranks=num_ranks,
-        forward=forward,
+        probes_per_pass=forward,
         perturbation_scale=SCALE,
         num_dropped_layers=1,
     )
@@ -62,12 +62,12 @@ def train(assets, num_ranks, forward, objective, micro_batch_size=2):
 
 
 def train_all(assets, num_ranks):
-    return {(o, f): train(assets, num_ranks, f, o) for o in OBJECTIVES for f in ("dual", "two_pass")}
+    return {(o, f): train(assets, num_ranks, f, o) for o in OBJECTIVES for f in (2, 1)}
 
 
 def train_micro_batches(assets):
     """Return the first records of each objective, by the size of a micro-batch."""
-    return {(o, size): train(assets, 1, "dual", o, size)[0][0] for o in OBJECTIVES for size in (1, 2, 4)}
+    return {(o, size): train(assets, 1, 2, o, size)[0][0] for o in OBJECTIVES for size in (1, 2, 4)}
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +78,7 @@ def by_ranks(assets):
 @pytest.mark.distributed
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_both_forwards_and_any_number_of_ranks_do_the_same_steps_bit_for_bit(by_ranks, objective):
-    results = [
-        rank[objective, f] for ranks in by_ranks.values() for rank in ranks for f in ("dual", "two_pass")
-    ]
+    results = [rank[objective, f] for ranks in by_ranks.values() for rank in ranks for f in (2, 1)]
     assert len(results) == 6
     assert all(result == results[0] for result in results)
 
@@ -88,7 +86,7 @@ def test_both_forwards_and_any_number_of_ranks_do_the_same_steps_bit_for_bit(by_
 @pytest.mark.distributed
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_two_signs_differ(by_ranks, objective):
-    records, _ = by_ranks[1][0][objective, "dual"]
+    records, _ = by_ranks[1][0][objective, 2]
     assert all(record.applied for record in records)
     assert any(record.projected_grads[0] != 0 for record in records)
 

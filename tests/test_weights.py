@@ -13,7 +13,6 @@ from transformers import OPTConfig
 
 from lezo_ds import distributed
 from lezo_ds.errors import UserError
-from lezo_ds.journal import StepRecord
 from lezo_ds.model.blocks import find_blocks
 from lezo_ds.model.sharded_model import load_weights
 from lezo_ds.noise import join_master, noise_backend
@@ -21,6 +20,7 @@ from lezo_ds.sharding import zero3
 from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta, load_model_config
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
 from lezo_ds.sharding.weights import ShardedWeights
+from lezo_ds.zo.records import StepRecord
 
 pytestmark = pytest.mark.distributed
 
@@ -38,7 +38,7 @@ def make_records(num_steps, seed=5):
         records.append(
             StepRecord(
                 step=step,
-                seed=1000 + step,
+                key=1000 + step,
                 dropped_layers=dropped,
                 projected_grads=(gradient,) if applied else (),
                 learning_rate=0.0 if step % 11 == 5 else 1e-3,
@@ -180,7 +180,7 @@ def _update_by_hand(directory, dtype):
     weights.apply([record])
     noise = noise_backend(torch.device("cpu"))
     z = {
-        p.name: noise.normal(record.seed, p.named.parameter_id, 0, p.numel, torch.device("cpu")).view(p.shape)
+        p.name: noise.normal(record.key, p.named.parameter_id, 0, p.numel, torch.device("cpu")).view(p.shape)
         for p in weights.parameters
     }
     return before, gather(weights), record, z
