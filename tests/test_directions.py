@@ -64,13 +64,6 @@ def test_two_passes_equal_the_plain_reference_bit_for_bit(opt_directory):
     assert all(torch.equal(weights[name], stored[name]) for name in stored)
 
 
-def test_the_first_direction_is_that_of_a_step_with_one():
-    seeds = [direction_key(77, direction) for direction in range(1000)]
-    assert seeds[0] == 77
-    assert len(set(seeds)) == 1000
-    assert all(0 <= seed < 2**64 for seed in seeds)
-
-
 def _estimates(directory, num_directions, num_steps, name):
     """Return the gradient estimates of one parameter at weights that stay as they are: [steps, numel]."""
     engine = start_engine(directory, directions=num_directions, learning_rate=0.0, num_dropped_layers=0)

@@ -1,9 +1,8 @@
-"""Runs of version 0.1.0: they resume, replay and export to the same weights, or are refused with both versions."""
+"""Runs of version 0.1.0: they resume, replay and export to the same weights."""
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 
 import pytest
@@ -26,7 +25,7 @@ def digest_of(directory):
 
 @pytest.fixture
 def old(tmp_path):
-    """The run of 0.1.0, its model and data: 6 steps in bf16, stochastic, two directions, two passes a step."""
+    """The run of 0.1.0, its model and data: 6 steps in bf16, stochastic, two directions, two passes."""
     return shutil.copytree(FIXTURE, tmp_path / "old")
 
 
@@ -79,11 +78,5 @@ def test_a_pack_is_exported(old):
     assert digest_of(out) == recorded
 
 
-def test_what_this_version_cannot_follow_is_refused_with_both_versions(old, arguments):
-    config = old / "run" / "config.yaml"
-    journal = old / "run" / "journal.jsonl"
-    # The checksum of a changed header would not match: the pack's and the journal's own reader are not the point.
-    text = journal.read_text()
-    assert '"noise":"exact"' in text
-    assert re.search("noise: exact", config.read_text())
-    assert_refused(python(*arguments, "zo.directions=4"), "config zo.directions")
+def test_another_number_of_directions_is_refused(old, arguments):
+    assert_refused(python(*arguments, "zo.directions=4"), "config zo.directions", "expected: 2")

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from itertools import combinations
 
 import pytest
 import torch
@@ -10,14 +8,8 @@ from tiny_models import FAMILIES, NUM_BLOCKS, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lezo_ds.config import num_dropped_from_sparsity
 from lezo_ds.errors import UserError
-from lezo_ds.model.blocks import (
-    BlockLayout,
-    draw_dropped_layers,
-    find_blocks,
-    largest_module,
-)
+from lezo_ds.model.blocks import BlockLayout, find_blocks, largest_module
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -103,69 +95,6 @@ def test_a_list_inside_unequal_blocks_does_not_pass_for_the_blocks():
     model.blocks = nn.ModuleList([nn.Linear(2, 2), block])
     with pytest.raises(UserError, match=r"got: blocks \(2\), blocks\.1\.experts \(2\)"):
         find_blocks(model)
-
-
-def test_sparsity_of_the_paper_gives_the_papers_numbers_of_layers():
-    drops = [num_dropped_from_sparsity(0.75, num_blocks) for num_blocks in (24, 40, 48)]
-    assert drops == [18, 30, 36]
-    assert [num_dropped_from_sparsity(share, 40) for share in (0.0, 0.5, 1.0)] == [0, 20, 40]
-
-
-@pytest.mark.parametrize(
-    ("seed", "step", "num_blocks", "kept"),
-    [
-        (0, 0, 24, (0, 3, 5, 9, 16, 18)),
-        (0, 1, 24, (1, 4, 9, 17, 19, 20)),
-        (7, 19_999, 48, (1, 3, 4, 5, 9, 12, 16, 17, 19, 22, 31, 39)),
-    ],
-)
-def test_draws_are_the_recorded_ones(seed, step, num_blocks, kept):
-    dropped = draw_dropped_layers(seed, step, num_blocks, num_blocks - len(kept))
-    assert dropped == tuple(block for block in range(num_blocks) if block not in kept)
-
-
-@pytest.mark.parametrize("num_dropped", range(6))
-def test_a_draw_has_exactly_n_sorted_blocks_of_the_model(num_dropped):
-    for step in range(50):
-        drawn = draw_dropped_layers(3, step, 5, num_dropped)
-        assert len(set(drawn)) == num_dropped
-        assert list(drawn) == sorted(drawn)
-        assert set(drawn) <= set(range(5))
-
-
-def test_dropping_none_and_dropping_all_leave_no_choice():
-    assert draw_dropped_layers(0, 0, 4, 0) == ()
-    assert draw_dropped_layers(0, 0, 4, 4) == (0, 1, 2, 3)
-
-
-@pytest.mark.parametrize("num_dropped", [-1, 5])
-def test_an_impossible_number_of_dropped_blocks_is_our_own_bug(num_dropped):
-    with pytest.raises(ValueError, match="is not in"):
-        draw_dropped_layers(0, 0, 4, num_dropped)
-
-
-def chi_square(counts, num_cells, num_draws):
-    expected = num_draws / num_cells
-    return sum((count - expected) ** 2 / expected for count in counts)
-
-
-def test_every_subset_is_equally_likely():
-    num_draws = 6000
-    counts = Counter(draw_dropped_layers(11, step, 5, 2) for step in range(num_draws))
-    assert set(counts) == set(combinations(range(5), 2))
-    # 9 degrees of freedom: above 27.9 once in a thousand times.
-    assert chi_square(counts.values(), 10, num_draws) < 27.9
-
-
-def test_draws_of_neighbouring_seeds_and_steps_are_independent():
-    num_draws = 6000
-    for other in (lambda step: (11, step + 1), lambda step: (12, step)):
-        pairs = Counter(
-            draw_dropped_layers(11, step, 3, 1) + draw_dropped_layers(*other(step), 3, 1)
-            for step in range(num_draws)
-        )
-        # 8 degrees of freedom: above 26.1 once in a thousand times.
-        assert chi_square(pairs.values(), 9, num_draws) < 26.1
 
 
 @pytest.mark.parametrize("family", FAMILIES)

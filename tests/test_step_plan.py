@@ -6,52 +6,52 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lezo_ds.engine.step_plan import MAX_BLOCKS, PLAN_BYTES, StepPlan
+from lezo_ds.engine.step_plan import PlanFormat, StepPlan, scalar_bytes
+from lezo_ds.zo.estimators import Probe
 
-PLANS = st.builds(
-    StepPlan,
-    step=st.integers(0, 2**63 - 1),
-    seed=st.integers(0, 2**64 - 1),
-    dropped_layers=st.sets(st.integers(0, MAX_BLOCKS - 1)).map(lambda layers: tuple(sorted(layers))),
-    learning_rate=st.floats(allow_nan=False),
-    perturbation_scale=st.floats(allow_nan=False),
-)
+FINITE = st.floats(allow_nan=False)
+PROBES = st.lists(st.builds(Probe, direction=st.integers(0, 2**32 - 1), scale=FINITE), max_size=9)
 
 
-@given(PLANS)
-def test_a_plan_comes_back_from_its_bytes_bit_for_bit(plan):
-    data = plan.pack()
-    assert len(data) == PLAN_BYTES
-    assert StepPlan.unpack(data) == plan
-    assert StepPlan.unpack(data).pack() == data
+@st.composite
+def plans_and_formats(draw):
+    num_layers = draw(st.integers(0, 600))
+    layers = st.sets(st.integers(0, num_layers - 1)) if num_layers else st.just(set())
+    probes, has_weights = draw(PROBES), draw(st.booleans())
+    weights = st.lists(FINITE, min_size=num_layers, max_size=num_layers) if has_weights else st.just(())
+    plan = StepPlan(
+        step=draw(st.integers(0, 2**63 - 1)),
+        key=draw(st.integers(0, 2**64 - 1)),
+        learning_rate=draw(FINITE),
+        perturbation_scale=draw(FINITE),
+        dropped_layers=tuple(sorted(draw(layers))),
+        layer_weights=tuple(draw(weights)),
+        probes=tuple(probes),
+    )
+    return plan, PlanFormat(num_layers, len(probes), has_weights)
+
+
+@given(plans_and_formats())
+def test_a_plan_comes_back_from_its_bytes_bit_for_bit(drawn):
+    plan, plan_format = drawn
+    data = plan_format.pack(plan)
+    assert len(data) == plan_format.num_bytes
+    assert plan_format.unpack(data) == plan
+    assert plan_format.pack(plan_format.unpack(data)) == data
 
 
 def test_the_message_has_the_recorded_bytes():
-    plan = StepPlan(3, 2**64 - 1, (0, 7, 8, 255), 1e-6, 1e-3)
-    head = struct.pack("<qQdd", 3, 2**64 - 1, 1e-6, 1e-3)
-    assert plan.pack() == head + bytes([0x81, 0x01, *[0] * 29, 0x80])
+    plan = StepPlan(3, 2**64 - 1, 1e-6, 1e-3, (0, 7, 8, 9), (), (Probe(0, 1e-3), Probe(0, -1e-3)))
+    data = PlanFormat(num_layers=10, num_probes=2).pack(plan)
+    probes = struct.pack("<Id", 0, 1e-3) + struct.pack("<Id", 0, -1e-3)
+    assert data == struct.pack("<qQdd", 3, 2**64 - 1, 1e-6, 1e-3) + bytes([0x81, 0x03]) + probes
 
 
-def test_the_message_is_small():
-    assert PLAN_BYTES <= 128
+@pytest.mark.parametrize("num_layers", [48, 1000])
+def test_the_messages_of_a_step_are_small_whatever_the_depth_of_the_model(num_layers):
+    assert scalar_bytes(PlanFormat(num_layers, num_probes=2), num_micro_batches=1) <= 256 + 16
 
 
-def test_a_layer_beyond_the_mask_is_our_own_bug():
+def test_a_layer_beyond_the_model_is_our_own_bug():
     with pytest.raises(OverflowError):
-        StepPlan(0, 0, (MAX_BLOCKS,), 1e-6, 1e-3).pack()
-
-
-def test_noise_seeds_are_the_recorded_ones():
-    seeds = [step_key(*key) for key in ((0, 0), (0, 1), (1, 0), (7, 19_999))]
-    assert seeds == [0xBFD19E8F440453C6, 0xB4A311AB169D9AE9, 0xB0E18BE79783CF55, 0x61FE77DE3B79821A]
-
-
-def test_no_two_steps_of_any_run_share_a_noise_seed():
-    seeds = {step_key(run, step) for run in range(20) for step in range(1000)}
-    assert len(seeds) == 20_000
-    assert all(0 <= seed < 2**64 for seed in seeds)
-
-
-def test_digits_of_run_and_step_do_not_run_together():
-    assert step_key(1, 11) != step_key(11, 1)
-    assert step_key(12, 3) != step_key(1, 23)
+        PlanFormat(8, 0).pack(StepPlan(0, 0, 1e-6, 1e-3, (8,), (), ()))

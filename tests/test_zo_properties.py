@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import numpy as np
@@ -92,10 +93,8 @@ def test_a_loss_that_is_not_finite_at_any_probe_makes_the_step_not_applicable(es
     for place in range(len(probes)):
         losses = [1.0 + 0.1 * index for index in range(len(probes))]
         losses[place] = bad
-        try:
+        with contextlib.suppress(ArithmeticError):
             assert not made.estimate(probes, losses).is_finite
-        except ArithmeticError:
-            pass
 
 
 @every_estimator
