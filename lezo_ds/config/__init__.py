@@ -4,6 +4,7 @@ It imports nothing heavy, so that a wrong key is refused at once.
 """
 
 from lezo_ds.config.algorithm import (
+    copies_per_pass,
     make_estimator,
     make_layer_policy,
     make_update_rule,
@@ -53,6 +54,7 @@ __all__ = [
     "check_world",
     "config_from_dict",
     "config_to_dict",
+    "copies_per_pass",
     "describe",
     "flatten",
     "load_config",

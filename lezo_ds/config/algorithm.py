@@ -41,6 +41,11 @@ def num_passes(config: RunConfig) -> int:
     return len(passes_of_step(num_micro_batches, num_probes, config.zo.probes_per_pass))
 
 
+def copies_per_pass(zo: ZoConfig) -> int:
+    """Return how many perturbed copies of a weight a forward pass holds at once, at most."""
+    return min(zo.probes_per_pass, make_estimator(zo).num_probes)
+
+
 def num_dropped(zo: ZoConfig, num_layers: int) -> int:
     """Return how many of a model's `num_layers` transformer blocks a step drops.
 

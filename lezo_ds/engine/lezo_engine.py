@@ -29,7 +29,7 @@ from lezo_ds.config import (
 )
 from lezo_ds.engine.agreement import Facts, batch_digest, disagreement, wrong_weights
 from lezo_ds.engine.model_engine import ModelEngine
-from lezo_ds.engine.step_plan import PlanFormat, StepPlan
+from lezo_ds.engine.step_plan import StepPlan, plan_format_of
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.journal import Journal
 from lezo_ds.model.batch import LossFunction, MicroBatch, to_device
@@ -72,11 +72,7 @@ class LezoEngine(ModelEngine):
         self._estimator = make_estimator(config)
         self._layer_policy = make_layer_policy(config, self.layout.num_blocks)
         self._update_rule = make_update_rule(config)
-        self.plan_format = PlanFormat(
-            num_layers=self.layout.num_blocks,
-            num_probes=self._estimator.num_probes,
-            has_weights=self._layer_policy.has_weights,
-        )
+        self.plan_format = plan_format_of(config, self.layout.num_blocks)
         self._journal: Journal | None = None
         self._records: list[StepRecord] = []
         self._witness: Witness | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+from lezo_ds.config import ZoConfig, make_estimator, make_layer_policy
 from lezo_ds.zo.estimators import Probe
 
 NUM_FACT_NUMBERS = 4
@@ -90,6 +91,15 @@ class PlanFormat:
     @property
     def _mask_bytes(self) -> int:
         return -(-self.num_layers // 8)
+
+
+def plan_format_of(zo: ZoConfig, num_layers: int) -> PlanFormat:
+    """Return how the plans of a run are written, for a model with `num_layers` transformer blocks."""
+    return PlanFormat(
+        num_layers=num_layers,
+        num_probes=make_estimator(zo).num_probes,
+        has_weights=make_layer_policy(zo, num_layers).has_weights,
+    )
 
 
 def scalar_bytes(plan_format: PlanFormat, num_micro_batches: int) -> int:

@@ -6,11 +6,12 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, num_dropped_from_sparsity
+from lezo_ds.config import TRAINED, ZEROTH_ORDER
 from lezo_ds.errors import UserError
 from lezo_ds.files import write_atomically
 from lezo_ds.recipes.paper import MODELS, SCORES, TASKS, Cell, Hyperparameters, hyperparameters
 from lezo_ds.tasks import get_task
+from lezo_ds.zo.layers import num_dropped_from_sparsity
 
 RECIPES = Path("launch/recipes")
 

@@ -72,7 +72,7 @@ def _training_lines(config: RunConfig, world_size: int) -> list[tuple[str, str]]
     every = "every tenth of the run" if train.eval_every is None else f"every {train.eval_every}"
     optimizer = (
         f"learning rate {zo.learning_rate:g}, perturbation scale {zo.perturbation_scale:g}, "
-        f"{zo.forward} forward, {zo.update_precision} updates"
+        f"{zo.update_rule} updates, {zo.update_precision} updates"
     )
     if config.method == "adamw":
         optimizer = f"learning rate {config.adamw.learning_rate:g}, falling to 0"

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, config_to_dict, flatten
-from lezo_ds.engine.step_plan import scalar_bytes
+from lezo_ds.engine.step_plan import plan_format_of, scalar_bytes
 from lezo_ds.tools.planning.memory import GIB
 from lezo_ds.tools.planning.options import Plan, PlanOption
-from lezo_ds.tools.planning.probes import num_passes
 from lezo_ds.tools.planning.step_cost import Speeds, StepWork
 
 _GIGA = 1e9
@@ -91,7 +90,10 @@ def _seconds(option: PlanOption, speeds: Speeds) -> str:
 def _traffic_text(plan: Plan, work: StepWork) -> str:
     gathered = f"{work.gathered_bytes / _GIGA:.2f} GB of weights" if work.gathered_bytes else "no weights"
     host = f", {work.host_bytes / _GIGA:.2f} GB of weights from its host" if work.host_bytes else ""
-    scalars = scalar_bytes(num_passes(plan.chosen.config))
+    config = plan.chosen.config
+    plan_format = plan_format_of(config.zo, plan.model.num_blocks)
+    num_micro_batches = config.train.batch_size // config.train.micro_batch_size
+    scalars = scalar_bytes(plan_format, num_micro_batches)
     return f"each rank receives {gathered}{host}, and {scalars} bytes of everything else"
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from lezo_ds.config import ZEROTH_ORDER, RunConfig
+from lezo_ds import config as run_config
+from lezo_ds.config import ZEROTH_ORDER, RunConfig, num_passes
 
-
-def num_passes(config: RunConfig) -> int:
-    """Return the number of forward passes in a step over all ranks: one per micro-batch and direction."""
-    return config.train.batch_size // config.train.micro_batch_size * config.zo.directions
+__all__ = ["copies_per_pass", "num_passes"]
 
 
 def copies_per_pass(config: RunConfig) -> int:
@@ -16,4 +14,4 @@ def copies_per_pass(config: RunConfig) -> int:
     The dual forward runs theta + mu z and theta - mu z on a doubled batch. Methods other than LeZO and MeZO
     run the weights themselves, once.
     """
-    return 2 if config.method in ZEROTH_ORDER and config.zo.forward == "dual" else 1
+    return run_config.copies_per_pass(config.zo) if config.method in ZEROTH_ORDER else 1
