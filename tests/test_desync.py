@@ -51,18 +51,18 @@ def flip(tensor, index, bit=0):
 
 
 def _another_gradient(engine, directory):
-    own = lezo_engine.estimate
+    own = lezo_engine.mean_losses
 
-    def estimate(*arguments):
-        found = own(*arguments)
-        return replace(found, loss_plus=math.nextafter(found.loss_plus, 9), projected_gradient=1e-9)
+    def mean_losses(*arguments):
+        first, *others = own(*arguments)
+        return [math.nextafter(first, 9), *others]
 
     def one_step():
-        lezo_engine.estimate = estimate
+        lezo_engine.mean_losses = mean_losses
         try:
             train(engine, 1)
         finally:
-            lezo_engine.estimate = own
+            lezo_engine.mean_losses = own
 
     return one_step
 
@@ -89,8 +89,8 @@ def _another_batch(engine, directory):
 
 FAULTS = {
     "result of the step before": _another_gradient,
-    "plan of its own, StepPlan(step=3, ": _another_seed,
-    "plan of its own, StepPlan(step=4, ": _another_step,
+    "seed": _another_seed,
+    "step": _another_step,
     "batch": _another_batch,
 }
 

@@ -56,7 +56,8 @@ def test_the_journal_is_read():
 def test_a_finished_run_is_exported_and_goes_on(old, arguments):
     """No snapshot is left: the weights are replayed from the journal, and the digests are those of 0.1.0."""
     recorded = json.loads((old / "run" / "results.json").read_text())["weights_digest"]
-    run_well(command("export", "--run", old / "run", "--step", NUM_STEPS, "--out", old / "model-6"))
+    model = f"model.path={old / 'model'}"
+    run_well(command("export", "--run", old / "run", "--step", NUM_STEPS, "--out", old / "model-6", model))
     assert digest_of(old / "model-6") == recorded
     before = (old / "run" / "journal.jsonl").read_bytes()
     run_well(python(*arguments))

@@ -214,10 +214,10 @@ def test_an_applied_step_needs_a_loss_and_a_gradient():
     assert not step_record(0, loss=None, projected_grads=(), applied=False).applied
 
 
-@pytest.mark.parametrize("seed", [-1, 2**64])
-def test_a_seed_is_an_unsigned_64_bit_number(seed):
+@pytest.mark.parametrize("key", [-1, 2**64, 1.5])
+def test_a_key_is_an_unsigned_64_bit_number(key):
     with pytest.raises(ValueError, match="64-bit"):
-        step_record(0, seed=seed)
+        step_record(0, key=key)
 
 
 # Order
@@ -351,7 +351,7 @@ def test_every_flipped_bit_of_a_record_inside_a_long_journal_is_noticed(path):
 
 def test_a_line_that_is_missing_doubled_moved_or_from_another_run_is_noticed(path, tmp_path):
     header, first, second, third = write_journal(path, some_records(3)).splitlines(keepends=True)
-    other = write_journal(tmp_path / "other", [step_record(0, seed=1), step_record(1)]).splitlines(True)
+    other = write_journal(tmp_path / "other", [step_record(0, key=1), step_record(1)]).splitlines(True)
     for lines, damaged in [
         ([header, second, third], 2),
         ([header, first, third], 3),

@@ -21,6 +21,7 @@ from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta, load_model_
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.records import StepRecord
+from lezo_ds.zo.updates.sgd import Sgd
 
 pytestmark = pytest.mark.distributed
 
@@ -149,12 +150,12 @@ def _update_one_by_one_and_at_once(directory, dtype):
         weights, _ = shard(directory, dtype, precision)
         before = weights.digest()
         records = make_records(200)
-        for record in records:
-            weights.apply([record])
+        for step in range(len(records)):
+            weights.apply(Sgd().step_updates(records, step, step + 1))
         live = weights.digest()
         weights, _ = shard(directory, dtype, precision)
-        weights.apply(records[:90])
-        weights.apply(records[90:])
+        weights.apply(Sgd().step_updates(records, 0, 90))
+        weights.apply(Sgd().step_updates(records, 90, len(records)))
         found[precision] = (before, live, weights.digest())
     return found
 
@@ -177,7 +178,7 @@ def _update_by_hand(directory, dtype):
     """Return (values before, values after one step, record, z by name), all whole."""
     weights, _ = shard(directory, dtype, "fp32_master")
     before, record = gather(weights), make_records(1)[0]
-    weights.apply([record])
+    weights.apply(Sgd().step_updates([record], 0, 1))
     noise = noise_backend(torch.device("cpu"))
     z = {
         p.name: noise.normal(record.key, p.named.parameter_id, 0, p.numel, torch.device("cpu")).view(p.shape)
@@ -207,7 +208,7 @@ FROZEN = ("model.decoder.layers.1.fc1.weight", "model.decoder.embed_tokens.weigh
 def _update_with_frozen_parameters(directory):
     weights, _ = shard(directory, "bf16", "fp32_master", FROZEN)
     before = gather(weights)
-    weights.apply(make_records(20))
+    weights.apply(Sgd().step_updates(make_records(20), 0, 20))
     after = gather(weights)
     return {name for name in before if torch.equal(before[name], after[name])}, sorted(weights.low_bits)
 
