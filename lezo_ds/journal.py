@@ -108,8 +108,7 @@ class Header:
     """What the journal's steps were made from; they mean nothing with anything else.
 
     Args:
-        noise_version: version of the noise function z(seed, parameter, element); of fast noise it also names
-            what the bits depend on (see lezo_ds.noise.noise_version).
+        noise_version: version of the noise z(key, parameter, element): `lezo_ds.noise.NOISE_VERSION`.
         model_fingerprint: hash of the base model.
         parameter_table_hash: hash of the parameters' names, ids and shapes.
         config: the run's whole config; kept as JSON keeps it (tuples become lists).
@@ -123,7 +122,7 @@ class Header:
 
     kind: ClassVar[str] = "header"
 
-    noise_version: int | str
+    noise_version: int
     model_fingerprint: str
     parameter_table_hash: str
     config: dict[str, Any]

@@ -244,10 +244,10 @@ def read_results(path: Path) -> Results:
 
 def _cell(found: dict[str, Any]) -> Cell:
     settings = found["settings"]
+    model = {name: value for name, value in settings["model"].items() if name != "noise"}  # in older files
     made = {
         "settings": Settings(
-            **settings
-            | {"model": ModelSettings(**settings["model"]), "workload": Workload(**settings["workload"])}
+            **settings | {"model": ModelSettings(**model), "workload": Workload(**settings["workload"])}
         ),
         "timings": tuple(_timed(Timing, timing) for timing in found["timings"]),
         "replays": {name: _replay(**replay) for name, replay in found["replays"].items()},
