@@ -160,8 +160,8 @@ def test_the_text_says_what_is_estimated_and_what_is_assumed():
     assert lines["time"].startswith("ESTIMATE, not measured")
     assert "assumed" in lines["speeds"]
     assert lines["host memory"] == "129 GiB for all ranks together"  # 112, and what pinning rounds up
-    # 64 bytes of plan, and 8 a number: two losses of each of 8 passes, suspects, two votes, four of proof.
-    assert lines["traffic a step"].endswith(", and 248 bytes of all else")
+    # 64 bytes of plan, and 8 a number: two losses of each of 8 passes, two votes, four of proof.
+    assert lines["traffic a step"].endswith(", and 240 bytes of all else")
     assert lines["memory a rank"].startswith(f"{plan.chosen.memory.total / GIB:.1f} of 24 GiB: gathered")
     assert text.count("chosen") == 1
     assert "not estimated" in plan_text(plan, None)
