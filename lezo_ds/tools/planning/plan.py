@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lezo_ds.config import (
     TRAINED,
     ZEROTH_ORDER,
@@ -17,13 +15,12 @@ from lezo_ds.config import (
     PeftKind,
     RunConfig,
     config_from_dict,
-    flatten,
     num_dropped,
 )
 from lezo_ds.errors import UserError
 from lezo_ds.noise import UpdatePrecision
-from lezo_ds.recipes.paper import SCORES, Cell, hyperparameters
-from lezo_ds.recipes.registry import RECIPES, recipe_name, recipe_text
+from lezo_ds.recipes.paper import PAPER_SCORES, Experiment, hyperparameters
+from lezo_ds.recipes.paper_recipes import paper_recipe, recipe_name
 from lezo_ds.sharding.checkpoint_files import load_model_config
 from lezo_ds.tasks import get_task
 from lezo_ds.tools.benchmark.shapes import TASKS
@@ -156,9 +153,9 @@ def plan_command(plan: Plan) -> str:
     values = _values(request, plan.chosen.choice)
     cell = _cell(request)
     start = [f"deepspeed --num_gpus {request.num_gpus} launch/train.py"]
-    if cell in SCORES:
-        start.append(f"--config {RECIPES / recipe_name(cell)}.yaml")
-        recipe = flatten(yaml.safe_load(recipe_text(cell)))
+    if cell in PAPER_SCORES:
+        start.append(f"--config {recipe_name(cell)}")
+        recipe = paper_recipe(cell).values
         values = {key: value for key, value in values.items() if _differs(recipe.get(key), value)}
     return " ".join([*start, *(f"{key}={_text(value)}" for key, value in values.items())])
 
@@ -168,10 +165,10 @@ def typical_length(request: Request) -> int:
     return request.length or TASKS[get_task(request.task).name].length
 
 
-def _cell(request: Request) -> Cell:
+def _cell(request: Request) -> Experiment:
     """Return the request as an experiment; one of the papers' if the model is one of theirs."""
     model = published_name(request.model) or request.model
-    return Cell(model, get_task(request.task).name, request.method, request.peft)
+    return Experiment(model, get_task(request.task).name, request.method, request.peft)
 
 
 def _values(request: Request, choice: Choice) -> dict[str, Any]:
