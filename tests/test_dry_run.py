@@ -7,7 +7,7 @@ import re
 import shutil
 
 import pytest
-from assets import NUM_BLOCKS, REPOSITORY, write_data, write_recipe
+from assets import NUM_BLOCKS, write_data, write_recipe
 from commands import deepspeed, mpirun, python, run, run_well
 
 from lezo_ds.config import load_config
@@ -49,8 +49,7 @@ def test_a_local_recipe_is_checked_whole_and_its_plan_printed(recipe, tmp_path):
 
 
 def test_what_lies_on_the_hub_is_listed_as_not_checked_offline():
-    path = REPOSITORY / "launch" / "recipes" / "opt-13b-sst2-lezo.yaml"
-    plan, unchecked = facts(run_well(python("--config", path, "--dry-run")))
+    plan, unchecked = facts(run_well(python("--config", "opt-13b-sst2-lezo", "--dry-run")))
     assert plan["steps"] == "20000, evaluated every 2000"
     assert len(unchecked) == 2
     assert "facebook/opt-" in unchecked[0]
@@ -58,8 +57,7 @@ def test_what_lies_on_the_hub_is_listed_as_not_checked_offline():
 
 
 def test_the_memory_of_a_published_size_is_known_without_the_hub():
-    path = REPOSITORY / "launch" / "recipes" / "opt-30b-sst2-lezo.yaml"
-    plan, _ = facts(run_well(python("--config", path, "--dry-run")))
+    plan, _ = facts(run_well(python("--config", "opt-30b-sst2-lezo", "--dry-run")))
     assert plan["memory a rank"].startswith("55.83 GiB of shards; perturbed copies 0.77")
 
 
@@ -100,10 +98,9 @@ def test_the_plan_of_a_large_model_needs_only_its_config(
     config |= dict(zip(("hidden_size", "ffn_dim", "num_attention_heads"), shapes, strict=True))
     config["word_embed_proj_dim"] = shapes[0]
     (model / "config.json").write_text(json.dumps(config))
-    path = REPOSITORY / "launch" / "recipes" / f"{recipe_name}.yaml"
     data = write_data(tmp_path / "data", num_train=1600)
     plan, unchecked = facts(
-        run_well(python("--config", path, "--dry-run", f"model.path={model}", f"data.path={data}"))
+        run_well(python("--config", recipe_name, "--dry-run", f"model.path={model}", f"data.path={data}"))
     )
     assert not unchecked
     assert plan["blocks"] == f"{num_layers} in model.decoder.layers, {num_dropped} dropped a step"
@@ -113,9 +110,8 @@ def test_the_plan_of_a_large_model_needs_only_its_config(
 
 @pytest.mark.parametrize("override", ["data.path=none", "model.path=./none", "data.num_train=1000000"])
 def test_what_is_local_and_wrong_is_refused_though_the_rest_is_on_the_hub(override, recipe):
-    path = REPOSITORY / "launch" / "recipes" / "opt-13b-sst2-lezo.yaml"
     data = [f"data.path={recipe.parent / 'data'}"] if override.startswith("data.num") else []
-    finished = run(python("--config", path, "--dry-run", *data, override))
+    finished = run(python("--config", "opt-13b-sst2-lezo", "--dry-run", *data, override))
     assert finished.code == 2
     assert finished.err.count("error: ") == 1
     assert finished.out == ""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 from assets import REPOSITORY
 from commands import run, run_well
 
-from lezo_ds.config import check_world, load_config
+from lezo_ds.config import check_world
 from lezo_ds.ds_config import load_ds_config
 from lezo_ds.errors import UserError
+from lezo_ds.recipes import load_recipe
 from lezo_ds.tools.benchmark.shapes import opt_config
 from lezo_ds.tools.planning.arguments import GPUS, REACHED, add_request, read_request, read_speeds
 from lezo_ds.tools.planning.plan import GIB, Choice, Request, make_plan, plan_command
@@ -84,8 +84,8 @@ def test_the_command_asks_for_what_was_planned(words):
     assert [program, option, count, script] == [
         *("deepspeed", "--num_gpus", str(plan.request.num_gpus), "launch/train.py")
     ]
-    recipe = Path(rest[1]) if rest[0] == "--config" else None
-    config = load_config(recipe, rest[2:] if recipe else rest)
+    recipe = rest[1] if rest[0] == "--config" else None
+    config = load_recipe(recipe, rest[2:] if recipe else rest)
     check_world(config, plan.request.num_gpus)
     planned = plan.chosen.config
     load_ds_config(config.deepspeed, config.model.dtype, plan.request.num_gpus, config.train.micro_batch_size)
@@ -101,9 +101,7 @@ def test_the_command_asks_for_what_was_planned(words):
 
 def test_the_papers_runs_need_little_beside_their_recipes():
     plan = plan_of("opt-30b", "--gpus", 2, "--gpu", "a100-40g")
-    assert plan_command(plan) == (
-        "deepspeed --num_gpus 2 launch/train.py --config launch/recipes/opt-30b-sst2-lezo.yaml"
-    )
+    assert plan_command(plan) == ("deepspeed --num_gpus 2 launch/train.py --config opt-30b-sst2-lezo")
 
 
 def test_what_a_rank_does_in_a_step_follows_from_the_sizes():
@@ -195,7 +193,7 @@ def test_what_cannot_be_planned_is_refused(words, message):
 
 def test_the_command_prints_a_plan_and_refuses_in_one_line():
     command = [sys.executable, str(REPOSITORY / "launch" / "plan.py"), "opt-30b", "--gpus", "2"]
-    assert "launch/recipes/opt-30b-sst2-lezo.yaml" in run_well([*command, "--gpu", "a100-40g"]).out
+    assert "--config opt-30b-sst2-lezo" in run_well([*command, "--gpu", "a100-40g"]).out
     refused = run([*command, "--gpu-memory", "4"])
     assert (refused.code, refused.out) == (2, "")
     assert refused.err.count("error: ") == 1
