@@ -29,8 +29,8 @@ from lezo_ds.tools.planning.model_sizes import ModelSizes
 from lezo_ds.tools.planning.probes import copies_per_pass
 
 GIB = 1 << 30
-CPU_RESERVE = int(0.36 * GIB)
-"""Bytes of Python with torch, transformers and DeepSpeed, as measured."""
+CPU_RESERVE = int(0.53 * GIB)
+"""Bytes of Python with torch, transformers, datasets and DeepSpeed, and of gloo, as measured."""
 
 GPU_RESERVE = int(2.0 * GIB)
 """Bytes of CUDA's context, NCCL's buffers and memory that the allocator cannot use. Assumed, not measured."""
@@ -196,9 +196,15 @@ def _adamw_states(
 
 
 def _loading(config: RunConfig, model: ModelSizes, num_shards: int, on_gpu: bool) -> int:
-    # Values are read into the host's memory, one shard at a time.
-    per_element = _SPLIT_BYTES if keeps_low_bits(config, model) else model.itemsize
-    reading = 0 if on_gpu else max(model.parameters) // num_shards * per_element
     # A prefix starts from the keys and values of a forward pass, which gathers each module.
     prefix = model.largest_module * model.itemsize if config.peft.kind == "prefix" else 0
-    return max(reading, prefix)
+    if on_gpu:  # values are read into the host's memory, one shard at a time
+        return prefix
+    if not keeps_low_bits(config, model):
+        return max(prefix, max(model.parameters) * model.itemsize // num_shards)
+    # The low bits of later parameters are not there yet.
+    reading, later = [], 0
+    for numel in reversed(model.parameters):
+        later += numel
+        reading.append(numel * _SPLIT_BYTES - later * LOW_BITS_BYTES)
+    return max(prefix, max(reading) // num_shards)

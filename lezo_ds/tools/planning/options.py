@@ -134,8 +134,9 @@ def _first_that_fits(options: Iterable[PlanOption]) -> PlanOption:
 def _spreads(config: RunConfig, num_gpus: int, offloads: bool) -> list[RunConfig]:
     """Return a configuration for each way to store and to share the weights, in the order of preference."""
     precisions: tuple[UpdatePrecision, ...] = (config.zo.update_precision,)
-    if config.method in ZEROTH_ORDER and config.model.dtype != "fp32" and config.peft.kind == "none":
-        precisions = ("fp32_master", "stochastic")
+    if config.method in ZEROTH_ORDER and config.model.dtype != "fp32":
+        # An adapter's low bits are too few to save memory by rounding.
+        precisions = ("fp32_master", "stochastic") if config.peft.kind == "none" else ("fp32_master",)
     sizes = [size for size in range(1, num_gpus + 1) if num_gpus % size == 0]
     if config.method == "adamw" or offloads:  # a host has room for one copy of the model
         sizes = [num_gpus]
