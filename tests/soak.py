@@ -41,6 +41,9 @@ from lezo_ds.config import TrainConfig, num_dropped_from_sparsity
 from lezo_ds.engine.agreement import fact_numbers
 from lezo_ds.errors import JournalError
 from lezo_ds.journal import Journal, read_journal
+from lezo_ds.tools.benchmark.inputs import loss_function, split_batch, write_empty_model
+from lezo_ds.tools.opt_shapes import opt_config
+from lezo_ds.tools.workloads import WORKLOADS
 
 KINDS = {
     "fp32": [],
@@ -382,7 +385,7 @@ def times_of_checks(model, sparsity):
     """Return the processor seconds of a step, of parts of it and of a replayed step: each the least seen."""
     num_dropped = num_dropped_from_sparsity(sparsity, 12)
     engine = start_engine(model, num_dropped_layers=num_dropped)
-    batch, loss = TASKS["sst2"].micro_batches(1), TASKS["sst2"].loss
+    batch, loss = split_batch(WORKLOADS["sst2"], 1), loss_function(WORKLOADS["sst2"])
 
     def seconds(action):
         began = time.process_time()

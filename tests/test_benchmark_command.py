@@ -5,85 +5,101 @@ import sys
 
 import pytest
 from assets import REPOSITORY
-from commands import free_port, run, run_well
+from commands import assert_refused, free_port, run_well
 
-from lezo_ds.tools.benchmark.arguments import add_settings, read_settings
-from lezo_ds.tools.benchmark.results import read_results
+from lezo_ds.errors import UserError
+from lezo_ds.tools.benchmark import table
+from lezo_ds.tools.benchmark.settings import Variant, add_arguments, read_settings
 
-BENCHMARK = str(REPOSITORY / "launch" / "benchmark.py")
-REPORT = str(REPOSITORY / "launch" / "benchmark_report.py")
-TINY = ("--shape", "opt-tiny", "--layers", "2", "--batch", "4", "--rounds", "1")
+BENCHMARK = [sys.executable, str(REPOSITORY / "launch" / "benchmark.py")]
+TINY = ("--shape", "opt-tiny", "--layers", "2", "--batch", "4", "--rounds", "2")
 
 
 def read(*arguments):
     parser = argparse.ArgumentParser()
-    add_settings(parser)
+    add_arguments(parser)
     return read_settings(parser.parse_args(arguments))
 
 
-def test_lists_are_combined_and_the_settings_of_a_model_stay_together():
-    found = read("--shape", "opt-125m,opt-1.3b", "--task", "sst2,squad", "--micro-batches", "1,2")
-    assert len(found) == 8
-    assert [entry.model.shape for entry in found] == ["opt-125m"] * 4 + ["opt-1.3b"] * 4
-    assert [entry.num_micro_batches for entry in found[:4]] == [1, 2, 1, 2]
+def test_lists_are_combined_and_the_settings_of_a_model_are_adjacent():
+    found = read("--shape", "opt-125m,opt-1.3b", "--task", "SST2,squad", "--micro-batches", "1,2")
+    assert [entry.shape for entry in found] == ["opt-125m"] * 4 + ["opt-1.3b"] * 4
+    assert [entry.layers for entry in found] == [12] * 4 + [24] * 4
+    assert [entry.micro_batches for entry in found[:4]] == [1, 2, 1, 2]
+    assert [entry.task for entry in found[:4]] == ["sst2", "sst2", "squad", "squad"]
     assert [entry.workload.num_candidates for entry in found[:4]] == [2, 2, 1, 1]
 
 
-def test_one_list_at_a_time_can_be_varied():
-    found = read("--layers", "4,2", "--length", "32,64,128", "--micro-batches", "1,2", "--one-at-a-time")
-    varied = [(entry.model.num_blocks, entry.workload.length, entry.num_micro_batches) for entry in found]
-    assert varied == [(4, 32, 1), (4, 32, 2), (4, 64, 1), (4, 128, 1), (2, 32, 1)]
+def test_a_setting_fills_columns_of_the_table():
+    (found,) = read("--layers", "3", "--length", "40", "--batch", "8", "--dtype", "bf16")
+    columns = found.columns()
+    assert columns.keys() <= table.COLUMNS.keys()
+    assert (columns["layers"], columns["length"], columns["batch"], columns["dtype"]) == (3, 40, 8, "bf16")
 
 
-@pytest.mark.parametrize("arguments", [("--shape", "opt-2b"), ("--rounds", "0"), ("--length", "8,x")])
-def test_what_does_not_exist_is_refused(arguments):
-    with pytest.raises(SystemExit):
-        read(*arguments)
+def test_a_variant_has_sparsity_forward_and_directions():
+    found = Variant.parse("ours:0.5:two_pass:3")
+    assert found == Variant("ours:0.5:two_pass:3", "ours", 0.5, "two_pass", 3)
+    assert found.columns().keys() <= table.COLUMNS.keys()
+    assert "forward" not in Variant.parse("mezo_reference").columns()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "mine", "ours:1.5", "ours:nan", "ours:x", "ours:0:sideways", "ours:0:dual:0", "naive_zero3:0:dual"],
+)
+def test_an_unknown_variant_is_refused(text):
+    with pytest.raises(UserError, match="unknown variant"):
+        Variant.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--shape", "opt-2b", "unknown --shape"),
+        ("--task", "sst3", "unknown task"),
+        ("--length", "1", "--length does not fit"),
+        ("--length", "2049", "--length does not fit"),
+    ],
+)
+def test_a_setting_that_does_not_exist_is_refused(option, value, message):
+    with pytest.raises(UserError, match=message):
+        read(option, value)
 
 
 @pytest.mark.distributed
-def test_results_of_two_commands_are_put_together(tmp_path):
-    first = [sys.executable, BENCHMARK, *TINY, "--length", "8,16", "mezo_reference", "ours:0.5"]
-    run_well([*first, "--noise", "1000", "--replay", "2", "--out", str(tmp_path / "one")])
+def test_results_of_two_commands_are_in_one_table(tmp_path):
+    out = ("--out", str(tmp_path / "new" / "results.csv"))
+    more = ("--noise", "1000", "--replay", "--dtype", "bf16")
+    first = run_well([*BENCHMARK, *TINY, "--length", "8,16", *more, "mezo_reference", "ours:0.5", *out])
+    assert "update, fp32_master" in first.out
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
-    second = [
-        BENCHMARK,
-        *TINY,
-        "--length",
-        "24",
-        "mezo_reference",
-        "ours:0.5",
-        "--out",
-        str(tmp_path / "two"),
-    ]
-    run_well([*launcher, "--master_port", str(free_port()), *second])
-    one, two = (read_results(tmp_path / f"{name}.json") for name in ("one", "two"))
-    assert [cell.settings.workload.length for cell in one.cells + two.cells] == [8, 16, 24]
-    assert [cell.num_ranks for cell in one.cells + two.cells] == [1, 1, 2]
-    assert "perturb" in {timing.name for timing in one.kernels[0].timings}
-    run_well(
-        [
-            sys.executable,
-            REPORT,
-            str(tmp_path / "one.json"),
-            str(tmp_path / "two.json"),
-            "--out",
-            str(tmp_path / "both"),
-        ]
-    )
-    text = (tmp_path / "both.md").read_text()
-    assert (tmp_path / "one.md").read_text() in text
-    assert (tmp_path / "two.md").read_text() in text
+    second = [*BENCHMARK[1:], *TINY, "--length", "24", "mezo_reference", "ours:0.5"]
+    run_well([*launcher, "--master_port", str(free_port()), *second, *out])
+
+    found = table.read(tmp_path / "new" / "results.csv")
+    steps = found[found.measured == "step"]
+    assert list(steps.variant) == ["mezo_reference", "ours:0.5"] * 3
+    assert list(steps.length) == [8, 8, 16, 16, 24, 24]
+    assert list(steps.ranks) == [1, 1, 1, 1, 2, 2]
+    assert list(found[found.measured == "replay"].variant) == ["ours:0.5"] * 2
+    assert {"copy", "perturb"} <= set(found[found.measured == "noise"].variant)
+    assert list(found.command.str.split().str[0].unique()) == ["python", "deepspeed"]
+    assert not found.command.str.contains("local_rank").any()
 
 
 @pytest.mark.distributed
-def test_a_benchmark_of_the_noise_needs_no_variant():
-    finished = run_well([sys.executable, BENCHMARK, "--noise", "1000", "--dtype", "bf16", "--rounds", "1"])
-    assert "| update, fp32_master |" in finished.out
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["theirs"], "unknown variant; got: theirs"), (["ours:1.5"], "0 to 1"), ([], "nothing to measure")],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message):
+    assert_refused([*BENCHMARK, *TINY, *arguments], message)
 
 
 @pytest.mark.distributed
-def test_an_unknown_variant_is_one_line_and_exit_code_2():
-    finished = run([sys.executable, BENCHMARK, *TINY, "theirs"])
-    assert finished.code == 2
-    assert finished.err.strip().splitlines()[-1].startswith("error: no such variant; got: theirs")
+def test_a_file_that_is_no_table_is_found_before_the_work(tmp_path):
+    (tmp_path / "notes.csv").write_text("mine\n1\n")
+    out = str(tmp_path / "notes.csv")
+    assert_refused([*BENCHMARK, *TINY, "ours:0", "--out", out], "is not a table of benchmark results")
+    assert (tmp_path / "notes.csv").read_text() == "mine\n1\n"

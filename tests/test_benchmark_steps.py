@@ -1,123 +1,134 @@
 from __future__ import annotations
 
+import copy
+import random
+import time
+from dataclasses import replace
+
 import pytest
 import torch
 from ranks import run_ranks
 
 from lezo_ds import distributed
-from lezo_ds.tools.benchmark.results import ModelSettings, Settings
-from lezo_ds.tools.benchmark.shapes import Workload
-from lezo_ds.tools.benchmark.stages import STAGES, StageClock
-from lezo_ds.tools.benchmark.steps import Models, fill_with_random_weights, measure_steps
-from lezo_ds.tools.benchmark.variants import VariantName, ours_config
+from lezo_ds.model.blocks import find_blocks
+from lezo_ds.tools.benchmark import sharded, table
+from lezo_ds.tools.benchmark.inputs import loss_function, plain_model, split_batch
+from lezo_ds.tools.benchmark.measure import Models, measure_steps
+from lezo_ds.tools.benchmark.noise import REFERENCE, measure_noise
+from lezo_ds.tools.benchmark.reference import LEARNING_RATE, PERTURBATION_SCALE, plain_steps
+from lezo_ds.tools.benchmark.settings import Setting, Variant
+from lezo_ds.tools.benchmark.stages import peak_bytes, stage, stage_seconds
+from lezo_ds.tools.opt_shapes import opt_config
+from lezo_ds.tools.workloads import Workload
 
 pytestmark = pytest.mark.distributed
 
-NAMES = (
-    "mezo_reference:0.5",
-    "mezo_fused",
-    "naive_zero3",
-    "ours:0",
-    "ours:0.5",
-    "ours:0.5:two_pass",
-    "ours:0.5:dual:2",
+CPU = torch.device("cpu")
+NUM_BLOCKS = 4
+VARIANTS = ("mezo_reference:0.5", "naive_zero3", "ours:0", "ours:0.5:two_pass", "ours:0.5:dual:2")
+SETTING = Setting(
+    shape="opt-tiny",
+    layers=2,
+    ds_config=None,
+    partition_size=None,
+    dtype="fp32",
+    update_precision="fp32_master",
+    task="sst2",
+    workload=Workload(8, batch_size=4),
+    micro_batches=None,
 )
-TINY = ModelSettings("opt-tiny", num_blocks=2)
 
 
-def parsed(names):
-    return [VariantName.parse(name) for name in names]
-
-
-def settings(**changes):
-    return Settings(**({"model": TINY, "workload": Workload(4, 8), "rounds": 2} | changes))
-
-
-def _measure(entries, names, replay_steps):
-    return list(measure_steps(entries, parsed(names), replay_steps))
+def _measure(settings, names):
+    variants = [Variant.parse(name) for name in names]
+    return [row for rows in measure_steps(settings, variants, rounds=2, replay=True) for row in rows]
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def cells(request):
-    """Two lengths, as rank 0 measured them, and the number of ranks."""
-    entries = [settings(), settings(workload=Workload(4, 16, num_candidates=1, candidate_tokens=3))]
-    return run_ranks(_measure, request.param, entries, NAMES, 2)[0], request.param
+def results(request):
+    """What rank 0 measured on two workloads, and the number of ranks."""
+    longer = replace(SETTING, workload=Workload(16, 1, 3, batch_size=4))
+    (rows, *_) = run_ranks(_measure, request.param, [SETTING, longer], VARIANTS)
+    return table.to_frame(rows), request.param
 
 
-def timings_of(cells, name):
-    return [timing for cell in cells for timing in cell.timings if timing.name == name]
+def test_every_variant_is_measured_under_every_setting(results):
+    found, num_ranks = results
+    steps = found[found.measured == "step"]
+    assert list(steps.variant) == [*VARIANTS, *VARIANTS]
+    assert list(steps.length) == [8] * len(VARIANTS) + [16] * len(VARIANTS)
+    assert (steps.ranks == num_ranks).all() and (steps.micro_batches == num_ranks).all()
+    assert (steps.seconds_min > 0).all() and (steps.seconds_min <= steps.seconds_max).all()
+    assert (steps.reference == VARIANTS[0]).all() and (steps.ratio[steps.variant == VARIANTS[0]] == 1).all()
 
 
-def test_every_variant_is_timed_on_every_workload(cells):
-    found, num_ranks = cells
-    assert [cell.num_ranks for cell in found] == [num_ranks, num_ranks]
-    for cell in found:
-        assert [timing.name for timing in cell.timings] == list(NAMES)
-        assert all(len(timing.elapsed) == 2 and timing.seconds > 0 for timing in cell.timings)
+def test_our_variants_are_replayed(results):
+    replays = results[0][results[0].measured == "replay"]
+    assert list(replays.variant) == list(VARIANTS[2:]) * 2
+    assert (replays.steps == 2).all() and (replays.ratio > 0).all()
 
 
-def test_the_shares_of_the_stages_add_up_to_the_whole_step(cells):
-    for cell in cells[0]:
-        for timing in cell.timings:
-            assert set(timing.stages) == set(STAGES)
-            assert sum(timing.stages.values()) == pytest.approx(1)
-            assert all(timing.stages[name] > 0 for name in ("forward", "perturb", "update"))
-            assert (timing.stages["gather"] > 0) == (not timing.name.startswith("mezo"))
+def test_every_stage_of_a_step_is_seen(results):
+    steps = results[0][results[0].measured == "step"]
+    for name in ("forward", "perturb", "update", "other"):
+        assert (steps[f"{name}_seconds"] > 0).all()
+    assert ((steps.gather_seconds > 0) == ~steps.variant.str.startswith("mezo")).all()
 
 
-def test_our_step_gathers_the_model_once_and_the_naive_one_twice(cells):
-    found, num_ranks = cells
-    if num_ranks == 1:
-        pytest.skip("one rank gathers nothing")
-    model_bytes = 4 * found[0].num_parameters
-    for timing in timings_of(found, "ours:0.5"):
-        assert timing.gathered_bytes / model_bytes == pytest.approx(1, abs=0.01)
-    for timing in timings_of(found, "naive_zero3"):
-        assert timing.gathered_bytes / model_bytes == pytest.approx(2, abs=0.02)
-    for timing in timings_of(found, "mezo_reference:0.5"):
-        assert timing.gathered_bytes == 0
+def test_our_step_gathers_the_model_once_and_the_naive_one_twice(results):
+    found, num_ranks = results
+    steps = found[found.measured == "step"]
+    times = {"mezo_reference:0.5": 0, "naive_zero3": 2, "ours:0": 1, "ours:0.5:two_pass": 2}
+    for variant, expected in times.items():
+        rows = steps[steps.variant == variant]
+        gathered = (rows.gathered_bytes / (4 * rows.parameters)).astype(float)
+        assert list(gathered) == pytest.approx([expected * (num_ranks > 1)] * 2, abs=0.02)
+    assert ((steps.other_bytes > 0) & (steps.other_bytes < 400)).all()
+
+
+def test_a_rank_holds_its_share_of_the_model_or_a_plain_one(results):
+    found, num_ranks = results
+    steps = found[found.measured == "step"]
+    held = (steps.weight_bytes / (4 * steps.parameters)).astype(float)
+    is_plain = steps.variant.str.startswith("mezo")
+    assert (held[is_plain] == 1).all()
+    assert list(held[~is_plain]) == pytest.approx([1 / num_ranks] * (~is_plain).sum(), rel=0.01)
 
 
 def test_replicas_gather_nothing():
-    replicas = settings(model=ModelSettings("opt-tiny", num_blocks=2, partition_size=1))
-    (cell,) = run_ranks(_measure, 2, [replicas], ["ours:0.5"], 0)[0]
-    assert cell.timings[0].gathered_bytes == 0
-    assert cell.timings[0].weight_bytes == 4 * cell.num_parameters
+    (row, *_) = run_ranks(_measure, 2, [replace(SETTING, partition_size=1)], ["naive_zero3"])[0]
+    assert row["gathered_bytes"] == 0
+    assert row["weight_bytes"] == 4 * row["parameters"]
 
 
-def test_all_else_a_step_sends_is_a_few_scalars(cells):
-    for cell in cells[0]:
-        assert all(0 < timing.other_bytes < 400 for timing in cell.timings)
+def _noise_rows():
+    return measure_noise("bf16", 1000, rounds=2)
 
 
-def test_a_rank_holds_its_share_of_the_model_or_a_plain_one(cells):
-    found, num_ranks = cells
-    model_bytes = 4 * found[0].num_parameters
-    assert {timing.weight_bytes for timing in timings_of(found, "mezo_fused")} == {model_bytes}
-    for name in ("naive_zero3", "ours:0.5"):
-        for timing in timings_of(found, name):
-            assert timing.weight_bytes == pytest.approx(model_bytes / num_ranks, rel=0.01)
+def test_the_noise_is_compared_with_a_copy_and_with_torch():
+    (rows,) = run_ranks(_noise_rows, 1)
+    found = table.to_frame(rows).set_index("variant")
+    assert {"copy", "normal, fp32", "perturb", "update, fp32_master", "update, stochastic"} <= set(
+        found.index
+    )
+    assert found.ratio[REFERENCE] == 1
+    copied = 4 * 1000 / found.seconds_median["copy"]
+    assert found.bytes_per_second["copy"] == pytest.approx(copied)
 
 
-def test_every_variant_of_ours_is_replayed(cells):
-    for cell in cells[0]:
-        assert list(cell.replays) == [name for name in NAMES if name.startswith("ours")]
-        assert all(replay.num_steps == 2 and replay.replay.seconds > 0 for replay in cell.replays.values())
-
-
-def _digests_of_a_step(name):
+def _digests_of_a_step(text):
     """Return the digest after a step of the variant, and after the same step by the engine itself."""
     distributed.init_distributed()
-    (parsed_name,) = parsed([name])
-    models = Models(TINY, [parsed_name])
-    engine, workload = models.engine, Workload(4, 8)
+    setting = replace(SETTING, micro_batches=distributed.world_size())
+    models, variant = Models(setting), Variant.parse(text)
+    engine, workload = models.engine, setting.workload
     before = engine.weights.digest()
-    models.variant(parsed_name, settings(), StageClock(engine.device)).step()
+    models.steps(variant, setting).step()
     by_variant = engine.weights.digest()
-    fill_with_random_weights(engine)
+    sharded.fill_with_random_weights(engine)
     assert engine.weights.digest() == before != by_variant
-    batch = workload.micro_batches(distributed.world_size())
-    engine.with_config(ours_config(parsed_name)).train_batch(batch, workload.loss)
+    batch = split_batch(workload, setting.micro_batches)
+    engine.with_config(sharded.zo_config(variant)).train_batch(batch, loss_function(workload))
     return by_variant, engine.weights.digest()
 
 
@@ -127,32 +138,78 @@ def test_our_variant_is_the_step_of_the_engine(num_ranks):
         assert by_variant == by_engine
 
 
-def _both_models(dtype):
+@torch.no_grad()
+def independent_step(model, num_dropped):
+    """Return (g, weights after the step) from all z kept in memory: MeZO's formulas, without restoring."""
+    dropped = random.Random(0).sample(range(NUM_BLOCKS), num_dropped)
+    layout = find_blocks(model)
+    theta = dict(model.named_parameters())
+    generator = torch.Generator().manual_seed(0)
+    z = {
+        name: torch.normal(0.0, 1.0, values.shape, generator=generator, dtype=values.dtype)
+        for name, values in theta.items()
+        if layout.block_of(name) not in dropped
+    }
+    (batch,) = split_batch(SETTING.workload, 1, published=True)
+
+    def loss(scale):
+        moved = {name: values + scale * z.get(name, 0) for name, values in theta.items()}
+        logits = torch.func.functional_call(model, moved, kwargs=dict(batch.inputs)).logits
+        wanted = logits[batch.selection.rows, batch.selection.positions]
+        return loss_function(SETTING.workload)(wanted, batch).sum() / batch.weight
+
+    g = (loss(PERTURBATION_SCALE) - loss(-PERTURBATION_SCALE)) / (2 * PERTURBATION_SCALE)
+    return float(g), {name: values - LEARNING_RATE * g * z.get(name, 0) for name, values in theta.items()}
+
+
+def _reference_step(text):
     distributed.init_distributed()
-    models = Models(ModelSettings("opt-tiny", 2, dtype), parsed(["mezo_reference", "ours"]))
-    plain = {name: parameter.detach() for name, parameter in models.plain.named_parameters()}
-    return plain, {parameter.name: parameter.gather() for parameter in models.engine.weights.parameters}
+    torch.manual_seed(0)
+    variant = Variant.parse(text)
+    model = plain_model(opt_config("opt-tiny", NUM_BLOCKS), "fp32", CPU).double()
+    before = copy.deepcopy(model)
+    gradient = plain_steps(variant, model, SETTING.workload).step()
+    expected = independent_step(before, round(variant.sparsity * NUM_BLOCKS))
+    return before.state_dict(), expected, (gradient, dict(model.named_parameters()))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_plain_and_the_sharded_model_begin_with_the_same_weights(dtype):
-    for plain, sharded in run_ranks(_both_models, 2, dtype):
-        assert plain.keys() == sharded.keys()
-        for name, values in sharded.items():
-            # Low bits apart, a sharded 16-bit weight may be rounded another way where it lies half way.
-            torch.testing.assert_close(values, plain[name], rtol=2**-7, atol=0)
+@pytest.mark.parametrize("text", ["mezo_reference", "mezo_reference:0.75", "mezo_fused:0.75"])
+def test_the_reference_does_the_step_of_mezo_and_with_dropped_blocks_of_lezo(text):
+    ((before, (expected_gradient, expected), (gradient, found)),) = run_ranks(_reference_step, 1, text)
+    assert gradient == pytest.approx(expected_gradient, rel=1e-6)
+    num_moved = 0
+    for name, values in found.items():
+        # The update is small: it is compared with itself, not with the weight that it changes.
+        change, wanted = values - before[name], expected[name] - before[name]
+        torch.testing.assert_close(change, wanted, rtol=1e-4, atol=1e-15)
+        num_moved += not torch.equal(values, before[name])
+    assert (num_moved == len(found)) == (":" not in text)
 
 
-def _bytes_held_after_freeing():
+def test_ranks_share_the_batch_of_the_reference():
+    ((_, _, (alone, _)),) = run_ranks(_reference_step, 1, "mezo_reference")
+    both = [gradient for _, _, (gradient, _) in run_ranks(_reference_step, 2, "mezo_reference")]
+    assert both == pytest.approx([alone, alone], rel=1e-4)  # the losses are float32
+
+
+class Worker:
+    def work(self):
+        with stage("gather"):
+            time.sleep(0.02)
+        time.sleep(0.01)
+
+
+def _stages_and_peak():
     distributed.init_distributed()
-    models = Models(TINY, parsed(["ours"]))
-    shards = [parameter.parameter.ds_tensor for parameter in models.engine.weights.parameters]
-    before = sum(shard.untyped_storage().nbytes() for shard in shards)
-    models.free()
-    return before, sum(shard.untyped_storage().nbytes() for shard in shards)
+    seconds = stage_seconds(lambda: Worker().work(), [(Worker, "work", "forward")])
+    plain = stage_seconds(Worker().work)
+    return seconds, plain, peak_bytes(lambda: torch.ones(64 * 2**20, dtype=torch.uint8).sum())
 
 
-def test_freed_models_hold_no_weights():
-    ((before, after),) = run_ranks(_bytes_held_after_freeing, 1)
-    assert before > 0
-    assert after == 0
+def test_stages_exclude_each_other_and_a_peak_is_seen_after_it_is_gone():
+    ((seconds, plain, peak),) = run_ranks(_stages_and_peak, 1)
+    assert seconds["gather_seconds"] >= 0.02 and plain["gather_seconds"] >= 0.02
+    assert seconds["forward_seconds"] >= 0.01 and plain["forward_seconds"] == 0
+    assert plain["other_seconds"] >= 0.01
+    assert sum(seconds.values()) < 10
+    assert peak is None or peak > 32 * 2**20

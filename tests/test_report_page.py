@@ -14,10 +14,6 @@ import pytest
 import yaml
 from assets import REPOSITORY, write_recipe
 from commands import python, run, run_well
-
-from lezo_ds.config import config_to_dict
-from lezo_ds.errors import UserError
-from lezo_ds.recipes import load_recipe
 from lezo_ds.tools.benchmark.results import (
     Cell,
     Elapsed,
@@ -28,6 +24,10 @@ from lezo_ds.tools.benchmark.results import (
     write_results,
 )
 from lezo_ds.tools.benchmark.shapes import Workload
+
+from lezo_ds.config import config_to_dict
+from lezo_ds.errors import UserError
+from lezo_ds.recipes import load_recipe
 from lezo_ds.tools.benchmark.stages import STAGES
 from lezo_ds.tools.reports.blocks import DataTable
 from lezo_ds.tools.reports.page import make_page, to_html, to_markdown

@@ -9,8 +9,8 @@ from typing import Any
 from lezo_ds.config import TRAINED, ZEROTH_ORDER
 from lezo_ds.recipes.paper import PAPER_MODELS, PAPER_SCORES, PAPER_TASKS, Experiment, hyperparameters
 from lezo_ds.recipes.recipe import Recipe
-from lezo_ds.zo.layers import num_dropped_from_sparsity
 from lezo_ds.tasks import get_task
+from lezo_ds.zo.layers import num_dropped_from_sparsity
 
 _LONG_INPUTS = frozenset({"boolq", "multirc", "record", "squad", "drop"})
 """Tasks whose inputs contain a passage: hundreds of tokens, while the others have tens."""

@@ -67,7 +67,7 @@ def _machine() -> str:
 
 
 def summary(results: pd.DataFrame) -> str:
-    """Return results as text: for each kind of row what is the same in all of them, then a table of the rest."""
+    """Return results as text: for each kind of row the columns that do not vary, then a table of the rest."""
     parts = []
     for measured, group in results.drop(columns=["date", "command"]).groupby("measured", sort=False):
         known = group.drop(columns="measured").dropna(axis="columns", how="all")

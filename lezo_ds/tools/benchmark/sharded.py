@@ -45,7 +45,11 @@ def start_engine(setting: Setting) -> LezoEngine:
         model = opt_config(setting.shape, setting.layers)
         distributed.on_rank_zero(lambda: write_empty_model(model, setting.dtype, directory))
         engine = initialize(
-            str(directory), config, ds_config, setting.dtype, partition_size=setting.partition_size
+            model=str(directory),
+            config=config,
+            ds_config=ds_config,
+            dtype=setting.dtype,
+            partition_size=setting.partition_size,
         )
         distributed.barrier()
     fill_with_random_weights(engine)
