@@ -30,20 +30,21 @@ import psutil
 from assets import write_recipe
 from commands import deepspeed, kill_group, mpirun, python, start
 from faults import Fault, check_interrupted, end, num_steps, remount, run_forked, small_disk
-from lezo_ds.tools.benchmark.shapes import TASKS, opt_config, write_empty_model
+from lezo_ds.tools.benchmark.shapes import opt_config, write_empty_model
 from ranks import run_ranks
 from test_journal import HEADER, some_records, write_journal
 from test_kill_and_resume import wait_until
 from test_lost_ranks import ranks_of
 from tiny_runs import start_engine
 
-from lezo_ds.config import TrainConfig, num_dropped_from_sparsity
+from lezo_ds.config import TrainConfig
 from lezo_ds.engine.agreement import fact_numbers
 from lezo_ds.errors import JournalError
 from lezo_ds.journal import Journal, read_journal
 from lezo_ds.tools.benchmark.inputs import loss_function, split_batch, write_empty_model
 from lezo_ds.tools.opt_shapes import opt_config
 from lezo_ds.tools.workloads import WORKLOADS
+from lezo_ds.zo.layers import num_dropped_from_sparsity
 
 KINDS = {
     "fp32": [],
