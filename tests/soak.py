@@ -30,7 +30,6 @@ import psutil
 from assets import write_recipe
 from commands import deepspeed, kill_group, mpirun, python, start
 from faults import Fault, check_interrupted, end, num_steps, remount, run_forked, small_disk
-from lezo_ds.tools.benchmark.shapes import opt_config, write_empty_model
 from ranks import run_ranks
 from test_journal import HEADER, some_records, write_journal
 from test_kill_and_resume import wait_until
