@@ -2,9 +2,11 @@
 
 from lezo_ds.registry import Registry
 from lezo_ds.zo.estimators.base import Estimate, Estimator, Probe, mean_losses
+from lezo_ds.zo.estimators.one_sided import OneSided
 from lezo_ds.zo.estimators.spsa import Spsa
 
 __all__ = ["ESTIMATORS", "Estimate", "Estimator", "Probe", "mean_losses"]
 
 ESTIMATORS: Registry[type[Estimator]] = Registry("estimator", "zo.estimator")
 ESTIMATORS.add("spsa", Spsa)
+ESTIMATORS.add("one-sided", OneSided)
