@@ -3,8 +3,10 @@
 from lezo_ds.registry import Registry
 from lezo_ds.zo.layers.base import LayerPolicy, LayerSample, num_dropped_from_sparsity
 from lezo_ds.zo.layers.uniform import Uniform
+from lezo_ds.zo.layers.window import Window
 
 __all__ = ["LAYER_POLICIES", "LayerPolicy", "LayerSample", "num_dropped_from_sparsity"]
 
 LAYER_POLICIES: Registry[type[LayerPolicy]] = Registry("layer policy", "zo.layer_policy")
 LAYER_POLICIES.add("uniform", Uniform)
+LAYER_POLICIES.add("window", Window)
