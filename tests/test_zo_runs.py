@@ -1,0 +1,74 @@
+"""Runs with every registered estimator, layer policy and update rule: exact, resumed and replayed."""
+
+from __future__ import annotations
+
+import pytest
+from ranks import run_ranks
+from tiny_runs import start_engine, train
+
+from lezo_ds.zo.estimators import ESTIMATORS
+from lezo_ds.zo.layers import LAYER_POLICIES
+from lezo_ds.zo.updates import UPDATE_RULES
+
+pytestmark = pytest.mark.distributed
+
+NUM_STEPS = 6
+CASES = (
+    *({"estimator": name, "directions": 3} for name in ESTIMATORS),
+    *({"layer_policy": name} for name in LAYER_POLICIES),
+    *({"update_rule": name} for name in UPDATE_RULES),
+)
+IDS = [next(iter(case.values())) for case in CASES]
+
+
+def _run_all(directory, num_ranks, dtype, precision):
+    """For each case: the records and digest of a run, of its replay, and of one resumed in the middle."""
+    found = []
+    for case in CASES:
+        settings = {"dtype": dtype, "num_ranks": num_ranks, "update_precision": precision, **case}
+        engine = start_engine(directory, **settings)
+        start = engine.weights.digest()
+        records = train(engine, NUM_STEPS)
+        replayed = engine.with_config(engine._config)
+        replayed.load_model(None, 0)
+        replayed.load_checkpoint(directory / "none", records)
+        replayed_digest = replayed.weights.digest()
+        resumed = engine.with_config(engine._config)
+        resumed.load_model(None, 0)
+        resumed.load_checkpoint(directory / "none", records[: NUM_STEPS // 2])
+        again = [*records[: NUM_STEPS // 2], *train(resumed, NUM_STEPS - NUM_STEPS // 2)]
+        found.append((records, start, replayed_digest, again, resumed.weights.digest()))
+    return found
+
+
+@pytest.fixture(scope="module", params=[("fp32", "nearest"), ("bf16", "stochastic")], ids=["fp32", "bf16"])
+def runs(request, opt_directory):
+    """For each rank of 1 and 2: the results of all cases."""
+    return [
+        results
+        for num_ranks in (1, 2)
+        for results in run_ranks(_run_all, num_ranks, opt_directory, num_ranks, *request.param)
+    ]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
+def test_a_run_is_the_same_on_any_ranks_when_resumed_and_when_replayed(runs, case):
+    records, start, *_ = runs[0][case]
+    assert all(record.applied for record in records)
+    for results in runs:
+        own_records, own_start, replayed, again, resumed = results[case]
+        assert own_records == again == records
+        assert own_start == start
+        assert replayed == resumed == runs[0][case][2] != start
+
+
+def _one_pass(directory, probes_per_pass):
+    engine = start_engine(directory, directions=4, probes_per_pass=probes_per_pass)
+    return train(engine, 3, num_micro_batches=1)
+
+
+def test_all_probes_in_one_pass_are_those_of_passes_of_one(opt_directory):
+    (one,), (all_at_once,) = (run_ranks(_one_pass, 1, opt_directory, probes) for probes in (1, 8))
+    for left, right in zip(one, all_at_once, strict=True):
+        assert right.projected_grads == pytest.approx(left.projected_grads, rel=1e-2, abs=1e-3)
+        assert right.loss == pytest.approx(left.loss, rel=1e-5)
