@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lezo_ds.noise import Update, gaussian, noise_backend, split_master
+from lezo_ds.noise import Update, eager, gaussian, noise_backend, split_master
 from lezo_ds.noise.cpu import CpuNoise
 from lezo_ds.noise.eager import EagerNoise
 
@@ -207,6 +207,21 @@ def test_updates_of_the_slices_are_the_slices_of_the_update(backend_and_device, 
         noise.update_(parts[first:last], first, PARAMETER, steps, precision, part_low)
     assert_same_bits(parts, whole)
     assert_same_bits(parts_low, whole_low)
+
+
+def test_the_chunks_of_the_reference_change_no_bit(monkeypatch):
+    theta = torch.randn(37, 29, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rows = torch.tensor([5, 3, 36, 0, 0, 11])
+    found = []
+    for chunk in (eager.CHUNK, 64):
+        monkeypatch.setattr(eager, "CHUNK", chunk)
+        shard = theta.view(-1).clone()
+        REFERENCE.update_(shard, 3, PARAMETER, [Update(KEY, 0.1)], "stochastic")
+        perturbed = REFERENCE.perturb(theta, KEY, PARAMETER, [0.1, -0.1])
+        of_rows = REFERENCE.perturb_rows(theta, rows, KEY, PARAMETER, [0.1])
+        found.append([shard, *perturbed, *of_rows, REFERENCE.normal(KEY, PARAMETER, 3, 200, CPU)])
+    for actual, expected in zip(*found, strict=True):
+        assert_same_bits(actual, expected)
 
 
 @pytest.mark.skipif(not TRITON, reason="no GPU; test_noise_triton.py runs it in the interpreter")

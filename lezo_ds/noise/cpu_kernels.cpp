@@ -21,7 +21,7 @@
 
 namespace {
 
-constexpr int BLOCK_MULTIPLE = 16;  // vector loops without a remainder: tiles are padded to such a number of blocks
+constexpr int BLOCK_MULTIPLE = 16;  // loops over blocks run to a multiple of this: no remainder after SIMD code
 constexpr int TILE_BLOCKS = 256;
 constexpr int TILE = 4 * TILE_BLOCKS;
 constexpr int64_t CHUNK = 64 * TILE;  // elements that a thread takes at a time
@@ -168,14 +168,13 @@ void fill_dither(uint32_t *__restrict__ dither, Noise noise, uint64_t block, int
 
 // ---------------------------------------------------------------- Storage formats
 
-constexpr uint32_t FP16_EXPONENT_OFFSET = 112u << 23;  // fp32's exponent bias less fp16's
+constexpr uint32_t FP16_EXPONENT_OFFSET = 112u << 23;  // fp32's exponent bias minus fp16's
 constexpr uint32_t SMALLEST_NORMAL_FP16 = 0x38800000;  // 2**-14 in fp32
 
 struct Fp32 {
     using Stored = float;
     static float load(float stored) { return stored; }
     static float nearest(float value) { return value; }
-    static float stochastic(float value, uint32_t) { return value; }
 };
 
 struct Bf16 {
@@ -230,7 +229,7 @@ struct Fp16 {
     static uint16_t stochastic(float value, uint32_t dither) {
         const uint32_t bits = bit_cast<uint32_t>(value), magnitude = bits & 0x7FFFFFFF;
         const uint32_t normal = (magnitude - FP16_EXPONENT_OFFSET + (dither & 0x1FFF)) >> 13;
-        // The minimum keeps the conversion to an integer defined where its result is not used.
+        // Larger values do not use this result; the minimum only keeps their conversion to an integer defined.
         const float below = bit_cast<float>(std::min(magnitude, SMALLEST_NORMAL_FP16));
         const uint32_t fixed_point = static_cast<uint32_t>(static_cast<int32_t>(below * 0x1p44f));
         return finish(bits, magnitude, normal, (fixed_point + (dither & 0xFFFFF)) >> 20);
@@ -241,7 +240,7 @@ struct Fp16 {
         const uint32_t exponent = low_unit_exponent(high);
         const float per_unit = bit_cast<float>((254 - exponent) << 23);
         const float quotient = (value - load(high)) * per_unit;
-        // Adding 1.5 * 2**23 rounds the quotient to an integer that stands in the low bits.
+        // Adding 1.5 * 2**23 rounds the quotient to an integer in the low bits of the sum.
         const uint32_t rounded = bit_cast<uint32_t>(quotient + 12582912.0f) - 0x4B400000;
         low = static_cast<int16_t>((high & 0x7FFF) < 0x7C00 ? rounded : 0u);
     }
@@ -257,17 +256,17 @@ struct Fp16 {
         return static_cast<uint16_t>(stored | ((bits >> 16) & 0x8000));
     }
 
-    // The biased fp32 exponent of one unit of `low`: 2**-15 of the last place of an fp16 value.
+    // The biased fp32 exponent of one unit of `low`, which is 2**-15 of the last place of `high`.
     static uint32_t low_unit_exponent(uint16_t high) {
-        const uint32_t exponent = std::max((high >> 10) & 0x1Fu, 1u) + 112;  // 112: fp32's bias less fp16's
+        const uint32_t exponent = std::max((high >> 10) & 0x1Fu, 1u) + 112;  // 112: fp32's bias minus fp16's
         return exponent - 10 - 15;
     }
 };
 
 // ---------------------------------------------------------------- Operations on a contiguous range
 
-// Calls body(position, count, block, offset) for each tile of elements [start, start + count): `position` counts
-// from `start`; the tile's first element is element `offset` of block `block`.
+// Calls body(position, length, block, offset) for each tile of the elements [start, start + count). `position` counts
+// from `start`; the first element of the tile is element `offset` of block `block`.
 template <typename Body>
 void for_tiles(int64_t start, int64_t count, Body body) {
     for (int64_t position = 0; position < count;) {

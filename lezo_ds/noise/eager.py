@@ -22,7 +22,7 @@ class EagerNoise(NoiseBackend):
 
     def _normal(self, key: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
         out = torch.empty(count, dtype=torch.float32, device=device)
-        for first, last in _chunks(count):
+        for first, last in _chunks(count, CHUNK):
             out[first:last] = gaussian.normal(key, parameter_id, start + first, last - first, device)
         return out
 
@@ -35,11 +35,20 @@ class EagerNoise(NoiseBackend):
         scale: float,
         outs: Sequence[Tensor],
     ) -> None:
-        parts = _whole(theta, key, parameter_id) if rows is None else _of_rows(theta, rows, key, parameter_id)
-        for (first, last), values, z in parts:
+        size = CHUNK
+        if rows is None:
+            theta, outs = theta.view(-1), [out.view(-1) for out in outs]
+        else:
+            size = max(1, CHUNK // max(1, theta.shape[1]))
+        for first, last in _chunks(len(outs[0]), size):
+            if rows is None:
+                values = theta[first:last]
+                z = gaussian.normal(key, parameter_id, first, last - first, theta.device)
+            else:
+                values = theta[rows[first:last]]
+                z = _normal_rows(rows[first:last], theta.shape[1], key, parameter_id)
             for out, signed in zip(outs, (scale, -scale), strict=False):
-                flat = out.view(-1) if rows is None else out
-                flat[first:last] = values.to(torch.float32) + z * signed
+                out[first:last] = values.to(torch.float32) + z * signed
 
     def _update(
         self,
@@ -51,7 +60,7 @@ class EagerNoise(NoiseBackend):
         low: Tensor | None,
     ) -> None:
         dithered = precision == "stochastic" and shard.dtype != torch.float32
-        for first, last in _chunks(shard.numel()):
+        for first, last in _chunks(shard.numel(), CHUNK):
             part = shard[first:last]
             part_low = None if low is None else low[first:last]
             where = (parameter_id, start + first, last - first, shard.device)
@@ -59,26 +68,6 @@ class EagerNoise(NoiseBackend):
                 values = join_master(part, part_low) * factor - gaussian.normal(key, *where) * coefficient
                 words = gaussian.dither_words(key, *where) if dithered else None
                 store(values, part, part_low, words)
-
-
-Part = tuple[tuple[int, int], Tensor, Tensor]
-"""A range (first, last), the values in it, and their z."""
-
-
-def _whole(theta: Tensor, key: int, parameter_id: int) -> Iterator[Part]:
-    """Yield theta and its noise, flat, in chunks."""
-    flat = theta.view(-1)
-    for first, last in _chunks(flat.numel()):
-        z = gaussian.normal(key, parameter_id, first, last - first, theta.device)
-        yield (first, last), flat[first:last], z
-
-
-def _of_rows(theta: Tensor, rows: Tensor, key: int, parameter_id: int) -> Iterator[Part]:
-    """Yield the given rows of theta and their noise, [rows, width] each, in chunks."""
-    width = theta.shape[1]
-    for first, last in _chunks(len(rows), max(1, CHUNK // max(1, width))):
-        some = rows[first:last]
-        yield (first, last), theta[some], _normal_rows(some, width, key, parameter_id)
 
 
 def _normal_rows(rows: Tensor, width: int, key: int, parameter_id: int) -> Tensor:
@@ -90,6 +79,6 @@ def _normal_rows(rows: Tensor, width: int, key: int, parameter_id: int) -> Tenso
     return z.gather(1, starts % 4 + torch.arange(width, device=rows.device))
 
 
-def _chunks(count: int, size: int = CHUNK) -> Iterator[tuple[int, int]]:
+def _chunks(count: int, size: int) -> Iterator[tuple[int, int]]:
     """Split [0, count) into (first, last) ranges of at most `size`."""
     return ((first, min(first + size, count)) for first in range(0, count, size))

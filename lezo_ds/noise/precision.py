@@ -14,7 +14,7 @@ from torch import Tensor
 STORAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _SMALLEST_NORMAL_FP16 = 0x38800000  # the fp32 bits of 2**-14
-_FP16_EXPONENT_OFFSET = 0x1C000  # (127 - 15) << 10: fp32's exponent bias less fp16's, in fp16's position
+_FP16_EXPONENT_OFFSET = 0x1C000  # (127 - 15) << 10: fp32's exponent bias minus fp16's, at fp16's position
 _ROUNDER = 12582912.0  # 1.5 * 2**23: adding it to |q| < 2**22 leaves rint(q) in the low bits
 
 

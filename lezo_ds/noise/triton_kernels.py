@@ -15,7 +15,7 @@ import triton.language as tl
 NEAREST = tl.constexpr(0)
 STOCHASTIC = tl.constexpr(1)
 MASTER = tl.constexpr(2)
-# Triton's interpreter does not convert to and from bf16 exactly.
+# Triton 3.7's interpreter cuts bits off where a GPU rounds to the nearest bf16.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # Triton compiles a kernel again for arguments that are 1 or multiples of 16; these change at every call.
@@ -112,17 +112,6 @@ def _dither(key: tl.tensor, parameter_id: tl.tensor, block: tl.tensor) -> tl.ten
     """Return the dither words of all elements of the blocks: int32 [n, 4]."""
     word0, word1, word2, word3 = _words(key, parameter_id, block, 1)
     return _in_order(word0, word1, word2, word3).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _to_fp32(stored: tl.tensor) -> tl.tensor:
-    """Convert from storage."""
-    if INTERPRETED and stored.dtype == tl.bfloat16:
-        bits = stored.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        value = bits.to(tl.float32, bitcast=True)
-    else:
-        value = stored.to(tl.float32)
-    return value
 
 
 @triton.jit
@@ -255,7 +244,7 @@ def perturb_kernel(
         tile, target = (program % tiles_per_row).to(tl.int64), (program // tiles_per_row).to(tl.int64)
         source = tl.load(rows_ptr + target)
     block, position, inside = _tile(tile, source * width, width, aligned, num_blocks)
-    theta = _to_fp32(tl.load(theta_ptr + source * width + position, mask=inside))
+    theta = tl.load(theta_ptr + source * width + position, mask=inside).to(tl.float32)
     z = _normals(key, parameter_id, block)
     out = target * width + position
     plus = theta + scale * z
@@ -299,7 +288,7 @@ def update_kernel(
             value = _join_master(stored, low) * factor - coefficient * z
             stored, low = _split_master(value, stored.dtype)
         else:
-            value = _to_fp32(stored) * factor - coefficient * z
+            value = stored.to(tl.float32) * factor - coefficient * z
             if precision == STOCHASTIC:
                 stored = _round_stochastic(value, _dither(key, parameter_id, block), stored.dtype)
             else:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 _CHUNKS = {"cpu": 1 << 17}  # temporaries of 1 MB stay in a processor's cache
-_CHUNK = 1 << 22  # on a GPU starting an operation costs more
+_CHUNK = 1 << 22  # on a GPU each operation has a fixed cost, so chunks are larger
 _INDEX_FACTOR = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _STREAM_FACTOR = -4417276706812531889  # 0xC2B2AE3D27D4EB4F
 _MIX_FACTOR = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -15,9 +15,10 @@ _MIX_FACTOR = -4658895280553007687  # 0xBF58476D1CE4E5B9
 def shard_digest(shard: Tensor, start: int, parameter_id: int) -> int:
     """Return the digest of a slice of a parameter: a signed 64-bit integer.
 
-    Digests of the slices of a parameter add up, modulo 2**64, to the digest of the whole, however it is cut:
-    it is the sum over elements of (bit pattern) * (odd pseudo-random key of the element's index). A change of
-    any single element always changes it. It guards against faults, not against an adversary.
+    The digest is the sum over the elements of (bit pattern) * (odd pseudo-random number of the element's
+    index), modulo 2**64. The digests of the slices of a parameter therefore add up to the digest of the
+    whole, however it is cut, and a change of any single element always changes the digest. It detects faults;
+    it does not resist an adversary.
 
     Args:
         shard: [n], float32, bfloat16, float16 or int16.
@@ -30,7 +31,8 @@ def shard_digest(shard: Tensor, start: int, parameter_id: int) -> int:
         values = shard[begin : begin + chunk]
         bits = values.view(torch.int32 if values.element_size() == 4 else torch.int16).to(torch.int64)
         index = torch.arange(start + begin, start + begin + values.numel(), device=shard.device)
-        key = (index + 1) * _INDEX_FACTOR + parameter_id * _STREAM_FACTOR % (1 << 63)
-        key = (key ^ (key >> 31)) * _MIX_FACTOR | 1
-        total += (bits * key).sum()
+        # A finalizer like SplitMix64's: neighboring indices get unrelated numbers. Products wrap.
+        number = (index + 1) * _INDEX_FACTOR + parameter_id * _STREAM_FACTOR % (1 << 63)
+        number = (number ^ (number >> 31)) * _MIX_FACTOR | 1
+        total += (bits * number).sum()
     return int(total)
