@@ -142,7 +142,6 @@ def independent_step(model, num_dropped):
 
 def _reference_step(text):
     distributed.init_distributed()
-    torch.manual_seed(0)
     variant = Variant.parse(text)
     model = plain_model(opt_config("opt-tiny", NUM_BLOCKS), "fp32", CPU).double()
     before = copy.deepcopy(model)
