@@ -1,1 +1,1 @@
-"""Measurements of a step, of its parts, and of how it grows; launch/benchmark.py runs them."""
+"""Variants of a step timed against each other in the same rounds; launch/benchmark.py runs it."""

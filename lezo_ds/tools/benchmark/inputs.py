@@ -45,7 +45,8 @@ def write_empty_model(config: OPTConfig, dtype: str, directory: Path) -> None:
 
 
 def plain_model(config: OPTConfig, dtype: str, device: torch.device) -> nn.Module:
-    """Return an unsharded model with random weights, to run only."""
+    """Return an unsharded model with random weights, the same on all ranks, to run only."""
+    torch.manual_seed(0)
     with device:
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
     return model.eval().requires_grad_(False)

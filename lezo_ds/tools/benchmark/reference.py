@@ -22,22 +22,6 @@ PERTURBATION_SCALE = 1e-3
 WEIGHT_DECAY = 0.0
 
 
-def _published_perturb(theta: Tensor, z: Tensor, multiple: float) -> None:
-    theta.data = theta.data + multiple * z * PERTURBATION_SCALE
-
-
-def _published_update(theta: Tensor, z: Tensor, gradient: float) -> None:
-    theta.data = theta.data - LEARNING_RATE * (gradient * z + WEIGHT_DECAY * theta.data)
-
-
-def _fused_perturb(theta: Tensor, z: Tensor, multiple: float) -> None:
-    theta.data.add_(z, alpha=multiple * PERTURBATION_SCALE)
-
-
-def _fused_update(theta: Tensor, z: Tensor, gradient: float) -> None:
-    theta.data.add_(z, alpha=-LEARNING_RATE * gradient)
-
-
 @dataclass
 class InPlaceSteps:
     """MeZO's steps on stored weights; with dropped blocks, LeZO's (Wang et al. 2024, algorithm 1).
@@ -80,18 +64,25 @@ class InPlaceSteps:
         sums = torch.stack([plus.double(), minus.double(), plus.new_tensor(weight, dtype=torch.float64)])
         plus_sum, minus_sum, total = distributed.sum_vector(sums)
         gradient = (plus_sum - minus_sum) / total / (2 * PERTURBATION_SCALE)
-        update = _fused_update if self.fused else _published_update
-        with stage("update"):
-            for theta, z in self._with_noise():
-                update(theta, z, gradient)
+        self._update(gradient)
         self.num_steps += 1
         return gradient
 
     def _perturb(self, multiple: float) -> None:
-        perturb = _fused_perturb if self.fused else _published_perturb
         with stage("perturb"):
             for theta, z in self._with_noise():
-                perturb(theta, z, multiple)
+                if self.fused:
+                    theta.data.add_(z, alpha=multiple * PERTURBATION_SCALE)
+                else:
+                    theta.data = theta.data + multiple * z * PERTURBATION_SCALE
+
+    def _update(self, gradient: float) -> None:
+        with stage("update"):
+            for theta, z in self._with_noise():
+                if self.fused:
+                    theta.data.add_(z, alpha=-LEARNING_RATE * gradient)
+                else:
+                    theta.data = theta.data - LEARNING_RATE * (gradient * z + WEIGHT_DECAY * theta.data)
 
     def _with_noise(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each active tensor and its z; within a step always the same z."""

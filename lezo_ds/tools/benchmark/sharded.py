@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,20 +37,15 @@ def start_engine(setting: Setting) -> LezoEngine:
     """Return our engine on a sharded model with random weights. A collective."""
     ds_config = load_ds_config(setting.ds_config, setting.dtype, distributed.world_size(), 1)
     config = zo_config(Variant.parse("ours"), update_precision=setting.update_precision)
-    with ExitStack() as stack:
-        # All ranks are on one host: they read what rank 0 writes.
-        folder = stack.enter_context(tempfile.TemporaryDirectory()) if distributed.rank() == 0 else None
-        directory = Path(distributed.broadcast_object(folder))
-        model = opt_config(setting.shape, setting.layers)
-        distributed.on_rank_zero(lambda: write_empty_model(model, setting.dtype, directory))
+    with tempfile.TemporaryDirectory() as directory:
+        write_empty_model(opt_config(setting.shape, setting.layers), setting.dtype, Path(directory))
         engine = initialize(
-            model=str(directory),
+            model=directory,
             config=config,
             ds_config=ds_config,
             dtype=setting.dtype,
             partition_size=setting.partition_size,
         )
-        distributed.barrier()
     fill_with_random_weights(engine)
     return engine
 
