@@ -32,6 +32,7 @@ FORMAT_VERSION = 1
 MAX_BYTES = 256 << 20
 """Largest unpacked size in bytes. The journal of 20,000 steps has about 8 MB."""
 
+_CHUNK_BYTES = 1 << 20
 _MANIFEST = "pack.json"
 _REQUIRED = ("config.yaml", "environment.json", "journal.jsonl")
 _KNOWN = (_MANIFEST, *_REQUIRED, "results.json")
@@ -192,17 +193,21 @@ def _from_archive(file: Path) -> dict[str, bytes]:
     Raises:
         ValueError, OSError, EOFError, zlib.error, tarfile.TarError, RecursionError: the archive is malformed.
     """
+    unpacked = io.BytesIO()
     with gzip.open(file) as stream:
-        data = stream.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"it unpacks to more than {MAX_BYTES} bytes")
+        while chunk := stream.read(_CHUNK_BYTES):
+            unpacked.write(chunk)
+            if unpacked.tell() > MAX_BYTES:
+                raise ValueError(f"it unpacks to more than {MAX_BYTES} bytes")
+    num_bytes = unpacked.tell()
+    unpacked.seek(0)
     contents: dict[str, bytes] = {}
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+    with tarfile.open(fileobj=unpacked, mode="r:") as archive:
         for member in archive:
             tarfile.data_filter(member, ".")
             # A sparse member names any size; only its holes would be in the archive.
             is_plain = member.isreg() and not member.issparse()
-            is_whole = 0 <= member.size <= len(data) - member.offset_data
+            is_whole = 0 <= member.size <= num_bytes - member.offset_data
             if not (is_plain and is_whole and _is_known(member.name)) or member.name in contents:
                 raise ValueError(f"{member.name[:100]!r} in it")
             content = archive.extractfile(member)
