@@ -1,10 +1,15 @@
 """Packaging of lezo_ds; exact versions are pinned in constraints.txt."""
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+VERSION = re.findall(r'^__version__ = "(.+)"$', Path("lezo_ds/__init__.py").read_text(), re.MULTILINE)[0]
 
 setup(
     name="lezo_ds",
-    version="0.1.0",
+    version=VERSION,
     description="Layer-wise sparse zeroth-order fine-tuning (LeZO, MeZO) on DeepSpeed ZeRO-3",
     license="Apache-2.0",
     packages=find_packages(include=["lezo_ds", "lezo_ds.*"]),

@@ -2,5 +2,7 @@
 
 import os
 
-# Huge pages for large CPU tensors: small ones cost a fifth of a step. torch reads it at its first tensor.
+__version__ = "0.2.0"
+
+# Huge pages for large CPU tensors: small pages cost a fifth of a step. torch reads this at its first tensor.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -138,15 +138,15 @@ class Header:
 def assert_compatible(header: Header, expected: Header, may_differ: Collection[str] = ()) -> None:
     """Refuse to continue a journal with another model, noise or config than it was begun with.
 
-    Other library versions are only warned about.
+    Other library versions only cause a warning.
 
     Args:
-        header: the journal's.
+        header: the journal's; its config must have the keys of this version (lezo_ds.runs.header).
         expected: what this run would write.
         may_differ: dotted config keys (or whole sections) that may differ, such as "train.steps".
 
     Raises:
-        UserError: naming the first item that differs, and both values.
+        UserError: naming the first item that differs, both values, and both versions if they differ.
 
     """
     items: dict[str, tuple[object, object]] = {
@@ -155,11 +155,12 @@ def assert_compatible(header: Header, expected: Header, may_differ: Collection[s
         "model fingerprint": (header.model_fingerprint, expected.model_fingerprint),
         "parameter table": (header.parameter_table_hash, expected.parameter_table_hash),
     }
+    versions = _versions(header.libraries.get("lezo_ds"), expected.libraries.get("lezo_ds"))
     for name, (journals, ours) in items.items():
         if journals != ours:
-            raise _mismatch(f"the {name}", ours, journals)
+            raise _mismatch(f"the {name}", ours, journals, versions)
     for key, journals, ours in _differences(header.config, expected.config, may_differ):
-        raise _mismatch(f"config {key}", ours, journals)
+        raise _mismatch(f"config {key}", ours, journals, versions)
     for key, journals, ours in _differences(header.libraries, expected.libraries, ()):
         logger.warning("%s was %r when the journal was begun and is %r now", key, journals, ours)
 
@@ -475,6 +476,10 @@ def _differences(
             yield dotted, *values
 
 
+def _versions(journals: str | None, ours: str | None) -> str:
+    return "" if journals == ours else f" (written by lezo_ds {journals}, this is {ours})"
+
+
 class _Absent:
     def __repr__(self) -> str:
         return "absent"
@@ -504,9 +509,9 @@ def _last_step(num_steps: int) -> str:
     return str(num_steps - 1) if num_steps else "none"
 
 
-def _mismatch(name: str, ours: object, journals: object) -> UserError:
+def _mismatch(name: str, ours: object, journals: object, versions: str) -> UserError:
     return UserError(
-        f"{name} differs from the journal's",
+        f"{name} differs from the journal's{versions}",
         got=repr(ours),
         expected=repr(journals),
         fix="run with what the journal was begun with, or use another run directory",

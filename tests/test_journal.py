@@ -648,6 +648,15 @@ def test_the_first_item_that_differs_is_refused_with_both_values(changes, messag
         assert_compatible(HEADER, replace(HEADER, **changes))
 
 
+def test_a_refusal_names_both_versions_of_the_package():
+    old, new = (replace(HEADER, libraries={"lezo_ds": version}) for version in ("0.1.0", "0.2.0"))
+    message = (
+        r"noise version differs from the journal's \(written by lezo_ds 0\.1\.0, this is 0\.2\.0\); got: 2"
+    )
+    with pytest.raises(UserError, match=message):
+        assert_compatible(old, replace(new, noise_version=2))
+
+
 def test_only_the_config_keys_allowed_to_differ_may_differ():
     longer = replace(HEADER, config={**HEADER.config, "train": {"steps": 300, "batch": 16}})
     assert_compatible(HEADER, longer, may_differ={"train.steps", "run_dir"})

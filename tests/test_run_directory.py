@@ -54,7 +54,7 @@ def test_facts_are_the_config_as_yaml_and_the_environment_as_json(directory):
 
 def test_versions_name_every_library_a_number_depends_on():
     versions = library_versions()
-    assert versions.keys() == {"python", *LIBRARIES}
+    assert versions.keys() == {"python", "lezo_ds", *LIBRARIES}
     assert versions["torch"] == torch.__version__
 
 

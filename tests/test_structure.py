@@ -125,7 +125,8 @@ def test_every_requirement_is_pinned_to_one_version():
     )
     setup = ast.parse((REPOSITORY / "setup.py").read_text())
     call = next(node for node in ast.walk(setup) if isinstance(node, ast.Call))
-    keywords = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg != "packages"}
-    wanted = [*keywords["install_requires"], *keywords["extras_require"]["dev"]]
+    keywords = {word.arg: word.value for word in call.keywords}
+    extras = ast.literal_eval(keywords["extras_require"])
+    wanted = [*ast.literal_eval(keywords["install_requires"]), *extras["dev"]]
     names = {re.split(r"[ ;]", name)[0].lower().replace("_", "-") for name in wanted}
     assert names <= pins.keys()

@@ -13,12 +13,12 @@ from lezo_ds.config import RESUME_MAY_DIFFER, RunConfig
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine.first_order_engine import FirstOrderEngine
 from lezo_ds.errors import UserError
-from lezo_ds.journal import EvaluationRecord, Header, assert_compatible
+from lezo_ds.journal import EvaluationRecord, Header
 from lezo_ds.model.snapshots import read_manifest, snapshot_path, snapshot_steps
+from lezo_ds.runs.header import assert_same_run, make_header
 from lezo_ds.runs.run import Run, best_evaluation
 from lezo_ds.runs.run_directory import RunDirectory
 from lezo_ds.runs.training_state import TrainingState, read_training_state
-from lezo_ds.runs.zeroth_order_run import make_header
 
 _RESUME_MAY_DIFFER = RESUME_MAY_DIFFER - {"train.steps"}  # the learning rate depends on it
 
@@ -48,7 +48,7 @@ class FirstOrderRun(Run):
         path, state = self.directory.training_state, self._state
         if path.exists():
             state = read_training_state(path).at_checkpoint()
-            _check_state(state, self._state.header, self._state.world_size)
+            _check_state(state, self._state.header, self._state.world_size, self.directory.path)
             state = replace(state, world_size=self._state.world_size)
         _remove(self.directory.checkpoints, lambda step: step != state.step)
         _remove(self.directory.snapshots, lambda step: step > state.step)
@@ -115,11 +115,11 @@ def check_training_state(config: RunConfig, directory: RunDirectory, world_size:
     header = state.header
     # What needs the weights is taken from the file here, and compared once they are loaded.
     ours = make_header(config, header.model_fingerprint, header.parameter_table_hash)
-    _check_state(state, ours, world_size)
+    _check_state(state, ours, world_size, directory.path)
 
 
-def _check_state(state: TrainingState, header: Header, world_size: int) -> None:
-    assert_compatible(state.header, header, _RESUME_MAY_DIFFER)
+def _check_state(state: TrainingState, header: Header, world_size: int, run_dir: Path) -> None:
+    assert_same_run(state.header, header, run_dir, _RESUME_MAY_DIFFER)
     if state.step > 0 and state.world_size != world_size:
         raise UserError(
             "the checkpoint of a first-order run is sharded among another number of ranks",

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lezo_ds import distributed
-from lezo_ds.config import RunConfig, config_from_dict
+from lezo_ds.config import RunConfig
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.errors import UserError
 from lezo_ds.journal import EvaluationRecord, Header, StepRecord, read_journal
 from lezo_ds.model.snapshots import read_manifest, snapshot_path, snapshot_steps
 from lezo_ds.noise import noise_version
+from lezo_ds.runs.header import config_of
 from lezo_ds.runs.run import best_evaluation
 from lezo_ds.runs.run_directory import RunDirectory
 from lezo_ds.runs.trainer import make_engine
@@ -102,7 +103,7 @@ def read_run(path: Path, overrides: tuple[str, ...] = ()) -> RecordedRun:
             fix="give the run_dir that launch/train.py printed",
         )
     header, records = read_journal(directory.journal)
-    config = _config(header, directory, overrides)
+    config = config_of(header, directory.path, overrides)
     steps = tuple(record for record in records if isinstance(record, StepRecord))
     evaluations = tuple(record for record in records if isinstance(record, EvaluationRecord))
     return RecordedRun(directory, header, config, len(steps), steps, evaluations)
@@ -110,13 +111,8 @@ def read_run(path: Path, overrides: tuple[str, ...] = ()) -> RecordedRun:
 
 def _read_first_order_run(directory: RunDirectory, overrides: tuple[str, ...]) -> RecordedRun:
     state = read_training_state(directory.training_state)
-    config = _config(state.header, directory, overrides)
+    config = config_of(state.header, directory.path, overrides)
     return RecordedRun(directory, state.header, config, state.step, (), state.evaluations)
-
-
-def _config(header: Header, directory: RunDirectory, overrides: tuple[str, ...]) -> RunConfig:
-    values = {key: value for key, value in header.config.items() if key != "tokenizer"}
-    return config_from_dict({**values, "run_dir": str(directory.path)}, f"run {directory.path}", overrides)
 
 
 def restore(run: RecordedRun, step: int) -> LezoEngine:

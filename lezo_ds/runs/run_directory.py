@@ -10,14 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
+import lezo_ds
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, make_directory, write_atomically
 
 LIBRARIES = (
-    "lezo_ds",
     "torch",
     "deepspeed",
     "transformers",
@@ -107,7 +106,7 @@ def _write(path: Path, text: str) -> None:
 
 def library_versions() -> dict[str, str]:
     """Return the versions of what the numbers of a run depend on."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "lezo_ds": lezo_ds.__version__}
     for name in LIBRARIES:
         try:
             found[name] = importlib.metadata.version(name)
@@ -118,6 +117,8 @@ def library_versions() -> dict[str, str]:
 
 def environment(world_size: int, device: str) -> dict[str, Any]:
     """Return what a run was made on: versions, hardware, ranks, command."""
+    import torch  # not above: tools that only read runs start faster without it
+
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "versions": library_versions(),

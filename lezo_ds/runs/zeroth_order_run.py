@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from typing import Any
 
 from lezo_ds import distributed
-from lezo_ds.config import RESUME_MAY_DIFFER, TRAINED, RunConfig, config_to_dict
+from lezo_ds.config import RESUME_MAY_DIFFER, TRAINED, RunConfig
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.engine.step_plan import scalar_bytes
-from lezo_ds.journal import EvaluationRecord, Header, Journal, StepRecord, assert_compatible
-from lezo_ds.noise import noise_version
+from lezo_ds.journal import EvaluationRecord, Header, Journal, StepRecord
+from lezo_ds.runs.header import assert_same_run, make_header
 from lezo_ds.runs.run import Run
-from lezo_ds.runs.run_directory import RunDirectory, library_versions
-from lezo_ds.sharding.checkpoint_files import resolve_model
+from lezo_ds.runs.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +55,7 @@ class ZerothOrderRun(Run):
             self._journal = Journal.create(path, header)
             return ()
         self._journal = Journal.open(path)
-        assert_compatible(self._journal.header, header, RESUME_MAY_DIFFER)
+        assert_same_run(self._journal.header, header, self.directory.path, RESUME_MAY_DIFFER)
         return self._journal.records
 
     def _train_step(self) -> dict[str, Any]:
@@ -118,18 +116,6 @@ class ZerothOrderRun(Run):
         }
 
 
-def make_header(config: RunConfig, fingerprint: str, parameter_table: str) -> Header:
-    """Return the header of a run's journal: all that decides its steps, and not where it lies."""
-    values = {key: value for key, value in config_to_dict(config).items() if key != "run_dir"}
-    return Header(
-        noise_version=noise_version(distributed.device()),
-        model_fingerprint=fingerprint,
-        parameter_table_hash=parameter_table,
-        config={**values, "tokenizer": _tokenizer_hash(config.model.path)},
-        libraries=library_versions(),
-    )
-
-
 def check_journal(config: RunConfig, directory: RunDirectory) -> None:
     """Refuse, before any weights load, to resume a run that was begun with another configuration."""
     if not directory.journal.exists():
@@ -138,12 +124,4 @@ def check_journal(config: RunConfig, directory: RunDirectory) -> None:
         header = journal.header
     # What needs the weights is taken from the journal here, and compared once they are loaded.
     ours = make_header(config, header.model_fingerprint, header.parameter_table_hash)
-    assert_compatible(header, ours, RESUME_MAY_DIFFER)
-
-
-def _tokenizer_hash(model: str) -> str:
-    digest = hashlib.sha256()
-    for file in sorted(resolve_model(model).iterdir()):
-        if file.name in ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model"):
-            digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()[:32]
+    assert_same_run(header, ours, directory.path, RESUME_MAY_DIFFER)
