@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -156,28 +157,21 @@ class Journal:
         return cls.open(path)
 
     @classmethod
-    def open(cls, path: Path, *, repair: bool = False) -> Self:
+    def open(cls, path: Path) -> Self:
         """Read a journal, drop a torn last line with a warning, and get ready to append.
-
-        Args:
-            path: the journal.
-            repair: keep what precedes the first damaged line and move the rest, which may hold accepted
-                steps, to the end of `<name>.damaged`; the header must be sound.
 
         Raises:
             UserError: the file is missing, unreadable, or of another format version.
-            JournalError: the file is damaged (and repair is not set), or cannot be written.
+            JournalError: the file is damaged or cannot be written.
 
         """
         path = path.absolute()  # append looks at it again, perhaps from another working directory
         data = _read(path)
         content = _parse(path, data)
         rest = data[content.end :]
-        if content.damage and not repair:
-            raise _damage_error(path, content)
+        if content.damage:
+            raise _damage_error(path, content, data)
         try:
-            if content.damage:
-                _save_damaged(path, rest)
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
             if rest:
                 os.ftruncate(descriptor, content.end)
@@ -186,8 +180,8 @@ class Journal:
             raise _write_error(path, error, content.num_steps) from error
         if rest:
             place = f"{path} line {content.num_lines + 1}: dropped {len(rest)} bytes"
-            reason = content.damage or "the last write was cut short"
-            logger.warning("%s: %s; last good step: %s", place, reason, _last_step(content.num_steps))
+            last = _last_step(content.num_steps)
+            logger.warning("%s: the last write was cut short; last good step: %s", place, last)
         return cls(path, descriptor, content)
 
     @property
@@ -307,9 +301,10 @@ def read_journal(path: Path) -> tuple[Header, list[Record]]:
         JournalError: the file is damaged.
 
     """
-    content = _parse(path, _read(path))
+    data = _read(path)
+    content = _parse(path, data)
     if content.damage:
-        raise _damage_error(path, content)
+        raise _damage_error(path, content, data)
     return content.header, content.records
 
 
@@ -338,9 +333,9 @@ def _parse(path: Path, data: bytes) -> _Content:
     try:
         header, crc = _decode_line(data[: end - 1], 0) if end else (None, 0)
     except ValueError as error:
-        raise _header_error(path, str(error)) from error
+        raise _header_error(path, str(error), data[:end]) from error
     if not isinstance(header, Header):
-        raise _header_error(path, "it is not a whole header")
+        raise _header_error(path, "it is not a whole header", data[:end])
     records: list[Record] = []
     num_steps = 0
     damage = ""
@@ -476,13 +471,9 @@ def _read(path: Path) -> bytes:
 
 
 def _save_damaged(path: Path, rest: bytes) -> None:
-    """Keep the damaged part; after what an earlier repair kept, should there be any."""
-    damaged = _damaged_path(path)
+    """Keep the damaged part, after what an earlier cut kept."""
+    damaged = path.with_name(f"{path.name}.damaged")
     write_atomically(damaged, (damaged.read_bytes() if damaged.exists() else b"") + rest)
-
-
-def _damaged_path(path: Path) -> Path:
-    return path.with_name(f"{path.name}.damaged")
 
 
 def _last_step(num_steps: int) -> str:
@@ -498,20 +489,37 @@ def _mismatch(name: str, ours: object, journals: object, versions: str) -> UserE
     )
 
 
-def _header_error(path: Path, problem: str) -> JournalError:
+def _header_error(path: Path, problem: str, line: bytes) -> JournalError:
+    if line.endswith(b"\r\n"):
+        return _line_ends_error(path)
     return JournalError(
         f"{path} line 1 is damaged: {problem}; last valid step: none; "
         "fix: restore the file from a copy, or move it away and start the run again"
     )
 
 
-def _damage_error(path: Path, content: _Content) -> JournalError:
+def _damage_error(path: Path, content: _Content, data: bytes) -> JournalError:
+    if data[content.end :].partition(b"\n")[0].endswith(b"\r"):
+        return _line_ends_error(path)
     return JournalError(
         f"{path} line {content.num_lines + 1} is damaged: {content.damage}; "
-        f"last valid step: {_last_step(content.num_steps)}; fix: restore the file from a copy, or cut it "
-        f"back to its first {content.end} bytes: Journal.open(path, repair=True) does, and keeps the rest in "
-        f"{_damaged_path(path).name}"
+        f"last valid step: {_last_step(content.num_steps)}; fix: restore the file from a copy, or keep its "
+        f"first {content.end} bytes: {_replacing_command(path, f'head -c {content.end}')}"
     )
+
+
+def _line_ends_error(path: Path) -> JournalError:
+    command = _replacing_command(path, r"tr -d '\r'")
+    return JournalError(
+        f"{path} was converted to CRLF line ends, as a transfer in text mode does; "
+        f"fix: copy it again in binary mode, or convert it back: {command}"
+    )
+
+
+def _replacing_command(path: Path, program: str) -> str:
+    """Return a shell command that replaces the journal by a program's output, and keeps it as `.original`."""
+    journal, original = shlex.quote(str(path)), shlex.quote(f"{path}.original")
+    return f"mv {journal} {original} && {program} < {original} > {journal}"
 
 
 def _write_error(path: Path, error: OSError, num_steps: int) -> JournalError:

@@ -400,49 +400,53 @@ def test_the_damage_error_says_where_and_how_to_go_on(path):
         "line 5 is damaged: its checksum does not match",
         "last valid step: 2",
         f"its first {sum(map(len, lines[:4]))} bytes",
-        "repair=True",
-        "journal.jsonl.damaged",
     ):
         assert part in str(caught.value)
     assert caught.value.exit_code == 3
     assert path.read_bytes() == data
 
 
-def test_repair_keeps_the_valid_prefix_and_moves_the_rest_aside(path, caplog):
+def pasted(error):
+    """Run the command at the end of an error line, as a user would paste it."""
+    _, mv, rest = str(error.value).rpartition("mv ")
+    subprocess.run(["bash", "-c", mv + rest], check=True)
+
+
+def test_the_command_in_the_damage_error_keeps_the_valid_prefix(tmp_path):
+    path = tmp_path / "it's a run" / "journal.jsonl"
+    path.parent.mkdir()
     whole = write_journal(path, [step_record(step) for step in range(5)])
     lines = whole.splitlines(keepends=True)
-    damaged = b"".join(lines[4:]).replace(b"true", b"tRue")
-    path.write_bytes(b"".join(lines[:4]) + damaged)
-    with Journal.open(path, repair=True) as journal:
+    damaged = whole.replace(lines[4], lines[4].replace(b"true", b"tRue"))
+    path.write_bytes(damaged)
+    with pytest.raises(JournalError) as caught:
+        Journal.open(path)
+    pasted(caught)
+    with Journal.open(path) as journal:
         assert [record.step for record in journal.steps] == [0, 1, 2]
-        assert path.with_name("journal.jsonl.damaged").read_bytes() == damaged
         for step in (3, 4):
             journal.append(step_record(step))
     assert path.read_bytes() == whole
-    assert "line 5" in caplog.text and "last good step: 2" in caplog.text
+    assert path.with_name("journal.jsonl.original").read_bytes() == damaged
 
 
-def test_a_second_repair_keeps_what_the_first_one_moved(path):
-    data = write_journal(path, [step_record(0)])
-    for garbage in (b"first\n", b"second\n"):
-        path.write_bytes(data + garbage)
-        Journal.open(path, repair=True).close()
-        assert path.read_bytes() == data
-    assert path.with_name("journal.jsonl.damaged").read_bytes() == b"first\nsecond\n"
-
-
-def test_repair_of_a_sound_or_torn_journal_moves_nothing(path):
-    data = write_journal(path, [step_record(0)])
-    path.write_bytes(data + b'{"applied"')
-    Journal.open(path, repair=True).close()
-    assert path.read_bytes() == data
-    assert list(path.parent.iterdir()) == [path]
+@pytest.mark.parametrize("first_line", [0, 2])
+def test_crlf_line_ends_are_named_and_the_command_converts_them_back(first_line, path):
+    whole = write_journal(path, [step_record(step) for step in range(5)])
+    lines = whole.splitlines(keepends=True)
+    converted = [line.replace(b"\n", b"\r\n") for line in lines[first_line:]]
+    path.write_bytes(b"".join(lines[:first_line] + converted))
+    with pytest.raises(JournalError, match="was converted to CRLF line ends") as caught:
+        read_journal(path)
+    pasted(caught)
+    assert path.read_bytes() == whole
+    assert len(read_journal(path)[1]) == 5
 
 
 def test_a_damaged_header_cannot_be_repaired(path):
     path.write_bytes(write_journal(path, [step_record(0)]).replace(b"opt-125m", b"opt-126m"))
     with pytest.raises(JournalError, match=r"line 1 is damaged: its checksum.*restore the file"):
-        Journal.open(path, repair=True)
+        Journal.open(path)
 
 
 # Failed writes and other processes

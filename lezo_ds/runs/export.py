@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from lezo_ds import distributed
 from lezo_ds.config import ZEROTH_ORDER
 from lezo_ds.errors import LezoError, UserError
+from lezo_ds.files import make_directory
 from lezo_ds.runs.model_card import model_card
 from lezo_ds.runs.packing import recorded_digests, unpack_run
 from lezo_ds.runs.restore import RecordedRun, read_run, restore
@@ -62,10 +64,12 @@ def export_pack(file: Path, step: str, target: Path, overrides: tuple[str, ...] 
         LezoError: the weights are not those that the run had.
     """
     distributed.init_distributed()
-    directory = target.with_name(f".{target.name}.unpacked")
+    unpacked: list[Path] = []
 
     def look() -> tuple[RecordedRun, int, Mapping[str, str]]:
         _refuse_in_use(target)
+        directory = _make_temporary_directory(target)
+        unpacked.append(directory)
         digests = unpack_run(file, directory).digests
         run = read_run(directory, (*_ANY_MACHINE, *overrides))
         return run, run.find_step(step), digests
@@ -74,9 +78,23 @@ def export_pack(file: Path, step: str, target: Path, overrides: tuple[str, ...] 
         run, number, digests = distributed.on_rank_zero(look)
         _export(run, number, digests, target)
     finally:
-        if distributed.rank() == 0:
+        for directory in unpacked:
             shutil.rmtree(directory, ignore_errors=True)
     return number
+
+
+def _make_temporary_directory(target: Path) -> Path:
+    """Make a directory next to `target` under a name that nobody could have made before."""
+    try:
+        make_directory(target.parent)
+        return Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise UserError(
+            f"{target} cannot be written",
+            got=str(error),
+            expected="a directory that can be made",
+            fix="give another --out",
+        ) from error
 
 
 def _refuse_in_use(target: Path) -> None:

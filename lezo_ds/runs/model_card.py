@@ -1,23 +1,27 @@
-"""The README.md of an exported model: what it is, how it was made and how to make it again."""
+"""The README.md of an exported model: what it is, how it was made, and how to make it again.
+
+A run that comes from a pack is not trusted. Its strings appear as plain words in the text, quoted in the
+command, and inside fences that they cannot close.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import ModelCard, ModelCardData
 
-from lezo_ds.config import RunConfig, flatten
-from lezo_ds.journal import EvaluationRecord
+from lezo_ds.config import RunConfig, config_to_dict
 from lezo_ds.runs.restore import RecordedRun
 from lezo_ds.tasks import get_task
 
 _METHODS = {"lezo": "LeZO", "mezo": "MeZO", "adamw": "AdamW"}
-_TUNED = {"none": "all weights", "lora": "low-rank adapters (LoRA)", "prefix": "a prefix in each block"}
+_TRAINED = {"none": "all weights", "lora": "low-rank adapters (LoRA)", "prefix": "a prefix in each block"}
+_LIBRARIES = {"none": "transformers", "lora": "peft", "prefix": None}
 _PAPERS = {
     "lezo": "layer-wise sparse zeroth-order optimization "
     "([Wang et al. 2024](https://arxiv.org/abs/2410.09823)), forward passes only",
@@ -25,117 +29,146 @@ _PAPERS = {
     "forward passes only",
     "adamw": "backpropagation",
 }
-_PLACES = ("run_dir", "model.path", "data.path", "deepspeed")
-"""Keys of a recipe that say where things lie on the machine of the run."""
+_TEMPLATE = """\
+---
+{{ card_data }}
+---
+
+# {{ plain(base) }} tuned on {{ task }} with {{ method }}
+
+This model was tuned with {{ paper }}, by lezo_ds. Trained: {{ trained }}.
+These are the weights after {{ step }} of {{ num_steps }} steps{{ " (lowest validation loss)" if is_best }}.
+
+## Scores
+
+| split | step | loss |{% for name in metrics %} {{ plain(name) }} |{% endfor %}
+| --- | --- | --- |{% for name in metrics %} --- |{% endfor %}
+{% for e in evaluations -%}
+| {{ plain(e.split) }} | {{ e.step }} | {{ score(e.loss) }} |\
+{% for name in metrics %} {{ score(e.metrics.get(name)) }} |{% endfor %}
+{% endfor %}
+Step 0 is the base model. The test examples are a sample of the task's validation set (protocol \
+{{ protocol }}). A score near that of the majority class means that nothing was learned.
+
+## Identity
+
+| | |
+| --- | --- |
+{% for name, value in identity.items() -%}
+| {{ name }} | {{ plain(value) }} |
+{% endfor %}
+The hashes are computed by lezo_ds from the weights in memory. They do not depend on sharding.
+
+## How to make it again
+
+Save this as `recipe.yaml`. It decides the run, together with the base model and the data.
+
+{{ fenced(recipe, "yaml") }}
+
+{{ fenced(command, "bash") }}
+
+## Made with
+
+| | |
+| --- | --- |
+{% for name, value in environment.items() -%}
+| {{ plain(name) }} | {{ plain(value) }} |
+{% endfor %}"""
 
 
 def model_card(run: RecordedRun, step: int, digest: str) -> str:
-    """Return the card as Markdown with the hub's metadata at its head.
+    """Return the card as Markdown that starts with the hub's metadata.
 
     Args:
-        run: whose weights they are.
-        step: number of updates they have seen.
-        digest: of the weights, as the manifest beside them has it.
+        run: the run that made the weights.
+        step: number of updates that the weights have seen.
+        digest: digest of the weights, as in the manifest next to them.
     """
+    config, task = run.config, get_task(run.config.data.task)
     environment = json.loads((run.directory.path / "environment.json").read_text())
-    config = run.config
-    title = f"{_base_name(config)} tuned on {get_task(config.data.task).name.upper()}"
-    chosen = " (lowest validation loss)" if _is_best(run, step) else ""
-    lines = [
-        *("---", yaml.safe_dump(_metadata(config), sort_keys=False).rstrip(), "---", ""),
-        *(f"# {title} with {_METHODS[config.method]}", ""),
-        f"Tuned with {_PAPERS[config.method]}, by lezo_ds. What was tuned: {_TUNED[config.peft.kind]}.",
-        f"These are the weights after {step} of {run.num_steps} steps{chosen}.",
-        *("", "## Scores", "", *_scores(run.evaluations), ""),
-        "Step 0 is the base model. The test examples are a sample of the task's validation set "
-        f"(protocol {config.data.protocol}); a score near the majority class's has learned nothing.",
-        *("", "## Identity", ""),
-        *_table(
-            ("", ""),
-            [
-                ("base model", f"`{_base_name(config)}`"),
-                ("base weights", f"`{run.header.model_fingerprint}`"),
-                ("tuned weights", f"`{digest}`"),
-                ("noise", f"version {run.header.noise_version}"),
-            ],
-        ),
-        *("", "The hashes are lezo_ds' own, of weights as they are in memory, however sharded."),
-        *("", "## To make it again", "", *_recipe(run, environment)),
-        *("", "## Made with", "", *_environment(environment)),
-    ]
-    return "\n".join(lines) + "\n"
+    has_dev = any(evaluation.split == "dev" for evaluation in run.evaluations)
+    values = {
+        "base": _base_name(config),
+        "task": task.name.upper(),
+        "method": _METHODS[config.method],
+        "paper": _PAPERS[config.method],
+        "trained": _TRAINED[config.peft.kind],
+        "step": step,
+        "num_steps": run.num_steps,
+        "is_best": has_dev and run.find_step("best") == step,
+        "metrics": list(dict.fromkeys(name for e in run.evaluations for name in e.metrics)),
+        "evaluations": run.evaluations,
+        "protocol": config.data.protocol,
+        "identity": {
+            "base model": _base_name(config),
+            "base weights": run.header.model_fingerprint,
+            "tuned weights": digest,
+            "noise": f"version {run.header.noise_version}",
+        },
+        "recipe": _recipe(config),
+        "command": _command(config, environment),
+        "environment": _environment(environment),
+        "plain": _plain,
+        "score": _score,
+        "fenced": _fenced,
+    }
+    metadata = ModelCardData(
+        base_model=_base_name(config),
+        library_name=_LIBRARIES[config.peft.kind],
+        pipeline_tag="text-generation",
+        datasets=[task.hub_id] if config.data.path is None else None,
+        metrics=[task.metric],
+        tags=["lezo_ds", config.method],
+    )
+    return str(ModelCard.from_template(metadata, template_str=_TEMPLATE, **values)) + "\n"
 
 
 def _base_name(config: RunConfig) -> str:
-    """Return the base model's hub id, or the name of its directory: not where that lies."""
+    """Return the base model's hub id, or the name of its directory without the path to it."""
     path = config.model.path
     is_hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) and not Path(path).exists()
     return path if is_hub_id else Path(path).name
 
 
-def _metadata(config: RunConfig) -> dict[str, Any]:
-    task = get_task(config.data.task)
-    libraries = {"none": "transformers", "lora": "peft"}
-    library = libraries.get(config.peft.kind)
+def _recipe(config: RunConfig) -> str:
+    """Return the configuration as YAML, without the keys that say where things are on the run's machine."""
+    values = config_to_dict(config)
+    del values["run_dir"], values["deepspeed"], values["model"]["path"], values["data"]["path"]
+    return yaml.safe_dump(values, sort_keys=False).rstrip()
+
+
+def _command(config: RunConfig, environment: dict[str, Any]) -> str:
+    words = ["deepspeed", "--num_gpus", str(environment.get("world_size", 1)), "launch/train.py"]
+    words += ["--config", "recipe.yaml", "run_dir=runs/again", f"model.path={_base_name(config)}"]
+    if config.data.path is not None:
+        words.append(f"data.path={Path(config.data.path).name}")
+    return shlex.join(words)
+
+
+def _environment(environment: dict[str, Any]) -> dict[str, Any]:
+    hardware, versions = (
+        section if isinstance(section := environment.get(name), dict) else {}
+        for name in ("hardware", "versions")
+    )
     return {
-        "base_model": _base_name(config),
-        **({"library_name": library} if library else {}),
-        "pipeline_tag": "text-generation",
-        **({"datasets": [task.hub_id]} if config.data.path is None else {}),
-        "metrics": [task.metric],
-        "tags": ["lezo_ds", config.method],
+        "ranks": environment.get("world_size"),
+        "device": hardware.get("gpu") or f"{hardware.get('device')} ({hardware.get('cpu') or 'unknown'})",
+        "platform": environment.get("platform"),
+        **versions,
     }
 
 
-def _is_best(run: RecordedRun, step: int) -> bool:
-    return any(e.split == "dev" for e in run.evaluations) and run.find_step("best") == step
+def _plain(value: object) -> str:
+    """Return a text on one line in which nothing is Markdown or HTML."""
+    return re.sub(r"[^\w .,:;/+()=%@-]", "?", str(value))
 
 
-def _scores(evaluations: Sequence[EvaluationRecord]) -> list[str]:
-    names = list(dict.fromkeys(name for record in evaluations for name in record.metrics))
-    rows = [
-        (record.split, record.step, _number(record.loss), *(_number(record.metrics.get(n)) for n in names))
-        for record in evaluations
-    ]
-    return _table(("split", "step", "loss", *(name.replace("_", " ") for name in names)), rows)
-
-
-def _recipe(run: RecordedRun, environment: Mapping[str, Any]) -> list[str]:
-    values = yaml.safe_load((run.directory.path / "config.yaml").read_text())
-    flat = {key: value for key, value in flatten(values).items() if key not in _PLACES}
-    kept: dict[str, Any] = {}
-    for key, value in flat.items():
-        section, _, name = key.rpartition(".")
-        (kept.setdefault(section, {}) if section else kept)[name] = value
-    places = f"run_dir=runs/again model.path={shlex.quote(_base_name(run.config))}"
-    if run.config.data.path is not None:
-        places += f" data.path={shlex.quote(Path(run.config.data.path).name)}"
-    ranks = environment["world_size"]
-    return [
-        "With this as `recipe.yaml`, everything that decides the run:",
-        *("", "```yaml", yaml.safe_dump(kept, sort_keys=False).rstrip(), "```", ""),
-        *("```bash", f"deepspeed --num_gpus {ranks} launch/train.py --config recipe.yaml {places}", "```"),
-    ]
-
-
-def _environment(environment: Mapping[str, Any]) -> list[str]:
-    hardware = environment["hardware"]
-    facts = {
-        "ranks": environment["world_size"],
-        "device": hardware["gpu"] or f"{hardware['device']} ({hardware['cpu'] or 'unknown'})",
-        "platform": environment["platform"],
-        **environment["versions"],
-    }
-    return _table(("", ""), facts.items())
-
-
-def _number(value: float | None) -> str:
+def _score(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def _table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    return [
-        f"| {' | '.join(titles)} |",
-        "|" + " --- |" * len(titles),
-        *(f"| {' | '.join(map(str, row))} |" for row in rows),
-    ]
+def _fenced(text: str, language: str) -> str:
+    """Return a code block whose fence is longer than any run of backticks in it."""
+    longest = max(map(len, re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text}\n{fence}"
