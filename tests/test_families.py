@@ -59,7 +59,13 @@ def characters(answers, batch):
     return torch.tensor([float(sum(map(ord, answer))) for answer in answers])
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama", "qwen3", "gpt2"),
+        *(pytest.param(family, marks=pytest.mark.long) for family in ("mistral", "qwen2", "gpt_neox")),
+    ],
+)
 def test_a_family_trains_under_the_same_command_and_writes_what_plain_transformers_does(
     family, data, tmp_path
 ):
