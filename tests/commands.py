@@ -17,6 +17,7 @@ import tempfile
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import psutil
@@ -26,7 +27,6 @@ from ranks import context
 
 TIMEOUT_SECONDS = 300
 PATIENCE_SECONDS = 120
-_GRACE_SECONDS = 60  # for the other ranks to end, once one has failed
 _KEPT = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR")
 MPI_ANYWHERE = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -159,6 +159,12 @@ def ranks_of(process):
     return [found[rank] for rank in sorted(found)]
 
 
+def listening_at(processes):
+    """Return the addresses at which some processes listen."""
+    connections = [connection for process in processes for connection in process.net_connections("inet")]
+    return {c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == psutil.CONN_LISTEN}
+
+
 def assert_all_end(processes):
     """Wait for the end of processes that others have started; fail if it takes too long."""
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -189,6 +195,7 @@ def run_forked(
     meanwhile=lambda ranks: None,
     kill_after=None,
     timeout=TIMEOUT_SECONDS,
+    grace=0,
     directory=REPOSITORY,
     **variables,
 ):
@@ -200,13 +207,15 @@ def run_forked(
         num_ranks: number of processes.
         meanwhile: called with the processes of all ranks as soon as they are started.
         kill_after: seconds until all ranks that still run are killed.
-        timeout: seconds after which ranks that still run count as hung.
+        timeout: seconds after which ranks that still run have hung.
+        grace: seconds in which the others have to end when a rank fails. With 0 they are killed, as launchers
+            kill them.
         directory: the working directory.
         variables: more of the environment.
 
     Returns:
-        The output of all ranks, and an exit code: 0 if all ranks ended well, otherwise that of the first rank
-        that did not. It is negative if a signal ended the rank.
+        The output of all ranks, and an exit code: 0 if all ranks ended well, otherwise that of the rank that
+        failed first. It is negative if a signal ended the rank.
 
     Raises:
         AssertionError: a rank hung.
@@ -223,14 +232,15 @@ def run_forked(
             ranks[-1].start()
         try:
             meanwhile(ranks)
-            _join(ranks, kill_after, timeout)
+            code, hung = _join(ranks, timeout if kill_after is None else kill_after, grace)
+            assert not hung or kill_after is not None or (code != 0 and grace == 0), f"ranks {hung} hung"
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.join()
             out, err = (_read_all(Path(outputs), kind) for kind in ("out", "err"))
             print(err[-5000:])  # pytest shows it if the test fails
-    return Finished(next((rank.exitcode for rank in ranks if rank.exitcode != 0), 0), out, err)
+    return Finished(code if code or not hung else -signal.SIGKILL, out, err)
 
 
 def run_forked_well(arguments, **options):
@@ -257,12 +267,13 @@ def _run_program(command, own_variables, directory, files):
     runpy.run_path(command[0], run_name="__main__")
 
 
-def _join(ranks, kill_after, timeout):
-    """Wait for all ranks; assert that none lives on for long after another has failed."""
-    deadline = time.monotonic() + (timeout if kill_after is None else kill_after)
-    for rank in ranks:
-        rank.join(max(0, deadline - time.monotonic()))
-        if rank.exitcode not in (None, 0) and kill_after is None:
-            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-    hung = [number for number, rank in enumerate(ranks) if rank.exitcode is None]
-    assert not hung or kill_after is not None, f"ranks {hung} hung"
+def _join(ranks, seconds, grace):
+    """Wait for all ranks; return the exit code, and the ranks that had to be killed."""
+    deadline, code, running = time.monotonic() + seconds, 0, list(ranks)
+    while running and (left := deadline - time.monotonic()) > 0:
+        wait([rank.sentinel for rank in running], left)
+        for rank in [rank for rank in running if not rank.is_alive()]:
+            running.remove(rank)
+            if rank.exitcode != 0 and code == 0:
+                code, deadline = rank.exitcode, min(deadline, time.monotonic() + grace)
+    return code, [ranks.index(rank) for rank in running]

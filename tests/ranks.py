@@ -15,7 +15,9 @@ import traceback
 from multiprocessing.connection import Connection, wait
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["deepspeed", "transformers", "lezo_ds.engine.lezo_engine"])
+context.set_forkserver_preload(
+    ["deepspeed", "transformers.models.opt.modeling_opt", "datasets", "lezo_ds.runs.trainer"]
+)
 
 _GRACE_SECONDS = 5.0  # for the other ranks to report, once one has failed
 

@@ -1,4 +1,4 @@
-"""Bad input through the real commands: one line that says what, got, expected and fix; exit code 2.
+"""Bad input: one line that says what, got, expected and fix; exit code 2, under every launcher.
 
 The model that most of these tests name has no weights: a check that came only after loading them would be
 beaten by "holds no weights".
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 from assets import NUM_BLOCKS, NUM_POSITIONS, write_reader, write_recipe_without_weights, write_records
-from commands import assert_refused, deepspeed, mpirun, python, run, run_well
+from commands import assert_one_error, assert_refused, deepspeed, mpirun, python, run_forked, run_forked_well
 from tiny_tasks import NUM_POSITIONS as NUM_WRITER_POSITIONS
 from tiny_tasks import write_writer
 
@@ -64,7 +64,7 @@ def inputs(tmp_path_factory):
 def finished_run(inputs):
     """A run of the whole model, ended as it should."""
     directory = inputs / "finished"
-    run_well(whole(inputs, directory))
+    run_forked_well(whole(inputs, directory))
     return directory
 
 
@@ -76,7 +76,11 @@ def old_run(finished_run, tmp_path):
 
 def whole(inputs, run_dir, *overrides):
     recipe, model = inputs / "recipe.yaml", inputs / "whole_model"
-    return python("--config", recipe, f"run_dir={run_dir}", f"model.path={model}", *overrides)
+    return ["--config", recipe, f"run_dir={run_dir}", f"model.path={model}", *overrides]
+
+
+def assert_refused_by_train(arguments, *fragments):
+    assert_one_error(run_forked(arguments), 2, *fragments, "got: ", "expected: ")
 
 
 def contents(directory):
@@ -155,16 +159,16 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_bad_input_is_refused_in_one_line_before_weights_load(name, inputs, tmp_path):
     given, fragments = ([part.replace("{inputs}", str(inputs)) for part in parts] for parts in REFUSED[name])
-    assert_refused(
-        python("--config", inputs / "recipe.yaml", f"run_dir={tmp_path / 'run'}", *given), *fragments
+    assert_refused_by_train(
+        ["--config", inputs / "recipe.yaml", f"run_dir={tmp_path / 'run'}", *given], *fragments
     )
     assert not contents(tmp_path)
     assert (inputs / "file").read_text() == "not a directory"
 
 
 def test_the_same_recipe_without_any_mistake_is_refused_for_want_of_weights(inputs, tmp_path):
-    command = python("--config", inputs / "recipe.yaml", f"run_dir={tmp_path / 'run'}")
-    assert_refused(command, "holds no weights", "expected: model.safetensors")
+    arguments = ["--config", inputs / "recipe.yaml", f"run_dir={tmp_path / 'run'}"]
+    assert_refused_by_train(arguments, "holds no weights", "expected: model.safetensors")
 
 
 def test_records_without_an_answer_are_left_out_and_long_prompts_cut_with_their_numbers(tmp_path):
@@ -179,7 +183,7 @@ def test_records_without_an_answer_are_left_out_and_long_prompts_cut_with_their_
         *("method=zero_shot", "data.task=squad", f"data.path={tmp_path / 'data'}"),
         *("data.num_train=20", "data.num_dev=7", "data.num_test=27"),
     ]
-    finished = run_well(python(*keys, f"data.max_length={NUM_WRITER_POSITIONS}"))
+    finished = run_forked_well([*keys, f"data.max_length={NUM_WRITER_POSITIONS}"])
     for split in ("train", "validation"):
         assert f"5 of 32 records of the {split} split of squad have no right answer and are left out" in (
             finished.err
@@ -189,9 +193,8 @@ def test_records_without_an_answer_are_left_out_and_long_prompts_cut_with_their_
 
 
 def test_a_missing_key_is_named(inputs):
-    assert_refused(
-        python("--config", inputs / "recipe.yaml"), "missing", "run_dir", "run_dir=... on the command line"
-    )
+    arguments = ["--config", inputs / "recipe.yaml"]
+    assert_refused_by_train(arguments, "missing", "run_dir", "run_dir=... on the command line")
 
 
 @pytest.mark.parametrize(
@@ -210,14 +213,15 @@ def test_a_run_directory_made_with_something_else_is_refused_and_left_as_it_was(
     override, fragment, inputs, old_run
 ):
     before = contents(old_run)
-    assert_refused(whole(inputs, old_run, override.replace("{inputs}", str(inputs))), fragment)
+    assert_refused_by_train(whole(inputs, old_run, override.replace("{inputs}", str(inputs))), fragment)
     assert contents(old_run) == before
 
 
 def test_a_run_directory_made_with_another_config_is_refused_before_weights_load(inputs, old_run):
     before = contents(old_run)
-    command = python("--config", inputs / "recipe.yaml", f"run_dir={old_run}", "train.batch_size=4")
-    assert_refused(command, "config train.batch_size differs from the journal's; got: 4; expected: 8")
+    arguments = ["--config", inputs / "recipe.yaml", f"run_dir={old_run}", "train.batch_size=4"]
+    problem = "config train.batch_size differs from the journal's; got: 4; expected: 8"
+    assert_refused_by_train(arguments, problem)
     assert contents(old_run) == before
 
 
@@ -229,9 +233,8 @@ def test_a_run_directory_made_with_another_noise_version_is_refused(inputs, old_
         for record in records:
             journal.append(record)
     before = contents(old_run)
-    assert_refused(
-        whole(inputs, old_run), "the noise version differs from the journal's; got: 1; expected: 2"
-    )
+    problem = "the noise version differs from the journal's; got: 1; expected: 2"
+    assert_refused_by_train(whole(inputs, old_run), problem)
     assert contents(old_run) == before
 
 
@@ -240,48 +243,35 @@ def test_a_run_directory_made_with_another_tokenizer_is_refused(inputs, old_run,
     path = model / "tokenizer.json"
     path.write_text(path.read_text() + "\n")
     before = contents(old_run)
-    assert_refused(
-        whole(inputs, old_run, f"model.path={model}"), "config tokenizer differs from the journal's"
-    )
+    arguments = whole(inputs, old_run, f"model.path={model}")
+    assert_refused_by_train(arguments, "config tokenizer differs from the journal's")
     assert contents(old_run) == before
 
 
 def test_a_damaged_journal_is_refused_with_an_exit_code_of_its_own(inputs, old_run):
     path = old_run / "journal.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"step":3', b'"step":4', 1))
-    finished = run(whole(inputs, old_run))
-    assert finished.code == 3
-    assert "journal.jsonl line 6 is damaged: its checksum does not match; last valid step: 2" in finished.err
-    assert "Traceback" not in finished.err
+    problem = "journal.jsonl line 6 is damaged: its checksum does not match; last valid step: 2"
+    assert_one_error(run_forked(whole(inputs, old_run)), 3, problem)
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("overrides", "fragments"),
-    [
-        (["zo.sparsit=0.5"], ["got: zo.sparsit", "did you mean zo.sparsity?"]),
-        (["train.micro_batch_size=8"], ["8, 2 ranks", "train.micro_batch_size to one of 1, 2, 4"]),
-        (["model.path={inputs}/no_blocks"], ["no transformer blocks", "layers (0)"]),
-    ],
-    ids=["unknown_key", "ranks_do_not_divide_the_batch", "no_blocks"],
-)
-def test_the_deepspeed_launcher_passes_on_one_line_and_the_exit_code(overrides, fragments, inputs, tmp_path):
-    given = [override.replace("{inputs}", str(inputs)) for override in overrides]
-    command = deepspeed(2, "--config", inputs / "recipe.yaml", f"run_dir={tmp_path / 'run'}", *given)
-    assert_refused(command, *fragments)
+# Launchers pass on the line and the exit code.
+
+
+@pytest.mark.parametrize("starter", [deepspeed, mpirun])
+def test_a_launcher_passes_on_one_line_and_the_exit_code(starter, inputs, tmp_path):
+    given = ["--config", inputs / "recipe.yaml", f"run_dir={tmp_path / 'run'}", "train.micro_batch_size=8"]
+    assert_refused(starter(2, *given), "8, 2 ranks", "train.micro_batch_size to one of 1, 2, 4")
     assert not contents(tmp_path)
 
 
-@pytest.mark.distributed
-def test_the_deepspeed_launcher_refuses_a_run_directory_of_another_config(inputs, old_run):
+def test_plain_python_ends_with_one_line_and_the_exit_code(inputs, tmp_path):
+    given = ["--config", inputs / "recipe.yaml", f"run_dir={tmp_path / 'run'}", "zo.sparsit=0.5"]
+    assert_refused(python(*given), "got: zo.sparsit", "did you mean zo.sparsity?")
+
+
+def test_two_ranks_refuse_a_run_directory_of_another_config(inputs, old_run):
     before = contents(old_run)
-    recipe = inputs / "recipe.yaml"
-    assert_refused(deepspeed(2, "--config", recipe, f"run_dir={old_run}", "seed=1"), "config seed differs")
+    given = ["--config", inputs / "recipe.yaml", f"run_dir={old_run}", "seed=1"]
+    assert_one_error(run_forked(given, num_ranks=2), 2, "config seed differs")
     assert contents(old_run) == before
-
-
-@pytest.mark.distributed
-def test_mpirun_passes_on_one_line_and_the_exit_code(inputs, tmp_path):
-    recipe = inputs / "recipe.yaml"
-    command = mpirun(2, "--config", recipe, f"run_dir={tmp_path / 'run'}", "train.micro_batch_size=8")
-    assert_refused(command, "2 ranks", "train.micro_batch_size to one of 1, 2, 4")

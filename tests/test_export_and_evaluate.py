@@ -7,9 +7,10 @@ import shutil
 
 import pytest
 import torch
-from assets import REPOSITORY, recipe_values, write_data, write_reader
-from commands import deepspeed, python, run, run_well
+from assets import recipe_values, write_data, write_reader
+from commands import assert_one_error, run_forked, run_forked_well
 from peft import PeftModel
+from run_ends import digest_after, results_of
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.data.encoding import encode_example, load_tokenizer
@@ -23,30 +24,24 @@ BF16 = ("model.dtype=bf16", "zo.update_precision=fp32_master")
 def finished(recipe, tmp_path_factory):
     """A finished run in bf16 that keeps its last two snapshots, of steps 4 and 8."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
-    run_well(python("--config", recipe, f"run_dir={run_dir}", *BF16))
+    run_forked_well(["--config", recipe, f"run_dir={run_dir}", *BF16])
     return run_dir
 
 
-def launch(program, num_ranks, *arguments):
-    """Return a command line of one of the programs in launch, on one rank or by DeepSpeed's launcher."""
-    command = python(*arguments) if num_ranks == 1 else deepspeed(num_ranks, *arguments)
-    train = str(REPOSITORY / "launch" / "train.py")
-    return [str(REPOSITORY / "launch" / program) if part == train else part for part in command]
-
-
 def export(run_dir, step, target, num_ranks=1):
-    run_well(launch("export.py", num_ranks, "--run", run_dir, "--step", step, "--out", target))
+    arguments = ["--run", run_dir, "--step", step, "--out", target]
+    run_forked_well(arguments, program="export.py", num_ranks=num_ranks)
     return read_manifest(target)
 
 
 def scores(*arguments):
-    return json.loads(run_well(launch("evaluate.py", 1, *arguments)).out)
+    return json.loads(run_forked_well(arguments, program="evaluate.py").out)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_step_without_a_snapshot_is_rebuilt_bit_for_bit(num_ranks, recipe, finished, tmp_path):
-    run_well(python("--config", recipe, f"run_dir={tmp_path / 'short'}", "train.steps=3", *BF16))
+    run_forked_well(["--config", recipe, f"run_dir={tmp_path / 'short'}", "train.steps=3", *BF16])
     short = read_manifest(snapshot_path(tmp_path / "short" / "snapshots", 3))
     exported = export(finished, "3", tmp_path / "exported", num_ranks)
     assert exported["step"] == 3
@@ -56,12 +51,11 @@ def test_a_step_without_a_snapshot_is_rebuilt_bit_for_bit(num_ranks, recipe, fin
 
 
 def test_best_and_last_are_the_steps_of_the_results_and_the_journals_end(finished, tmp_path):
-    results = json.loads((finished / "results.json").read_text())
+    results = results_of(finished)
     best = export(finished, "best", tmp_path / "best")
     assert (best["step"], best["digest"]) == (results["best_step"], results["weights_digest"])
     last = export(finished, "last", tmp_path / "last")
-    newest = read_manifest(snapshot_path(finished / "snapshots", 8))
-    assert (last["step"], last["digest"]) == (8, newest["digest"])
+    assert (last["step"], last["digest"]) == (8, digest_after(finished, 8))
 
 
 def test_a_run_without_its_snapshots_is_rebuilt_from_the_base_weights(finished, tmp_path):
@@ -69,11 +63,11 @@ def test_a_run_without_its_snapshots_is_rebuilt_from_the_base_weights(finished, 
     shutil.copytree(finished, copy)
     shutil.rmtree(copy / "snapshots")
     exported = export(copy, "last", tmp_path / "exported")
-    assert exported["digest"] == read_manifest(snapshot_path(finished / "snapshots", 8))["digest"]
+    assert exported["digest"] == digest_after(finished, 8)
 
 
 def test_a_run_and_its_exported_model_score_alike_and_as_plain_transformers(finished, recipe, tmp_path):
-    results = json.loads((finished / "results.json").read_text())
+    results = results_of(finished)
     of_run = scores("--run", finished, "--predictions", tmp_path / "run.json")
     assert (of_run["step"], of_run["score"]) == (results["best_step"], results["test"])
     assert of_run["majority_class"] == results["majority_class"]
@@ -96,7 +90,7 @@ def test_an_exported_adapter_opened_by_peft_predicts_what_its_run_does(recipe, t
     run_dir = tmp_path / "run"
     model = write_reader(tmp_path / "model", seed=5)  # one that gives varied answers
     keys = ["peft.kind=lora", "zo.learning_rate=0.1", "zo.perturbation_scale=1e-2", f"model.path={model}"]
-    run_well(python("--config", recipe, f"run_dir={run_dir}", *keys))
+    run_forked_well(["--config", recipe, f"run_dir={run_dir}", *keys])
     export(run_dir, "last", tmp_path / "adapter")
     scores("--run", run_dir, "--step", "last", "--predictions", tmp_path / "run.json")
     predictions = json.loads((tmp_path / "run.json").read_text())["predictions"]
@@ -122,35 +116,31 @@ def plain_predictions(model, root, indices):
     return found
 
 
-def refused(program, *arguments):
-    finished = run(launch(program, 1, *arguments))
-    assert finished.code == 2, finished.err[-3000:]
-    (line,) = [line for line in finished.err.splitlines() if line.startswith("error: ")]
-    return line
+def assert_refused(program, *arguments, because):
+    assert_one_error(run_forked(arguments, program=program), 2, because)
 
 
 def test_bad_input_is_refused_and_nothing_is_written(finished, tmp_path):
     target = tmp_path / "out"
-    assert "has no step 9; got: 9; expected: best, last, or 0 to 8" in refused(
-        *("export.py", "--run", finished, "--step", "9", "--out", target)
-    )
-    assert "is not the directory of a run" in refused("export.py", "--run", tmp_path, "--out", target)
+    out = ("--out", target)
+    problem = "has no step 9; got: 9; expected: best, last, or 0 to 8"
+    assert_refused("export.py", "--run", finished, "--step", "9", *out, because=problem)
+    assert_refused("export.py", "--run", tmp_path, *out, because="is not the directory of a run")
     other = write_reader(tmp_path / "other", seed=1)
-    assert "is not the model the run was made with" in refused(
-        *("export.py", "--run", finished, "--out", target, f"model.path={other}")
-    )
+    problem = "is not the model the run was made with"
+    assert_refused("export.py", "--run", finished, *out, f"model.path={other}", because=problem)
     assert not target.exists()
     target.mkdir()
     (target / "kept").write_text("")
-    assert f"{target} exists" in refused("export.py", "--run", finished, "--out", target)
+    assert_refused("export.py", "--run", finished, *out, because=f"{target} exists")
     assert [path.name for path in target.iterdir()] == ["kept"]
-    assert "unknown key" in refused("evaluate.py", "--model", other, "data.pth=x")
+    assert_refused("evaluate.py", "--model", other, "data.pth=x", because="unknown key")
 
 
 def test_a_run_without_an_evaluation_has_no_best_step_yet(tmp_path):
     values = recipe_values(write_reader(tmp_path / "model"), write_data(tmp_path / "data"))
     (tmp_path / "recipe.yaml").write_text(json.dumps(values))
     run_dir = tmp_path / "run"
-    run_well(python("--config", tmp_path / "recipe.yaml", f"run_dir={run_dir}", "method=zero_shot"))
-    line = refused("export.py", "--run", run_dir, "--out", tmp_path / "out")
-    assert "no evaluation yet to pick the best step by; got: 0 steps" in line
+    run_forked_well(["--config", tmp_path / "recipe.yaml", f"run_dir={run_dir}", "method=zero_shot"])
+    problem = "no evaluation yet to pick the best step by; got: 0 steps"
+    assert_refused("export.py", "--run", run_dir, "--out", tmp_path / "out", because=problem)

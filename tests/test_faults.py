@@ -13,6 +13,7 @@ import pytest
 from commands import (
     assert_one_error,
     deepspeed,
+    listening_at,
     mpirun,
     ranks_of,
     run,
@@ -164,12 +165,11 @@ def test_a_journal_torn_at_its_last_line_is_resumed(recipe, undisturbed, halted,
     assert finish(recipe, run_dir) == undisturbed[1]
 
 
-@pytest.mark.parametrize("bit", [0, 3, 7])
-def test_a_flipped_bit_in_a_journal_is_refused_and_nothing_is_changed(bit, recipe, halted, tmp_path):
+def test_a_flipped_bit_in_a_journal_is_refused_and_nothing_is_changed(recipe, halted, tmp_path):
     run_dir = shutil.copytree(halted, tmp_path / "run")
     path = run_dir / "journal.jsonl"
     data = bytearray(path.read_bytes())
-    data[data.index(b'"step":4')] ^= 1 << bit
+    data[data.index(b'"step":4')] ^= 1 << 3
     path.write_bytes(data)
     finished = run_faulty(arguments(recipe, run_dir))
     assert_one_error(finished, 3, f"{path} line 7 is damaged", "last valid step: 3")
@@ -211,34 +211,33 @@ def test_a_run_resumes_past_damaged_snapshots(recipe, undisturbed, halted, tmp_p
 # Disks that refuse.
 
 REFUSALS = {
-    "the journal's line": (Fault("write", "journal.jsonl", 3, effect="ENOSPC"), 3, "journal.jsonl"),
-    "the journal's sync": (Fault("fsync", "journal.jsonl", 3, effect="EIO"), 3, "journal.jsonl"),
-    "the journal's sync, for good": (Fault("fsync", "journal.jsonl", 3, effect="EIO", lasts=True), 3, ""),
-    "a snapshot's weights": (Fault("save", effect="ENOSPC"), 1, "step-00000003"),
-    "a snapshot's name": (Fault("replace", r"snapshots/step-\d+", effect="EACCES"), 1, "step-00000003"),
     "the facts": (Fault("fsync", ".config.yaml.tmp", effect="ENOSPC"), 1, "config.yaml"),
-    "all from a moment on": (Fault("write", "journal.jsonl", 5, effect="EROFS", lasts=True), 3, "Read-only"),
+    "the journal's line": (Fault("write", "journal.jsonl", 3, effect="ENOSPC"), 3, "journal.jsonl"),
+    "a snapshot's weights": (Fault("save", effect="ENOSPC"), 1, "step-00000003"),
+    "a snapshot's name": (Fault("replace", r"snapshots/step-\d+", effect="EACCES"), 1, "step-0000000"),
+    "the journal's sync": (Fault("fsync", "journal.jsonl", 1, effect="EIO"), 3, "journal.jsonl"),
+    "the journal's sync, for good": (Fault("fsync", "journal.jsonl", 2, effect="EIO", lasts=True), 3, ""),
+    "all from a moment on": (Fault("write", "journal.jsonl", 3, effect="EROFS", lasts=True), 3, "Read-only"),
     "the results": (Fault("replace", "results.json", effect="EROFS"), 1, "results.json"),
 }
+"""In the order in which they can strike one run that goes on after each."""
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_a_disk_that_refuses_ends_a_run_with_one_line_and_it_resumes(name, recipe, undisturbed, tmp_path):
-    fault, code, fragment = REFUSALS[name]
+def test_a_disk_that_refuses_ends_a_run_with_one_line_and_it_resumes(recipe, undisturbed, tmp_path):
     run_dir = tmp_path / "run"
-    finished = run_faulty(arguments(recipe, run_dir), fault)
-    assert_one_error(finished, code, fragment)
-    read_journal(run_dir / "journal.jsonl")
-    assert check_interrupted(run_dir, undisturbed[1]) == 0
+    for fault, code, fragment in REFUSALS.values():
+        finished = run_faulty(arguments(recipe, run_dir), fault)
+        assert_one_error(finished, code, fragment)
+        read_journal(run_dir / "journal.jsonl")
+        assert check_interrupted(run_dir, undisturbed[1]) == 0
     assert finish(recipe, run_dir) == undisturbed[1]
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("name", ["the journal's line", "a snapshot's weights", "the facts"])
+@pytest.mark.parametrize("name", ["the journal's line", "a snapshot's weights"])
 def test_a_disk_that_refuses_ends_all_ranks(name, recipe, undisturbed, tmp_path):
     fault, code, fragment = REFUSALS[name]
     run_dir = tmp_path / "run"
-    finished = run_faulty(arguments(recipe, run_dir), fault, num_ranks=2)
+    finished = run_faulty(arguments(recipe, run_dir), fault, num_ranks=2, grace=60)
     assert finished.code == code
     assert any(line.startswith("error: ") and fragment in line for line in finished.err.splitlines())
     assert check_interrupted(run_dir, undisturbed[1]) == 0
@@ -271,10 +270,7 @@ def test_a_run_that_diverges_ends_after_so_many_steps_in_a_row_with_an_exit_code
     run_dir = tmp_path / "run"
     given = [*arguments(recipe, run_dir), "zo.learning_rate=1e30", "zo.max_skipped_steps=3"]
     finished = run_faulty(given, num_ranks=2)
-    assert finished.code == 4
-    errors = {line for line in finished.err.splitlines() if line.startswith("error: ")}
-    assert len(errors) == 1
-    assert "zo.max_skipped_steps=3 steps in a row" in errors.pop()
+    assert_one_error(finished, 4, "zo.max_skipped_steps=3 steps in a row")
     steps = records_of(run_dir, StepRecord)
     assert [record.applied for record in steps][-4:] == [True, False, False, False]
 
@@ -291,7 +287,7 @@ def test_when_only_the_launcher_is_killed_the_run_is_not_harmed_by_its_own_resum
     given = arguments(recipe, run_dir)
     with start(deepspeed(2, *given)) as process:
         wait_until(lambda: num_steps(run_dir) >= 2, process)
-        assert listening(process) == {"127.0.0.1"}
+        assert listening_at(ranks_of(process)) == {"127.0.0.1"}
         for launcher in (process.pid, *launchers_below(process.pid)):
             psutil.Process(launcher).kill()
         again = run_forked(given, num_ranks=2)
@@ -303,19 +299,3 @@ def test_when_only_the_launcher_is_killed_the_run_is_not_harmed_by_its_own_resum
 def launchers_below(pid):
     children = psutil.Process(pid).children(recursive=True)
     return [child.pid for child in children if "RANK" not in child.environ()]
-
-
-@pytest.mark.distributed
-def test_ranks_of_mpirun_on_one_machine_listen_on_its_loopback_only(recipe, tmp_path):
-    run_dir = tmp_path / "run"
-    with start(mpirun(2, *arguments(recipe, run_dir)), OMPI_MCA_btl="self,sm") as process:
-        wait_until(lambda: num_steps(run_dir) >= 1, process)
-        assert listening(process) == {"127.0.0.1"}
-
-
-def listening(process):
-    """Return the addresses at which the ranks below a launcher listen."""
-    ranks = ranks_of(process)
-    assert len(ranks) == 2
-    connections = [connection for rank in ranks for connection in rank.net_connections("inet")]
-    return {c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == psutil.CONN_LISTEN}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 
 import pytest
 import torch
 from assets import REPOSITORY
-from commands import deepspeed, kill_group, python, run, run_well, start
+from commands import assert_one_error, run_forked, run_forked_well, wait_until
 from peft import PeftModel
+from run_ends import digest_after, results_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -24,7 +24,6 @@ KEYS = [
     *("method=adamw", "adamw.learning_rate=1e-3", f"train.steps={STEPS}"),
     *("train.eval_every=3", "train.keep_snapshots=1"),
 ]
-PATIENCE_SECONDS = 240
 OBJECTIVE = """
 import os, signal
 from lezo_ds.data.objectives import candidate_scores
@@ -45,7 +44,7 @@ def loss(logits, batch):
 def undisturbed(recipe, tmp_path_factory):
     """A run on two ranks to which nothing happens."""
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    run_well(deepspeed(2, *arguments(recipe, run_dir)))
+    run_forked_well(arguments(recipe, run_dir), num_ranks=2)
     return run_dir
 
 
@@ -53,19 +52,8 @@ def arguments(recipe, run_dir):
     return ["--config", recipe, f"run_dir={run_dir}", *KEYS]
 
 
-def results_of(run_dir):
-    return json.loads((run_dir / "results.json").read_text())
-
-
 def metrics_of(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def launch(program, *given):
-    """Run another of the programs in launch, on one rank."""
-    command = python(*given)
-    command[1] = str(REPOSITORY / "launch" / program)
-    return run_well(command).out
 
 
 def test_a_run_leaves_its_results_the_best_weights_and_a_checkpoint(undisturbed):
@@ -83,7 +71,7 @@ def test_a_run_leaves_its_results_the_best_weights_and_a_checkpoint(undisturbed)
 
 def test_the_same_command_on_a_finished_run_changes_nothing(recipe, undisturbed):
     before, metrics = results_of(undisturbed), metrics_of(undisturbed)
-    run_well(deepspeed(2, *arguments(recipe, undisturbed)))
+    run_forked_well(arguments(recipe, undisturbed), num_ranks=2)
     after = results_of(undisturbed)
     for name in before.keys() - {"seconds", "peak_memory_bytes"}:
         assert after[name] == before[name], name
@@ -93,23 +81,27 @@ def test_the_same_command_on_a_finished_run_changes_nothing(recipe, undisturbed)
 def test_a_run_stopped_then_killed_ends_as_if_nothing_had_happened(recipe, undisturbed, tmp_path):
     run_dir = tmp_path / "run"
     command = arguments(recipe, run_dir)
-    with start(deepspeed(2, *command)) as process:
-        wait_until(lambda: steps_logged(run_dir) >= 1, process)
-        rank_zero_of(process).send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=PATIENCE_SECONDS)
-        assert process.returncode == 0, err[-5000:]
+
+    def stop(ranks):
+        wait_until(lambda: steps_logged(run_dir) >= 1, ranks[0])
+        os.kill(ranks[0].pid, signal.SIGTERM)
+
+    run_forked_well(command, num_ranks=2, meanwhile=stop)
     stopped = json.loads((run_dir / "training_state.json").read_text())["step"]
     assert not results_of(run_dir)["finished"]
     assert 1 <= stopped == results_of(run_dir)["steps"] < STEPS
-    with start(deepspeed(2, *command)) as process:
-        wait_until(lambda: steps_logged(run_dir) > stopped, process)
-        kill_group(process)
-    run_well(deepspeed(2, *command))
+
+    def kill(ranks):
+        wait_until(lambda: steps_logged(run_dir) > stopped, ranks[0])
+        for rank in ranks:
+            rank.kill()
+
+    assert run_forked(command, num_ranks=2, meanwhile=kill).code == -signal.SIGKILL
+    run_forked_well(command, num_ranks=2)
     ended, expected = results_of(run_dir), results_of(undisturbed)
     kept = ("zero_shot", "test", "best_step", "best_dev_loss", "steps", "finished", "weights_digest")
     assert {name: ended[name] for name in kept} == {name: expected[name] for name in kept}
-    digests = [read_manifest(snapshot_path(d / "snapshots", STEPS))["digest"] for d in (run_dir, undisturbed)]
-    assert digests[0] == digests[1]
+    assert digest_after(run_dir, STEPS) == digest_after(undisturbed, STEPS)
 
 
 def test_a_stop_in_an_evaluation_loses_no_step_before_it(recipe, tmp_path):
@@ -117,13 +109,13 @@ def test_a_stop_in_an_evaluation_loses_no_step_before_it(recipe, tmp_path):
     path = f"{REPOSITORY}{os.pathsep}{tmp_path}"
     undisturbed, stopped = tmp_path / "undisturbed", tmp_path / "stopped"
     keys = ["train.objective=own:loss", "train.snapshot_every=0"]
-    run_well(python(*arguments(recipe, undisturbed), *keys), PYTHONPATH=path)
-    command = python(*arguments(recipe, stopped), *keys)
-    run_well(command, PYTHONPATH=path, STOPS_IN_EVALUATION="")
+    run_forked_well([*arguments(recipe, undisturbed), *keys], PYTHONPATH=path)
+    command = [*arguments(recipe, stopped), *keys]
+    run_forked_well(command, PYTHONPATH=path, STOPS_IN_EVALUATION="")
     assert (results_of(stopped)["finished"], results_of(stopped)["steps"]) == (False, 3)
     assert json.loads((stopped / "training_state.json").read_text())["step"] == 3
     assert "dev_loss" not in (stopped / "metrics.jsonl").read_text()
-    run_well(command, PYTHONPATH=path)
+    run_forked_well(command, PYTHONPATH=path)
     steps = [line["step"] for line in metrics_of(stopped) if "learning_rate" in line]
     assert steps == list(range(1, STEPS + 1))
     kept = ("test", "best_step", "best_dev_loss", "finished", "weights_digest")
@@ -134,20 +126,6 @@ def test_a_stop_in_an_evaluation_loses_no_step_before_it(recipe, tmp_path):
 def steps_logged(run_dir):
     path = run_dir / "metrics.jsonl"
     return path.read_text().count('"learning_rate"') if path.exists() else 0
-
-
-def wait_until(condition, process):
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert process.poll() is None, process.communicate()[1][-5000:]
-        assert time.monotonic() < deadline, "the run did not come so far"
-        time.sleep(0.002)
-
-
-def rank_zero_of(process):
-    psutil = pytest.importorskip("psutil")
-    children = psutil.Process(process.pid).children(recursive=True)
-    return next(child for child in children if child.environ().get("RANK") == "0")
 
 
 @pytest.mark.parametrize(
@@ -162,27 +140,26 @@ def rank_zero_of(process):
 )
 def test_a_run_is_not_resumed_as_another(override, message, recipe, undisturbed):
     before = (undisturbed / "training_state.json").read_bytes()
-    finished = run(python(*arguments(recipe, undisturbed), override))
-    assert finished.code == 2, finished.err[-3000:]
-    assert message in finished.err
+    assert_one_error(run_forked([*arguments(recipe, undisturbed), override]), 2, message)
     assert (undisturbed / "training_state.json").read_bytes() == before
 
 
 def test_the_best_step_is_exported_and_scores_as_the_results_say(undisturbed, recipe, tmp_path):
     results = results_of(undisturbed)
-    launch("export.py", "--run", undisturbed, "--step", "best", "--out", tmp_path / "model")
+    exported = ["--run", undisturbed, "--step", "best", "--out", tmp_path / "model"]
+    run_forked_well(exported, program="export.py")
     assert read_manifest(tmp_path / "model")["digest"] == results["weights_digest"]
-    of_run = json.loads(launch("evaluate.py", "--run", undisturbed))
+    of_run = json.loads(run_forked_well(["--run", undisturbed], program="evaluate.py").out)
     assert (of_run["step"], of_run["score"]) == (results["best_step"], results["test"])
     data = [f"data.path={recipe.parent / 'data'}", "data.num_train=30", "data.num_dev=11", "data.num_test=13"]
-    of_model = json.loads(launch("evaluate.py", "--model", tmp_path / "model", *data))
+    of_model = json.loads(run_forked_well(["--model", tmp_path / "model", *data], program="evaluate.py").out)
     assert of_model["score"] == of_run["score"]
     assert of_model["loss"] == pytest.approx(of_run["loss"], rel=1e-6)
 
 
 def test_an_adapter_trained_by_adamw_is_opened_by_peft(recipe, tmp_path):
     run_dir = tmp_path / "run"
-    run_well(deepspeed(2, *arguments(recipe, run_dir), "peft.kind=lora", "peft.lora_rank=2"))
+    run_forked_well([*arguments(recipe, run_dir), "peft.kind=lora", "peft.lora_rank=2"], num_ranks=2)
     assert results_of(run_dir)["peft"] == "lora"
     snapshot = snapshot_path(run_dir / "snapshots", STEPS)
     stored = load_file(snapshot / "adapter_model.safetensors")

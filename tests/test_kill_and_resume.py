@@ -8,7 +8,10 @@ import pytest
 from commands import run_forked, run_forked_well, wait_until
 from run_ends import STEP, end, reaches
 
-LENGTH = ["train.steps=40", "train.eval_every=10", "train.snapshot_every=6"]
+LENGTH = [
+    *("train.steps=30", "train.eval_every=10", "train.snapshot_every=6"),
+    *("train.batch_size=4", "train.micro_batch_size=1"),  # one pass of each of four ranks
+]
 BF16 = ["model.dtype=bf16", "zo.learning_rate=1e-4"]
 KINDS = {"fp32": [], "bf16": BF16, "bf16_stochastic": [*BF16, "zo.update_precision=stochastic"]}
 MOMENTS = {
@@ -16,11 +19,11 @@ MOMENTS = {
         (2, '"kind":"header"', 1),
         (2, STEP, 3),
         (1, STEP, 15),
-        (2, STEP, 24),
+        (2, STEP, 22),
         (1, '"split":"test"', 2),  # all is done except the results
     ],
     "bf16": [(2, STEP, 13), (1, '"split":"dev"', 2)],
-    "bf16_stochastic": [(1, STEP, 2), (1, STEP, 33)],
+    "bf16_stochastic": [(1, STEP, 2), (1, STEP, 27)],
 }
 """When a run is killed, again and again: (number of ranks, text in the journal, how often)."""
 LAST_RANKS = {"fp32": 4, "bf16": 1, "bf16_stochastic": 2}

@@ -21,7 +21,10 @@ from run_ends import STEP, end, num_steps, reaches
 from lezo_ds import distributed
 from lezo_ds.errors import LostRankError
 
-LENGTH = ["train.steps=40", "train.eval_every=20", "train.snapshot_every=0", "train.timeout_seconds=5"]
+LENGTH = [
+    *("train.steps=40", "train.eval_every=20", "train.snapshot_every=0", "train.timeout_seconds=5"),
+    *("train.batch_size=2", "train.micro_batch_size=1"),  # one pass of each of two ranks
+]
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,7 @@ import shutil
 
 import pytest
 import torch
-from assets import REPOSITORY
-from commands import deepspeed, python, run, run_well
+from commands import assert_one_error, run_forked, run_forked_well
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_adapters import peft_config, start_engine, train, write_families
@@ -222,9 +221,7 @@ def test_an_adapter_of_which_every_block_is_dropped_is_refused(opt_directory, ki
 
 
 def export(run_dir, step, target):
-    command = python("--run", run_dir, "--step", step, "--out", target)
-    command[1] = str(REPOSITORY / "launch" / "export.py")
-    run_well(command)
+    run_forked_well(["--run", run_dir, "--step", step, "--out", target], program="export.py")
     return read_manifest(target)
 
 
@@ -234,8 +231,8 @@ def test_a_run_resumed_on_two_ranks_keeps_what_it_needs_and_its_journal_rebuilds
 ):
     run_dir = tmp_path / "run"
     keys = [f"peft.kind={kind}", "model.dtype=bf16", "zo.learning_rate=0.01", "train.keep_snapshots=1"]
-    run_well(python("--config", recipe, f"run_dir={run_dir}", *keys, "train.steps=6"))
-    run_well(deepspeed(2, "--config", recipe, f"run_dir={run_dir}", *keys))
+    run_forked_well(["--config", recipe, f"run_dir={run_dir}", *keys, "train.steps=6"])
+    run_forked_well(["--config", recipe, f"run_dir={run_dir}", *keys], num_ranks=2)
     results = json.loads((run_dir / "results.json").read_text())
     assert (results["peft"], results["steps"], results["finished"]) == (kind, 8, True)
     kept = {path.name for path in (run_dir / "snapshots").iterdir()}
@@ -249,8 +246,6 @@ def test_a_run_resumed_on_two_ranks_keeps_what_it_needs_and_its_journal_rebuilds
 
 def test_targets_that_match_nothing_end_the_command_with_the_names_there_are(recipe, tmp_path):
     keys = [f"run_dir={tmp_path / 'run'}", "peft.kind=lora", "peft.lora_targets=query_key_value"]
-    finished = run(python("--config", recipe, *keys))
-    assert finished.code == 2
-    (line,) = [line for line in finished.err.splitlines() if line.startswith("error: ")]
-    assert "names no linear modules of OPTForCausalLM" in line
-    assert "some of fc1, fc2, k_proj, lm_head, out_proj, q_proj, v_proj" in line
+    problem = "names no linear modules of OPTForCausalLM"
+    names = "some of fc1, fc2, k_proj, lm_head, out_proj, q_proj, v_proj"
+    assert_one_error(run_forked(["--config", recipe, *keys]), 2, problem, names)

@@ -1,4 +1,7 @@
-"""What the README shows is run as it stands there: its commands, shortened, and its program."""
+"""What the README shows runs: its commands, shortened, and its program.
+
+The commands run on forked ranks here; `make test-all` starts them by their launchers too.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import shlex
 
 import pytest
 from assets import REPOSITORY
-from commands import MPI_ANYWHERE, free_port, run_well
+from commands import MPI_ANYWHERE, free_port, run_forked_well, run_well
 
 from lezo_ds.model.snapshots import read_manifest, snapshot_path
 from lezo_ds.tools.demo.pretrain import make_demo_assets
@@ -49,22 +52,27 @@ def root(tmp_path_factory):
 def run_of_the_page(root):
     """The run that later commands of the page read."""
     command = next(line for line in RUN_HERE if f"run_dir={PREPARED_RUN}" in line)
-    run_in(root, command)
+    run_on_forked_ranks(root, command)
     return root / PREPARED_RUN
 
 
-def run_in(root, line):
-    return run_well(["bash", "-c", f"cd {shlex.quote(str(root))} && {runnable(line)}"], **MPI_ANYWHERE)
+def run_on_forked_ranks(root, line):
+    launcher, _, given = shortened(line).partition("launch/")
+    num_ranks = re.search(r"(?:--num_gpus|-np) (\d+)", launcher)
+    program, *arguments = shlex.split(given)
+    run_forked_well(
+        arguments, program=program, num_ranks=int(num_ranks[1]) if num_ranks else 1, directory=root
+    )
 
 
-def runnable(line):
+def shortened(line):
     """Return a command that ends soon: few steps, or a dry run of what needs GPUs or the hub."""
-    line = line.replace("deepspeed ", f"deepspeed --master_port {free_port()} ", 1)
+    line = line.replace(" seed=0,1", " seed=0")
     if "launch/train.py" not in line or "--help" in line or "--dry-run" in line:
         return line
     if "launch/evaluate.py --model" in line:
         return f"{line} data.num_test=16"
-    if "--config opt-" in line:
+    if re.search(r"--config (\S*/)?opt-", line):
         return f"{line.split(' model.path=')[0]} --dry-run"
     line = re.sub(r"train\.steps=\d+", f"train.steps={MORE_STEPS}", line)
     return re.sub(r"(--config \S+)", rf"\1 {SHORTENED}", line)
@@ -75,11 +83,18 @@ def test_every_command_is_of_a_kind_that_a_test_runs():
     assert lines_with(*known) == command_lines() != []
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("line", RUN_HERE)
 def test_a_command_of_the_page_runs(line, root, run_of_the_page):
     assert run_of_the_page.is_dir()
-    run_in(root, line)
+    run_on_forked_ranks(root, line)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("line", RUN_HERE)
+def test_a_command_of_the_page_runs_under_its_launcher(line, root, run_of_the_page):
+    assert run_of_the_page.is_dir()
+    line = shortened(line).replace("deepspeed ", f"deepspeed --master_port {free_port()} ", 1)
+    run_well(["bash", "-c", f"cd {shlex.quote(str(root))} && {line}"], **MPI_ANYWHERE)
 
 
 @pytest.mark.parametrize("line", lines_with("make "))
@@ -95,7 +110,7 @@ def test_the_environment_that_is_activated_is_the_one_make_creates():
 def test_the_program_of_the_page_trains_and_saves(root):
     (program,) = [text for text in blocks("python") if "train_batch" in text]
     (root / "program.py").write_text(program)
-    out = run_in(root, "python program.py").out
+    out = run_forked_well([], program=root / "program.py", directory=root).out
     losses = [float(line.split()[1]) for line in out.splitlines() if re.match(r"\d+ ", line)]
     assert len(losses) == 20
     assert all(map(math.isfinite, losses))

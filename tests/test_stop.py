@@ -10,6 +10,7 @@ from commands import (
     PATIENCE_SECONDS,
     assert_all_end,
     deepspeed,
+    listening_at,
     mpirun,
     ranks_of,
     run_forked_well,
@@ -21,7 +22,10 @@ from run_ends import STEP, end, num_steps, reaches, results_of
 from lezo_ds.model.snapshots import read_manifest, snapshot_path
 
 STEPS = 40
-LENGTH = [f"train.steps={STEPS}", "train.eval_every=20", "train.snapshot_every=0"]
+LENGTH = [
+    *(f"train.steps={STEPS}", "train.eval_every=20", "train.snapshot_every=0"),
+    *("train.batch_size=2", "train.micro_batch_size=1"),  # one pass of each of two ranks
+]
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +139,11 @@ def interrupt_to_all_processes(process, ranks):
     ],
 )
 def test_a_signal_to_a_launcher_stops_all_ranks_well(starter, send, code, recipe, undisturbed, tmp_path):
-    with start(starter(2, *arguments(recipe, tmp_path))) as process:
+    with start(starter(2, *arguments(recipe, tmp_path)), OMPI_MCA_btl="self,sm") as process:
         wait_until(lambda: reaches(tmp_path, STEP, 4), process)
         ranks = ranks_of(process)
+        assert len(ranks) == 2
+        assert listening_at(ranks) == {"127.0.0.1"}
         send(process, ranks)
         assert_all_end(ranks)
         _, err = process.communicate(timeout=PATIENCE_SECONDS)
