@@ -1,0 +1,112 @@
+"""The table of a benchmark's results: one row per measured variant and setting, stored as CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from lezo_ds.errors import UserError
+from lezo_ds.files import make_directory, write_atomically
+
+STAGES = ("forward", "perturb", "update", "gather", "other")
+"""Where a step's time goes; column `<stage>_seconds`. They exclude each other.
+
+forward: the model's own operations; perturb: noise and perturbed weights; update: of the stored weights;
+gather: fetching and releasing sharded weights, including DeepSpeed's own work on the host; other: the rest.
+"""
+
+COLUMNS = {
+    # where the row comes from
+    "measured": ("str", "step, noise (one noise operation) or replay (applying recorded steps)"),
+    "date": ("str", "start of the command in UTC; rows with the same date and command are one run"),
+    "command": ("str", "the command line that made the row"),
+    "machine": ("str", "name of the GPU, or name of the processor and number of cores"),
+    "lezo_ds": ("str", "version"),
+    "torch": ("str", "version"),
+    "deepspeed": ("str", "version"),
+    "load": ("Float64", "load average of the machine over the last minute, after the measurement"),
+    # what is measured: the settings
+    "shape": ("str", "size of the model, a key of SHAPES"),
+    "layers": ("Int64", "number of transformer blocks"),
+    "parameters": ("Int64", "number of weights"),
+    "dtype": ("str", "of the weights: fp32, bf16 or fp16"),
+    "update_precision": ("str", "how our updates are stored"),
+    "ds_config": ("str", "path of the DeepSpeed JSON; missing for DeepSpeed's defaults"),
+    "task": ("str", "task whose typical inputs were used, apart from an explicit `length`"),
+    "length": ("Int64", "tokens of an example"),
+    "candidates": ("Int64", "answers per example that are compared; 1 for teacher forcing"),
+    "candidate_tokens": ("Int64", "tokens of an answer"),
+    "batch": ("Int64", "examples per step, over all ranks"),
+    "micro_batches": ("Int64", "number of parts that our step runs the batch in"),
+    "ranks": ("Int64", "number of processes"),
+    "partition_size": ("Int64", "number of ranks that share one copy of the weights; missing for all"),
+    "threads": ("Int64", "CPU threads per rank"),
+    # which variant
+    "variant": ("str", "as on the command line, such as ours:0.75; for noise, the operation"),
+    "kind": ("str", "the variant without its settings, such as ours"),
+    "sparsity": ("Float64", "share of the blocks that a step drops; 0 is MeZO"),
+    "forward": ("str", "dual or two_pass; only for ours"),
+    "directions": ("Int64", "directions per step; only for ours"),
+    "steps": ("Int64", "number of replayed steps"),
+    "elements": ("Int64", "number of weights in one call of a noise operation"),
+    # results: rank 0's, per step or per call
+    "rounds": ("Int64", "number of timed steps or calls"),
+    "seconds_min": ("Float64", "shortest time until all ranks are done"),
+    "seconds_median": ("Float64", "median time until all ranks are done"),
+    "seconds_max": ("Float64", "longest time until all ranks are done"),
+    "reference": ("str", "what `ratio` compares with: the run's first variant, or named here"),
+    "ratio": ("Float64", "how many times as fast as the reference: median of the ratios in each round"),
+    **{f"{stage}_seconds": ("Float64", f"time in stage {stage}, from other steps") for stage in STAGES},
+    "weight_bytes": ("Int64", "what this rank holds of the model between steps"),
+    "peak_bytes": ("Int64", "peak memory of a step above what is held between steps"),
+    "gathered_bytes": ("Int64", "size of the weights that this rank gathers in a step"),
+    "other_bytes": ("Int64", "everything else that this rank sends in a step"),
+    "moved_bytes": ("Int64", "what a noise operation must read and write"),
+}
+"""Every column: its pandas dtype and its meaning. A value that does not apply to a row is missing (NA)."""
+
+
+def to_frame(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """Return rows as a table with all COLUMNS; a column that a row lacks is missing there."""
+    frame = pd.DataFrame(list(rows), columns=list(COLUMNS))
+    return frame.astype({name: dtype for name, (dtype, _) in COLUMNS.items()})
+
+
+def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Add rows to a CSV, which is created if it does not exist. One process at a time may do this.
+
+    Args:
+        path: the CSV.
+        rows: values by column; see COLUMNS.
+
+    Raises:
+        UserError: the file exists and is not such a table.
+        OSError: the file cannot be written.
+    """
+    added = to_frame(rows)
+    table = pd.concat([read(path), added]) if path.exists() else added
+    make_directory(path.parent)
+    write_atomically(path, table.to_csv(index=False, float_format="%.6g"))
+
+
+def read(path: Path) -> pd.DataFrame:
+    """Read a CSV that `append` wrote; the columns are COLUMNS, in this order.
+
+    Raises:
+        UserError: there is no such file, or it is not such a table.
+    """
+    try:
+        table = pd.read_csv(path, dtype={name: dtype for name, (dtype, _) in COLUMNS.items()})
+        if list(table.columns) != list(COLUMNS):
+            raise ValueError(f"columns {', '.join(table.columns)}")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path} is not a table of benchmark results",
+            got=str(error),
+            expected="a CSV that launch/benchmark.py --out wrote",
+            fix="give another file",
+        ) from error
+    return table
