@@ -59,7 +59,7 @@ def page_of(*paths, benchmark=None):
 
 def read(directory):
     """Return the runs of a directory, and their metrics."""
-    runs = name_experiments(read_runs(sorted(path for path in directory.iterdir() if path.is_dir())))
+    runs = name_experiments(read_runs(sorted(directory.iterdir())))
     return runs, read_metrics(runs)[0]
 
 
@@ -116,35 +116,31 @@ def test_the_table_of_runs_says_only_once_what_they_have_in_common(tmp_path):
     assert "command: python launch/train.py 'a b'" in " ".join(texts["p"])
 
 
-def test_seeds_are_one_line_in_a_band_and_the_axis_ends_where_the_data_ends(tmp_path):
-    for seed in range(3):
-        write_run(tmp_path / str(seed), f"seed={seed}", losses=(0.6, 0.5, 0.4 - 0.1 * seed))
+def test_seeds_are_one_line_in_a_band_and_the_axes_end_where_the_data_ends(tmp_path):
+    for seed, losses in enumerate([(0.6, 0.5, 0.4), (0.8, 0.5, 0.2)]):
+        write_run(tmp_path / str(seed), f"seed={seed}", losses=losses, pace=60 * (seed + 1))
     figures = figures_of(tmp_path)
-    line, band = figures["Validation loss over steps"].data
-    assert list(line.y) == pytest.approx([0.6, 0.5, 0.3])
-    assert list(band.y) == pytest.approx([0.6, 0.5, 0.4, 0.2, 0.5, 0.6])
-    assert (band.fill, band.showlegend, band.legendgroup) == ("toself", False, line.legendgroup)
-    assert figures["Validation loss over steps"].layout.xaxis.range == (10, 30)
     assert list(figures) == [
         "Validation loss over steps",
         "Validation accuracy over steps",
         "Training loss over steps",
         "Validation loss over training time",
     ]
+    plot, over_time = figures["Validation loss over steps"], figures["Validation loss over training time"]
+    line, band = plot.data
+    assert list(line.y) == pytest.approx([0.7, 0.5, 0.3])
+    deviation = 0.02**0.5  # of 0.6 and 0.8, and of 0.2 and 0.4
+    outline = [0.7 + deviation, 0.5, 0.3 + deviation, 0.3 - deviation, 0.5, 0.7 - deviation]
+    assert list(band.y) == pytest.approx(outline)
+    assert (band.fill, band.showlegend, band.legendgroup) == ("toself", False, line.legendgroup)
+    assert plot.layout.xaxis.range == (10, 30)
+    assert over_time.layout.xaxis.range == (15, 45)
 
 
-def test_a_curve_is_the_mean_over_seeds_and_consecutive_steps(tmp_path):
-    for seed, losses in enumerate([(0.6, 0.5, 0.4), (0.8, 0.5, 0.2)]):
-        write_run(tmp_path / str(seed), f"seed={seed}", losses=losses, pace=seed + 1)
-    _, metrics = read(tmp_path)
-    curve = mean_curves(metrics, "dev_loss")
-    assert curve["step"].tolist() == [10, 20, 30]
-    assert curve["seconds"].tolist() == [15, 30, 45]
-    assert curve["mean"].tolist() == pytest.approx([0.7, 0.5, 0.3])
-    assert curve["deviation"].tolist() == pytest.approx([0.02**0.5, 0, 0.02**0.5])
+def test_a_long_curve_is_drawn_as_means_of_consecutive_steps():
     steps = range(1, 4 * MAX_POINTS + 1)
     long = pd.DataFrame({"step": steps, "loss": steps, "seconds": 0.0, "directory": "a", "setting": "LeZO"})
-    assert mean_curves(long, "loss")["mean"].tolist() == [4 * i + 2.5 for i in range(MAX_POINTS)]
+    assert mean_curves(long, "loss")["mean"].tolist() == [4 * place + 2.5 for place in range(MAX_POINTS)]
 
 
 def test_damaged_metrics_cost_a_run_its_curves_and_a_cut_line_only_itself(tmp_path):

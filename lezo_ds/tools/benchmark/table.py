@@ -64,7 +64,7 @@ COLUMNS = {
     "peak_bytes": ("Int64", "peak memory of a step above what is held between steps"),
     "gathered_bytes": ("Int64", "size of the weights that this rank gathers in a step"),
     "other_bytes": ("Int64", "everything else that this rank sends in a step"),
-    "moved_bytes": ("Int64", "what a noise operation must read and write"),
+    "bytes_per_second": ("Float64", "what a noise operation must read and write, by its median time"),
 }
 """Every column: its pandas dtype and its meaning. A value that does not apply to a row is missing (NA)."""
 

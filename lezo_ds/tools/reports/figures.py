@@ -45,7 +45,7 @@ def experiment_figures(runs: pd.DataFrame, metrics: pd.DataFrame) -> list[Figure
         "Validation loss over steps": _curves(metrics, "dev_loss", "step"),
         f"Validation {metric} over steps": _curves(metrics, f"dev_{metric}", "step"),
         "Training loss over steps": _curves(metrics, "loss", "step"),
-        "Validation loss over training time": _curves(zeroth_order, "dev_loss", "seconds"),
+        "Validation loss over training time": _curves(zeroth_order, "dev_loss", "minutes"),
         f"Test {metric} over sparsity": _scores_over(runs, "zo.sparsity"),
         f"Test {metric} over learning rate": _scores_over(runs, "zo.learning_rate"),
         "Speedup over MeZO": _bars(gains, "value", "setting", "part", "times as fast"),
@@ -81,15 +81,12 @@ def _curves(metrics: pd.DataFrame, value: str, over: str) -> go.Figure:
     curves = mean_curves(metrics, value) if value in metrics else pd.DataFrame()
     if curves.empty:
         return go.Figure()
-    x_label = over
-    if over == "seconds":
-        x_label, seconds = _time_unit(curves["seconds"].max())
-        curves["seconds"] /= seconds
+    curves["minutes"] = curves["seconds"] / 60
     label = f"validation {value.removeprefix('dev_')}" if value != "loss" else "training loss"
     plot = _draw(
         px.line,
         curves,
-        labels={over: x_label, "mean": label},
+        labels={"mean": label},
         x=over,
         y="mean",
         color="setting",
@@ -200,10 +197,3 @@ def _draw(
 def _label(text: object) -> str:
     lines = [line for part in str(text).splitlines() for line in textwrap.wrap(part, 26)]
     return "<br>".join(map(escape, lines))
-
-
-def _time_unit(longest: float) -> tuple[str, float]:
-    """Return an axis label, and the seconds of its unit, that suit a time in seconds."""
-    if longest < 300:
-        return "seconds", 1.0
-    return ("minutes", 60.0) if longest < 3 * 3600 else ("hours", 3600.0)
