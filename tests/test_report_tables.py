@@ -1,216 +1,163 @@
-"""Tables of finished runs: means, deviations and averages, the paper's numbers, and what is left out."""
+"""Tables of runs: means and deviations over seeds, the paper's numbers, and what does not count."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+import math
 import sys
 
+import pandas as pd
 import pytest
-import yaml
 from assets import REPOSITORY, write_recipe
-from commands import python, run, run_well
+from commands import assert_refused, python, run_well
+from report_runs import write_run
 
-from lezo_ds.config import config_to_dict
 from lezo_ds.errors import UserError
-from lezo_ds.recipes import load_recipe
-from lezo_ds.tools.reports.tables import average, find_runs, read_report, to_csv, to_markdown, write_report
+from lezo_ds.tools.markdown import markdown_table
+from lezo_ds.tools.reports.report import make_table
+from lezo_ds.tools.reports.results_table import best_setting, find_runs, over_seeds, read_runs
 
-VERSIONS = {"python": "3.11.4", "torch": "2.13.0"}
-
-
-@pytest.fixture
-def write_run(tmp_path):
-    """Write what a run leaves; `test` and `majority` are shares, `settings` overrides of its recipe."""
-
-    def write(name, test, *settings, majority=0.5, recipe="opt-13b-sst2-lezo", versions=VERSIONS, **results):
-        config = load_recipe(recipe, settings)
-        path = tmp_path / name
-        path.mkdir()
-        (path / "config.yaml").write_text(yaml.safe_dump(config_to_dict(config)))
-        values = {"finished": True, "test": test, "majority_class": majority, "steps": 20000}
-        (path / "results.json").write_text(json.dumps(values | {"versions": versions} | results))
-        return path
-
-    return write
+COMMAND = [sys.executable, str(REPOSITORY / "launch" / "report.py")]
 
 
-def markdown_rows(report):
+def markdown_rows(*paths):
     """Return the cells of each line of the tables by their first: Markdown, read independently."""
-    lines = [line for line in to_markdown(report).splitlines() if line.startswith("|")]
+    lines = [line for line in make_table(list(map(str, paths)), "markdown").splitlines() if line[:1] == "|"]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {first: rest for first, *rest in cells}
 
 
-def test_a_cell_is_the_mean_and_sample_deviation_over_seeds(write_run):
-    # The deviations from 0.92 are -0.02, 0 and 0.02: a variance of 0.0008 / 2, a deviation of 0.02.
-    paths = [write_run(f"run-{seed}", 0.90 + 0.02 * seed, f"seed={seed}") for seed in range(3)]
-    report = read_report(paths)
-    assert report.warnings == ()
-    (table,) = report.tables
-    majority, measured, paper = table.rows
-    assert (table.model, table.tasks) == ("opt-13b", ("sst2",))
-    assert (majority.label, majority.scores["sst2"].mean) == ("majority class", 50.0)
-    assert measured.label == "LeZO"
-    assert measured.scores["sst2"].mean == pytest.approx(92.0)
-    assert measured.scores["sst2"].deviation == pytest.approx(2.0)
-    assert measured.num_runs == {"sst2": 3}
-    assert (paper.label, paper.is_paper) == ("LeZO (paper)", True)
-    rows = markdown_rows(report)
-    assert rows["LeZO"] == ["92.0 +- 2.0 (3)"]
-    assert rows["LeZO (paper)"] == ["93.0 +- 0.3"]
-
-
-def test_a_single_run_has_no_deviation(write_run):
-    assert markdown_rows(read_report([write_run("run", 0.9)]))["LeZO"] == ["90.0 (1)"]
-
-
-def test_rows_and_columns_stand_in_the_papers_order(write_run):
-    recipes = ["squad-lezo-prefix", "sst2-lezo", "cb-mezo", "sst2-zero-shot", "cb-adamw", "sst2-mezo-lora"]
-    recipes += ["boolq-icl"]
-    report = read_report([write_run(name, 0.5, recipe=f"opt-13b-{name}") for name in recipes])
-    (table,) = report.tables
-    assert table.tasks == ("sst2", "cb", "boolq", "squad")
-    labels = ["zero-shot", "ICL", "FT (AdamW)", "MeZO", "LeZO", "MeZO LoRA", "LeZO prefix"]
-    assert [row.label for row in table.rows if not row.is_paper] == ["majority class", *labels]
-    assert [row.label for row in table.rows if row.is_paper] == [f"{label} (paper)" for label in labels]
-    rows = markdown_rows(report)
-    assert rows[""] == ["SST-2", "CB", "BoolQ", "SQuAD", "average"]
-    assert rows["FT (AdamW)"] == ["-", "50.0 (1)", "-", "-", "-"]
-    assert rows["FT (AdamW) (paper)"][:3] == ["92.0", "83.9", "77.1"]
-    assert rows["LeZO prefix (paper)"][3] == "83.1 +- 0.4"
-
-
-def test_the_average_is_over_all_tasks_and_missing_where_one_is(write_run):
-    write = [("sst2-lezo", 0.9), ("rte-lezo", 0.6), ("copa-lezo", 0.84), ("sst2-mezo", 0.8)]
-    report = read_report([write_run(name, test, recipe=f"opt-13b-{name}") for name, test in write])
-    rows = markdown_rows(report)
-    assert rows["LeZO"][-1] == "78.0"
-    assert rows["MeZO"][-1] == "-"
-    # 93.0, 71.4 and 87.2 are the paper's.
-    assert rows["LeZO (paper)"][-1] == "83.9"
-    (table,) = report.tables
-    assert average(table, table.rows[1]) is None
-    assert table.rows[1].label == "MeZO"
-
-
-def test_the_average_of_all_tasks_of_13b_is_the_one_the_paper_prints(write_run):
-    tasks = ("sst2", "rte", "cb", "boolq", "wsc", "wic", "copa", "squad")
-    recipes = [f"opt-13b-{task}-{method}" for task in tasks for method in ("zero-shot", "lezo")]
-    rows = markdown_rows(read_report([write_run(recipe, 0.5, recipe=recipe) for recipe in recipes]))
-    assert rows["zero-shot (paper)"][-1] == "55.4"
-    assert rows["LeZO (paper)"][-1] == "75.4"
-
-
-def test_the_majority_class_is_the_mean_over_runs_and_missing_where_it_means_nothing(write_run):
-    paths = [write_run(f"boolq-{n}", 0.7, f"data.seed={n}", majority=0.6 + 0.02 * n) for n in range(2)]
-    paths.append(write_run("squad", 0.8, recipe="opt-13b-squad-lezo", majority=None))
-    rows = markdown_rows(read_report(paths))
-    assert rows["majority class"] == ["61.0", "-", "-"]
-
-
-def test_each_model_has_its_table_and_only_the_papers_models_its_numbers(write_run):
-    own = write_run("own", 0.7, "model.path=models/mine")
-    small = write_run("small", 0.8, "model.path=somewhere/OPT-1.3b")
-    report = read_report([own, small])
-    assert [table.model for table in report.tables] == ["models/mine", "opt-1.3b"]
-    mine, paper = report.tables
-    assert [row.label for row in mine.rows] == ["majority class", "LeZO"]
-    assert paper.rows[-1].scores["sst2"].mean == 91.9
-
-
-def test_runs_of_a_cell_that_differ_in_more_than_seeds_have_rows_of_their_own(write_run):
-    paths = [write_run(f"a{seed}", 0.9, f"seed={seed}", "zo.learning_rate=1e-6") for seed in (0, 1)]
-    paths += [write_run("b", 0.8, "zo.learning_rate=7e-7")]
-    # Another task has but one learning rate: that is no difference within a cell.
-    paths += [write_run("c", 0.7, "zo.learning_rate=7e-7", recipe="opt-13b-rte-lezo")]
-    rows = markdown_rows(read_report(paths))
-    assert rows["LeZO, zo.learning_rate=1e-06"] == ["90.0 +- 0.0 (2)", "-", "-"]
-    assert rows["LeZO, zo.learning_rate=7e-07"] == ["80.0 (1)", "70.0 (1)", "75.0"]
-    assert "LeZO" not in rows
-
-
-def test_where_a_run_lies_and_how_it_is_cut_is_no_difference(write_run):
-    paths = [
-        write_run("a", 0.9, "seed=0", "run_dir=a", "train.micro_batch_size=4"),
-        write_run("b", 0.9, "seed=1", "run_dir=b", "deepspeed=null", "train.eval_batch_size=2"),
-    ]
-    assert markdown_rows(read_report(paths))["LeZO"] == ["90.0 +- 0.0 (2)"]
-
-
-def test_runs_of_the_same_seeds_and_settings_are_counted_once(write_run):
-    first, again = write_run("first", 0.9), write_run("again", 0.8)
-    other = write_run("other", 0.7, "data.seed=1")
-    report = read_report([first, again, other])
-    assert report.warnings == (
-        f"counted once: {again} has the seeds and settings of {first}, though they score 90.00 and 80.00",
-    )
-    assert markdown_rows(report)["LeZO"][0].startswith("80.0 +- 14.1 (2)")
-
-
-def test_versions_that_differ_and_protocols_that_differ_are_named(write_run):
-    paths = [
-        write_run("a", 0.9, "seed=0"),
-        write_run("b", 0.9, "seed=1", versions=VERSIONS | {"torch": "2.12.0"}),
-        write_run("c", 0.9, "data.protocol=clean", recipe="opt-13b-rte-lezo"),
-    ]
-    report = read_report(paths)
-    assert report.versions["torch"] == ("2.13.0", "2.12.0")
-    assert report.warnings == (
-        f"torch differs: 2.13.0 in {paths[0]}, {paths[2]}; 2.12.0 in {paths[1]}",
-        f"data.protocol differs: mezo in {paths[0]}, {paths[1]}; clean in {paths[2]}",
-    )
-    text = to_markdown(report)
-    assert "python 3.11.4, torch 2.13.0 / 2.12.0, data.protocol mezo / clean." in text
-    assert all(f"- {warning}\n" in text for warning in report.warnings)
-
-
-def test_what_is_not_a_finished_run_is_left_out_and_named(write_run, tmp_path):
-    good = write_run("good", 0.9)
-    stopped = write_run("stopped", None, "seed=1", finished=False, steps=8000)
-    killed = write_run("killed", 0.9, "seed=2")
-    (killed / "results.json").unlink()
-    (tmp_path / "assets").mkdir()
-    (tmp_path / "run.log").write_text("text")
-    report = read_report(find_runs([str(tmp_path / "*"), str(tmp_path / "run.log")]))
-    assert report.warnings == (
-        f"left out: {tmp_path / 'assets'}: not a run directory (it has no config.yaml)",
-        f"left out: {killed}: no results yet (the run was killed, or is still going)",
-        f"left out: {stopped}: unfinished, at step 8000",
-        f"left out: {tmp_path / 'run.log'}: not a run directory (it has no config.yaml)",
-    )
-    assert markdown_rows(report)["LeZO"] == ["90.0 (1)"]
-    assert good.name not in str(report.warnings)
-
-
-def test_without_any_finished_run_the_reasons_are_given(write_run, tmp_path):
-    stopped = write_run("stopped", None, finished=False, steps=8000)
-    with pytest.raises(UserError, match=r"no finished run.*unfinished, at step 8000.*fix: "):
-        read_report([stopped])
+def test_a_row_has_the_configuration_and_the_results_of_a_run(tmp_path):
+    write_run(tmp_path / "a", "zo.sparsity=0.5", "seed=3", peak_memory_bytes=7)
+    (row,) = read_runs([tmp_path / "a"]).to_dict("records")
+    expected = {"model": "facebook/opt-13b", "task": "sst2", "method": "lezo", "peft": "none", "seed": 3}
+    expected |= {"sparsity": 0.5, "learning_rate": 1e-6, "zo.perturbation_scale": 1e-3, "world_size": 2}
+    expected |= {"test": 0.9, "zero_shot": 0.5, "best_dev_loss": 0.4, "peak_memory_bytes": 7, "problem": ""}
+    assert expected.items() <= row.items()
+    assert row["finished"]
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("overrides", "method", "rate"),
     [
-        ("results.json", "{"),
-        ("results.json", '{"finished": true}'),
-        ("results.json", "[]"),
-        ("config.yaml", "a: ["),
+        (["zo.sparsity=0"], "mezo", 1e-6),
+        (["method=mezo", "zo.sparsity=null"], "mezo", 1e-6),
+        (["zo.sparsity=null", "zo.num_dropped_layers=2"], "lezo", 1e-6),
+        (["method=adamw", "adamw.learning_rate=1e-4"], "adamw", 1e-4),
+        (["method=zero_shot"], "zero_shot", math.nan),
     ],
 )
-def test_a_damaged_run_is_refused_by_name(name, text, write_run):
-    path = write_run("run", 0.9)
-    (path / name).write_text(text)
-    with pytest.raises(UserError, match="run cannot be read"):
-        read_report([path])
+def test_methods_are_compared_by_what_they_do(overrides, method, rate, tmp_path):
+    (row,) = read_runs([write_run(tmp_path / "a", *overrides)]).to_dict("records")
+    assert row["method"] == method
+    assert row["learning_rate"] == pytest.approx(rate, nan_ok=True)
 
 
-def test_a_configuration_that_is_none_is_refused(write_run):
-    path = write_run("run", 0.9)
-    (path / "config.yaml").write_text("run_dir: x\nmodel: {path: m, dtype: fp7}")
-    with pytest.raises(UserError, match=r"model.dtype in .*config.yaml"):
-        read_report([path])
+def test_means_and_deviations_are_over_the_finished_runs_of_a_group(tmp_path):
+    for seed, test in enumerate([0.90, 0.92, 0.94]):
+        write_run(tmp_path / f"a{seed}", f"seed={seed}", test=test)
+    write_run(tmp_path / "b0", "zo.learning_rate=7e-7", test=0.8, best_dev_loss=0.3)
+    write_run(tmp_path / "b1", "zo.learning_rate=7e-7", "seed=1", finished=False, test=0.1)
+    summary = over_seeds(read_runs(sorted(tmp_path.iterdir())), ["zo.learning_rate", "zo.num_dropped_layers"])
+    assert summary["zo.learning_rate"].tolist() == [1e-6, 7e-7]
+    assert summary["runs"].tolist() == [3, 2]
+    assert summary["finished"].tolist() == [3, 1]
+    # The deviations from 0.92 are -0.02, 0 and 0.02: a variance of 0.0008 / 2, a deviation of 0.02.
+    assert summary["test"].tolist() == pytest.approx([0.92, 0.8])
+    assert summary["test_deviation"][0] == pytest.approx(0.02)
+    assert pd.isna(summary["test_deviation"][1])
+    # The second has the lower validation loss, but not all of its runs are finished.
+    assert best_setting(summary) == 0
+    assert best_setting(summary[1:]) is None
+    diverged = write_run(tmp_path / "diverged", "seed=9", best_dev_loss=None)
+    summary = over_seeds(read_runs([tmp_path / "a0", diverged]), [])
+    assert summary["runs"].tolist() == [2]
+    assert summary["best_dev_loss"].isna().all()
+    assert best_setting(summary) is None
+
+
+def test_rows_and_columns_are_in_the_papers_order_and_averages_need_every_task(tmp_path):
+    for name, overrides in {
+        "a": ["data.task=SQuAD", "peft.kind=prefix"],
+        "b": ["data.task=SST2"],
+        "c": ["data.task=CB", "method=mezo", "zo.sparsity=0"],
+        "d": ["data.task=SST2", "method=zero_shot"],
+        "e": ["data.task=CB"],
+        "f": ["data.task=squad"],
+    }.items():
+        write_run(tmp_path / name, *overrides, test=0.6 if name == "e" else 0.9)
+    rows = markdown_rows(tmp_path / "*")
+    assert rows["method"] == ["SST-2", "CB", "SQuAD", "average"]
+    measured = ["majority class", "zero-shot", "MeZO", "LeZO", "LeZO prefix"]
+    assert [label for label in rows if "paper" not in label and label[0] not in "-m"] == measured[1:]
+    assert [label for label in rows if "paper" in label] == [f"{label} (paper)" for label in measured[1:]]
+    assert rows["LeZO"] == ["90.0 (1)", "60.0 (1)", "90.0 (1)", "80.0"]
+    assert rows["MeZO"] == ["-", "90.0 (1)", "-", "-"]
+    assert rows["LeZO (paper)"][3] == "82.2"  # (93.0 + 69.2 + 84.3) / 3
+
+
+def test_models_have_tables_of_their_own_and_only_the_papers_have_its_numbers(tmp_path):
+    write_run(tmp_path / "a", "model.path=models/mine")
+    write_run(tmp_path / "b", "model.path=somewhere/OPT-1.3b")
+    mine, paper = make_table([str(tmp_path / "*")], "markdown").split("## ")[1:]
+    assert mine.startswith("mine\n")
+    assert "(paper)" not in mine
+    assert paper.startswith("opt-1.3b\n")
+    assert "| LeZO           | 90.0 (1)   |\n| LeZO (paper)   | 91.9 ± 0.3 |" in paper
+
+
+def test_a_task_that_is_not_registered_has_its_column_and_metric(tmp_path):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", task="Reviews", metric="f1", test=0.5)
+    assert markdown_rows(tmp_path / "*")["LeZO"] == ["90.0 (1)", "50.0 (1)", "70.0"]
+    text = make_table([str(tmp_path / "*")], "markdown")
+    assert "| SST-2" in text
+    assert "| reviews" in text
+    assert "Percent: accuracy of SST-2; f1 of reviews." in text
+
+
+def test_experiments_that_differ_in_more_than_seeds_and_paths_have_rows_of_their_own(tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path / f"a{seed}", f"seed={seed}", f"train.micro_batch_size={2 * seed + 2}")
+    write_run(tmp_path / "b", "zo.learning_rate=7e-7", "train.eval_batch_size=2", test=0.8)
+    # Another task has only one learning rate: that is no difference within a task.
+    write_run(tmp_path / "c", "zo.learning_rate=7e-7", "data.task=RTE", test=0.7)
+    rows = markdown_rows(tmp_path / "*")
+    assert rows["LeZO, learning_rate=1e-06"] == ["90.0 ± 0.0 (2)", "-", "-"]
+    assert rows["LeZO, learning_rate=7e-07"] == ["80.0 (1)", "70.0 (1)", "75.0"]
+    assert "LeZO" not in rows
+
+
+def test_what_does_not_count_is_left_out_with_a_warning_of_one_line(tmp_path, caplog):
+    write_run(tmp_path / "0-good")
+    write_run(tmp_path / "again")
+    write_run(tmp_path / "stopped", finished=False, steps=8000)
+    write_run(tmp_path / "killed")
+    (tmp_path / "killed" / "results.json").unlink()
+    for file, text in (("config.yaml", "a: [\n"), ("results.json", "[]"), ("metrics.jsonl", "{")):
+        (write_run(tmp_path / f"broken-{file}", "seed=1") / file).write_text(text)
+    (write_run(tmp_path / "broken-score") / "results.json").write_text('{"finished": true}')
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "run.log").touch()
+    rows = markdown_rows(tmp_path / "*", tmp_path / "run.log")
+    assert rows["LeZO"] == ["90.0 ± 0.0 (2)"]  # the table does not need metrics.jsonl
+    reasons = {
+        "again": "it has the settings and seeds of another run",
+        "assets": "not a run directory (it has no config.yaml)",
+        "broken-config.yaml": "damaged config.yaml (ParserError: ",
+        "broken-results.json": "damaged results.json (AttributeError: ",
+        "broken-score": "damaged results.json (KeyError: 'test')",
+        "killed": "no results yet (the run was killed, or is still going)",
+        "run.log": "not a run directory (it has no config.yaml)",
+        "stopped": "unfinished, at step 8000",
+    }
+    for name, reason in reasons.items():
+        (message,) = [m for m in caplog.messages if f"left out: {tmp_path / name}: " in m]
+        assert reason in message
+        assert "\n" not in message
+    assert len(caplog.messages) == len(reasons)
 
 
 def test_runs_are_found_by_name_and_pattern_and_each_once(tmp_path, monkeypatch):
@@ -218,68 +165,47 @@ def test_runs_are_found_by_name_and_pattern_and_each_once(tmp_path, monkeypatch)
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / f"{name}.log").touch()
     monkeypatch.chdir(tmp_path)
-    assert [str(path) for path in find_runs(["runs/b", "runs/*", str(tmp_path / "runs" / "a")])] == [
-        "runs/b",
-        "runs/a",
-    ]
+    found = find_runs(["runs/b", "runs/*", str(tmp_path / "runs" / "a")])
+    assert list(map(str, found)) == ["runs/b", "runs/a"]
     for wrong in ("runs/c", "runs/c*", "runs/*.log", str(tmp_path / "none")):
         with pytest.raises(UserError, match="there is no such run"):
             find_runs([wrong])
 
 
-def test_the_csv_has_the_same_rows_with_numbers_in_columns_of_their_own(write_run):
-    paths = [write_run(f"s{seed}", 0.9 + 0.02 * seed, f"seed={seed}") for seed in range(2)]
-    paths += [write_run("copa", 0.8, recipe="opt-13b-copa-lezo")]
-    paths += [write_run("rte", 0.6, recipe="opt-1.3b-rte-lezo", majority=None)]
-    rows = list(csv.DictReader(io.StringIO(to_csv(read_report(paths)))))
-    assert [(row["model"], row["method"], row["source"]) for row in rows] == [
-        ("opt-1.3b", "LeZO", "runs"),
-        ("opt-1.3b", "LeZO (paper)", "paper"),
-        ("opt-13b", "majority class", "runs"),
-        ("opt-13b", "LeZO", "runs"),
-        ("opt-13b", "LeZO (paper)", "paper"),
+def test_the_csv_has_a_line_for_each_score(tmp_path):
+    for seed in range(2):
+        write_run(tmp_path / f"s{seed}", f"seed={seed}", test=0.9 + 0.02 * seed)
+    write_run(tmp_path / "squad", "data.task=squad", metric="f1", test=0.8, majority_class=None)
+    rows = list(csv.DictReader(io.StringIO(make_table([str(tmp_path / "*")], "csv"))))
+    assert [(row["method"], row["task"], row["metric"], row["source"]) for row in rows] == [
+        ("majority class", "sst2", "accuracy", "runs"),
+        ("LeZO", "sst2", "accuracy", "runs"),
+        ("LeZO", "squad", "f1", "runs"),
+        ("LeZO (paper)", "sst2", "", "paper"),
+        ("LeZO (paper)", "squad", "", "paper"),
     ]
-    assert (rows[0]["RTE"], rows[0]["RTE runs"], rows[0]["SST-2"]) == ("60.0", "1", "")
-    measured, paper = rows[3:]
-    assert float(measured["SST-2"]) == 91.0
-    assert float(measured["SST-2 deviation"]) == pytest.approx(2**0.5, abs=1e-4)
-    assert (measured["SST-2 runs"], measured["COPA deviation"], measured["RTE"]) == ("2", "", "")
-    assert float(measured["average"]) == 85.5
-    assert (paper["SST-2"], paper["SST-2 deviation"], paper["SST-2 runs"]) == ("93.0", "0.3", "")
-    assert float(paper["average"]) == pytest.approx((93.0 + 87.2) / 2)
+    assert (rows[1]["model"], float(rows[1]["mean"]), rows[1]["runs"]) == ("opt-13b", 91.0, "2")
+    assert float(rows[1]["deviation"]) == pytest.approx(2**0.5, abs=1e-4)
+    assert (rows[2]["mean"], rows[2]["deviation"], rows[2]["runs"]) == ("80.0", "", "1")
+    assert (rows[3]["mean"], rows[3]["deviation"], rows[3]["runs"]) == ("93.0", "0.3", "")
 
 
-def test_a_file_that_cannot_be_written_is_an_error_of_one_line(tmp_path):
-    with pytest.raises(UserError, match="cannot write"):
-        write_report(tmp_path / "none" / "report.md", "text")
+def test_a_bar_in_a_cell_of_markdown_is_escaped():
+    assert markdown_table(pd.DataFrame({"a|b": ["c"]})).splitlines()[0] == r"| a\|b |"
 
 
 @pytest.mark.distributed
-def test_the_command_prints_or_writes_the_table(write_run, tmp_path):
-    command = [sys.executable, str(REPOSITORY / "launch" / "report.py")]
-    write_run("run-0", 0.9)
-    stopped = write_run("run-1", None, "seed=1", finished=False, steps=8000)
-    printed = run_well([*command, str(tmp_path / "run-*")])
-    assert printed.out == to_markdown(read_report(find_runs([str(tmp_path / "run-*")])))
-    out = tmp_path / "report.csv"
-    written = run_well([*command, str(tmp_path / "run-*"), "--format", "csv", "--out", str(out)])
-    assert written.out == ""
-    assert f"warning: left out: {stopped}: unfinished, at step 8000" in written.err
-    assert out.read_text().startswith("model,method,source,SST-2,")
-    refused = run([*command, str(tmp_path / "none")])
-    assert refused.code == 2
-    assert refused.err.count("error: ") == 1
-
-
-@pytest.mark.distributed
-def test_a_run_that_was_really_made_is_in_the_table_with_its_own_score(tmp_path):
-    recipe = write_recipe(tmp_path)
-    path = tmp_path / "run"
+def test_the_command_prints_or_writes_the_table_of_a_run_that_was_really_made(tmp_path):
+    recipe, path = write_recipe(tmp_path), tmp_path / "run"
     run_well(python("--config", recipe, f"run_dir={path}", "train.steps=2", "train.eval_every=2"))
-    results = json.loads((path / "results.json").read_text())
-    report = read_report([path])
-    majority, measured = report.tables[0].rows
-    assert report.tables[0].model == str(tmp_path / "model")
-    assert measured.scores["sst2"].mean == 100 * results["test"]
-    assert majority.scores["sst2"].mean == 100 * results["majority_class"]
-    assert report.versions["torch"] == (results["versions"]["torch"],)
+    score = 100 * json.loads((path / "results.json").read_text())["test"]
+    assert f"| LeZO           | {score:.1f} (1) |" in run_well([*COMMAND, str(path)]).out
+    out = tmp_path / "report.csv"
+    written = run_well([*COMMAND, str(path), str(tmp_path / "data"), "--format", "csv", "--out", str(out)])
+    assert written.out == ""
+    assert f"warning: left out: {tmp_path / 'data'}: not a run directory" in written.err
+    assert out.read_text().startswith("model,method,task,metric,source,mean,deviation,runs\n")
+    assert_refused([*COMMAND, str(tmp_path / "none")], "there is no such run")
+    assert_refused(
+        [*COMMAND, str(tmp_path / "data")], "there is no finished run to show", "not a run directory"
+    )

@@ -10,27 +10,29 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from lezo_ds.config import RESUME_MAY_DIFFER, flatten
+from lezo_ds.config import RESUME_MAY_DIFFER, config_from_dict, config_to_dict, flatten
 from lezo_ds.errors import UserError
 
 SEEDS = ["seed", "data.seed"]
 """Columns in which repetitions of one experiment differ."""
 
-SCORES = ["test", "zero_shot", "majority_class"]
-"""Columns that hold scores from 0 to 1."""
-
-MEASURED = [*SCORES, "best_dev_loss", "best_step", "steps", "seconds", "peak_memory_bytes"]
+MEASURED = [
+    *("test", "zero_shot", "majority_class", "best_dev_loss"),
+    *("best_step", "steps", "seconds", "peak_memory_bytes"),
+]
 """Columns of results.json that `over_seeds` averages."""
 
 _COLUMNS = [
-    *("directory", "model", "task", "method", "peft", "sparsity", "learning_rate", *SEEDS),
-    *("metric", *MEASURED, "world_size", "finished", "problem"),
+    *("directory", "model", "task", "method", "peft", "sparsity", "learning_rate"),
+    *(*SEEDS, "metric", *MEASURED, "world_size", "finished", "problem"),
 ]
 
-_NOT_SETTINGS = (RESUME_MAY_DIFFER - {"train.steps"}).union(
-    SEEDS, ("train.micro_batch_size", "train.cpu_threads")
+_NOT_SETTINGS = (
+    RESUME_MAY_DIFFER - {"train.steps"} | {"train.micro_batch_size", "train.cpu_threads"} | {*SEEDS}
 )
 """Config keys that do not make another experiment: seeds, paths, and what changes only the last bits."""
+
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError)
 
 
 def find_runs(patterns: Iterable[str]) -> list[Path]:
@@ -69,9 +71,9 @@ def read_runs(directories: Iterable[Path]) -> pd.DataFrame:
     - method: LeZO that drops no block is "mezo";
     - sparsity: share of dropped blocks from 0 to 1, for lezo and mezo; learning_rate: of the method;
     - every key of config.yaml under its dotted name, such as "zo.perturbation_scale" (`method` as above);
-    - from results.json: metric (name of the test score); test, zero_shot and majority_class, from 0 to 1;
-      best_dev_loss, best_step, steps, seconds, peak_memory_bytes, world_size; "versions.NAME" of libraries;
-    - finished: whether the run has ended as configured and has a test score;
+    - from results.json: metric (name of the score); test, zero_shot and majority_class, from 0 to 1;
+      best_dev_loss, best_step, steps, seconds, peak_memory_bytes, world_size;
+    - finished: whether the run has ended and has a test score;
     - problem: why the run is not finished, in one line; "" if it is.
 
     A value that does not exist is missing (NaN). No damaged file raises an error: `problem` describes it.
@@ -84,14 +86,10 @@ def read_runs(directories: Iterable[Path]) -> pd.DataFrame:
 
 def settings_columns(frame: pd.DataFrame) -> list[str]:
     """Return the config columns that tell experiments apart; runs that agree in them differ in seeds only."""
-    return [
-        name
-        for name in frame.columns
-        if "." in name and not name.startswith("versions.") and name not in _NOT_SETTINGS
-    ]
+    return [name for name in frame.columns if "." in name and name not in _NOT_SETTINGS]
 
 
-def varying_columns(frame: pd.DataFrame, columns: Sequence[str]) -> list[str]:
+def varying_columns(frame: pd.DataFrame, columns: Iterable[str]) -> list[str]:
     """Return those of the columns that do not have the same value in all rows; missing counts as a value."""
     return [name for name in columns if frame[name].nunique(dropna=False) > 1]
 
@@ -122,13 +120,9 @@ def over_seeds(frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
 
 
 def best_setting(summary: pd.DataFrame) -> int | None:
-    """Return the index label of the row with the lowest mean validation loss.
+    """Return the index label of the row of `over_seeds` with the lowest mean validation loss.
 
-    Args:
-        summary: of `over_seeds`, or some of its rows. Rows with unfinished runs do not take part.
-
-    Returns:
-        None if no row has a validation loss and only finished runs.
+    Rows with unfinished runs do not take part. None if no other row has a validation loss.
     """
     losses = summary.loc[summary["finished"] == summary["runs"], "best_dev_loss"].dropna()
     return None if losses.empty else int(losses.idxmin())
@@ -136,26 +130,33 @@ def best_setting(summary: pd.DataFrame) -> int | None:
 
 def _read_run(directory: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"directory": str(directory), "finished": False}
-    if not (directory / "config.yaml").is_file():
+    config, results = directory / "config.yaml", directory / "results.json"
+    if not config.is_file():
         return row | {"problem": "not a run directory (it has no config.yaml)"}
     try:
-        values = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
-        row |= _config_columns(flatten(values))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
-        return row | {"problem": _damaged("config.yaml", error)}
-    if not (directory / "results.json").is_file():
-        return row | {"problem": "no results yet (the run was killed, or is still going)"}
+        row |= _config_columns(_recorded_config(config))
+        if not results.is_file():
+            return row | {"problem": "no results yet (the run was killed, or is still going)"}
+        return row | _result_columns(json.loads(results.read_text(encoding="utf-8")))
+    except _DAMAGE as error:
+        file = results.name if "method" in row else config.name
+        return row | {"problem": f"damaged {file} ({type(error).__name__}: {' '.join(str(error).split())})"}
+
+
+def _recorded_config(path: Path) -> dict[str, Any]:
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
     try:
-        return row | _result_columns(json.loads((directory / "results.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return row | {"problem": _damaged("results.json", error)}
+        return flatten(config_to_dict(config_from_dict(values, str(path))))
+    except UserError:
+        # Another version, or a task that is not registered here, made the run: show what it recorded.
+        return flatten(values)
 
 
 def _config_columns(config: Mapping[str, Any]) -> dict[str, Any]:
     method, sparsity, rate = config["method"], None, None
     if method in ("lezo", "mezo"):
-        sparsity, rate = config["zo.sparsity"], config["zo.learning_rate"]
-        method = method if sparsity or config["zo.num_dropped_layers"] else "mezo"
+        sparsity, rate = config.get("zo.sparsity"), config["zo.learning_rate"]
+        method = method if sparsity or config.get("zo.num_dropped_layers") else "mezo"
     elif method == "adamw":
         rate = config["adamw.learning_rate"]
     return {
@@ -163,26 +164,16 @@ def _config_columns(config: Mapping[str, Any]) -> dict[str, Any]:
         "model": config["model.path"],
         "task": config["data.task"].lower(),
         "method": method,
-        "peft": config["peft.kind"],
+        "peft": config.get("peft.kind", "none"),
         "sparsity": None if sparsity is None else float(sparsity),
         "learning_rate": None if rate is None else float(rate),
     }
 
 
 def _result_columns(results: Mapping[str, Any]) -> dict[str, Any]:
-    finished = results["finished"]
     numbers = {name: results.get(name) for name in MEASURED}
-    versions = {f"versions.{name}": version for name, version in results.get("versions", {}).items()}
-    return {
-        "metric": results.get("metric"),
-        **{name: None if value is None else float(value) for name, value in numbers.items()},
-        "test": float(results["test"]) if finished else None,
-        "world_size": results.get("world_size"),
-        **versions,
-        "finished": bool(finished),
-        "problem": "" if finished else f"unfinished, at step {results['steps']}",
-    }
-
-
-def _damaged(name: str, error: Exception) -> str:
-    return f"its {name} is damaged ({type(error).__name__}: {' '.join(str(error).split())})"
+    found = {name: None if value is None else float(value) for name, value in numbers.items()}
+    found |= {name: results.get(name) for name in ("metric", "world_size")}
+    if not results["finished"]:
+        return found | {"test": None, "problem": f"unfinished, at step {results['steps']}"}
+    return found | {"test": float(results["test"]), "finished": True, "problem": ""}

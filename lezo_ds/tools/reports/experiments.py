@@ -1,0 +1,68 @@
+"""Names of models and experiments; the runs of one experiment differ only in their seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from lezo_ds.recipes import paper
+from lezo_ds.tools.reports.results_table import SEEDS, settings_columns
+
+_METHODS = {"zero_shot": "zero-shot", "icl": "ICL", "adamw": "FT (AdamW)", "mezo": "MeZO", "lezo": "LeZO"}
+_ADAPTERS = {"none": "", "lora": " LoRA", "prefix": " prefix"}
+_ORDER = {name: place for names in (_METHODS, _ADAPTERS) for place, name in enumerate(names)}
+
+
+def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return runs with names to show, in the order of the paper's rows.
+
+    Args:
+        runs: of `read_runs`; each row has a configuration.
+
+    Returns:
+        The same columns, with `model` shortened where that is clear (a model of the paper has the paper's
+        name), and with title: method and adapter, such as "LeZO LoRA"; setting: the title and what else
+        tells apart the experiments on one task, such as "LeZO, sparsity=0.5".
+    """
+    runs = runs.sort_values(
+        ["peft", "method", "sparsity", "learning_rate"],
+        key=lambda column: column if column.dtype == float else column.map(_ORDER),
+        kind="stable",
+    )
+    names = runs["model"].map(lambda path: Path(path).name).astype("str")
+    is_clear = runs["model"].groupby(names).transform("nunique") == 1
+    is_paper = names.str.lower().isin(paper.MODELS)
+    runs = runs.assign(
+        model=names.str.lower().where(is_paper, names.where(is_clear, runs["model"])),
+        title=runs["method"].replace(_METHODS) + runs["peft"].replace(_ADAPTERS),
+    )
+    settings = [_settings(group) for _, group in runs.groupby(["model", "title"], sort=False)]
+    return runs.assign(setting=pd.concat(settings) if settings else None)
+
+
+def drop_repeats(runs: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """Return the runs without those that repeat another finished run, and a warning for each of these."""
+    done = runs[runs["finished"]]
+    repeats = done[done.duplicated(["model", "method", *settings_columns(runs), *SEEDS])]
+    reason = "it has the settings and seeds of another run"
+    return runs.drop(repeats.index), [f"left out: {path}: {reason}" for path in repeats["directory"]]
+
+
+def task_title(task: str) -> str:
+    """Return how the paper's tables write a task; the name itself for a task that they lack."""
+    return paper.TASKS[task].title if task in paper.TASKS else task
+
+
+def values_text(run: pd.Series, keys: list[str]) -> str:
+    """Return config values of a run as "key=value, ...", without sections and missing values."""
+    known = {key.rpartition(".")[2]: run[key] for key in keys if pd.notna(run[key])}
+    return ", ".join(f"{k}={v:g}" if isinstance(v, int | float) else f"{k}={v}" for k, v in known.items())
+
+
+def _settings(group: pd.DataFrame) -> pd.Series:
+    """Return the name of each run's experiment among those of one model and title."""
+    counts = group.groupby("task")[settings_columns(group)].nunique(dropna=False)
+    varying = list(counts.columns[(counts > 1).any()])
+    values = group.apply(values_text, axis=1, keys=varying)
+    return group["title"] + values.where(values == "", ", " + values)

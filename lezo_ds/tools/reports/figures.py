@@ -1,0 +1,199 @@
+"""The figures of a page, as pairs of a title and a plotly figure."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from itertools import cycle
+from typing import Any
+
+import pandas as pd
+import plotly.express as px
+import plotly.graph_objects as go
+
+from lezo_ds.tools.reports.curves import mean_curves, speedups
+from lezo_ds.tools.reports.experiments import values_text
+from lezo_ds.tools.reports.results_table import over_seeds, settings_columns, varying_columns
+
+Figure = tuple[str, go.Figure]
+
+COLORS = ["#3b82f6", "#f0801f", "#22a35a", "#c14ed8", "#e0476a", "#0fa3b5", "#8b7cf6", "#a3812b"]
+"""Legible on white and on black; more curves take them again."""
+
+_HEIGHT, _ROW = 320, 22  # pixels: of a line chart, and of a row of its legend or a bar
+
+_CASE = [
+    *("shape", "layers", "dtype", "ds_config", "length", "batch", "micro_batches"),
+    *("ranks", "partition_size", "threads", "machine"),
+]
+"""What a row of a benchmark was measured on."""
+
+
+def experiment_figures(runs: pd.DataFrame, metrics: pd.DataFrame) -> list[Figure]:
+    """Return the figures of one model and task, as far as there is data.
+
+    Args:
+        runs: of `name_experiments`.
+        metrics: of `read_metrics`, of these and any other runs.
+    """
+    metrics = metrics[metrics["directory"].isin(runs["directory"])]
+    metric = next(iter(runs["metric"].dropna()), "score")
+    zeroth_order = metrics[metrics["method"].isin(["lezo", "mezo"])]
+    gains = speedups(runs, metrics).melt("setting", var_name="part")
+    figures = {
+        "Validation loss over steps": _curves(metrics, "dev_loss", "step"),
+        f"Validation {metric} over steps": _curves(metrics, f"dev_{metric}", "step"),
+        "Training loss over steps": _curves(metrics, "loss", "step"),
+        "Validation loss over training time": _curves(zeroth_order, "dev_loss", "minutes"),
+        f"Test {metric} over sparsity": _scores_over(runs, "zo.sparsity"),
+        f"Test {metric} over learning rate": _scores_over(runs, "zo.learning_rate"),
+        "Speedup over MeZO": _bars(gains, "value", "setting", "part", "times as fast"),
+    }
+    return [(title, plot) for title, plot in figures.items() if plot.data]
+
+
+def benchmark_figures(table: pd.DataFrame, stages: Sequence[str]) -> list[Figure]:
+    """Return the ratios of the times of a step, and the shares of its stages, for each reference.
+
+    Args:
+        table: rows of lezo_ds.tools.benchmark.table.
+        stages: names of the stages, in their order.
+    """
+    figures = []
+    seconds = [f"{stage}_seconds" for stage in stages]
+    for reference, rows in table[table["measured"] == "step"].groupby("reference", sort=False):
+        keys = varying_columns(rows, _CASE)
+        title = values_text(rows.iloc[0], [key for key in _CASE if key not in keys])
+        rows = rows.drop_duplicates([*keys, "variant"], keep="last").astype(object)
+        rows = rows.assign(case=rows.apply(values_text, axis=1, keys=keys))
+        ratios = _bars(rows, "ratio", "case", "variant", f"times as fast as {reference}")
+        figures.append((f"Speed of a step: {title}", ratios))
+        shares = 100 * rows[seconds].div(rows[seconds].sum(axis=1), axis=0).set_axis(stages, axis=1)
+        shares = shares.assign(row=rows["variant"] + "\n" + rows["case"]).melt("row", var_name="stage")
+        parts = _bars(shares, "value", "row", "stage", "% of its time", stacked=True)
+        figures.append((f"Stages of a step: {title}", parts))
+    return [(title, plot) for title, plot in figures if plot.data]
+
+
+def _curves(metrics: pd.DataFrame, value: str, over: str) -> go.Figure:
+    """Return the mean of each setting over its seeds as a line, in a band of one deviation each way."""
+    curves = mean_curves(metrics, value) if value in metrics else pd.DataFrame()
+    if curves.empty:
+        return go.Figure()
+    curves["minutes"] = curves["seconds"] / 60
+    label = f"validation {value.removeprefix('dev_')}" if value != "loss" else "training loss"
+    plot = _draw(
+        px.line,
+        curves,
+        labels={"mean": label},
+        x=over,
+        y="mean",
+        color="setting",
+        # One color for a setting in all figures, also in those that lack some of the others.
+        color_discrete_map=dict(zip(map(_label, metrics["setting"].unique()), cycle(COLORS), strict=False)),
+    )
+    plot.update_traces(mode="lines+markers" if len(curves) < 200 else "lines", cliponaxis=False)
+    for line, (_, curve) in zip(plot.data, curves.groupby("setting", sort=False), strict=True):
+        band = curve.dropna(subset=["deviation"])
+        upper, lower = band["mean"] + band["deviation"], band["mean"] - band["deviation"]
+        plot.add_scatter(
+            x=[*band[over], *band[over][::-1]],
+            y=[*upper, *lower[::-1]],
+            fill="toself",
+            fillcolor=line.line.color,
+            opacity=0.2,
+            mode="none",
+            legendgroup=line.legendgroup,
+            showlegend=False,
+            hoverinfo="skip",
+        )
+    plot.update_xaxes(range=[curves[over].min(), curves[over].max()])
+    return plot
+
+
+def _scores_over(runs: pd.DataFrame, key: str) -> go.Figure:
+    """Return the test scores of LeZO and MeZO over a config key, and those without training as lines."""
+    runs = runs[runs["finished"] & runs["method"].isin(["lezo", "mezo"])].dropna(subset=[key])
+    values = sorted(runs[key].unique())
+    if len(values) < 2:
+        return go.Figure()
+    others = [other for other in varying_columns(runs, settings_columns(runs)) if other != key]
+    summary = over_seeds(runs, [key, *others]).sort_values(key)
+    summary["setting"] = summary.apply(values_text, axis=1, keys=others) if others else "test"
+    percent = ["test", "test_deviation", "zero_shot", "majority_class"]
+    summary[percent] *= 100
+    labels = {key: key.rpartition(".")[2].replace("_", " "), "test": "test score, %"}
+    plot = _draw(
+        px.line,
+        summary,
+        x=key,
+        y="test",
+        color="setting",
+        error_y="test_deviation",
+        markers=True,
+        labels=labels,
+    )
+    for level, color in {"zero_shot": "#8a94a6", "majority_class": "#b0925a"}.items():
+        name, line = level.replace("_", " "), {"dash": "dot", "color": color}
+        plot.add_scatter(x=summary[key], y=summary[level], name=name, mode="lines", line=line)
+    log = {"type": "log"} if key == "zo.learning_rate" else {}
+    plot.update_xaxes(tickvals=values, ticktext=[f"{value:g}" for value in values], **log)
+    return plot
+
+
+def _bars(
+    table: pd.DataFrame, value: str, row: str, color: str, label: str, *, stacked: bool = False
+) -> go.Figure:
+    """Return horizontal bars in rows, next to each other or stacked."""
+    table = table.dropna(subset=[value]).astype({value: float})
+    if table.empty:
+        return go.Figure()
+    text = False if stacked else ".2f"
+    plot = _draw(px.bar, table, x=value, y=row, color=color, text_auto=text, labels={value: label, row: ""})
+    num_bars = 1 if stacked else len(plot.data)
+    num_lines = table[row].map(_label).str.count("<br>") + 1
+    row_height = max(_ROW * num_bars, 16 * num_lines.max()) + 10
+    plot.update_layout(
+        barmode="relative" if stacked else "group",
+        height=plot.layout.height - _HEIGHT + 100 + int(row_height) * table[row].nunique(),
+    )
+    if not stacked:
+        plot.update_traces(textposition="outside")
+        plot.update_xaxes(range=[0, 1.2 * table[value].max()])  # leaves room for the text at the end of a bar
+    plot.update_yaxes(autorange="reversed")
+    return plot
+
+
+def _draw(
+    kind: Callable[..., go.Figure],
+    table: pd.DataFrame,
+    labels: Mapping[str, str],
+    **options: Any,  # noqa: ANN401
+) -> go.Figure:
+    """Return a figure of plotly.express in the style of the page, with its legend below it.
+
+    Names come from runs. They are escaped, because plotly reads HTML tags in texts.
+    """
+    texts = table.select_dtypes(["object", "str"])
+    table = table.assign(**{name: texts[name].map(_label) for name in texts})
+    labels = {name: escape(label) for name, label in labels.items()}
+    plot = kind(table, **options, labels=labels, color_discrete_sequence=COLORS)
+    rows = len(plot.data) if len(plot.data) > 1 else 0
+    plot.update_layout(
+        template="none",
+        height=_HEIGHT + _ROW * rows,
+        margin={"l": 10, "r": 16, "t": 34, "b": 10 + _ROW * rows},
+        legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0, "title": None},
+        modebar={"bgcolor": "rgba(0,0,0,0)"},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+    )
+    plot.update_xaxes(automargin=True, zeroline=False)
+    plot.update_yaxes(automargin=True, zeroline=False)
+    return plot
+
+
+def _label(text: object) -> str:
+    lines = [line for part in str(text).splitlines() for line in textwrap.wrap(part, 26)]
+    return "<br>".join(map(escape, lines))

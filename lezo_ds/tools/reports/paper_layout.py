@@ -1,0 +1,97 @@
+"""Scores of runs in the layout of LeZO's tables (Wang et al. 2024), next to the numbers of the paper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from lezo_ds.recipes import paper
+from lezo_ds.tools.markdown import markdown_table
+from lezo_ds.tools.reports.experiments import task_title
+from lezo_ds.tools.reports.results_table import over_seeds
+
+_COLUMNS = ["model", "method", "task", "metric", "source", "mean", "deviation", "runs"]
+
+
+def score_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return one row for each score, in the order of the paper's tables.
+
+    Args:
+        runs: of `name_experiments`; only the finished ones count.
+
+    Returns:
+        Columns model; method (with settings where they differ; also "majority class"); task; metric;
+        source ("runs" or "paper"); mean and sample standard deviation over seeds, in percent; runs (their
+        number). The paper's rows, for its models, follow the rows of the same method.
+    """
+    done = runs[runs["finished"]]
+    parts = [pd.DataFrame(columns=_COLUMNS)]
+    for model, of_model in done.groupby("model"):
+        parts.append(_measured(of_model.assign(setting="majority class"), "majority_class"))
+        for (title, method, peft), group in of_model.groupby(["title", "method", "peft"], sort=False):
+            parts.append(_measured(group, "test"))
+            cells = [paper.Cell(model, task, method, peft) for task in of_model["task"].unique()]
+            parts.append(_published(f"{title} (paper)", cells))
+    scores = pd.concat(parts, ignore_index=True)
+    return scores.astype({"mean": float, "deviation": float, "runs": "Int64"}).round(4)
+
+
+def paper_table(scores: pd.DataFrame) -> pd.DataFrame:
+    """Return the scores of one model as texts: a row for each method, a column for each task.
+
+    If there are several tasks, a column "average" has the mean over all, "-" if one is missing.
+    """
+    methods, found = scores["method"].unique(), scores["task"].unique()
+    tasks = [task for task in paper.TASKS if task in found] + [t for t in found if t not in paper.TASKS]
+    texts = scores.assign(text=[score_text(*row) for row in scores[["mean", "deviation", "runs"]].to_numpy()])
+    table = texts.pivot(index="method", columns="task", values="text").reindex(methods)[tasks].fillna("-")
+    if len(tasks) > 1:
+        means = scores.pivot(index="method", columns="task", values="mean").mean(axis=1, skipna=False)
+        table["average"] = means.map(lambda mean: "-" if pd.isna(mean) else score_text(mean))
+    return table.rename(columns=task_title).rename_axis(columns=None).reset_index()
+
+
+def score_text(mean: float, deviation: float | None = None, runs: float | None = None) -> str:
+    """Return a score as "mean ± deviation (runs)", without what is missing."""
+    # 75.35 as a float lies just below itself, but the paper rounds it up.
+    spread = "" if deviation is None or pd.isna(deviation) else f" ± {deviation + 1e-9:.1f}"
+    return f"{mean + 1e-9:.1f}{spread}" + ("" if runs is None or pd.isna(runs) else f" ({runs:.0f})")
+
+
+def layout_note(scores: pd.DataFrame) -> str:
+    """Return what the numbers of the tables mean."""
+    by_metric = scores.dropna(subset=["metric"]).groupby("metric", sort=False)["task"].unique()
+    measures = [f"{metric} of {', '.join(map(task_title, tasks))}" for metric, tasks in by_metric.items()]
+    note = f"Percent: {'; '.join(measures)}. Mean ± sample standard deviation over seeds (number of runs)."
+    has_paper = (scores["source"] == "paper").any()
+    return note + (" (paper): Wang et al. 2024, five seeds where there is a deviation." if has_paper else "")
+
+
+def to_markdown(scores: pd.DataFrame) -> str:
+    """Return a table for each model as Markdown."""
+    tables = [f"## {name}\n\n{markdown_table(paper_table(rows))}\n" for name, rows in scores.groupby("model")]
+    return "\n".join([*tables, layout_note(scores), ""])
+
+
+def _measured(runs: pd.DataFrame, column: str) -> pd.DataFrame:
+    """Return the rows of a column over the seeds of each setting."""
+    summary = over_seeds(runs, ["model", "setting", "task", "metric"]).dropna(subset=[column])
+    return pd.DataFrame(
+        {
+            **summary[["model", "task", "metric", "runs"]],
+            "method": summary["setting"],
+            "source": "runs",
+            "mean": 100 * summary[column],
+            "deviation": 100 * summary[f"{column}_deviation"],
+        }
+    )[_COLUMNS]
+
+
+def _published(method: str, cells: Sequence[paper.Cell]) -> pd.DataFrame:
+    found = {cell: paper.SCORES[cell] for cell in cells if cell in paper.SCORES}
+    rows = [
+        (cell.model, method, cell.task, None, "paper", score.mean, score.deviation, None)
+        for cell, score in found.items()
+    ]
+    return pd.DataFrame(rows, columns=_COLUMNS)
