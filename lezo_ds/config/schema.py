@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from lezo_ds.config.annotations import Choices, OptionsOf, Range
-from lezo_ds.config.keys import Schema
+from lezo_ds.config.keys import Choices, OptionsOf, Range, Schema
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Protocol
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
