@@ -107,7 +107,7 @@ def test_the_table_of_runs_says_only_once_what_they_have_in_common(tmp_path):
     write_run(tmp_path / "a", peak_memory_bytes=2e9)
     write_run(tmp_path / "b", "seed=1", finished=False)
     texts = page_of(tmp_path / "*").texts
-    (caption,) = [text for text in texts["p"] if "model: opt-13b; task: SST-2; method: LeZO" in text]
+    (caption,) = [text for text in texts["p"] if "model: opt-13b; task: SST-2; zero-shot: 50.0%" in text]
     assert "seconds per step: 1" in caption
     header = texts["th"][texts["th"].index("test") :]
     assert header[:4] == ["test", "seed", "peak memory, GB", "state"]

@@ -117,8 +117,12 @@ def _formatter(layout: str) -> Callable[[float], str]:
 
 
 def _split_constant(table: pd.DataFrame) -> dict[str, Any]:
-    """Return a table without the columns that are equal in all of several rows, and these as a caption."""
-    kept = varying_columns(table, table.columns) if len(table) > 1 else list(table.columns)
+    """Return a table without the columns that are equal in all of several rows, and these as a caption.
+
+    Method and test score always stay in the table.
+    """
+    varying = varying_columns(table, table.columns) if len(table) > 1 else table.columns
+    kept = [name for name in table.columns if name in varying or name in ("method", "test")]
     constant = [f"{name}: {table[name].iloc[0]}" for name in table.columns if name not in kept]
     return {"table": table[kept], "caption": f"The same in all rows: {'; '.join(constant)}." * bool(constant)}
 
