@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lezo_ds import command_line, distributed
-from lezo_ds.runs.scoring import score_model, score_run
+from lezo_ds import command_line
+from lezo_ds.config import check_overrides
 
 
 def main() -> None:
@@ -19,16 +19,18 @@ def main() -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, metavar="DIR", help="directory of a run")
     source.add_argument("--model", metavar="DIR", help="directory of a model, or its hub id")
-    parser.add_argument(
-        "--step", default="best", help="of a run: best (lowest validation loss), last, or a number"
-    )
-    parser.add_argument("--split", choices=("test", "dev"), default="test", help="which examples")
-    parser.add_argument(
-        "--predictions", type=Path, metavar="FILE", help="JSON to write, with each prediction"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of a recipe")
+    step_help = "step of the run: best (lowest validation loss), last, or a number"
+    parser.add_argument("--step", default="best", help=step_help)
+    parser.add_argument("--split", choices=("test", "dev"), default="test", help="examples to score")
+    parser.add_argument("--predictions", type=Path, metavar="FILE", help="write each prediction as JSON")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change a key of the configuration")
     arguments = parser.parse_intermixed_args()
     overrides = tuple(arguments.overrides)
+    check_overrides(overrides)
+
+    from lezo_ds import distributed
+    from lezo_ds.runs.scoring import score_model, score_run
+
     if arguments.run is not None:
         scores = score_run(arguments.run, arguments.step, arguments.split, overrides)
     else:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lezo_ds import command_line, distributed
-from lezo_ds.runs.export import export_pack, export_run
+from lezo_ds import command_line
+from lezo_ds.config import check_overrides
 
 
 def main() -> None:
@@ -19,14 +19,19 @@ def main() -> None:
     source.add_argument("--run", type=Path, metavar="DIR", help="directory of the run")
     source.add_argument("--pack", type=Path, metavar="FILE", help="a run that launch/pack.py packed")
     parser.add_argument("--step", default="best", help="best (lowest validation loss), last, or a number")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to make")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="where model or data are now")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="where the model or data are now")
     arguments = parser.parse_intermixed_args()
-    wanted = arguments.step, arguments.out, tuple(arguments.overrides)
+    overrides = tuple(arguments.overrides)
+    check_overrides(overrides)
+
+    from lezo_ds import distributed
+    from lezo_ds.runs.export import export_pack, export_run
+
     if arguments.run is not None:
-        step = export_run(arguments.run, *wanted)
+        step = export_run(arguments.run, arguments.step, arguments.out, overrides)
     else:
-        step = export_pack(arguments.pack, *wanted)
+        step = export_pack(arguments.pack, arguments.step, arguments.out, overrides)
     if distributed.rank() == 0:
         print(f"step {step} of {arguments.run or arguments.pack}: {arguments.out}")
 

@@ -64,7 +64,7 @@ def runnable(line):
         return line
     if "launch/evaluate.py --model" in line:
         return f"{line} data.num_test=16"
-    if "recipes/opt-" in line:
+    if "--config opt-" in line:
         return f"{line.split(' model.path=')[0]} --dry-run"
     line = re.sub(r"train\.steps=\d+", f"train.steps={MORE_STEPS}", line)
     return re.sub(r"(--config \S+)", rf"\1 {SHORTENED}", line)

@@ -15,8 +15,9 @@ import yaml
 from assets import REPOSITORY, write_recipe
 from commands import python, run, run_well
 
-from lezo_ds.config import config_to_dict, load_config
+from lezo_ds.config import config_to_dict
 from lezo_ds.errors import UserError
+from lezo_ds.recipes import load_recipe
 from lezo_ds.tools.benchmark.results import (
     Cell,
     Elapsed,
@@ -78,10 +79,9 @@ def write_run(tmp_path):
     """Write a run's files: steps `pace` seconds apart, validated every 10 steps with the given scores."""
 
     def write(name, *overrides, method="lezo", pace=1.0, scores=(0.5, 0.6, 0.7), test=0.7, finished=True):
-        recipe = REPOSITORY / "launch" / "recipes" / f"opt-13b-sst2-{method}.yaml"
         path = tmp_path / name
         path.mkdir()
-        config = config_to_dict(load_config(recipe, [f"run_dir={path}", *overrides]))
+        config = config_to_dict(load_recipe(f"opt-13b-sst2-{method}", [f"run_dir={path}", *overrides]))
         (path / "config.yaml").write_text(yaml.safe_dump(config))
         (path / "environment.json").write_text(json.dumps(ENVIRONMENT))
         lines = []

@@ -12,8 +12,9 @@ import yaml
 from assets import REPOSITORY, write_recipe
 from commands import python, run, run_well
 
-from lezo_ds.config import config_to_dict, load_config
+from lezo_ds.config import config_to_dict
 from lezo_ds.errors import UserError
+from lezo_ds.recipes import load_recipe
 from lezo_ds.tools.reports.tables import average, find_runs, read_report, to_csv, to_markdown, write_report
 
 VERSIONS = {"python": "3.11.4", "torch": "2.13.0"}
@@ -24,7 +25,7 @@ def write_run(tmp_path):
     """Write what a run leaves; `test` and `majority` are shares, `settings` overrides of its recipe."""
 
     def write(name, test, *settings, majority=0.5, recipe="opt-13b-sst2-lezo", versions=VERSIONS, **results):
-        config = load_config(REPOSITORY / "launch" / "recipes" / f"{recipe}.yaml", [*settings])
+        config = load_recipe(recipe, settings)
         path = tmp_path / name
         path.mkdir()
         (path / "config.yaml").write_text(yaml.safe_dump(config_to_dict(config)))

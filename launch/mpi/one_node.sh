@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A run on this machine by Open MPI, so many ranks. From the root of the repository:
 #
-#   launch/mpi/one_node.sh 2 --config launch/recipes/opt-13b-sst2-lezo.yaml [key=value ...]
+#   launch/mpi/one_node.sh 2 --config opt-13b-sst2-lezo [key=value ...]
 #
 # kill -USR1 to mpirun, which passes it on, asks the ranks to stop; the same command resumes.
 set -euo pipefail

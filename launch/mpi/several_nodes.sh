@@ -2,7 +2,7 @@
 # A run on several nodes by Open MPI and ssh. From the root of the repository, which all nodes see under the same
 # path, as they see the environment, the model, the data and run_dir:
 #
-#   launch/mpi/several_nodes.sh HOSTFILE --config launch/recipes/opt-30b-sst2-lezo.yaml [key=value ...]
+#   launch/mpi/several_nodes.sh HOSTFILE --config opt-30b-sst2-lezo [key=value ...]
 #
 # HOSTFILE has a line for each node, "name slots=4", for 4 ranks there; the first is where the ranks meet. ssh must
 # reach each without a password. If the ranks hang at the start, they talk over the wrong network: set

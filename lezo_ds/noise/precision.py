@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lezo_ds.zo.precision import UpdatePrecision
+from lezo_ds.zo.precision import UpdatePrecision as UpdatePrecision
 
 STORAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

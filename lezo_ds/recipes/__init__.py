@@ -1,1 +1,5 @@
-"""Many runs: the paper's, as recipes, and grids."""
+"""Runs that have a name, such as opt-13b-sst2-lezo: every cell of the paper's tables."""
+
+from lezo_ds.recipes.registry import RECIPES, list_recipes, load_recipe, recipe_text
+
+__all__ = ["RECIPES", "list_recipes", "load_recipe", "recipe_text"]

@@ -13,7 +13,7 @@ from lezo_ds.config import Method, PeftKind
 
 
 @dataclass(frozen=True)
-class Cell:
+class Experiment:
     """One experiment: a model (such as opt-13b), a task, and how it is tuned."""
 
     model: str
@@ -72,13 +72,13 @@ class Hyperparameters:
     epochs: int | None = None
 
 
-MODELS: Mapping[str, PaperModel] = {
+PAPER_MODELS: Mapping[str, PaperModel] = {
     "opt-1.3b": PaperModel(num_blocks=24, num_parameters=1_315_758_080),
     "opt-13b": PaperModel(num_blocks=40, num_parameters=12_853_473_280),
     "opt-30b": PaperModel(num_blocks=48, num_parameters=29_974_540_288),
 }
 
-TASKS: Mapping[str, PaperTask] = {
+PAPER_TASKS: Mapping[str, PaperTask] = {
     "sst2": PaperTask("SST-2", 1000, 500, 872),
     "rte": PaperTask("RTE", 1000, 500, 277),
     "cb": PaperTask("CB", 150, 100, 56),
@@ -135,17 +135,17 @@ _METHODS: Mapping[str, tuple[Method, PeftKind]] = {
 }
 
 
-def _read_table(model: str, text: str) -> dict[Cell, Score]:
+def _read_table(model: str, text: str) -> dict[Experiment, Score]:
     header, *rows = (line.split() for line in text.strip().splitlines())
     scores = {}
     for name, *entries in rows:
         for task, entry in zip(header, entries, strict=True):
             if entry != "-":
-                scores[Cell(model, task, *_METHODS[name])] = Score(*map(float, entry.split("/")))
+                scores[Experiment(model, task, *_METHODS[name])] = Score(*map(float, entry.split("/")))
     return scores
 
 
-SCORES: Mapping[Cell, Score] = {
+PAPER_SCORES: Mapping[Experiment, Score] = {
     **_read_table("opt-1.3b", _OPT_1_3B),
     **_read_table("opt-13b", _OPT_13B),
     **_read_table("opt-30b", _OPT_30B),
@@ -167,10 +167,10 @@ _PERTURBATION_SCALES: Mapping[PeftKind, float] = {"none": 1e-3, "prefix": 1e-1, 
 _SPARSITIES: Mapping[PeftKind, float] = {"none": 0.75, "prefix": 0.75, "lora": 0.5}
 
 
-def hyperparameters(cell: Cell) -> Hyperparameters:
+def hyperparameters(cell: Experiment) -> Hyperparameters:
     """Return the hyperparameters of a cell that trains.
 
-    >>> hyperparameters(Cell("opt-1.3b", "sst2", "lezo")).learning_rates
+    >>> hyperparameters(Experiment("opt-1.3b", "sst2", "lezo")).learning_rates
     (3e-06, 1e-06)
     """
     rates = _LEARNING_RATES[cell.method, cell.peft]

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lezo_ds.recipes.paper import TASKS
+from lezo_ds.recipes.paper import PAPER_TASKS
 from lezo_ds.runs.metrics import clock
 from lezo_ds.tasks import get_task
 from lezo_ds.tools.benchmark.results import Results
@@ -59,7 +59,7 @@ def _runs(runs: Sequence[RunRecord]) -> Section:
             (
                 run.label,
                 run.config.model.path.rstrip("/").rpartition("/")[2],
-                TASKS[get_task(run.config.data.task).name].title,
+                PAPER_TASKS[get_task(run.config.data.task).name].title,
                 method_of(run.config)
                 + ("" if run.config.peft.kind == "none" else f" {run.config.peft.kind}"),
                 run.sparsity or "-",

@@ -7,7 +7,7 @@ import io
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from lezo_ds.config import (
 )
 from lezo_ds.errors import UserError
 from lezo_ds.files import write_atomically
-from lezo_ds.recipes.paper import MODELS, SCORES, TASKS, Cell, Score
+from lezo_ds.recipes.paper import PAPER_MODELS, PAPER_SCORES, PAPER_TASKS, Experiment, Score
 from lezo_ds.runs.run_directory import RunDirectory
 from lezo_ds.tasks import get_task
 
@@ -61,7 +61,7 @@ class FinishedRun:
     """
 
     path: Path
-    cell: Cell
+    cell: Experiment
     test: float
     majority_class: float | None
     seeds: tuple[int, int]
@@ -190,7 +190,7 @@ def average(table: Table, row: Row) -> float | None:
 def table_lines(table: Table) -> list[list[str]]:
     """Return a table as text: its header, then a line a row; an average only over several tasks."""
     with_average = len(table.tasks) > 1
-    lines = [["", *(TASKS[task].title for task in table.tasks), *(["average"] if with_average else [])]]
+    lines = [["", *(PAPER_TASKS[task].title for task in table.tasks), *(["average"] if with_average else [])]]
     for row in table.rows:
         cells = [_cell_text(row, task) for task in table.tasks]
         mean = average(table, row)
@@ -202,7 +202,7 @@ def table_lines(table: Table) -> list[list[str]]:
 
 def to_markdown(report: Report) -> str:
     """Return the tables as Markdown, readable as it stands, with versions and warnings below."""
-    f1_tasks = ", ".join(TASKS[task].title for task in ("squad", "drop"))
+    f1_tasks = ", ".join(PAPER_TASKS[task].title for task in ("squad", "drop"))
     lines = []
     for table in report.tables:
         lines += [f"## {table.model}", "", *_markdown_table(table), ""]
@@ -219,8 +219,10 @@ def to_markdown(report: Report) -> str:
 
 def to_csv(report: Report) -> str:
     """Return the tables as one CSV: a line a row, per cent, each task's deviation and runs beside it."""
-    tasks = [task for task in TASKS if any(task in table.tasks for table in report.tables)]
-    columns = [f"{TASKS[task].title}{suffix}" for task in tasks for suffix in ("", " deviation", " runs")]
+    tasks = [task for task in PAPER_TASKS if any(task in table.tasks for table in report.tables)]
+    columns = [
+        f"{PAPER_TASKS[task].title}{suffix}" for task in tasks for suffix in ("", " deviation", " runs")
+    ]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["model", "method", "source", *columns, "average"])
@@ -278,11 +280,11 @@ def _read_run(path: Path) -> FinishedRun | str:
 def _finished_run(path: Path, config: RunConfig, results: Mapping[str, Any]) -> FinishedRun:
     flat = flatten(config_to_dict(config))
     name = Path(config.model.path).name.lower()
-    model = name if name in MODELS else config.model.path
+    model = name if name in PAPER_MODELS else config.model.path
     majority_class = results["majority_class"]
     return FinishedRun(
         path=path,
-        cell=Cell(model, get_task(config.data.task).name, method_of(config), config.peft.kind),
+        cell=Experiment(model, get_task(config.data.task).name, method_of(config), config.peft.kind),
         test=100.0 * results["test"],
         majority_class=None if majority_class is None else 100.0 * majority_class,
         seeds=(config.seed, config.data.seed),
@@ -305,7 +307,7 @@ def _without_duplicates(runs: Sequence[FinishedRun]) -> tuple[list[FinishedRun],
 
 
 def _make_table(model: str, runs: Sequence[FinishedRun]) -> Table:
-    tasks = tuple(task for task in TASKS if any(run.cell.task == task for run in runs))
+    tasks = tuple(task for task in PAPER_TASKS if any(run.cell.task == task for run in runs))
     rates = {task: _majority_classes(runs, task) for task in tasks}
     majority = {task: Score(statistics.mean(values)) for task, values in rates.items() if values}
     rows = [Row(MAJORITY_CLASS, majority, {})] if majority else []
@@ -334,8 +336,8 @@ def _method_rows(label: str, runs: Sequence[FinishedRun], tasks: Sequence[str]) 
         by_task = {task: [run.test for run in members if run.cell.task == task] for task in tasks}
         scores = {task: _score(tests) for task, tests in by_task.items() if tests}
         rows.append(Row(label + setting, scores, {task: len(by_task[task]) for task in scores}))
-    cells = {task: Cell(runs[0].cell.model, task, runs[0].cell.method, runs[0].cell.peft) for task in tasks}
-    published = {task: SCORES[cell] for task, cell in cells.items() if cell in SCORES}
+    cells = {task: replace(runs[0].cell, task=task) for task in tasks}
+    published = {task: PAPER_SCORES[cell] for task, cell in cells.items() if cell in PAPER_SCORES}
     return rows + ([Row(f"{label} (paper)", published, {}, is_paper=True)] if published else [])
 
 
