@@ -1,11 +1,11 @@
 r"""Do every run of a grid, one after the other, and compare them over seeds.
 
-python launch/sweep.py --config launch/recipes/NAME.yaml --out runs/NAME-sweep \
+python launch/sweep.py --config opt-13b-sst2-lezo --out runs/sweep \
     --grid zo.learning_rate=1e-6,7e-7 zo.sparsity=0.5,0.75 seed,data.seed=0,1,2,3,4
 
-What is done is skipped, what was begun continues. results.csv (a line a run) and summary.csv (mean and
-deviation over seeds; the lowest validation loss is best) are written to DIR. Keys with commas between
-them change together. Changes to the recipe for all runs, key=value, stand before --grid.
+The same command again skips what is done and continues what was begun. It writes results.csv (a row for each
+run) and summary.csv (mean and deviation over seeds; the lowest validation loss is best) to DIR. Keys that are
+separated by commas change together. key=value before --grid changes the recipe for all runs.
 launch/slurm/sweep.sbatch does the same as a Slurm array.
 """
 
@@ -16,25 +16,25 @@ import sys
 from pathlib import Path
 
 from lezo_ds import command_line
-from lezo_ds.tools.sweep import listing, plan_sweep, run_sweep, select_run, table, write_tables
 
 
 def main() -> None:
     """Parse, build, run."""
     parser = command_line.parser(__doc__ or "")
-    parser.add_argument("--config", type=Path, required=True, help="recipe (YAML) that all runs share")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the sweep")
-    parser.add_argument(
-        "--grid", nargs="+", required=True, metavar="KEY=VALUE,...", help="keys, each with its values"
-    )
-    parser.add_argument(
-        "--launcher", default=shlex.quote(sys.executable), help='what starts a run: "deepspeed --num_gpus 2"'
-    )
+    add = parser.add_argument
+    add("--config", required=True, metavar="RECIPE", help="name of a recipe, or a YAML file, for all runs")
+    add("--out", type=Path, required=True, metavar="DIR", help="directory of the sweep")
+    add("--grid", nargs="+", required=True, metavar="KEY=VALUE,...", help="keys, each with its values")
+    launcher_help = 'command that starts a run, such as "deepspeed --num_gpus 2"'
+    add("--launcher", default=shlex.quote(sys.executable), help=launcher_help)
     one = parser.add_mutually_exclusive_group()
-    one.add_argument("--index", type=int, metavar="N", help="do this run only, and write no table")
-    one.add_argument("--list", action="store_true", help="do none: list the runs, write the tables")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
+    one.add_argument("--index", type=int, metavar="N", help="do only this run, and write no table")
+    one.add_argument("--list", action="store_true", help="do no run: list the runs, and write the tables")
+    add("overrides", nargs="*", metavar="key=value", help="change a key of the recipe")
     arguments = parser.parse_intermixed_args()
+
+    from lezo_ds.tools.sweep import listing, plan_sweep, run_sweep, select_run, write_tables
+
     runs = plan_sweep(arguments.config, arguments.grid, arguments.out, arguments.overrides)
     launcher = [*shlex.split(arguments.launcher), str(Path(__file__).with_name("train.py"))]
     if arguments.index is not None:
@@ -46,8 +46,7 @@ def main() -> None:
         else:
             run_sweep(runs, launcher)
     finally:
-        write_tables(runs, arguments.out)
-        print(table(runs))
+        print(write_tables(runs, arguments.out))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import argparse
 import atexit
 import logging
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -75,7 +76,12 @@ class _Parser(argparse.ArgumentParser):
         unknown = [word for word in message.split() if word.startswith("-")]
         near = nearest(unknown[0].partition("=")[0], self._option_string_actions) if unknown else []
         hint = f"did you mean {near[0]}? " if near and near[0] not in message else ""
-        raise UserError(message, fix=f"{hint}see {self.prog} --help")
+        raise UserError(
+            message,
+            got=shlex.join(sys.argv[1:]),
+            expected=self.format_usage().removeprefix("usage: ").strip(),
+            fix=f"{hint}see {self.prog} --help",
+        )
 
 
 def parser(description: str) -> argparse.ArgumentParser:

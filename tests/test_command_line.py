@@ -1,4 +1,4 @@
-"""What all commands share: help, errors and exit codes, through real processes."""
+"""What all commands share: help, errors, exit codes and speed, through real processes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from commands import environment, python, run_well
+from assets import REPOSITORY
+from commands import assert_refused, environment, python, run_well
 
 from lezo_ds import command_line
-from lezo_ds.config import RunConfig, describe
+from lezo_ds.config import describe
 
 SCRIPT = """
 import sys
@@ -19,6 +20,7 @@ def main():
     {body}
 command_line.run(main)
 """
+RANK_NAMES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 def run_body(body, **variables):
@@ -26,33 +28,42 @@ def run_body(body, **variables):
     return subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=120)
 
 
+def light(command, *arguments):
+    """Return a command that fails with another exit code than 0 or 2 if it imports torch."""
+    no_torch = "import sys; sys.modules['torch'] = None; sys.modules['deepspeed'] = None; "
+    path = str(REPOSITORY / "launch" / f"{command}.py")
+    script = f"sys.argv = {[path, *arguments]!r}; import runpy; runpy.run_path({path!r}, run_name='__main__')"
+    return [sys.executable, "-c", no_torch + script]
+
+
 def test_help_shows_every_key_with_its_type_default_and_meaning():
     shown = run_well(python("--help")).out
     assert describe() in shown
-    names = [
-        f"{section}.{field}" if section else field
-        for section, fields in _fields(RunConfig).items()
-        for field in fields
-    ]
-    assert len(names) > 25
-    for name in names:
-        assert f"\n{name}: " in shown
-    assert "zo.sparsity: a number 0 to 1 or null; default null" in shown
-    for option in ("--config", "--dry-run", "key=value"):
+    assert "\nzo.sparsity: a number 0 to 1 or null; default null\n    Share of the" in shown
+    for option in ("--config", "--dry-run", "--print-config", "--list-recipes", "key=value"):
         assert option in shown
 
 
-def _fields(config):
-    """Return the names of all fields by section, read from the classes themselves."""
-    from typing import get_type_hints
+@pytest.mark.parametrize("command", ["train", "evaluate", "export", "sweep", "demo"])
+def test_help_needs_no_torch(command):
+    assert "usage: " in run_well(light(command, "--help")).out
 
-    found = {"": []}
-    for name, hint in get_type_hints(config).items():
-        if hasattr(hint, "__dataclass_fields__"):
-            found[name] = list(hint.__dataclass_fields__)
-        else:
-            found[""].append(name)
-    return found
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["train", "--config", "opt-13b-sst2-lezo", "zo.sparsty=1"], "did you mean zo.sparsity?"),
+        (["train", "--config", "opt-13b-sst2-lezo", "--dryrun"], "did you mean --dry-run?"),
+        (["evaluate", "--run", "runs/x", "data.tsk=sst2"], "did you mean data.task?"),
+        (["evaluate", "--run", "runs/x", "--split", "tst"], "invalid choice: 'tst'"),
+        (["export", "--run", "runs/x"], "--out"),
+        (["export", "--run", "runs/x", "--out", "y", "model.path=3"], "expected: text"),
+        (["demo", "seed=-1"], "0 to 18446744073709551615"),
+        (["sweep", "--config", "opt-13b-sst2-lezo", "--out", "x", "--grid", "sed=0"], "did you mean seed?"),
+    ],
+)
+def test_a_typo_is_refused_without_torch(command, expected):
+    assert_refused(light(*command), expected)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +92,9 @@ def test_a_bug_of_ours_shows_its_traceback():
     assert "Traceback" in finished.stderr
 
 
-@pytest.mark.parametrize("name", ["RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"])
+@pytest.mark.parametrize("name", RANK_NAMES)
 def test_only_rank_zero_speaks_of_what_is_no_error(name, monkeypatch):
-    for other in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+    for other in RANK_NAMES:
         monkeypatch.delenv(other, raising=False)
     assert command_line._rank() == 0
     monkeypatch.setenv(name, "3")

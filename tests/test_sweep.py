@@ -1,30 +1,30 @@
-"""Sweeps: the runs of a grid, what is done of them, what they come to, and one that really runs."""
+"""Sweeps: the runs of a grid, their states, their tables, and a sweep that really runs."""
 
 from __future__ import annotations
 
 import csv
 import json
+import math
 import signal
 import sys
 
 import pytest
 import yaml
-from assets import REPOSITORY, write_recipe
+from assets import write_recipe
 from commands import TIMEOUT_SECONDS, run, run_well, start
 
 from lezo_ds.config import config_to_dict
 from lezo_ds.errors import UserError
 from lezo_ds.tools.sweep import (
-    best_summary,
     listing,
     plan_sweep,
+    results_frame,
     select_run,
-    summarize,
-    table,
+    summary_frame,
     write_tables,
 )
 
-RECIPE = REPOSITORY / "launch" / "recipes" / "opt-13b-sst2-lezo.yaml"
+RECIPE = "opt-13b-sst2-lezo"
 RATES = "zo.learning_rate=1e-6,7e-7"
 SEEDS = "seed,data.seed=0,1,2"
 
@@ -122,36 +122,48 @@ def test_a_run_that_was_done_with_other_settings_is_not_done(plan):
     assert (run.state(), longer.state()) == ("done", "begun")
 
 
+def summary_of(runs):
+    return summary_frame(results_frame(runs), list(runs[0].settings))
+
+
 def test_a_setting_is_summed_up_over_its_seeds(plan):
     runs = plan(RATES, SEEDS)
     for done, test, dev_loss in zip(runs[:3], (0.90, 0.92, 0.94), (0.1, 0.2, 0.6), strict=True):
         finish(done, test, dev_loss)
     finish(runs[3], 0.8)
-    first, second = summarize(runs)
-    assert (first.settings, first.num_runs, first.num_done) == ({"zo.learning_rate": 1e-6}, 3, 3)
+    first, second = summary_of(runs).to_dict("records")
+    assert (first["zo.learning_rate"], first["runs"], first["finished"]) == (1e-6, 3, 3)
     # The deviations from 0.92 are -0.02, 0 and 0.02: a variance of 0.0008 / 2, a deviation of 0.02.
-    assert (first.test, first.deviation) == (pytest.approx(0.92), pytest.approx(0.02))
-    assert (first.dev_loss, first.seconds) == (pytest.approx(0.3), pytest.approx(10.0))
-    assert (second.num_done, second.test, second.deviation) == (1, 0.8, None)
+    assert (first["test"], first["test_deviation"]) == (pytest.approx(0.92), pytest.approx(0.02))
+    assert (first["best_dev_loss"], first["seconds"]) == (pytest.approx(0.3), pytest.approx(10.0))
+    assert (second["finished"], second["test"]) == (1, 0.8)
+    assert math.isnan(second["test_deviation"])
 
 
-def test_the_best_setting_has_the_lowest_validation_loss_of_those_that_are_done(plan):
+def test_a_run_that_was_done_with_other_settings_is_in_no_mean(plan):
+    finish(plan("seed=0")[0], test=0.9)
+    (row,) = results_frame(plan("seed=0", overrides=["train.steps=30000"])).to_dict("records")
+    assert (row["state"], row["finished"]) == ("begun", False)
+    assert math.isnan(row["test"])
+
+
+def test_the_best_setting_has_the_lowest_validation_loss_of_those_that_are_done(plan, tmp_path):
     runs = plan("zo.learning_rate=1e-6,7e-7,1e-7", "seed=0,1")
     for done, dev_loss in zip(runs, (0.4, 0.6, 0.3, 0.4, 0.1), strict=False):
         finish(done, test=0.5 + dev_loss, dev_loss=dev_loss)
-    summaries = summarize(runs)
-    assert best_summary(summaries) is summaries[1]  # the third is at 0.1 so far, with a seed to come
-    (marked,) = (line for line in table(runs).splitlines() if line.endswith("lowest validation loss"))
-    assert marked.split()[0] == "7e-07"
+    assert list(summary_of(runs)["best"]) == [False, True, False]  # the third is at 0.1 but lacks a seed
+    lines = write_tables(runs, tmp_path).splitlines()
+    (marked,) = (line for line in lines if line.endswith("lowest validation loss"))
+    assert float(marked.split()[0]) == 7e-7
 
 
-def test_no_setting_is_the_best_before_one_is_done_or_without_validation_losses(plan):
+def test_no_setting_is_the_best_before_one_is_done_or_without_validation_losses(plan, tmp_path):
     runs = plan(RATES, overrides=["method=zero_shot"])
-    assert best_summary(summarize(runs)) is None
+    assert not summary_of(runs)["best"].any()
     for done in runs:
         finish(done, test=0.6, dev_loss=None)
-    assert best_summary(summarize(runs)) is None
-    assert "lowest" not in table(runs)
+    assert not summary_of(runs)["best"].any()
+    assert "lowest" not in write_tables(runs, tmp_path)
 
 
 def read_rows(path):
@@ -159,7 +171,7 @@ def read_rows(path):
         return list(csv.DictReader(file))
 
 
-def test_the_tables_have_a_line_for_each_run_and_one_for_each_setting(plan, tmp_path):
+def test_the_tables_have_a_row_for_each_run_and_one_for_each_setting(plan, tmp_path):
     runs = plan(RATES, "seed=0,1")
     finish(runs[0], 0.75, dev_loss=0.25)
     finish(runs[1], 0.25, dev_loss=0.75)
@@ -173,9 +185,10 @@ def test_the_tables_have_a_line_for_each_run_and_one_for_each_setting(plan, tmp_
         ("1", "new", ""),
     ]
     summary = read_rows(tmp_path / "tables" / "summary.csv")
-    assert [(row["zo.learning_rate"], row["runs"], row["test"], row["best"]) for row in summary] == [
-        ("1e-06", "2/2", "0.5", "True"),
-        ("7e-07", "0/2", "", "False"),
+    columns = ("zo.learning_rate", "runs", "finished", "test", "best")
+    assert [tuple(row[column] for column in columns) for row in summary] == [
+        ("1e-06", "2", "2", "0.5", "True"),
+        ("7e-07", "2", "0", "", "False"),
     ]
 
 
