@@ -10,7 +10,6 @@ from typing import Annotated
 
 import pytest
 import yaml
-from deepspeed.runtime.zero.config import get_zero_config
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,15 +24,12 @@ from lezo_ds.config import (
     load_config,
     num_dropped,
 )
-from lezo_ds.config.annotations import Choices, Option, OptionsOf
-from lezo_ds.config.keys import Schema
+from lezo_ds.config.keys import Choices, Option, OptionsOf, Schema
 from lezo_ds.config.reading import flatten_sections, read
-from lezo_ds.ds_config import load_ds_config
 from lezo_ds.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "launch" / "recipes" / "demo.yaml"
-DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 REQUIRED = {
     "run_dir": "runs/x",
     "model": {"path": "facebook/opt-1.3b", "dtype": "bf16"},
@@ -72,12 +68,6 @@ def leaf_keys(values: dict, prefix: str = "") -> set[str]:
 
 def keys_of_a_run() -> set[str]:
     return leaf_keys(config_to_dict(config_from_dict(REQUIRED, "test")))
-
-
-def write_json(tmp_path: Path, **sections: object) -> Path:
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 3}} | sections))
-    return path
 
 
 # Recipes and overrides
@@ -424,166 +414,3 @@ def test_dropped_layers_come_from_the_share_or_the_number():
     with pytest.raises(UserError, match=r"got: 25; expected: 0 to 24") as caught:
         num_dropped(ZoConfig(learning_rate=0.0, num_dropped_layers=25), 24)
     assert_whole(str(caught.value))
-
-
-# DeepSpeed JSON
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_a_bare_stage_3_is_completed(dtype, tmp_path):
-    path = write_json(tmp_path, csv_monitor={"enabled": True, "output_path": "x"})
-    expected = {
-        "zero_optimization": {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,
-            "memory_efficient_linear": False,
-            "allgather_sequential": True,
-        },
-        "csv_monitor": {"enabled": True, "output_path": "x"},
-        "train_micro_batch_size_per_gpu": 8,
-    }
-    if dtype != "fp32":
-        expected[dtype] = {"enabled": True}
-    assert load_ds_config(path, dtype, 2, 8) == expected
-
-
-def test_what_agrees_with_the_recipe_is_taken_and_the_rest_of_a_dtypes_section_kept(tmp_path):
-    path = write_json(
-        tmp_path,
-        train_micro_batch_size_per_gpu=8,
-        train_batch_size=16,
-        gradient_accumulation_steps=1,
-        bf16={"enabled": True, "check_grad_overflow": False},
-        fp16={"enabled": False},
-    )
-    assert load_ds_config(path, "bf16", 2, 8)["bf16"] == {"enabled": True, "check_grad_overflow": False}
-
-
-def test_keys_that_begin_with_an_underscore_are_comments_at_any_depth(tmp_path):
-    path = write_json(tmp_path, _comment=["a"], zero_optimization={"stage": 3, "_why": "b"})
-    assert load_ds_config(path, "fp32", 1, 1) == load_ds_config(write_json(tmp_path), "fp32", 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("sections", "expected"),
-    [
-        ({"zero_optimization": {"stage": 2}}, "does not ask for ZeRO stage 3"),
-        ({"zero_optimization": True}, "does not ask for ZeRO stage 3"),
-        ({"zero_optimization": {}}, "does not ask for ZeRO stage 3"),
-        ({"optimizer": {"type": "AdamW"}}, "LeZO is the optimizer; fix: remove the section (optimizer)"),
-        ({"scheduler": {"type": "WarmupLR"}}, "fix: remove the section (scheduler)"),
-        ({"gradient_accumulation_steps": 2}, "got: 2; expected: 1"),
-        ({"train_micro_batch_size_per_gpu": 4}, "got: 4; expected: 8"),
-        ({"train_micro_batch_size_per_gpu": "auto"}, "nothing is guessed"),
-        ({"train_batch_size": 8}, "got: 8; expected: 16"),
-        ({"fp16": {"enabled": "auto"}}, "fp16.enabled"),
-        ({"fp16": {"enabled": True}}, 'got: "fp16": {"enabled": true} and model.dtype bf16'),
-        ({"bf16": {"enabled": False}}, 'got: "bf16": {"enabled": false} and model.dtype bf16'),
-        ({"bfloat16": {"enabled": False}}, "remove bfloat16 from the JSON"),
-        ({"fp16": True}, "expected: a section"),
-        ({"torch_autocast": {"enabled": True}}, "model.dtype says it"),
-    ],
-)
-def test_a_deepspeed_section_that_does_not_fit_is_refused(sections, expected, tmp_path):
-    path = write_json(tmp_path, **sections)
-    with pytest.raises(UserError) as caught:
-        load_ds_config(path, "bf16", 2, 8)
-    assert expected in str(caught.value)
-    assert str(path) in str(caught.value)
-    assert_whole(str(caught.value))
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("stage3_param_persistence_threshold", 100000),
-        ("memory_efficient_linear", True),
-        ("allgather_sequential", False),
-        ("zero_hpz_partition_size", 2),
-        ("zero_quantized_weights", True),
-        ("zero_quantized_nontrainable_weights", True),
-    ],
-)
-def test_a_zero_setting_that_would_spoil_the_weights_is_refused(key, value, tmp_path):
-    path = write_json(tmp_path, zero_optimization={"stage": 3, key: value})
-    with pytest.raises(UserError) as caught:
-        load_ds_config(path, "fp32", 1, 1)
-    assert f"fix: remove it (zero_optimization.{key})" in str(caught.value)
-    assert f"got: {json.dumps(value)}" in str(caught.value)
-    assert_whole(str(caught.value))
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", "", '{"a": 1, "a": 2}', "null"])
-def test_a_broken_deepspeed_json_is_refused(text, tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_text(text)
-    with pytest.raises(UserError) as caught:
-        load_ds_config(path, "fp32", 1, 1)
-    assert str(path) in str(caught.value)
-    assert_whole(str(caught.value))
-
-
-def test_a_deepspeed_json_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(UserError, match="set deepspeed=ds_configs/") as caught:
-        load_ds_config(tmp_path / "absent.json", "fp32", 1, 1)
-    assert_whole(str(caught.value))
-
-
-@pytest.mark.parametrize("path", DS_CONFIGS, ids=lambda path: path.stem)
-def test_a_shipped_deepspeed_json_is_valid_and_says_what_was_not_run(path):
-    dtype = "fp16" if "fp16" in path.stem else "bf16"
-    zero = get_zero_config(load_ds_config(path, dtype, 2, 8))
-    assert (zero.stage, zero.param_persistence_threshold, zero.memory_efficient_linear) == (3, 0, False)
-    assert next(iter(json.loads(path.read_text()))) == "_comment"
-    assert "NOT run" in " ".join(json.loads(path.read_text())["_comment"])
-
-
-FORWARD_TWICE = """
-import os, sys
-import deepspeed, torch
-from transformers import OPTConfig, OPTForCausalLM
-from transformers.integrations import HfDeepSpeedConfig
-from lezo_ds.ds_config import load_ds_config
-
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-config = load_ds_config(sys.argv[1], sys.argv[2], int(os.environ["WORLD_SIZE"]), 2)
-keep = HfDeepSpeedConfig(config)
-shape = dict(vocab_size=100, hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=2)
-model = OPTForCausalLM._from_config(
-    OPTConfig(**shape, num_attention_heads=2, max_position_embeddings=64),
-    dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[sys.argv[2]],
-)
-engine = deepspeed.initialize(model=model.eval(), config=config)[0]
-ids = torch.arange(2, 18).view(2, 8)
-with torch.inference_mode():
-    first, second = (engine(input_ids=ids, use_cache=False).logits for _ in range(2))
-assert torch.equal(first, second) and first.isfinite().all()
-shards = [parameter.ds_tensor for parameter in engine.module.parameters()]
-assert all(shard.dtype == first.dtype for shard in shards)
-print("RAN", sum(shard.numel() for shard in shards))
-"""
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("zero3_cpu", "fp32"),
-        ("zero3_cpu", "bf16"),
-        ("zero3_bf16", "bf16"),
-        ("zero3_cpu_offload", "bf16"),
-    ],
-)
-def test_deepspeed_runs_a_shipped_json_on_two_cpu_ranks(name, dtype, tmp_path):
-    script = tmp_path / "forward_twice.py"
-    script.write_text(FORWARD_TWICE)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    ran = subprocess.run(
-        [*launcher, str(script), str(ROOT / "ds_configs" / f"{name}.json"), dtype],
-        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.count("RAN") == 2

@@ -25,6 +25,7 @@ DISTRIBUTED_LIBRARIES = ("deepspeed", "torch.distributed", "mpi4py")
 MAX_COMMAND_LINES = 60
 SAFE_YAML_LOADERS = {"safe_load"}
 OWN_PATTERNS = "tests/test_structure.py"
+BINARY = (".png", ".gz", ".safetensors")
 
 
 def name_of(path):
@@ -49,7 +50,7 @@ def tracked_texts():
         pytest.skip("not a git checkout")
     for name in listed.stdout.splitlines():
         path = REPOSITORY / name
-        if path.is_file() and path.suffix != ".png" and name not in ("LICENSE", OWN_PATTERNS):
+        if path.is_file() and path.suffix not in BINARY and name not in ("LICENSE", OWN_PATTERNS):
             yield name, path.read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""The dotted keys of a configuration class, as its dataclasses declare them."""
+"""What a key is, and the dotted keys of a configuration class, as its dataclasses declare them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,66 @@ import itertools
 import sys
 import textwrap
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lezo_ds.config.annotations import Choices, OptionsOf, Range
+Option = float | int | bool | str
+"""The value of one option of a component."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a key accepts.
+
+    Attributes:
+        minimum: the smallest number.
+        maximum: the largest number; None for no limit.
+        above: whether the minimum itself is excluded.
+    """
+
+    minimum: int
+    maximum: int | None = None
+    above: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        if value < self.minimum or (self.above and value == self.minimum):
+            return False
+        return self.maximum is None or value <= self.maximum
+
+    def __str__(self) -> str:
+        if self.maximum is not None:
+            return f"{self.minimum} to {self.maximum}"
+        return f"{'above' if self.above else 'at least'} {self.minimum}"
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The values of a text key are the names in a registry. Upper and lower case are the same.
+
+    Attributes:
+        names: the registry, or its names. It is looked at whenever a value is read: later entries count.
+    """
+
+    names: Collection[str]
+
+
+@dataclass(frozen=True)
+class OptionsOf:
+    """The key is an open section: it holds the options of a component that another key names.
+
+    A configuration that was read holds every option of its component, with defaults filled in.
+
+    Attributes:
+        chooser: the key, in the same section, that names the component.
+        defaults: maps the component's name to the default value of each of its options, by name. A value
+            must have the type of its default.
+    """
+
+    chooser: str
+    defaults: Callable[[str], Mapping[str, Option]]
+
 
 _TYPE_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "options"}
 

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +46,15 @@ def read(schema: Schema, values: Mapping[str, Any], where: str) -> Any:  # noqa:
     Raises:
         UserError: an unknown or missing key, or a value of the wrong type or out of range.
     """
-    given_options: dict[str, dict[str, Any]] = {name: {} for name in schema.open_sections}
-    checked: dict[str, Any] = {}
+    missing = [key for key in schema.keys.values() if key.required and key.name not in values]
+    checked = {key.name: key.default for key in schema.keys.values()}
+    options: dict[str, dict[str, Any]] = {name: {} for name in schema.open_sections}
     for name, value in values.items():
         section, _, option = name.rpartition(".")
-        if section in given_options:
-            given_options[section][option] = value
-        elif name not in schema.keys or name in given_options:
-            raise _unknown_key(schema, name, where)
-    missing = [key for key in schema.keys.values() if key.required and key.name not in values]
+        if section in options:
+            options[section][option] = value
+        else:
+            checked[name] = check_value(find_key(schema, name, where), value, where)
     if missing:
         raise UserError(
             f"missing in {where}: {', '.join(key.name for key in missing)}",
@@ -62,12 +62,37 @@ def read(schema: Schema, values: Mapping[str, Any], where: str) -> Any:  # noqa:
             expected="; ".join(f"{key.name}, {key.expected}" for key in missing),
             fix=f"add it to the file, or {missing[0].name}=... on the command line",
         )
-    for name, key in schema.keys.items():
-        if name not in given_options:
-            checked[name] = check_value(key, values[name], where) if name in values else key.default
-    for name, given in given_options.items():
-        checked[name] = _read_options(schema.keys[name], given, checked, where)
+    for section, given in options.items():
+        checked[section] = _read_options(schema.keys[section], given, checked, where)
     return _build(schema, schema.config_type, checked, "")
+
+
+def find_key(schema: Schema, name: str, where: str) -> Key:
+    """Return the key of a dotted name.
+
+    Raises:
+        UserError: there is none, or it is a section; names the nearest key.
+    """
+    section, _, leaf = name.rpartition(".")
+    siblings = [key for key in schema.keys if key.rpartition(".")[0] == section]
+    if name in schema.keys and name not in schema.open_sections:
+        return schema.keys[name]
+    if name in schema.sections or name in schema.open_sections:
+        below = [key for key in schema.keys if key.startswith(name + ".")]
+        raise UserError(
+            f"{name} in {where} is a section, not a value",
+            got="a single value",
+            expected="the keys " + ", ".join(below) if below else schema.keys[name].expected,
+            fix=f"write them below {name}:, or {name}.KEY=... on the command line",
+        )
+    elsewhere = [key for key in schema.keys if key.rpartition(".")[2] == leaf]
+    near = elsewhere or nearest(name, siblings) or nearest(name, schema.keys)
+    raise UserError(
+        f"unknown key in {where}",
+        got=name,
+        expected="one of " + ", ".join(siblings or schema.keys),
+        fix=f"did you mean {near[0]}?" if near else "remove it",
+    )
 
 
 def read_yaml(path: Path) -> Mapping[str, Any]:
@@ -137,19 +162,6 @@ def parse_override(override: str) -> tuple[str, Any]:
     return name, value
 
 
-def check_overrides(schema: Schema, overrides: Sequence[str], where: str = "the command line") -> None:
-    """Refuse overrides that no configuration could take; values that do not go together are not noticed.
-
-    Raises:
-        UserError: an unknown key, or a value of the wrong type or out of range.
-    """
-    for name, value in map(parse_override, overrides):
-        if name in schema.keys and name not in schema.open_sections:
-            check_value(schema.keys[name], value, where)
-        elif name.rpartition(".")[0] not in schema.open_sections:
-            raise _unknown_key(schema, name, where)
-
-
 def check_value(key: Key, value: object, where: str) -> Any:  # noqa: ANN401 (one of the key's type)
     """Return a key's value, converted to the key's type if YAML gave another for it.
 
@@ -216,34 +228,6 @@ def _read_options(
         option = Key(name=f"{key.name}.{name}", kind=type(default), default=default)
         found[name] = check_value(option, value, where)
     return found
-
-
-def _unknown_key(schema: Schema, name: str, where: str) -> UserError:
-    if name in schema.open_sections:
-        return UserError(
-            f"{name} in {where} is a section, not a value",
-            got="a single value",
-            expected=schema.keys[name].expected,
-            fix=f"write them below {name}:, or {name}.NAME=... on the command line",
-        )
-    if name in schema.sections:
-        keys = [key for key in schema.keys if key.startswith(name + ".")]
-        return UserError(
-            f"{name} in {where} is a section, not a value",
-            got="a single value",
-            expected="the keys " + ", ".join(keys),
-            fix=f"write them below {name}:, or {keys[0]}=... on the command line",
-        )
-    section, _, leaf = name.rpartition(".")
-    siblings = [key for key in schema.keys if key.rpartition(".")[0] == section]
-    elsewhere = [key for key in schema.keys if key.rpartition(".")[2] == leaf]
-    near = elsewhere or nearest(name, siblings) or nearest(name, schema.keys)
-    return UserError(
-        f"unknown key in {where}",
-        got=name,
-        expected="one of " + ", ".join(siblings or schema.keys),
-        fix=f"did you mean {near[0]}?" if near else "remove it",
-    )
 
 
 def _fix_of_value(key: Key, value: object) -> str:

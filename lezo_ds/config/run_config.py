@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lezo_ds.config.keys import yaml_scalar
-from lezo_ds.config.reading import check_overrides as check_overrides_of
-from lezo_ds.config.reading import flatten_sections, parse_override, read, read_yaml
+from lezo_ds.config.reading import check_value, find_key, flatten_sections, parse_override, read, read_yaml
 from lezo_ds.config.schema import SCHEMA, TRAINED, ZEROTH_ORDER, RunConfig, ZoConfig
 from lezo_ds.errors import UserError
 
@@ -61,12 +60,14 @@ def config_from_dict(values: Mapping[str, Any], where: str, overrides: Sequence[
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Refuse overrides that no run's configuration could take, before anything else is known of it.
+    """Refuse overrides that no run's configuration accepts, before the rest of it is known.
 
     Raises:
         UserError: an unknown key, or a value of the wrong type or out of range.
     """
-    check_overrides_of(SCHEMA, overrides)
+    for name, value in map(parse_override, overrides):
+        if name.rpartition(".")[0] not in SCHEMA.open_sections:
+            check_value(find_key(SCHEMA, name, "the command line"), value, "the command line")
 
 
 def describe() -> str:

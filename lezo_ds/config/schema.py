@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from lezo_ds.config.annotations import Choices, Range
-from lezo_ds.config.keys import Schema
+from lezo_ds.config.keys import Choices, Range, Schema
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Protocol
 from lezo_ds.zo.precision import UpdatePrecision

@@ -1,7 +1,7 @@
 """LeZO's experiments as data: every cell of its tables, and its hyperparameters (Wang et al. 2024).
 
-The rows of MeZO (Malladi et al. 2023) are the reproduction of LeZO's authors. Scores are per cent: accuracy,
-and token F1 for SQuAD and DROP.
+The rows of MeZO (Malladi et al. 2023) were reproduced by LeZO's authors. Scores are accuracies in percent,
+and token F1 in percent for SQuAD and DROP.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Score:
-    """Mean and sample deviation over seeds, in per cent; a single run has no deviation."""
+    """Mean and sample standard deviation over seeds, in percent; a single run has no deviation."""
 
     mean: float
     deviation: float | None = None
@@ -32,7 +32,7 @@ class Score:
 
 @dataclass(frozen=True)
 class PaperModel:
-    """Size of a model: its transformer blocks, and its parameters with the tied head counted once."""
+    """Size of a model. The tied embedding and head are counted once."""
 
     num_blocks: int
     num_parameters: int
@@ -40,9 +40,9 @@ class PaperModel:
 
 @dataclass(frozen=True)
 class PaperTask:
-    """How a task is written in the tables, and the examples it has under MeZO's protocol.
+    """Title of a task in the tables, and its numbers of examples with MeZO's protocol.
 
-    WSC's 54 are what a validation set of 500 leaves of its 554 records.
+    WSC has 54 training examples because 500 of its 554 records are used for validation.
     """
 
     title: str
@@ -53,15 +53,16 @@ class PaperTask:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What the paper says of a cell's training; weight decay is 0 everywhere.
+    """Hyperparameters of an experiment; weight decay is 0 everywhere.
 
     Attributes:
         learning_rates: all that were searched, in the paper's order.
-        batch_size: examples in a step.
-        perturbation_scale: "eps" in the paper's table; None for AdamW, as for the next two.
-        sparsity: share of the blocks a step leaves out; MeZO's is 0.
-        steps: of the run. AdamW runs for epochs instead.
-        epochs: of AdamW, whose learning rate falls linearly; None for the others, whose rate is constant.
+        batch_size: number of examples in a step.
+        perturbation_scale: "eps" in the paper's table; None for AdamW.
+        sparsity: share of the transformer blocks that a step drops, 0 for MeZO; None for AdamW.
+        steps: number of steps; None for AdamW.
+        epochs: number of epochs of AdamW, whose learning rate falls linearly; None for the other methods,
+            whose learning rate is constant.
     """
 
     learning_rates: tuple[float, ...]
@@ -150,7 +151,7 @@ PAPER_SCORES: Mapping[Experiment, Score] = {
     **_read_table("opt-13b", _OPT_13B),
     **_read_table("opt-30b", _OPT_30B),
 }
-"""Every cell of the paper's tables, and what it holds."""
+"""Every cell of the paper's tables, with its score."""
 
 _LEARNING_RATES: Mapping[tuple[Method, PeftKind], Mapping[str, tuple[float, ...]]] = {
     ("lezo", "none"): {"": (1e-6, 7e-7), "opt-1.3b": (3e-6, 1e-6)},
@@ -161,25 +162,25 @@ _LEARNING_RATES: Mapping[tuple[Method, PeftKind], Mapping[str, tuple[float, ...]
     ("mezo", "lora"): {"": (1e-4, 5e-5), "squad": (1e-4, 5e-5, 1e-5)},
     ("adamw", "none"): {"": (1e-5, 5e-5, 8e-5)},
 }
-"""The learning rates searched: in general, and those of a task or model that has its own."""
+"""The learning rates that were searched: under "", and under a task or model that has its own."""
 
 _PERTURBATION_SCALES: Mapping[PeftKind, float] = {"none": 1e-3, "prefix": 1e-1, "lora": 1e-2}
 _SPARSITIES: Mapping[PeftKind, float] = {"none": 0.75, "prefix": 0.75, "lora": 0.5}
 
 
-def hyperparameters(cell: Experiment) -> Hyperparameters:
-    """Return the hyperparameters of a cell that trains.
+def hyperparameters(experiment: Experiment) -> Hyperparameters:
+    """Return the hyperparameters of an experiment that trains.
 
     >>> hyperparameters(Experiment("opt-1.3b", "sst2", "lezo")).learning_rates
     (3e-06, 1e-06)
     """
-    rates = _LEARNING_RATES[cell.method, cell.peft]
-    searched = rates.get(cell.task) or rates.get(cell.model) or rates[""]
-    if cell.method == "adamw":
+    rates = _LEARNING_RATES[experiment.method, experiment.peft]
+    searched = rates.get(experiment.task) or rates.get(experiment.model) or rates[""]
+    if experiment.method == "adamw":
         return Hyperparameters(searched, batch_size=8, epochs=5)
     return Hyperparameters(
         searched,
-        perturbation_scale=_PERTURBATION_SCALES[cell.peft],
-        sparsity=_SPARSITIES[cell.peft] if cell.method == "lezo" else 0.0,
+        perturbation_scale=_PERTURBATION_SCALES[experiment.peft],
+        sparsity=_SPARSITIES[experiment.peft] if experiment.method == "lezo" else 0.0,
         steps=20_000,
     )
