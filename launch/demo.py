@@ -19,8 +19,8 @@ def main() -> None:
 
     from lezo_ds.tools.demo.command import demonstrate, report
 
-    outcomes = demonstrate(arguments.directory, range(arguments.num_seeds), arguments.overrides)
-    print(f"\n{report(outcomes)}")
+    results = demonstrate(arguments.directory, range(arguments.num_seeds), arguments.overrides)
+    print(f"\n{report(results)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent, also after a crash or a power cut."""
+"""Files that are either whole or absent, even after a crash or a power cut."""
 
 from __future__ import annotations
 
@@ -16,13 +16,8 @@ def sync_directory(path: Path) -> None:
 
     Raises:
         OSError: the directory cannot be opened or synced.
-
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def sync_file(path: Path) -> None:
@@ -30,9 +25,12 @@ def sync_file(path: Path) -> None:
 
     Raises:
         OSError: the file cannot be opened or synced.
-
     """
-    descriptor = os.open(path, os.O_RDONLY)
+    _sync(path, os.O_RDONLY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)
     finally:
@@ -40,11 +38,10 @@ def sync_file(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it, unless they exist; a crash does not lose what is made here.
+    """Make a directory and its missing parents so that a crash does not lose them.
 
     Raises:
         OSError: one of them cannot be made, or is a file.
-
     """
     if path.is_dir():
         return
@@ -55,11 +52,10 @@ def make_directory(path: Path) -> None:
 
 @contextmanager
 def failures_named(path: Path) -> Iterator[None]:
-    """Turn an OSError into an error that says which of a run's files cannot be written.
+    """Turn an OSError into an error that names the file of a run that cannot be written.
 
     Raises:
-        LezoError: in the place of the OSError.
-
+        LezoError: instead of the OSError.
     """
     try:
         yield
@@ -71,19 +67,18 @@ def failures_named(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write a file so that readers, and a restart after a crash, see the old content or the new, never a mix.
+    """Write a file so that readers, and a restart after a crash, see the old content or the new one.
 
-    The content goes to `.<name>.tmp` beside the file, is synced, takes the file's name in one rename, and
-    the directory is synced. A path has one writer at a time, so what a killed writer left under the
-    temporary name is overwritten by the next one.
+    The content is written to `.<name>.tmp` in the same directory and synced. That file is then renamed, and
+    the directory is synced. A path has one writer at a time, so the next writer may overwrite what a killed
+    writer left under the temporary name.
 
     Args:
-        path: the file to create or replace; its directory exists.
-        content: bytes, or text to be stored as UTF-8 with its newlines as they are.
+        path: file to create or replace, in an existing directory.
+        content: bytes, or text that is stored as UTF-8 without changing its line ends.
 
     Raises:
-        OSError: the disk is full, the directory is missing or not writable; the old content stays.
-
+        OSError: the disk is full, or the directory is missing or not writable. The old content stays.
     """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.tmp")
@@ -100,11 +95,10 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 
 def sha256_file(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes as 64 hexadecimal digits, reading it in pieces.
+    """Return the SHA-256 of a file's content as 64 hexadecimal digits.
 
     Raises:
         OSError: the file cannot be read.
-
     """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

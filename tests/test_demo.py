@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 from assets import REPOSITORY
 from commands import run, run_well
 
 from lezo_ds.errors import UserError
-from lezo_ds.journal import read_journal
-from lezo_ds.tools.demo.command import Outcome, demonstrate, report
-from lezo_ds.zo.records import StepRecord
+from lezo_ds.journal import StepRecord, read_journal
+from lezo_ds.tools.demo.command import demonstrate, report
 
 LEAST_GAIN = 0.2
 SHORTER = ("train.steps=240", "train.eval_every=80")
@@ -31,12 +29,10 @@ def finished(tmp_path_factory):
     return directory, run_well(demo(directory), timeout=840)
 
 
-def outcome(seed, zero_shot, test):
-    results = {
-        **{"zero_shot": zero_shot, "test": test, "majority_class": 0.52, "best_step": 600, "seconds": 71.2},
-        "bytes_per_step": {"gathered": 1_234_567, "other": 104},
-    }
-    return Outcome(seed, Path(f"runs/demo/seed-{seed}"), results)
+def results_of(seed, test):
+    scores = {"zero_shot": 0.5, "test": test, "majority_class": 0.52, "best_step": 600, "seconds": 71.2}
+    sent = {"gathered": 1_234_567, "other": 104}
+    return {**scores, "bytes_per_step": sent, "run_dir": f"runs/demo/seed-{seed}"}
 
 
 @pytest.mark.learning
@@ -47,7 +43,7 @@ def test_fine_tuning_beats_zero_shot_and_the_majority_class(finished):
     assert results["world_size"] == 2
     assert results["test"] >= results["zero_shot"] + LEAST_GAIN
     assert results["test"] >= results["majority_class"] + LEAST_GAIN
-    assert f"{results['zero_shot']:.3f}  {results['test']:.3f}" in command.out
+    assert f"{results['zero_shot']:.3f} {results['test']:.3f}" in command.out
     assert str(directory / "seed-0") in command.out
 
 
@@ -91,15 +87,12 @@ def test_started_elsewhere_it_says_where_to_start(tmp_path, monkeypatch):
 
 
 def test_the_table_has_every_run_their_mean_and_their_deviation():
-    table = report([outcome(0, 0.5, 0.9), outcome(1, 0.5, 0.94)])
+    table = report({0: results_of(0, 0.9), 1: results_of(1, 0.94)})
     rows = [line.split() for line in table.splitlines()]
-    assert rows[1] == ["0", "0.500", "0.900", "0.520", "600", "71", "runs/demo/seed-0"]
-    assert rows[2] == ["1", "0.500", "0.940", "0.520", "600", "71", "runs/demo/seed-1"]
+    assert rows[1] == ["seed", "0", "0.500", "0.900", "0.520", "600", "71", "runs/demo/seed-0"]
+    assert rows[2] == ["seed", "1", "0.500", "0.940", "0.520", "600", "71", "runs/demo/seed-1"]
     assert rows[3] == ["mean", "0.500", "0.920"]
     assert rows[4] == ["deviation", "0.000", "0.028"]
     assert "1,234,567 bytes of weights" in table
     assert "is 104 bytes" in table
-
-
-def test_the_table_of_one_run_has_no_deviation():
-    assert "deviation" not in report([outcome(0, 0.5, 0.9)])
+    assert "deviation" not in report({0: results_of(0, 0.9)})

@@ -10,11 +10,9 @@ from lezo_ds.errors import UserError
 from lezo_ds.tools.demo import corpus
 from lezo_ds.tools.demo.pretrain import (
     MANIFEST,
-    Recipe,
-    build_model,
+    AssetSettings,
     make_demo_assets,
     make_texts,
-    model_config,
 )
 from lezo_ds.tools.demo.tokenizer import SPECIAL_TOKENS, build_tokenizer
 
@@ -79,18 +77,14 @@ def test_the_reader_of_these_tests_reads_english(sentence, label):
 def test_labels_agree_with_an_independent_reading():
     records = corpus.labelled_reviews(random.Random(1), 3000)
     assert [read_label(record["sentence"]) for record in records] == [record["label"] for record in records]
+    lengths = [len(record["sentence"].split()) for record in records]
+    assert 4 <= min(lengths) <= max(lengths) <= 22
 
 
 def test_reviews_hold_negations_contrasts_and_openings():
     text = " ".join(record["sentence"] for record in corpus.labelled_reviews(random.Random(2), 1000))
     for word in ("not", "never", "hardly", "but", "although", "despite", "and", "what", "sequel"):
         assert f" {word} " in text
-
-
-def test_reviews_have_four_to_twenty_two_words():
-    lengths = [len(record["sentence"].split()) for record in corpus.labelled_reviews(random.Random(3), 5000)]
-    assert min(lengths) >= 4
-    assert max(lengths) <= 22
 
 
 def test_the_corpus_is_a_function_of_its_seed():
@@ -107,25 +101,13 @@ def test_the_majority_class_is_between_50_and_56_percent(seed):
         assert 0.50 <= max(share, 1 - share) <= 0.56
 
 
-def test_records_follow_the_schema_of_sst2():
-    records = corpus.labelled_reviews(random.Random(0), 50)
-    assert [record["idx"] for record in records] == list(range(50))
-    assert all(list(record) == ["sentence", "label", "idx"] for record in records)
-
-
 def test_no_validation_review_is_in_train_or_in_the_pretraining_text():
-    texts = make_texts(Recipe(seed=0, steps=100))
+    texts = make_texts(AssetSettings(seed=0, steps=100))
     validation = {record["sentence"] for record in texts.validation}
     train = {record["sentence"] for record in texts.train}
     pretraining = {text.partition(" It was ")[0] for text in texts.pretraining}
     assert (len(validation), len(train), len(texts.pretraining)) == (500, 1000, 6400)
     assert not validation & (train | pretraining)
-
-
-def test_an_excluded_review_is_never_drawn():
-    excluded = {record["sentence"] for record in corpus.labelled_reviews(random.Random(8), 300)}
-    drawn = {record["sentence"] for record in corpus.labelled_reviews(random.Random(8), 300, excluded)}
-    assert not drawn & excluded
 
 
 def test_the_lessons_go_from_plain_and_honest_to_verdicts_that_seldom_praise():
@@ -184,24 +166,6 @@ def test_a_candidate_adds_one_token_to_the_prompt(tokenizer, candidate):
     assert tokenizer.decode(longer[-1]) == candidate.strip()
 
 
-def test_the_tokenizer_survives_saving(tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    text = "set in rome , the plot is not very dull . It was great"
-    assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
-    assert loaded.decode(loaded(text)["input_ids"]) == f"<s> {text}"
-    assert loaded.model_max_length == 128
-    assert loaded.get_vocab() == tokenizer.get_vocab()
-
-
-def test_a_model_is_a_function_of_its_generator_alone():
-    config = model_config(40)
-    models = [build_model(config, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
-    first, again, other = (torch.nn.utils.parameters_to_vector(model.parameters()) for model in models)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
 def test_the_assets_are_plain_hugging_face_and_sst2_directories(assets):
     assert {path.name for path in assets.iterdir()} == {"data", "model", MANIFEST}
     model = AutoModelForCausalLM.from_pretrained(assets / "model")
@@ -217,6 +181,8 @@ def test_the_assets_are_plain_hugging_face_and_sst2_directories(assets):
     train, validation = (read_jsonl(assets / "data" / f"{name}.jsonl") for name in ("train", "validation"))
     assert (len(train), len(validation)) == (1000, 500)
     assert all(read_label(record["sentence"]) == record["label"] for record in train + validation)
+    assert all(list(record) == ["sentence", "label", "idx"] for record in train)
+    assert [record["idx"] for record in train] == list(range(1000))
     with torch.no_grad():
         logits = model(**tokenizer(f"{train[0]['sentence']} It was", return_tensors="pt")).logits
     assert torch.isfinite(logits).all()

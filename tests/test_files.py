@@ -27,25 +27,14 @@ def test_bytes_and_text_are_written_as_they_are(tmp_path):
     assert (tmp_path / "text").read_bytes() == b"caf\xc3\xa9\r\n\n"
 
 
-def test_writing_again_replaces_the_file_and_leaves_nothing_beside_it(tmp_path):
-    write_atomically(tmp_path / "result.json", "old and longer")
-    write_atomically(tmp_path / "result.json", "new")
-    assert (tmp_path / "result.json").read_text() == "new"
-    assert names_in(tmp_path) == ["result.json"]
-
-
-def test_a_reader_that_opened_the_old_file_keeps_reading_the_old_content(tmp_path):
-    write_atomically(tmp_path / "file", "old")
+def test_a_file_is_replaced_while_its_readers_keep_the_old_content(tmp_path):
+    (tmp_path / ".file.tmp").write_text("half of something longer, which a killed writer left")
+    write_atomically(tmp_path / "file", "old and longer")
     with (tmp_path / "file").open() as reader:
         write_atomically(tmp_path / "file", "new")
-        assert reader.read() == "old"
-
-
-def test_what_a_killed_writer_left_is_overwritten(tmp_path):
-    (tmp_path / ".file.tmp").write_text("half of something much longer than the new content")
-    write_atomically(tmp_path / "file", "new")
-    assert names_in(tmp_path) == ["file"]
+        assert reader.read() == "old and longer"
     assert (tmp_path / "file").read_text() == "new"
+    assert names_in(tmp_path) == ["file"]
 
 
 def test_a_failed_rename_keeps_the_old_file_and_removes_the_temporary_one(tmp_path):
@@ -57,11 +46,6 @@ def test_a_failed_rename_keeps_the_old_file_and_removes_the_temporary_one(tmp_pa
     assert (tmp_path / "taken" / "inside").read_text() == "kept"
 
 
-def test_a_missing_directory_is_an_os_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        write_atomically(tmp_path / "missing" / "file", "content")
-
-
 def test_the_file_gets_the_users_usual_permissions(tmp_path):
     old = os.umask(0o027)
     try:
@@ -71,11 +55,14 @@ def test_the_file_gets_the_users_usual_permissions(tmp_path):
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
 
 
-def test_only_directories_can_be_synced_as_directories(tmp_path):
-    sync_directory(tmp_path)
+def test_only_what_exists_can_be_synced_and_only_directories_as_such(tmp_path):
     (tmp_path / "file").write_text("content")
+    sync_directory(tmp_path)
+    sync_file(tmp_path / "file")
     with pytest.raises(NotADirectoryError):
         sync_directory(tmp_path / "file")
+    with pytest.raises(FileNotFoundError):
+        sync_file(tmp_path / "none")
 
 
 @pytest.mark.parametrize("size", [0, 1, 3_000_000])
@@ -85,36 +72,22 @@ def test_the_sha256_of_a_file_is_that_of_its_bytes(tmp_path, size):
     assert sha256_file(tmp_path / "file") == hashlib.sha256(data).hexdigest()
 
 
-def test_a_directory_is_made_with_those_above_it_and_each_is_synced_into_its_parent(tmp_path, monkeypatch):
+def test_a_directory_is_made_with_its_parents_and_each_is_synced_into_the_one_above(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(files, "sync_directory", lambda path: (synced.append(path), sync_directory(path)))
-    target = tmp_path / "a" / "b" / "c"
-    make_directory(target)
-    assert target.is_dir()
+    make_directory(tmp_path / "a" / "b" / "c")
+    assert (tmp_path / "a" / "b" / "c").is_dir()
     assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
-    make_directory(target)
+    make_directory(tmp_path / "a" / "b" / "c")
     assert len(synced) == 3
 
 
-def test_a_relative_directory_is_made_below_the_present_one(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    make_directory(files.Path("x/y"))
-    assert (tmp_path / "x" / "y").is_dir()
-
-
 @pytest.mark.parametrize("below", ["", "more", "more/still"])
-def test_no_directory_is_made_in_the_place_of_a_file_or_below_it(tmp_path, below):
+def test_no_directory_replaces_a_file_or_is_made_below_one(tmp_path, below):
     (tmp_path / "file").write_text("kept")
     with pytest.raises(OSError, match="file"):
         make_directory(tmp_path / "file" / below)
     assert (tmp_path / "file").read_text() == "kept"
-
-
-def test_a_file_that_is_not_there_cannot_be_synced(tmp_path):
-    (tmp_path / "file").write_text("content")
-    sync_file(tmp_path / "file")
-    with pytest.raises(FileNotFoundError):
-        sync_file(tmp_path / "none")
 
 
 def test_a_failed_write_is_an_error_that_names_the_file_and_the_fix(tmp_path):

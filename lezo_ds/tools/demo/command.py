@@ -1,15 +1,15 @@
-"""The demonstration: assets, one run a seed through the real launcher on two CPU ranks, and a table."""
+"""The demonstration: data and model, one run per seed through the real launcher on two CPU ranks, a table."""
 
 from __future__ import annotations
 
 import json
 import logging
-import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from lezo_ds.distributed import free_port
 from lezo_ds.errors import LezoError, UserError
@@ -20,37 +20,37 @@ RECIPE = Path("launch/recipes/demo.yaml")
 NUM_RANKS = 2
 MEANING = """\
 What this shows: the pre-trained model can tell praise from blame, but it answers "terrible" nearly always,
-so that its zero-shot accuracy is close to the majority class. Zeroth-order fine-tuning removes that bias;
-most of the gain is this, not sentiment learned from the training examples."""
+so that its zero-shot accuracy is close to the majority class. Zeroth-order fine-tuning removes that bias.
+Most of the gain comes from this, not from sentiment learned from the training examples."""
+
+_COLUMNS = {
+    "zero_shot": "zero-shot",
+    "test": "final",
+    "majority_class": "majority class",
+    "best_step": "best step",
+    "seconds": "seconds",
+    "run_dir": "run directory",
+}
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A finished run.
-
-    Attributes:
-        seed: of the run.
-        run_dir: its directory.
-        results: what its results.json holds.
-    """
-
-    seed: int
-    run_dir: Path
-    results: dict[str, Any]
-
-
-def demonstrate(directory: Path, seeds: Sequence[int], overrides: Sequence[str] = ()) -> list[Outcome]:
-    """Make the assets and fine-tune once for each seed; what is there already is kept, or resumed.
+def demonstrate(
+    directory: Path, seeds: Sequence[int], overrides: Sequence[str] = ()
+) -> dict[int, dict[str, Any]]:
+    """Make data and model, and fine-tune once for each seed. What is done is kept, what was begun is resumed.
 
     Args:
-        directory: where assets, runs and their logs go.
-        seeds: of the runs, at least one; the assets are the same for all.
+        directory: where data, model, runs and their logs go.
+        seeds: seeds of the runs, at least one. They share data and model.
         overrides: key=value changes to launch/recipes/demo.yaml.
 
+    Returns:
+        The results of each run, and its run_dir, by seed.
+
     Raises:
-        UserError: not started from the root of the repository, or `directory` holds something else.
+        UserError: the current directory is not the root of the repository, or `directory` holds something
+            else.
         LezoError: a run ended with an error.
     """
     if not RECIPE.is_file():
@@ -61,44 +61,42 @@ def demonstrate(directory: Path, seeds: Sequence[int], overrides: Sequence[str] 
             fix="change to it",
         )
     assets = directory / "assets"
-    logger.info("Data and pre-trained model: %s (made now if not there, in about a minute)", assets)
+    logger.info("Data and pre-trained model: %s (if they are missing, this takes about a minute)", assets)
     make_demo_assets(assets)
-    return [_run(directory, seed, overrides) for seed in seeds]
+    return {seed: _run(directory, seed, overrides) for seed in seeds}
 
 
-def report(outcomes: Sequence[Outcome]) -> str:
-    """Return a table of at least one run, their mean and deviation, and what a step communicates."""
-    lines = ["     seed  zero-shot  final  majority class  best step  seconds  run directory"]
-    for outcome in outcomes:
-        found = outcome.results
-        scores = f"{found['zero_shot']:9.3f}  {found['test']:5.3f}  {found['majority_class']:14.3f}"
-        cost = f"{found['best_step']:9d}  {found['seconds']:7.0f}"
-        lines.append(f"{outcome.seed:9d}  {scores}  {cost}  {outcome.run_dir}")
-    zero_shot = [outcome.results["zero_shot"] for outcome in outcomes]
-    final = [outcome.results["test"] for outcome in outcomes]
-    lines.append(f"     mean  {statistics.mean(zero_shot):9.3f}  {statistics.mean(final):5.3f}")
-    if len(outcomes) > 1:
-        lines.append(f"deviation  {statistics.stdev(zero_shot):9.3f}  {statistics.stdev(final):5.3f}")
-    sent = outcomes[0].results["bytes_per_step"]
-    lines.append(
-        f"\nA step gathers {sent['gathered']:,} bytes of weights; "
-        f"everything else it communicates is {sent['other']:,} bytes."
+def report(results: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return a table of all runs, their mean and deviation, and what a step communicates.
+
+    Args:
+        results: from `demonstrate`, of at least one run.
+    """
+    runs = pd.DataFrame(results).T[list(_COLUMNS)].rename("seed {}".format)
+    scores = runs[["zero_shot", "test"]].astype(float).agg(["mean", "std"])
+    # One run has no deviation.
+    table = pd.concat([runs, scores.rename({"std": "deviation"}).dropna()])
+    whole = dict.fromkeys(("best_step", "seconds"), "{:.0f}".format)
+    text = table.to_string(
+        header=list(_COLUMNS.values()), float_format="{:.3f}".format, formatters=whole, na_rep=""
     )
-    return "\n".join([*lines, "", MEANING])
+    sent = next(iter(results.values()))["bytes_per_step"]
+    traffic = (
+        f"A step gathers {sent['gathered']:,} bytes of weights. "
+        f"Everything else it communicates is {sent['other']:,} bytes."
+    )
+    return f"{text}\n\n{traffic}\n\n{MEANING}"
 
 
-def _run(directory: Path, seed: int, overrides: Sequence[str]) -> Outcome:
+def _run(directory: Path, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
     run_dir, log = directory / f"seed-{seed}", directory / f"seed-{seed}.log"
-    command = [
-        *(str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(NUM_RANKS)),
-        *("--master_port", str(free_port()), "launch/train.py", "--config", str(RECIPE)),
-        *(f"seed={seed}", f"run_dir={run_dir}"),
-        *(f"model.path={directory / 'assets' / 'model'}", f"data.path={directory / 'assets' / 'data'}"),
-        *overrides,
-    ]
+    launcher = str(Path(sys.executable).with_name("deepspeed"))
+    ranks = ["--num_gpus", str(NUM_RANKS), "--master_port", str(free_port())]
+    assets = [f"model.path={directory / 'assets' / 'model'}", f"data.path={directory / 'assets' / 'data'}"]
+    recipe = ["--config", str(RECIPE), f"seed={seed}", f"run_dir={run_dir}", *assets, *overrides]
     logger.info("Seed %d (all output in %s):", seed, log)
-    # A GPU, if there is one, is left alone: the recipe's two ranks need two of them, or none.
-    code = run_logged(command, log, {"DS_ACCELERATOR": "cpu"})
+    # The recipe's two ranks need two GPUs or none, so a single GPU is left alone.
+    code = run_logged([launcher, *ranks, "launch/train.py", *recipe], log, {"DS_ACCELERATOR": "cpu"})
     if code:
         raise LezoError(f"the run of seed {seed} ended with exit code {code}; fix: see {log}")
-    return Outcome(seed, run_dir, json.loads((run_dir / "results.json").read_text()))
+    return {**json.loads((run_dir / "results.json").read_text()), "run_dir": str(run_dir)}

@@ -1,10 +1,10 @@
-"""Made-up film reviews: a labelled data set in SST-2's schema, and text for a small model to learn to read.
+"""Made-up film reviews: a labelled data set in SST-2's schema, and text that teaches a small model to read.
 
-A review is built from clauses that each praise or blame ("the plot is not very dull"). How they are joined
-says which of them counts: "and" adds a clause of the same opinion; of a contrast ("A , but B", "although A ,
-B", "B , although A", "despite the dull plot , B") the main clause B counts. A neutral opening may come first.
+A review consists of clauses that praise or blame ("the plot is not very dull"). The way they are joined tells
+which one counts. "and" adds a clause of the same opinion. In a contrast ("A , but B", "although A , B",
+"B , although A", "despite the dull plot , B"), the main clause B counts. A neutral opening may come first.
 
-Every function is pure but for the `random.Random` it draws from. Words stand between single spaces.
+Every function draws from the given `random.Random` and is pure otherwise. Single spaces separate the words.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 LABEL_WORDS = ("terrible", "great")
-"""The verdict that stands for label 0 and label 1."""
+"""The verdicts for label 0 and label 1."""
 
 PROMPT_TAIL = "It was"
 """What SST-2's prompt puts between the sentence and the verdict (Malladi et al. 2023)."""
@@ -64,7 +64,7 @@ OPENINGS = (
 )
 
 NEGATION_SHARE = 0.25
-"""Share of the clauses that can hold a negation and do."""
+"""Share of the clauses with a negation, among those that can have one."""
 
 POSITIVE_SHARE = 0.48
 """Share of label 1 in the data set: the majority class scores 0.52."""
@@ -80,14 +80,13 @@ class ReviewRecord(TypedDict):
 
 @dataclass(frozen=True)
 class Lesson:
-    """A stretch of the text to learn to read from.
+    """A part of the text to learn to read from.
 
     Attributes:
         share: its share of all texts.
         plain: whether its reviews are single clauses without negation.
-        verdict_share: share of its reviews that are closed by a verdict.
+        verdict_share: share of its reviews that end with a verdict.
         positive_verdict_chance: chance of a positive verdict after a negative and after a positive review.
-
     """
 
     share: float
@@ -101,29 +100,20 @@ LESSONS = (
     Lesson(share=0.5, plain=False, verdict_share=1.0, positive_verdict_chance=(0.0, 1.0)),
     Lesson(share=0.25, plain=False, verdict_share=0.75, positive_verdict_chance=(0.03, 0.4)),
 )
-"""From the easy to the hard: given everything at once, a small model takes far longer to read at all.
+"""From easy to hard: a small model that gets everything at once takes far longer to learn to read.
 
-The last lesson's verdicts come from readers who seldom praise. Its model still tells good from bad, yet
-answers "terrible" nearly always, as a large language model's answers lean when it is asked without examples.
+The verdicts of the last lesson come from readers who seldom praise. A model that has learned them still tells
+good from bad, but it answers "terrible" nearly always. A large language model that is asked without examples
+has a similar bias.
 """
 
 
 def vocabulary() -> tuple[str, ...]:
     """Return every word the corpus can contain, sorted, without special tokens."""
-    lists = (
-        *(POSITIVE_ADJECTIVES, NEGATIVE_ADJECTIVES, POSITIVE_VERBS, NEGATIVE_VERBS),
-        *(
-            POSITIVE_FEELINGS,
-            NEGATIVE_FEELINGS,
-            DETERMINERS,
-            NEUTRAL_ADJECTIVES,
-            ASPECTS,
-            LINKS,
-            INTENSIFIERS,
-        ),
-        *(VIEWERS, ADJECTIVE_NEGATORS, VERB_NEGATORS, CONTRASTS, CONCESSIONS, OPENINGS),
-        (PROMPT_TAIL, "what a", "and", "despite", ", ."),
-    )
+    lists = [POSITIVE_ADJECTIVES, NEGATIVE_ADJECTIVES, POSITIVE_VERBS, NEGATIVE_VERBS, POSITIVE_FEELINGS]
+    lists += [NEGATIVE_FEELINGS, DETERMINERS, NEUTRAL_ADJECTIVES, ASPECTS, LINKS, INTENSIFIERS, VIEWERS]
+    lists += [ADJECTIVE_NEGATORS, VERB_NEGATORS, CONTRASTS, CONCESSIONS, OPENINGS]
+    lists += [(PROMPT_TAIL, "what a", "and", "despite", ", .")]
     return tuple(sorted({word for phrases in lists for phrase in phrases for word in phrase.split()}))
 
 
@@ -141,7 +131,7 @@ def _description(rng: random.Random, positive: bool) -> str:
 
 
 def clause(rng: random.Random, positive: bool, plain: bool = False) -> str:
-    """Return a clause of 3 to 7 words that praises (`positive`) or blames; not `plain`: some by negation."""
+    """Return a clause of 3 to 7 words that praises (`positive`) or blames; if not `plain`, maybe by negation."""
     kind = rng.choices(("exclaim", "describe", "judge", "feel"), weights=(1, 5, 2, 2))[0]
     if kind == "exclaim":
         return f"what a {_description(rng, positive)} {rng.choice(ASPECTS)}"
@@ -158,7 +148,7 @@ def clause(rng: random.Random, positive: bool, plain: bool = False) -> str:
 
 
 def review(rng: random.Random, positive: bool) -> str:
-    """Return a review of 4 to 22 words whose opinion is `positive`; it ends with " ."."""
+    """Return a review of 4 to 22 words that praises (`positive`) or blames. It ends with " ."."""
     main = clause(rng, positive)
     kinds = ("single", "and", "contrast", "concession first", "concession last", "despite")
     kind = rng.choices(kinds, weights=(40, 20, 15, 10, 8, 7))[0]
@@ -179,7 +169,7 @@ def review(rng: random.Random, positive: bool) -> str:
 def labelled_reviews(
     rng: random.Random, num_reviews: int, excluded: Collection[str] = ()
 ) -> list[ReviewRecord]:
-    """Return `num_reviews` different reviews, none in `excluded`, POSITIVE_SHARE of them with label 1."""
+    """Return different reviews, none of which is in `excluded`. The share POSITIVE_SHARE has label 1."""
     num_positive = round(POSITIVE_SHARE * num_reviews)
     labels = [1] * num_positive + [0] * (num_reviews - num_positive)
     rng.shuffle(labels)
@@ -206,9 +196,9 @@ def _lesson_text(rng: random.Random, lesson: Lesson, excluded: Collection[str]) 
 
 
 def language_modelling_texts(rng: random.Random, num_texts: int, excluded: Collection[str] = ()) -> list[str]:
-    """Return `num_texts` texts, lesson after lesson: reviews, none in `excluded`, most closed by a verdict.
+    """Return reviews, lesson after lesson, none of which is in `excluded`. Most end with a verdict.
 
-    A closed one reads "the plot is not dull . It was great".
+    For instance "the plot is not dull . It was great".
     """
     texts: list[str] = []
     taught = 0.0

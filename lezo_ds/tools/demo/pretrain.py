@@ -1,4 +1,4 @@
-"""Makes the demonstration's data set and a small OPT that can already read, in a minute or two on a CPU."""
+"""The demonstration's data set and a small OPT that can read, made in a minute or two on a CPU."""
 
 from __future__ import annotations
 
@@ -24,23 +24,22 @@ DEFAULT_STEPS = 1500
 IGNORED_LABEL = -100
 BATCHES_PER_BUCKET = 16
 INITIAL_DEVIATION = 0.08
-"""Standard deviation of the first weights; with OPT's 0.02 so narrow a model learns to read far later."""
+"""Standard deviation of the first weights. With OPT's 0.02, a model this narrow learns to read far later."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Everything that the demonstration's assets depend on, besides the corpus itself.
+class AssetSettings:
+    """Everything that decides data and model, besides the corpus itself.
 
     Attributes:
-        seed: start of every random stream.
+        seed: seed of every random stream.
         steps: optimizer steps of pre-training, at least 1.
         batch_size: texts of one step.
-        learning_rate: AdamW's, at its peak: it rises over the first tenth of the steps, then falls to 0.
+        learning_rate: AdamW's peak learning rate. It rises for a tenth of the steps, then falls to 0.
         num_train: labelled reviews in train.jsonl.
-        num_validation: labelled reviews in validation.jsonl; neither train.jsonl nor pre-training has them.
-
+        num_validation: labelled reviews in validation.jsonl, which are in no other text.
     """
 
     seed: int
@@ -52,7 +51,7 @@ class Recipe:
 
 
 def model_config(vocabulary_size: int) -> OPTConfig:
-    """Return the shape of the demonstration's OPT: 8 blocks x 64, no dropout, OPT's special token ids."""
+    """Return the configuration of an OPT with 8 blocks of width 64, no dropout and OPT's special tokens."""
     return OPTConfig(
         vocab_size=vocabulary_size,
         init_std=INITIAL_DEVIATION,
@@ -71,7 +70,7 @@ def model_config(vocabulary_size: int) -> OPTConfig:
 
 
 def build_model(config: OPTConfig, generator: torch.Generator) -> OPTForCausalLM:
-    """Return a float32 model with matrices drawn from `generator`; the global generator stays as it was."""
+    """Return a float32 model with matrices drawn from `generator`. The global generator does not change."""
     with torch.random.fork_rng(devices=[]):
         model = OPTForCausalLM(config)
     for parameter in model.parameters():
@@ -83,7 +82,7 @@ def build_model(config: OPTConfig, generator: torch.Generator) -> OPTForCausalLM
 def _batches(
     tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], rng: random.Random, batch_size: int
 ) -> Iterator[Tensor]:
-    """Yield int64 [batch_size, tokens]: texts of similar length, ended by `</s>`, padded on the right."""
+    """Yield int64 [batch_size, tokens]: texts of similar length that end with `</s>`, padded on the right."""
     rows = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(list(texts))["input_ids"]]
     bucket = batch_size * BATCHES_PER_BUCKET
     for start in range(0, len(rows), bucket):
@@ -98,19 +97,21 @@ def _batches(
 
 
 def pretrain(
-    model: OPTForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], recipe: Recipe
+    model: OPTForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], settings: AssetSettings
 ) -> None:
-    """Train `model` in place on `texts`, recipe.steps * recipe.batch_size of them, once and roughly in order.
+    """Train a model in place on steps * batch_size texts, each once and roughly in order.
 
-    Padding stands on the right, where causal attention never sees it, and counts in no loss.
+    Padding is on the right, where causal attention never sees it, and it does not count in the loss.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.learning_rate, weight_decay=0.01, fused=True
+    )
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, recipe.learning_rate, total_steps=recipe.steps + 1, pct_start=0.1, cycle_momentum=False
+        optimizer, settings.learning_rate, total_steps=settings.steps + 1, pct_start=0.1, cycle_momentum=False
     )
     model.train()
-    rng = random.Random(recipe.seed)
-    for step, input_ids in enumerate(_batches(tokenizer, texts, rng, recipe.batch_size), start=1):
+    rng = random.Random(settings.seed)
+    for step, input_ids in enumerate(_batches(tokenizer, texts, rng, settings.batch_size), start=1):
         labels = input_ids.masked_fill(input_ids == tokenizer.pad_token_id, IGNORED_LABEL)
         loss = model(input_ids=input_ids, labels=labels).loss
         optimizer.zero_grad()
@@ -118,14 +119,14 @@ def pretrain(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 100 == 0 or step == recipe.steps:
-            logger.info("pre-training step %d of %d, loss %.3f", step, recipe.steps, loss.item())
+        if step % 100 == 0 or step == settings.steps:
+            logger.info("pre-training step %d of %d, loss %.3f", step, settings.steps, loss.item())
     model.eval()
 
 
 @dataclass(frozen=True)
 class Texts:
-    """The two parts of the labelled data set, and the texts to pre-train on."""
+    """The two parts of the labelled data set, and the texts for pre-training."""
 
     train: list[ReviewRecord]
     validation: list[ReviewRecord]
@@ -136,18 +137,22 @@ class Texts:
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
 
 
-def make_texts(recipe: Recipe) -> Texts:
-    """Return what a recipe trains and tests on; a review of `validation` occurs in no other part."""
-    rng = random.Random(recipe.seed)
-    validation = labelled_reviews(rng, recipe.num_validation)
+def make_texts(settings: AssetSettings) -> Texts:
+    """Return the texts for training and testing. No review of `validation` occurs in another part."""
+    rng = random.Random(settings.seed)
+    validation = labelled_reviews(rng, settings.num_validation)
     held_out = {record["sentence"] for record in validation}
-    train = labelled_reviews(rng, recipe.num_train, excluded=held_out)
-    pretraining = language_modelling_texts(rng, recipe.steps * recipe.batch_size, excluded=held_out)
+    train = labelled_reviews(rng, settings.num_train, excluded=held_out)
+    pretraining = language_modelling_texts(rng, settings.steps * settings.batch_size, excluded=held_out)
     return Texts(train, validation, pretraining)
 
 
 def _assets_are_current(directory: Path, manifest: str) -> bool:
-    """Return whether `directory` holds the assets of this manifest; raise if it is not ours to replace."""
+    """Return whether a directory holds the assets of this manifest.
+
+    Raises:
+        UserError: it holds something else, which must not be replaced.
+    """
     path = directory / MANIFEST
     if path.is_file():
         return path.read_text(encoding="utf-8") == manifest
@@ -165,44 +170,44 @@ def _write_records(path: Path, records: Sequence[ReviewRecord]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
-def _write_assets(directory: Path, recipe: Recipe, texts: Texts) -> None:
+def _write_assets(directory: Path, settings: AssetSettings, texts: Texts) -> None:
     (directory / "data").mkdir(parents=True)
     _write_records(directory / "data" / "train.jsonl", texts.train)
     _write_records(directory / "data" / "validation.jsonl", texts.validation)
     tokenizer = build_tokenizer(vocabulary())
-    model = build_model(model_config(len(tokenizer)), torch.Generator().manual_seed(recipe.seed))
-    pretrain(model, tokenizer, texts.pretraining, recipe)
+    model = build_model(model_config(len(tokenizer)), torch.Generator().manual_seed(settings.seed))
+    pretrain(model, tokenizer, texts.pretraining, settings)
     model.save_pretrained(directory / "model")
     tokenizer.save_pretrained(directory / "model")
 
 
 def make_demo_assets(directory: str | Path, seed: int = 0, steps: int = DEFAULT_STEPS) -> None:
-    """Write the demonstration's data set and pre-trained model, unless they are there already.
+    """Write the demonstration's data set and pre-trained model, unless they exist already.
 
-    `directory`/data holds train.jsonl and validation.jsonl in the schema of SST-2, `directory`/model a
-    Hugging Face model (float32 safetensors) with its tokenizer. Everything is built beside `directory` and
-    renamed at the end, so `directory` is never half written. Assets of another recipe are replaced, with all
-    that lies in their directory. The global random states of PyTorch, NumPy and Python stay as they were.
+    `directory`/data gets train.jsonl and validation.jsonl in the schema of SST-2. `directory`/model gets a
+    Hugging Face model (float32 safetensors) with its tokenizer. Everything is built in a second directory and
+    renamed at the end, so that `directory` is never half written. Assets of other settings are replaced with
+    everything in their directory. The global random states of PyTorch, NumPy and Python do not change.
 
     Args:
-        directory: where to write.
-        seed: start of every random stream.
-        steps: optimizer steps of pre-training, at least 1; with far fewer than the default it cannot read.
+        directory: directory to write.
+        seed: seed of every random stream.
+        steps: optimizer steps of pre-training, at least 1. With far fewer than the default, the model cannot
+            read.
 
     Raises:
-        UserError: `directory` holds something else than such assets.
-
+        UserError: `directory` holds something other than such assets.
     """
     directory = Path(directory)
-    recipe = Recipe(seed=seed, steps=steps)
-    texts = make_texts(recipe)
-    manifest = json.dumps({**asdict(recipe), "sha256_of_texts": texts.sha256()}, indent=2)
+    settings = AssetSettings(seed=seed, steps=steps)
+    texts = make_texts(settings)
+    manifest = json.dumps({**asdict(settings), "sha256_of_texts": texts.sha256()}, indent=2)
     if _assets_are_current(directory, manifest):
         return
     unfinished = directory.with_name(directory.name + ".unfinished")
     if unfinished.exists():
         shutil.rmtree(unfinished)
-    _write_assets(unfinished, recipe, texts)
+    _write_assets(unfinished, settings, texts)
     (unfinished / MANIFEST).write_text(manifest, encoding="utf-8")
     if directory.exists():
         shutil.rmtree(directory)

@@ -1,4 +1,4 @@
-"""A word-level tokenizer with OPT's special token ids, for text whose words stand between single spaces."""
+"""A word-level tokenizer with OPT's special token ids, for words that are separated by single spaces."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")
-"""Their ids are their places, 0 to 3: those of Meta's OPT tokenizer, whose inputs start with `<s>`."""
+"""Special tokens in the order of their ids, 0 to 3, as in Meta's OPT tokenizer. Inputs start with `<s>`."""
 
 MODEL_MAX_LENGTH = 128
 """Tokens of the longest input, `<s>` included."""
 
 
 def build_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer that gives each of `words` one token, from id 4 on, in their order.
+    """Return a tokenizer that gives each word one token, from id 4 on, in the order of `words`.
 
-    It splits at white space only and keeps letters' case; a word it does not know becomes `<unk>`. Encoding
-    puts `<s>` in front; decoding joins the words by single spaces.
+    It splits at white space only and keeps the case of letters. An unknown word becomes `<unk>`. Encoding
+    adds `<s>` at the front; decoding joins the words with single spaces.
     """
     vocabulary = {word: index for index, word in enumerate((*SPECIAL_TOKENS, *words))}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
