@@ -39,7 +39,7 @@ def test_a_setting_fills_columns_of_the_table():
 
 def test_a_variant_has_sparsity_forward_and_directions():
     found = Variant.parse("ours:0.5:two_pass:3")
-    assert found == Variant("ours:0.5:two_pass:3", "ours", 0.5, "two_pass", 3)
+    assert found == Variant("ours:0.5:two_pass:3", "ours", 0.5, 1, 3)
     assert found.columns().keys() <= table.COLUMNS.keys()
     assert "forward" not in Variant.parse("mezo_reference").columns()
 

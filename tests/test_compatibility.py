@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from commands import run_well
 
 import lezo_ds
 from lezo_ds.config import RESUME_MAY_DIFFER, config_from_dict, config_to_dict
 from lezo_ds.config.compatibility import OLD_KEYS, OldKey, recorded_config
 from lezo_ds.config.schema import SCHEMA
 from lezo_ds.errors import UserError
-from lezo_ds.journal import Header, StepRecord, read_journal
+from lezo_ds.journal import Header
 from lezo_ds.runs.header import assert_same_run, config_of
-from lezo_ds.runs.packing import unpack_run
 
 VALUES = {
     "run_dir": "runs/x",
@@ -127,51 +122,3 @@ def test_another_tokenizer_or_model_is_refused():
 def test_the_config_of_a_header_is_that_of_the_run_where_it_lies_now():
     config = config_of(header(recorded(), "0.1.0"), "elsewhere", ["model.path=local"])
     assert config == replace(TODAY, run_dir="elsewhere", model=replace(TODAY.model, path="local"))
-
-
-# A run of the first version, whose files are in tests/data/first_version: its base model, data and pack
-
-FIRST_VERSION = Path(__file__).parent / "data" / "first_version"
-DIGEST_AFTER_6_STEPS = "f00ce6c6df498de52e0b5555b89f2760"
-GRADIENTS_OF_STEPS_6_TO_8 = [-5.609522573649883, -2.1963082253932953, -1.9277706742286682]
-PLACES = [f"model.path={FIRST_VERSION / 'model'}", f"data.path={FIRST_VERSION / 'data'}"]
-
-
-def launch(command, *arguments):
-    return run_well([sys.executable, f"launch/{command}.py", *map(str, arguments)])
-
-
-@pytest.fixture
-def first_run(tmp_path):
-    unpack_run(FIRST_VERSION / "run.tar.gz", tmp_path / "run")
-    return tmp_path / "run"
-
-
-def overrides_of(run_dir):
-    """Return the arguments that the run was started with, at today's places."""
-    command = json.loads((run_dir / "environment.json").read_text())["command"]
-    moved = ("run_dir=", "model.path=", "data.path=")
-    return [*(word for word in command if "=" in word and not word.startswith(moved)), f"run_dir={run_dir}"]
-
-
-@pytest.mark.distributed
-def test_the_first_versions_run_is_exported_to_the_weights_that_it_had(tmp_path):
-    """The pack holds their digest; weights with another one are not written."""
-    pack = FIRST_VERSION / "run.tar.gz"
-    done = launch("export", "--pack", pack, "--out", tmp_path / "model", "--step", "last", *PLACES)
-    assert f"weights {DIGEST_AFTER_6_STEPS}, as the run had them" in done.err
-
-
-@pytest.mark.distributed
-def test_the_first_versions_run_goes_on_to_the_steps_that_it_would_have_done(first_run):
-    before = (first_run / "journal.jsonl").read_bytes()
-    resumed = launch("train", *overrides_of(first_run), *PLACES)
-    assert json.loads(resumed.out)["weights_digest"] == DIGEST_AFTER_6_STEPS
-    assert (first_run / "journal.jsonl").read_bytes() == before
-
-    assert json.loads(launch("train", *overrides_of(first_run), *PLACES, "train.steps=9").out)["steps"] == 9
-    assert (first_run / "journal.jsonl").read_bytes().startswith(before)
-    _, records = read_journal(first_run / "journal.jsonl")
-    gradients = [record.projected_grads[0] for record in records if isinstance(record, StepRecord)]
-    # What the first version computed; a pass on another processor may differ in its last bits.
-    assert gradients[6:] == pytest.approx(GRADIENTS_OF_STEPS_6_TO_8, rel=0.01)

@@ -10,8 +10,9 @@ from assets import REPOSITORY
 from commands import run, run_well
 
 from lezo_ds.errors import UserError
-from lezo_ds.journal import StepRecord, read_journal
+from lezo_ds.journal import read_journal
 from lezo_ds.tools.demo.command import demonstrate, report
+from lezo_ds.zo.records import StepRecord
 
 LEAST_GAIN = 0.2
 SHORTER = ("train.steps=240", "train.eval_every=80")

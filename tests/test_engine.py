@@ -35,7 +35,8 @@ from lezo_ds.zo.records import StepRecord
 
 pytestmark = pytest.mark.distributed
 
-NUM_STEPS = 50
+NUM_STEPS = 12
+MANY_STEPS = 50
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BLOCKS = "model.decoder.layers"
 
@@ -74,19 +75,30 @@ def reference_run(directory, dtype):
 # Equality with the plain reference, on any number of ranks.
 
 
-def _run_forwards(directory, dtype, num_ranks, forwards):
-    return {f: finish(start_engine(directory, dtype, num_ranks, probes_per_pass=f)) for f in forwards}
+def _run_forwards(directory, dtype, num_ranks, forwards, num_steps):
+    return {
+        f: finish(start_engine(directory, dtype, num_ranks, probes_per_pass=f), num_steps) for f in forwards
+    }
 
 
-@pytest.fixture(scope="module", params=list(DTYPES))
+@pytest.fixture(
+    scope="module",
+    params=[
+        *((dtype, NUM_STEPS) for dtype in DTYPES),
+        *(pytest.param((dtype, MANY_STEPS), marks=pytest.mark.long) for dtype in DTYPES),
+    ],
+    ids=lambda param: f"{param[0]}-{param[1]}",
+)
 def runs(request, opt_directory):
-    """dtype, the same 50 steps as every rank of 1, 2 and 4 did them, and with two passes on 2 ranks."""
+    """dtype, the same steps as every rank of 1, 2 and 4 did them, and with two passes on 2 ranks."""
+    dtype, num_steps = request.param
     dual, two_pass = [], []
     for num_ranks, forwards in ((1, [2]), (2, [2, 1]), (4, [2])):
-        results = run_ranks(_run_forwards, num_ranks, opt_directory, request.param, num_ranks, forwards)
+        settings = (opt_directory, dtype, num_ranks, forwards, num_steps)
+        results = run_ranks(_run_forwards, num_ranks, *settings)
         dual += [result[2] for result in results]
         two_pass += [result[1] for result in results if 1 in result]
-    return request.param, dual, two_pass[0]
+    return dtype, dual, two_pass[0]
 
 
 def test_one_two_and_four_ranks_give_the_same_records_and_weights_bit_for_bit(runs):
@@ -111,19 +123,16 @@ def test_two_passes_equal_the_plain_reference_bit_for_bit(runs, opt_directory):
 def test_the_dual_forward_equals_two_passes_over_a_whole_run(runs):
     dtype, (dual, *_), two_pass = runs
     # Dropped blocks run over the doubled batch: another shape of matrix product, so perhaps other last bits,
-    # which 50 steps then amplify.
+    # which the steps then amplify.
     tolerance = 1e-5 if dtype == "fp32" else 0.1
     for left, right in zip(dual.records, two_pass.records, strict=True):
         assert (left.key, left.dropped_layers) == (right.key, right.dropped_layers)
         assert left.loss == pytest.approx(right.loss, rel=tolerance)
-    print(
-        f"\n{dtype}: dual and two passes have the same bits after 50 steps: {dual.digest == two_pass.digest}"
-    )
 
 
 def test_every_step_has_its_own_noise_and_drops_two_blocks(runs):
     _, (run, *_), _ = runs
-    assert len({record.key for record in run.records}) == NUM_STEPS
+    assert len({record.key for record in run.records}) == len(run.records)
     assert len({record.dropped_layers for record in run.records}) > 3
     assert all(len(record.dropped_layers) == 2 and record.applied for record in run.records)
 
@@ -162,7 +171,7 @@ def _mezo(directory):
     return {f: finish(start_engine(directory, num_ranks=2, probes_per_pass=f, **changes)) for f in (2, 1)}
 
 
-def test_sparsity_zero_is_plain_mezo_for_50_steps(opt_directory):
+def test_sparsity_zero_is_plain_mezo(opt_directory):
     found = run_ranks(_mezo, 2, opt_directory)[0]
     reference = reference_run(opt_directory, "fp32")
     for step in range(NUM_STEPS):
@@ -229,8 +238,10 @@ def _steps_that_change_nothing(directory, dtype, num_ranks):
     return digests, records
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])  # on one rank the gathered tensor IS the shard
-@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize(
+    ("dtype", "num_ranks"),
+    [("fp32", 2), ("bf16", 2), ("bf16", 1)],  # on one rank the gathered tensor IS the shard
+)
 def test_learning_rate_zero_changes_nothing_bit_for_bit(opt_directory, dtype, num_ranks):
     for digests, records in run_ranks(_steps_that_change_nothing, num_ranks, opt_directory, dtype, num_ranks):
         assert len(set(digests)) == 1
@@ -395,23 +406,23 @@ def test_parameters_that_stay_resident_are_noticed_before_any_update(opt_directo
 # Replay.
 
 PRECISIONS = get_args(UpdatePrecision)
-REPLAYED_STEPS = 200
-MIDDLE = 100
+REPLAYED_STEPS = 40
+MANY_REPLAYED_STEPS = 200
 
 
 def _journaled_steps(engine, directory):
     return read_journal(directory / "journal.jsonl")[1] if engine.global_rank == 0 else ()
 
 
-def _train_and_replay(model, dtype, precision, num_ranks, directory):
+def _train_and_replay(model, dtype, precision, num_ranks, directory, num_steps):
     """Train with a journal and a snapshot in the middle; return digests (live, replayed) at some steps."""
     engine = start_engine(model, dtype, num_ranks, update_precision=precision)
     attach_new_journal(engine, directory / "journal.jsonl")
     live = {0: engine.weights.digest()}
-    for step in (MIDDLE, 150, REPLAYED_STEPS):
+    for step in (num_steps // 2, num_steps // 4 * 3, num_steps):
         train(engine, step - engine.global_steps, num_micro_batches=num_ranks)
         live[step] = engine.weights.digest()
-        if step == MIDDLE:
+        if step == num_steps // 2:
             engine.save_checkpoint(directory / "snapshots")
     return live, _replay(engine, directory, live)
 
@@ -435,27 +446,32 @@ def _replay_of_another(model, dtype, precision, num_ranks, directory, steps):
     return _replay(engine, directory, steps)
 
 
-def _train_and_replay_another(model, dtype, precision, num_ranks, directory, other, steps):
-    own = _train_and_replay(model, dtype, precision, num_ranks, directory)
+def _train_and_replay_another(model, dtype, precision, num_ranks, directory, num_steps, other, steps):
+    own = _train_and_replay(model, dtype, precision, num_ranks, directory, num_steps)
     return *own, _replay_of_another(model, dtype, precision, num_ranks, other, steps)
 
 
 @pytest.mark.parametrize(
+    "num_steps", [REPLAYED_STEPS, pytest.param(MANY_REPLAYED_STEPS, marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize(
     ("dtype", "precision"), [("fp32", "nearest"), *(("bf16", precision) for precision in PRECISIONS)]
 )
-def test_the_replay_of_200_steps_equals_live_weights_bit_for_bit(opt_directory, tmp_path, dtype, precision):
+def test_the_replay_of_many_steps_equals_live_weights_bit_for_bit(
+    opt_directory, tmp_path, dtype, precision, num_steps
+):
     directories = {num_ranks: tmp_path / str(num_ranks) for num_ranks in (1, 2)}
     for directory in directories.values():
         directory.mkdir()
     settings = (opt_directory, dtype, precision)
-    on_two = run_ranks(_train_and_replay, 2, *settings, 2, directories[2])
+    on_two = run_ranks(_train_and_replay, 2, *settings, 2, directories[2], num_steps)
     live_two = on_two[0][0]
     assert len(set(live_two.values())) == 4
     for live, replays in on_two:
         assert live == live_two
         assert replays == [live_two, live_two]
     ((live_one, own, other),) = run_ranks(
-        _train_and_replay_another, 1, *settings, 1, directories[1], directories[2], list(live_two)
+        _train_and_replay_another, 1, *settings, 1, directories[1], num_steps, directories[2], list(live_two)
     )
     assert own == [live_one, live_one]
     assert other == [live_two, live_two]

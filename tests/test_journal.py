@@ -249,7 +249,7 @@ def test_evaluations_may_look_back_but_not_ahead(path):
 
 def test_a_journal_cut_at_every_byte_still_gives_the_whole_records_before_the_cut(path):
     records = []
-    for step in range(100):  # short ones, for there are as many readings as bytes
+    for step in range(25):  # few, for there are as many readings as bytes
         records.append(StepRecord(step, step, (step % 12,), (step - 50.5,), 1e-6, 1e-3, 0.5, True))
         records.append(EvaluationRecord(step + 1, "dev", 0.5, {}))
     data = write_journal(path, records)

@@ -34,6 +34,12 @@ def wide_model(tmp_path_factory):
     return write_model(config, tmp_path_factory.mktemp("wide"), torch.bfloat16)
 
 
+@pytest.fixture(scope="module")
+def expected(wide_model):
+    """The same steps without offloading."""
+    return run_ranks(_train, 1, wide_model, 1, None)[0]
+
+
 def _train(directory, num_ranks, zero):
     engine = start_engine(directory, "bf16", num_ranks, {"zero_optimization": zero} if zero else {})
     records = train(engine, NUM_STEPS, num_micro_batches=2)
@@ -56,21 +62,19 @@ def assert_equal_runs(found, expected):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_run_with_its_shards_in_host_memory_equals_one_without(wide_model, num_ranks):
-    expected = run_ranks(_train, 1, wide_model, 1, None)[0]
+def test_a_run_with_its_shards_in_host_memory_equals_one_without(wide_model, expected, num_ranks):
     found = run_ranks(_train, num_ranks, wide_model, num_ranks, shipped("zero3_cpu_offload"))
     assert_equal_runs(found, expected)
 
 
 @pytest.mark.timeout(COMPILING_SECONDS + 300)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_run_with_its_shards_on_disk_equals_one_without(wide_model, num_ranks, tmp_path):
+def test_a_run_with_its_shards_on_disk_equals_one_without(wide_model, expected, num_ranks, tmp_path):
     if not AsyncIOBuilder().is_compatible(verbose=False):
         pytest.skip("DeepSpeed's async_io needs libaio: apt-get install libaio-dev")
     zero = shipped(
         "zero3_nvme_offload", nvme_path=str(tmp_path), max_in_cpu=0, buffer_size=1 << 21, buffer_count=24
     )
-    expected = run_ranks(_train, 1, wide_model, 1, None)[0]
     found = run_ranks(_train, num_ranks, wide_model, num_ranks, zero, timeout=COMPILING_SECONDS)
     assert len(list(tmp_path.rglob("*.swp"))) == num_ranks * ON_DISK_PER_RANK
     assert_equal_runs(found, expected)

@@ -109,6 +109,8 @@ def has_learned(summary: pd.DataFrame) -> pd.Series:
     standard errors of a score over the test examples.
     """
     start = summary[["zero_shot", "majority_class"]].max(axis=1)
-    published = summary["task"].map({name: task.num_test for name, task in paper.TASKS.items()}).fillna(1000)
+    published = (
+        summary["task"].map({name: task.num_test for name, task in paper.PAPER_TASKS.items()}).fillna(1000)
+    )
     examples = summary["data.num_test"].astype(float).fillna(published)
     return summary["test"] > start + 2 * np.sqrt(start * (1 - start) / examples)

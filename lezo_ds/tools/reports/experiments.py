@@ -32,7 +32,7 @@ def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:
     )
     names = runs["model"].map(lambda path: Path(path).name).astype("str")
     is_clear = runs["model"].groupby(names).transform("nunique") == 1
-    is_paper = names.str.lower().isin(paper.MODELS)
+    is_paper = names.str.lower().isin(paper.PAPER_MODELS)
     runs = runs.assign(
         model=names.str.lower().where(is_paper, names.where(is_clear, runs["model"])),
         title=runs["method"].replace(_METHODS) + runs["peft"].replace(_ADAPTERS),
@@ -51,7 +51,7 @@ def drop_repeats(runs: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 def task_title(task: str) -> str:
     """Return how the paper's tables write a task; the name itself for a task that they lack."""
-    return paper.TASKS[task].title if task in paper.TASKS else task
+    return paper.PAPER_TASKS[task].title if task in paper.PAPER_TASKS else task
 
 
 def values_text(run: pd.Series, keys: list[str]) -> str:

@@ -31,7 +31,7 @@ def score_table(runs: pd.DataFrame) -> pd.DataFrame:
         parts.append(_measured(of_model.assign(setting="majority class"), "majority_class"))
         for (title, method, peft), group in of_model.groupby(["title", "method", "peft"], sort=False):
             parts.append(_measured(group, "test"))
-            cells = [paper.Cell(model, task, method, peft) for task in of_model["task"].unique()]
+            cells = [paper.Experiment(model, task, method, peft) for task in of_model["task"].unique()]
             parts.append(_published(f"{title} (paper)", cells))
     scores = pd.concat(parts, ignore_index=True)
     return scores.astype({"mean": float, "deviation": float, "runs": "Int64"}).round(4)
@@ -43,7 +43,9 @@ def paper_table(scores: pd.DataFrame) -> pd.DataFrame:
     If there are several tasks, a column "average" has the mean over all, "-" if one is missing.
     """
     methods, found = scores["method"].unique(), scores["task"].unique()
-    tasks = [task for task in paper.TASKS if task in found] + [t for t in found if t not in paper.TASKS]
+    tasks = [task for task in paper.PAPER_TASKS if task in found] + [
+        t for t in found if t not in paper.PAPER_TASKS
+    ]
     texts = scores.assign(text=[score_text(*row) for row in scores[["mean", "deviation", "runs"]].to_numpy()])
     table = texts.pivot(index="method", columns="task", values="text").reindex(methods)[tasks].fillna("-")
     if len(tasks) > 1:
@@ -88,8 +90,8 @@ def _measured(runs: pd.DataFrame, column: str) -> pd.DataFrame:
     )[_COLUMNS]
 
 
-def _published(method: str, cells: Sequence[paper.Cell]) -> pd.DataFrame:
-    found = {cell: paper.SCORES[cell] for cell in cells if cell in paper.SCORES}
+def _published(method: str, cells: Sequence[paper.Experiment]) -> pd.DataFrame:
+    found = {cell: paper.PAPER_SCORES[cell] for cell in cells if cell in paper.PAPER_SCORES}
     rows = [
         (cell.model, method, cell.task, None, "paper", score.mean, score.deviation, None)
         for cell, score in found.items()
