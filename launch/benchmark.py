@@ -4,7 +4,7 @@ python launch/benchmark.py --task sst2,boolq mezo_reference naive_zero3 ours:0 o
 
 A variant is mezo_reference[:SPARSITY] (MeZO as published, in plain PyTorch), mezo_fused[:SPARSITY] (the same
 with fewer operations), naive_zero3[:SPARSITY] (MeZO on ZeRO-3 as one would first write it) or
-ours[:SPARSITY[:FORWARD[:DIRECTIONS]]]. Times are compared in the same rounds of the same run.
+ours[:SPARSITY[:PROBES_PER_PASS[:DIRECTIONS]]]. Times are compared in the same rounds of the same run.
 
 All of a GPU at once: three models (30b needs 128 GB), three tasks, the noise against a copy, and replay:
 

@@ -37,16 +37,26 @@ def test_a_setting_fills_columns_of_the_table():
     assert (columns["layers"], columns["length"], columns["batch"], columns["dtype"]) == (3, 40, 8, "bf16")
 
 
-def test_a_variant_has_sparsity_forward_and_directions():
-    found = Variant.parse("ours:0.5:two_pass:3")
-    assert found == Variant("ours:0.5:two_pass:3", "ours", 0.5, 1, 3)
+def test_a_variant_has_sparsity_probes_per_pass_and_directions():
+    found = Variant.parse("ours:0.5:1:3")
+    assert found == Variant("ours:0.5:1:3", "ours", 0.5, 1, 3)
     assert found.columns().keys() <= table.COLUMNS.keys()
-    assert "forward" not in Variant.parse("mezo_reference").columns()
+    assert "probes_per_pass" not in Variant.parse("mezo_reference").columns()
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "mine", "ours:1.5", "ours:nan", "ours:x", "ours:0:sideways", "ours:0:dual:0", "naive_zero3:0:dual"],
+    [
+        "",
+        "mine",
+        "ours:1.5",
+        "ours:nan",
+        "ours:x",
+        "ours:0:sideways",
+        "ours:0:2:0",
+        "ours:0:0",
+        "naive_zero3:0:2",
+    ],
 )
 def test_an_unknown_variant_is_refused(text):
     with pytest.raises(UserError, match="unknown variant"):

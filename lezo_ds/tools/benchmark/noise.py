@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from lezo_ds import distributed
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding.checkpoint_files import DTYPES
 from lezo_ds.tools.benchmark.measure import Row, interleaved, time_columns
+from lezo_ds.zo.precision import UpdatePrecision
+from lezo_ds.zo.updates import Update
 
 REFERENCE = "torch normal_ and add_"
 REPLAYED_STEPS = 16
@@ -66,23 +69,29 @@ def _operations(dtype: str, num_elements: int) -> dict[str, tuple[int, Callable[
     low = torch.zeros(num_elements, dtype=torch.int16, device=device)
     generator = torch.Generator(device).manual_seed(_SEED)
     size = theta.element_size()
-    key = (_SEED, _PARAMETER, _SCALE)
-    steps = [(seed, _SCALE) for seed in range(REPLAYED_STEPS)]
+    steps = [Update(key, _SCALE) for key in range(REPLAYED_STEPS)]
+
+    def perturb(*scales: float) -> object:
+        return noise.perturb(theta, key=_SEED, parameter_id=_PARAMETER, scales=scales)
+
+    def update(steps: Sequence[Update], precision: UpdatePrecision, low: Tensor | None = None) -> None:
+        noise.update_(theta, 0, parameter_id=_PARAMETER, steps=steps, precision=precision, low=low)
+
     operations: dict[str, tuple[int, Callable[[], object]]] = {
         "copy": (2 * size, lambda: other.copy_(theta)),
         REFERENCE: (4 * size, lambda: theta.add_(other.normal_(generator=generator), alpha=1e-9)),
         "normal, fp32": (4, lambda: noise.normal(_SEED, _PARAMETER, 0, num_elements, device)),
-        "perturb": (2 * size, lambda: noise.perturb(theta, *key)),
-        "perturb_pair": (3 * size, lambda: noise.perturb_pair(theta, *key)),
-        "update, nearest": (2 * size, lambda: noise.update_(theta, 0, *key, "nearest")),
+        "perturb": (2 * size, lambda: perturb(_SCALE)),
+        "perturb_pair": (3 * size, lambda: perturb(_SCALE, -_SCALE)),
+        "update, nearest": (2 * size, lambda: update(steps[:1], "nearest")),
         f"update of {REPLAYED_STEPS} steps, nearest": (
             2 * size,
-            lambda: noise.update_many_(theta, 0, _PARAMETER, steps, "nearest"),
+            lambda: update(steps, "nearest"),
         ),
     }
     if size == 2:
         operations |= {
-            "update, stochastic": (2 * size, lambda: noise.update_(theta, 0, *key, "stochastic")),
-            "update, fp32_master": (8, lambda: noise.update_(theta, 0, *key, "fp32_master", low)),
+            "update, stochastic": (2 * size, lambda: update(steps[:1], "stochastic")),
+            "update, fp32_master": (8, lambda: update(steps[:1], "fp32_master", low)),
         }
     return operations

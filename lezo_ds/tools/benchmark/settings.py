@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from lezo_ds.config import Dtype, Forward, ZoConfig
+from lezo_ds.config import Dtype, ZoConfig
 from lezo_ds.errors import UserError
 from lezo_ds.tools.opt_shapes import MAX_LENGTH, SHAPES
 from lezo_ds.tools.workloads import Workload, typical_workload
@@ -24,25 +24,26 @@ class Variant:
     """One way to do a training step.
 
     Attributes:
-        text: as on the command line: KIND[:SPARSITY[:FORWARD[:DIRECTIONS]]], the last two for "ours" only.
+        text: as on the command line: KIND[:SPARSITY[:PROBES_PER_PASS[:DIRECTIONS]]], the last two for
+            "ours" only.
         kind: one of KINDS.
         sparsity: share of the blocks that a step drops, 0 to 1; 0 is MeZO.
-        forward: "dual" or "two_pass".
+        probes_per_pass: perturbed copies of the batch in a forward pass, at least 1.
         directions: directions per step, at least 1.
     """
 
     text: str
     kind: str
     sparsity: float = 0.0
-    forward: Forward = "dual"
+    probes_per_pass: int = 2
     directions: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Variant:
         """Read a variant.
 
-        >>> Variant.parse("ours:0.75:two_pass")
-        Variant(text='ours:0.75:two_pass', kind='ours', sparsity=0.75, forward='two_pass', directions=1)
+        >>> Variant.parse("ours:0.75:1")
+        Variant(text='ours:0.75:1', kind='ours', sparsity=0.75, probes_per_pass=1, directions=1)
 
         Raises:
             UserError: there is no such variant.
@@ -50,18 +51,18 @@ class Variant:
         kind, *more = text.split(":")
         try:
             sparsity = float(more[0]) if more else 0.0
-            forward: Any = more[1] if len(more) > 1 else "dual"
+            probes_per_pass = int(more[1]) if len(more) > 1 else 2
             directions = int(more[2]) if len(more) > 2 else 1
         except ValueError:
             raise _unknown(text) from None
-        known = kind in KINDS and 0 <= sparsity <= 1 and forward in get_args(Forward) and directions > 0
+        known = kind in KINDS and 0 <= sparsity <= 1 and min(probes_per_pass, directions) > 0
         if not known or len(more) > (3 if kind == "ours" else 1):
             raise _unknown(text)
-        return cls(text, kind, sparsity, forward, directions)
+        return cls(text, kind, sparsity, probes_per_pass, directions)
 
     def columns(self) -> dict[str, Any]:
         """Return the variant's values in the table of results."""
-        own = ("forward", "directions") if self.kind == "ours" else ()
+        own = ("probes_per_pass", "directions") if self.kind == "ours" else ()
         return {"variant": self.text, **{name: getattr(self, name) for name in ("kind", "sparsity", *own)}}
 
 
@@ -69,9 +70,10 @@ def _unknown(text: str) -> UserError:
     return UserError(
         "unknown variant",
         got=text,
-        expected=f"{', '.join(KINDS[:-1])} with [:SPARSITY], or ours[:SPARSITY[:FORWARD[:DIRECTIONS]]]; "
-        f"SPARSITY from 0 to 1, FORWARD {' or '.join(get_args(Forward))}, DIRECTIONS at least 1",
-        fix="for example mezo_reference ours:0 ours:0.75 ours:0.75:two_pass",
+        expected=f"{', '.join(KINDS[:-1])} with [:SPARSITY], or "
+        "ours[:SPARSITY[:PROBES_PER_PASS[:DIRECTIONS]]]; "
+        "SPARSITY from 0 to 1, PROBES_PER_PASS and DIRECTIONS at least 1",
+        fix="for example mezo_reference ours:0 ours:0.75 ours:0.75:1",
     )
 
 

@@ -13,7 +13,6 @@ from lezo_ds import distributed
 from lezo_ds.config import ZoConfig
 from lezo_ds.ds_config import load_ds_config
 from lezo_ds.engine.lezo_engine import LezoEngine, initialize
-from lezo_ds.journal import StepRecord
 from lezo_ds.model.batch import MicroBatch
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding import zero3
@@ -28,6 +27,8 @@ from lezo_ds.tools.benchmark.settings import Setting, Variant
 from lezo_ds.tools.benchmark.stages import StagedMethod
 from lezo_ds.tools.opt_shapes import opt_config
 from lezo_ds.tools.workloads import Workload
+from lezo_ds.zo.records import StepRecord
+from lezo_ds.zo.updates.sgd import Sgd
 
 _WEIGHT_SEED = 20240
 _STANDARD_DEVIATION = 0.02
@@ -72,7 +73,7 @@ def zo_config(variant: Variant, **more: Any) -> ZoConfig:  # noqa: ANN401
         learning_rate=LEARNING_RATE,
         perturbation_scale=PERTURBATION_SCALE,
         sparsity=variant.sparsity,
-        forward=variant.forward,
+        probes_per_pass=variant.probes_per_pass,
         directions=variant.directions,
         **more,
     )
@@ -137,7 +138,8 @@ class EngineSteps:
 
     def replay(self, num_steps: int) -> None:
         """Apply the records of the last `num_steps` steps again."""
-        self._engine.weights.apply(self._records[-num_steps:])
+        stop = len(self._records)
+        self._engine.weights.apply(Sgd().step_updates(self._records, stop - num_steps, stop))
 
 
 def _staged_methods(engine: LezoEngine) -> list[StagedMethod]:

@@ -48,7 +48,7 @@ COLUMNS = {
     "variant": ("str", "as on the command line, such as ours:0.75; for noise, the operation"),
     "kind": ("str", "the variant without its settings, such as ours"),
     "sparsity": ("Float64", "share of the blocks that a step drops; 0 is MeZO"),
-    "forward": ("str", "dual or two_pass; only for ours"),
+    "probes_per_pass": ("Int64", "perturbed copies of the batch in a forward pass; only for ours"),
     "directions": ("Int64", "directions per step; only for ours"),
     "steps": ("Int64", "number of replayed steps"),
     "elements": ("Int64", "number of weights in one call of a noise operation"),

@@ -105,11 +105,19 @@ def hardware_speeds(arguments: argparse.Namespace) -> Speeds | None:
     for unit, scale, given, published in sources:
         if given is None and published is None:
             return None
-        value = REACHED * published if given is None else given
-        source = f"assumed: {REACHED:.0%} of the published peak" if given is None else "given"
+        source, value = "given", given
+        if given is None:
+            source, value = f"assumed: {REACHED:.0%} of the published peak", REACHED * (published or 0.0)
         values.append(value * scale)
         words.append(f"{value:.4g} {unit} ({source})")
-    return Speeds(*values, source=", ".join(words))
+    operations, memory, link, host = values
+    return Speeds(
+        operations=operations,
+        memory_bytes=memory,
+        link_bytes=link,
+        host_bytes=host,
+        source=", ".join(words),
+    )
 
 
 def _positive(text: str) -> float:
