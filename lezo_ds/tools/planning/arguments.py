@@ -113,9 +113,9 @@ def hardware_speeds(arguments: argparse.Namespace) -> Speeds | None:
     operations, memory, link, host = values
     return Speeds(
         operations=operations,
-        memory_bytes=memory,
-        link_bytes=link,
-        host_bytes=host,
+        memory=memory,
+        link=link,
+        host=host,
         source=", ".join(words),
     )
 
