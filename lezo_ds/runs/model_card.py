@@ -87,7 +87,7 @@ def model_card(run: RecordedRun, step: int, digest: str) -> str:
     config, task = run.config, get_task(run.config.data.task)
     environment = json.loads((run.directory.path / "environment.json").read_text())
     has_dev = any(evaluation.split == "dev" for evaluation in run.evaluations)
-    values = {
+    values: dict[str, Any] = {
         "base": _base_name(config),
         "task": task.name.upper(),
         "method": _METHODS[config.method],

@@ -45,7 +45,7 @@ WORKLOADS = {
     "squad": Workload(256, num_candidates=1, candidate_tokens=5),
     "drop": Workload(320, num_candidates=1, candidate_tokens=3),
 }
-"""Typical examples of the built-in tasks, with OPT's tokenizer. Real batches vary with their longest example."""
+"""Typical examples of the built-in tasks, in OPT's tokens. A real batch is as long as its longest example."""
 
 
 def typical_workload(task: str) -> Workload:
