@@ -1,4 +1,4 @@
-"""Pack a run of LeZO or MeZO as one small file, without weights; launch/export.py --pack makes its model.
+"""Pack a run of LeZO or MeZO as one small file without weights. launch/export.py --pack makes its model.
 
 python launch/pack.py --run DIR --out run.tar.gz
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from lezo_ds import command_line
-from lezo_ds.runs.packing import pack_run
 
 
 def main() -> None:
@@ -17,6 +16,9 @@ def main() -> None:
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="directory of the run")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write")
     arguments = parser.parse_args()
+
+    from lezo_ds.runs.packing import pack_run
+
     size = pack_run(arguments.run, arguments.out)
     print(f"{arguments.run}: {arguments.out}, {size:,} bytes")
 

@@ -1,7 +1,7 @@
 """Say how to run a recipe on given GPUs, before any weights are there.
 
-python launch/plan.py --config launch/recipes/opt-30b-sst2-lezo.yaml --gpus 2 --gpu a100-40g
-python launch/plan.py --config launch/recipes/opt-30b-boolq-lezo.yaml --gpus 8 --gpu-memory 24
+python launch/plan.py --config opt-30b-sst2-lezo --gpus 2 --gpu a100-40g
+python launch/plan.py --config opt-30b-boolq-lezo --gpus 8 --gpu-memory 24
 
 It prints the memory of each rank, the settings that fit, the traffic of a step, an estimate of its time, and
 the command that starts the run. Only the model's configuration is needed. Start it in the root of the
@@ -11,6 +11,7 @@ repository.
 from __future__ import annotations
 
 from lezo_ds import command_line
+from lezo_ds.recipes import load_recipe
 from lezo_ds.tools.planning.arguments import add_arguments, gpu_bytes, hardware_speeds, reserve_bytes
 
 
@@ -19,15 +20,13 @@ def main() -> None:
     parser = command_line.parser(__doc__ or "")
     add_arguments(parser)
     arguments = parser.parse_intermixed_args()
-    memory = gpu_bytes(arguments)
+    recipe, memory = load_recipe(arguments.config, arguments.overrides), gpu_bytes(arguments)
 
-    # These import torch, which neither --help nor a typo needs.
-    from lezo_ds.config import load_config
     from lezo_ds.tools.planning.options import make_plan
     from lezo_ds.tools.planning.plan_text import plan_command, plan_text
 
     plan = make_plan(
-        load_config(arguments.config, arguments.overrides),
+        recipe,
         num_gpus=arguments.gpus,
         gpu_bytes=memory,
         length=arguments.length,

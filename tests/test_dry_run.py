@@ -7,13 +7,11 @@ import re
 import shutil
 
 import pytest
-from assets import NUM_BLOCKS, REPOSITORY, write_data, write_recipe
+from assets import NUM_BLOCKS, write_data, write_recipe
 from commands import deepspeed, mpirun, python, run, run_well
 
 from lezo_ds.config import load_config
 from lezo_ds.tools.planning.dry_run import describe_plan
-
-RECIPES = REPOSITORY / "launch" / "recipes"
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +54,7 @@ def test_a_local_recipe_is_checked_whole_and_its_plan_printed(recipe, tmp_path):
 
 
 def test_what_is_on_the_hub_is_listed_as_not_checked_but_the_memory_of_opt_is_known():
-    plan = facts(run_well(python("--config", RECIPES / "opt-30b-sst2-lezo.yaml", "--dry-run")).out)
+    plan = facts(run_well(python("--config", "opt-30b-sst2-lezo", "--dry-run")).out)
     assert plan["steps"] == ["20000, evaluated every 2000"]
     model, data = plan["not checked"]
     assert "facebook/opt-" in model
@@ -91,7 +89,7 @@ def test_the_plan_of_a_large_model_needs_only_its_config(tmp_path, recipe):
     (model / "config.json").write_text(json.dumps(config))
     data = write_data(tmp_path / "data", num_train=1600)
     overrides = [f"model.path={model}", f"data.path={data}"]
-    command = python("--config", RECIPES / "opt-30b-sst2-lezo.yaml", "--dry-run", *overrides)
+    command = python("--config", "opt-30b-sst2-lezo", "--dry-run", *overrides)
     plan = facts(run_well(command).out)
     assert "not checked" not in plan
     assert plan["blocks"] == ["48 in model.decoder.layers, 36 dropped per step"]
@@ -102,7 +100,7 @@ def test_the_plan_of_a_large_model_needs_only_its_config(tmp_path, recipe):
 @pytest.mark.parametrize("override", ["data.path=none", "model.path=./none", "data.num_train=1000000"])
 def test_what_is_local_and_wrong_is_refused_though_the_rest_is_on_the_hub(override, recipe):
     data = [f"data.path={recipe.parent / 'data'}"] if override.startswith("data.num") else []
-    finished = run(python("--config", RECIPES / "opt-13b-sst2-lezo.yaml", "--dry-run", *data, override))
+    finished = run(python("--config", "opt-13b-sst2-lezo", "--dry-run", *data, override))
     assert finished.code == 2
     assert finished.err.count("error: ") == 1
     assert finished.out == ""

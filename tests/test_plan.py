@@ -6,16 +6,16 @@ import argparse
 import shlex
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from assets import REPOSITORY
 from commands import run, run_well
 
 from lezo_ds import tasks
-from lezo_ds.config import check_world, load_config
+from lezo_ds.config import check_world
 from lezo_ds.ds_config import load_ds_config
 from lezo_ds.errors import UserError
+from lezo_ds.recipes import load_recipe
 from lezo_ds.tools.opt_shapes import opt_config
 from lezo_ds.tools.planning.arguments import GPUS, REACHED, add_arguments, gpu_bytes, hardware_speeds
 from lezo_ds.tools.planning.dry_run import describe_plan
@@ -42,8 +42,8 @@ def parse(*words):
 
 
 def plan_of(name, *words):
-    arguments = parse("--config", f"launch/recipes/{name}.yaml", *words)
-    recipe = load_config(arguments.config, arguments.overrides)
+    arguments = parse("--config", name, *words)
+    recipe = load_recipe(arguments.config, arguments.overrides)
     plan = make_plan(recipe, num_gpus=arguments.gpus, gpu_bytes=gpu_bytes(arguments), length=arguments.length)
     return plan, plan_command(plan, arguments.config, arguments.overrides)
 
@@ -96,7 +96,7 @@ def test_the_command_asks_for_what_was_planned(words):
     program, option, count, script, flag, recipe, *overrides = shlex.split(command)
     assert (program, option, count) == ("deepspeed", "--num_gpus", str(plan.num_gpus))
     assert (script, flag) == ("launch/train.py", "--config")
-    config = load_config(Path(recipe), overrides)
+    config = load_recipe(recipe, overrides)
     assert config == plan.chosen.config
     check_world(config, plan.num_gpus)
     load_ds_config(config.deepspeed, config.model.dtype, plan.num_gpus, config.train.micro_batch_size)
@@ -104,7 +104,7 @@ def test_the_command_asks_for_what_was_planned(words):
 
 def test_the_papers_run_needs_nothing_besides_its_recipe():
     _, command = plan_of("opt-30b-sst2-lezo", "--gpus", 2, "--gpu", "a100-40g")
-    assert command == "deepspeed --num_gpus 2 launch/train.py --config launch/recipes/opt-30b-sst2-lezo.yaml"
+    assert command == "deepspeed --num_gpus 2 launch/train.py --config opt-30b-sst2-lezo"
 
 
 @pytest.mark.parametrize("words", [["opt-30b-sst2-lezo"], ["opt-13b-squad-mezo", "train.objective=f1"]])
@@ -204,7 +204,7 @@ def test_what_cannot_be_planned_is_refused(words, message):
 
 def test_the_command_prints_a_plan_and_refuses_in_one_line():
     command = [sys.executable, str(REPOSITORY / "launch" / "plan.py"), "--gpus", "2"]
-    command += ["--config", "launch/recipes/opt-30b-sst2-lezo.yaml"]
+    command += ["--config", "opt-30b-sst2-lezo"]
     printed = run_well([*command, "--gpu", "a100-40g"]).out
     assert printed.splitlines()[-1].startswith("command         deepspeed --num_gpus 2 launch/train.py")
     refused = run([*command, "--gpu-memory", "4"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lezo_ds.config.schema import RunConfig, ZoConfig
+from lezo_ds.config.schema import ZEROTH_ORDER, RunConfig, ZoConfig
 from lezo_ds.errors import UserError
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy, num_dropped_from_sparsity
@@ -41,9 +41,11 @@ def num_passes(config: RunConfig) -> int:
     return len(passes_of_step(num_micro_batches, num_probes, config.zo.probes_per_pass))
 
 
-def copies_per_pass(zo: ZoConfig) -> int:
-    """Return how many perturbed copies of a weight a forward pass holds at once, at most."""
-    return min(zo.probes_per_pass, make_estimator(zo).num_probes)
+def copies_per_pass(config: RunConfig) -> int:
+    """Return how many copies of the batch a training pass runs: one for each probe, or the batch itself."""
+    if config.method not in ZEROTH_ORDER:
+        return 1
+    return min(config.zo.probes_per_pass, make_estimator(config.zo).num_probes)
 
 
 def num_dropped(zo: ZoConfig, num_layers: int) -> int:

@@ -131,7 +131,10 @@ def _description(rng: random.Random, positive: bool) -> str:
 
 
 def clause(rng: random.Random, positive: bool, plain: bool = False) -> str:
-    """Return a clause of 3 to 7 words that praises or blames. If not `plain`, it may do so by negation."""
+    """Return a clause of 3 to 7 words that praises (`positive`) or blames.
+
+    If it is not `plain`, it may do so by a negation.
+    """
     kind = rng.choices(("exclaim", "describe", "judge", "feel"), weights=(1, 5, 2, 2))[0]
     if kind == "exclaim":
         return f"what a {_description(rng, positive)} {rng.choice(ASPECTS)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lezo_ds.errors import UserError
@@ -46,7 +45,7 @@ GPUS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the recipe, the hardware and its speeds."""
     add = parser.add_argument
-    add("--config", type=Path, metavar="RECIPE", help="recipe, as for launch/train.py")
+    add("--config", metavar="RECIPE", help="name of a recipe, or a YAML file, as for launch/train.py")
     add(
         "--gpus", type=_positive_int, required=True, metavar="N", help="number of GPUs, with one rank on each"
     )
@@ -63,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--memory-bandwidth", type=_positive, metavar="GB/S", help="bandwidth that copies on a GPU reach")
     add("--link-bandwidth", type=_positive, metavar="GB/S", help="bandwidth at which a rank receives weights")
     add("--host-bandwidth", type=_positive, metavar="GB/S", help="bandwidth from the host to a GPU")
-    add("overrides", nargs="*", metavar="key=value", help="override a key of the recipe, such as model.path")
+    add("overrides", nargs="*", metavar="key=value", help="change a key of the recipe")
 
 
 def gpu_bytes(arguments: argparse.Namespace) -> int:
@@ -103,21 +102,15 @@ def hardware_speeds(arguments: argparse.Namespace) -> Speeds | None:
     )
     values, words = [], []
     for unit, scale, given, published in sources:
-        if given is None and published is None:
+        value, source = given, "given"
+        if given is None and published is not None:
+            value, source = REACHED * published, f"assumed: {REACHED:.0%} of the published peak"
+        if value is None:
             return None
-        source, value = "given", given
-        if given is None:
-            source, value = f"assumed: {REACHED:.0%} of the published peak", REACHED * (published or 0.0)
         values.append(value * scale)
         words.append(f"{value:.4g} {unit} ({source})")
     operations, memory, link, host = values
-    return Speeds(
-        operations=operations,
-        memory=memory,
-        link=link,
-        host=host,
-        source=", ".join(words),
-    )
+    return Speeds(operations, memory, link, host, source=", ".join(words))
 
 
 def _positive(text: str) -> float:

@@ -21,12 +21,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig
+from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, copies_per_pass
 from lezo_ds.ds_config import load_ds_config
 from lezo_ds.model.blocks import gathering_limits
 from lezo_ds.tools.planning.inputs import InputSizes
 from lezo_ds.tools.planning.model_sizes import ModelSizes
-from lezo_ds.tools.planning.probes import copies_per_pass
 
 GIB = 1 << 30
 CPU_RESERVE = int(0.53 * GIB)

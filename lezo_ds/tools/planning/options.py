@@ -6,12 +6,11 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, check_world
+from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, check_world, num_passes
 from lezo_ds.errors import UserError
 from lezo_ds.tools.planning.inputs import InputSizes, assumed_inputs
 from lezo_ds.tools.planning.memory import GIB, RankMemory, rank_memory
 from lezo_ds.tools.planning.model_sizes import ModelSizes, model_sizes
-from lezo_ds.tools.planning.probes import num_passes
 from lezo_ds.tools.planning.step_cost import StepWork, step_work
 from lezo_ds.tools.workloads import typical_workload
 from lezo_ds.zo.precision import UpdatePrecision

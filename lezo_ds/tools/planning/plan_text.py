@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, config_to_dict, flatten
 from lezo_ds.engine.step_plan import plan_format_of, scalar_bytes
@@ -43,16 +42,16 @@ def plan_text(plan: Plan, speeds: Speeds | None) -> str:
     return "\n".join(f"{heading:15} {text}" for heading, text in lines)
 
 
-def plan_command(plan: Plan, recipe: Path | None, overrides: Sequence[str]) -> str:
+def plan_command(plan: Plan, recipe: str | None, overrides: Sequence[str]) -> str:
     """Return the command that starts the chosen run from the root of the repository.
 
     Args:
         plan: from `make_plan`.
-        recipe: the recipe that was planned for; None if everything is in the overrides.
+        recipe: name or file of the recipe that was planned for; None if everything is in the overrides.
         overrides: the overrides that were planned for.
     """
     words = ["deepspeed", "--num_gpus", str(plan.num_gpus), "launch/train.py"]
-    words += [] if recipe is None else ["--config", str(recipe)]
+    words += [] if recipe is None else ["--config", recipe]
     asked, chosen = (flatten(config_to_dict(c)) for c in (plan.recipe, plan.chosen.config))
     changed = {key: value for key, value in chosen.items() if asked[key] != value}
     kept = [override for override in overrides if override.partition("=")[0] not in changed]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lezo_ds.config import RunConfig, num_dropped
+from lezo_ds.config import RunConfig, copies_per_pass, num_dropped, num_passes
 from lezo_ds.tools.planning.memory import LOW_BITS_BYTES, RankMemory, keeps_low_bits
 from lezo_ds.tools.planning.model_sizes import ModelSizes
-from lezo_ds.tools.planning.probes import copies_per_pass, num_passes
 
 
 @dataclass(frozen=True)
