@@ -159,7 +159,7 @@ def _flip_and_go_on(directory, journal, dtype, num_ranks, low, dropped):
     engine = watched_engine(directory, journal, dtype=dtype, num_ranks=num_ranks)
     train(engine, FAULTY_STEP)
     engine.check_weights()
-    left_out = set(engine._plan().dropped_layers)
+    left_out = set(engine._decide().dropped_layers)
     name = FC1.format(min(left_out if dropped else set(range(4)) - left_out))
     if engine.global_rank == num_ranks - 1:
         index = sample_of(engine, name).begin + 5

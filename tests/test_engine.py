@@ -25,7 +25,7 @@ from tiny_runs import (
 
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.engine.lezo_engine import LezoEngine
-from lezo_ds.engine.step_plan import scalar_bytes
+from lezo_ds.engine.step_plan import PlanFormat, scalar_bytes
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.journal import Header, Journal, read_journal
 from lezo_ds.model.batch import MicroBatch
@@ -329,7 +329,7 @@ def _share_three_micro_batches(directory):
 
 def test_micro_batches_that_the_ranks_do_not_divide_are_refused(opt_directory):
     for message, steps, unchanged in run_ranks(_share_three_micro_batches, 2, opt_directory):
-        assert "got: 3 (micro-batches x directions) on 2 ranks" in message
+        assert "got: 3 forward passes on 2 ranks" in message
         assert steps == 0
         assert unchanged
 
@@ -356,8 +356,7 @@ def _forward_thrice(directory, num_ranks):
     logits = [engine.forward(batch) for _ in range(3)]
     records = []
     for _ in range(3):
-        engine.global_steps = 7
-        records += train(engine, 1)
+        records += train(engine.with_config(engine._config), 1)
     return logits, records
 
 
@@ -371,7 +370,7 @@ def test_the_first_second_and_third_forward_are_equal(opt_directory, num_ranks):
 
 
 def _tune_what_is_outside_the_blocks(directory, num_ranks):
-    changes = {"num_dropped_layers": None, "sparsity": 1.0, "forward": 1}
+    changes = {"num_dropped_layers": None, "sparsity": 1.0, "probes_per_pass": 1}
     return finish(start_engine(directory, num_ranks=num_ranks, **changes), 3)
 
 
@@ -567,18 +566,20 @@ def _count_bytes(directory, forward, num_micro_batches):
     return counts, model, model + padding
 
 
-@pytest.mark.parametrize(("forward", "passes", "num_micro_batches"), [(2, 1, 2), (1, 2, 4)])
+@pytest.mark.parametrize(("probes_per_pass", "passes", "num_micro_batches"), [(2, 1, 2), (1, 2, 4)])
 def test_a_step_gathers_the_model_once_a_pass_and_sends_little_else(
-    opt_directory, forward, passes, num_micro_batches
+    opt_directory, probes_per_pass, passes, num_micro_batches
 ):
     own_passes = passes * num_micro_batches // 2
     tied = (VOCABULARY * 33 + 1) * 4
-    for (first, ten), model, padded in run_ranks(_count_bytes, 2, opt_directory, forward, num_micro_batches):
+    for (first, ten), model, padded in run_ranks(
+        _count_bytes, 2, opt_directory, probes_per_pass, num_micro_batches
+    ):
         gathers, shards = ten.pop("all_gather_into_tensor")
         gathered = shards * 2 / 10 / own_passes
         other = sum(size for _, size in ten.values()) / 10
         print(
-            f"\n{forward}, {num_micro_batches} micro-batches on 2 ranks, {own_passes} passes of each: a pass "
+            f"\n{probes_per_pass} probes a pass, {num_micro_batches} micro-batches on 2 ranks, {own_passes} passes of each: a pass "
             f"gathers {gathered:.0f} bytes = {gathered / model:.4f} x the model's {model}, in "
             f"{gathers / 10 / own_passes:.1f} calls; all else {other:.0f} bytes a step. "
             f"Ten steps: {ten}; the first two: {first}"
@@ -586,7 +587,7 @@ def test_a_step_gathers_the_model_once_a_pass_and_sends_little_else(
         assert gathered == padded
         assert padded < 1.002 * model
         assert {name: calls for name, (calls, _) in ten.items()} == {"broadcast": 10, "all_reduce": 10}
-        assert other == scalar_bytes(num_micro_batches)
+        assert other == scalar_bytes(PlanFormat(NUM_BLOCKS, num_probes=2), num_micro_batches)
         assert other <= 256 + 16 * num_micro_batches
         # Of the first pass DeepSpeed takes a trace, and gathers the tied embedding for the head again; in the
         # second the ranks compare their traces.

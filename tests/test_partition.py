@@ -6,11 +6,11 @@ import pytest
 import torch
 from deepspeed.comm.comm import comms_logger
 from ranks import run_ranks
-from tiny_runs import full_weights, start_engine, train
+from tiny_runs import NUM_BLOCKS, full_weights, start_engine, train
 
 from lezo_ds import distributed
 from lezo_ds.config import check_world, config_from_dict
-from lezo_ds.engine.step_plan import scalar_bytes
+from lezo_ds.engine.step_plan import PlanFormat, scalar_bytes
 from lezo_ds.errors import UserError
 from lezo_ds.sharding import zero3
 
@@ -75,7 +75,7 @@ def _count_bytes(directory, partition_size):
 def test_replicas_of_one_rank_exchange_nothing_but_scalars(opt_directory):
     for sent in run_ranks(_count_bytes, 4, opt_directory, 1):
         assert sent.keys() == {"broadcast", "all_reduce"}
-        assert sum(sent.values()) == 10 * scalar_bytes(4)
+        assert sum(sent.values()) == 10 * scalar_bytes(PlanFormat(NUM_BLOCKS, num_probes=2), 4)
 
 
 def test_a_size_that_does_not_divide_the_ranks_is_refused():
