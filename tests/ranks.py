@@ -13,10 +13,15 @@ import socket
 import time
 import traceback
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import lezo_ds
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["deepspeed", "transformers.models.opt.modeling_opt", "datasets", "lezo_ds.runs.trainer"]
+context.set_forkserver_preload(["preload"])
+# The server finds modules by this variable alone: Python 3.11 does not hand it sys.path.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parent), str(Path(lezo_ds.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
 )
 
 _GRACE_SECONDS = 5.0  # for the other ranks to report, once one has failed

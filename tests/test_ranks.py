@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 import pytest
@@ -29,6 +30,15 @@ def _die_or_sleep():
     if os.environ["RANK"] == "1":
         os._exit(3)
     time.sleep(600)
+
+
+def _has_imported_the_libraries():
+    return {"preload", "deepspeed", "datasets", "lezo_ds.runs.trainer"} <= sys.modules.keys()
+
+
+def test_ranks_begin_with_the_libraries_imported():
+    # An import error in the server is silent: each rank would import them for itself.
+    assert run_ranks(_has_imported_the_libraries, 1) == [True]
 
 
 def test_every_rank_is_a_process_of_one_group():

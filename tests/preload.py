@@ -1,0 +1,15 @@
+"""What the server that ranks are forked from has imported: a rank then starts in a tenth of a second."""
+
+from __future__ import annotations
+
+import gc
+
+import datasets  # noqa: F401
+import deepspeed  # noqa: F401
+import torch._inductor.compile_fx  # noqa: F401  (DeepSpeed's optimizers import it at their first step)
+import transformers.models.opt.modeling_opt  # noqa: F401
+
+import lezo_ds.runs.trainer  # noqa: F401
+
+gc.collect()
+gc.freeze()  # a collection in a rank would copy all memory that it shares with the server
