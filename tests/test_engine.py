@@ -579,7 +579,8 @@ def test_a_step_gathers_the_model_once_a_pass_and_sends_little_else(
         gathered = shards * 2 / 10 / own_passes
         other = sum(size for _, size in ten.values()) / 10
         print(
-            f"\n{probes_per_pass} probes a pass, {num_micro_batches} micro-batches on 2 ranks, {own_passes} passes of each: a pass "
+            f"\n{probes_per_pass} probes a pass, {num_micro_batches} micro-batches on 2 ranks, "
+            f"{own_passes} passes of each: a pass "
             f"gathers {gathered:.0f} bytes = {gathered / model:.4f} x the model's {model}, in "
             f"{gathers / 10 / own_passes:.1f} calls; all else {other:.0f} bytes a step. "
             f"Ten steps: {ten}; the first two: {first}"
