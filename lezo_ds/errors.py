@@ -1,10 +1,10 @@
-"""One family of errors: each says what is wrong, what was got, what was expected, and the fix."""
+"""One family of errors: each says what is wrong, what was given, what was expected, and how to fix it."""
 
 from __future__ import annotations
 
 
 class LezoError(Exception):
-    """Base of every error this package raises on purpose; `exit_code` is what the commands end with."""
+    """Base of all errors that this package raises on purpose; a command ends with their `exit_code`."""
 
     exit_code = 1
 
@@ -15,8 +15,8 @@ class UserError(LezoError):
     Args:
         what: what is wrong, naming the key, file or record.
         got: the offending value, shown with repr unless it is a string.
-        expected: what would have been right.
-        fix: what to do about it.
+        expected: what would have been valid.
+        fix: what the user can do.
 
     >>> print(UserError("zo.sparsity is too large", got=1.5, expected="0 to 1", fix="set zo.sparsity=0.75"))
     zo.sparsity is too large; got: 1.5; expected: 0 to 1; fix: set zo.sparsity=0.75
@@ -25,7 +25,7 @@ class UserError(LezoError):
     exit_code = 2
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle as made: the message is the only state, and ranks exchange errors."""
+        """Pickle the message, which is the only state: ranks exchange errors."""
         return _restore, (str(self),)
 
     def __init__(self, what: str, *, got: object = None, expected: str = "", fix: str = "") -> None:
@@ -44,23 +44,23 @@ def _restore(message: str) -> UserError:
 
 
 class HubError(UserError):
-    """The hub does not give a model or a data set now; it may at another time or place."""
+    """The hub cannot provide a model or a data set now; it may later, or from another machine."""
 
 
 class JournalError(LezoError):
-    """The journal cannot be written, or what it holds cannot be trusted."""
+    """The journal cannot be written, or its content cannot be trusted."""
 
     exit_code = 3
 
 
 class DivergenceError(LezoError):
-    """Too many steps in a row were skipped: their losses were not finite, or outliers."""
+    """Too many consecutive steps were skipped because their losses were not finite, or were outliers."""
 
     exit_code = 4
 
 
 class DesyncError(LezoError):
-    """The ranks do not work on the same thing, or a rank's weights are not those of the run."""
+    """The ranks work on different inputs, or the weights of a rank are not those of the run."""
 
     exit_code = 5
 

@@ -1,4 +1,4 @@
-"""Runs that have a name, such as opt-13b-sst2-lezo: every cell of the paper's tables."""
+"""Configurations that have a name, such as opt-13b-sst2-lezo, for every cell of the paper's tables."""
 
 from lezo_ds.recipes.registry import RECIPES, list_recipes, load_recipe, recipe_text
 
