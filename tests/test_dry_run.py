@@ -69,7 +69,10 @@ def test_what_is_on_the_hub_is_listed_as_not_checked_but_the_memory_of_opt_is_kn
         (["method=icl", "data.num_demonstrations=2", "data.max_length=64"], "icl, trains nothing"),
         (["method=mezo", "zo.sparsity=0"], "mezo, trains all weights"),
         (["peft.kind=lora"], "lezo, trains lora"),
-        (["method=adamw", "train.steps=null", "train.eval_every=null"], "adamw, trains all weights"),
+        (
+            ["method=adamw", "train.steps=null", "train.eval_every=null", "zo.learning_rate=null"],
+            "adamw, trains all weights",
+        ),
     ],
 )
 def test_every_method_has_a_plan_with_its_memory(overrides, method, recipe):

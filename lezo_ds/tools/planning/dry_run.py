@@ -70,12 +70,13 @@ def _training_lines(config: RunConfig, world_size: int) -> list[tuple[str, str]]
     num_micro_batches = train.batch_size // train.micro_batch_size
     steps = f"{config.adamw.epochs} epochs" if train.steps is None else str(train.steps)
     every = "every tenth of the run" if train.eval_every is None else f"every {train.eval_every}"
-    optimizer = (
-        f"learning rate {zo.learning_rate:g}, perturbation scale {zo.perturbation_scale:g}, "
-        f"{zo.update_rule} updates, {zo.update_precision} updates"
-    )
     if config.method == "adamw":
         optimizer = f"learning rate {config.adamw.learning_rate:g}, falling to 0"
+    else:
+        optimizer = (
+            f"learning rate {zo.learning_rate:g}, perturbation scale {zo.perturbation_scale:g}, "
+            f"estimator {zo.estimator}, {zo.probes_per_pass} probes in a pass, {zo.update_precision} updates"
+        )
     share = f"{num_micro_batches // world_size} of a step's {num_micro_batches} micro-batches"
     return [
         ("ranks", f"{world_size}, each with {share} of {train.micro_batch_size} examples"),
