@@ -67,7 +67,7 @@ def train_all(assets, num_ranks, forwards):
 
 def train_micro_batches(assets):
     """Return the first records of each objective, by the size of a micro-batch."""
-    return {(o, size): train(assets, 1, 2, o, size)[0][0] for o in OBJECTIVES for size in (1, 2, 4)}
+    return {(o, size): train(assets, 1, 2, o, size)[0][0] for o in OBJECTIVES for size in (1, 4)}
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +98,8 @@ def test_any_number_of_micro_batches_gives_the_estimate_of_one_batch(assets):
     (found,) = run_ranks(train_micro_batches, 1, assets)
     for objective in OBJECTIVES:
         whole = found[objective, BATCH_SIZE]
-        for size in (1, 2):
-            parts = found[objective, size]
-            assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
-            # The difference of two float32 losses, over twice the perturbation scale.
-            error = abs(parts.projected_grads[0] - whole.projected_grads[0])
-            assert error <= 1e-6 * max(1, abs(whole.loss)) / SCALE
+        parts = found[objective, 1]
+        assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
+        # The difference of two float32 losses, over twice the perturbation scale.
+        error = abs(parts.projected_grads[0] - whole.projected_grads[0])
+        assert error <= 1e-6 * max(1, abs(whole.loss)) / SCALE
