@@ -25,7 +25,7 @@ from lezo_ds.data.sampling import batch_indices
 from lezo_ds.errors import UserError
 from lezo_ds.model.batch import GenerationSettings, MicroBatch
 from lezo_ds.sharding.checkpoint_files import load_model_config, resolve_model
-from lezo_ds.tasks import get_task
+from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Example, Task
 
 
@@ -119,7 +119,7 @@ def load_task_data(config: RunConfig) -> TaskData:
     Raises:
         UserError: data, tokenizer or objective are missing or do not fit the task.
     """
-    task = get_task(config.data.task)
+    task = TASKS.find(config.data.task)
     objective = load_objective(config.train.objective, task)
     if config.method == "adamw" and objective.reads_answers:
         raise UserError(
