@@ -133,8 +133,8 @@ def load_task_data(config: RunConfig) -> TaskData:
         )
     splits = _with_demonstrations(config, _draw_splits(config, task))
     directory = resolve_model(config.model.path)
-    model_config = load_model_config(directory)
     tokenizer = load_tokenizer(str(directory))
+    model_config = load_model_config(directory)
     generation = None
     if task.kind == "generation" or objective.reads_answers:
         generation = GenerationSettings(MAX_NEW_TOKENS, tokenizer.stop_ids(), tokenizer.pad_id)
