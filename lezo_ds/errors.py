@@ -1,22 +1,22 @@
-"""One family of errors: each says what is wrong, what was given, what was expected, and how to fix it."""
+"""The errors of this package. A message says what is wrong, the value, the expected value, and the fix."""
 
 from __future__ import annotations
 
 
 class LezoError(Exception):
-    """Base of all errors that this package raises on purpose; a command ends with their `exit_code`."""
+    """Base class of the errors that this package raises on purpose. Commands exit with `exit_code`."""
 
     exit_code = 1
 
 
 class UserError(LezoError):
-    """Bad input: a config value, a file, a command line. One line, exit code 2.
+    """Bad input: a config value, a file, or a command line. The message is one line.
 
     Args:
-        what: what is wrong, naming the key, file or record.
-        got: the offending value, shown with repr unless it is a string.
-        expected: what would have been valid.
-        fix: what the user can do.
+        what: what is wrong, with the name of the key, file or record.
+        got: the invalid value, shown with repr unless it is a string.
+        expected: the valid values.
+        fix: what the user can do about it.
 
     >>> print(UserError("zo.sparsity is too large", got=1.5, expected="0 to 1", fix="set zo.sparsity=0.75"))
     zo.sparsity is too large; got: 1.5; expected: 0 to 1; fix: set zo.sparsity=0.75
@@ -25,8 +25,9 @@ class UserError(LezoError):
     exit_code = 2
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the message, which is the only state: ranks exchange errors."""
-        return _restore, (str(self),)
+        # Ranks exchange errors by pickling them. The default would call __init__ without its keyword
+        # arguments, and the message already holds all of them.
+        return type(self), (str(self),)
 
     def __init__(self, what: str, *, got: object = None, expected: str = "", fix: str = "") -> None:
         parts = [what]
@@ -39,33 +40,29 @@ class UserError(LezoError):
         super().__init__("; ".join(parts))
 
 
-def _restore(message: str) -> UserError:
-    return UserError(message)
-
-
 class HubError(UserError):
-    """The hub cannot provide a model or a data set now; it may later, or from another machine."""
+    """A model or a data set cannot be loaded from the hub. A later attempt, or another host, may succeed."""
 
 
 class JournalError(LezoError):
-    """The journal cannot be written, or its content cannot be trusted."""
+    """The journal cannot be written, or its content is damaged."""
 
     exit_code = 3
 
 
 class DivergenceError(LezoError):
-    """Too many consecutive steps were skipped because their losses were not finite, or were outliers."""
+    """Too many steps in a row were skipped because their losses were not finite, or were outliers."""
 
     exit_code = 4
 
 
 class DesyncError(LezoError):
-    """The ranks work on different inputs, or the weights of a rank are not those of the run."""
+    """The ranks do not do the same work, or the weights of a rank differ from those of the run."""
 
     exit_code = 5
 
 
 class LostRankError(LezoError):
-    """A rank has ended, or has not answered in time."""
+    """A rank has ended, or did not answer in time."""
 
     exit_code = 6

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent, even after a crash or a power cut."""
+"""Writing of files that are either whole or absent, even after a crash or a power cut."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lezo_ds.errors import LezoError
 
 
 def sync_directory(path: Path) -> None:
-    """Force a directory's entries (files created, renamed or removed in it) to the disk.
+    """Sync a directory's entries (files created, renamed or removed in it) to the disk.
 
     Raises:
         OSError: the directory cannot be opened or synced.
@@ -21,7 +21,7 @@ def sync_directory(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Force a file's content to the disk, whoever wrote it.
+    """Sync a file's content to the disk, even if another process wrote it.
 
     Raises:
         OSError: the file cannot be opened or synced.
@@ -38,10 +38,10 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its missing parents so that a crash does not lose them.
+    """Make a directory and its missing parents, and sync them so that a crash does not lose them.
 
     Raises:
-        OSError: one of them cannot be made, or is a file.
+        OSError: a directory cannot be made, or its path is a file.
     """
     if path.is_dir():
         return
@@ -52,7 +52,7 @@ def make_directory(path: Path) -> None:
 
 @contextmanager
 def failures_named(path: Path) -> Iterator[None]:
-    """Turn an OSError into an error that names the file of a run that cannot be written.
+    """Turn an OSError into an error that says which file of a run cannot be written.
 
     Raises:
         LezoError: instead of the OSError.
@@ -62,16 +62,15 @@ def failures_named(path: Path) -> Iterator[None]:
     except OSError as error:
         raise LezoError(
             f"{path} cannot be written; got: {error}; "
-            "fix: make room on its disk or permit writing, then run the same command again"
+            "fix: free space on its disk or allow writing, then run the same command again"
         ) from error
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write a file so that readers, and a restart after a crash, see the old content or the new one.
+    """Write a file so that readers, and a restart after a crash, see either the old or the new content.
 
-    The content is written to `.<name>.tmp` in the same directory and synced. That file is then renamed, and
-    the directory is synced. A path has one writer at a time, so the next writer may overwrite what a killed
-    writer left under the temporary name.
+    The content is written to `.<name>.tmp` in the same directory. Only one process may write to a path at a
+    time. A temporary file that a killed writer left is overwritten.
 
     Args:
         path: file to create or replace, in an existing directory.
@@ -86,12 +85,13 @@ def write_atomically(path: Path, content: bytes | str) -> None:
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
+            # Sync before the rename: otherwise a power cut could leave the new name with no content.
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
+    sync_directory(path.parent)  # the rename itself survives a power cut only after this
 
 
 def sha256_file(path: Path) -> str:

@@ -12,7 +12,6 @@ from lezo_ds.data.encoding import (
     encode_example,
     encode_examples,
     encode_null,
-    encode_prompt,
     encode_prompts,
     load_tokenizer,
 )
@@ -141,23 +140,25 @@ def test_a_null_prompt_replaces_the_prompt_and_keeps_the_candidates(opt, null_pr
     assert (encoded.option_lengths, encoded.label) == ((1, 2), 1)
 
 
-def test_a_task_without_a_null_prompt_has_nothing_to_encode(opt):
-    assert encode_null(opt, Example("a joy", (" Paris\n",), 0, 0), 2048) is None
+def test_a_task_without_a_null_prompt_is_refused(opt):
+    with pytest.raises(UserError, match=r"data.calibrated needs .* fix: set data.calibrated=false"):
+        encode_null(opt, Example("a joy", (" Paris\n",), 0, 0), 2048)
 
 
 def test_a_prompt_to_continue_is_bos_and_prompt_alone(opt):
-    assert encode_prompt(opt, Example("  a joy It was ", (" Paris\n",), 0, 0), 100, 50) == (0, 4, 5, 6, 7)
+    example = Example("  a joy It was ", (" Paris\n",), 0, 0)
+    assert encode_prompts(opt, [example], 100, 50) == ((0, 4, 5, 6, 7),)
 
 
 def test_a_prompt_leaves_room_for_what_will_be_generated(opt):
     example = Example("a joy It was", (" Paris\n",), 0, 0)
-    assert encode_prompt(opt, example, 8, 3) == (0, 4, 5, 6, 7)
-    assert encode_prompt(opt, example, 8, 4) == (0, 5, 6, 7)
-    assert encode_prompt(opt, example, 8, 6) == (0, 7)
+    assert encode_prompts(opt, [example], 8, 3) == ((0, 4, 5, 6, 7),)
+    assert encode_prompts(opt, [example], 8, 4) == ((0, 5, 6, 7),)
+    assert encode_prompts(opt, [example], 8, 6) == ((0, 7),)
     with pytest.raises(
         UserError, match=r"leaves no room for a prompt .* 7 new tokens; got: 8; .* at least 9"
     ):
-        encode_prompt(opt, example, 8, 7)
+        encode_prompts(opt, [example], 8, 7)
 
 
 def test_cut_prompts_are_counted_in_one_warning(opt, caplog):

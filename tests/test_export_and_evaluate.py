@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from lezo_ds.data.encoding import encode_example, load_tokenizer
 from lezo_ds.model.snapshots import read_manifest, snapshot_path
-from lezo_ds.tasks import get_task
+from lezo_ds.tasks import TASKS
 
 BF16 = ("model.dtype=bf16", "zo.update_precision=fp32_master")
 
@@ -109,7 +109,7 @@ def plain_predictions(model, root, indices):
     records = [json.loads(line) for line in file.read_text().splitlines()]
     found = []
     for index in indices:
-        encoded = encode_example(tokenizer, get_task("sst2").build_example(records[index], index), 2048)
+        encoded = encode_example(tokenizer, TASKS.find("sst2").build_example(records[index], index), 2048)
         with torch.no_grad():
             logits = [model(torch.tensor([ids[:-1]])).logits[0, -1, ids[-1]] for ids in encoded.sequences]
         found.append(int(torch.stack(logits).float().argmax()))

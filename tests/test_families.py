@@ -20,7 +20,7 @@ from lezo_ds.data.objectives import reads_answers
 from lezo_ds.data.records import load_records, sample_splits
 from lezo_ds.journal import EvaluationRecord, read_journal
 from lezo_ds.model.snapshots import snapshot_path
-from lezo_ds.tasks import get_task
+from lezo_ds.tasks import TASKS
 from lezo_ds.zo.records import StepRecord
 
 pytestmark = pytest.mark.distributed
@@ -84,7 +84,7 @@ def test_a_family_trains_under_the_same_command_and_writes_what_plain_transforme
     _, records = read_journal(run_dir / "journal.jsonl")
     assert any(record.projected_grads != (0.0,) for record in records if isinstance(record, StepRecord))
 
-    tokenizer, task = AutoTokenizer.from_pretrained(directory), get_task("squad")
+    tokenizer, task = AutoTokenizer.from_pretrained(directory), TASKS.find("squad")
     examples = sample_splits(task, *load_records(task, data / "squad"), "clean", 0, **SIZES).test
     evaluations = [r for r in records if isinstance(r, EvaluationRecord) and r.split == "test"]
     weights = [directory, snapshot_path(run_dir / "snapshots", 2)]

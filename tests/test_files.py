@@ -92,7 +92,7 @@ def test_no_directory_replaces_a_file_or_is_made_below_one(tmp_path, below):
 
 def test_a_failed_write_is_an_error_that_names_the_file_and_the_fix(tmp_path):
     path = tmp_path / "missing" / "file"
-    message = r"missing/file cannot be written; got: .*No such file.*; fix: make room"
+    message = r"missing/file cannot be written; got: .*No such file.*; fix: free space"
     with pytest.raises(LezoError, match=message), failures_named(path):
         write_atomically(path, "content")
     with pytest.raises(ValueError, match="another"), failures_named(path):

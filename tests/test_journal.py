@@ -131,7 +131,7 @@ def test_a_reopened_journal_continues_the_chain_of_an_uninterrupted_one(tmp_path
 
 def test_an_existing_journal_is_not_created_again(path):
     data = write_journal(path, some_records(2))
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         Journal.create(path, HEADER)
     assert path.read_bytes() == data
 
@@ -667,7 +667,7 @@ def test_only_the_config_keys_allowed_to_differ_may_differ():
 
 def test_other_library_versions_are_only_warned_about(caplog):
     assert_compatible(HEADER, replace(HEADER, libraries={"torch": "2.14.0"}))
-    assert caplog.messages == ["torch was '2.13.0' when the journal was begun and is '2.14.0' now"]
+    assert caplog.messages == ["torch was '2.13.0' when the journal was started and is '2.14.0' now"]
 
 
 def test_a_journal_of_another_format_version_is_refused_with_both_versions(path):

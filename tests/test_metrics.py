@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lezo_ds.data.metrics import accuracy, best_f1, majority_class_rate, mean_f1, normalise, token_f1
+from lezo_ds.data.metrics import accuracy, best_f1, majority_class_rate, mean_f1, normalize, token_f1
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Example
 
@@ -89,7 +89,7 @@ def test_f1_is_what_was_worked_out_by_hand_and_what_the_official_definition_give
 
 @given(texts, st.lists(texts, min_size=1, max_size=4))
 def test_f1_agrees_with_the_official_definition(answer, golds):
-    assert normalise(answer) == official_normalize(answer)
+    assert normalize(answer) == official_normalize(answer)
     assert best_f1(answer, golds) == pytest.approx(official_max_f1(answer, golds), abs=1e-12)
 
 

@@ -170,7 +170,7 @@ def test_the_text_says_what_is_estimated_and_what_is_assumed():
 
 
 def test_a_task_that_no_table_has_gets_a_default_length_and_is_said_to(monkeypatch):
-    monkeypatch.setitem(tasks.TASKS, "mine", replace(tasks.TASKS["rte"], name="mine"))
+    monkeypatch.setitem(tasks.TASKS._entries, "mine", replace(tasks.TASKS["rte"], name="mine"))
     plan, _ = plan_of("opt-13b-rte-lezo", "--gpus", 1, "--gpu-memory", 80, "data.task=mine")
     assert f"assumed: 4 times {DEFAULT_LENGTH}, since no typical length of mine is known" in plan_text(
         plan, None

@@ -251,14 +251,14 @@ def test_a_label_that_names_no_candidate_is_refused(tmp_path, label):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [(b'{"sentence": "a', "is not JSON"), (b"\xff\xfe", "is not JSON"), (b"[1]", "is not a record")],
+    "line",
+    [b'{"sentence": "a', b"\xff\xfe", b"[1]"],
 )
-def test_a_broken_line_is_named(tmp_path, line, message):
+def test_a_broken_line_is_named(tmp_path, line):
     write_both(tmp_path, make_records(2), make_records(2))
     with (tmp_path / "train.jsonl").open("ab") as file:
         file.write(line + b"\n")
-    with pytest.raises(UserError, match=rf"train\.jsonl line 3 {message}"):
+    with pytest.raises(UserError, match=r"train\.jsonl line 3 is not a JSON object"):
         load_records(SST2, tmp_path)
 
 
@@ -348,15 +348,6 @@ def test_too_few_records_are_refused(protocol, num_records):
         UserError, match=rf"too few training records .* {num_records} records for 1000 \+ 500"
     ):
         sample_splits(SST2, make_records(num_records), make_records(10), protocol, 0)
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"seed": -1}, {"seed": 2**32}, {"num_train": 0}, {"num_dev": -1}, {"num_test": -1}]
-)
-def test_a_size_or_seed_out_of_range_is_refused(arguments):
-    sizes = {"seed": 0, "num_train": 4, "num_dev": 4, "num_test": 4} | arguments
-    with pytest.raises(UserError, match=f"{next(iter(arguments))} is out of range"):
-        sample_splits(SST2, make_records(10), make_records(10), "clean", **sizes)
 
 
 def test_no_dev_examples_may_be_asked_for():

@@ -14,7 +14,7 @@ from lezo_ds.data.encoding import encode_examples, load_tokenizer
 from lezo_ds.data.metrics import accuracy, majority_class_rate
 from lezo_ds.data.objectives import candidate_scores, predictions
 from lezo_ds.data.records import load_records, sample_splits
-from lezo_ds.tasks import get_task
+from lezo_ds.tasks import TASKS
 
 BATCH_SIZE = 32
 
@@ -30,8 +30,8 @@ def find_assets(name):
 
 @pytest.fixture(scope="module")
 def splits():
-    train, validation = load_records(get_task("SST2"), find_assets("data/sst2"))
-    return sample_splits(get_task("SST2"), train, validation, "clean", seed=0)
+    train, validation = load_records(TASKS.find("SST2"), find_assets("data/sst2"))
+    return sample_splits(TASKS.find("SST2"), train, validation, "clean", seed=0)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 from golden_tasks import GOLDEN
 
 from lezo_ds.errors import UserError
-from lezo_ds.tasks import TASKS, get_task
+from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Example, SplitSizes
 
 DEFAULT = SplitSizes(num_train=1000, num_dev=500, num_test=1000)
@@ -36,7 +36,7 @@ PROTOCOL = {
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden.task)
 def test_a_record_becomes_the_text_of_the_protocol(golden):
-    assert get_task(golden.task).build_example(golden.record, 7) == Example(
+    assert TASKS.find(golden.task).build_example(golden.record, 7) == Example(
         prompt=golden.prompt,
         candidates=golden.candidates,
         label=golden.label,
@@ -89,18 +89,18 @@ def test_a_record_without_a_right_answer_has_no_label(name, record):
     "name", ["SST2", "Sst2", "RTE", "CB", "BoolQ", "WSC", "WIC", "WiC", "MultiRC", "Copa", "COPA", "ReCoRD"]
 )
 def test_a_task_is_found_whatever_the_case_of_its_name(name):
-    assert get_task(name).name == name.lower()
+    assert TASKS.find(name).name == name.lower()
 
 
 @pytest.mark.parametrize(("name", "near"), [("sst-2", "sst2"), ("SST", "sst2"), ("squad2", "squad")])
 def test_an_unknown_task_gets_the_nearest_name(name, near):
     with pytest.raises(UserError, match=rf"unknown task; got: {name}; .*did you mean {near}\?"):
-        get_task(name)
+        TASKS.find(name)
 
 
 def test_a_name_near_to_none_gets_the_list_alone():
     with pytest.raises(UserError, match=r"expected: one of boolq, cb, copa, .*sst2") as caught:
-        get_task("translation")
+        TASKS.find("translation")
     assert "did you mean" not in str(caught.value)
 
 

@@ -11,7 +11,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 from lezo_ds.data.batching import candidate_batch
-from lezo_ds.data.encoding import PromptTokenizer, encode_example, encode_examples, encode_null, encode_prompt
+from lezo_ds.data.encoding import (
+    PromptTokenizer,
+    encode_example,
+    encode_examples,
+    encode_null,
+    encode_prompts,
+)
 from lezo_ds.data.objectives import candidate_scores, predictions, training_objective
 from lezo_ds.data.records import with_demonstrations
 from lezo_ds.tasks import TASKS
@@ -174,14 +180,12 @@ def test_the_chosen_candidate_has_the_highest_mean_log_probability(cut, model, t
     assert predictions(candidate_scores(run(model, batch), batch)) == expected
 
 
-@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+@pytest.mark.parametrize(
+    "task", [task for task in TASKS.values() if task.kind != "generation"], ids=lambda task: task.name
+)
 def test_a_null_prompt_is_encoded_as_the_protocol_calibrates(cut, task):
     for golden, example in zip(golden_of(task), build(task), strict=True):
         encoded = encode_null(cut.tokenizer, example, MAX_LENGTH)
-        if golden.null_prompt is None:
-            assert encoded is None
-            continue
-        assert encoded is not None
         expected = protocol_sequences(cut, golden, golden.null_prompt)
         assert list(zip(encoded.sequences, encoded.option_lengths, strict=True)) == expected
         assert encoded.option_lengths == encode_example(cut.tokenizer, example, MAX_LENGTH).option_lengths
@@ -190,7 +194,7 @@ def test_a_null_prompt_is_encoded_as_the_protocol_calibrates(cut, task):
 @pytest.mark.parametrize("task", [TASKS["squad"], TASKS["drop"]], ids=lambda task: task.name)
 def test_a_prompt_to_continue_ends_where_the_answer_begins(cut, task):
     for golden, example in zip(golden_of(task), build(task), strict=True):
-        ids = encode_prompt(cut.tokenizer, example, MAX_LENGTH, 50)
+        (ids,) = encode_prompts(cut.tokenizer, [example], MAX_LENGTH, 50)
         assert ids == cut.ids(golden.prompt)
         whole = encode_example(cut.tokenizer, example, MAX_LENGTH)
         assert whole.sequences[0][: -whole.option_lengths[0]] == ids

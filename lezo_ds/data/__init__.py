@@ -1,1 +1,1 @@
-"""From text to batches, from logits to losses and scores."""
+"""Data: from text to batches, and from logits to losses and scores."""

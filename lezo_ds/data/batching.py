@@ -1,4 +1,4 @@
-"""Encoded examples as micro-batches: which sequences run, and which of their logits are read."""
+"""Layout of encoded examples in micro-batches: the sequences to run and the logits to read."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from torch import Tensor
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.model.batch import LogitSelection, MicroBatch
 
-PAD_MULTIPLE = 8  # row lengths that matrix units like; also MeZO's
+PAD_MULTIPLE = 8  # MeZO's value; tensor cores are fastest on multiples of 8
 
 
 def candidate_batch(
     examples: Sequence[EncodedExample], pad_id: int, *, deduplicate: bool = True
 ) -> MicroBatch:
-    """Lay out every candidate of every example, to train a classification or to score.
+    """Lay out every candidate of every example, to train a classification task or to score candidates.
 
-    Where all examples share their candidates and each is one token behind the same context, an
-    example is one row, its context, and the logits wanted are the candidates' [E, C]: the rest of
-    the vocabulary cancels in any comparison of candidates. Otherwise every candidate is a row, and
-    the logits wanted are those that predict its tokens, over the whole vocabulary. The last token of
-    a sequence is never fed: nothing is read behind it.
+    There are two layouts. If all examples have the same candidates, and each candidate is one token after
+    the same context, each example is one row: its context. The batch then selects the candidates' logits
+    [E, C] only, because the rest of the vocabulary cancels in any comparison of candidates. Otherwise each
+    candidate is a row, and the batch selects the logits that predict its tokens, over the whole
+    vocabulary. The last token of a sequence is never fed, because no logits after it are read.
 
     Args:
-        examples: E of them, at least 1; the number of candidates may differ between them.
+        examples: E of them, at least 1. They may have different numbers of candidates.
         pad_id: fills rows on the right, to a multiple of 8.
-        deduplicate: False keeps the second layout always.
+        deduplicate: False always uses the second layout.
 
     Returns:
-        A batch of weight E. Its labels: "label" int64 [E], if all are known, and in the second
-        layout, with N candidate tokens, S rows, at most T tokens a candidate and C candidates an example,
-        "target_ids" int64 [N]; "token_slots" int64 [S, T], the logit rows of each candidate, and
-        "candidate_slots" int64 [E, C], the rows of each example, both ending in -1 where there are fewer.
+        A batch of weight E. Its labels hold "label" int64 [E] if all labels are known. The second layout
+        has N candidate tokens, S rows, at most T tokens per candidate and at most C candidates per
+        example. It adds "target_ids" int64 [N]; "token_slots" int64 [S, T], the logit rows of each
+        candidate; and "candidate_slots" int64 [E, C], the rows of each example. -1 fills the slots of
+        shorter candidates and of examples with fewer candidates.
     """
     vocabulary = _shared_candidates(examples) if deduplicate else None
     label = _labels(examples)
@@ -44,47 +45,51 @@ def candidate_batch(
             positions=torch.tensor([len(context) - 1 for context in contexts]),
             vocabulary=torch.tensor(vocabulary),
         )
-        return MicroBatch({"input_ids": _pad(contexts, pad_id)}, len(examples), label, selection)
+        return MicroBatch({"input_ids": _pad(contexts, pad_id)}, len(examples), label, selection=selection)
     sequences = [ids for example in examples for ids in example.sequences]
     lengths = [length for example in examples for length in example.option_lengths]
     slots = {"candidate_slots": _slots([len(example.sequences) for example in examples])}
-    return _token_batch(sequences, lengths, pad_id, len(examples), label | slots)
+    return _token_batch(sequences, lengths, pad_id, weight=len(examples), labels=label | slots)
 
 
 def teacher_forcing_batch(examples: Sequence[EncodedExample], pad_id: int) -> MicroBatch:
     """Lay out the gold candidate of every example, to train on its tokens.
 
     Args:
-        examples: E of them, at least 1, all labelled.
+        examples: E of them, at least 1, all labeled.
         pad_id: fills rows on the right, to a multiple of 8.
 
     Returns:
-        A batch whose weight is its number of gold tokens N. Its labels: "target_ids" int64 [N] and
+        A batch whose weight is its number of gold tokens N. Its labels are "target_ids" int64 [N] and
         "token_slots" int64 [E, T], as in `candidate_batch`.
+
+    Raises:
+        ValueError: an example has no label.
     """
-    golds = [_require_label(example) for example in examples]
-    sequences = [example.sequences[gold] for example, gold in zip(examples, golds, strict=True)]
-    lengths = [example.option_lengths[gold] for example, gold in zip(examples, golds, strict=True)]
-    return _token_batch(sequences, lengths, pad_id, sum(lengths), {})
+    sequences = [example.sequences[example.gold] for example in examples]
+    lengths = [example.option_lengths[example.gold] for example in examples]
+    return _token_batch(sequences, lengths, pad_id, weight=sum(lengths))
 
 
 def scoring_batch(sequences: Sequence[tuple[int, ...]], lengths: Sequence[int], pad_id: int) -> MicroBatch:
-    """Lay out sequences to score the tokens at their ends; those that differ in the last only share a row.
+    """Lay out sequences to score the tokens at their ends.
+
+    Sequences that differ only in their last token share a row, because the last token is not fed.
 
     Args:
-        sequences: S of them, at least 1, token ids.
-        lengths: of each how many tokens at the end are scored, at least 1.
+        sequences: token ids of S sequences, at least 1.
+        lengths: number of tokens to score at the end of each sequence, at least 1.
         pad_id: fills rows on the right, to a multiple of 8.
 
     Returns:
-        A batch whose weight is its number of scored tokens N. Its labels: "target_ids" int64 [N] and
+        A batch whose weight is its number of scored tokens N. Its labels are "target_ids" int64 [N] and
         "token_slots" int64 [S, T], as in `candidate_batch`.
     """
-    return _token_batch(sequences, lengths, pad_id, sum(lengths), {}, share_rows=True)
+    return _token_batch(sequences, lengths, pad_id, weight=sum(lengths), share_rows=True)
 
 
 def _shared_candidates(examples: Sequence[EncodedExample]) -> list[int] | None:
-    """Return the candidates' ids where one row an example will do, else None."""
+    """Return the token ids of the candidates if one row per example is enough, else None."""
     candidates = [ids[-1] for ids in examples[0].sequences]
     for example in examples:
         contexts = {ids[:-1] for ids in example.sequences}
@@ -98,12 +103,12 @@ def _token_batch(
     sequences: Sequence[tuple[int, ...]],
     lengths: Sequence[int],
     pad_id: int,
-    weight: int,
-    labels: dict[str, Tensor],
     *,
+    weight: int,
+    labels: dict[str, Tensor] | None = None,
     share_rows: bool = False,
 ) -> MicroBatch:
-    """Feed each sequence but its last token; want the logits that predict its last `length` tokens."""
+    """Feed each sequence without its last token; select the logits that predict its last `length` tokens."""
     fed = [ids[:-1] for ids in sequences]
     row_of: Sequence[int] = range(len(fed))
     if share_rows:
@@ -113,10 +118,11 @@ def _token_batch(
     pairs = list(zip(sequences, lengths, strict=True))
     positions = [position - 1 for ids, length in pairs for position in range(len(ids) - length, len(ids))]
     targets = [target for ids, length in pairs for target in ids[-length:]]
-    inputs = {"input_ids": _pad(fed, pad_id)}
-    tokens = {"target_ids": torch.tensor(targets), "token_slots": _slots(lengths)}
     return MicroBatch(
-        inputs, weight, labels | tokens, LogitSelection(torch.tensor(rows), torch.tensor(positions))
+        inputs={"input_ids": _pad(fed, pad_id)},
+        weight=weight,
+        labels={"target_ids": torch.tensor(targets), "token_slots": _slots(lengths)} | (labels or {}),
+        selection=LogitSelection(torch.tensor(rows), torch.tensor(positions)),
     )
 
 
@@ -126,7 +132,7 @@ def _pad(sequences: Sequence[tuple[int, ...]], pad_id: int) -> Tensor:
 
 
 def _slots(counts: Sequence[int]) -> Tensor:
-    """Give consecutive items to groups in order: int64 [groups, max count], -1 where a group has fewer.
+    """Assign consecutive items to groups, in order: int64 [groups, max count], filled with -1.
 
     >>> _slots([2, 1]).tolist()
     [[0, 1], [2, -1]]
@@ -139,9 +145,3 @@ def _slots(counts: Sequence[int]) -> Tensor:
 def _labels(examples: Sequence[EncodedExample]) -> dict[str, Tensor]:
     labels = [example.label for example in examples if example.label is not None]
     return {"label": torch.tensor(labels, dtype=torch.int64)} if len(labels) == len(examples) else {}
-
-
-def _require_label(example: EncodedExample) -> int:
-    if example.label is None:
-        raise ValueError("teacher forcing needs a label")
-    return example.label

@@ -1,4 +1,4 @@
-"""Examples as token ids, cut and counted as MeZO does (Malladi et al. 2023)."""
+"""Encoding of examples as token ids, with MeZO's rules for truncation and counting (Malladi et al. 2023)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ OPT_BOS_TOKEN = "<s>"
 
 @dataclass(frozen=True)
 class PromptTokenizer:
-    """A transformers tokenizer, and the one token that goes before every text.
+    """A tokenizer of transformers, with the special tokens that prompts and answers need.
 
     Attributes:
-        backend: splits text; its own special tokens are never asked for.
-        bos_id: first token of every sequence, None for models that have none.
+        backend: splits text into tokens. Its own special tokens are never added.
+        bos_id: first token of every sequence, None for models without one.
         pad_id: fills rows on the right, where causal attention never looks; any id of the vocabulary.
-        eos_id: with which a model ends a text, None if the tokenizer has none.
+        eos_id: the token with which the model ends a text, None if the tokenizer has none.
     """
 
     backend: PreTrainedTokenizerBase
@@ -36,12 +36,12 @@ class PromptTokenizer:
     def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Return the token ids of each text, BOS first."""
         bos = () if self.bos_id is None else (self.bos_id,)
-        # verbose: we cut too long texts ourselves, and say so once
+        # verbose=False silences a warning about long texts: we truncate them, with a warning of our own.
         encoded = self.backend(list(texts), add_special_tokens=False, verbose=False)
         return [(*bos, *ids) for ids in encoded["input_ids"]]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids as the model wrote it, without special tokens."""
+        """Return the text of token ids as the model generated it, without special tokens."""
         text: str = self.backend.decode(
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
@@ -51,32 +51,32 @@ class PromptTokenizer:
         """Return the answer in generated ids: their text up to the first newline, stripped.
 
         Args:
-            ids: what was generated; nothing of what follows the first stop id.
+            ids: generated ids, up to and including the first stop id.
         """
         return self.decode(ids).split("\n", 1)[0].strip()
 
     def stop_ids(self) -> tuple[int, ...]:
-        """Return the ids that end an answer, sorted: EOS, and every token with a newline in it.
+        """Return the ids that end an answer, sorted: EOS, and every token with a newline in its text.
 
-        Decodes the whole vocabulary: ask once.
+        This decodes the whole vocabulary, so call it once.
 
         Raises:
-            UserError: the tokenizer has no EOS, or no token for a newline.
+            UserError: the tokenizer has no EOS, or no token with a newline.
         """
         newlines = {token for token in range(len(self.backend)) if "\n" in self.backend.decode([token])}
         if self.eos_id is None:
             raise UserError(
-                "the tokenizer has no end-of-sequence token, with which generated answers end",
-                got="none that the model has",
+                "the tokenizer has no end-of-sequence token, which generated answers need",
+                got="no such token in the model's vocabulary",
                 expected="eos_token",
                 fix="set eos_token in the model's tokenizer_config.json",
             )
         if not newlines:
             raise UserError(
-                "the tokenizer has no token for a newline, with which generated answers end",
-                got=f"{len(self.backend)} tokens without one",
+                "the tokenizer has no token for a newline, which generated answers need",
+                got=f"{len(self.backend)} tokens without a newline",
                 expected="a token that decodes to a newline",
-                fix="choose a model that reads newlines, or a task that generates nothing",
+                fix="choose another model, or a task that generates no answers",
             )
         return tuple(sorted(newlines | {self.eos_id}))
 
@@ -86,8 +86,8 @@ class EncodedExample:
     """The candidates of one example as token sequences.
 
     Attributes:
-        sequences: for each candidate BOS, prompt and candidate, at most max_length tokens.
-        option_lengths: for each candidate how many tokens at the end are its own, at least 1.
+        sequences: BOS, prompt and candidate for each candidate, at most max_length tokens.
+        option_lengths: number of tokens at the end of each sequence that belong to its candidate, at least 1.
         label: index of the right candidate; None if unknown.
         truncated: whether a prompt was cut on the left.
     """
@@ -102,24 +102,27 @@ class EncodedExample:
         """Length of the longest sequence."""
         return max(map(len, self.sequences))
 
+    @property
+    def gold(self) -> int:
+        """Index of the right candidate; ValueError if it is unknown."""
+        if self.label is None:
+            raise ValueError("the example has no label")
+        return self.label
+
 
 def load_tokenizer(path: str) -> PromptTokenizer:
     """Load a model's tokenizer, without running code that comes with the model.
-
-    OPT was trained on inputs that begin with `<s>`, id 0, whereas its published tokenizer begins
-    them with `</s>`, id 2; like MeZO, we give it what it was trained on. Other models get a BOS
-    if their tokenizer adds one.
 
     Args:
         path: directory with the model's config.json and tokenizer, or a hub id.
 
     Raises:
-        UserError: no model or tokenizer there, or an OPT model whose id 0 is not `<s>`.
+        UserError: there is no model or tokenizer, or id 0 of an OPT model is not `<s>`.
     """
     try:
         backend = AutoTokenizer.from_pretrained(path, use_fast=True, trust_remote_code=False)
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # missing, broken, offline, unknown: each has a type of its own
+    except Exception as error:  # transformers raises many unrelated types here
         raise UserError(
             f"cannot load the tokenizer of {path}",
             got=f"{type(error).__name__}: {error}".splitlines()[0],
@@ -134,34 +137,39 @@ def load_tokenizer(path: str) -> PromptTokenizer:
             expected="a decoder language model",
             fix="set model.path to one",
         )
-    # A tokenizer may have had tokens added that the model's embedding does not have.
+    # Tokens that were added to a tokenizer may be missing from the model's embedding.
     vocabulary = range(vocabulary_size)
-    pad_id = backend.pad_token_id if backend.pad_token_id in vocabulary else 0
-    eos_id = backend.eos_token_id if backend.eos_token_id in vocabulary else None
-    return PromptTokenizer(backend, _find_bos(path, backend, config.model_type), pad_id, eos_id)
+    return PromptTokenizer(
+        backend=backend,
+        bos_id=_find_bos(path, backend, config.model_type),
+        pad_id=backend.pad_token_id if backend.pad_token_id in vocabulary else 0,
+        eos_id=backend.eos_token_id if backend.eos_token_id in vocabulary else None,
+    )
 
 
 def _find_bos(path: str, backend: PreTrainedTokenizerBase, model_type: str) -> int | None:
     if model_type != "opt":
         adds_bos = backend("")["input_ids"][:1] == [backend.bos_token_id]
         return backend.bos_token_id if adds_bos else None
+    # OPT was trained on inputs that begin with <s> (id 0), but its published tokenizer begins them with
+    # </s> (id 2). Like MeZO, we use the token of the training.
     first_token = backend.convert_ids_to_tokens(OPT_BOS_ID)
     if first_token != OPT_BOS_TOKEN:
         raise UserError(
             f"the tokenizer of the OPT model {path} has another token at id {OPT_BOS_ID}",
             got=first_token,
             expected=OPT_BOS_TOKEN,
-            fix="use the tokenizer the model was trained with",
+            fix="use the tokenizer that the model was trained with",
         )
     return OPT_BOS_ID
 
 
 def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int) -> EncodedExample:
-    """Tokenise every candidate of one example behind its prompt.
+    """Tokenize every candidate of one example after its prompt.
 
-    Spaces (not newlines) at both ends of a text are stripped first. A candidate's own tokens are
-    counted as tokens(prompt + candidate) - tokens(prompt). Sequences longer than `max_length` lose
-    tokens on the left; the BOS stays.
+    Spaces (not newlines) at both ends of a text are stripped first. The number of a candidate's own tokens
+    is tokens(prompt + candidate) - tokens(prompt). Sequences longer than `max_length` are cut on the left,
+    after the BOS.
 
     Raises:
         UserError: a candidate has no token of its own, or leaves no room for a token before it.
@@ -169,15 +177,17 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
     prompt = example.prompt.strip(" ")
     texts = [(example.prompt + candidate).strip(" ") for candidate in example.candidates]
     prompt_ids, *full = tokenizer.encode([prompt, *texts])
+    # MeZO counts by difference too. Tokens may merge across the boundary, so the tokens of the candidate
+    # alone would be another number.
     option_lengths = tuple(len(ids) - len(prompt_ids) for ids in full)
-    sequences = tuple(_cut_left(ids, max_length, tokenizer.bos_id is not None) for ids in full)
+    sequences = tuple(_cut_left(tokenizer, ids, max_length) for ids in full)
     for candidate, ids, length in zip(example.candidates, sequences, option_lengths, strict=True):
         if length < 1:
             raise UserError(
                 f"a candidate of example {example.index} adds no token",
                 got=repr(candidate),
-                expected="text behind the prompt",
-                fix=f"fill in or leave out record {example.index + 1} of those with an answer",
+                expected="text after the prompt",
+                fix=f"fill in or remove record {example.index + 1} (records without an answer do not count)",
             )
         if length >= len(ids):
             raise UserError(
@@ -186,90 +196,74 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
                 expected=f"at least one token more than the {length} of the candidate",
                 fix=f"raise data.max_length={max_length}" if len(ids) == max_length else "give it a prompt",
             )
-    return EncodedExample(sequences, option_lengths, example.label, sequences != tuple(full))
+    return EncodedExample(sequences, option_lengths, example.label, truncated=sequences != tuple(full))
 
 
 def encode_examples(
     tokenizer: PromptTokenizer, examples: Sequence[Example], max_length: int
 ) -> tuple[EncodedExample, ...]:
-    """Encode each example (see `encode_example`); one warning says how many had to be cut."""
+    """Encode each example (see `encode_example`), with one warning if any had to be cut."""
     encoded = tuple(encode_example(tokenizer, example, max_length) for example in examples)
     _warn_of_cuts(sum(example.truncated for example in encoded), len(encoded), max_length)
     return encoded
 
 
-def encode_null(tokenizer: PromptTokenizer, example: Example, max_length: int) -> EncodedExample | None:
-    """Tokenise the candidates of an example behind its null prompt, to calibrate their scores.
+def encode_null(tokenizer: PromptTokenizer, example: Example, max_length: int) -> EncodedExample:
+    """Tokenize the candidates of an example after its null prompt, to calibrate their scores.
 
-    A calibrated score is the summed log-probability of a candidate's tokens behind the prompt, minus
-    that behind the null prompt (surface form competition: Holtzman et al. 2021).
-
-    Returns:
-        As `encode_example`; None where the task has no null prompt.
+    The calibrated score of a candidate is the summed log-probability of its tokens after the prompt, minus
+    their summed log-probability after the null prompt (Holtzman et al. 2021).
 
     Raises:
-        UserError: as `encode_example`; an empty null prompt needs a tokenizer with a BOS.
+        UserError: as `encode_example`, or the task has no null prompt. An empty null prompt needs a
+            tokenizer with a BOS.
     """
     if example.null_prompt is None:
-        return None
+        raise UserError(
+            "data.calibrated needs a task with a null prompt",
+            got="a task that generates answers",
+            expected="a task with candidates",
+            fix="set data.calibrated=false",
+        )
     return encode_example(tokenizer, replace(example, prompt=example.null_prompt), max_length)
-
-
-def encode_prompt(
-    tokenizer: PromptTokenizer, example: Example, max_length: int, max_new_tokens: int
-) -> tuple[int, ...]:
-    """Return the token ids of a prompt that a model is to continue, BOS first.
-
-    Args:
-        tokenizer: of the model.
-        example: its prompt is taken, without spaces (not newlines) at both ends.
-        max_length: tokens of prompt and continuation together; a longer prompt is cut on the left
-            behind its BOS.
-        max_new_tokens: how many of these are kept for the continuation.
-
-    Raises:
-        UserError: there is no room for a prompt.
-    """
-    return _cut_prompt(tokenizer, example, _prompt_room(max_length, max_new_tokens))[0]
 
 
 def encode_prompts(
     tokenizer: PromptTokenizer, examples: Sequence[Example], max_length: int, max_new_tokens: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Encode each prompt (see `encode_prompt`); one warning says how many had to be cut."""
-    room = _prompt_room(max_length, max_new_tokens)
-    prompts = [_cut_prompt(tokenizer, example, room) for example in examples]
-    _warn_of_cuts(sum(was_cut for _, was_cut in prompts), len(prompts), room)
-    return tuple(ids for ids, _ in prompts)
+    """Return the token ids of each prompt for the model to continue, with one warning if any had to be cut.
 
+    Args:
+        tokenizer: the model's.
+        examples: their prompts are used, without spaces (not newlines) at both ends.
+        max_length: maximum length of prompt and continuation together, in tokens. Longer prompts are cut on
+            the left, after the BOS.
+        max_new_tokens: number of these tokens that are reserved for the continuation.
 
-def _prompt_room(max_length: int, max_new_tokens: int) -> int:
+    Raises:
+        UserError: there is no room for a prompt.
+    """
     room = max_length - max_new_tokens
-    if room < 2:  # BOS and a token of the prompt
+    if room < 2:  # a BOS and one token of the prompt
         raise UserError(
             f"data.max_length leaves no room for a prompt before {max_new_tokens} new tokens",
             got=max_length,
             expected=f"at least {max_new_tokens + 2}",
             fix="raise data.max_length",
         )
-    return room
-
-
-def _cut_prompt(tokenizer: PromptTokenizer, example: Example, room: int) -> tuple[tuple[int, ...], bool]:
-    (ids,) = tokenizer.encode([example.prompt.strip(" ")])
-    return _cut_left(ids, room, tokenizer.bos_id is not None), len(ids) > room
+    prompts = [tokenizer.encode([example.prompt.strip(" ")])[0] for example in examples]
+    _warn_of_cuts(sum(len(ids) > room for ids in prompts), len(prompts), room)
+    return tuple(_cut_left(tokenizer, ids, room) for ids in prompts)
 
 
 def _warn_of_cuts(num_cut: int, num_examples: int, max_length: int) -> None:
     if num_cut:
-        logger.warning(
-            "%d of %d examples are longer than max_length %d tokens and were cut on the left",
-            *(num_cut, num_examples, max_length),
-        )
+        text = "%d of %d examples are longer than max_length %d tokens and were cut on the left"
+        logger.warning(text, num_cut, num_examples, max_length)
 
 
-def _cut_left(ids: tuple[int, ...], max_length: int, has_bos: bool) -> tuple[int, ...]:
+def _cut_left(tokenizer: PromptTokenizer, ids: tuple[int, ...], max_length: int) -> tuple[int, ...]:
     num_over = len(ids) - max_length
     if num_over <= 0:
         return ids
-    return ids[:1] + ids[1 + num_over :] if has_bos else ids[num_over:]
+    return ids[num_over:] if tokenizer.bos_id is None else ids[:1] + ids[1 + num_over :]

@@ -1,8 +1,8 @@
-"""Scoring of examples, shared among the ranks; the same result on any number of them.
+"""Evaluation: scoring of examples, shared among the ranks, with the same result for any number of ranks.
 
-What is run (candidates behind their prompts, prompts to continue) is sorted by length, so that a batch has
-little padding, and cut into batches that do not depend on the number of ranks. Every rank runs equally many;
-each value is found by one rank, and all ranks get all values in one sum in which the others' are 0.
+The inputs of the model (candidates after their prompts, or prompts to continue) are sorted by length, so that
+batches have little padding. The batches do not depend on the number of ranks. Every rank runs the same number
+of batches. Each value is computed by one rank and is 0 on the others, so one sum gives all ranks all values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lezo_ds import distributed
 from lezo_ds.data.batching import scoring_batch
 from lezo_ds.data.encoding import EncodedExample
-from lezo_ds.data.metrics import accuracy, majority_class_rate, mean_f1
+from lezo_ds.data.metrics import METRICS, majority_class_rate
 from lezo_ds.data.objectives import predictions, teacher_forcing_loss, training_objective
 from lezo_ds.data.task_data import EncodedSplit, TaskData
 from lezo_ds.model.batch import MicroBatch, to_device
@@ -30,13 +30,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """How a model does on a set of examples.
+    """The loss and the score of a model on a set of examples.
 
     Attributes:
-        loss: what training minimises, over them.
+        loss: mean of the training objective.
         score: the task's metric, 0 to 1.
-        majority_class: accuracy of always giving the most frequent label; None where that means nothing.
-        predicted: for each example, in their order, the index of the candidate chosen, or the answer written.
+        majority_class: accuracy of always predicting the most frequent label; None if there are no classes.
+        predicted: index of the chosen candidate, or the generated answer, for each example in order.
     """
 
     loss: float
@@ -46,11 +46,11 @@ class EvaluationResult:
 
 
 class Model(Protocol):
-    """What scoring needs of an engine."""
+    """The part of an engine that evaluation uses."""
 
     @property
     def global_rank(self) -> int:
-        """Index of this process among all."""
+        """Rank of this process, from 0."""
         ...
 
     @property
@@ -60,141 +60,156 @@ class Model(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device on which this rank computes."""
         ...
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the logits, or the new tokens, that a micro-batch wants. A collective."""
+        """Return the logits, or the new tokens, that a micro-batch selects. A collective."""
         ...
 
 
 def evaluate(engine: Model, data: TaskData, split: EncodedSplit, batch_size: int) -> EvaluationResult:
-    """Score every example by the mean log-probability of its candidates, or by what is written to it.
+    """Score every example by the mean log-probability of its candidates, or by its generated answer.
 
-    A collective. Calibrated scores are the summed log-probability of a candidate's tokens behind the prompt,
-    minus that behind the null prompt.
+    A collective. A calibrated score is the summed log-probability of a candidate's tokens after the prompt,
+    minus their summed log-probability after the null prompt.
 
     Args:
         engine: the model, at its current weights.
         data: the task, its tokenizer and the objective.
-        split: at least one example, all labelled.
-        batch_size: sequences a forward pass.
+        split: at least one example, all labeled.
+        batch_size: number of sequences in a forward pass.
     """
-    tokens = _new_tokens(engine, data, split, batch_size) if split.prompts else None
-    if data.task.kind == "generation":
-        assert tokens is not None
-        answers = tuple(data.answers(tokens))
-        loss = _objective_loss(engine, data, split, batch_size, tokens)
-        return EvaluationResult(loss, mean_f1(answers, split.examples), None, answers)
-    sums = _log_probabilities(engine, data, split.encoded, batch_size)
-    if data.objective == training_objective(data.task.kind):
-        loss = _task_loss(data, split, sums)
-    else:
-        loss = _objective_loss(engine, data, split, batch_size, tokens)
-    predicted = tuple(predictions(_scores(engine, data, split, batch_size, sums)))
-    score, majority = accuracy(predicted, split.examples), majority_class_rate(split.examples)
-    return EvaluationResult(loss, score, majority, predicted)
+    return _Evaluation(engine, data, split=split, batch_size=batch_size).run()
 
 
-def _scores(
-    engine: Model, data: TaskData, split: EncodedSplit, batch_size: int, sums: Sequence[Tensor]
-) -> Tensor:
-    """Return the score of each candidate, float64 [examples, candidates], -inf where there are fewer."""
-    if split.null_encoded:
-        null_sums = _log_probabilities(engine, data, split.null_encoded, batch_size)
-        return _padded([found - null for found, null in zip(sums, null_sums, strict=True)])
-    return _padded(_means(split, sums))
+@dataclass(frozen=True)
+class _Evaluation:
+    engine: Model
+    data: TaskData
+    split: EncodedSplit
+    batch_size: int
 
+    def run(self) -> EvaluationResult:
+        data, examples = self.data, self.split.examples
+        tokens = self._new_tokens() if self.split.prompts else None
+        predicted: Sequence[int | str]
+        if data.task.kind == "generation":
+            assert tokens is not None
+            predicted = data.answers(tokens)
+            loss = self._objective_loss(tokens)
+        else:
+            sums = self._log_probabilities(self.split.encoded)
+            if data.objective == training_objective(data.task.kind):
+                loss = self._task_loss(sums)  # it follows from the scores, so it needs no further passes
+            else:
+                loss = self._objective_loss(tokens)
+            predicted = predictions(self._scores(sums))
+        score = METRICS.find(data.task.metric)(predicted, examples)
+        return EvaluationResult(
+            loss=loss,
+            score=score,
+            majority_class=majority_class_rate(examples),
+            predicted=tuple(predicted),
+        )
 
-def _task_loss(data: TaskData, split: EncodedSplit, sums: Sequence[Tensor]) -> float:
-    """Return the task's own loss, which follows from what its scores are made of."""
-    labels = [_label(example) for example in split.encoded]
-    if data.task.kind == "classification":
-        return F.cross_entropy(_padded(_means(split, sums)), torch.tensor(labels)).item()
-    num_tokens = sum(e.option_lengths[label] for e, label in zip(split.encoded, labels, strict=True))
-    golds = [found[label] for found, label in zip(sums, labels, strict=True)]
-    return -torch.stack(golds).sum().item() / num_tokens
+    def _scores(self, sums: Sequence[Tensor]) -> Tensor:
+        """Return the score of each candidate, float64 [examples, candidates], filled with -inf."""
+        if self.split.null_encoded:
+            null_sums = self._log_probabilities(self.split.null_encoded)
+            return _padded([found - null for found, null in zip(sums, null_sums, strict=True)])
+        return _padded(self._means(sums))
 
+    def _means(self, sums: Sequence[Tensor]) -> list[Tensor]:
+        pairs = zip(sums, self.split.encoded, strict=True)
+        return [found / torch.tensor(example.option_lengths) for found, example in pairs]
 
-def _means(split: EncodedSplit, sums: Sequence[Tensor]) -> list[Tensor]:
-    return [
-        found / torch.tensor(example.option_lengths)
-        for found, example in zip(sums, split.encoded, strict=True)
-    ]
+    def _task_loss(self, sums: Sequence[Tensor]) -> float:
+        """Return the task's own loss, computed from the log-probabilities of the candidates."""
+        encoded = self.split.encoded
+        golds = [example.gold for example in encoded]
+        if self.data.task.kind == "classification":
+            return F.cross_entropy(_padded(self._means(sums)), torch.tensor(golds)).item()
+        num_tokens = sum(e.option_lengths[gold] for e, gold in zip(encoded, golds, strict=True))
+        gold_sums = [found[gold] for found, gold in zip(sums, golds, strict=True)]
+        return -torch.stack(gold_sums).sum().item() / num_tokens
+
+    def _log_probabilities(self, encoded: Sequence[EncodedExample]) -> list[Tensor]:
+        """Return the summed log-probability of each candidate's tokens: float64 [candidates] per example.
+
+        Equal sequences run only once. Sequences that differ only in their last token run as one row, since
+        the logits for that token come from the tokens before it. An example with one-token candidates thus
+        takes one row, and an example with many long candidates spreads over several batches.
+        """
+        wanted = [list(zip(example.sequences, example.option_lengths, strict=True)) for example in encoded]
+        distinct = sorted(set(chain.from_iterable(wanted)), key=lambda pair: (len(pair[0]), pair))
+        rows = [list(same) for _, same in groupby(range(len(distinct)), key=lambda i: distinct[i][0][:-1])]
+        groups = [list(chain.from_iterable(group)) for group in _cut(rows, self.batch_size)]
+
+        def score(group: Sequence[int]) -> Tensor:
+            sequences, lengths = zip(*(distinct[i] for i in group), strict=True)
+            batch = scoring_batch(sequences, lengths, self.data.tokenizer.pad_id)
+            batch = to_device(batch, self.engine.device)
+            return -teacher_forcing_loss(self.engine.forward(batch), batch).cpu().unsqueeze(1)
+
+        found = dict(zip(distinct, self._share(groups, 1, score).squeeze(1), strict=True))
+        return [torch.stack([found[pair] for pair in pairs]) for pairs in wanted]
+
+    def _new_tokens(self) -> Tensor:
+        """Return the tokens that the model generates after each prompt, int64 [examples, max_new_tokens]."""
+        assert self.data.generation is not None
+        width = self.data.generation.max_new_tokens
+
+        def write(group: Sequence[int]) -> Tensor:
+            tokens = self.engine.forward(self.data.prompt_batch(self.split, group)).cpu()
+            # Zeros after the end do no harm: a batch is shorter only if all its rows have a stop token.
+            return F.pad(tokens, (0, width - tokens.shape[1]))
+
+        lengths = [len(ids) for ids in self.split.prompts]
+        return self._share(_groups(lengths, self.batch_size), width, write).long()
+
+    def _objective_loss(self, tokens: Tensor | None) -> float:
+        """Return the mean of the objective, with the generated `tokens` if it reads answers."""
+        data = self.data
+        known = tokens if data.objective.reads_answers else None
+
+        def losses(group: Sequence[int]) -> Tensor:
+            batch = to_device(data.objective_batch(self.split, group), self.engine.device)
+            outputs = self.engine.forward(batch) if known is None else known[group]
+            found = torch.zeros(len(group), 2, dtype=torch.float64)
+            found[:, 0] = data.loss(outputs, batch)
+            found[0, 1] = batch.weight
+            return found
+
+        lengths = [example.num_tokens for example in self.split.encoded]
+        loss, weight = self._share(_groups(lengths, self.batch_size), 2, losses).sum(dim=0)
+        return float(loss / weight)
+
+    def _share(
+        self, groups: Sequence[Sequence[int]], width: int, run: Callable[[Sequence[int]], Tensor]
+    ) -> Tensor:
+        """Return float64 [items, width], the rows of `run(group)` [items of the group, width] of all groups.
+
+        Each group's result is taken from one rank.
+        """
+        num_ranks, num_groups = self.engine.world_size, len(groups)
+        values = torch.zeros(sum(map(len, groups)), width, dtype=torch.float64)
+        # `run` is a collective: ranks without a group left run the last one again and drop the result.
+        for index in range(self.engine.global_rank, -(-num_groups // num_ranks) * num_ranks, num_ranks):
+            group = groups[min(index, num_groups - 1)]
+            found = run(group)
+            if index < num_groups:
+                values[group] = found.double()
+        summed = distributed.sum_vector(values.flatten().to(self.engine.device))
+        return torch.tensor(summed, dtype=torch.float64).view(values.shape)
 
 
 def _padded(scores: Sequence[Tensor]) -> Tensor:
     return pad_sequence(list(scores), batch_first=True, padding_value=float("-inf"))
 
 
-def _log_probabilities(
-    engine: Model, data: TaskData, encoded: Sequence[EncodedExample], batch_size: int
-) -> list[Tensor]:
-    """Return the summed log-probability of each candidate's tokens: for each example float64 [candidates].
-
-    Equal sequences run once, and those that differ in their last token only run as one: what decides is read
-    before it. So an example with one-token candidates takes one row, and one with many spreads over batches.
-    """
-    wanted = [list(zip(example.sequences, example.option_lengths, strict=True)) for example in encoded]
-    distinct = sorted(set(chain.from_iterable(wanted)), key=lambda pair: (len(pair[0]), pair))
-    rows = [list(same) for _, same in groupby(range(len(distinct)), key=lambda i: distinct[i][0][:-1])]
-    groups = [list(chain.from_iterable(group)) for group in _cut(rows, batch_size)]
-
-    def score(group: Sequence[int]) -> Tensor:
-        sequences, lengths = zip(*(distinct[i] for i in group), strict=True)
-        batch = to_device(scoring_batch(sequences, lengths, data.tokenizer.pad_id), engine.device)
-        return -teacher_forcing_loss(engine.forward(batch), batch).cpu().unsqueeze(1)
-
-    found = dict(zip(distinct, _share(engine, groups, 1, score).squeeze(1), strict=True))
-    return [torch.stack([found[pair] for pair in pairs]) for pairs in wanted]
-
-
-def _new_tokens(engine: Model, data: TaskData, split: EncodedSplit, batch_size: int) -> Tensor:
-    """Return what the model writes behind each prompt, int64 [examples, max_new_tokens]."""
-    assert data.generation is not None
-    width = data.generation.max_new_tokens
-
-    def write(group: Sequence[int]) -> Tensor:
-        tokens = engine.forward(data.prompt_batch(split, group)).cpu()
-        return F.pad(tokens, (0, width - tokens.shape[1]))  # a batch that is shorter ended with stop tokens
-
-    return _share(engine, _groups([len(ids) for ids in split.prompts], batch_size), width, write).long()
-
-
-def _objective_loss(
-    engine: Model, data: TaskData, split: EncodedSplit, batch_size: int, tokens: Tensor | None
-) -> float:
-    """Return the objective's mean; `tokens` spare it the writing of answers, if it reads these."""
-    known = tokens if data.objective.reads_answers else None
-    longest = [example.num_tokens for example in split.encoded]
-
-    def losses(group: Sequence[int]) -> Tensor:
-        batch = to_device(data.objective_batch(split, group), engine.device)
-        outputs = engine.forward(batch) if known is None else known[group]
-        found = torch.zeros(len(group), 2, dtype=torch.float64)
-        found[:, 0] = data.loss(outputs, batch)
-        found[0, 1] = batch.weight
-        return found
-
-    loss, weight = _share(engine, _groups(longest, batch_size), 2, losses).sum(dim=0)
-    return float(loss / weight)
-
-
-def _share(
-    engine: Model, groups: Sequence[Sequence[int]], width: int, run: Callable[[Sequence[int]], Tensor]
-) -> Tensor:
-    """Return float64 [items, width]; run(group) -> [items of the group, width] is called on one rank."""
-    values = torch.zeros(sum(map(len, groups)), width, dtype=torch.float64)
-    for number, index in _shares(len(groups), engine.world_size, engine.global_rank):
-        found = run(groups[index])
-        if number < len(groups):
-            values[groups[index]] = found.double()
-    summed = distributed.sum_vector(values.flatten().to(engine.device))
-    return torch.tensor(summed, dtype=torch.float64).view(values.shape)
-
-
 def _groups(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Return the items in order of length, cut into batches.
+    """Return the indices of the items in order of length, cut into batches.
 
     >>> _groups([3, 1, 2], batch_size=2)
     [[1, 2], [0]]
@@ -204,19 +219,3 @@ def _groups(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
 
 def _cut(items: list[T], size: int) -> list[list[T]]:
     return [items[begin : begin + size] for begin in range(0, len(items), size)]
-
-
-def _shares(num_groups: int, world_size: int, rank: int) -> list[tuple[int, int]]:
-    """Return (position, group) of the passes a rank runs; positions past the last group repeat it, uncounted.
-
-    >>> _shares(3, 2, 1)
-    [(1, 1), (3, 2)]
-    """
-    rounds = -(-num_groups // world_size)
-    positions = [step * world_size + rank for step in range(rounds)]
-    return [(position, min(position, num_groups - 1)) for position in positions]
-
-
-def _label(example: EncodedExample) -> int:
-    assert example.label is not None
-    return example.label

@@ -1,4 +1,4 @@
-"""Answers that a model writes: greedy, at most 50 tokens, up to a newline or EOS (Malladi et al. 2023)."""
+"""Generated answers: greedy, at most 50 tokens, up to a newline or EOS (Malladi et al. 2023)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ MAX_NEW_TOKENS = 50
 
 
 def prompt_batch(prompts: Sequence[tuple[int, ...]], settings: GenerationSettings) -> MicroBatch:
-    """Lay out prompts to be continued.
+    """Lay out prompts for the model to continue.
 
     Args:
-        prompts: R of them, token ids, each at least 1.
-        settings: how they are continued.
+        prompts: token ids of R prompts, at least 1 token each.
+        settings: how to continue them.
 
     Returns:
-        A batch of weight R whose rows are padded on the left, so that all end in the same column; the
-        attention mask, 0 there, also tells every model the tokens' positions.
+        A batch of weight R. Its rows are padded on the left, so that all prompts end in the same column.
+        The attention mask is 0 on the padding. Models also derive the tokens' positions from it.
     """
     width = max(map(len, prompts))
     inputs = {
@@ -39,11 +39,11 @@ def prompt_batch(prompts: Sequence[tuple[int, ...]], settings: GenerationSetting
 
 
 def runner(batch: MicroBatch, engine: Any) -> Callable[..., Any]:  # noqa: ANN401
-    """Return what runs a batch given its inputs as keyword arguments: a forward pass, or a continuation.
+    """Return the function that runs a batch, given the batch's inputs as keyword arguments.
 
     Args:
-        batch: its `generation` decides.
-        engine: DeepSpeed's; its module is a model of transformers.
+        batch: if it has `generation`, the function generates tokens; otherwise it is a forward pass.
+        engine: DeepSpeed's engine, whose module is a model of transformers.
     """
     if batch.generation is None:
         return engine  # type: ignore[no-any-return]
@@ -51,17 +51,18 @@ def runner(batch: MicroBatch, engine: Any) -> Callable[..., Any]:  # noqa: ANN40
 
 
 def write_tokens(model: Any, settings: GenerationSettings, **inputs: Tensor) -> Tensor:  # noqa: ANN401
-    """Continue prompts greedily. A collective: a rank whose rows have ended runs on until all ranks' have.
+    """Continue prompts greedily. A collective: every rank runs until the rows of all ranks have ended.
 
     Args:
-        model: a causal language model of transformers; its own generation settings are replaced.
-        settings: how long, and up to which tokens.
-        inputs: of `prompt_batch`.
+        model: a causal language model of transformers. Its own generation settings are replaced.
+        settings: the maximum length, and the tokens that end a row.
+        inputs: the inputs of a `prompt_batch`.
 
     Returns:
-        int64 [rows, at most max_new_tokens], the new tokens; behind a row's end is padding.
+        int64 [rows, at most max_new_tokens], the new tokens, with padding after the end of each row.
     """
-    # Not given as an argument: what that leaves open, the model's own (penalties, sampling) would fill in.
+    # We replace the model's generation_config instead of passing ours to generate(): transformers fills
+    # every option that an argument leaves open (penalties, sampling) from the model's own configuration.
     model.generation_config = GenerationConfig(
         max_new_tokens=settings.max_new_tokens,
         eos_token_id=list(settings.stop_ids),
@@ -70,6 +71,7 @@ def write_tokens(model: Any, settings: GenerationSettings, **inputs: Tensor) -> 
         num_beams=1,
         use_cache=True,
     )
+    # A forward pass gathers ZeRO-3 shards from all ranks, so no rank may stop earlier than the others.
     tokens: Tensor = model.generate(**inputs, synced_gpus=distributed.world_size() > 1)
     return tokens[:, inputs["input_ids"].shape[1] :]
 
@@ -80,10 +82,10 @@ def read_answers(tokens: Tensor, settings: GenerationSettings, tokenizer: Prompt
 
 
 def _up_to_stop(ids: Sequence[int], stop_ids: Sequence[int]) -> list[int]:
-    """Return the ids before the first stop id, and that one: a newline may share its token with text.
+    """Return the ids up to and including the first stop id.
 
     >>> _up_to_stop([5, 2, 1, 1], stop_ids=[2]), _up_to_stop([5, 6], stop_ids=[2])
     ([5, 2], [5, 6])
     """
     before = list(takewhile(lambda token: token not in stop_ids, ids))
-    return list(ids[: len(before) + 1])
+    return list(ids[: len(before) + 1])  # the stop id stays, since one token may hold text and a newline

@@ -1,12 +1,14 @@
-"""What a prediction is worth: accuracy of chosen candidates, token F1 of generated answers."""
+"""Scores of predictions: accuracy of chosen candidates, token F1 of generated answers."""
 
 from __future__ import annotations
 
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from lezo_ds.registry import Registry
 from lezo_ds.tasks.base import Example
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -14,7 +16,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def accuracy(predicted: Sequence[int], examples: Sequence[Example]) -> float:
-    """Share of examples, 0 to 1, whose predicted candidate is the labelled one or among the references."""
+    """Return the share of examples, 0 to 1, whose predicted candidate is the label or a reference."""
     right = [
         choice == example.label or example.candidates[choice] in example.references
         for choice, example in zip(predicted, examples, strict=True)
@@ -22,12 +24,27 @@ def accuracy(predicted: Sequence[int], examples: Sequence[Example]) -> float:
     return sum(right) / len(right)
 
 
+def mean_f1(answers: Sequence[str], examples: Sequence[Example]) -> float:
+    """Return the mean over examples, 0 to 1, of the best token F1 of an answer with its references."""
+    scores = [best_f1(answer, example.references) for answer, example in zip(answers, examples, strict=True)]
+    return sum(scores) / len(scores)
+
+
+METRICS: Registry[Callable[[Sequence[Any], Sequence[Example]], float]] = Registry("metric", "Task.metric")
+"""Functions (predictions, examples) -> score from 0 to 1, by the name that a task gives in `Task.metric`.
+
+A prediction is the index of a candidate, or the generated answer for a task of the kind "generation".
+"""
+METRICS.add("accuracy", accuracy)
+METRICS.add("f1", mean_f1)
+
+
 def majority_class_rate(examples: Sequence[Example]) -> float | None:
-    """Accuracy, 0 to 1, of always answering the most frequent label: what any score must beat.
+    """Return the accuracy, 0 to 1, of always predicting the most frequent label.
 
     Returns:
-        None where there are no classes: every example has a list of right answers of its own
-        (ReCoRD, and all tasks that generate).
+        None if there are no classes, because each example lists its own right answers (ReCoRD and all
+        generation tasks).
 
     >>> majority_class_rate([Example("", ("Yes", "No"), label, 0) for label in (1, 0, 1, 1)])
     0.75
@@ -37,35 +54,29 @@ def majority_class_rate(examples: Sequence[Example]) -> float | None:
     return max(Counter(example.label for example in examples).values()) / len(examples)
 
 
-def mean_f1(answers: Sequence[str], examples: Sequence[Example]) -> float:
-    """Mean over examples, 0 to 1, of the best token F1 that each answer has with one of its references."""
-    scores = [best_f1(answer, example.references) for answer, example in zip(answers, examples, strict=True)]
-    return sum(scores) / len(scores)
-
-
 def best_f1(answer: str, references: Sequence[str]) -> float:
-    """Token F1, 0 to 1, of `answer` with the reference it is nearest to; of those there is at least one."""
+    """Return the highest token F1, 0 to 1, of `answer` with any of its references (at least one)."""
     return max(token_f1(answer, reference) for reference in references)
 
 
 def token_f1(answer: str, reference: str) -> float:
-    """F1, 0 to 1, of the words of two normalised texts, each counted as often as it occurs.
+    """Return the F1, 0 to 1, of the words of two normalized texts. Repeated words count repeatedly.
 
-    As SQuAD 1.1 scores (Rajpurkar et al. 2016), and MeZO for DROP too: without a word in common it
-    is 0, also where both are empty.
+    This is the score of SQuAD 1.1 (Rajpurkar et al. 2016), which MeZO also uses for DROP. The score is 0
+    if the texts have no word in common, even if both are empty.
 
     >>> token_f1("the Eiffel Tower in Paris.", "Eiffel tower")
     0.6666666666666666
     """
-    answer_words, reference_words = normalise(answer).split(), normalise(reference).split()
+    answer_words, reference_words = normalize(answer).split(), normalize(reference).split()
     num_common = (Counter(answer_words) & Counter(reference_words)).total()
     return 2 * num_common / (len(answer_words) + len(reference_words)) if num_common else 0.0
 
 
-def normalise(text: str) -> str:
+def normalize(text: str) -> str:
     """Lower-case, drop ASCII punctuation, then articles, and leave single spaces (Rajpurkar et al. 2016).
 
-    >>> normalise("The  U.S.,  an  ally")
+    >>> normalize("The  U.S.,  an  ally")
     'us ally'
     """
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())

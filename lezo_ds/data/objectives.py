@@ -1,28 +1,29 @@
-"""What is minimised, and the scores to choose by (Malladi et al. 2023).
+"""Training objectives, and the scores of candidates (Malladi et al. 2023).
 
-Zeroth-order steps need no gradient of what they minimise, so it may be any function of the model's outputs.
+A zeroth-order step needs no gradient, so the objective may be any function of the model's outputs.
 `train.objective` names it: "task" for the task's own loss, "f1" for minus the F1 of generated answers, or
 "package.module:function" for a Python function `objective(outputs, batch) -> loss of each example`:
 
-outputs: the logits the task's own loss reads (see `candidate_batch` and `teacher_forcing_batch`), or, under
-    the decorator `reads_answers`, a list with the answer the model writes to each example.
-batch: a MicroBatch; `batch.examples` are the records as text, `batch.labels` the tensors beside the logits.
-returns: a float tensor [examples]; its mean over a step's whole batch is the loss.
+outputs: the logits that the task's own loss reads (see `candidate_batch` and `teacher_forcing_batch`). A
+    function with the decorator `reads_answers` gets a list of the generated answers instead, one per example.
+batch: a MicroBatch. `batch.examples` holds the records as text, `batch.labels` the tensors that belong to the
+    logits.
+returns: a float tensor [examples]. The loss is its mean over the whole batch of a step.
 
-The function must be a pure one: it runs for both signs of a perturbation, on every rank for other examples,
-and its mean over the dev examples picks the best step. For instance, in a file my_objectives.py that lies in
-a folder of PYTHONPATH, with train.objective=my_objectives:mistakes or =my_objectives:wordiness:
+The function must be pure. It runs for both signs of a perturbation and on different examples on each rank,
+and its mean over the dev examples selects the best step. For instance, put this into a file my_objectives.py
+in a folder on PYTHONPATH, and set train.objective=my_objectives:mistakes or =my_objectives:wordiness:
 
     import torch
     from lezo_ds.data.objectives import candidate_scores, reads_answers
 
     def mistakes(logits, batch):
-        "1 for each example whose best candidate is wrong: accuracy itself, which has no gradient."
+        "1 for each example whose best candidate is wrong: the error rate itself, which has no gradient."
         return (candidate_scores(logits, batch).argmax(dim=1) != batch.labels["label"]).float()
 
     @reads_answers
     def wordiness(answers, batch):
-        "How many words an answer has more than the first of the right ones."
+        "How many more words an answer has than the first of the right answers."
         pairs = zip(answers, batch.examples)
         extra = [len(answer.split()) - len(example.references[0].split()) for answer, example in pairs]
         return torch.tensor(extra).float()
@@ -30,7 +31,7 @@ a folder of PYTHONPATH, with train.objective=my_objectives:mistakes or =my_objec
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,23 +45,24 @@ from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.metrics import best_f1
 from lezo_ds.errors import UserError
 from lezo_ds.model.batch import MicroBatch
+from lezo_ds.registry import Registry
 from lezo_ds.tasks.base import Task, TaskKind
 
 ObjectiveFunction = Callable[[Any, MicroBatch], Tensor]
-"""(logits or answers, batch) -> loss of each example, float [examples]."""
+"""A function (logits or answers, batch) -> loss of each example, float [examples]."""
 
 
 def candidate_scores(logits: Tensor, batch: MicroBatch) -> Tensor:
     """Score each candidate by the mean log-probability of its tokens.
 
     Args:
-        logits: [E, C] or [N, vocabulary size], any float type, as `batch.selection` asks.
+        logits: [E, C] or [N, vocabulary size], any float type, as `batch.selection` selects them.
         batch: from `candidate_batch`.
 
     Returns:
-        float32 [E, C], -inf where an example has fewer candidates. From a batch of one row an
-        example these are the candidates' logits: off by a constant of each example, so that only
-        their differences within an example mean anything.
+        float32 [E, C], -inf where an example has fewer candidates. If the batch has one row per example,
+        these are the candidates' logits, which differ from log-probabilities by a constant per example.
+        Only differences within an example are meaningful then.
     """
     if "target_ids" not in batch.labels:
         return logits.float()
@@ -70,28 +72,28 @@ def candidate_scores(logits: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def classification_loss(logits: Tensor, batch: MicroBatch) -> Tensor:
-    """Cross-entropy over the candidates' scores, float32 [E]; arguments as in `candidate_scores`."""
+    """Return the cross-entropy over the candidates' scores, float32 [E]; see `candidate_scores`."""
     return F.cross_entropy(candidate_scores(logits, batch), batch.labels["label"], reduction="none")
 
 
 def teacher_forcing_loss(logits: Tensor, batch: MicroBatch) -> Tensor:
-    """Cross-entropy of the gold tokens, summed over each example, float32 [E].
+    """Return the cross-entropy of the gold tokens, summed over each example, float32 [E].
 
     Args:
         logits: [N, vocabulary size], any float type.
-        batch: from `teacher_forcing_batch`; its weight N makes the step's loss a mean over tokens.
+        batch: from `teacher_forcing_batch`. Its weight N makes the loss of a step the mean over tokens.
     """
     return _gather(_token_losses(logits, batch), batch.labels["token_slots"], 0.0).sum(dim=1)
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised.
+    """A loss to minimize, and the batches that it reads.
 
     Attributes:
-        build_batch: (examples, pad id) -> batch, for a loss of logits; None for one of generated answers.
-        loss: (logits, batch) or (answers, batch) -> summed loss of each example, float [examples]; the
-            batch's weight says of how many terms they are the sums.
+        build_batch: function (examples, pad id) -> batch; None if the loss reads generated answers.
+        loss: function (logits or answers, batch) -> summed loss of each example, float [examples]. The
+            batch's weight is the number of terms in all these sums.
     """
 
     build_batch: Callable[[Sequence[EncodedExample], int], MicroBatch] | None
@@ -99,54 +101,27 @@ class Objective:
 
     @property
     def reads_answers(self) -> bool:
-        """Whether the model is to write answers for it."""
+        """Whether the loss reads generated answers, not logits."""
         return self.build_batch is None
 
 
 def training_objective(kind: TaskKind) -> Objective:
-    """Return what MeZO trains a kind of task on."""
+    """Return the objective with which MeZO trains a kind of task."""
     if kind == "classification":
         return Objective(candidate_batch, classification_loss)
     return Objective(teacher_forcing_batch, teacher_forcing_loss)
 
 
 def f1_loss(answers: Sequence[str], batch: MicroBatch) -> Tensor:
-    """Minus the token F1 of each answer with the nearest of its example's references, float64 [E]."""
+    """Return minus the best token F1 of each answer with its example's references, float64 [E]."""
     pairs = zip(answers, batch.examples, strict=True)
     return torch.tensor([-best_f1(answer, e.references) for answer, e in pairs], dtype=torch.float64)
 
 
 def reads_answers(function: ObjectiveFunction) -> ObjectiveFunction:
-    """Mark an objective as one of the answers a model writes: it is given a list of texts, not logits."""
+    """Mark an objective that reads generated answers: it gets a list of texts, not logits."""
     function.reads_answers = True  # type: ignore[attr-defined]
     return function
-
-
-def load_objective(name: str, task: Task) -> Objective:
-    """Return what `train.objective` names.
-
-    Args:
-        name: "task", "f1" or "package.module:function".
-        task: it is for.
-
-    Raises:
-        UserError: there is no such objective, or it does not fit the task.
-    """
-    own = training_objective(task.kind)
-    if name == "task":
-        return own
-    if name == "f1":
-        return _f1_objective(task)
-    function = _import_function(name)
-    checked = _checked(name, function)
-    if getattr(function, "reads_answers", False):
-        return Objective(None, checked)
-
-    def build_batch(examples: Sequence[EncodedExample], pad_id: int) -> MicroBatch:
-        assert own.build_batch is not None
-        return replace(own.build_batch(examples, pad_id), weight=len(examples))
-
-    return Objective(build_batch, checked)
 
 
 def _f1_objective(task: Task) -> Objective:
@@ -157,35 +132,57 @@ def _f1_objective(task: Task) -> Objective:
             expected="a task that generates answers: squad or drop",
             fix="set train.objective=task",
         )
-    return Objective(None, f1_loss)
+    return Objective(build_batch=None, loss=f1_loss)
+
+
+OBJECTIVES: Registry[Callable[[Task], Objective]] = Registry("objective", "train.objective")
+"""Functions task -> objective, by name. They raise UserError if the objective does not fit the task."""
+OBJECTIVES.add("task", lambda task: training_objective(task.kind))
+OBJECTIVES.add("f1", _f1_objective)
+
+
+def load_objective(name: str, task: Task) -> Objective:
+    """Return the objective that `train.objective` names.
+
+    Args:
+        name: a name in OBJECTIVES, or "package.module:function".
+        task: the task to train.
+
+    Raises:
+        UserError: there is no such objective, or it does not fit the task.
+    """
+    if name in OBJECTIVES:
+        return OBJECTIVES[name](task)
+    function = _import_function(name)
+    checked = _checked(name, function)
+    if getattr(function, "reads_answers", False):
+        return Objective(build_batch=None, loss=checked)
+    own = training_objective(task.kind)
+
+    def build_batch(examples: Sequence[EncodedExample], pad_id: int) -> MicroBatch:
+        assert own.build_batch is not None
+        # The function returns one loss per example, so the mean is over examples, even if the task's own
+        # loss is a mean over tokens.
+        return replace(own.build_batch(examples, pad_id), weight=len(examples))
+
+    return Objective(build_batch, checked)
 
 
 def _import_function(name: str) -> ObjectiveFunction:
-    module_name, colon, function_name = name.partition(":")
-    if not colon or not all(part.isidentifier() for part in [*module_name.split("."), function_name]):
-        raise UserError(
-            "train.objective is not valid",
-            got=name,
-            expected="task, f1 or package.module:function",
-            fix="name a function as module:function",
-        )
     try:
-        function = getattr(importlib.import_module(module_name), function_name, None)
-    except ImportError as error:
+        if ":" not in name:  # resolve_name would take it for a module
+            raise ValueError(f"invalid format: {name!r}")
+        function = pkgutil.resolve_name(name)
+        if not callable(function):
+            raise TypeError(f"{function!r} is not a function")
+    except (ValueError, TypeError, ImportError, AttributeError) as error:
         raise UserError(
-            f"the module of train.objective={name} cannot be imported",
+            f"train.objective={name} does not name an objective",
             got=f"{type(error).__name__}: {error}",
-            expected=f"{module_name} installed, or in a folder of PYTHONPATH",
-            fix="add its folder to PYTHONPATH",
+            expected=f"{', '.join(OBJECTIVES)} or package.module:function",
+            fix="correct the name, or add the folder of the module to PYTHONPATH",
         ) from error
-    if not callable(function):
-        raise UserError(
-            f"train.objective={name} names no function",
-            got=f"{type(function).__name__} {function_name} in {module_name}",
-            expected="objective(outputs, batch) -> float tensor [examples]",
-            fix=f"define {function_name} in {module_name}",
-        )
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _checked(name: str, function: ObjectiveFunction) -> ObjectiveFunction:
@@ -196,17 +193,17 @@ def _checked(name: str, function: ObjectiveFunction) -> ObjectiveFunction:
             return losses
         shown = f"{losses.dtype} {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
         raise UserError(
-            f"train.objective={name} returned no loss of each example",
+            f"train.objective={name} did not return one loss per example",
             got=shown,
             expected=f"a float tensor of shape {expected}",
-            fix="return one float an example, in their order",
+            fix="return one float per example, in the order of the examples",
         )
 
     return loss
 
 
 def predictions(scores: Tensor) -> list[int]:
-    """Pick the best candidate of each example from scores [E, C]; the first of equals."""
+    """Return the index of each example's best candidate from scores [E, C]; the first one wins a tie."""
     best: list[int] = scores.argmax(dim=1).tolist()
     return best
 
@@ -217,5 +214,5 @@ def _token_losses(logits: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def _gather(values: Tensor, slots: Tensor, fill: float) -> Tensor:
-    # A gather and a sum, not index_add: on a GPU that one adds in an order of its own each time.
+    # A gather and a sum are deterministic. index_add on a GPU is not: it adds in a different order each time.
     return torch.where(slots >= 0, values[slots.clamp(min=0)], fill)

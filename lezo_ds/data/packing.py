@@ -1,7 +1,7 @@
-"""Several sequences in a row: what would be padding holds other examples.
+"""Packing: several sequences share a row, so that other examples take the place of padding.
 
-A model that is told where each begins, and lets no token see another sequence's, computes for each what it
-would compute for it alone, up to rounding.
+Position ids tell the model where each sequence begins, and a mask hides the other sequences of the row. The
+model then computes the same result for each sequence as for the sequence alone, up to rounding.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from lezo_ds.model.batch import LogitSelection, MicroBatch
+from lezo_ds.model.batch import MicroBatch
 
 _WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
 _MIXERS = ("alibi", "mamba", "ssm", "conv", "linear", "recurrent")
-"""In a config's keys: what tells tokens apart, or mixes them, by other means than positions and attention."""
+"""Words in config keys of models that locate or mix tokens by other means than position ids and attention."""
 
-_MOST_ROWS = 0.75  # of those before
+_MAX_ROWS = 0.75
+"""Pack only if at most this share of the rows is left: a [W, W] mask takes memory that padding does not."""
 
 
 def can_pack(config: Any, max_length: int) -> bool:  # noqa: ANN401
-    """Return whether a model keeps sequences of a row apart when their positions and a mask say so.
+    """Return whether position ids and a mask are enough to keep the sequences of a row apart.
 
-    Its attention takes any mask, nothing else mixes tokens, and no window of its own, for which the mask
-    stands in, is shorter than a sequence.
+    They are if the model's attention accepts any mask, nothing else mixes tokens, and no attention window
+    is shorter than a sequence. Our mask replaces the model's own, which would apply the window.
 
     Args:
-        config: of a causal language model of transformers.
-        max_length: of a sequence, in tokens.
+        config: configuration of a causal language model of transformers.
+        max_length: maximum length of a sequence, in tokens.
     """
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model is None or "position_ids" not in inspect.signature(model.forward).parameters:
@@ -40,23 +40,24 @@ def can_pack(config: Any, max_length: int) -> bool:  # noqa: ANN401
     values = config.to_dict()
     if any(word in key and value for key, value in values.items() for word in _MIXERS):
         return False
+    # Only SDPA accepts an arbitrary 4-D mask; transformers has no public name for either attribute.
     takes_masks = model._supports_sdpa and config._attn_implementation in (None, "sdpa")
     windows = [values[key] for key in _WINDOWS if values.get(key) is not None]
     return bool(takes_masks and all(window >= max_length for window in windows))
 
 
 def pack(batch: MicroBatch) -> MicroBatch:
-    """Lay the sequences of a micro-batch out in as few rows of the same width as they need.
+    """Lay out the sequences of a micro-batch in as few rows of the same width as they need.
 
-    Of each sequence only the tokens up to the last whose logits are wanted are kept.
+    Tokens after the last selected logits of a sequence are dropped.
 
     Args:
-        batch: of S rows padded on the right [S, W], of which some logits are wanted.
+        batch: S rows padded on the right [S, W].
 
     Returns:
-        The batch as it is if that spares less than a quarter of the rows, which may take less memory than a
-        mask does. Else the same logits, in the same order, of R rows: "input_ids" and "position_ids" int64
-        [R, W], "attention_mask" bool [R, 1, W, W], true where a token is seen.
+        The batch with R rows: "input_ids" and "position_ids" int64 [R, W], and "attention_mask" bool
+        [R, 1, W, W], true where a token is visible. It selects the same logits in the same order. The batch
+        is returned unchanged if it selects no logits, or if packing removes less than a quarter of its rows.
     """
     if batch.selection is None:
         return batch
@@ -66,22 +67,29 @@ def pack(batch: MicroBatch) -> MicroBatch:
     lengths.scatter_reduce_(0, selection.rows, selection.positions + 1, "amax")
     rows, offsets = _first_fit(lengths.tolist(), width)
     num_rows = max(rows) + 1
-    if num_rows > _MOST_ROWS * num_sequences:
+    if num_rows > _MAX_ROWS * num_sequences:
         return batch
     packed = torch.zeros(num_rows, width, dtype=torch.int64)
     positions = torch.zeros_like(packed)
-    owner = torch.arange(-width, 0).repeat(num_rows, 1)  # a token of padding sees itself only
+    # A row of the mask that hides every token could give NaN, so each token of padding is its own owner.
+    owner = torch.arange(-width, 0).repeat(num_rows, 1)
     for sequence, (row, offset, length) in enumerate(zip(rows, offsets, lengths.tolist(), strict=True)):
         place = slice(offset, offset + length)
         packed[row, place] = tokens[sequence, :length]
         positions[row, place] = torch.arange(length)
         owner[row, place] = sequence
-    inputs = {"input_ids": packed, "position_ids": positions, "attention_mask": _mask(owner)}
-    return replace(batch, inputs=inputs, selection=_moved(selection, rows, offsets))
+    mask = (owner[:, :, None] == owner[:, None, :]).tril()[:, None]
+    moved = replace(
+        selection,
+        rows=torch.tensor(rows)[selection.rows],
+        positions=selection.positions + torch.tensor(offsets)[selection.rows],
+    )
+    inputs = {"input_ids": packed, "position_ids": positions, "attention_mask": mask}
+    return replace(batch, inputs=inputs, selection=moved)
 
 
 def _first_fit(lengths: Sequence[int], width: int) -> tuple[list[int], list[int]]:
-    """Return (row, offset) of each sequence: the longest first, each in the first row with room for it.
+    """Return the row and the offset of each sequence: the longest first, each in the first row with room.
 
     >>> _first_fit([3, 5, 2, 4], width=6)
     ([2, 0, 1, 1], [0, 0, 4, 0])
@@ -96,13 +104,3 @@ def _first_fit(lengths: Sequence[int], width: int) -> tuple[list[int], list[int]
         rows[sequence], offsets[sequence] = row, filled[row]
         filled[row] += length
     return rows, offsets
-
-
-def _mask(owner: Tensor) -> Tensor:
-    same = owner[:, :, None] == owner[:, None, :]
-    return same.tril()[:, None]
-
-
-def _moved(selection: LogitSelection, rows: Sequence[int], offsets: Sequence[int]) -> LogitSelection:
-    positions = selection.positions + torch.tensor(offsets)[selection.rows]
-    return replace(selection, rows=torch.tensor(rows)[selection.rows], positions=positions)

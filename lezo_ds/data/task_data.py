@@ -1,4 +1,4 @@
-"""What a run reads: a task's splits as text and as tokens, the batches of a step, and the loss of a batch."""
+"""The data of a run: the splits as text and as tokens, the batches of a step, and the loss of a batch."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from lezo_ds.data.sampling import batch_indices
 from lezo_ds.errors import UserError
 from lezo_ds.model.batch import GenerationSettings, MicroBatch
 from lezo_ds.sharding.checkpoint_files import load_model_config, resolve_model
-from lezo_ds.tasks import get_task
+from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Example, Task
 
 
 @dataclass(frozen=True)
 class EncodedSplit:
-    """Examples of one split and their tokens, in the same order.
+    """The examples of one split and their tokens, in the same order.
 
     Attributes:
-        examples: as text.
-        encoded: every candidate behind its prompt.
-        prompts: what the model is to continue, where it is to write answers; else empty.
-        null_encoded: every candidate behind its null prompt, where scores are calibrated; else empty.
+        examples: the examples as text.
+        encoded: every candidate after its prompt.
+        prompts: the prompts for the model to continue; empty if it generates no answers.
+        null_encoded: every candidate after its null prompt; empty if scores are not calibrated.
     """
 
     examples: tuple[Example, ...]
@@ -48,16 +48,16 @@ class EncodedSplit:
 
 @dataclass(frozen=True)
 class TaskData:
-    """All that a run reads: a task's splits as tokens, and what is to be done with them.
+    """The encoded splits of a task, with the objective and the settings to run them.
 
     Attributes:
-        task: what they are of.
-        tokenizer: the model's.
-        train: what is trained on.
-        dev: what picks the best step.
-        test: what is scored.
-        objective: what is minimised.
-        generation: how answers are written, where the task or the objective wants any.
+        task: the task.
+        tokenizer: the model's tokenizer.
+        train: the training examples.
+        dev: the examples that select the best step.
+        test: the examples of the final score.
+        objective: the loss to minimize.
+        generation: how to generate answers; None if neither the task nor the objective needs any.
         packed: whether training examples share rows.
     """
 
@@ -71,12 +71,15 @@ class TaskData:
     packed: bool = False
 
     def batch(self, config: RunConfig, step: int) -> list[MicroBatch]:
-        """Return the micro-batches of a step: a pure function of (seed, step).
-
-        The examples of the step are sorted by length before they are cut into micro-batches: each is padded
-        to its own longest, and the ranks, which take them in turn, have the like to do at a time.
-        """
-        drawn = batch_indices(config.seed, step, len(self.train.encoded), config.train.batch_size)
+        """Return the micro-batches of a step, which depend on the seed and the step only."""
+        drawn = batch_indices(
+            config.seed,
+            step,
+            num_examples=len(self.train.encoded),
+            batch_size=config.train.batch_size,
+        )
+        # Sorting by length first reduces padding: a micro-batch is padded to its longest example. It also
+        # gives the ranks, which take micro-batches in turn, similar amounts of work at a time.
         rows = sorted(drawn, key=lambda row: (self._num_tokens(row), row))
         size = config.train.micro_batch_size
         batches = [
@@ -98,7 +101,7 @@ class TaskData:
         return replace(batch, examples=tuple(split.examples[row] for row in rows))
 
     def prompt_batch(self, split: EncodedSplit, rows: Sequence[int]) -> MicroBatch:
-        """Lay out the prompts of some examples of a split, for the model to continue."""
+        """Lay out the prompts of some examples of a split for the model to continue."""
         assert self.generation is not None
         batch = prompt_batch([split.prompts[row] for row in rows], self.generation)
         return replace(batch, examples=tuple(split.examples[row] for row in rows))
@@ -114,47 +117,74 @@ class TaskData:
 
 
 def load_task_data(config: RunConfig) -> TaskData:
-    """Load, sample and tokenise a run's task.
+    """Load, sample and tokenize a run's task.
 
     Raises:
-        UserError: data, tokenizer or objective are missing or do not fit the task.
+        UserError: data, tokenizer or objective are missing, or do not fit the task or the model.
     """
-    task = get_task(config.data.task)
+    task = TASKS.find(config.data.task)
     objective = load_objective(config.train.objective, task)
     if config.method == "adamw" and objective.reads_answers:
         raise UserError(
             "method adamw needs a loss with a gradient",
-            got=f"train.objective={config.train.objective}, of generated answers",
-            expected="an objective of logits",
+            got=f"train.objective={config.train.objective}, which reads generated answers",
+            expected="an objective that reads logits",
             fix="set train.objective=task, or method=lezo",
         )
     splits = _with_demonstrations(config, _draw_splits(config, task))
     directory = resolve_model(config.model.path)
     tokenizer = load_tokenizer(str(directory))
+    model_config = load_model_config(directory)
     generation = None
     if task.kind == "generation" or objective.reads_answers:
         generation = GenerationSettings(MAX_NEW_TOKENS, tokenizer.stop_ids(), tokenizer.pad_id)
-    train = _encode(config, tokenizer, splits.train, continued=objective.reads_answers, calibrated=False)
-    dev, test = (
-        _encode(config, tokenizer, split, generation is not None, config.data.calibrated)
-        for split in (splits.dev, splits.test)
+
+    def encode(examples: tuple[Example, ...], *, continued: bool, calibrated: bool) -> EncodedSplit:
+        length = config.data.max_length
+        return EncodedSplit(
+            examples=examples,
+            encoded=encode_examples(tokenizer, examples, length),
+            prompts=encode_prompts(tokenizer, examples, length, max_new_tokens=MAX_NEW_TOKENS)
+            if continued
+            else (),
+            null_encoded=tuple(encode_null(tokenizer, e, length) for e in examples) if calibrated else (),
+        )
+
+    scored = {"continued": generation is not None, "calibrated": config.data.calibrated}
+    data = TaskData(
+        task=task,
+        tokenizer=tokenizer,
+        train=encode(splits.train, continued=objective.reads_answers, calibrated=False),
+        dev=encode(splits.dev, **scored),
+        test=encode(splits.test, **scored),
+        objective=objective,
+        generation=generation,
+        # The mask of packed rows has no columns for the keys of a prefix.
+        packed=config.train.packed
+        and config.peft.kind != "prefix"
+        and can_pack(model_config, config.data.max_length),
     )
-    packed = config.train.packed and config.peft.kind != "prefix"
-    packed = packed and can_pack(load_model_config(directory), config.data.max_length)
-    task_data = TaskData(task, tokenizer, train, dev, test, objective, generation, packed)
-    _check_positions(task_data, directory)
-    return task_data
+    _check_positions(data, getattr(model_config.get_text_config(), "max_position_embeddings", None))
+    return data
 
 
 def _draw_splits(config: RunConfig, task: Task) -> Splits:
     data = config.data
     train, validation = load_records(task, None if data.path is None else Path(data.path))
-    sizes = (data.num_train, data.num_dev, data.num_test)
-    return sample_splits(task, train, validation, data.protocol, data.seed, *sizes)
+    return sample_splits(
+        task,
+        train=train,
+        validation=validation,
+        protocol=data.protocol,
+        seed=data.seed,
+        num_train=data.num_train,
+        num_dev=data.num_dev,
+        num_test=data.num_test,
+    )
 
 
 def _with_demonstrations(config: RunConfig, splits: Splits) -> Splits:
-    """Show the first training examples before every question, if the method is in-context learning."""
+    """Put the first training examples before every question, if the method is in-context learning."""
     if config.method != "icl":
         return splits
     wanted = config.data.num_demonstrations
@@ -173,39 +203,7 @@ def _with_demonstrations(config: RunConfig, splits: Splits) -> Splits:
     )
 
 
-def _encode(
-    config: RunConfig,
-    tokenizer: PromptTokenizer,
-    examples: tuple[Example, ...],
-    continued: bool,
-    calibrated: bool,
-) -> EncodedSplit:
-    max_length = config.data.max_length
-    return EncodedSplit(
-        examples,
-        encode_examples(tokenizer, examples, max_length),
-        encode_prompts(tokenizer, examples, max_length, MAX_NEW_TOKENS) if continued else (),
-        _encode_nulls(tokenizer, examples, max_length) if calibrated else (),
-    )
-
-
-def _encode_nulls(
-    tokenizer: PromptTokenizer, examples: Sequence[Example], max_length: int
-) -> tuple[EncodedExample, ...]:
-    found = [encode_null(tokenizer, example, max_length) for example in examples]
-    encoded = tuple(null for null in found if null is not None)
-    if len(encoded) < len(examples):
-        raise UserError(
-            "data.calibrated needs a task with an empty prompt to compare with",
-            got="a task that generates answers",
-            expected="a task with candidates",
-            fix="set data.calibrated=false",
-        )
-    return encoded
-
-
-def _check_positions(data: TaskData, directory: Path) -> None:
-    num_positions = getattr(load_model_config(directory).get_text_config(), "max_position_embeddings", None)
+def _check_positions(data: TaskData, num_positions: int | None) -> None:
     splits = (data.train, data.dev, data.test)
     lengths = [len(ids) for split in splits for example in split.encoded for ids in example.sequences]
     lengths += [len(ids) + MAX_NEW_TOKENS for split in splits for ids in split.prompts]

@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from lezo_ds.config import RunConfig, config_to_dict
 from lezo_ds.runs.restore import RecordedRun
-from lezo_ds.tasks import get_task
+from lezo_ds.tasks import TASKS
 
 _METHODS = {"lezo": "LeZO", "mezo": "MeZO", "adamw": "AdamW"}
 _TRAINED = {"none": "all weights", "lora": "low-rank adapters (LoRA)", "prefix": "a prefix in each block"}
@@ -84,7 +84,7 @@ def model_card(run: RecordedRun, step: int, digest: str) -> str:
         step: number of updates that the weights have seen.
         digest: digest of the weights, as in the manifest next to them.
     """
-    config, task = run.config, get_task(run.config.data.task)
+    config, task = run.config, TASKS.find(run.config.data.task)
     environment = json.loads((run.directory.path / "environment.json").read_text())
     has_dev = any(evaluation.split == "dev" for evaluation in run.evaluations)
     values: dict[str, Any] = {

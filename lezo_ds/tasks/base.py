@@ -1,4 +1,4 @@
-"""What a task is: data, not behaviour. Each task of the protocol is one `Task` in one file."""
+"""The definition of a task: data only, no behavior. Each task of the protocol is one `Task` in one file."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Record = Mapping[str, Any]
-"""One row of a data set, as its hub page describes it."""
+"""One row of a data set, with the fields that its hub page describes."""
 
 TaskKind = Literal["classification", "multiple_choice", "generation"]
 """How a task is trained and scored (MeZO: Malladi et al. 2023).
 
 classification: trained by cross-entropy over candidates, scored by the best candidate.
 multiple_choice: trained by teacher forcing on the gold candidate, scored by the best candidate.
-generation: trained by teacher forcing on the gold text, scored on what the model writes.
+generation: trained by teacher forcing on the gold text, scored on the text that the model generates.
 """
 
 Protocol = Literal["clean", "mezo"]
-"""Whose split sizes: clean gives each task sizes that fit it, mezo those of MeZO's published scripts."""
-
-Metric = Literal["accuracy", "f1"]
+"""Default split sizes: clean uses sizes that fit each task, mezo uses those of MeZO's published scripts."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +26,14 @@ class Example:
     """One record as text.
 
     Attributes:
-        prompt: what the model reads first.
-        candidates: the continuations it may choose from, leading space or newline included; for
-            generation the gold text alone, with the newline that ends it.
-        label: index of the right candidate, the one trained on; None if there is none.
+        prompt: the text that the model reads first.
+        candidates: the possible continuations, each with its leading space or newline. A generation task
+            has only the gold text here, with the newline that ends it.
+        label: index of the right candidate, which is the one to train on; None if there is none.
         index: row of the record in its split, from 0.
-        references: every text that counts as right, where candidates[label] is not the only one
-            (ReCoRD's answers in the form of its candidates, the gold lists of SQuAD and DROP).
-        null_prompt: the prompt emptied of its content, for calibration; None if the task has none.
+        references: every text that counts as right, if candidates[label] is not the only one (ReCoRD's
+            answers in the form of its candidates, the gold answers of SQuAD and DROP).
+        null_prompt: the prompt without its content, for calibration; None if the task has none.
     """
 
     prompt: str
@@ -48,7 +46,7 @@ class Example:
 
 @dataclass(frozen=True)
 class SplitSizes:
-    """How many examples are drawn when the user does not say."""
+    """Number of examples in each split, unless the user sets one."""
 
     num_train: int = 1000
     num_dev: int = 500
@@ -57,19 +55,19 @@ class SplitSizes:
 
 @dataclass(frozen=True)
 class Task:
-    """Everything that tells one task from another.
+    """Everything that is specific to one task.
 
     Attributes:
-        name: what users call it, lower case.
-        hub_id: data set on the Hugging Face hub that holds parquet, so that no script is run.
-        hub_config: its configuration, None if it has only one.
-        kind: how it is trained and scored.
-        fields: every field `build_example` reads, with its type: str, int, bool or list[str]; dots lead
-            into nested fields.
-        build_example: (record, row in its split) -> Example.
-        metric: what its score is called.
-        sizes: default split sizes of the clean protocol; they fit the data.
-        mezo_sizes: what MeZO's scripts ask for, whether there is so much or not.
+        name: the name in configurations, lower case.
+        hub_id: data set on the Hugging Face hub. It must hold parquet files, because no script is run.
+        hub_config: configuration of that data set, None if it has only one.
+        kind: how the task is trained and scored.
+        fields: every field that `build_example` reads, with its type: str, int, bool or list[str]. A dot
+            leads into a nested field.
+        build_example: function (record, row in its split) -> Example.
+        metric: name of the score, a key of `lezo_ds.data.metrics.METRICS`.
+        sizes: default split sizes of the clean protocol. The data set is large enough for them.
+        mezo_sizes: split sizes in MeZO's scripts, which may ask for more than the data set has.
         train_split: name of the split that train and dev are drawn from.
         validation_split: name of the split that test is drawn from.
     """
@@ -80,7 +78,7 @@ class Task:
     kind: TaskKind
     fields: Mapping[str, type]
     build_example: Callable[[Record, int], Example]
-    metric: Metric = "accuracy"
+    metric: str = "accuracy"
     sizes: SplitSizes = SplitSizes()
     mezo_sizes: SplitSizes = SplitSizes()
     train_split: str = "train"
@@ -88,11 +86,11 @@ class Task:
 
 
 def answer_example(prompt: str, answers: Sequence[str], index: int) -> Example:
-    """Return an example of a task that generates: trained on the first answer, scored by all of them.
+    """Return an example of a generation task. It trains on the first answer and is scored against all.
 
     Args:
-        prompt: ends where the answer begins, without the space before it.
-        answers: all that count as right; where there is none, neither has the example a label.
+        prompt: ends where the answer begins, without the space before the answer.
+        answers: all answers that count as right. If there is none, the example has no label.
         index: row of the record in its split.
     """
     return Example(

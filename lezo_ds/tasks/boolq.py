@@ -1,4 +1,4 @@
-"""BoolQ: yes or no, by a passage (prompt and label words of MeZO)."""
+"""BoolQ: answer a question about a passage with yes or no (prompt and label words of MeZO)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from lezo_ds.tasks.base import Example, Record, Task
 
 
 def build_example(record: Record, index: int) -> Example:
-    r"""Ask the question, with a capital first letter and a question mark, behind the passage.
+    r"""Ask the question after the passage, with a capital first letter and a question mark.
 
     >>> build_example({"passage": "It rains.", "question": "is it wet", "answer": True}, 0).prompt
     'It rains. Is it wet?\n'

@@ -1,4 +1,4 @@
-"""CB: is a hypothesis entailed, contradicted or neither (prompt and label words of MeZO)."""
+"""CB: does a premise entail a hypothesis, contradict it, or neither (prompt and label words of MeZO)."""
 
 from __future__ import annotations
 

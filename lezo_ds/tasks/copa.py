@@ -1,4 +1,4 @@
-"""COPA: which of two sentences is the cause, or the effect, of a premise (prompt of MeZO)."""
+"""COPA: which of two sentences is the cause or the effect of a premise (prompt of MeZO)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CONJUNCTIONS = {"effect": " so ", "cause": " because "}
 
 
 def build_example(record: Record, index: int) -> Example:
-    """Let the choices end a sentence that the premise begins.
+    """Start a sentence with the premise; each choice is a way to end it.
 
     Raises:
         UserError: the question is neither "cause" nor "effect".
@@ -22,7 +22,7 @@ def build_example(record: Record, index: int) -> Example:
     conjunction = CONJUNCTIONS.get(record["question"])
     if conjunction is None:
         raise UserError(
-            f"field question of record {index + 1} of copa has no such value",
+            f"field question of record {index + 1} of copa is not valid",
             got=record["question"],
             expected=" or ".join(CONJUNCTIONS),
             fix="correct the record",

@@ -6,7 +6,7 @@ from lezo_ds.tasks.base import Example, Record, Task, answer_example
 
 
 def build_example(record: Record, index: int) -> Example:
-    r"""Ask the question behind its passage.
+    r"""Ask the question after its passage.
 
     >>> record = {"passage": "Two rained.", "question": "How many? ", "answers_spans": {"spans": ["2"]}}
     >>> example = build_example(record, 0)

@@ -1,4 +1,4 @@
-"""MultiRC: is an answer to a question about a paragraph right (prompt and label words of MeZO)."""
+"""MultiRC: is the given answer to a question about a paragraph right (prompt and label words of MeZO)."""
 
 from __future__ import annotations
 

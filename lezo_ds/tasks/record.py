@@ -1,4 +1,4 @@
-"""ReCoRD: which entity of a news story fills the gap in a sentence about it (prompt of MeZO)."""
+"""ReCoRD: which entity of a news story fills the blank in a sentence about it (prompt of MeZO)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from lezo_ds.tasks.base import Example, Record, Task
 
 
 def build_example(record: Record, index: int) -> Example:
-    r"""Let the sentence, filled with each entity in turn, be the story's last highlight.
+    r"""Each candidate is the sentence with one entity filled in, as the last highlight of the story.
 
-    There may be several right entities. The first is the one trained on; a record without one among
-    its entities has no label.
+    Several entities may be right. Training uses the first right answer. If it is not among the entities,
+    the example has no label.
 
     >>> query = "@placeholder fell"
     >>> answers = {"entities": ["Rome", "Oslo"], "answers": ["Oslo"]}

@@ -1,4 +1,4 @@
-"""SQuAD: answer a question from a paragraph, in its words (prompt of MeZO)."""
+"""SQuAD: answer a question with words from a paragraph (prompt of MeZO)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from lezo_ds.tasks.base import Example, Record, Task, answer_example
 
 
 def build_example(record: Record, index: int) -> Example:
-    r"""Ask the question behind its context.
+    r"""Ask the question after its context.
 
     >>> record = {"title": "Rain", "context": "Rain is wet.", "question": "What is wet? "}
     >>> example = build_example({**record, "answers": {"text": ["Rain", "rain"]}}, 0)

@@ -1,4 +1,4 @@
-"""SST-2: is a film review's sentence negative or positive (prompt and label words of MeZO)."""
+"""SST-2: is a sentence from a film review negative or positive (prompt and label words of MeZO)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from lezo_ds.tasks.base import Example, Record, Task
 
 
 def build_example(record: Record, index: int) -> Example:
-    """Ask for the verdict that closes the review.
+    """Append "It was" to the sentence; the candidates complete it with a verdict.
 
     >>> build_example({"sentence": "a joy to watch ", "label": 1}, 0).prompt
     'a joy to watch It was'

@@ -1,4 +1,4 @@
-"""WiC: does a word mean the same in two sentences (prompt and label words of MeZO)."""
+"""WiC: does a word have the same meaning in two sentences (prompt and label words of MeZO)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WSC: does a pronoun stand for a noun phrase (prompt and label words of MeZO)."""
+"""WSC: does a pronoun refer to a noun phrase (prompt and label words of MeZO)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from lezo_ds.tasks.base import Example, Record, SplitSizes, Task
 
 
 def build_example(record: Record, index: int) -> Example:
-    """Ask whether the pronoun, in lower case, refers to the phrase.
+    """Ask whether the pronoun refers to the phrase. The pronoun is shown in lower case.
 
     >>> record = {"text": "Ann met Bo. She ran.", "span1_text": "Ann", "span2_text": "She", "label": 1}
     >>> print(build_example(record, 0).prompt)
@@ -33,5 +33,5 @@ WSC = Task(
     fields={"text": str, "span1_text": str, "span2_text": str, "label": int},
     build_example=build_example,
     sizes=SplitSizes(num_train=454, num_dev=100),
-    # MeZO's sizes are the default ones: dev takes 500 of the 554 records and leaves 54 to train on.
+    # mezo_sizes keeps its default: MeZO's dev split takes 500 of the 554 records and leaves 54 to train on.
 )

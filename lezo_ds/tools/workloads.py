@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lezo_ds.tasks import get_task
+from lezo_ds.tasks import TASKS
 
 DEFAULT_LENGTH = 256
 """Assumed length, in tokens, of an example of a task that is not in WORKLOADS."""
@@ -60,7 +60,7 @@ def typical_workload(task: str) -> Workload:
     Raises:
         UserError: there is no such task.
     """
-    found = get_task(task)
+    found = TASKS.find(task)
     if found.name in WORKLOADS:
         return WORKLOADS[found.name]
     if found.kind == "classification":
