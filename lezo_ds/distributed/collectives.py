@@ -22,7 +22,7 @@ def rank() -> int:
 
 
 def world_size(group: Any = None) -> int:  # noqa: ANN401
-    """Return the number of ranks in a process group (None: all ranks). It is 1 before the first group starts."""
+    """Return the number of ranks in a process group (None: all ranks), or 1 before the first group starts."""
     return comm.get_world_size(group) if comm.is_initialized() else 1
 
 

@@ -1,8 +1,8 @@
 """The store through which ranks find each other. It listens on the address in MASTER_ADDR only.
 
 torch's own store listens on every address of rank 0's machine, whatever MASTER_ADDR says (PyTorch issue
-173909, torch 2.13). Its messages are neither encrypted nor authenticated, so other machines should not be able to
-reach it.
+173909, torch 2.13). Its messages are neither encrypted nor authenticated, so other machines should not be
+able to reach it.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ def is_loopback(host: str) -> bool:
 
 
 def listen_at(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens on the host's address only, or None if that address is not known here.
+    """Return a socket that listens on the host's address only, or None if this machine cannot see it.
 
-    The other machines may know the host by an address that this machine cannot see: its own name may resolve
-    to its loopback, or the address may belong to a machine that forwards. Then torch listens on all addresses.
+    The other machines may know the host by an address that this machine does not have: its own name may
+    resolve to its loopback, or the address may belong to a machine that forwards. With None, torch listens on
+    all addresses.
 
     Raises:
         UserError: the host is unknown, or the port is in use.
@@ -99,5 +100,5 @@ def _meet(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[Store, int, i
     raise RuntimeError("a process group can be joined only once")
 
 
-# The handler is registered for the whole process. It has a scheme of its own, so that torch's are not changed.
+# This registers the handler for the whole process, under a scheme of its own that torch does not use.
 register_rendezvous_handler(_SCHEME, _meet)  # type: ignore[no-untyped-call]

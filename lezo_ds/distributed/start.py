@@ -135,10 +135,10 @@ def free_port() -> int:
 
 
 def shut_down() -> None:
-    """Leave the process group. A collective: a rank that left earlier would break the messages of the others."""
+    """Leave the process group. A collective: a rank that leaves early breaks the messages of the others."""
     if comm.is_initialized():
         comm.barrier()
         comm.destroy_process_group()
     if "mpi4py.MPI" in sys.modules:
-        # Without it, mpirun reports a crash: command_line.py skips the exit handlers of C libraries.
+        # mpirun treats a process that ends without this call as crashed.
         sys.modules["mpi4py.MPI"].Finalize()

@@ -67,7 +67,7 @@ def resolve_model(model: str) -> Path:
             f"model.path {model} is neither a directory nor a model that can be downloaded from the hub",
             got=_first_line(error),
             expected="a directory with config.json and safetensors, or a hub id such as facebook/opt-1.3b",
-            fix="check the name; to work offline, download the model first and set model.path to its directory",
+            fix="check the name, or download the model first and set model.path to its directory",
         ) from error
     return found
 
@@ -278,9 +278,9 @@ def with_safetensors(directory: Path) -> Path:
 
 
 def _convert(sources: list[Path], target: Path) -> None:
-    """Write each .bin file as safetensors. The index is written last: if it exists, the conversion is complete.
+    """Write each .bin file as safetensors. The index comes last and shows that the conversion is complete.
 
-    huggingface_hub.save_torch_state_dict would need all tensors in memory. Here it is one file at a time.
+    huggingface_hub.save_torch_state_dict needs all tensors at once. This function holds one file at a time.
     """
     logger.warning("converting %d .bin file(s) to safetensors in %s, once", len(sources), target)
     weight_map: dict[str, str] = {}

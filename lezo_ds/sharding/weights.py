@@ -22,7 +22,7 @@ _LOW_STREAM = 0x80000000  # keeps the digest of the low bits apart from that of 
 
 
 class ShardedWeights:
-    """This rank's shards of all parameters, and their low bits with `fp32_master`.
+    """The shards of one rank, and their low bits with `fp32_master`.
 
     Args:
         parameters: all parameters of the model.
@@ -103,7 +103,8 @@ class ShardedWeights:
 
         Args:
             parameter: the parameter that the shard belongs to.
-            values: [count], of any dtype. Without `low`, bits that a 16-bit shard cannot hold become low bits.
+            values: [count], of any dtype. Without `low`, bits that a 16-bit shard cannot hold become its low
+                bits.
             low: int16 [count], the low bits of `values`.
         """
         dtype = parameter.parameter.dtype
