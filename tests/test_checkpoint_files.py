@@ -295,7 +295,7 @@ def test_a_bin_file_is_not_opened_by_a_torch_that_could_run_code_in_it(tmp_path,
         "{broken",
     ],
 )
-def test_an_index_that_names_anything_but_files_beside_it_is_refused(tmp_path, index):
+def test_an_index_that_names_anything_but_files_in_its_directory_is_refused(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(UserError, match=r"model\.safetensors\.index\.json cannot be read; got: \w+Error: "):
         WeightFiles(tmp_path)

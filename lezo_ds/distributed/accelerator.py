@@ -47,8 +47,8 @@ def adapt_to_cpu() -> None:
     Both changes are tested with DeepSpeed 0.19.8. Neither has a setting in DeepSpeed.
     """
     if get_accelerator().device_name() == "cpu":
-        # DeepSpeed would compile its shared-memory all-reduce. That takes a compiler and half a minute, and it
-        # can fail (DeepSpeed issue 7108). Only `inference_all_reduce` uses it, which is not used here.
+        # DeepSpeed would compile its shared-memory all-reduce. That takes a compiler and half a minute, and
+        # it can fail (DeepSpeed issue 7108). Only `inference_all_reduce` uses it, which is not used here.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # DeepSpeed gathers all weights through this method, of an instance that it makes itself.
         TorchBackend.all_gather_into_tensor = _gather_by_broadcasts

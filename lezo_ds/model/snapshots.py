@@ -122,7 +122,7 @@ class _TensorWriter:
         self._pending[name] = tensor.contiguous()
 
     def finish(self) -> str | None:
-        """Write the remaining tensors and the index. Return the first error of this writer, if there is one."""
+        """Write the remaining tensors and the index. Return the first error, if there is one."""
         if self._pending and not self._problem:
             self._flush()
         if self._weight_map and not self._problem and self._single is None:
