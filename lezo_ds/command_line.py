@@ -1,7 +1,7 @@
-"""What all commands share: arguments, logging, and errors as one line and an exit code.
+"""What all commands share: arguments, logging, and errors that become one line and an exit code.
 
-A command imports torch and the like in its `main`, after its arguments were found to be right: they take
-several seconds of CPU time, which --help and a typo do not need.
+A command imports torch and other large libraries in its `main`, after its arguments have been checked. These
+imports take several seconds, and neither --help nor a typo should wait for them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _LOST_RANK_SECONDS = 3.0
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a command and end the process: with 0 if it succeeds, else with the error's own exit code.
+    """Run a command and end the process. The exit code is 0 if it succeeds, else that of the error.
 
     An error of this package is printed as one line. If all ranks raise the same error, the line of rank 0 is
-    enough: the other ranks wait, and the launcher ends them before they print theirs. A lost rank may be
-    rank 0, so rank 1 prints that error at once, too. Then it waits, so that the launcher ends with the exit
-    code of a rank that knows more.
+    enough: the other ranks wait, and the launcher ends them before they print theirs. The lost rank may be
+    rank 0, so rank 1 also prints that error at once. Then rank 1 waits, so that the launcher ends with the
+    exit code of the rank that failed first.
     """
     logging.basicConfig(level=logging.INFO if _rank() == 0 else logging.ERROR, format="%(message)s")
     for noisy in ("DeepSpeed", "httpx", "datasets", "torch.distributed"):
@@ -41,25 +41,27 @@ def run(main: Callable[[], None]) -> None:
         is_lost = isinstance(error, LostRankError)
         if _rank() > is_lost:
             time.sleep(_LOST_RANK_SECONDS if is_lost else _SILENCE_SECONDS)
-        line = " ".join(str(error).split())  # what it quotes may hold line breaks
+        line = " ".join(str(error).split())  # a quoted value may contain line breaks
         print(f"error: {line}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         if is_lost and _rank() == 1:
             time.sleep(_LOST_RANK_SECONDS)
-        # Not sys.exit: the peers may be in a collective, which the end of the process group would wait for.
+        # Not sys.exit, which destroys the process group and waits for ranks that may be in a collective.
         os._exit(error.exit_code)
+    # A command that did not need torch has not imported this module.
     if "lezo_ds.distributed" in sys.modules:
         sys.modules["lezo_ds.distributed"].shut_down()
     _end()
 
 
 def _end() -> None:
-    """End the process successfully without the interpreter's own shutdown.
+    """End the process successfully, without the shutdown of the interpreter.
 
-    A thread of gloo that frees the tensors of the last message during that shutdown sometimes aborts the
-    process (torch 2.13), after all work is done.
+    During that shutdown, a thread of gloo that frees the tensors of the last message sometimes aborts the
+    process, after all work is done (torch 2.13; see PyTorch pull request 179291).
     """
-    atexit._run_exitfuncs()  # monitors flush here
+    # os._exit skips the exit handlers, in which monitors flush. Python 3.11 has no public method for them.
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -70,7 +72,7 @@ def _rank() -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are errors of this package: one line, exit code 2."""
+    """An argument parser that raises UserError, so that its errors are one line with exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         unknown = [word for word in message.split() if word.startswith("-")]
@@ -85,9 +87,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """Return an argument parser that also accepts what the DeepSpeed launcher adds.
+    """Return an argument parser that also accepts the argument that the DeepSpeed launcher adds.
 
     Its methods raise UserError for bad arguments.
+
+    Args:
+        description: shown by --help.
     """
     made = _Parser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

@@ -94,7 +94,10 @@ REFUSED = {
     "no_such_directory": (["model.path={inputs}/none"], ["model.path", "{inputs}/none", "config.json"]),
     "hub_model_offline": (["model.path=facebook/opt-1.3b"], ["model.path facebook/opt-1.3b", "offline"]),
     "directory_without_config": (["model.path={inputs}/no_config"], ["holds no config.json"]),
-    "no_decoder": (["model.path={inputs}/t5"], ["T5Config is no causal language model", "a decoder"]),
+    "no_decoder": (
+        ["model.path={inputs}/t5"],
+        ["T5Config is not the config of a causal language model", "a decoder"],
+    ),
     "no_language_model": (["model.path={inputs}/vit"], ["has no vocabulary", "ViTConfig", "a decoder"]),
     "model_without_blocks": (["model.path={inputs}/no_blocks"], ["no transformer blocks", "layers (0)"]),
     "unknown_dtype": (["model.dtype=float16"], ["model.dtype", "'float16'", "fp32, bf16, fp16"]),

@@ -38,7 +38,7 @@ def parameter_names(model):
 
 
 def assert_holds_all_weights(directory, model):
-    files = WeightFiles(directory, model.base_model_prefix, checkpoint_renaming(model))
+    files = WeightFiles(directory, prefix=model.base_model_prefix, rename=checkpoint_renaming(model))
     parameters = dict(model.named_parameters())
     found = files.find(parameter_names(model))
     assert set(found) == set(parameters)
@@ -132,7 +132,7 @@ def test_a_tied_parameter_is_found_under_whichever_of_its_names_it_is_stored(sin
     assert parameter_names(model)[embedding] == (embedding, head)
     stored[head] = stored.pop(embedding)
     save_file(stored, tmp_path / "model.safetensors")
-    files = WeightFiles(tmp_path, "model")
+    files = WeightFiles(tmp_path, prefix="model")
     assert files.find(parameter_names(model))[embedding] == head
     assert_holds_all_weights(tmp_path, model)
 
@@ -156,7 +156,8 @@ def test_names_on_disk_that_transformers_renames_are_found_and_the_models_own_co
     renaming = checkpoint_renaming(model)
     assert renaming("embed_out.weight") == "lm_head.weight"
     save_file({name: torch.zeros(1) for name in [*names, "embed_out.weight"]}, tmp_path / "model.safetensors")
-    assert WeightFiles(tmp_path, "gpt_neox", renaming).find(names)["lm_head.weight"] == "lm_head.weight"
+    files = WeightFiles(tmp_path, prefix="gpt_neox", rename=renaming)
+    assert files.find(names)["lm_head.weight"] == "lm_head.weight"
 
 
 def test_missing_tensors_are_named(single, model, tmp_path):
@@ -166,7 +167,7 @@ def test_missing_tensors_are_named(single, model, tmp_path):
     with pytest.raises(
         UserError, match=r"lacks 1 of the model's \d+ .*no tensor for model.decoder.layers.1.fc1.bias"
     ):
-        WeightFiles(tmp_path, "model").find(parameter_names(model))
+        WeightFiles(tmp_path, prefix="model").find(parameter_names(model))
 
 
 def test_a_directory_without_weights_is_refused(tmp_path):
@@ -184,7 +185,7 @@ def test_a_cut_or_missing_weights_file_is_refused_with_its_name(sharded, model, 
         victim.write_bytes(victim.read_bytes()[:-10])
     else:
         victim.unlink()
-    files = WeightFiles(directory, "model")
+    files = WeightFiles(directory, prefix="model")
     with pytest.raises(UserError, match=f"{victim.name} cannot be read"):
         for stored in files.find(parameter_names(model)).values():
             files.read_range(stored, 0, 1)
@@ -294,7 +295,7 @@ def test_a_bin_file_is_not_opened_by_a_torch_that_could_run_code_in_it(tmp_path,
         "{broken",
     ],
 )
-def test_an_index_that_names_anything_but_files_beside_it_is_refused(tmp_path, index):
+def test_an_index_that_names_anything_but_files_in_its_directory_is_refused(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(UserError, match=r"model\.safetensors\.index\.json cannot be read; got: \w+Error: "):
         WeightFiles(tmp_path)
@@ -400,5 +401,5 @@ def test_building_leaves_the_config_as_it_was():
 
 
 def test_a_config_of_another_kind_of_model_is_refused():
-    with pytest.raises(UserError, match="Wav2Vec2Config is no causal language model"):
+    with pytest.raises(UserError, match="Wav2Vec2Config is not the config of a causal language model"):
         build_on_meta(Wav2Vec2Config(), torch.float32)

@@ -34,7 +34,7 @@ def test_the_ranks_meet_at_the_first_node_of_their_step(nodes, first):
     assert ranks_of(nodes=nodes)["MASTER_ADDR"] == first
 
 
-def test_jobs_and_steps_beside_each_other_meet_at_ports_of_their_own():
+def test_concurrent_jobs_and_steps_meet_at_ports_of_their_own():
     ports = [
         int(ranks_of(job=job, step=step)["MASTER_PORT"]) for job in range(900, 1000) for step in range(16)
     ]

@@ -71,9 +71,9 @@ def test_keys_that_begin_with_an_underscore_are_comments_at_any_depth(tmp_path):
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
-        ({"zero_optimization": {"stage": 2}}, "does not ask for ZeRO stage 3"),
-        ({"zero_optimization": True}, "does not ask for ZeRO stage 3"),
-        ({"zero_optimization": {}}, "does not ask for ZeRO stage 3"),
+        ({"zero_optimization": {"stage": 2}}, "does not use ZeRO stage 3"),
+        ({"zero_optimization": True}, "does not use ZeRO stage 3"),
+        ({"zero_optimization": {}}, "does not use ZeRO stage 3"),
         ({"optimizer": {"type": "AdamW"}}, "LeZO is the optimizer; fix: remove it (optimizer)"),
         ({"scheduler": {"type": "WarmupLR"}}, "fix: remove it (scheduler)"),
         ({"gradient_accumulation_steps": 2}, "got: 2; expected: 1"),

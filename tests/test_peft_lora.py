@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -16,15 +17,20 @@ from tiny_runs import full_weights
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lezo_ds.config import PeftConfig
+from lezo_ds.config import PeftConfig, PeftKind
 from lezo_ds.errors import UserError
-from lezo_ds.model.adapters import make_adapter
-from lezo_ds.model.adapters.lora import initial_seed, matching_modules, uniform
+from lezo_ds.model.adapters import ADAPTERS, make_adapter
+from lezo_ds.model.adapters.lora import matching_modules, uniform
 from lezo_ds.model.blocks import find_blocks
+from lezo_ds.zo.keys import adapter_key
 
 FAMILIES = ("opt", "llama", "gpt_neox", "gpt2")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SCALE = 5.0 / 2  # alpha / r of the tiny adapters
+
+
+def test_every_kind_in_the_configuration_has_an_adapter():
+    assert {"none", *ADAPTERS} == set(get_args(PeftKind))
 
 
 # Where it starts.
@@ -37,12 +43,12 @@ def test_a_slice_of_the_first_values_is_the_same_however_it_is_cut(seed, paramet
 
 
 def test_the_first_values_are_uniform_and_each_seed_and_parameter_has_its_own():
-    values = uniform(initial_seed(3), 7, 0, 40_000)
+    values = uniform(adapter_key(3), 7, 0, 40_000)
     assert values.min() >= -1 and values.max() < 1
     assert len(values.unique()) > 39_800
     counts = torch.histc(values, 20, -1, 1)
     assert float(((counts - 2000) ** 2 / 2000).sum()) < 43.8  # 19 degrees of freedom, once in a thousand
-    for other in (uniform(initial_seed(4), 7, 0, 40_000), uniform(initial_seed(3), 8, 0, 40_000)):
+    for other in (uniform(adapter_key(4), 7, 0, 40_000), uniform(adapter_key(3), 8, 0, 40_000)):
         assert abs(float(torch.corrcoef(torch.stack([values, other]))[0, 1])) < 0.02
 
 

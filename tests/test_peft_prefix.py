@@ -196,7 +196,7 @@ def test_a_snapshot_loaded_into_a_plain_model_gives_the_engines_logits_and_answe
 @pytest.mark.distributed
 def test_a_prefix_of_another_model_and_a_directory_without_one_are_refused(runs, tmp_path):
     snapshot = runs["opt"][2][-1]
-    with pytest.raises(UserError, match="is not one of LlamaForCausalLM"):
+    with pytest.raises(UserError, match="does not fit LlamaForCausalLM"):
         load_prefix(tiny_model("llama"), snapshot)
     with pytest.raises(UserError, match="holds no prefix"):
         load_prefix(tiny_model("opt"), tmp_path)
@@ -210,7 +210,9 @@ def test_a_prefix_lies_in_every_block_and_is_all_that_is_trained(family):
     model = tiny_model(family)
     layout = find_blocks(model)
     if family == "gemma2":
-        with pytest.raises(UserError, match="does not know the attention of Gemma2ForCausalLM; got: eager"):
+        with pytest.raises(
+            UserError, match="does not support the attention of Gemma2ForCausalLM; got: eager"
+        ):
             make_adapter(peft_config("prefix")).attach(model, layout)
         return
     make_adapter(peft_config("prefix")).attach(model, layout)

@@ -67,7 +67,7 @@ def shard(directory, dtype, precision, frozen=()):
         for name, parameter in model.named_parameters()
     }
     parameters = zero3.sharded_parameters(model, named)
-    weights = ShardedWeights(parameters, aliases, precision)
+    weights = ShardedWeights(parameters, aliases=aliases, precision=precision)
     load_weights(weights, model, Path(directory))
     return weights, model
 

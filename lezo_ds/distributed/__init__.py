@@ -1,4 +1,4 @@
-"""The process group: how ranks join it, this rank's device, and the few scalars that ranks exchange."""
+"""The process group: how ranks join it, the device of each rank, and the scalars that ranks exchange."""
 
 from lezo_ds.distributed.accelerator import device, local_rank
 from lezo_ds.distributed.collectives import (

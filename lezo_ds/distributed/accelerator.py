@@ -1,4 +1,4 @@
-"""The device of this rank, and what DeepSpeed needs to be told on CPUs."""
+"""The device of this rank, and changes to DeepSpeed that CPUs need."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lezo_ds.errors import UserError
 
 
 def take_device() -> None:
-    """Make this rank's own GPU the current one; nothing to do on a CPU.
+    """Make this rank's own GPU the current device. On a CPU, do nothing.
 
     Raises:
-        UserError: this node shows the rank fewer GPUs than it has ranks.
+        UserError: this rank sees fewer GPUs than its node has ranks.
     """
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
@@ -30,8 +30,8 @@ def take_device() -> None:
         raise UserError(
             f"rank {local_rank()} of its node has no GPU of its own",
             got=f"{seen} visible",
-            expected="as many as the node has ranks, all visible to each",
-            fix="start fewer ranks, or see to CUDA_VISIBLE_DEVICES (Slurm: --gpus-per-node, not -per-task)",
+            expected="one GPU for each rank of the node, all of them visible to every rank",
+            fix="start fewer ranks or correct CUDA_VISIBLE_DEVICES (Slurm: --gpus-per-node, not -per-task)",
         )
     accelerator.set_device(local_rank())
 
@@ -42,18 +42,20 @@ def device() -> torch.device:
 
 
 def adapt_to_cpu() -> None:
-    """On a CPU, before the process group: shards are gathered by broadcasts, and an unused op is not built.
+    """On a CPU, change DeepSpeed for the whole process. Call this before the process group is made.
 
-    DeepSpeed would compile its shared-memory all-reduce. That takes a compiler and half a minute, serves only
-    `inference_all_reduce`, which is not used here, and DeepSpeed raises without a compiler.
+    Both changes are tested with DeepSpeed 0.19.8. Neither has a setting in DeepSpeed.
     """
     if get_accelerator().device_name() == "cpu":
+        # DeepSpeed would compile its shared-memory all-reduce. That takes a compiler and half a minute, and
+        # it can fail (DeepSpeed issue 7108). Only `inference_all_reduce` uses it, which is not used here.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # DeepSpeed gathers all weights through this method, of an instance that it makes itself.
         TorchBackend.all_gather_into_tensor = _gather_by_broadcasts
 
 
 class _Works:
-    """Several messages under way, as one."""
+    """Several asynchronous messages that are waited for as one."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
@@ -70,9 +72,10 @@ def _gather_by_broadcasts(
     group: Any = None,  # noqa: ANN401
     async_op: bool = False,
 ) -> _Works | None:
-    """Do what TorchBackend.all_gather_into_tensor does; with gloo in a fifth of its time.
+    """Do what TorchBackend.all_gather_into_tensor does. With gloo this takes a fifth of the time.
 
-    torch's all-gather for gloo copies all it sends and receives through new memory; its broadcast does not.
+    torch's all-gather for gloo copies everything it sends and receives through temporary buffers. Its
+    broadcast does not (torch 2.13).
     """
     ranks = dist.get_process_group_ranks(group)
     parts = output_tensor.view(len(ranks), -1)
@@ -89,5 +92,5 @@ def _gather_by_broadcasts(
 
 
 def local_rank() -> int:
-    """Return this rank's index on its node."""
+    """Return the index of this rank on its node, from 0."""
     return int(os.environ.get("LOCAL_RANK", "0"))

@@ -1,4 +1,4 @@
-"""What the ranks exchange: a few scalars and small objects, all through deepspeed.comm."""
+"""Exchange of scalars and small objects between ranks, through deepspeed.comm."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 
 def rank() -> int:
-    """Return this process's rank; 0 before the process group starts."""
+    """Return the rank of this process. It is 0 before the process group starts."""
     return comm.get_rank() if comm.is_initialized() else 0
 
 
 def world_size(group: Any = None) -> int:  # noqa: ANN401
-    """Return the number of ranks, of all or of a process group; 1 before the first group starts."""
+    """Return the number of ranks in a process group (None: all ranks), or 1 before the first group starts."""
     return comm.get_world_size(group) if comm.is_initialized() else 1
 
 
@@ -32,7 +32,7 @@ def barrier() -> None:
 
 
 def broadcast_bytes(data: bytes, num_bytes: int) -> bytes:
-    """Return rank 0's `data`, which is `num_bytes` long, on every rank. One broadcast."""
+    """Return rank 0's `data`, of length `num_bytes`, on every rank. One broadcast."""
     buffer = torch.zeros(num_bytes, dtype=torch.uint8)
     if rank() == 0:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -42,21 +42,21 @@ def broadcast_bytes(data: bytes, num_bytes: int) -> bytes:
 
 
 def broadcast_object(value: Any) -> Any:  # noqa: ANN401
-    """Return rank 0's value on every rank. Pickles: for starting up and resuming, not for steps."""
+    """Return rank 0's value on every rank. It is pickled, which is too slow to do in every step."""
     box = [value]
     comm.broadcast_object_list(box, 0, device=device())
     return box[0]
 
 
 def gather_objects(value: Any) -> list[Any]:  # noqa: ANN401
-    """Return every rank's value, by rank. Pickles: for errors, not for steps."""
+    """Return the values of all ranks, by rank. They are pickled, which is too slow to do in every step."""
     found: list[Any] = [None] * world_size()
     comm.all_gather_object(found, value)
     return found
 
 
 def gather_integers(values: Sequence[int]) -> list[list[int]]:
-    """Return the integers, in [-2**63, 2**63), of every rank, by rank: as many of each."""
+    """Return the integers of all ranks, by rank. Each is in [-2**63, 2**63), and every rank has as many."""
     mine = torch.tensor(values, dtype=torch.int64, device=device())
     gathered = mine.new_empty(world_size() * len(values))
     comm.all_gather_into_tensor(gathered, mine)
@@ -66,17 +66,17 @@ def gather_integers(values: Sequence[int]) -> list[list[int]]:
 def sum_vector(values: torch.Tensor) -> list[float]:
     """Return the element-wise sum over all ranks of a float64 vector on this rank's device. One all-reduce.
 
-    Exact where at most one rank's element is not zero, in whatever order the ranks are added.
+    The sum of an element is exact if the element is nonzero on at most one rank.
     """
     comm.all_reduce(values)
     return values.cpu().tolist()
 
 
 def sum_integers(values: Sequence[int], group: Any = None) -> list[int]:  # noqa: ANN401
-    """Return the element-wise sum over the ranks, modulo 2**64, of integers in [-2**63, 2**63).
+    """Return the element-wise sum of integers in [-2**63, 2**63) over the ranks, modulo 2**64 and signed.
 
     Args:
-        values: the same number of them on every rank.
+        values: every rank has the same number of them.
         group: a process group; None for all ranks.
     """
     vector = torch.tensor(values, dtype=torch.int64, device=device())
@@ -86,14 +86,16 @@ def sum_integers(values: Sequence[int], group: Any = None) -> list[int]:  # noqa
 
 @contextmanager
 def counted_bytes() -> Iterator[dict[str, int]]:
-    """Count the bytes this rank gives to each operation of deepspeed.comm meanwhile; they run in step.
+    """Count the bytes that this rank passes to each operation of deepspeed.comm inside the context.
 
-    The dict is filled at the end. An all-gather is given a rank's part, a reduction or broadcast the whole.
+    The dict is filled when the context ends. Operations run one after the other while they are counted. A
+    rank passes its part to an all-gather, and the whole tensor to a reduction or a broadcast.
     """
     counts: dict[str, int] = {}
     comm.configure(enabled=True, prof_all=True, verbose=False)
     comms_logger.reset_data()
-    timers.timers.clear()  # on a GPU each message would wait for the events of all before it
+    # Timers of earlier messages would stay: on a GPU, each message would wait for the events of all of them.
+    timers.timers.clear()
     try:
         yield counts
     finally:
@@ -103,9 +105,10 @@ def counted_bytes() -> Iterator[dict[str, int]]:
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 and return its result on every rank; an error of this package is raised on all.
+    """Run `action` on rank 0 and return its result on every rank. A collective.
 
-    So no rank waits for one that has stopped.
+    Raises:
+        LezoError: `action` raised it. Every rank raises it, so that no rank waits for one that has stopped.
     """
     outcome: tuple[Any, LezoError | None] = (None, None)
     if rank() == 0:

@@ -1,7 +1,8 @@
-"""Where the ranks meet: a store that listens on the address it is known by, and on no other.
+"""The store through which ranks find each other. It listens on the address in MASTER_ADDR only.
 
-torch's own listens on every address of rank 0's machine, whatever MASTER_ADDR says. What the ranks exchange
-is neither encrypted nor authenticated, so none but they should be able to reach it.
+torch's own store listens on every address of rank 0's machine, whatever MASTER_ADDR says (PyTorch issue
+173909, torch 2.13). Its messages are neither encrypted nor authenticated, so other machines should not be
+able to reach it.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def prepare() -> str:
-    """Return the method by which torch joins this process to the others; MASTER_ADDR and its like are set.
+    """Return the `init_method` for torch's process group. MASTER_ADDR and the other variables must be set.
 
-    If MASTER_ADDR is this machine's loopback, the libraries that the ranks talk through stay on it, too,
-    unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME say otherwise. Ranks under torchrun meet at its own store.
+    If MASTER_ADDR is the loopback of this machine, gloo and NCCL use the loopback too, unless
+    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set. Ranks that torchrun started use torchrun's own store.
     """
     if is_loopback(os.environ["MASTER_ADDR"]):
         for variable in _INTERFACE_VARIABLES:
@@ -39,7 +40,7 @@ def prepare() -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name or address means this machine and no other, wherever it is said.
+    """Return whether a name or an address is a loopback, which means the own machine on every machine.
 
     >>> [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "10.0.0.1", "node-1")]
     [True, True, True, False, False]
@@ -51,13 +52,14 @@ def is_loopback(host: str) -> bool:
 
 
 def listen_at(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens at the host's address only.
+    """Return a socket that listens on the host's address only, or None if this machine cannot see it.
 
-    None, and then torch's own listens everywhere, if others know the host by an address that is not to be
-    seen here: this machine's name stands for its loopback, or the address is another's, which forwards.
+    The other machines may know the host by an address that this machine does not have: its own name may
+    resolve to its loopback, or the address may belong to a machine that forwards. With None, torch listens on
+    all addresses.
 
     Raises:
-        UserError: the host is unknown, or the port in use.
+        UserError: the host is unknown, or the port is in use.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -70,8 +72,8 @@ def listen_at(host: str, port: int) -> socket.socket | None:
         raise UserError(
             f"rank 0 cannot listen on {host}, port {port}",
             got=str(error),
-            expected="an address of its machine and a free port",
-            fix="set MASTER_ADDR or MASTER_PORT; under deepspeed, --master_addr or --master_port",
+            expected="an address of rank 0's machine and a free port",
+            fix="set MASTER_ADDR or MASTER_PORT (with the deepspeed launcher: --master_addr, --master_port)",
         ) from error
 
 
@@ -85,10 +87,18 @@ def _meet(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[Store, int, i
     listener = listen_at(host, port) if rank == 0 else None
     descriptor = None if listener is None else listener.detach()
     store = TCPStore(
-        host, port, world_size, rank == 0, timeout, multi_tenant=True, master_listen_fd=descriptor
+        host_name=host,
+        port=port,
+        world_size=world_size,
+        is_master=rank == 0,
+        timeout=timeout,
+        multi_tenant=True,
+        master_listen_fd=descriptor,
     )
+    # torch asks for a second item only if ranks join again, which they never do here.
     yield store, rank, world_size
-    raise RuntimeError("the ranks meet once")
+    raise RuntimeError("a process group can be joined only once")
 
 
+# This registers the handler for the whole process, under a scheme of its own that torch does not use.
 register_rendezvous_handler(_SCHEME, _meet)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""How a process joins the other ranks, whatever launcher started it, and how a lost rank is reported."""
+"""Joins the process group under any launcher, and reports lost ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lezo_ds.distributed import rendezvous
 from lezo_ds.distributed.accelerator import adapt_to_cpu, take_device
 from lezo_ds.errors import LostRankError
 
-# What gloo's messages say, and only they.
+# Phrases that occur in gloo's errors and in no others. gloo raises a plain RuntimeError (torch 2.13).
 _LOST = re.compile(
     r"[Cc]onnection (closed|reset|refused)|[Tt]imed out waiting|timeout caused|gloo/transport|Socket closed"
 )
@@ -25,37 +25,38 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PO
 
 
 def init_distributed(timeout_seconds: int = 1800) -> None:
-    """Join the process group, from whatever started this process.
+    """Join the process group. A second call does nothing.
 
-    The `deepspeed` launcher and torchrun set RANK and friends; under srun they follow from SLURM_*; under
-    mpirun mpi4py tells them; a process started by none of these is a world of one. Safe to call twice.
-    No rank goes on before all have joined, so that one which then finds bad input does not break the joining.
+    The `deepspeed` launcher and torchrun set RANK and the other variables. For srun they are derived from
+    SLURM_*, and for mpirun mpi4py provides them. A process that none of these started is the only rank.
 
     Args:
-        timeout_seconds: how long a collective may wait for a lost rank.
+        timeout_seconds: how long a collective waits for the other ranks.
 
     Raises:
-        UserError: this rank has no GPU of its own, or the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
+        UserError: this rank has no GPU of its own, or rank 0 cannot listen on MASTER_ADDR and MASTER_PORT.
     """
     if comm.is_initialized():
         return
     adapt_to_cpu()
     if not all(name in os.environ for name in _RANK_VARIABLES):
         _set_rank_variables()
-    take_device()  # before the first message, which starts from there
+    take_device()  # before the first message: otherwise every rank would send it from GPU 0
     timeout = timedelta(seconds=timeout_seconds)
     comm.init_distributed(timeout=timeout, init_method=rendezvous.prepare(), verbose=False)
+    # No rank returns before all have joined. Otherwise a rank that ends at once, for example because of bad
+    # input, would break the connections of the ranks that are still joining.
     comm.barrier()
 
 
 @contextmanager
 def lost_ranks_reported(state: Callable[[], str]) -> Iterator[None]:
-    """Turn the errors that messages end with when a rank is gone, or hangs, into one that says so.
+    """Turn an error of a message between ranks into one that says that another rank is lost.
 
-    With NCCL a hung rank is found by torch's own watchdog, which ends the process with its own message.
+    With NCCL, torch's own watchdog detects a rank that hangs. It ends the process with its own message.
 
     Args:
-        state: what to say of the run then, such as its last good step.
+        state: returns a description of the run for the error, such as its last good step.
 
     Raises:
         LostRankError: a message between ranks failed.
@@ -68,12 +69,12 @@ def lost_ranks_reported(state: Callable[[], str]) -> Iterator[None]:
             raise
         raise LostRankError(
             f"another rank has ended, or has not answered in time; got: {text[:200]}; {state()}; "
-            "fix: see what that rank says, then run the same command again"
+            "fix: read the error of that rank, then run the same command again"
         ) from error
 
 
 def _set_rank_variables() -> None:
-    # mpirun inside a Slurm job starts its ranks below srun's tasks: what MPI says counts.
+    # mpirun inside a Slurm job starts its ranks below srun's tasks, so MPI's variables take precedence.
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         _ask_mpi()
     elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
@@ -93,15 +94,15 @@ def _ask_mpi() -> None:
     if given is not None:
         os.environ["MASTER_ADDR"] = given
     elif os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == os.environ["WORLD_SIZE"]:
-        os.environ["MASTER_ADDR"] = "127.0.0.1"  # all ranks are on this machine
+        os.environ["MASTER_ADDR"] = "127.0.0.1"  # every rank is on this machine
 
 
 def slurm_rank_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return RANK and friends of a task that srun started.
+    """Return RANK and the other variables of a task that srun started.
 
-    The ranks meet at the first node of their job step, where task 0 is, at a port that follows from the
-    numbers of the job and its step and lies below those that Linux gives to outgoing connections. MASTER_ADDR
-    and MASTER_PORT that are set already stay.
+    The address is the first node of the job step, where task 0 runs. The port is derived from the numbers of
+    the job and the step, and it is below the range that Linux uses for outgoing connections. A MASTER_ADDR or
+    MASTER_PORT that is already set is kept.
 
     Args:
         variables: SLURM_* of the task.
@@ -113,7 +114,9 @@ def slurm_rank_variables(variables: Mapping[str, str]) -> dict[str, str]:
     >>> ours["MASTER_ADDR"], ours["MASTER_PORT"]
     ('gpu07', '10112')
     """
-    nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", variables["SLURM_STEP_NODELIST"])  # of each range the first
+    nodes = re.sub(
+        r"\[(\d+)[^]]*\]", r"\1", variables["SLURM_STEP_NODELIST"]
+    )  # keeps the first of each range
     meeting = 16 * int(variables["SLURM_JOB_ID"]) + int(variables["SLURM_STEP_ID"])
     return {
         "RANK": variables["SLURM_PROCID"],
@@ -125,16 +128,17 @@ def slurm_rank_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a TCP port that is free on this machine now."""
+    """Return a TCP port that is free on this machine at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def shut_down() -> None:
-    """Leave the process group. A collective: a rank that left during a message would break its peers'."""
+    """Leave the process group. A collective: a rank that leaves early breaks the messages of the others."""
     if comm.is_initialized():
         comm.barrier()
         comm.destroy_process_group()
     if "mpi4py.MPI" in sys.modules:
-        sys.modules["mpi4py.MPI"].Finalize()  # mpirun takes a process that ends without it for a crash
+        # mpirun treats a process that ends without this call as crashed.
+        sys.modules["mpi4py.MPI"].Finalize()

@@ -1,4 +1,4 @@
-"""What a model is given at once, and what is wanted of it: some logits, or a continuation."""
+"""The input of one forward pass, and the output that is needed: some logits, or a continuation."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from lezo_ds.tasks.base import Example
 
 @dataclass(frozen=True)
 class LogitSelection:
-    """The logits a batch needs, so that the output head computes no others.
+    """The logits that a batch needs. The output head computes only these and returns [N, K].
 
     Attributes:
-        rows: int64 [N], sequence index of each wanted logit row.
-        positions: int64 [N], token position in that sequence whose hidden state is read
-            (the logits there predict the token at position + 1).
-        vocabulary: int64 [K], the vocabulary entries wanted, or None for all of them.
-
-    The head then returns logits [N, K] (or [N, vocabulary size]).
+        rows: int64 [N], index of the sequence of each row of logits.
+        positions: int64 [N], position in that sequence of the hidden state that is read. The logits there
+            predict the token at position + 1.
+        vocabulary: int64 [K], the needed entries of the vocabulary. None selects all of them.
     """
 
     rows: Tensor
@@ -31,12 +29,12 @@ class LogitSelection:
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How prompts are continued, greedily.
+    """Settings of greedy generation.
 
     Attributes:
-        max_new_tokens: at most so many tokens are written, at least 1.
-        stop_ids: a row ends with the first of these it writes.
-        pad_id: fills rows on the left, and behind their end; any id of the vocabulary.
+        max_new_tokens: maximum number of new tokens, at least 1.
+        stop_ids: a row ends at the first of these tokens.
+        pad_id: fills rows on the left and after their end. It can be any id of the vocabulary.
     """
 
     max_new_tokens: int
@@ -46,16 +44,16 @@ class GenerationSettings:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The share of a step's batch that a rank runs at once.
+    """The part of a step's batch that a rank runs in one forward pass.
 
     Attributes:
-        inputs: keyword arguments of the model's forward; tensors, batch dimension first.
-        weight: how many terms of the mean loss it holds (examples, or tokens): the loss of a step is
-            the sum of all losses of its micro-batches over the sum of their weights.
-        labels: tensors the loss function reads besides the logits.
-        selection: the logits wanted; None for the model's full logits [rows, tokens, vocabulary].
-        generation: where it is given, no logits are wanted, but int64 [rows, at most max_new_tokens]: the
-            tokens the model writes behind its inputs.
+        inputs: keyword arguments of the model's forward. The first dimension of each tensor is the batch.
+        weight: number of terms of the mean loss in it (examples or tokens). The loss of a step is the sum of
+            all losses of its micro-batches divided by the sum of their weights.
+        labels: tensors that the loss function reads in addition to the logits.
+        selection: the needed logits. None selects all: [rows, tokens, vocabulary].
+        generation: if it is set, the output is not logits but the new tokens: int64 [rows, at most
+            max_new_tokens].
         examples: the examples as text, for objectives that read them.
     """
 
@@ -68,7 +66,7 @@ class MicroBatch:
 
 
 LossFunction = Callable[[Tensor, MicroBatch], Tensor]
-"""(logits, or new tokens, at one sign; micro-batch) -> summed loss of each example, float [examples]."""
+"""Maps (logits or new tokens at one probe, micro-batch) to the summed loss of each example, [examples]."""
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:

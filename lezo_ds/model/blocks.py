@@ -1,8 +1,7 @@
-"""Transformer blocks: find them by structure, draw those a step leaves out (LeZO, Algorithm 1)."""
+"""Finds the transformer blocks of a model by its structure."""
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 from torch import nn
@@ -15,15 +14,15 @@ class BlockLayout:
     """Where a model keeps its transformer blocks.
 
     Attributes:
-        path: dotted name of the ModuleList that holds them, e.g. "model.decoder.layers".
-        num_blocks: how many there are.
+        path: dotted name of the ModuleList that holds them (for example, "model.decoder.layers").
+        num_blocks: number of blocks.
     """
 
     path: str
     num_blocks: int
 
     def block_of(self, parameter_name: str) -> int | None:
-        """Return the index of the block a parameter belongs to, None for one outside all blocks.
+        """Return the index of the block that a parameter belongs to, or None if it is outside all blocks.
 
         >>> BlockLayout("model.layers", 2).block_of("model.layers.1.mlp.up_proj.weight")
         1
@@ -35,14 +34,14 @@ class BlockLayout:
 
 
 def find_blocks(model: nn.Module) -> BlockLayout:
-    """Find the transformer blocks of a decoder: the outermost list of equal modules with the most parameters.
+    """Find the transformer blocks of a decoder.
 
-    No list of model names is kept: OPT, Llama, Qwen, Mistral, GPT-NeoX, GPT-2 and adapters around them all
-    hold their blocks in one ModuleList whose elements have the same class. Lists inside a block (experts,
-    say) are inside another list and are not considered.
+    They are the outermost list of modules of one class that has the most parameters. This holds for OPT,
+    Llama, Qwen, Mistral, GPT-NeoX and GPT-2, with and without adapters, so that no list of model names is
+    needed. A list inside a block (for example, of experts) is inside another list and is not considered.
 
     Raises:
-        UserError: the model has no such list; the message says which lists it has.
+        UserError: the model has no such list. The error names the lists that it has.
     """
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     outermost = {
@@ -61,14 +60,14 @@ def find_blocks(model: nn.Module) -> BlockLayout:
         raise UserError(
             f"no transformer blocks found in {type(model).__name__}",
             got=found,
-            expected="one list of equal modules that hold parameters, as decoder models have",
+            expected="a list of modules of one class that have parameters, as in decoder models",
             fix="use a decoder language model, such as OPT, Llama, Qwen, Mistral, GPT-NeoX or GPT-2",
         )
     return BlockLayout(path, len(outermost[path]))
 
 
 def largest_module(model: nn.Module, layout: BlockLayout) -> int:
-    """Return the number of elements of the largest block, or of a larger module outside of them."""
+    """Return the number of elements of the largest block, or of a larger module outside the blocks."""
     blocks = model.get_submodule(layout.path)
     inside = set(blocks.modules())
     outside = [module for module in model.modules() if module not in inside]
@@ -77,35 +76,16 @@ def largest_module(model: nn.Module, layout: BlockLayout) -> int:
 
 
 def gathering_limits(largest: int) -> dict[str, int]:
-    """Return how many elements ZeRO-3 gathers at once, where its config does not say.
+    """Return default limits on the number of elements that ZeRO-3 gathers.
 
-    While a module runs, the next one's weights are gathered, but no more than two of the largest at a time.
+    While a module runs, the weights of the next one are gathered. The limit is two of the largest modules.
 
     Args:
-        largest: elements of the largest module.
+        largest: number of elements of the largest module.
     """
     return {"stage3_prefetch_bucket_size": largest, "stage3_max_live_parameters": 2 * largest}
 
 
 def _num_parameters(module: nn.Module) -> int:
-    # A parameter that ZeRO-3 has sharded is empty; ds_numel is its full size.
+    # A parameter that ZeRO-3 has sharded is empty. Its full size is ds_numel.
     return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in module.parameters())
-
-
-def draw_dropped_layers(run_seed: int, step: int, num_blocks: int, num_dropped: int) -> tuple[int, ...]:
-    """Draw the blocks left out at one step, uniformly without replacement (LeZO, Algorithm 1, line 3).
-
-    A pure function of (run_seed, step): blocks are ranked by a keyed hash and the first `num_dropped` are
-    taken, so that the draw is the same on every machine and version.
-
-    Returns:
-        Sorted block indices, `num_dropped` of range(num_blocks).
-    """
-    if not 0 <= num_dropped <= num_blocks:
-        raise ValueError(f"num_dropped {num_dropped} is not in [0, {num_blocks}]")
-
-    def rank(block: int) -> bytes:
-        text = f"lezo_ds dropped layers 1|{run_seed}|{step}|{block}"
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-    return tuple(sorted(sorted(range(num_blocks), key=rank)[:num_dropped]))

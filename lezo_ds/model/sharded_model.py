@@ -1,4 +1,4 @@
-"""A model whose weights are shared among the ranks, from disk and back; none ever holds the whole model."""
+"""Loads and writes a sharded model. No rank ever holds the whole model."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from lezo_ds.sharding.zero3 import ShardedParameter
 
 @dataclass(frozen=True)
 class BaseModel:
-    """Where a model came from.
+    """The model on disk that a run starts from.
 
     Attributes:
-        name: hub id or directory, as it was asked for.
-        directory: the Hugging Face directory of the base weights.
-        fingerprint: digest of the base weights as loaded, 32 hex digits; the same with any adapter.
-        table_hash: hash of all parameter names and shapes, an adapter's too.
+        name: hub id or directory, as given by the user.
+        directory: local directory of the base weights.
+        fingerprint: digest of the base weights after loading, 32 hex digits. An adapter does not affect it.
+        table_hash: hash of all parameter names and shapes, including those of an adapter.
     """
 
     name: str
@@ -52,12 +52,12 @@ class ShardedModel:
     """A model after loading.
 
     Attributes:
-        module: the model, its parameters sharded.
+        module: the model with sharded parameters.
         weights: this rank's shards.
         layout: where the transformer blocks are.
-        base: where the weights came from.
-        ds_config: what DeepSpeed's engine is to be started with.
-        adapter: what is trained in the place of the model's own weights, if anything is.
+        base: the model on disk.
+        ds_config: the config for DeepSpeed's engine.
+        adapter: the adapter that is trained. None if all weights are trained.
     """
 
     module: nn.Module
@@ -71,24 +71,41 @@ class ShardedModel:
         """Write the model, or its adapter, to the directory `target`. A collective.
 
         Args:
-            target: as a snapshot (see lezo_ds.model.snapshots); a model can be opened with `from_pretrained`.
-            step: how many updates the weights have seen.
-            card: its README.md; "" for the base model's.
+            target: the directory to make (see lezo_ds.model.snapshots).
+            step: number of updates so far.
+            card: text of the README.md. If it is empty, the README.md of the base model is copied.
         """
         facts = {"step": step, "digest": self.weights.digest(), "base": self.base.fingerprint}
-        write_snapshot(self.weights, target, self.base.directory, facts, self.adapter, self.base.name, card)
+        write_snapshot(
+            self.weights,
+            target,
+            source=self.base.directory,
+            facts=facts,
+            adapter=self.adapter,
+            base_model=self.base.name,
+            card=card,
+        )
 
     def load_snapshot(self, directory: Path) -> None:
-        """Bring the weights to those that `write` wrote, bit for bit. A collective."""
+        """Set the weights to those that `write` wrote, bit for bit. A collective."""
         if self.adapter is None:
             load_weights(self.weights, self.module, directory)
             return
         adapter = self.adapter
-        files = WeightFiles(directory, rename=adapter.unstored_name, single=adapter.weights_file)
-        _load(self.weights, self.weights.adapter_parameters, files, directory)
+        files = WeightFiles(
+            directory,
+            rename=lambda stored: stored.removeprefix(adapter.stored_prefix),
+            single=adapter.weights_file,
+        )
+        _load(
+            self.weights,
+            self.weights.adapter_parameters,
+            files=files,
+            low_bits=directory / LOW_BITS_DIRECTORY,
+        )
 
     def load_initial(self) -> None:
-        """Bring the weights back to those before the first update, bit for bit. A collective."""
+        """Set the weights to those before the first update, bit for bit. A collective."""
         if self.adapter is None:
             load_weights(self.weights, self.module, self.base.directory)
         else:
@@ -97,6 +114,7 @@ class ShardedModel:
 
 def load_sharded_model(
     model: str,
+    *,
     ds_config: Mapping[str, Any],
     dtype: str,
     precision: UpdatePrecision,
@@ -104,19 +122,20 @@ def load_sharded_model(
     peft: PeftConfig | None = None,
     partition_size: int | None = None,
 ) -> ShardedModel:
-    """Build a model, shard it, and fill the shards; each rank reads only its own slices. A collective.
+    """Build a model, shard it and load the shards. A collective: each rank reads only its own slices.
 
     Args:
-        model: hub id, or directory with config.json and safetensors (or .bin, converted once).
+        model: hub id, or directory with config.json and safetensors (or .bin, which is converted once).
         ds_config: DeepSpeed config as a dict, from `lezo_ds.ds_config.load_ds_config`.
         dtype: of the weights: "fp32", "bf16" or "fp16".
         precision: how updates will be stored.
-        seed: of the run; the initial values of an adapter follow from it.
-        peft: the adapter to train; None to train all weights.
-        partition_size: number of ranks that share the weights; every so many ranks hold a replica. None: all.
+        seed: of the run. It determines the initial values of an adapter.
+        peft: the adapter to train. None trains all weights.
+        partition_size: number of ranks that share one copy of the weights. None shares it among all ranks.
 
     Raises:
-        UserError: no such model, no transformer blocks, weights or an adapter that do not fit.
+        UserError: the model does not exist or has no transformer blocks, or the weights or the adapter do not
+            fit it.
     """
     directory = _resolve_on_all_nodes(model)
     module = build_on_meta(load_model_config(directory), DTYPES[dtype])
@@ -130,31 +149,41 @@ def load_sharded_model(
     ds_config = _with_gathering_limits(ds_config, module, layout)
     zero3.shard_model(module, ds_config, partition_size)
     named = {
-        parameter: NamedParameter(name, ids[name], layout.block_of(name))
+        parameter: NamedParameter(name=name, parameter_id=ids[name], block=layout.block_of(name))
         for name, parameter in ((own_name(name), parameter) for name, parameter in module.named_parameters())
     }
     parameters = zero3.sharded_parameters(module, named)
-    weights = ShardedWeights(parameters, aliases, precision, adapter is not None)
+    weights = ShardedWeights(
+        parameters, aliases=aliases, precision=precision, has_adapter=adapter is not None
+    )
     load_weights(weights, module, directory)
     shapes = {parameter.name: parameter.shape for parameter in parameters}
-    base = BaseModel(model, directory, weights.digest(weights.base_parameters), table_hash(shapes))
+    base = BaseModel(
+        name=model,
+        directory=directory,
+        fingerprint=weights.digest(weights.base_parameters),
+        table_hash=table_hash(shapes),
+    )
     if adapter is not None:
         adapter.fill(weights, module, seed)
         zero3.finish_updates()
         weights.keep_initial()
-    return ShardedModel(module, weights, layout, base, ds_config, adapter)
+    return ShardedModel(
+        module=module, weights=weights, layout=layout, base=base, ds_config=ds_config, adapter=adapter
+    )
 
 
 def load_weights(weights: ShardedWeights, model: nn.Module, directory: Path) -> None:
-    """Fill the model's own shards from its directory, with its low bits if it is a snapshot that has them."""
-    files = WeightFiles(directory, getattr(model, "base_model_prefix", ""), checkpoint_renaming(model))
-    _load(weights, weights.base_parameters, files, directory)
+    """Load the model's own shards from a directory, and their low bits if it is a snapshot that has them."""
+    files = WeightFiles(
+        directory, prefix=getattr(model, "base_model_prefix", ""), rename=checkpoint_renaming(model)
+    )
+    _load(weights, weights.base_parameters, files=files, low_bits=directory / LOW_BITS_DIRECTORY)
 
 
 def _load(
-    weights: ShardedWeights, parameters: Sequence[ShardedParameter], files: WeightFiles, directory: Path
+    weights: ShardedWeights, parameters: Sequence[ShardedParameter], *, files: WeightFiles, low_bits: Path
 ) -> None:
-    low_bits = directory / LOW_BITS_DIRECTORY
     low_files = WeightFiles(low_bits) if low_bits.is_dir() else None
     try:
         weights.load(parameters, files, low_files)
@@ -165,7 +194,7 @@ def _load(
 
 
 def _resolve_on_all_nodes(model: str) -> Path:
-    # One rank a node downloads and converts; the others then find it in the cache.
+    # One rank of each node downloads and converts the model. The others wait and find it in the cache.
     if distributed.local_rank() == 0:
         with_safetensors(resolve_model(model))
     distributed.barrier()
@@ -173,7 +202,7 @@ def _resolve_on_all_nodes(model: str) -> Path:
 
 
 def _aliases(module: nn.Module, own_name: Callable[[str], str]) -> dict[str, tuple[str, ...]]:
-    """Return every name of each parameter, by its first name."""
+    """Return all names of each parameter, by its first name. Tied parameters have several."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(own_name(name))
@@ -183,12 +212,11 @@ def _aliases(module: nn.Module, own_name: Callable[[str], str]) -> dict[str, tup
 def _with_gathering_limits(
     ds_config: Mapping[str, Any], module: nn.Module, layout: BlockLayout
 ) -> dict[str, Any]:
-    """Return the config with limits on what is gathered that fit the model, where it has none of its own.
-
-    A tied embedding stays gathered until the head reads it: one gather a step, not two. Only weights used
-    twice in one forward pass are kept by that setting; all others go after their module.
-    """
+    """Return the config with limits on gathering that fit the model, unless it sets its own."""
     numel = sum(parameter.numel() for parameter in module.parameters())
     limits = gathering_limits(largest_module(module, layout))
+    # DeepSpeed 0.19.8 does not release a weight that the forward pass uses again within this distance. The
+    # distance covers the whole pass, so that a tied embedding is gathered once and not again for the head.
+    # Weights that the pass uses only once are released after their module, as usual.
     reuse = {"stage3_max_reuse_distance": 2 * numel}
     return {**ds_config, "zero_optimization": {**limits, **ds_config["zero_optimization"], **reuse}}

@@ -1,4 +1,4 @@
-"""Snapshots: plain Hugging Face or peft directories, written a parameter at a time, whole or absent."""
+"""Snapshots: directories in the format of transformers or peft that are either complete or absent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOW_BITS_DIRECTORY = "low_bits"
 _MAX_FILE_BYTES = 4 << 30
 _NAME = re.compile(r"step-(\d{8})")
 _COMPANION_SUFFIXES = {".json", ".jinja", ".md", ".model", ".txt"}
-"""Of the files that are copied from the base model: neither weights in any format nor code."""
+"""Suffixes of the files that are copied from the base model. None of them is for weights or code."""
 
 
 def snapshot_path(root: Path, step: int) -> Path:
@@ -37,30 +37,32 @@ def snapshot_path(root: Path, step: int) -> Path:
 def write_snapshot(
     weights: ShardedWeights,
     target: Path,
+    *,
     source: Path,
     facts: dict[str, Any],
     adapter: Adapter | None = None,
     base_model: str = "",
     card: str = "",
 ) -> None:
-    """Write the model, or its adapter, to `target`. A collective; rank 0 writes.
+    """Write the model, or its adapter, to `target`. A collective: rank 0 writes.
 
-    A model is a directory that `from_pretrained` opens; an adapter is in peft's format where it has one.
+    A model is written as a directory that `from_pretrained` opens. An adapter is written in peft's format if
+    peft has one for it.
 
-    Everything goes to a temporary directory and is synced, the manifest with all hashes last; one rename
-    makes it visible. Rank 0 holds at most one output file (4 GiB, or one parameter) at a time.
+    All files go to a temporary directory and are synced. The manifest with their hashes is the last one. One
+    rename makes them visible. Rank 0 holds at most one output file (4 GiB, or one parameter) at a time.
 
     Args:
-        weights: what to write; low bits go to a folder of their own.
-        target: the directory to make; replaced if it exists.
-        source: the base model's directory; its tokenizer is copied, and its config with the weights' dtype.
-        facts: what the manifest says besides the files: step, digest, dtype.
-        adapter: what is trained in the place of the weights; then nothing but it is written.
+        weights: the weights to write. Their low bits go to a folder of their own.
+        target: the directory to make. It is replaced if it exists.
+        source: directory of the base model. Its tokenizer is copied, and its config with the weights' dtype.
+        facts: entries of the manifest in addition to the files: step, digest, base.
+        adapter: if it is set, only its parameters are written.
         base_model: hub id or directory of the model that the adapter belongs to.
-        card: its README.md; "" for the base model's.
+        card: text of the README.md. If it is empty, the README.md of the base model is copied.
 
     Raises:
-        LezoError: rank 0 cannot write; every rank raises.
+        LezoError: rank 0 cannot write. Every rank raises it.
     """
     temporary = target.with_name(f".{target.name}.tmp")
     writes = distributed.rank() == 0
@@ -79,13 +81,14 @@ def write_snapshot(
     problem = _attempt(prepare) if writes else None
     main = _TensorWriter(temporary, writes and problem is None, adapter.weights_file if adapter else None)
     low = _TensorWriter(temporary / LOW_BITS_DIRECTORY, writes and problem is None)
+    prefix = adapter.stored_prefix if adapter else ""
     for parameter in weights.stored_parameters:
-        main.add(adapter.stored_name(parameter.name) if adapter else parameter.name, parameter.gather())
+        main.add(prefix + parameter.name, parameter.gather())
         low.add(parameter.name, weights.gather_low_bits(parameter))
     if writes and problem is None:
         problem = main.finish() or low.finish() or _attempt(lambda: _publish(temporary, target, facts))
     if writes and problem is not None:
-        shutil.rmtree(temporary, ignore_errors=True)  # it may be what fills the disk
+        shutil.rmtree(temporary, ignore_errors=True)  # it may be what filled the disk
     problem = distributed.broadcast_object(problem)
     if problem is not None:
         raise LezoError(
@@ -94,10 +97,10 @@ def write_snapshot(
 
 
 class _TensorWriter:
-    """Collects tensors and writes safetensors files; an error is kept, not raised.
+    """Collects tensors. Writes numbered safetensors files and an index, or one file named `single`.
 
-    They are numbered and have an index, unless there is to be a `single` file of that name.
-    Every rank goes on gathering when rank 0's disk is full; else they would hang.
+    It holds the tensors of one file at a time, while huggingface_hub.save_torch_state_dict needs all tensors
+    at once. An error is kept and not raised, because the other ranks would hang in the next gather.
     """
 
     def __init__(self, directory: Path, writes: bool, single: str | None = None) -> None:
@@ -119,7 +122,7 @@ class _TensorWriter:
         self._pending[name] = tensor.contiguous()
 
     def finish(self) -> str | None:
-        """Write what is left and the index; return what went wrong, if anything did."""
+        """Write the remaining tensors and the index. Return the first error, if there is one."""
         if self._pending and not self._problem:
             self._flush()
         if self._weight_map and not self._problem and self._single is None:
@@ -143,7 +146,7 @@ class _TensorWriter:
 def _attempt(action: Any) -> str | None:  # noqa: ANN401
     try:
         action()
-    except Exception as error:  # an OSError, or safetensors' own error when the disk is full
+    except Exception as error:  # an OSError, or a SafetensorError if the disk is full
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -154,9 +157,9 @@ def _copy_companions(source: Path, temporary: Path, dtype: str) -> None:
         is_index = ".index." in file.name or file.name == MANIFEST
         if file.is_file() and is_companion and not is_index:
             shutil.copyfile(file, temporary / file.name)
-    # The weights' own dtype: from_pretrained casts to what the config names.
+    # from_pretrained casts the weights to the dtype in the config, so it must be the dtype of the weights.
     config = json.loads((source / "config.json").read_text())
-    config.pop("torch_dtype", None)  # its older name
+    config.pop("torch_dtype", None)  # the older name of dtype
     (temporary / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
 
 
@@ -175,28 +178,28 @@ def _publish(temporary: Path, target: Path, facts: dict[str, Any]) -> None:
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:
-    """Return the manifest of a snapshot if every file of it is there and has its hash, else None."""
+    """Return the manifest of a snapshot if all of its files exist and have the right hash, else None."""
     try:
         manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text())
         for name, facts in manifest["files"].items():
             path = directory / name
             if path.stat().st_size != facts["bytes"] or sha256_file(path) != facts["sha256"]:
-                logger.warning("snapshot %s is damaged: %s; it is ignored", directory, name)
+                logger.warning("snapshot %s is ignored, because its file %s is damaged", directory, name)
                 return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # absent, or not what is written here
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no manifest, or not one of ours
         return None
     return manifest
 
 
 def snapshot_steps(root: Path) -> list[int]:
-    """Return the steps of the snapshots in a folder, ascending; whole or not is for read_manifest to say."""
+    """Return the steps of the snapshots in a folder, in ascending order. They may be damaged."""
     if not root.is_dir():
         return []
     return sorted(int(match[1]) for path in root.iterdir() if (match := _NAME.fullmatch(path.name)))
 
 
 def newest_snapshot(root: Path, step: int) -> int | None:
-    """Return the newest valid snapshot taken after at most `step` updates, None if there is none."""
+    """Return the step of the newest valid snapshot up to `step`, or None if there is none."""
     return _newest_valid(root, (number for number in snapshot_steps(root) if number <= step))
 
 
@@ -206,9 +209,9 @@ def _newest_valid(root: Path, steps: Iterable[int]) -> int | None:
 
 
 def prune_snapshots(root: Path, keep: int, protected: Iterable[int] = ()) -> None:
-    """Remove all but the newest `keep` snapshots, the protected steps, and leftovers of unfinished ones.
+    """Remove all snapshots except the newest `keep` and the protected steps. Remove unfinished ones as well.
 
-    If none of those that stay is valid, the newest valid one of the others stays, too.
+    If none of the snapshots that stay is valid, the newest valid one of the others also stays.
     """
     if not root.is_dir():
         return

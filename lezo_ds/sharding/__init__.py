@@ -1,1 +1,1 @@
-"""The weights, a share on every rank: DeepSpeed ZeRO-3, files, updates, digests."""
+"""The sharded weights: DeepSpeed ZeRO-3, checkpoint files, updates and digests."""

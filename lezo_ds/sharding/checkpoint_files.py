@@ -1,4 +1,4 @@
-"""Models on disk: from a hub id or a directory to a model on the meta device and slices of its weights."""
+"""Models on disk: finds them, builds them on the meta device, and reads slices of their weights."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _SAFE_TORCH = (2, 10)
-"""Before it, a pickle of weights could run code in spite of weights_only: CVE-2025-32434, CVE-2026-24747."""
+"""In earlier versions, loading a .bin file can run code despite weights_only=True (CVE-2025-32434 and
+CVE-2026-24747)."""
 
 
 def resolve_model(model: str) -> Path:
-    """Return the local directory of a model: `model` itself, or the hub's snapshot, downloaded if needed.
+    """Return the local directory of a model: `model` itself, or the hub's copy, downloaded if needed.
 
     Raises:
-        UserError: neither a directory with a config.json nor a model the hub (or its offline cache) has.
+        UserError: `model` is a directory without a config.json, or the hub does not have it.
+        HubError: the hub cannot be reached, and the model is not in the local cache.
     """
     path = Path(model)
     if path.is_dir():
@@ -51,7 +53,7 @@ def resolve_model(model: str) -> Path:
                 f"model.path {model} holds no config.json",
                 got=", ".join(sorted(p.name for p in path.iterdir())[:8]) or "an empty directory",
                 expected="a Hugging Face model directory",
-                fix="give the directory that config.json and the weights are in",
+                fix="set model.path to the directory that holds config.json and the weights",
             )
         return path
     patterns = ["*.json", "*.txt", "*.model", "*.safetensors"]
@@ -59,13 +61,13 @@ def resolve_model(model: str) -> Path:
         found = Path(snapshot_download(model, allow_patterns=patterns))
         if not list(found.glob("*.safetensors")):
             found = Path(snapshot_download(model, allow_patterns=[*patterns, "pytorch_model*.bin"]))
-    except Exception as error:  # the hub client raises many kinds: offline, not found, bad name, network
+    except Exception as error:  # the hub client raises many types: offline, not found, bad name, network
         final = isinstance(error, HFValidationError | RepositoryNotFoundError)
         raise (UserError if final else HubError)(
-            f"model.path {model} is neither a directory nor a model the hub gives",
+            f"model.path {model} is neither a directory nor a model that can be downloaded from the hub",
             got=_first_line(error),
             expected="a directory with config.json and safetensors, or a hub id such as facebook/opt-1.3b",
-            fix="check the name; offline, download the model first and give its directory",
+            fix="check the name, or download the model first and set model.path to its directory",
         ) from error
     return found
 
@@ -74,7 +76,7 @@ def load_model_config(directory: Path) -> Any:  # noqa: ANN401
     """Return the transformers config of a model directory.
 
     Raises:
-        UserError: it cannot be read, or transformers itself does not know the model type.
+        UserError: the config cannot be read, or transformers does not know the model type.
     """
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -82,26 +84,26 @@ def load_model_config(directory: Path) -> Any:  # noqa: ANN401
         raise UserError(
             f"the config of {directory} cannot be read",
             got=_first_line(error),
-            expected="a model type transformers knows (remote code is never run)",
+            expected="a model type that transformers knows (remote code is never run)",
         ) from error
 
 
 def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:  # noqa: ANN401
-    """Build a causal language model whose parameters take no memory; buffers are real.
+    """Build a causal language model on the meta device. Its parameters take no memory; its buffers are real.
 
     Raises:
-        UserError: the config is not one of a causal language model.
+        UserError: the config is not that of a causal language model.
     """
     try:
         with accelerate.init_empty_weights(include_buffers=False):
-            own_config = copy.deepcopy(config)  # the model keeps and changes it
+            own_config = copy.deepcopy(config)  # the model keeps it and changes it
             model = AutoModelForCausalLM.from_config(own_config, dtype=dtype, trust_remote_code=False)
     except ValueError as error:
         raise UserError(
-            f"{type(config).__name__} is no causal language model",
+            f"{type(config).__name__} is not the config of a causal language model",
             got=_first_line(error),
             expected="a decoder, such as OPT, Llama, Qwen, Mistral, GPT-NeoX or GPT-2",
-            fix="set model.path to one",
+            fix="set model.path to a decoder",
         ) from error
     model.tie_weights()
     model.config.use_cache = False
@@ -109,29 +111,33 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:  # noqa: ANN401
 
 
 def checkpoint_renaming(model: nn.Module) -> Callable[[str], str]:
-    """Return how tensors stored under other names than the model's own are to be renamed.
+    """Return the function from the name of a stored tensor to the name of the parameter in the model.
 
-    Transformers renames some parameters and keeps the names on disk: GPT-NeoX's head is `lm_head` in the
-    model and `embed_out` in its checkpoints. Conversions that also change values (experts merged into one
-    tensor) are not applied.
+    Transformers 5 renames some parameters while it loads a checkpoint: the head of GPT-NeoX is `lm_head` in
+    the model and `embed_out` on disk. Conversions that also change values are not applied (for example,
+    experts that are merged into one tensor).
     """
     renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
     return lambda name: str(apply_renamings(name, renamings))
 
 
 class WeightFiles:
-    """The weights of a model directory, read by slices; no tensor is ever read whole.
+    """The weights of a model directory, which are read in slices.
 
     Args:
         directory: holds model.safetensors, or an index and its files, or pytorch_model*.bin (converted once).
-        prefix: base-model prefix ("model") that a checkpoint of the bare decoder lacks.
-        rename: gives a stored tensor's name in the model (see `checkpoint_renaming`).
-        single: name of the one file that holds all of them, where it is not one of the above.
+        prefix: the base-model prefix (for example, "model"), which a checkpoint of the bare decoder lacks.
+        rename: maps the name of a stored tensor to its name in the model (see `checkpoint_renaming`).
+        single: name of the file that holds all tensors, if it is not one of the above.
+
+    Raises:
+        UserError: the directory holds no weights, or they cannot be read.
     """
 
     def __init__(
         self,
         directory: Path,
+        *,
         prefix: str = "",
         rename: Callable[[str], str] = str,
         single: str | None = None,
@@ -146,15 +152,18 @@ class WeightFiles:
         self._handles: dict[Path, Any] = {}
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files. A later read opens them again."""
         self._open.close()
         self._handles.clear()
 
     def find(self, names: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-        """Map each parameter to the tensor that stores it, under its own name or one of its tied aliases.
+        """Map each parameter to the stored tensor that has its name or the name of a tied parameter.
+
+        Args:
+            names: all names of each parameter, by its first name.
 
         Raises:
-            UserError: some are stored under none of their names.
+            UserError: a parameter is not stored under any of its names.
         """
         found: dict[str, str] = {}
         for name, aliases in names.items():
@@ -171,7 +180,7 @@ class WeightFiles:
                 f"the checkpoint lacks {len(missing)} of the model's {len(names)} parameters",
                 got=f"no tensor for {', '.join(missing[:3])}; it holds {held}, ...",
                 expected="one tensor for each parameter of the config's architecture",
-                fix="use a checkpoint that belongs to its config.json",
+                fix="use a checkpoint that belongs to the config.json",
             )
         return found
 
@@ -185,7 +194,10 @@ class WeightFiles:
         return tuple(self._handle(stored).get_slice(stored).get_shape())
 
     def read_range(self, stored: str, start: int, stop: int) -> Tensor:
-        """Read elements [start, stop) of a flattened stored tensor, in its stored dtype."""
+        """Read elements [start, stop) of a flattened stored tensor, in its stored dtype.
+
+        Only the rows that contain them are read from the disk.
+        """
         view = self._handle(stored).get_slice(stored)
         shape = view.get_shape()
         if len(shape) == 0:
@@ -212,12 +224,12 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         weight_map = json.loads(index.read_text())["weight_map"]
         outside = [file for file in weight_map.values() if Path(file).name != file]
         if outside:
-            raise ValueError(f"{outside[0]!r} is no name of a file beside it")
+            raise ValueError(f"{outside[0]!r} is not the name of a file in the same directory")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{index} cannot be read",
             got=_first_line(error),
-            expected="the files beside it that hold the tensors, by name",
+            expected="a weight_map from tensor names to files in the same directory",
             fix="download the model again",
         ) from error
     return {name: directory / file for name, file in weight_map.items()}
@@ -235,13 +247,18 @@ def _open_safetensors(path: Path) -> Any:  # noqa: ANN401
         raise UserError(
             f"{path} cannot be read",
             got=_first_line(error),
-            expected="a whole safetensors file",
+            expected="a complete safetensors file",
             fix="download the model again",
         ) from error
 
 
 def with_safetensors(directory: Path) -> Path:
-    """Return a directory that holds the weights as safetensors, converting .bin files the first time."""
+    """Return a directory that holds the weights as safetensors. Files of type .bin are converted once.
+
+    Raises:
+        UserError: the directory holds no weights, or a .bin file cannot be read.
+        LezoError: the converted files cannot be written to the user's cache.
+    """
     if (directory / _SINGLE).is_file() or (directory / _INDEX).is_file():
         return directory
     sources = sorted(directory.glob("pytorch_model*.bin"))
@@ -250,7 +267,7 @@ def with_safetensors(directory: Path) -> Path:
             f"{directory} holds no weights",
             got=", ".join(sorted(p.name for p in directory.iterdir())[:8]),
             expected=f"{_SINGLE}, {_INDEX} with its files, or pytorch_model*.bin",
-            fix="download the model again, or correct model.path",
+            fix="download the model again or correct model.path",
         )
     facts = "|".join(f"{p.resolve()}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in sources)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lezo_ds" / "converted"
@@ -261,7 +278,10 @@ def with_safetensors(directory: Path) -> Path:
 
 
 def _convert(sources: list[Path], target: Path) -> None:
-    """Write each .bin file as safetensors; the index comes last, and marks the conversion as whole."""
+    """Write each .bin file as safetensors. The index comes last and shows that the conversion is complete.
+
+    huggingface_hub.save_torch_state_dict needs all tensors at once. This function holds one file at a time.
+    """
     logger.warning("converting %d .bin file(s) to safetensors in %s, once", len(sources), target)
     weight_map: dict[str, str] = {}
     for number, source in enumerate(sources):
@@ -273,7 +293,10 @@ def _convert(sources: list[Path], target: Path) -> None:
 
 
 def _publish(path: Path, write: Callable[[Path], object]) -> None:
-    """Let a file appear whole and synced. Several ranks may do so at once: the last rename wins."""
+    """Write a file under a temporary name, sync it and rename it.
+
+    The first ranks of several nodes may share the cache and do this at once. Then the last rename wins.
+    """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         with failures_named(path):
@@ -294,33 +317,33 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _load_plain_tensors(source: Path) -> dict[str, Tensor]:
-    """Load a .bin file of tensors by name, memory-mapped if it can be; no code in it is run.
+    """Load a .bin file of tensors by name. It is memory-mapped if possible, and no code in it is run.
 
     Returns:
-        Contiguous tensors, no two of which share memory (safetensors stores no sharing).
+        Contiguous tensors. No two of them share memory, because safetensors cannot store shared memory.
 
     Raises:
-        UserError: it is broken, or its pickle holds anything but tensors by name; or this torch does not
+        UserError: the file is broken or holds anything but tensors by name, or this version of torch cannot
             read it safely.
     """
     if tuple(map(int, torch.__version__.split(".")[:2])) < _SAFE_TORCH:
         raise UserError(
-            f"{source} is not opened: with this version of torch it could run code",
+            f"{source} is not opened, because code in it could run with this version of torch",
             got=f"torch {torch.__version__}",
             expected="torch 2.10 or later, or a model stored as safetensors",
-            fix="update torch, or get the model as safetensors",
+            fix="update torch or get the model as safetensors",
         )
     try:
-        # Files from before PyTorch 1.6 are no zip archives and cannot be mapped.
+        # Files that PyTorch wrote before version 1.6 are not zip archives and cannot be memory-mapped.
         mmap = zipfile.is_zipfile(source)
         tensors = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
         if not isinstance(tensors, Mapping) or not all(isinstance(t, Tensor) for t in tensors.values()):
             raise TypeError("not a mapping of names to tensors")
-    except Exception as error:  # torch raises pickle, runtime, zip and end-of-file errors here
+    except Exception as error:  # torch raises pickle, runtime, zip and end-of-file errors
         raise UserError(
             f"{source} cannot be read as plain tensors",
             got=_first_line(error),
-            expected="a PyTorch weights file without code",
+            expected="a PyTorch file of weights without code",
             fix="get the model as safetensors",
         ) from error
     unshared: dict[str, Tensor] = {}

@@ -1,12 +1,12 @@
-"""A digest of sharded weights that is the same for any sharding, to compare runs, ranks and snapshots."""
+"""A digest of weights that is the same for any sharding. It compares runs, ranks and snapshots."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-_CHUNKS = {"cpu": 1 << 17}  # temporaries of 1 MB stay in a processor's cache
-_CHUNK = 1 << 22  # on a GPU each operation has a fixed cost, so chunks are larger
+_CHUNKS = {"cpu": 1 << 17}  # temporary tensors of 1 MB stay in a processor's cache
+_CHUNK = 1 << 22  # an operation on a GPU has a fixed cost, so chunks are larger
 _INDEX_FACTOR = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _STREAM_FACTOR = -4417276706812531889  # 0xC2B2AE3D27D4EB4F
 _MIX_FACTOR = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -15,10 +15,10 @@ _MIX_FACTOR = -4658895280553007687  # 0xBF58476D1CE4E5B9
 def shard_digest(shard: Tensor, start: int, parameter_id: int) -> int:
     """Return the digest of a slice of a parameter: a signed 64-bit integer.
 
-    The digest is the sum over the elements of (bit pattern) * (odd pseudo-random number of the element's
-    index), modulo 2**64. The digests of the slices of a parameter therefore add up to the digest of the
-    whole, however it is cut, and a change of any single element always changes the digest. It detects faults;
-    it does not resist an adversary.
+    The digest is the sum of (bit pattern) * (odd pseudo-random number of the element's index) over the
+    elements, modulo 2**64. Therefore the digests of the slices of a parameter add up to the digest of the
+    whole parameter for any slicing, and a change of one element always changes the digest. The digest detects
+    faults. It does not resist an adversary.
 
     Args:
         shard: [n], float32, bfloat16, float16 or int16.

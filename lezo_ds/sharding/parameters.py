@@ -1,4 +1,4 @@
-"""Names and ids of a model's parameters, the same for any sharding."""
+"""Names and ids of a model's parameters. They are the same for any sharding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A trainable parameter, its noise stream and its place: `block` is None outside all blocks."""
+    """A parameter's identity.
+
+    Attributes:
+        name: its name in the unsharded model.
+        parameter_id: 32-bit id that selects its stream of noise.
+        block: index of its transformer block. None if it is outside all blocks.
+    """
 
     name: str
     parameter_id: int
@@ -17,9 +23,10 @@ class NamedParameter:
 
 
 def parameter_ids(names: Iterable[str]) -> dict[str, int]:
-    """Give every parameter name a 32-bit id: a hash of the name, rehashed if two names meet.
+    """Return a distinct 32-bit id for each parameter name.
 
-    Ids do not depend on the order of the names, on the number of ranks, or on which layers are dropped.
+    An id is a hash of the name. If two names have the same hash, the later one in sorted order is hashed
+    again. Ids do not depend on the order of the names, on the number of ranks, or on the dropped layers.
     """
     ids: dict[str, int] = {}
     taken: set[int] = set()
@@ -37,7 +44,10 @@ def _hash32(text: str) -> int:
 
 
 def table_hash(shapes: dict[str, tuple[int, ...]]) -> str:
-    """Return a hash of all parameter names and shapes: two models with the same one have the same noise."""
+    """Return a hash of all parameter names and shapes: 32 hex digits.
+
+    Two models with the same hash get the same noise.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(shapes):
         digest.update(f"{name}{list(shapes[name])};".encode())

@@ -1,4 +1,4 @@
-"""The weights a rank holds: loading, updating, replaying, comparing. Nothing here is ever gathered."""
+"""The shards of one rank: loading, updating, replaying and comparing them without gathering them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ _LOW_STREAM = 0x80000000  # keeps the digest of the low bits apart from that of 
 
 
 class ShardedWeights:
-    """The shards this rank holds of all parameters, and their low bits under `fp32_master`.
+    """The shards of one rank, and their low bits with `fp32_master`.
 
     Args:
         parameters: all parameters of the model.
-        aliases: every name of each parameter (tied weights have several).
+        aliases: all names of each parameter, by its first name (tied weights have several).
         precision: how updates are stored (see lezo_ds.noise.precision).
-        has_adapter: only an adapter's parameters are trained, and no checkpoint of the model holds them.
+        has_adapter: whether the trainable parameters are those of an adapter. A checkpoint of the model does
+            not hold them.
 
     Attributes:
-        base_parameters: those that a checkpoint of the model holds.
-        adapter_parameters: the adapter's; empty without one.
-        low_bits: by parameter name, those of this rank's shards.
+        base_parameters: the parameters that a checkpoint of the model holds.
+        adapter_parameters: the parameters of the adapter. The list is empty without one.
+        low_bits: the low bits of this rank's shards, by parameter name.
     """
 
     def __init__(
         self,
         parameters: Sequence[ShardedParameter],
+        *,
         aliases: Mapping[str, tuple[str, ...]],
         precision: UpdatePrecision,
         has_adapter: bool = False,
@@ -53,7 +55,7 @@ class ShardedWeights:
 
     @property
     def stored_parameters(self) -> Sequence[ShardedParameter]:
-        """What a snapshot holds: the adapter's parameters, or all of them."""
+        """The parameters that a snapshot holds: those of the adapter, or all."""
         return self.adapter_parameters or self.parameters
 
     def load(
@@ -62,12 +64,13 @@ class ShardedWeights:
         files: WeightFiles,
         low_bits: WeightFiles | None = None,
     ) -> None:
-        """Fill shards; each rank reads only its own elements of every tensor.
+        """Fill shards from files. Each rank reads only its own elements of every tensor.
 
         Args:
-            parameters: which to fill.
-            files: their tensors; what a 16-bit shard cannot hold of a wider one becomes its low bits.
-            low_bits: stored low bits of a snapshot.
+            parameters: the parameters to fill.
+            files: hold their tensors. If a tensor is wider than its 16-bit shard, the rest of its bits become
+                the low bits.
+            low_bits: hold the low bits of a snapshot, if it has any.
 
         Raises:
             UserError: a tensor is missing or has another shape.
@@ -80,28 +83,29 @@ class ShardedWeights:
                     f"tensor {name} of the checkpoint does not fit the model",
                     got=str(files.shape(name)),
                     expected=str(parameter.shape),
-                    fix="use a checkpoint that belongs to its config.json",
+                    fix="use a checkpoint that belongs to the config.json",
                 )
             end = parameter.start + parameter.count
             values = files.read_range(name, parameter.start, end) if parameter.count else torch.empty(0)
-            low = (
-                low_bits.read_range(parameter.name, parameter.start, end)
-                if low_bits and parameter.count
-                else None
-            )
+            low = None
+            if low_bits and parameter.count:
+                low = low_bits.read_range(parameter.name, parameter.start, end)
             self.fill(parameter, values, low)
-            for source in (files, low_bits):
-                if source is not None:
-                    source.close()  # it opens again: until closed, all pages read count as our memory
+            # The files are memory-mapped: pages that were read count as this process's memory until the file
+            # is closed. The next read opens it again.
+            files.close()
+            if low_bits is not None:
+                low_bits.close()
         zero3.finish_updates()
 
     def fill(self, parameter: ShardedParameter, values: Tensor, low: Tensor | None = None) -> None:
         """Fill one shard.
 
         Args:
-            parameter: which.
-            values: [count], of any dtype; without `low`, what a 16-bit shard cannot hold becomes low bits.
-            low: int16 [count], the low bits that belong to `values`.
+            parameter: the parameter that the shard belongs to.
+            values: [count], of any dtype. Without `low`, bits that a 16-bit shard cannot hold become its low
+                bits.
+            low: int16 [count], the low bits of `values`.
         """
         dtype = parameter.parameter.dtype
         with parameter.shard(write=True) as shard:
@@ -113,14 +117,14 @@ class ShardedWeights:
             shard.copy_(values)
 
     def keep_initial(self) -> None:
-        """Keep a copy of the adapter's shards, which are small, for `restore_initial`."""
+        """Keep a copy of the adapter's shards for `restore_initial`. They are small."""
         for parameter in self.adapter_parameters:
             low = self.low_bits.get(parameter.name)
             with parameter.shard() as shard:
                 self._initial.append((parameter, shard.clone(), None if low is None else low.clone()))
 
     def restore_initial(self) -> None:
-        """Bring the adapter's shards back to what `keep_initial` kept."""
+        """Set the adapter's shards to the values that `keep_initial` kept."""
         for parameter, values, low in self._initial:
             self.fill(parameter, values, None if low is None else low.clone())
         zero3.finish_updates()
@@ -132,7 +136,7 @@ class ShardedWeights:
     def apply(self, updates: Sequence[StepUpdate]) -> None:
         """Apply the updates of steps, in order.
 
-        Training applies one step at a time and a replay many at once: the bits are the same.
+        Training applies one step at a time, and a replay applies many at once. Both give the same bits.
         """
         for parameter in self.parameters:
             if not parameter.parameter.requires_grad or parameter.count == 0:
@@ -142,15 +146,21 @@ class ShardedWeights:
                 continue
             low = self.low_bits.get(parameter.name)
             with parameter.shard(write=True) as shard:
-                noise = noise_backend(shard.device)  # offloaded shards are updated on the CPU
-                parameter_id = parameter.named.parameter_id
-                noise.update_(shard, parameter.start, parameter_id, steps, self._precision, low)
+                # The backend follows the shard: an offloaded shard is updated on the CPU.
+                noise_backend(shard.device).update_(
+                    shard,
+                    start=parameter.start,
+                    parameter_id=parameter.named.parameter_id,
+                    steps=steps,
+                    precision=self._precision,
+                    low=low,
+                )
         zero3.finish_updates()
 
     def unlike_replicas(self) -> list[tuple[int, str]]:
-        """Return (rank, name) of each shard that differs from that of the first replica. A collective.
+        """Return (rank, name) of each shard that differs from the same shard in the first shard group.
 
-        Digests cover all bits of the shards and of their low bits. Every rank gets all pairs.
+        A collective: every rank gets all pairs. Digests cover all bits of the shards and of their low bits.
         """
         num_sharers = distributed.world_size(self.parameters[0].group)
         if num_sharers == distributed.world_size():
@@ -165,7 +175,7 @@ class ShardedWeights:
         ]
 
     def witness(self) -> Witness:
-        """Return copies of a few elements of each trained shard, to compare it with a replay."""
+        """Return samples of each trained shard, which a replay updates."""
         samples = []
         for parameter in self.parameters:
             if parameter.parameter.requires_grad and parameter.count:
@@ -174,10 +184,10 @@ class ShardedWeights:
         return Witness(samples, self._precision)
 
     def digests(self, parameters: Sequence[ShardedParameter] | None = None) -> dict[str, int]:
-        """Return a digest of each full parameter and its low bits, however sharded. A collective.
+        """Return a digest of each full parameter and its low bits. A collective; the same for any sharding.
 
         Args:
-            parameters: of which; None for all.
+            parameters: the parameters to digest. None digests all.
         """
         parameters = self.parameters if parameters is None else parameters
         local = self._shard_digests(parameters)
@@ -197,16 +207,16 @@ class ShardedWeights:
         return local
 
     def digest(self, parameters: Sequence[ShardedParameter] | None = None) -> str:
-        """Return one digest of weights, 32 hex digits. A collective; the same for any sharding.
+        """Return one digest of weights: 32 hex digits. A collective; the same for any sharding.
 
         Args:
-            parameters: of which; None for all.
+            parameters: the parameters to digest. None digests all.
         """
         text = ";".join(f"{name}:{value}" for name, value in sorted(self.digests(parameters).items()))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def gather_low_bits(self, parameter: ShardedParameter) -> Tensor | None:
-        """Return the full low bits of a parameter on the CPU, None if it has none. A collective."""
+        """Return the full low bits of a parameter on the CPU, or None if it has none. A collective."""
         if not self._keeps_low_bits(parameter):
             return None
         return parameter.gather_like(self.low_bits[parameter.name])

@@ -1,4 +1,4 @@
-"""Copies of a few elements of every trained shard, replayed from the journal: they must equal the shards."""
+"""Samples of every trained shard that are replayed from the journal. The shards must equal them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lezo_ds.zo.updates import StepUpdate, updates_of_parameter
 _NUM_ELEMENTS = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sample:
     """A copy of some elements of a shard.
 
@@ -23,7 +23,7 @@ class Sample:
         parameter: the parameter that the shard belongs to.
         begin: index of the first element in the shard.
         values: [n], at most 64 elements.
-        low: int16 [n], their low bits, if the shard has any.
+        low: int16 [n], their low bits. None if the shard has none.
     """
 
     parameter: ShardedParameter
@@ -33,23 +33,26 @@ class Sample:
 
     @classmethod
     def take(cls, parameter: ShardedParameter, shard: Tensor, low: Tensor | None) -> Sample:
-        """Copy elements of a shard, at a position that depends on the parameter."""
+        """Copy elements of a shard, at a position that depends on the parameter's id."""
         begin = parameter.named.parameter_id % max(1, parameter.count - _NUM_ELEMENTS)
-        end = begin + _NUM_ELEMENTS
+        taken = slice(begin, begin + _NUM_ELEMENTS)
         return cls(
-            parameter, begin, shard[begin:end].clone(), None if low is None else low[begin:end].clone()
+            parameter=parameter,
+            begin=begin,
+            values=shard[taken].clone(),
+            low=None if low is None else low[taken].clone(),
         )
 
     def equals(self, shard: Tensor, low: Tensor | None) -> bool:
-        """Return whether the shard and its low bits have the sample's bits."""
+        """Return whether the shard and its low bits have the bits of the sample."""
         end = self.begin + len(self.values)
-        # Compared as bytes: -0.0 equals 0.0, and NaN does not equal itself.
+        # Floats would not do: -0.0 equals 0.0, and NaN does not equal itself.
         bits = torch.equal(self.values.view(torch.uint8), shard[self.begin : end].view(torch.uint8))
         return bits and (self.low is None or low is None or torch.equal(self.low, low[self.begin : end]))
 
 
 class Witness:
-    """Samples of a rank's shards that are updated from the journal; made by `ShardedWeights.witness`.
+    """Samples of a rank's shards that are updated from the journal. `ShardedWeights.witness` makes them.
 
     Args:
         samples: of the trained shards.
@@ -63,10 +66,15 @@ class Witness:
     def follow(self, updates: Sequence[StepUpdate]) -> None:
         """Apply the updates of steps to the samples."""
         for sample in self.samples:
-            named, start = sample.parameter.named, sample.parameter.start + sample.begin
-            steps = updates_of_parameter(updates, named.block, decays=sample.parameter.decays)
-            noise = noise_backend(sample.values.device)
-            noise.update_(sample.values, start, named.parameter_id, steps, self._precision, sample.low)
+            named = sample.parameter.named
+            noise_backend(sample.values.device).update_(
+                sample.values,
+                start=sample.parameter.start + sample.begin,
+                parameter_id=named.parameter_id,
+                steps=updates_of_parameter(updates, named.block, decays=sample.parameter.decays),
+                precision=self._precision,
+                low=sample.low,
+            )
 
     def unlike(self, low_bits: Mapping[str, Tensor]) -> list[str]:
         """Return the names of the parameters whose shards differ from their samples.

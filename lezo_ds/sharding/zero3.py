@@ -1,10 +1,11 @@
-"""All that knows the inside of DeepSpeed's ZeRO-3: shards, their ranges, building and gathering them.
+"""Shards: how they are made, read, written and gathered. Only this module knows the internals of ZeRO-3.
 
-Facts this module rests on (DeepSpeed 0.19.8; tests/test_zero3.py checks them against the installed version):
-a sharded parameter holds `ds_tensor`, flat, ceil(numel / size) elements of the row-major flattened parameter,
-starting at rank * ceil(numel / size), with rank and size of the group that shares it; what lies past the last
-element is uninitialised memory; `data` is empty while the parameter is not gathered. On NVMe, `ds_tensor` is
-only there between a swap in and a swap out.
+It relies on these facts about DeepSpeed 0.19.8, which tests/test_zero3.py checks:
+- A sharded parameter holds `ds_tensor`, a flat tensor of ceil(numel / size) elements. They are a slice of the
+  row-major flattened parameter that starts at rank * ceil(numel / size). Rank and size are those in the
+  process group that shares the parameter. Elements past the parameter's end are uninitialized memory.
+- `data` is empty while the parameter is not gathered.
+- With NVMe offload, `ds_tensor` holds data only between a swap in and a swap out.
 """
 
 from __future__ import annotations
@@ -32,19 +33,20 @@ from lezo_ds.distributed.accelerator import device
 from lezo_ds.sharding.parameters import NamedParameter
 
 GATHERING = (PartitionedParameterCoordinator, ("fetch_sub_module", "release_sub_module"))
-"""The class whose methods gather a module's weights before it runs and release them after it: to be timed."""
+"""The class and its methods that gather a module's weights before it runs and release them after it runs.
+Profilers wrap these methods."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardedParameter:
     """One parameter of the sharded model, as this rank holds it.
 
     Attributes:
-        named: its name, noise stream and block.
-        parameter: the torch parameter; its data is there only while DeepSpeed has gathered it.
-        shape: full shape.
+        named: its name, id and transformer block.
+        parameter: the torch parameter. Its data is empty unless DeepSpeed has gathered it.
+        shape: shape of the full parameter.
         start: index of this rank's first element in the flattened parameter.
-        count: number of valid elements this rank holds (0 for a rank past the end).
+        count: number of valid elements on this rank. It is 0 if the shard is all padding.
     """
 
     named: NamedParameter
@@ -60,12 +62,12 @@ class ShardedParameter:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies: to matrices, not to biases and norms (as in MeZO's code)."""
+        """Whether weight decay applies: to matrices, but not to biases and norms (as in MeZO's code)."""
         return len(self.shape) > 1
 
     @property
     def group(self) -> Any:  # noqa: ANN401
-        """The process group whose ranks share the parameter."""
+        """The process group of the ranks that share the parameter."""
         return self._deepspeed.ds_process_group
 
     @property
@@ -74,16 +76,18 @@ class ShardedParameter:
         return bool(self._deepspeed.ds_status != ZeroParamStatus.NOT_AVAILABLE)
 
     @property
-    def _deepspeed(self) -> Any:  # noqa: ANN401  # the parameter, with the attributes DeepSpeed adds
+    def _deepspeed(self) -> Any:  # noqa: ANN401  # the parameter, with the attributes that DeepSpeed adds
         return self.parameter
 
     @contextmanager
     def shard(self, *, write: bool = False) -> Iterator[Tensor]:
-        """Give this rank's valid elements: a flat view [count] of the shard, without its padding.
+        """Open this rank's shard: a flat view [count] of its valid elements, without the padding.
 
-        With `write`, changes made to the view are kept (on NVMe: written back).
+        Args:
+            write: whether changes of the view are kept. With NVMe offload they are written back.
         """
         stored = self._deepspeed.ds_tensor
+        # With NVMe offload the shard lives in a file. The swapper has no public methods for one parameter.
         swapped_in = stored.status == PartitionedParamStatus.NOT_AVAILABLE
         if swapped_in:
             self._deepspeed.nvme_swapper.swap_in([self.parameter], async_op=False)
@@ -103,12 +107,16 @@ class ShardedParameter:
             return self.gather_like(shard)
 
     def gather_like(self, mine: Tensor) -> Tensor:
-        """Gather a tensor that is sharded as this parameter is; `mine` holds this rank's `count` elements."""
+        """Return the full tensor, on the CPU, of a tensor that is sharded like this parameter. A collective.
+
+        Args:
+            mine: [count], this rank's elements.
+        """
         partition_size = self._deepspeed.ds_zero_partition_world_size
         padded = torch.zeros(-(-self.numel // partition_size), dtype=mine.dtype, device=device())
         padded[: self.count] = mine
         full = torch.empty(padded.numel() * partition_size, dtype=padded.dtype, device=padded.device)
-        # Bytes: gloo cannot gather every dtype (16-bit integers among them).
+        # The message is sent as bytes, because gloo does not support every dtype (for example, int16).
         comm.all_gather_into_tensor(full.view(torch.uint8), padded.view(torch.uint8), group=self.group)
         return full[: self.numel].view(self.shape).cpu()
 
@@ -130,15 +138,15 @@ def shard_range(numel: int, rank: int, partition_size: int) -> tuple[int, int]:
 
 
 def shard_model(model: nn.Module, ds_config: Mapping[str, Any], partition_size: int | None = None) -> None:
-    """Turn a model on the meta device into a ZeRO-3 sharded one, a parameter at a time, in place.
+    """Turn a model on the meta device into a ZeRO-3 sharded model in place, one parameter at a time.
 
-    The shards' values are undefined until they are loaded. Memory for one full parameter at a time is
-    reserved, and none of it is written.
+    The values of the shards are undefined until they are loaded. Memory for one full parameter at a time is
+    reserved, but never written.
 
     Args:
-        model: parameters on the meta device, tied ones tied; buffers real.
-        ds_config: the DeepSpeed config, stage 3; decides where shards live (device, CPU, NVMe).
-        partition_size: number of ranks that share the weights; every so many ranks hold a replica. None: all.
+        model: its parameters are on the meta device, tied parameters are tied, and its buffers are real.
+        ds_config: the DeepSpeed config, stage 3. It decides where shards live (device, CPU, NVMe).
+        partition_size: number of ranks that share one copy of the weights. None shares it among all ranks.
     """
     group = _partition_group(partition_size or comm.get_world_size())
     init = deepspeed.zero.Init(config_dict_or_path=dict(ds_config), data_parallel_group=group)
@@ -146,6 +154,8 @@ def shard_model(model: nn.Module, ds_config: Mapping[str, Any], partition_size: 
     for parameter in model.parameters():
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=init.local_device)
         sharded[parameter] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+        # These are the two halves of zero.Init's _zero_init_param (0.19.8). In between it broadcasts the full
+        # parameter from rank 0, which is of no use here, because the values are not loaded yet.
         init._convert_to_deepspeed_param(sharded[parameter])
         sharded[parameter].partition()
     for module in model.modules():
@@ -157,12 +167,13 @@ def shard_model(model: nn.Module, ds_config: Mapping[str, Any], partition_size: 
 
 @functools.cache
 def _partition_group(partition_size: int) -> Any:  # noqa: ANN401
-    """Return the group of this rank, with its `partition_size` - 1 neighbours. A collective, once a size."""
+    """Return this rank's shard group: `partition_size` consecutive ranks. A collective on its first call."""
     world_size, rank = comm.get_world_size(), comm.get_rank()
     if partition_size == world_size:
         return comm.get_world_group()
     starts = range(0, world_size, partition_size)
-    # A new group has torch's own timeout, whatever the user gave the ranks.
+    # A new group has torch's default timeout, not the timeout of the world group. torch 2.13 has no public
+    # method that returns the latter.
     timeout = dist.group.WORLD._get_backend(device()).options._timeout  # type: ignore[union-attr]
     groups = [dist.new_group(range(start, start + partition_size), timeout=timeout) for start in starts]
     return groups[rank // partition_size]
@@ -171,34 +182,44 @@ def _partition_group(partition_size: int) -> Any:  # noqa: ANN401
 def sharded_parameters(
     model: nn.Module, named: Mapping[nn.Parameter, NamedParameter]
 ) -> list[ShardedParameter]:
-    """List all parameters of a sharded model, in the order of its named_parameters."""
+    """Return all parameters of a sharded model, in the order of its named_parameters."""
+    found = []
     parameters: list[Any] = list(model.parameters())
-    return [
-        ShardedParameter(
-            named[parameter],
-            parameter,
-            tuple(parameter.ds_shape),
-            *shard_range(
-                parameter.ds_numel,
-                parameter.ds_zero_partition_rank,
-                parameter.ds_zero_partition_world_size,
-            ),
+    for parameter in parameters:
+        start, count = shard_range(
+            numel=parameter.ds_numel,
+            rank=parameter.ds_zero_partition_rank,
+            partition_size=parameter.ds_zero_partition_world_size,
         )
-        for parameter in parameters
-    ]
+        found.append(
+            ShardedParameter(
+                named=named[parameter],
+                parameter=parameter,
+                shape=tuple(parameter.ds_shape),
+                start=start,
+                count=count,
+            )
+        )
+    return found
 
 
 def assert_released(parameters: Sequence[ShardedParameter]) -> None:
-    """Check that no parameter is gathered: a resident copy would be stale after an update of the shards."""
+    """Check that no parameter is gathered.
+
+    DeepSpeed reads a resident parameter as it is. After an update of the shards it would be a stale copy.
+
+    Raises:
+        RuntimeError: a parameter is gathered.
+    """
     held = [parameter.name for parameter in parameters if parameter.is_gathered]
     if held:
         raise RuntimeError(f"parameters still gathered after a forward pass: {held}")
 
 
 def discard_shards(parameters: Sequence[ShardedParameter]) -> None:
-    """Give the memory of shards back: DeepSpeed never lets go of an engine, nor of what it holds.
+    """Free the memory of the shards. The model cannot be used afterwards.
 
-    The model cannot be used any more.
+    Deleting the engine is not enough: DeepSpeed keeps references to it (DeepSpeed issue 5674).
     """
     for parameter in parameters:
         stored = parameter._deepspeed.ds_tensor
@@ -207,7 +228,7 @@ def discard_shards(parameters: Sequence[ShardedParameter]) -> None:
 
 @contextmanager
 def gathered_modules(model: nn.Module) -> Iterator[None]:
-    """Gather each module's own parameters while it runs: forward passes before the engine is started.
+    """Gather each module's own parameters while it runs. This allows forward passes before the engine starts.
 
     Every rank must run the same passes.
     """
@@ -232,16 +253,19 @@ def gathered_modules(model: nn.Module) -> Iterator[None]:
 
 
 def finish_updates() -> None:
-    """Wait until shards are updated: DeepSpeed reads them on a stream that does not wait for this one."""
+    """Wait until the shards are updated.
+
+    DeepSpeed gathers them on a stream of its own, which does not wait for the stream that updates them.
+    """
     get_accelerator().synchronize()
 
 
 def start_engine(model: nn.Module, blocks: Iterable[nn.Module], ds_config: Mapping[str, Any]) -> Any:  # noqa: ANN401
-    """Wrap a sharded model in a DeepSpeed engine without an optimizer: forward passes only.
+    """Wrap a sharded model in a DeepSpeed engine without an optimizer, for forward passes only.
 
-    DeepSpeed's hooks on every module would take half of the host's time of a step. Those for backward passes
-    go. A block whose weights this rank has whole on its device, so that gathering them costs neither memory
-    nor messages, has hooks only as a whole.
+    DeepSpeed puts hooks on every module, which would take half of the host's time in a step. This function
+    removes the hooks for backward passes. A block whose weights are whole on this rank's device gets hooks
+    only as a whole, because gathering all of it costs neither memory nor messages.
 
     Args:
         model: from `shard_model`.
@@ -251,11 +275,13 @@ def start_engine(model: nn.Module, blocks: Iterable[nn.Module], ds_config: Mappi
     ahead: list[nn.Module] = []
     for block in blocks:
         is_whole = all(map(_is_whole_here, block.parameters()))
-        set_z3_leaf_module(block, is_whole)
+        set_z3_leaf_module(block, is_whole)  # a leaf is gathered at once (DeepSpeed pull request 4966)
         if not is_whole and get_accelerator().device_name() != "cpu":
             ahead.append(block)
     keep_in_step(ahead)
     engine, *_ = deepspeed.initialize(model=model, config=dict(ds_config))
+    # Without an optimizer, `engine.optimizer` is DeepSpeedZeRoOffload (0.19.8). Its backward hooks are
+    # registered as forward hooks, so they cost time even if there is no backward pass.
     for hook in engine.optimizer.backward_hooks:
         hook.remove()
     engine.eval()
@@ -263,10 +289,10 @@ def start_engine(model: nn.Module, blocks: Iterable[nn.Module], ds_config: Mappi
 
 
 def keep_in_step(blocks: Iterable[nn.Module]) -> None:
-    """Let the host ask a GPU for no more than a block beyond the one it runs.
+    """Keep the host at most one block ahead of the GPU.
 
-    What a block gathered is only used again once the GPU is past it: a host that is faster would take new
-    memory for each (FullyShardedDataParallel has a limit of this kind, too).
+    The memory of a gathered block is reused only after the GPU is done with the block. A faster host would
+    allocate new memory for every block. FSDP's limit_all_gathers (PyTorch pull request 83917) does the same.
     """
     asked: deque[Any] = deque()
 
@@ -288,17 +314,18 @@ def _is_whole_here(parameter: Any) -> bool:  # noqa: ANN401  # the parameter, wi
 
 
 def start_training_engine(
-    model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, ds_config: Mapping[str, Any]
+    *, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, ds_config: Mapping[str, Any]
 ) -> Any:  # noqa: ANN401
-    """Wrap a sharded model in a DeepSpeed engine that shards gradients and optimizer states too.
+    """Wrap a sharded model in a DeepSpeed engine that also shards gradients and optimizer states.
 
     Args:
-        model: from `shard_model`, its shards filled.
-        optimizer: of its parameters that are trained.
+        model: from `shard_model`, with its shards loaded.
+        optimizer: of its trainable parameters.
         schedule: of the learning rate, from torch or transformers.
         ds_config: stage 3, with gradient_accumulation_steps.
     """
-    config = {**ds_config, "zero_force_ds_cpu_optimizer": False}  # torch's runs on offloaded states too
+    # With offload, DeepSpeed would insist on its own CPU optimizer, which has to be compiled.
+    config = {**ds_config, "zero_force_ds_cpu_optimizer": False}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
     engine.eval()
     return engine
@@ -311,10 +338,11 @@ def release_gathered(training_engine: Any) -> None:  # noqa: ANN401
 
 @contextmanager
 def no_gathered_weights_saved() -> Iterator[None]:
-    """While open, autograd keeps of a gathered weight, or a view of it, only which one it is.
+    """Make autograd save a reference to a gathered weight (or a view of it) instead of the weight itself.
 
-    Else the graph of a forward pass would hold every gathered weight until the backward pass, on every rank:
-    the whole model. DeepSpeed has gathered the weight again when the backward pass reads it.
+    Otherwise the graph of a forward pass keeps every gathered weight until the backward pass, so that every
+    rank holds the whole model (DeepSpeed issue 1465). When the backward pass reads a weight, DeepSpeed has
+    gathered it again.
     """
 
     def pack(tensor: Tensor) -> Any:  # noqa: ANN401

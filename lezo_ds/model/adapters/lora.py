@@ -12,23 +12,24 @@ from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.config import PeftConfig
 from lezo_ds.errors import UserError
+from lezo_ds.model.adapters.base import Adapter
 from lezo_ds.model.blocks import BlockLayout
 from lezo_ds.noise import gaussian
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.keys import adapter_key
 
-_PEFT_PREFIX = "base_model.model."  # of every name in peft's files
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 
 
-class LoraAdapter:
-    """See `Adapter`. B starts at 0, so that the model starts as it is; A as peft starts it.
+class LoraAdapter(Adapter):
+    """LoRA. B starts at 0, so that the output of the model does not change. A starts as in peft.
 
     Args:
         config: rank, scale and the names of the modules that get an adapter.
     """
 
     weights_file = "adapter_model.safetensors"
+    stored_prefix = "base_model.model."  # peft puts it before every name in its files
 
     def __init__(self, config: PeftConfig) -> None:
         self._targets = [name.strip() for name in config.lora_targets.split(",") if name.strip()]
@@ -41,9 +42,9 @@ class LoraAdapter:
         )
 
     def attach(self, model: nn.Module, layout: BlockLayout) -> None:
-        """See `Adapter.attach`."""
+        """Freeze the model and let peft wrap the target modules."""
         matched = matching_modules(model, self._targets)
-        # Conv1D, GPT-2's linear module, holds its weight transposed.
+        # GPT-2's linear module is Conv1D, which stores its weight transposed.
         self._lora.fan_in_fan_out = any(isinstance(module, Conv1D) for module in matched)
         before = {id(parameter): parameter for parameter in model.parameters()}
         dtype = next(iter(before.values())).dtype
@@ -52,23 +53,15 @@ class LoraAdapter:
             if id(parameter) in before:
                 parameter.requires_grad_(False)
             else:
-                parameter.data = parameter.data.to(dtype)  # peft makes them float32, ZeRO wants one dtype
+                parameter.data = parameter.data.to(dtype)  # peft makes float32; ZeRO needs one dtype
 
     def own_name(self, module_name: str) -> str:
-        """See `Adapter.own_name`."""
+        """Return the name without the module that peft put around the model's own."""
         name = module_name.replace(".base_layer.", ".")
         return name.replace(".lora_A.default.", ".lora_A.").replace(".lora_B.default.", ".lora_B.")
 
-    def stored_name(self, own_name: str) -> str:
-        """See `Adapter.stored_name`."""
-        return _PEFT_PREFIX + own_name
-
-    def unstored_name(self, stored_name: str) -> str:
-        """See `Adapter.unstored_name`."""
-        return stored_name.removeprefix(_PEFT_PREFIX)
-
     def fill(self, weights: ShardedWeights, model: nn.Module, seed: int) -> None:
-        """See `Adapter.fill`."""
+        """Set B to 0 and draw A from the uniform distribution that peft uses."""
         key = adapter_key(seed)
         for parameter in weights.adapter_parameters:
             if parameter.name.endswith(_UP):
@@ -76,20 +69,25 @@ class LoraAdapter:
                 continue
             assert parameter.name.endswith(_DOWN), f"unknown LoRA parameter {parameter.name}"
             bound = parameter.shape[1] ** -0.5  # kaiming_uniform_ with a = sqrt(5)
-            where = (parameter.named.parameter_id, parameter.start, parameter.count)
-            weights.fill(parameter, uniform(key, *where) * bound)
+            values = uniform(
+                key=key,
+                parameter_id=parameter.named.parameter_id,
+                start=parameter.start,
+                count=parameter.count,
+            )
+            weights.fill(parameter, values * bound)
 
     def write_config(self, directory: Path, base_model: str) -> None:
-        """See `Adapter.write_config`."""
+        """Write peft's adapter_config.json."""
         self._lora.base_model_name_or_path = base_model
         self._lora.save_pretrained(str(directory))
 
 
 def matching_modules(model: nn.Module, targets: Sequence[str]) -> list[nn.Module]:
-    """Return the linear modules named by `targets`: a whole name, or the end of one.
+    """Return the linear modules whose whole name, or the end of it, is one of `targets`.
 
     Raises:
-        UserError: a target matches nothing, or a module that is not linear.
+        UserError: a target matches no module, or one that is not linear.
     """
     modules = dict(model.named_modules())
     linear = sorted({n.rsplit(".", 1)[-1] for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D)})
@@ -101,7 +99,7 @@ def matching_modules(model: nn.Module, targets: Sequence[str]) -> list[nn.Module
                 f"peft.lora_targets names no linear modules of {type(model).__name__}",
                 got=repr(target),
                 expected=f"some of {', '.join(linear)}",
-                fix=f"set peft.lora_targets={linear[0]}, or several with commas between them"
+                fix=f"set peft.lora_targets={linear[0]}, or several names with commas between them"
                 if linear
                 else "use another model",
             )
@@ -112,8 +110,8 @@ def matching_modules(model: nn.Module, targets: Sequence[str]) -> list[nn.Module
 def uniform(key: int, parameter_id: int, start: int, count: int) -> Tensor:
     """Return uniform numbers in [-1, 1) for elements [start, start + count): float32 [count].
 
-    A pure function of (key, parameter, element), exact in float32: the top 24 bits of one Philox word an
-    element (Salmon et al. 2011).
+    They are a pure function of (key, parameter_id, element). Each is made from the top 24 bits of one Philox
+    word (Salmon et al. 2011), which float32 holds exactly.
     """
     blocks = torch.arange(start // 4, -(-(start + count) // 4))
     words = torch.stack(gaussian.words_of_blocks(key, parameter_id, blocks, gaussian.NORMAL_STREAM), 1)

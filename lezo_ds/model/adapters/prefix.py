@@ -1,8 +1,8 @@
-"""Prefix tuning (Li and Liang 2021), as MeZO does it: key and value vectors before every sequence.
+"""Prefix tuning (Li and Liang 2021), as in MeZO: key and value vectors before every sequence.
 
-Each attention module gets its own vectors, full width, without reparameterisation. They are put before the
-keys and values where attention is computed, so that every query sees them, also past a sliding window, and
-nothing else changes: the text's positions, masks and key-value caches are those without a prefix.
+Each attention module has vectors of its own, in full width and without reparameterization. They are put
+before the keys and values where attention is computed. Therefore every query sees them, even past a sliding
+window, and the positions, masks and key-value caches of the text are the same as without a prefix.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lezo_ds import distributed
 from lezo_ds.errors import UserError
+from lezo_ds.model.adapters.base import Adapter
 from lezo_ds.model.blocks import BlockLayout, find_blocks
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.weights import ShardedWeights
@@ -35,11 +36,11 @@ _CONFIG = "prefix_config.json"
 class Prefix(nn.Module):
     """The key and value vectors of one attention module: H heads, P vectors of width D each.
 
-    A module of its own, so that ZeRO-3 gathers it, and perturbations reach it, as any other.
+    It is a module of its own, so that ZeRO-3 gathers it and perturbations reach it like any other module.
 
     Args:
         shape: (H, P, D).
-        like: has the dtype and device that the vectors are to have.
+        like: a tensor with the dtype and device of the vectors.
     """
 
     def __init__(self, shape: tuple[int, int, int], like: Tensor) -> None:
@@ -50,12 +51,12 @@ class Prefix(nn.Module):
     def forward(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return the vectors for each sequence of `keys` [B, H, tokens, D]: two tensors [B, H, P, D]."""
         rows = keys.shape[0]
-        # Copies: the vectors themselves are released as soon as this module has run.
+        # These are copies, because DeepSpeed releases the vectors as soon as this module has run.
         return self.key.repeat(rows, 1, 1, 1), self.value.repeat(rows, 1, 1, 1)
 
 
-class PrefixAdapter:
-    """See `Adapter`. Starts from the keys and values of random tokens (MeZO: Malladi et al. 2023, table 17).
+class PrefixAdapter(Adapter):
+    """Prefix tuning. It starts from the keys and values of random tokens (Malladi et al. 2023, table 17).
 
     Args:
         length: number of vectors P.
@@ -67,7 +68,7 @@ class PrefixAdapter:
         self._length = length
 
     def attach(self, model: nn.Module, layout: BlockLayout) -> None:
-        """See `Adapter.attach`."""
+        """Freeze the model and add a `Prefix` to the attention module of each block."""
         _check_attention(model)
         model.requires_grad_(False)
         config: Any = model.config
@@ -78,27 +79,14 @@ class PrefixAdapter:
         for block in model.get_submodule(layout.path).children():
             _attention_of(block).prefix = Prefix((num_heads, self._length, width), like)
 
-    def own_name(self, module_name: str) -> str:
-        """See `Adapter.own_name`."""
-        return module_name
-
-    def stored_name(self, own_name: str) -> str:
-        """See `Adapter.stored_name`."""
-        return own_name
-
-    def unstored_name(self, stored_name: str) -> str:
-        """See `Adapter.unstored_name`."""
-        return stored_name
-
     def fill(self, weights: ShardedWeights, model: nn.Module, seed: int) -> None:
-        """See `Adapter.fill`."""
+        """Run the model on random tokens and take their keys and values. Then switch the attention."""
         config: Any = model.config
         ids = initial_ids(seed, self._length, config.get_text_config().vocab_size)
         with torch.no_grad(), zero3.gathered_modules(model):
             body: Any = model.base_model
-            cache = body(
-                input_ids=torch.tensor([ids], device=distributed.device()), use_cache=True
-            ).past_key_values
+            tokens = torch.tensor([ids], device=distributed.device())
+            cache = body(input_ids=tokens, use_cache=True).past_key_values
         parameters = {parameter.parameter: parameter for parameter in weights.adapter_parameters}
         for attention in _attentions_with_prefix(model):
             states = cache.layers[attention.layer_idx]
@@ -107,20 +95,20 @@ class PrefixAdapter:
         _switch_on(model)
 
     def write_config(self, directory: Path, base_model: str) -> None:
-        """See `Adapter.write_config`."""
+        """Write prefix_config.json, which `load_prefix` reads."""
         facts = {"format": 1, "prefix_length": self._length, "base_model_name_or_path": base_model}
         (directory / _CONFIG).write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def load_prefix(model: nn.Module, directory: Path) -> None:
-    """Put a trained prefix before a plain model of transformers; the model is frozen.
+    """Add a trained prefix to a model of transformers, in place. All parameters of the model are frozen.
 
     Args:
-        model: the base model the prefix was trained on, from `from_pretrained`; changed in place.
-        directory: a snapshot, or an exported step, of a run of prefix tuning.
+        model: the base model of the prefix, from `from_pretrained`.
+        directory: a snapshot or an exported step of a run of prefix tuning.
 
     Raises:
-        UserError: the directory holds no prefix, or one of another model.
+        UserError: the directory holds no prefix, or the prefix of another model.
     """
     try:
         length = json.loads((directory / _CONFIG).read_text())["prefix_length"]
@@ -136,7 +124,7 @@ def load_prefix(model: nn.Module, directory: Path) -> None:
     own = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if {name: p.shape for name, p in own.items()} != {name: t.shape for name, t in tensors.items()}:
         raise UserError(
-            f"the prefix in {directory} is not one of {type(model).__name__}",
+            f"the prefix in {directory} does not fit {type(model).__name__}",
             got=", ".join(sorted(tensors)[:2]),
             expected=", ".join(sorted(own)[:2]),
             fix=f"use the base model that {_CONFIG} names",
@@ -148,7 +136,7 @@ def load_prefix(model: nn.Module, directory: Path) -> None:
 
 
 def initial_ids(run_seed: int, length: int, vocabulary_size: int) -> list[int]:
-    """Return the random tokens whose keys and values a prefix starts from: a pure function of the seed."""
+    """Return the random tokens whose keys and values a prefix starts from. They depend on the seed only."""
     return [prefix_key(run_seed, position) % vocabulary_size for position in range(length)]
 
 
@@ -157,21 +145,21 @@ def _check_attention(model: nn.Module) -> None:
     used = getattr(model.config, "_attn_implementation", None)
     if switchable is None or not switchable() or used != "sdpa":
         raise UserError(
-            f"prefix tuning does not know the attention of {type(model).__name__}",
+            f"prefix tuning does not support the attention of {type(model).__name__}",
             got=str(used),
-            expected="a model whose attention is transformers' own sdpa",
+            expected="a model that uses the sdpa attention of transformers",
             fix="set peft.kind=lora for this model",
         )
 
 
 def _attention_of(block: nn.Module) -> nn.Module:
-    """Return the attention module of a block, known by what transformers' attention functions read of it."""
+    """Return the attention module of a block: the one with the attributes that attention functions read."""
     found = [m for m in block.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
     if len(found) != 1:
         raise UserError(
-            f"prefix tuning does not know the attention of {type(block).__name__}",
+            f"prefix tuning does not support the attention of {type(block).__name__}",
             got=f"{len(found)} attention modules",
-            expected="one in each block",
+            expected="one attention module in each block",
             fix="set peft.kind=lora for this model",
         )
     return found[0]
@@ -185,15 +173,17 @@ def _fill_with(weights: ShardedWeights, parameter: ShardedParameter, states: Ten
     """Fill this rank's shard from a whole tensor [1, H, P, D]."""
     if states.shape[1:] != parameter.shape:
         raise UserError(
-            f"the attention at {parameter.name} has keys and values of another shape than its config says",
+            f"the keys and values at {parameter.name} do not have the shape that the model's config says",
             got=str(tuple(states.shape[1:])),
             expected=f"{parameter.shape} (heads, vectors, width)",
-            fix="set peft.kind=lora for this model, or a shorter peft.prefix_length",
+            fix="set peft.kind=lora for this model, or reduce peft.prefix_length",
         )
     weights.fill(parameter, states.reshape(-1)[parameter.start : parameter.start + parameter.count])
 
 
 def _switch_on(model: Any) -> None:  # noqa: ANN401
+    # transformers looks attention up by name in tables of the process. Other models are not affected, because
+    # only this model uses the new name.
     AttentionInterface.register(_ATTENTION, _attend)
     AttentionMaskInterface.register(_ATTENTION, _mask)
     model.set_attn_implementation(_ATTENTION)
@@ -207,7 +197,7 @@ def _attend(
     attention_mask: Tensor,
     **kwargs: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
-    """Attend to the prefix and to what the mask allows: an attention function of transformers."""
+    """Attend to the prefix and to what the mask allows. An attention function of transformers."""
     prefix_key, prefix_value = module.prefix(key)
     return sdpa_attention_forward(
         module,
@@ -220,6 +210,6 @@ def _attend(
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
-    """Return sdpa's mask (True: attend), also where it could be left out: with a prefix it cannot."""
+    """Return the mask of sdpa (True: attend). sdpa may do without one, but a prefix needs it."""
     mask: Tensor = sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False}))
     return mask
