@@ -1,4 +1,4 @@
-"""Pack a run of LeZO or MeZO as one small file without weights. launch/export.py --pack makes its model.
+"""Pack a LeZO or MeZO run into one small file without weights. launch/export.py --pack restores its model.
 
 python launch/pack.py --run DIR --out run.tar.gz
 """
