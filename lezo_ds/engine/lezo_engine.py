@@ -121,8 +121,8 @@ class LezoEngine(ModelEngine):
         losses = self._local_losses(plan, batch, mine, loss_function)
         facts = self._facts(plan, batch)  # hashed while a GPU still runs the forward passes
         record = self._record(plan, batch, self._sum_losses(losses, facts))
-        # The journal comes first, as in any write-ahead log. After a crash, the replay then never lacks a step
-        # that some shard has already applied.
+        # The journal comes first, as in any write-ahead log. After a crash, the replay then never lacks a
+        # step that some shard has already applied.
         if self._journal is not None:
             self._journal.append(record)
         self._records.append(record)
