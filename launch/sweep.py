@@ -29,15 +29,13 @@ def main() -> None:
     add("--launcher", default=shlex.quote(sys.executable), help=launcher_help)
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--index", type=int, metavar="N", help="start only this run, and write no table")
-    one.add_argument(
-        "--list", action="store_true", help="list the runs and write the tables, but start no run"
-    )
+    one.add_argument("--list", action="store_true", help="only list the runs and write the tables")
     add("overrides", nargs="*", metavar="key=value", help="change a key of the recipe")
     arguments = parser.parse_intermixed_args()
 
     from lezo_ds.tools.sweep import listing, plan_sweep, run_sweep, select_run, write_tables
 
-    runs = plan_sweep(arguments.config, arguments.grid, arguments.out, arguments.overrides)
+    runs = plan_sweep(arguments.config, arguments.grid, arguments.out, overrides=arguments.overrides)
     launcher = [*shlex.split(arguments.launcher), str(Path(__file__).with_name("train.py"))]
     if arguments.index is not None:
         run_sweep([select_run(runs, arguments.index)], launcher)

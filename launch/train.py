@@ -17,11 +17,7 @@ def main() -> None:
     parser = command_line.parser(f"{__doc__}\nKeys:\n{describe()}")
     add = parser.add_argument
     add("--config", metavar="RECIPE", help="name of a recipe, or a YAML file")
-    add(
-        "--dry-run",
-        action="store_true",
-        help="check everything that can be checked without weights, and print the plan",
-    )
+    add("--dry-run", action="store_true", help="check everything except the weights, and print the plan")
     add("--print-config", action="store_true", help="print the whole configuration as a YAML recipe")
     add("--list-recipes", action="store_true", help="print the names of all recipes")
     add("overrides", nargs="*", metavar="key=value", help="change a key of the recipe")

@@ -118,7 +118,7 @@ class LezoEngine(ModelEngine):
         passes = self.passes_of_step(len(batch))
         mine = [passes[index] for index in self._my_share(len(passes))]
         plan = self._agree_on_plan()
-        losses = self._local_losses(plan, batch, mine, loss_function)
+        losses = self._local_losses(plan, batch, passes=mine, loss_function=loss_function)
         facts = self._facts(plan, batch)  # hashed while a GPU still runs the forward passes
         record = self._record(plan, batch, self._sum_losses(losses, facts))
         # The journal comes first, as in any write-ahead log. After a crash, the replay then never lacks a
@@ -368,4 +368,4 @@ def initialize(
     blocks = sharded.module.get_submodule(sharded.layout.path).children()
     engine = zero3.start_engine(sharded.module, blocks, sharded.ds_config)
     perturbed = PerturbedForward(sharded.module, trainable, noise_backend(distributed.device()))
-    return LezoEngine(engine, perturbed, sharded, config, seed)
+    return LezoEngine(engine, perturbed, sharded, config=config, seed=seed)

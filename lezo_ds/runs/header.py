@@ -46,7 +46,8 @@ def config_of(header: Header, run_dir: Path, overrides: Sequence[str] = ()) -> R
     """
     values = {key: value for key, value in header.config.items() if key != "tokenizer"}
     values["run_dir"] = str(run_dir)
-    return recorded_config(values, f"run {run_dir}", header.libraries.get("lezo_ds"), overrides)
+    written_by = header.libraries.get("lezo_ds")
+    return recorded_config(values, f"run {run_dir}", written_by, overrides=overrides)
 
 
 def assert_same_run(recorded: Header, ours: Header, run_dir: Path, may_differ: Collection[str]) -> None:

@@ -251,7 +251,7 @@ class Run(ABC, Generic[E]):
             return
         self._check()
         result = self._score(self.data.dev if split == "dev" else self.data.test)
-        record = evaluation_record(self.data, split, at, result)
+        record = evaluation_record(split, step=at, metric=self.data.task.metric, result=result)
         self._record_evaluation(record)
         self.evaluations.append(record)
         metric = self.data.task.metric
@@ -264,7 +264,7 @@ class Run(ABC, Generic[E]):
 
     def _score(self, split: EncodedSplit) -> EvaluationResult:
         model = _Stoppable(self.engine, self._look_for_requests)
-        return evaluate(model, self.data, split, self.config.train.eval_batch_size)
+        return evaluate(model, self.data, split, batch_size=self.config.train.eval_batch_size)
 
     def _snapshot_if_due(self) -> None:
         step, train = self.engine.global_steps, self.config.train
@@ -313,9 +313,9 @@ class Run(ABC, Generic[E]):
         return tqdm(total=self.num_steps, initial=done, disable=not shown, desc="training", smoothing=0.05)
 
 
-def evaluation_record(data: TaskData, split: str, step: int, result: EvaluationResult) -> EvaluationRecord:
+def evaluation_record(split: str, step: int, metric: str, result: EvaluationResult) -> EvaluationRecord:
     """Return the record of an evaluation. A loss that is not finite becomes None."""
-    metrics: dict[str, float] = {data.task.metric: result.score}
+    metrics: dict[str, float] = {metric: result.score}
     if result.majority_class is not None:
         metrics["majority_class"] = result.majority_class
     loss = result.loss if math.isfinite(result.loss) else None

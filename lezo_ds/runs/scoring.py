@@ -67,7 +67,7 @@ def score_model(model: str, split: str, overrides: tuple[str, ...] = ()) -> dict
 def _score(config: RunConfig, engine: Model, split: str) -> dict[str, Any]:
     data = load_task_data(config)
     chosen = data.dev if split == "dev" else data.test
-    result = evaluate(engine, data, chosen, config.train.eval_batch_size)
+    result = evaluate(engine, data, chosen, batch_size=config.train.eval_batch_size)
     return {
         "task": data.task.name,
         "method": config.method,

@@ -47,8 +47,8 @@ def _train(config: RunConfig) -> dict[str, Any]:
     distributed.on_rank_zero(lambda: _check_before_loading(config, directory))
     if config.method == "adamw":
         engine = make_first_order_engine(config, count_steps(config, len(data.train.encoded)))
-        return FirstOrderRun(config, data, directory, engine).execute()
-    return ZerothOrderRun(config, data, directory, make_engine(config)).execute()
+        return FirstOrderRun(config, data=data, directory=directory, engine=engine).execute()
+    return ZerothOrderRun(config, data=data, directory=directory, engine=make_engine(config)).execute()
 
 
 def set_threads(config: RunConfig) -> None:
