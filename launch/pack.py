@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write")
     arguments = parser.parse_args()
 
-    from lezo_ds.runs.packing import pack_run
+    from lezo_ds.runs.pack import pack_run
 
     size = pack_run(arguments.run, arguments.out)
     print(f"{arguments.run}: {arguments.out}, {size:,} bytes")

@@ -23,9 +23,9 @@ from commands import deepspeed, python, run, run_well
 from lezo_ds.errors import UserError
 from lezo_ds.journal import Journal, read_journal
 from lezo_ds.model.snapshots import read_manifest, snapshot_path
-from lezo_ds.runs import packing
+from lezo_ds.runs import pack
 from lezo_ds.runs.model_card import model_card
-from lezo_ds.runs.packing import pack_run, recorded_digests, unpack_run
+from lezo_ds.runs.pack import pack_run, recorded_digests, unpack_run
 from lezo_ds.runs.restore import read_run
 from lezo_ds.zo.records import StepRecord
 
@@ -297,7 +297,7 @@ def test_only_plain_files_are_taken(member, packed, tmp_path):
 
 @pytest.mark.distributed
 def test_a_small_file_that_would_become_a_huge_one_is_refused(packed, tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "MAX_BYTES", 1 << 16)
+    monkeypatch.setattr(pack, "MAX_BYTES", 1 << 16)
     bad = write_archive(tmp_path / "bad.tar.gz", members(packed) | {"results.json": bytes(1 << 20)})
     assert bad.stat().st_size < 1 << 14
     with pytest.raises(UserError, match="more than 65536 bytes"):

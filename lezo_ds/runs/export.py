@@ -13,7 +13,7 @@ from lezo_ds.config import ZEROTH_ORDER
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.files import make_directory
 from lezo_ds.runs.model_card import model_card
-from lezo_ds.runs.packing import recorded_digests, unpack_run
+from lezo_ds.runs.pack import recorded_digests, unpack_run
 from lezo_ds.runs.restore import RecordedRun, read_run, restore
 from lezo_ds.runs.run_directory import refuse_unwritable
 
