@@ -1,4 +1,4 @@
-"""Fine-tune a small OPT, which is pre-trained first, on made-up film reviews; `make demo` runs it."""
+"""Pre-train a small OPT and fine-tune it on generated film reviews. `make demo` runs this script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Score a model, or a run at any step.
+"""Score a model, or the weights of a run at any step.
 
 python launch/evaluate.py --run DIR --step best
 python launch/evaluate.py --model DIR data.task=SST2 data.path=DIR
@@ -22,7 +22,7 @@ def main() -> None:
     step_help = "step of the run: best (lowest validation loss), last, or a number"
     parser.add_argument("--step", default="best", help=step_help)
     parser.add_argument("--split", choices=("test", "dev"), default="test", help="examples to score")
-    parser.add_argument("--predictions", type=Path, metavar="FILE", help="write each prediction as JSON")
+    parser.add_argument("--predictions", type=Path, metavar="FILE", help="write all predictions as JSON")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="change a key of the configuration")
     arguments = parser.parse_intermixed_args()
     overrides = tuple(arguments.overrides)
@@ -32,7 +32,7 @@ def main() -> None:
     from lezo_ds.runs.scoring import score_model, score_run
 
     if arguments.run is not None:
-        scores = score_run(arguments.run, arguments.step, arguments.split, overrides)
+        scores = score_run(arguments.run, arguments.step, arguments.split, overrides=overrides)
     else:
         scores = score_model(arguments.model, arguments.split, overrides)
     if distributed.rank() == 0:

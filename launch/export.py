@@ -1,4 +1,4 @@
-"""Write the model of any step of a run, rebuilt from base weights and journal, as a Hugging Face directory.
+"""Write the model of any step of a run as a Hugging Face directory.
 
 python launch/export.py --run DIR --step best --out DIR [key=value ...]
 python launch/export.py --pack FILE --step best --out DIR model.path=BASE_MODEL
@@ -20,7 +20,7 @@ def main() -> None:
     source.add_argument("--pack", type=Path, metavar="FILE", help="a run that launch/pack.py packed")
     parser.add_argument("--step", default="best", help="best (lowest validation loss), last, or a number")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="where the model or data are now")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change a key, such as model.path")
     arguments = parser.parse_intermixed_args()
     overrides = tuple(arguments.overrides)
     check_overrides(overrides)
@@ -29,9 +29,9 @@ def main() -> None:
     from lezo_ds.runs.export import export_pack, export_run
 
     if arguments.run is not None:
-        step = export_run(arguments.run, arguments.step, arguments.out, overrides)
+        step = export_run(arguments.run, arguments.step, arguments.out, overrides=overrides)
     else:
-        step = export_pack(arguments.pack, arguments.step, arguments.out, overrides)
+        step = export_pack(arguments.pack, arguments.step, arguments.out, overrides=overrides)
     if distributed.rank() == 0:
         print(f"step {step} of {arguments.run or arguments.pack}: {arguments.out}")
 

@@ -1,4 +1,4 @@
-"""Pack a run of LeZO or MeZO as one small file without weights. launch/export.py --pack makes its model.
+"""Pack a LeZO or MeZO run into one small file without weights. launch/export.py --pack restores its model.
 
 python launch/pack.py --run DIR --out run.tar.gz
 """
@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write")
     arguments = parser.parse_args()
 
-    from lezo_ds.runs.packing import pack_run
+    from lezo_ds.runs.pack import pack_run
 
     size = pack_run(arguments.run, arguments.out)
     print(f"{arguments.run}: {arguments.out}, {size:,} bytes")

@@ -1,10 +1,10 @@
-"""Say how to run a recipe on given GPUs, before any weights are there.
+"""Plan how to run a recipe on given GPUs, without the weights of its model.
 
 python launch/plan.py --config opt-30b-sst2-lezo --gpus 2 --gpu a100-40g
 python launch/plan.py --config opt-30b-boolq-lezo --gpus 8 --gpu-memory 24
 
 It prints the memory of each rank, the settings that fit, the traffic of a step, an estimate of its time, and
-the command that starts the run. Only the model's configuration is needed. Start it in the root of the
+the command that starts the run. Only the model's configuration is needed. Run it in the root of the
 repository.
 """
 

@@ -14,13 +14,14 @@ from lezo_ds import command_line
 def main() -> None:
     """Parse, build, run."""
     parser = command_line.parser(__doc__ or "")
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="directory of a run, or a pattern: 'runs/*'")
-    parser.add_argument("--format", choices=["markdown", "csv"], default="markdown", help="of the table")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table to a file; do not print it")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page instead of a table")
-    parser.add_argument("--benchmark", type=Path, metavar="FILE", help="show this CSV of launch/benchmark.py")
+    add = parser.add_argument
+    add("runs", nargs="*", metavar="RUN", help="directory of a run, or a pattern such as 'runs/*'")
+    add("--format", choices=["markdown", "csv"], default="markdown", help="format of the table")
+    add("--out", type=Path, metavar="FILE", help="write the table to this file instead of printing it")
+    add("--html", type=Path, metavar="FILE", help="write a page instead of a table")
+    add("--benchmark", type=Path, metavar="FILE", help="CSV of launch/benchmark.py to show on the page")
     arguments = parser.parse_intermixed_args()
-    # Importing pandas takes seconds, which neither --help nor a typo should wait for.
+    # pandas takes seconds to import. --help and a wrong argument should not wait for it.
     from lezo_ds.files import failures_named, write_atomically
     from lezo_ds.tools.reports.report import make_page, make_table
 

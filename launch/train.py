@@ -17,8 +17,8 @@ def main() -> None:
     parser = command_line.parser(f"{__doc__}\nKeys:\n{describe()}")
     add = parser.add_argument
     add("--config", metavar="RECIPE", help="name of a recipe, or a YAML file")
-    add("--dry-run", action="store_true", help="check everything that needs no weights, and print the plan")
-    add("--print-config", action="store_true", help="print the whole configuration as YAML that can be run")
+    add("--dry-run", action="store_true", help="check everything except the weights, and print the plan")
+    add("--print-config", action="store_true", help="print the whole configuration as a YAML recipe")
     add("--list-recipes", action="store_true", help="print the names of all recipes")
     add("overrides", nargs="*", metavar="key=value", help="change a key of the recipe")
     arguments = parser.parse_intermixed_args()

@@ -72,13 +72,13 @@ def test_a_digest_of_a_batch_takes_any_dtype_and_layout():
 
 def test_the_rank_that_differs_from_most_is_named_even_if_it_is_the_first():
     text = str(disagreement(7, [FACTS | {"batch": "x"}, FACTS, FACTS], 7))
-    assert "at step 7; got: rank 0 has another batch, x, than b;" in text
+    assert "at step 7; got: rank 0 has another batch: x, but most ranks have b;" in text
     assert "last good step: 6" in text
 
 
 def test_of_two_ranks_the_one_that_is_not_the_first_is_named():
     text = str(disagreement(0, [FACTS, FACTS | {"plan": "x"}], 0))
-    assert "got: rank 1 has another plan, x, than a;" in text
+    assert "got: rank 1 has another plan: x, but most ranks have a;" in text
     assert "last good step: none" in text
 
 

@@ -62,11 +62,11 @@ def test_a_removed_key_that_asked_for_what_is_gone_is_refused():
 
 
 def test_a_renamed_key_and_its_values_are_mapped(monkeypatch):
-    monkeypatch.setitem(OLD_KEYS, "zo.passes", OldKey("zo.forward", {1: "dual", 2: "two_pass"}))
+    monkeypatch.setitem(OLD_KEYS, "zo.passes", OldKey("zo.estimator", {1: "spsa", 2: "one-sided"}))
     monkeypatch.setitem(OLD_KEYS, "zo.eps", OldKey("zo.perturbation_scale", {}))
-    old = recorded(zo={"forward": MISSING, "passes": 2, "perturbation_scale": MISSING, "eps": 0.5})
+    old = recorded(zo={"estimator": MISSING, "passes": 2, "perturbation_scale": MISSING, "eps": 0.5})
     zo = read(old).zo
-    assert (zo.forward, zo.perturbation_scale) == ("two_pass", 0.5)
+    assert (zo.estimator, zo.perturbation_scale) == ("one-sided", 0.5)
 
 
 def test_a_key_of_a_later_version_is_refused_and_both_versions_are_named():

@@ -134,7 +134,7 @@ def test_an_empty_section_takes_its_defaults():
         ("zo.num_dropped_layers=2", "expected: exactly one of the two"),
         ("zo.sparsity=null", "got: zo.sparsity=null, zo.num_dropped_layers=null"),
         ("zo.update_precision=fp32_mister", "did you mean fp32_master?"),
-        ("zo.forward=both", "expected: one of dual, two_pass"),
+        ("zo.estimator=both", "expected: one of spsa, one-sided"),
         ("zo.max_skipped_steps=0", "at least 1"),
         ("train.steps=0", "got: 0; expected: a whole number at least 1"),
         ("train.steps=10.0", "got: 10.0"),

@@ -119,7 +119,7 @@ def test_a_rank_with_another_plan_batch_or_gradient_is_found_and_named(opt_direc
         f"the ranks do not work on the same thing at step {found_at}; got: rank 1 has another {fault}"
         in first
     )
-    assert f"last good step: {FAULTY_STEP - 1}, later ones are done again" in first
+    assert f"last good step: {FAULTY_STEP - 1}, later steps will be done again" in first
     _, records = read_journal(journal)
     assert [record.step for record in records] == list(range(FAULTY_STEP))
 
@@ -186,7 +186,7 @@ def test_a_flipped_bit_in_a_sampled_element_is_found_by_the_next_check_and_named
     name, message = results[0]
     assert f"weights are not what {FAULTY_STEP + 1} steps made of them; " in message
     assert f"got: on rank {num_ranks - 1} {name} is not what a replay of the journal gives; " in message
-    assert f"last good step: {FAULTY_STEP - 1}, later ones are done again" in message
+    assert f"last good step: {FAULTY_STEP - 1}, later steps will be done again" in message
     assert len(read_journal(journal)[1]) == FAULTY_STEP
 
 

@@ -41,7 +41,7 @@ def test_a_local_recipe_is_checked_whole_and_its_plan_printed(recipe, tmp_path):
     assert plan["run directory"] == str(tmp_path / "run")
     assert plan["ranks"] == "1, each with 4 of a step's 4 micro-batches of 2 examples"
     assert plan["steps"] == "8, evaluated every 4"
-    assert plan["optimizer"].startswith("learning rate 0.001, perturbation scale 0.001, dual forward")
+    assert plan["optimizer"].startswith("learning rate 0.001, perturbation scale 0.001, estimator spsa")
     assert "OPTForCausalLM" in plan["model"]
     assert plan["blocks"] == f"{NUM_BLOCKS} in model.decoder.layers, {NUM_BLOCKS // 2} dropped per step"
     assert re.fullmatch(r"at most \d+ tokens \(measured in the data\)", plan["inputs"])

@@ -127,7 +127,7 @@ def test_bad_input_is_refused_and_nothing_is_written(finished, tmp_path):
     assert_refused("export.py", "--run", finished, "--step", "9", *out, because=problem)
     assert_refused("export.py", "--run", tmp_path, *out, because="is not the directory of a run")
     other = write_reader(tmp_path / "other", seed=1)
-    problem = "is not the model the run was made with"
+    problem = "is not the base model of the run"
     assert_refused("export.py", "--run", finished, *out, f"model.path={other}", because=problem)
     assert not target.exists()
     target.mkdir()
@@ -142,5 +142,5 @@ def test_a_run_without_an_evaluation_has_no_best_step_yet(tmp_path):
     (tmp_path / "recipe.yaml").write_text(json.dumps(values))
     run_dir = tmp_path / "run"
     run_forked_well(["--config", tmp_path / "recipe.yaml", f"run_dir={run_dir}", "method=zero_shot"])
-    problem = "no evaluation yet to pick the best step by; got: 0 steps"
+    problem = "no evaluation yet, so it has no best step; got: 0 steps"
     assert_refused("export.py", "--run", run_dir, "--out", tmp_path / "out", because=problem)

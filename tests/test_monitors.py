@@ -1,4 +1,4 @@
-"""What a run notes while it goes: metrics.jsonl, and the monitors of DeepSpeed."""
+"""The monitors of DeepSpeed during a run."""
 
 from __future__ import annotations
 
@@ -9,21 +9,6 @@ import pytest
 from assets import REPOSITORY, write_recipe
 from commands import python, run_well
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-from lezo_ds.runs.metrics import clock, read_metrics
-
-
-def test_a_line_that_is_being_written_is_left_out(tmp_path):
-    assert read_metrics(tmp_path) == []
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo')
-    assert read_metrics(tmp_path) == [{"step": 1, "loss": 0.5}]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00:00"), (59.6, "0:01:00"), (3599, "0:59:59"), (360000, "100:00:00")]
-)
-def test_a_duration_is_written_as_a_clock_shows_it(seconds, text):
-    assert clock(seconds) == text
 
 
 @pytest.mark.distributed
@@ -36,7 +21,7 @@ def test_deepspeeds_csv_and_tensorboard_monitors_get_every_step_and_evaluation(t
     (tmp_path / "ds.json").write_text(json.dumps(values))
     run_dir = tmp_path / "run"
     run_well(python("--config", recipe, f"run_dir={run_dir}", f"deepspeed={tmp_path / 'ds.json'}"))
-    entries = read_metrics(run_dir)
+    entries = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     for name in ("loss", "projected_gradient", "dev_loss", "dev_accuracy"):
         (path,) = tmp_path.rglob(f"train_{name}.csv")
         with path.open() as file:

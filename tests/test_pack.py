@@ -23,9 +23,9 @@ from commands import deepspeed, python, run, run_well
 from lezo_ds.errors import UserError
 from lezo_ds.journal import Journal, read_journal
 from lezo_ds.model.snapshots import read_manifest, snapshot_path
-from lezo_ds.runs import packing
+from lezo_ds.runs import pack
 from lezo_ds.runs.model_card import model_card
-from lezo_ds.runs.packing import pack_run, recorded_digests, unpack_run
+from lezo_ds.runs.pack import pack_run, recorded_digests, unpack_run
 from lezo_ds.runs.restore import read_run
 from lezo_ds.zo.records import StepRecord
 
@@ -120,7 +120,7 @@ def test_base_model_and_pack_give_the_tuned_model_bit_for_bit(finished, packed, 
     target = tmp_path / "model"
     command = export(2, "--pack", packed, "--step", "last", "--out", target, f"model.path={base}")
     done = run_well(command)
-    assert "as the run had them" in done.err
+    assert "(the same as in the run)" in done.err
     exported, snapshot = read_manifest(target), read_manifest(snapshot_path(finished / "snapshots", 8))
     assert exported["digest"] == snapshot["digest"]
     weights = "model-00001.safetensors"
@@ -132,7 +132,7 @@ def test_base_model_and_pack_give_the_tuned_model_bit_for_bit(finished, packed, 
 def test_a_step_of_which_the_run_kept_no_hash_is_exported_and_said_to_be(packed, recipe, tmp_path):
     base = f"model.path={recipe.parent / 'model'}"
     done = run_well(export(1, "--pack", packed, "--step", "3", "--out", tmp_path / "model", base))
-    assert "whose hash the run did not keep" in done.err
+    assert "no digest in the run to compare with" in done.err
     assert read_manifest(tmp_path / "model")["step"] == 3
 
 
@@ -141,7 +141,7 @@ def test_another_base_model_is_refused_and_nothing_is_left(packed, tmp_path):
     other = write_reader(tmp_path / "other", seed=1)
     refused = run(export(1, "--pack", packed, "--out", tmp_path / "model", f"model.path={other}"))
     assert refused.code == 2
-    assert f"{other} is not the model the run was made with" in refused.err
+    assert f"{other} is not the base model of the run" in refused.err
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
@@ -160,7 +160,7 @@ def test_a_pack_whose_steps_were_changed_does_not_pass_for_the_run(packed, recip
     target, base = tmp_path / "model", f"model.path={recipe.parent / 'model'}"
     refused = run(export(1, "--pack", forged, "--step", "last", "--out", target, base))
     assert refused.code == 1
-    assert "the weights of step 8 are not those that the run had" in refused.err
+    assert "the weights of step 8 differ from those that the run had" in refused.err
     assert not target.exists()
 
 
@@ -173,7 +173,7 @@ def test_a_prefix_starts_from_the_values_in_the_pack(recipe, tmp_path):
     assert "snapshots/step-00000000/prefix.safetensors" in first
     assert any("low_bits/" in name for name in first)
     done = run_well(export(1, "--pack", tmp_path / "run.tar.gz", "--out", tmp_path / "prefix"))
-    assert "as the run had them" in done.err
+    assert "(the same as in the run)" in done.err
     assert (tmp_path / "prefix" / "prefix.safetensors").is_file()
     assert not list((tmp_path / "prefix").glob("model*"))
 
@@ -234,7 +234,7 @@ def test_hashes_of_another_models_snapshots_are_not_taken(finished, tmp_path):
 
 @pytest.mark.distributed
 def test_what_cannot_be_packed_is_refused(finished, tmp_path):
-    with pytest.raises(UserError, match="cannot write"):
+    with pytest.raises(UserError, match="cannot be written to"):
         pack_run(finished, tmp_path / "none" / "run.tar.gz")
     with pytest.raises(UserError, match="is not the directory of a run"):
         pack_run(tmp_path, tmp_path / "run.tar.gz")
@@ -261,7 +261,7 @@ def test_what_cannot_be_packed_is_refused(finished, tmp_path):
 def test_a_name_that_no_run_writes_is_refused_and_nothing_is_written(name, packed, tmp_path):
     bad = write_archive(tmp_path / "bad.tar.gz", with_hashes(members(packed) | {name: b"text"}))
     (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match=r"is not a pack that can be used; got: .*(outside| in it)"):
+    with pytest.raises(UserError, match=r"is not a valid pack; got: .*(outside|unexpected member)"):
         unpack_run(bad, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["bad.tar.gz", "out"]
 
@@ -289,7 +289,7 @@ def test_only_plain_files_are_taken(member, packed, tmp_path):
     contents = {name: content for name, content in members(packed).items() if name != "results.json"}
     bad = write_archive(tmp_path / "bad.tar.gz", with_hashes(contents) | {"results.json": member})
     tracemalloc.start()
-    with pytest.raises(UserError, match=r"'results.json' (is a special file|in it)"):
+    with pytest.raises(UserError, match=r"'results.json' is a special file|unexpected member 'results.json'"):
         unpack_run(bad, tmp_path)
     assert tracemalloc.get_traced_memory()[1] < 16 << 20
     tracemalloc.stop()
@@ -297,7 +297,7 @@ def test_only_plain_files_are_taken(member, packed, tmp_path):
 
 @pytest.mark.distributed
 def test_a_small_file_that_would_become_a_huge_one_is_refused(packed, tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "MAX_BYTES", 1 << 16)
+    monkeypatch.setattr(pack, "MAX_BYTES", 1 << 16)
     bad = write_archive(tmp_path / "bad.tar.gz", members(packed) | {"results.json": bytes(1 << 20)})
     assert bad.stat().st_size < 1 << 14
     with pytest.raises(UserError, match="more than 65536 bytes"):
@@ -339,7 +339,7 @@ def test_what_is_damaged_malformed_or_missing_is_refused_in_one_line(packed, tmp
     for name, members_of in archives.items():
         write_archive(tmp_path / name, members_of)
     for name in (*files, *archives, "absent"):
-        with pytest.raises(UserError, match="is not a pack that can be used"):
+        with pytest.raises(UserError, match="is not a valid pack"):
             unpack_run(tmp_path / name, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

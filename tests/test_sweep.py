@@ -229,7 +229,7 @@ def test_a_sweep_that_is_stopped_goes_on_and_a_run_by_its_index_is_part_of_it(tm
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 1
-    assert "error: stopped by SIGTERM; the same command continues" in err
+    assert "error: stopped by SIGTERM; fix: run the same command again" in err
     assert json.loads((directory / "seed=0" / "results.json").read_text())["finished"] is False
     assert not (directory / "seed=1").exists()
     run_well(sweep(tmp_path, "--index", "1", *arguments))

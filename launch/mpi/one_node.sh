@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# A run on this machine by Open MPI, so many ranks. From the root of the repository:
+# Run on this machine with Open MPI. The first argument is the number of ranks. From the root of the repository:
 #
 #   launch/mpi/one_node.sh 2 --config opt-13b-sst2-lezo [key=value ...]
 #
-# kill -USR1 to mpirun, which passes it on, asks the ranks to stop; the same command resumes.
+# kill -USR1 PID, with the PID of mpirun, asks the ranks to stop. The same command resumes the run.
 set -euo pipefail
 source launch/environment.sh
 num_ranks=${1:?the number of ranks}
-export MASTER_PORT=${MASTER_PORT:-$((10000 + RANDOM % 20000))}  # where the ranks meet, on the first one's node
+export MASTER_PORT=${MASTER_PORT:-$((10000 + RANDOM % 20000))}  # where the ranks meet, on the first rank's node
 
-# Open MPI would bind each rank to one core, and all its threads with it.
+# By default, Open MPI binds each rank and all its threads to one core.
 exec mpirun --bind-to none -np "$num_ranks" python launch/train.py "${@:2}"

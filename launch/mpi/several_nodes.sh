@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# A run on several nodes by Open MPI and ssh. From the root of the repository, which all nodes see under the same
-# path, as they see the environment, the model, the data and run_dir:
+# Run on several nodes with Open MPI and ssh. Start it in the root of the repository. All nodes must see the
+# repository, the environment, the model, the data and run_dir under the same paths:
 #
 #   launch/mpi/several_nodes.sh HOSTFILE --config opt-30b-sst2-lezo [key=value ...]
 #
-# HOSTFILE has a line for each node, "name slots=4", for 4 ranks there; the first is where the ranks meet. ssh must
-# reach each without a password. If the ranks hang at the start, they talk over the wrong network: set
-# NCCL_SOCKET_IFNAME (GPUs) or GLOO_SOCKET_IFNAME (CPUs) to the interface that joins the nodes.
+# HOSTFILE has a line for each node, such as "name slots=4" for 4 ranks. The ranks meet at the first node. ssh must
+# reach every node without a password. Ranks that hang at the start probably use the wrong network: set
+# NCCL_SOCKET_IFNAME (GPUs) or GLOO_SOCKET_IFNAME (CPUs) to the interface that connects the nodes.
 #
-# kill -USR1 to mpirun, which passes it on, asks the ranks to stop; the same command resumes.
+# kill -USR1 PID, with the PID of mpirun, asks the ranks to stop. The same command resumes the run.
 set -euo pipefail
 source launch/environment.sh
 hostfile=${1:?the file that names the nodes}
 export MASTER_PORT=${MASTER_PORT:-$((10000 + RANDOM % 20000))}
 
-# What ssh does not take along.
+# ssh does not pass environment variables on, so mpirun exports these.
 exports=()
 for name in $(compgen -e); do
     case $name in
@@ -24,5 +24,5 @@ for name in $(compgen -e); do
     esac
 done
 
-# Open MPI would bind each rank to one core, and all its threads with it.
+# By default, Open MPI binds each rank and all its threads to one core.
 exec mpirun --hostfile "$hostfile" --bind-to none "${exports[@]}" python launch/train.py "${@:2}"

@@ -1,16 +1,17 @@
-# Sourced by the *.sbatch beside it. resumable COMMAND... runs a command that a stopped job continues later:
+# The *.sbatch files in this directory source this file. `resumable COMMAND...` runs a command and puts the job back
+# into the queue if it was stopped:
 #
-#   Time limit, or scancel --signal=USR1 --batch JOB. The batch script gets USR1 and passes it on to the ranks,
-#     which agree on a last step; then the job goes back into the queue.
-#   Preemption. Slurm tells the ranks by SIGTERM, if it gives them time to stop (GraceTime), and puts the job back
-#     into the queue when it kills it. Ranks that stop in time end the job before that: then it is done here.
-#   scontrol requeue, a node that fails. Slurm itself puts the job back into the queue (--requeue).
+#   Time limit, or scancel --signal=USR1 --batch JOB: the batch script receives USR1 and passes it on to the ranks.
+#     The ranks agree on a last step. Then this script requeues the job.
+#   Preemption: if the partition has a GraceTime, Slurm sends SIGTERM to the ranks. Slurm requeues a job that it
+#     kills. If the ranks stop in time, the job ends before that, and this script requeues it.
+#   scontrol requeue, or a node failure: Slurm requeues the job itself (--requeue).
 #
-# The same command resumes a run from its journal, so a job that starts again goes on where it was; the results
-# are those of an undisturbed run. A job that ends otherwise, well or not, stays ended.
+# The same command resumes a run from its journal, so the results are those of an uninterrupted run. A job that
+# succeeds or fails for another reason is not requeued.
 
 source launch/environment.sh
-export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not take it from the job (Slurm 22.05 and later)
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # since Slurm 22.05, srun does not inherit it from the job
 
 resumable() {
     local code=0 stopped=false
@@ -19,7 +20,7 @@ resumable() {
     "$@" &
     wait $! || code=$?
     if $stopped; then
-        wait $! || true  # the signal ended the first wait, not the command
+        wait $! || true  # the signal ended the first wait, but not the command
     fi
     if $stopped || preempted; then
         scontrol requeue "$SLURM_JOB_ID"
@@ -27,7 +28,7 @@ resumable() {
     return "$code"
 }
 
-# Whether Slurm has preempted the job since it started (last): both times as YYYY-MM-DDTHH:MM:SS.
+# Succeeds if Slurm has preempted the job since its last start. Both times look like YYYY-MM-DDTHH:MM:SS.
 preempted() {
     local started since
     read -r started since < <(squeue --noheader --job "$SLURM_JOB_ID" --Format "StartTime:24,PreemptTime:24")

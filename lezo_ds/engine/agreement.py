@@ -1,8 +1,8 @@
-"""Proof, at every step, that all ranks work on the same thing.
+"""A proof at every step that all ranks work on the same step, batch, plan and settings.
 
-Ranks exchange nothing but scalars (LeZO, Algorithm 1), so one that had another batch, another seed or another
-projected gradient would train another model without any error. Each rank states what it works on; a hash of
-that goes with the losses: numbers whose sums over the ranks tell whether all ranks gave the same ones.
+Ranks exchange only scalars (LeZO, Algorithm 1). A rank with another batch, seed or projected gradient would
+therefore train another model without any error. Each rank states the facts of its work, and a hash of the
+facts goes into the all-reduce of the losses. The sums of the hash numbers show whether all hashes are equal.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from lezo_ds.errors import DesyncError
 from lezo_ds.model.batch import MicroBatch
 
 Facts = Mapping[str, str]
-"""What a rank works on at a step, by what it is called in messages."""
+"""What a rank works on at a step, by the names that error messages use."""
 
 _PART_BITS = 20
 _MOST_SHOWN = 4
 
 
 def fact_numbers(facts: Facts) -> list[float]:
-    """Return parts of a hash of facts, and their squares: whole numbers whose sums float64 holds.
+    """Return the parts of a hash of the facts, and their squares.
 
     Returns:
-        `step_plan.NUM_FACT_NUMBERS` numbers below 2**40; `all_agree` reads their sums over up to 8192 ranks.
+        `step_plan.NUM_FACT_NUMBERS` whole numbers below 2**40. float64 holds their sums over up to 8192 ranks
+        exactly, and `all_agree` reads these sums.
     """
     digest = int.from_bytes(hashlib.blake2b(repr(dict(facts)).encode(), digest_size=8).digest(), "little")
     parts = [digest >> shift & (1 << _PART_BITS) - 1 for shift in (0, _PART_BITS)]
@@ -37,18 +38,18 @@ def fact_numbers(facts: Facts) -> list[float]:
 def all_agree(sums: Sequence[float], num_ranks: int) -> bool:
     """Return whether all ranks gave the same `fact_numbers`.
 
-    n (x1**2 + ... + xn**2) = (x1 + ... + xn)**2 only where all x are equal (Cauchy and Schwarz).
+    By the Cauchy-Schwarz inequality, n (x1**2 + ... + xn**2) = (x1 + ... + xn)**2 only if all x are equal.
 
     Args:
-        sums: of the ranks' `fact_numbers`.
-        num_ranks: that were added up, up to 8192.
+        sums: sums of `fact_numbers` over the ranks.
+        num_ranks: number of ranks, at most 8192.
     """
     numbers, squares = map(int, sums[::2]), map(int, sums[1::2])
     return all(num_ranks * square == number * number for number, square in zip(numbers, squares, strict=True))
 
 
 def batch_digest(batch: Sequence[MicroBatch]) -> str:
-    """Return a hash of all that a step's micro-batches hold as tensors, and of their weights."""
+    """Return a hash of all tensors in a step's micro-batches and of the weights of the micro-batches."""
     digest = hashlib.blake2b(digest_size=8)
     for micro_batch in batch:
         digest.update(repr(micro_batch.weight).encode())
@@ -60,42 +61,44 @@ def batch_digest(batch: Sequence[MicroBatch]) -> str:
 
 
 def disagreement(step: int, by_rank: Sequence[Facts], num_good: int) -> DesyncError:
-    """Return the error that says which ranks differ from most (of two halves, from rank 0's), and in what.
+    """Return the error that names each rank whose facts differ from those of most ranks.
+
+    If two values are equally common, the one of the lowest rank counts as right.
 
     Args:
-        step: at which they did.
-        by_rank: every rank's facts, of equal names; not all equal.
-        num_good: number of steps on which they agree.
+        step: index of the step at which the ranks differ.
+        by_rank: facts of every rank, with the same names but not all with the same values.
+        num_good: number of steps on which all ranks agree.
     """
     found = []
     for name in by_rank[0]:
         values = [facts[name] for facts in by_rank]
-        common = Counter(values).most_common(1)[0][0]  # the first counted, of equally many
+        common = Counter(values).most_common(1)[0][0]  # on a tie, the first that was counted
         found += [
-            f"rank {rank} has another {name}, {value}, than {common}"
+            f"rank {rank} has another {name}: {value}, but most ranks have {common}"
             for rank, value in enumerate(values)
             if value != common
         ]
     what = f"the ranks do not work on the same thing at step {step}"
-    return _desync_error(what, found, num_good, "give all ranks the same recipe, data and code")
+    return _desync_error(what, found, num_good=num_good, fix="give all ranks the same recipe, data and code")
 
 
 def wrong_weights(step: int, found: Sequence[str], num_good: int) -> DesyncError:
-    """Return the error that says which weights of which ranks are not the run's after `step` steps.
+    """Return the error that says which weights of which ranks are wrong.
 
     Args:
-        step: how many steps there have been.
+        step: number of steps done.
         found: what is wrong, and where.
-        num_good: number of steps after which the weights were right when they were last checked.
+        num_good: number of steps at the last check that found all weights right.
     """
-    what = f"weights are not what {step} steps made of them"
-    return _desync_error(what, found, num_good, "test the memory of that rank's machine")
+    what = f"the weights are not what {step} steps made of them"
+    return _desync_error(what, found, num_good=num_good, fix="test the memory of that rank's machine")
 
 
 def _desync_error(what: str, found: Sequence[str], num_good: int, fix: str) -> DesyncError:
     more = f"; and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
     return DesyncError(
         f"{what}; got: {'; '.join(found[:_MOST_SHOWN])}{more}; "
-        f"last good step: {num_good - 1 if num_good else 'none'}, later ones are done again; "
+        f"last good step: {num_good - 1 if num_good else 'none'}, later steps will be done again; "
         f"fix: run the same command again; if it happens again, {fix}"
     )

@@ -1,9 +1,9 @@
-"""First-order training, the papers' row FT: AdamW under ZeRO-3, on the same batches and losses.
+"""First-order training (the row FT in the papers): AdamW under ZeRO-3 on the same batches and losses.
 
-Every rank runs its share of a step's micro-batches forward and backward; DeepSpeed averages the gradients
-over the ranks, keeps gradients and optimizer states sharded, and updates the shards. Dropout is on, as in
-MeZO's own fine-tuning (Malladi et al. 2023, through transformers' Trainer); evaluations run without it.
-Gradients are clipped as there, too, unless DeepSpeed's JSON says otherwise.
+Every rank runs its share of a step's micro-batches forward and backward. DeepSpeed averages the gradients
+over the ranks, shards gradients and optimizer states, and updates the shards. As in MeZO's own fine-tuning
+(Malladi et al. 2023, with transformers' Trainer), dropout is on in training and off in evaluations, and
+gradients are clipped unless DeepSpeed's JSON says otherwise.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from lezo_ds.noise import noise_backend
 from lezo_ds.sharding import zero3
 from lezo_ds.zo.keys import dropout_key
 
-MAX_GRADIENT_NORM = 1.0  # what transformers' Trainer clips to
+MAX_GRADIENT_NORM = 1.0  # the default of transformers' Trainer
 
 
 class FirstOrderEngine(ModelEngine):
-    """A sharded model and its AdamW; made by `initialize_first_order`."""
+    """A sharded model and its AdamW. `initialize_first_order` makes it."""
 
     def __init__(
         self,
@@ -51,29 +51,29 @@ class FirstOrderEngine(ModelEngine):
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """Learning rate of the next step."""
         return float(self._deepspeed.get_lr()[0])
 
     @property
     def skipped_steps(self) -> int:
-        """Number of steps whose fp16 gradients overflowed: DeepSpeed lowers its loss scale and goes on."""
+        """Number of steps whose fp16 gradients overflowed. DeepSpeed skips them and lowers its loss scale."""
         return int(self._deepspeed.skipped_steps)
 
     def train_batch(self, batch: Sequence[MicroBatch], loss_function: LossFunction) -> float:
         """Do one step.
 
         Args:
-            batch: the step's whole batch, the same on every rank; rank r runs micro-batches r, r + world, ...
-                What dropout leaves out does not depend on the number of ranks.
+            batch: all micro-batches of the step, the same on every rank. Rank r runs r, r + world_size, ...
+                The dropout masks do not depend on the number of ranks.
             loss_function: (logits, micro-batch) -> summed loss of each example.
 
         Returns:
-            The mean loss over the batch, whose gradient the step took.
+            The mean loss over the batch before the update.
 
         Raises:
             UserError: the micro-batches cannot be shared evenly among the ranks, or the loss has no gradient.
-            DivergenceError: the loss is not finite; the weights are as before the step.
-            DesyncError: the ranks do not work on the same batch; likewise.
+            DivergenceError: the loss is not finite. The weights have not changed.
+            DesyncError: the ranks do not work on the same batch. The weights have not changed.
         """
         share = self._my_share(len(batch))
         total_weight = sum(micro_batch.weight for micro_batch in batch)
@@ -83,10 +83,10 @@ class FirstOrderEngine(ModelEngine):
         for index in share:
             loss = self._loss(mine[index], index, loss_function)
             losses[index] = loss.detach()
-            # DeepSpeed divides the sum of all ranks' gradients by the number of ranks.
+            # DeepSpeed averages the gradients over the ranks, but the loss is a mean over the whole batch.
             self._deepspeed.backward(loss * (self.world_size / total_weight), scale_wrt_gas=False)
             if index != share[-1]:
-                self._deepspeed.step()  # only counts the micro-batch
+                self._deepspeed.step()  # counts the micro-batch; only the last call updates the weights
         facts = {
             "step": str(self.global_steps),
             "learning rate": repr(self.learning_rate),
@@ -97,7 +97,7 @@ class FirstOrderEngine(ModelEngine):
         if not math.isfinite(mean):
             raise DivergenceError(
                 f"the loss of step {self.global_steps} is not finite; got: {mean}; "
-                "fix: lower adamw.learning_rate, or use bf16 or fp32 in the place of fp16"
+                "fix: lower adamw.learning_rate, or use bf16 or fp32 instead of fp16"
             )
         self._deepspeed.step()
         zero3.finish_updates()
@@ -114,7 +114,7 @@ class FirstOrderEngine(ModelEngine):
         if not loss.requires_grad:
             raise UserError(
                 "method adamw needs a loss with a gradient",
-                got="one that does not depend differentiably on the logits",
+                got="a loss that is not a differentiable function of the logits",
                 expected="a differentiable objective",
                 fix="set train.objective=task, or method=lezo",
             )
@@ -122,24 +122,27 @@ class FirstOrderEngine(ModelEngine):
 
     def _run(self, micro_batch: MicroBatch, perturbation: Perturbation | None) -> tuple[Tensor, ...]:
         outputs = self._perturbed(micro_batch, perturbation, runner(micro_batch, self._deepspeed))
-        # DeepSpeed, once it has seen training, keeps weights for a backward pass that does not come here.
+        # After the first training step, DeepSpeed keeps gathered weights for a backward pass. An evaluation
+        # has no backward pass that would release them.
         zero3.release_gathered(self._deepspeed)
         return outputs
 
     def save_training_state(self, root: Path) -> None:
         """Write weights, optimizer, schedule and loss scale to `root/step-NNNNNNNN`. A collective.
 
-        Each rank writes its own shards, as DeepSpeed lays them out; when it returns, all are on the disk.
+        Each rank writes its own shards in DeepSpeed's layout. All files are on disk when this returns.
         """
         name = snapshot_path(root, self.global_steps).name
         self._deepspeed.save_checkpoint(str(root), tag=name, save_latest=False)
+        # DeepSpeed does not sync its files. The caller removes the old checkpoint next, and by then the new
+        # one must survive a power cut.
         os.sync()
         distributed.barrier()
 
     def load_training_state(self, root: Path, step: int) -> None:
-        """Bring all to what `save_training_state` wrote after `step` steps, bit for bit. A collective.
+        """Restore exactly what `save_training_state` wrote after `step` steps. A collective.
 
-        DeepSpeed's files are pickled: open only those of runs you trust. The number of ranks is the same.
+        The number of ranks must be the same. DeepSpeed's files are pickled: open only those of trusted runs.
         """
         self._deepspeed.load_checkpoint(str(root), tag=snapshot_path(root, step).name)
         zero3.finish_updates()
@@ -157,20 +160,21 @@ def initialize_first_order(
 ) -> FirstOrderEngine:
     """Load a model sharded over all ranks and return the engine that fine-tunes it by AdamW.
 
-    Each rank reads only its own slices of the weights; none ever holds the whole model.
+    Each rank reads only its own slices of the weights. No rank ever holds the whole model.
 
     Args:
-        model: hub id, or directory with config.json and safetensors (or .bin, converted once).
-        config: the optimizer's settings.
-        num_steps: over which the learning rate falls to 0.
+        model: hub id, or directory with config.json and safetensors files. A .bin file is converted once.
+        config: settings of the optimizer.
+        num_steps: number of steps over which the learning rate falls to 0.
         ds_config: DeepSpeed config as a dict, from `lezo_ds.ds_config.load_ds_config`, with
             gradient_accumulation_steps, the number of micro-batches of a step that a rank runs.
-        dtype: of the weights: "fp32", "bf16" or "fp16"; 16-bit ones have an fp32 copy that is updated.
-        seed: of the run: dropout follows from (seed, step, micro-batch), an adapter's start from seed.
-        peft: the adapter to train; None to train all weights.
+        dtype: "fp32", "bf16" or "fp16". Updates of 16-bit weights go to an fp32 copy.
+        seed: seed of the run. Dropout depends on (seed, step, micro-batch), an adapter's start on the seed.
+        peft: the adapter to train, or None to train all weights.
 
     Raises:
-        UserError: no such model, no transformer blocks, weights or an adapter that do not fit.
+        UserError: there is no such model, it has no transformer blocks, or its weights or the adapter do not
+            fit.
     """
     distributed.init_distributed()
     sharded = load_sharded_model(
@@ -180,8 +184,6 @@ def initialize_first_order(
     optimizer = torch.optim.AdamW(trainable, lr=config.learning_rate, weight_decay=config.weight_decay)
     schedule = get_linear_schedule_with_warmup(optimizer, 0, num_steps)
     ds_config = {"gradient_clipping": MAX_GRADIENT_NORM, **ds_config}
-    engine = zero3.start_training_engine(
-        model=sharded.module, optimizer=optimizer, schedule=schedule, ds_config=ds_config
-    )
+    engine = zero3.start_training_engine(sharded.module, optimizer, schedule, ds_config=ds_config)
     perturbed = PerturbedForward(sharded.module, {}, noise_backend(distributed.device()))
-    return FirstOrderEngine(engine, perturbed, sharded, seed)
+    return FirstOrderEngine(engine, perturbed, sharded, seed=seed)

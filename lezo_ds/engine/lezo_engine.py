@@ -1,7 +1,7 @@
-"""The training engine: a ZeRO-3 sharded model, and the zeroth-order step on it (LeZO, Algorithm 1).
+"""The training engine: a ZeRO-3 sharded model and the zeroth-order step on it (LeZO, Algorithm 1).
 
-A step: rank 0's plan is broadcast; each rank runs the dual forward of its share of the micro-batches; ONE
-all-reduce gives every rank every loss; rank 0 appends the record to the journal and syncs it; each rank
+A step has five parts. Rank 0 broadcasts its plan. Each rank runs its share of the forward passes. One
+all-reduce gives every loss to every rank. Rank 0 appends the record to the journal and syncs it. Each rank
 updates its own shards.
 """
 
@@ -51,7 +51,7 @@ _LAST_RESULT = "result of the step before"
 
 
 class LezoEngine(ModelEngine):
-    """A sharded model and its zeroth-order optimiser; made by `initialize`."""
+    """A sharded model and its zeroth-order optimizer. `initialize` makes it."""
 
     def __init__(
         self,
@@ -79,18 +79,18 @@ class LezoEngine(ModelEngine):
         self._num_checked = 0
 
     def with_config(self, config: ZoConfig) -> LezoEngine:
-        """Return another engine on the same model and the same weights, with its own settings and steps."""
+        """Return another engine on the same weights, with its own settings, at step 0."""
         other = copy.copy(self)
         other._configure(config)
         other.global_steps = 0
         return other
 
     def attach_journal(self, journal: Journal | None) -> None:
-        """Write every step ahead to this journal (rank 0 has it, the others pass None)."""
+        """From now on, write each step to this journal before it is applied. Only rank 0 passes a journal."""
         self._journal = journal
 
     def passes_of_step(self, num_micro_batches: int) -> list[Pass]:
-        """Return the forward passes of a step, on all ranks."""
+        """Return the forward passes of a step on all ranks together."""
         return passes_of_step(num_micro_batches, self.plan_format.num_probes, self._config.probes_per_pass)
 
     @torch.no_grad()
@@ -98,28 +98,31 @@ class LezoEngine(ModelEngine):
         """Do one step.
 
         Args:
-            batch: the step's whole batch, the same on every rank. Rank r runs passes r, r + world, ... of
-                `passes_of_step`. Runs are equal on any number of ranks if their micro-batches are.
-            loss_function: (logits, or new tokens; micro-batch) -> summed loss of each example.
+            batch: all micro-batches of the step, the same on every rank. Rank r runs the passes r,
+                r + world_size, ... of `passes_of_step`. A run with the same micro-batches gives the same
+                weights on any number of ranks.
+            loss_function: (logits or generated tokens, micro-batch) -> summed loss of each example.
 
         Returns:
-            What was done; `applied` is false if a loss was not finite or an outlier, and then nothing has
-            changed.
+            The record of the step. If a loss was not finite or was an outlier, `applied` is false and the
+            weights have not changed.
 
         Raises:
             UserError: the passes cannot be shared evenly among the ranks.
             DivergenceError: `max_skipped_steps` steps in a row were skipped.
-            DesyncError: the ranks do not work on the same step or batch, or got different results in the
-                step before. All ranks raise; the step is not done, and steps before it that may be wrong
-                are cut off the journal.
-            JournalError: the journal cannot be written; the step is not applied.
+            DesyncError: the ranks do not work on the same step or batch, or had different results in the
+                step before. All ranks raise. The step is not done, and earlier steps that may be wrong are
+                cut off the journal.
+            JournalError: the journal cannot be written. The step is not applied.
         """
         passes = self.passes_of_step(len(batch))
         mine = [passes[index] for index in self._my_share(len(passes))]
         plan = self._agree_on_plan()
-        losses = self._local_losses(plan, batch, mine, loss_function)
-        facts = self._facts(plan, batch)  # a GPU meanwhile runs what it was asked for
+        losses = self._local_losses(plan, batch, passes=mine, loss_function=loss_function)
+        facts = self._facts(plan, batch)  # hashed while a GPU still runs the forward passes
         record = self._record(plan, batch, self._sum_losses(losses, facts))
+        # The journal comes first, as in any write-ahead log. After a crash, the replay then never lacks a
+        # step that some shard has already applied.
         if self._journal is not None:
             self._journal.append(record)
         self._records.append(record)
@@ -146,7 +149,7 @@ class LezoEngine(ModelEngine):
         )
 
     def _facts(self, plan: StepPlan, batch: Sequence[MicroBatch]) -> dict[str, str]:
-        """Return what must be the same on all ranks."""
+        """Return the facts that must be the same on all ranks."""
         return {
             "step": str(self.global_steps),
             "seed": str(self._seed),
@@ -157,10 +160,11 @@ class LezoEngine(ModelEngine):
         }
 
     def _last_result(self) -> dict[str, str]:
-        """Return the result of the last step, every bit of its projected gradients included."""
+        """Return the result of the last step, with every bit of its projected gradients."""
         return {_LAST_RESULT: repr(self._records[-1] if self._records else None)}
 
     def _disagree(self, step: int, by_rank: Sequence[Facts]) -> NoReturn:
+        # If the ranks had different results in the last step, they have also applied different updates.
         agreed_on_last = len({facts[_LAST_RESULT] for facts in by_rank}) == 1
         num_good = step - (not agreed_on_last)
         self._cut_journal(num_good)
@@ -171,20 +175,20 @@ class LezoEngine(ModelEngine):
             self._journal.cut(num_good)
 
     def watch_weights(self) -> None:
-        """Take the weights as right: from now on `check_weights` compares them with the journal."""
+        """Assume that the weights are right now, and let `check_weights` follow them from here."""
         self._witness = self.weights.witness()
         self._num_checked = self.global_steps
 
     def check_weights(self) -> None:
-        """Check that every rank's weights are what the steps made of them. A collective.
+        """Check that the weights of every rank are what the steps made of them. A collective.
 
-        Some elements of each shard must be what a replay of the journal gives. Where groups of ranks hold
-        replicas, these must be equal. All ranks must have the same result of the last step. Does nothing
-        before `watch_weights`.
+        A replay of the journal must give the same value for some elements of each shard. Replicas in
+        different shard groups must be equal. All ranks must have the same result of the last step. Before
+        `watch_weights`, this does nothing.
 
         Raises:
-            DesyncError: they are not; it names ranks and parameters. All ranks raise. What was journaled
-                since the last check that passed is cut off.
+            DesyncError: the check failed. The message names ranks and parameters. All ranks raise. The steps
+                since the last check that passed are cut off the journal.
         """
         if self._witness is None:
             return
@@ -213,10 +217,10 @@ class LezoEngine(ModelEngine):
     def _local_losses(
         self, plan: StepPlan, batch: Sequence[MicroBatch], passes: Sequence[Pass], loss_function: LossFunction
     ) -> Tensor:
-        """Return float64 [micro-batches * probes]: my forward passes' losses, 0 for the other ranks'."""
+        """Return float64 [micro-batches * probes]: the losses of this rank's passes, 0 for all others."""
         num_probes = len(plan.probes)
         losses = torch.zeros(len(batch) * num_probes, dtype=torch.float64, device=self.device)
-        # All before the first pass: a GPU takes tensors of the host only when it has nothing else to do.
+        # All inputs are copied before the first pass, because a copy from the host waits for queued GPU work.
         mine = {index: to_device(batch[index], self.device) for index in {run.micro_batch for run in passes}}
         for run in passes:
             micro_batch = mine[run.micro_batch]
@@ -232,6 +236,7 @@ class LezoEngine(ModelEngine):
         try:
             found = self._estimator.estimate(plan.probes, losses)
         except ArithmeticError:
+            # An estimate that overflows counts as not finite, so the step is skipped.
             found = Estimate(loss=math.nan, projected_grads=())
         gradients = found.projected_grads if found.is_finite else ()
         return StepRecord(
@@ -259,15 +264,18 @@ class LezoEngine(ModelEngine):
     def load_checkpoint(
         self, load_dir: str | Path, steps: Sequence[StepRecord], step: int | None = None
     ) -> None:
-        """Bring the weights to what they were after `step` updates, bit for bit. A collective.
+        """Restore the exact weights after `step` updates. A collective.
 
-        Starts from what is nearest: the present weights, the newest valid snapshot in `load_dir`, or the base
-        weights; the journal's later steps are replayed. Any number of ranks may do it.
+        This starts from the nearest of the current weights, the newest valid snapshot in `load_dir` and the
+        base weights, and replays the later steps. The number of ranks may differ from the original run.
 
         Args:
-            load_dir: folder of snapshots; it may be empty or absent.
-            steps: the journal's steps from 0 (on rank 0; the others may pass none).
-            step: how many updates; by default all of `steps`.
+            load_dir: directory of snapshots, which may be empty or missing.
+            steps: the journal's steps from 0. Only those that rank 0 passes count.
+            step: number of updates; by default all of `steps`.
+
+        Raises:
+            UserError: `steps` has fewer than `step` records.
         """
         records: tuple[StepRecord, ...] = distributed.broadcast_object(tuple(steps))
         target = len(records) if step is None else step
@@ -285,15 +293,15 @@ class LezoEngine(ModelEngine):
     def _load_nearest(self, root: Path, target: int) -> None:
         newest = newest_snapshot(root, target) if self.global_rank == 0 else None
         snapshot: int | None = distributed.broadcast_object(newest)
-        # A snapshot of step 0 is loaded though this engine stands there too: the values that an adapter
-        # starts from may come from a forward pass, whose last bits another machine does not repeat.
+        # At step 0 a snapshot of step 0 is loaded, too. The initial values of a prefix come from a forward
+        # pass, and the snapshot keeps their exact bits, which another machine would not repeat.
         present = self.global_steps or -1
         if self.global_steps > target or (snapshot is not None and snapshot > present):
             self.load_model(None if snapshot is None else snapshot_path(root, snapshot), snapshot or 0)
 
 
 def _perturbation(plan: StepPlan, probes: range) -> Perturbation:
-    """Return what one forward pass of a step runs at."""
+    """Return the perturbation at which one forward pass of a step runs."""
     keyed = [
         KeyedProbe(direction_key(plan.key, probe.direction), probe.scale)
         for probe in (plan.probes[index] for index in probes)
@@ -302,7 +310,7 @@ def _perturbation(plan: StepPlan, probes: range) -> Perturbation:
 
 
 def _trailing_skips(records: Sequence[StepRecord]) -> int:
-    """Return how many of the last steps, in a row, were skipped."""
+    """Return the number of skipped steps after the last step that was not skipped."""
     return sum(1 for _ in itertools.takewhile(lambda record: not record.applied, reversed(records)))
 
 
@@ -317,22 +325,21 @@ def initialize(
 ) -> LezoEngine:
     """Load a model sharded over all ranks and return the engine that trains it.
 
-    Each rank reads only its own slices of the weights; none ever holds the whole model.
+    Each rank reads only its own slices of the weights. No rank ever holds the whole model.
 
     Args:
-        model: hub id, or directory with config.json and safetensors (or .bin, converted once).
-        config: the zeroth-order optimiser's settings.
+        model: hub id, or directory with config.json and safetensors files. A .bin file is converted once.
+        config: settings of the zeroth-order optimizer.
         ds_config: DeepSpeed config as a dict, from `lezo_ds.ds_config.load_ds_config`.
-        dtype: of the weights: "fp32", "bf16" or "fp16".
-        seed: of the run: noise and dropped layers follow from (seed, step), an adapter's start from seed.
-        peft: the adapter to train; None to train all weights.
-        partition_size: number of ranks that share the weights (it divides their number), so that every so
-            many hold a replica and exchange nothing but scalars with the others; None for all ranks.
+        dtype: "fp32", "bf16" or "fp16".
+        seed: seed of the run. Noise and dropped layers depend on (seed, step), an adapter's start on seed.
+        peft: the adapter to train, or None to train all weights.
+        partition_size: number of ranks in a shard group, a divisor of the number of ranks; None for all.
+            Each group holds a replica of the weights and exchanges only scalars with the others.
 
     Raises:
-        UserError: no such model, no transformer blocks, weights or an adapter that do not fit; or all that
-            would be trained is in blocks, and all blocks are dropped; or fast noise that is not the same
-            everywhere.
+        UserError: there is no such model, it has no transformer blocks, or its weights or the adapter do not
+            fit; or everything that is trainable is in blocks and all blocks are dropped.
     """
     distributed.init_distributed()
     sharded = load_sharded_model(
@@ -353,12 +360,12 @@ def initialize(
     dropped = num_dropped(config, num_blocks)
     if dropped == num_blocks and all(named.block is not None for named in trainable.values()):
         raise UserError(
-            "nothing is left to train: every block is dropped, and what is trained is in the blocks",
-            got=f"{dropped} of {num_blocks} blocks dropped a step, and an adapter in them",
+            "nothing is left to train: all trainable weights are in the blocks, and every block is dropped",
+            got=f"{dropped} of {num_blocks} blocks dropped per step, and an adapter in the blocks",
             expected=f"at most {num_blocks - 1}",
             fix="set zo.sparsity=0.5, or peft.kind=none",
         )
     blocks = sharded.module.get_submodule(sharded.layout.path).children()
     engine = zero3.start_engine(sharded.module, blocks, sharded.ds_config)
     perturbed = PerturbedForward(sharded.module, trainable, noise_backend(distributed.device()))
-    return LezoEngine(engine, perturbed, sharded, config, seed)
+    return LezoEngine(engine, perturbed, sharded, config=config, seed=seed)

@@ -1,4 +1,4 @@
-"""A sharded model that runs: what scoring needs, and what every way of training it has in common."""
+"""The part of the engines that scoring needs and that both ways of training share."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class ModelEngine:
     """A sharded model in DeepSpeed's engine.
 
     Attributes:
-        module: the model, its parameters sharded.
+        module: the model with sharded parameters.
         weights: this rank's shards.
-        layout: where the transformer blocks are.
-        base: where the weights came from.
-        global_steps: steps done since the base weights, skipped ones included.
-        stop_agreed: a rank asked for a stop, and all ranks know it since the last step.
-        snapshot_agreed: a rank asked for a snapshot, and all ranks know it since the last step.
+        layout: position of the transformer blocks in the model.
+        base: origin of the weights.
+        global_steps: number of steps since the base weights, including skipped ones.
+        stop_agreed: whether the votes of the last step asked for a stop. It is the same on all ranks.
+        snapshot_agreed: whether the votes of the last step asked for a snapshot. It is the same on all ranks.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ModelEngine:
 
     @property
     def global_rank(self) -> int:
-        """Index of this process among all."""
+        """Index of this process among all processes."""
         return distributed.rank()
 
     @property
@@ -64,31 +64,34 @@ class ModelEngine:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device on which this rank computes."""
         return distributed.device()
 
     @property
     def monitor(self) -> Any:  # noqa: ANN401
-        """DeepSpeed's monitor: TensorBoard, W&B and CSV, as its config asks."""
+        """DeepSpeed's monitor, which writes to TensorBoard, W&B or CSV as the DeepSpeed config says."""
         return self._deepspeed.monitor
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop: after the next step `stop_agreed` is true on every rank. Signal-safe."""
+        """Ask all ranks to stop: after the next step, `stop_agreed` is true on every rank.
+
+        A signal handler may call this, because it only sets a flag.
+        """
         self._stop_requested = True
 
     def request_snapshot(self) -> None:
-        """Ask all ranks for a snapshot: after the next step only, `snapshot_agreed` is true on all."""
+        """Ask all ranks for one snapshot: after the next step, `snapshot_agreed` is true on every rank."""
         self._snapshot_requested = True
 
     def agree_on_stop(self) -> bool:
-        """Return whether a rank has asked for a stop. A collective, for where there are no steps."""
+        """Return whether any rank has asked for a stop. A collective for use between steps."""
         vote = torch.tensor([float(self._stop_requested)], dtype=torch.float64, device=self.device)
         self.stop_agreed = distributed.sum_vector(vote)[0] > 0
         return self.stop_agreed
 
     @torch.no_grad()
     def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """Return what a micro-batch wants, logits or new tokens, at the current weights. A collective."""
+        """Return the logits or the generated tokens of a micro-batch at the current weights. A collective."""
         (outputs,) = self._run(to_device(micro_batch, self.device), None)
         return outputs
 
@@ -106,7 +109,12 @@ class ModelEngine:
         self._sharded.write(target, self.global_steps, card)
 
     def load_model(self, snapshot: Path | None, step: int) -> None:
-        """Load weights that have seen `step` steps: a snapshot's, or for None the first. A collective."""
+        """Load the weights of a snapshot, or the initial weights if it is None. A collective.
+
+        Args:
+            snapshot: directory of the snapshot.
+            step: number of steps that these weights have seen.
+        """
         if snapshot is None:
             self._sharded.load_initial()
         else:
@@ -114,17 +122,17 @@ class ModelEngine:
         self.global_steps = step
 
     def _my_share(self, num_passes: int) -> range:
-        """Return which of a step's forward passes this rank runs.
+        """Return the indices of the forward passes of a step that this rank runs.
 
         Raises:
-            UserError: they cannot be shared evenly among the ranks.
+            UserError: the number of passes is not a multiple of the number of ranks.
         """
         if num_passes % self.world_size:
             raise UserError(
                 "the forward passes of a step cannot be shared evenly",
                 got=f"{num_passes} forward passes on {self.world_size} ranks",
                 expected="a multiple of the number of ranks",
-                fix="set another train.micro_batch_size, or start another number of ranks",
+                fix="change train.micro_batch_size or the number of ranks",
             )
         return range(self.global_rank, num_passes, self.world_size)
 
@@ -134,7 +142,11 @@ class ModelEngine:
         return outputs
 
     def _sum_losses(self, losses: Tensor, facts: Facts) -> list[float]:
-        """Return the sums over all ranks of float64 [n], as `_sum_agreed`; the votes go with them."""
+        """Return the sums of float64 [n] over all ranks, and collect the votes. See `_sum_agreed`.
+
+        The votes are part of the all-reduce that every step has anyway. All ranks thus learn of a request at
+        the same step, without another message.
+        """
         votes = losses.new_tensor([float(self._stop_requested), float(self._snapshot_requested)])
         self._snapshot_requested = False
         *sums, stop, snapshot = self._sum_agreed(torch.cat([losses, votes]), facts)
@@ -142,16 +154,17 @@ class ModelEngine:
         return sums
 
     def _sum_agreed(self, values: Tensor, facts: Facts) -> list[float]:
-        """Return the sums over all ranks of float64 [n], and make sure that all work on the same.
+        """Return the sums of float64 [n] over all ranks, and check that all ranks work on the same thing.
 
-        One all-reduce; exact where each element is 0 on all ranks but one, or a small whole number.
+        There is one all-reduce. A sum is exact if its element is 0 on all ranks but one, or a small whole
+        number on each.
 
         Args:
-            values: to be summed.
-            facts: what this rank works on, and what it thinks the last step came to.
+            values: this rank's summands.
+            facts: what this rank works on, and its result of the last step.
 
         Raises:
-            DesyncError: the facts are not the same on all ranks; all of them raise.
+            DesyncError: the facts are not the same on all ranks. All ranks raise.
         """
         found = distributed.sum_vector(torch.cat([values, values.new_tensor(fact_numbers(facts))]))
         if not all_agree(found[len(values) :], self.world_size):
@@ -163,7 +176,7 @@ class ModelEngine:
         """Raise the error for facts that are not the same on all ranks.
 
         Args:
-            step: rank 0's, which need not be this one's.
-            by_rank: every rank's facts.
+            step: step of rank 0, which may differ from the step of this rank.
+            by_rank: facts of every rank.
         """
         raise disagreement(step, by_rank, step)

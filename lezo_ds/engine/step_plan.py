@@ -1,4 +1,4 @@
-"""The plan of one step: everything that rank 0 decides, in one small message."""
+"""The plan of one step, which rank 0 decides and broadcasts in one small message."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from lezo_ds.config import ZoConfig, make_estimator, make_layer_policy
 from lezo_ds.zo.estimators import Probe
 
 NUM_FACT_NUMBERS = 4
-"""How many numbers go with the losses to prove that all ranks agree (see `agreement.fact_numbers`)."""
-_NUM_VOTES = 2  # to stop, and to save
+"""Number of values in the all-reduce that prove that all ranks agree (see `agreement.fact_numbers`)."""
+_NUM_VOTES = 2  # one to stop, one to take a snapshot
 
 _HEAD = struct.Struct("<qQdd")
 _PROBE = struct.Struct("<Id")
@@ -23,12 +23,12 @@ class StepPlan:
 
     Attributes:
         step: index of the step, from 0.
-        key: of the step's noise, 64 bits.
+        key: key of the step's noise, 64 bits.
         learning_rate: eta of the update.
         perturbation_scale: mu of the paper, "eps" in its tables.
         dropped_layers: sorted indices of the transformer blocks that are neither perturbed nor updated.
-        layer_weights: factor of the update of each block; empty if all are 1.
-        probes: where the loss is measured.
+        layer_weights: factor of the update of each block; empty if all factors are 1.
+        probes: the points at which the loss is measured.
     """
 
     step: int
@@ -42,11 +42,11 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class PlanFormat:
-    """How a plan is written; all ranks know these numbers, so that the length of the message is known.
+    """The binary format of a run's plans. All ranks know it, so no message has to announce its length.
 
     Attributes:
         num_layers: number of transformer blocks of the model.
-        num_probes: of a step.
+        num_probes: number of probes of a step.
         has_weights: whether plans have layer weights.
     """
 
@@ -94,7 +94,7 @@ class PlanFormat:
 
 
 def plan_format_of(zo: ZoConfig, num_layers: int) -> PlanFormat:
-    """Return how the plans of a run are written, for a model with `num_layers` transformer blocks."""
+    """Return the format of a run's plans for a model with `num_layers` transformer blocks."""
     return PlanFormat(
         num_layers=num_layers,
         num_probes=make_estimator(zo).num_probes,
@@ -103,14 +103,14 @@ def plan_format_of(zo: ZoConfig, num_layers: int) -> PlanFormat:
 
 
 def scalar_bytes(plan_format: PlanFormat, num_micro_batches: int) -> int:
-    """Return the length of a step's two messages apart from the gathers: its plan, and the one reduction.
+    """Return the bytes of everything that a step communicates besides gathered weights.
 
-    The reduction sums float64 numbers over the ranks: a loss for each probe of each micro-batch, the votes,
-    and the proof that all ranks agree.
+    These are the plan and one all-reduce of float64 numbers: a loss for each probe of each micro-batch, the
+    votes, and the proof that all ranks agree.
 
     Args:
-        plan_format: of the run's plans.
-        num_micro_batches: of a step, on all ranks.
+        plan_format: format of the run's plans.
+        num_micro_batches: number of micro-batches of a step on all ranks together.
 
     >>> scalar_bytes(PlanFormat(num_layers=40, num_probes=2), num_micro_batches=1)
     125

@@ -1,4 +1,4 @@
-"""The header of a run's records: what its steps were made from, and whether they can be continued."""
+"""The header of a run's records: what its steps were made from, and which runs can continue them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def make_header(config: RunConfig, fingerprint: str, parameter_table: str) -> He
     """Return the header of a run.
 
     Args:
-        config: the run's configuration; all of it is recorded except run_dir.
+        config: configuration of the run. Everything except run_dir is recorded.
         fingerprint: digest of the base model.
-        parameter_table: digest of the parameters' names, ids and shapes.
+        parameter_table: digest of the names, ids and shapes of the parameters.
     """
     return Header(
         noise_version=NOISE_VERSION,
@@ -34,35 +34,44 @@ def make_header(config: RunConfig, fingerprint: str, parameter_table: str) -> He
 
 
 def config_of(header: Header, run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration that a header holds, in today's keys.
+    """Return the configuration in a header, with the keys of this version.
 
     Args:
-        header: of this or an earlier version.
-        run_dir: directory of the run now.
+        header: header that this version or an earlier one wrote.
+        run_dir: present directory of the run.
         overrides: `key=value` changes.
 
     Raises:
-        UserError: this version cannot read it; see `recorded_config`.
+        UserError: this version cannot read the configuration; see `recorded_config`.
     """
     values = {key: value for key, value in header.config.items() if key != "tokenizer"}
     values["run_dir"] = str(run_dir)
-    return recorded_config(values, f"run {run_dir}", header.libraries.get("lezo_ds"), overrides)
+    written_by = header.libraries.get("lezo_ds")
+    return recorded_config(values, f"run {run_dir}", written_by, overrides=overrides)
 
 
 def assert_same_run(recorded: Header, ours: Header, run_dir: Path, may_differ: Collection[str]) -> None:
-    """Refuse to continue a run with another model, noise or configuration than it was begun with.
+    """Refuse to continue a run with another model, noise or configuration than it was started with.
 
     Args:
-        recorded: the run's header, of this or an earlier version.
-        ours: what this process would record.
+        recorded: header of the run, which this version or an earlier one wrote.
+        ours: header that this process would write.
         run_dir: directory of the run.
         may_differ: dotted configuration keys that may differ.
 
     Raises:
-        UserError: naming the first item that differs, both values, and both versions if they differ.
+        UserError: the first item that differs, with both values, and both versions if they differ.
     """
     config = _recorded(config_of(recorded, run_dir), recorded.config.get("tokenizer"))
     assert_compatible(replace(recorded, config=config), ours, may_differ)
+
+
+def header_without_weights(recorded: Header, config: RunConfig) -> Header:
+    """Return the header of a run whose weights are not loaded yet.
+
+    The two hashes that need the weights come from the record. They are compared once the weights are loaded.
+    """
+    return make_header(config, recorded.model_fingerprint, recorded.parameter_table_hash)
 
 
 def _recorded(config: RunConfig, tokenizer: str | None) -> dict[str, Any]:

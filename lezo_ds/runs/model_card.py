@@ -1,7 +1,7 @@
-"""The README.md of an exported model: what it is, how it was made, and how to make it again.
+"""The model card (README.md) of an exported model: what it is, how it was made, and how to make it again.
 
-A run that comes from a pack is not trusted. Its strings appear as plain words in the text, quoted in the
-command, and inside fences that they cannot close.
+A run from a pack is not trusted. Its strings appear in the text without Markdown or HTML, in the command with
+shell quotes, and otherwise inside code fences that they cannot close.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TEMPLATE = """\
 
 # {{ plain(base) }} tuned on {{ task }} with {{ method }}
 
-This model was tuned with {{ paper }}, by lezo_ds. Trained: {{ trained }}.
+This model was tuned by lezo_ds with {{ paper }}. It trained {{ trained }}.
 These are the weights after {{ step }} of {{ num_steps }} steps{{ " (lowest validation loss)" if is_best }}.
 
 ## Scores
@@ -48,7 +48,7 @@ These are the weights after {{ step }} of {{ num_steps }} steps{{ " (lowest vali
 {% for name in metrics %} {{ score(e.metrics.get(name)) }} |{% endfor %}
 {% endfor %}
 Step 0 is the base model. The test examples are a sample of the task's validation set (protocol \
-{{ protocol }}). A score near that of the majority class means that nothing was learned.
+{{ protocol }}). A score close to the majority class means that the model has learned nothing.
 
 ## Identity
 
@@ -57,11 +57,11 @@ Step 0 is the base model. The test examples are a sample of the task's validatio
 {% for name, value in identity.items() -%}
 | {{ name }} | {{ plain(value) }} |
 {% endfor %}
-The hashes are computed by lezo_ds from the weights in memory. They do not depend on sharding.
+lezo_ds computes the hashes from the weights in memory. They do not depend on sharding.
 
 ## How to make it again
 
-Save this as `recipe.yaml`. It decides the run, together with the base model and the data.
+Save this as `recipe.yaml`. Together with the base model and the data it determines the run.
 
 {{ fenced(recipe, "yaml") }}
 
@@ -77,12 +77,12 @@ Save this as `recipe.yaml`. It decides the run, together with the base model and
 
 
 def model_card(run: RecordedRun, step: int, digest: str) -> str:
-    """Return the card as Markdown that starts with the hub's metadata.
+    """Return the card as Markdown with the hub's metadata first.
 
     Args:
         run: the run that made the weights.
         step: number of updates that the weights have seen.
-        digest: digest of the weights, as in the manifest next to them.
+        digest: digest of the weights, as in the manifest next to the card.
     """
     config, task = run.config, TASKS.find(run.config.data.task)
     environment = json.loads((run.directory.path / "environment.json").read_text())
@@ -124,14 +124,14 @@ def model_card(run: RecordedRun, step: int, digest: str) -> str:
 
 
 def _base_name(config: RunConfig) -> str:
-    """Return the base model's hub id, or the name of its directory without the path to it."""
+    """Return the base model's hub id, or the name of its directory without the rest of the path."""
     path = config.model.path
     is_hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) and not Path(path).exists()
     return path if is_hub_id else Path(path).name
 
 
 def _recipe(config: RunConfig) -> str:
-    """Return the configuration as YAML, without the keys that say where things are on the run's machine."""
+    """Return the configuration as YAML, without the keys that hold paths on the run's machine."""
     values = config_to_dict(config)
     del values["run_dir"], values["deepspeed"], values["model"]["path"], values["data"]["path"]
     return yaml.safe_dump(values, sort_keys=False).rstrip()
@@ -146,10 +146,7 @@ def _command(config: RunConfig, environment: dict[str, Any]) -> str:
 
 
 def _environment(environment: dict[str, Any]) -> dict[str, Any]:
-    hardware, versions = (
-        section if isinstance(section := environment.get(name), dict) else {}
-        for name in ("hardware", "versions")
-    )
+    hardware, versions = _section(environment, "hardware"), _section(environment, "versions")
     return {
         "ranks": environment.get("world_size"),
         "device": hardware.get("gpu") or f"{hardware.get('device')} ({hardware.get('cpu') or 'unknown'})",
@@ -158,8 +155,13 @@ def _environment(environment: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _section(environment: dict[str, Any], name: str) -> dict[str, Any]:
+    section = environment.get(name)
+    return section if isinstance(section, dict) else {}
+
+
 def _plain(value: object) -> str:
-    """Return a text on one line in which nothing is Markdown or HTML."""
+    """Return a value as one line of text in which nothing acts as Markdown or HTML."""
     return re.sub(r"[^\w .,:;/+()=%@-]", "?", str(value))
 
 
@@ -168,7 +170,7 @@ def _score(value: float | None) -> str:
 
 
 def _fenced(text: str, language: str) -> str:
-    """Return a code block whose fence is longer than any run of backticks in it."""
+    """Return a code block with a fence that is longer than any sequence of backticks inside."""
     longest = max(map(len, re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{text}\n{fence}"

@@ -1,4 +1,4 @@
-"""A finished or interrupted run, opened again: the weights of any of its steps, from base and journal."""
+"""Open a run that has ended or was interrupted, and restore the weights of one of its steps."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from lezo_ds.zo.records import StepRecord
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a run's directory says of it.
+    """The records in a run's directory.
 
     Attributes:
-        directory: of the run.
-        header: what it was begun with.
-        config: it was made with, overrides applied.
-        num_steps: how many it has done; of a first-order run, up to its last checkpoint.
-        steps: all steps of a zeroth-order run, from 0; a first-order one keeps none.
-        evaluations: all of them, in order.
+        directory: directory of the run.
+        header: what the run was started with.
+        config: configuration of the run, with overrides applied.
+        num_steps: number of steps done. For a first-order run, those up to its last checkpoint.
+        steps: all steps of a zeroth-order run, from 0. A first-order run records none.
+        evaluations: all evaluations in order.
     """
 
     directory: RunDirectory
@@ -41,14 +41,15 @@ class RecordedRun:
     evaluations: tuple[EvaluationRecord, ...]
 
     def find_step(self, step: str) -> int:
-        """Return the number of updates that "best" (lowest validation loss), "last" or a number stands for.
+        """Return the number of updates for "best" (lowest validation loss), "last" or a number as text.
 
         Raises:
             UserError: the run has no such step.
         """
         number = self._number_of(step)
         if self.config.method == "adamw":
-            kept: Sequence[int] = self._snapshots()
+            root = self.directory.snapshots
+            kept: Sequence[int] = [s for s in snapshot_steps(root) if read_manifest(snapshot_path(root, s))]
             numbers = f"a step with a snapshot: {', '.join(map(str, kept)) or 'none yet'}"
         else:
             kept, numbers = range(self.num_steps + 1), f"0 to {self.num_steps}"
@@ -68,7 +69,7 @@ class RecordedRun:
             best = best_evaluation(self.evaluations)
             if best is None:
                 raise UserError(
-                    f"run {self.directory.path} has no evaluation yet to pick the best step by",
+                    f"run {self.directory.path} has no evaluation yet, so it has no best step",
                     got=f"{self.num_steps} steps",
                     expected="a validation loss",
                     fix="use --step last, or resume the run",
@@ -76,66 +77,66 @@ class RecordedRun:
             return best.step
         return int(step) if step.isdecimal() else None
 
-    def _snapshots(self) -> list[int]:
-        root = self.directory.snapshots
-        return [step for step in snapshot_steps(root) if read_manifest(snapshot_path(root, step))]
-
 
 def read_run(path: Path, overrides: tuple[str, ...] = ()) -> RecordedRun:
     """Read a run's directory.
 
     Args:
-        path: the run's directory.
-        overrides: key=value changes to its config, for a model or data that have moved since.
+        path: directory of the run.
+        overrides: key=value changes to its configuration, for a model or data that have moved since.
 
     Raises:
-        UserError: no run there.
-        JournalError: its journal is damaged.
+        UserError: there is no run in this directory.
+        JournalError: the journal is damaged.
     """
     directory = RunDirectory(path)
+    steps: tuple[StepRecord, ...] = ()
     if directory.training_state.is_file():
-        return _read_first_order_run(directory, overrides)
-    if not directory.journal.is_file():
+        state = read_training_state(directory.training_state)
+        header, num_steps, evaluations = state.header, state.step, state.evaluations
+    elif directory.journal.is_file():
+        header, records = read_journal(directory.journal)
+        steps = tuple(record for record in records if isinstance(record, StepRecord))
+        evaluations = tuple(record for record in records if isinstance(record, EvaluationRecord))
+        num_steps = len(steps)
+    else:
         raise UserError(
             f"{path} is not the directory of a run",
             got="neither journal.jsonl nor training_state.json in it",
             expected="the run_dir of a run",
             fix="give the run_dir that launch/train.py printed",
         )
-    header, records = read_journal(directory.journal)
-    config = config_of(header, directory.path, overrides)
-    steps = tuple(record for record in records if isinstance(record, StepRecord))
-    evaluations = tuple(record for record in records if isinstance(record, EvaluationRecord))
-    return RecordedRun(directory, header, config, len(steps), steps, evaluations)
-
-
-def _read_first_order_run(directory: RunDirectory, overrides: tuple[str, ...]) -> RecordedRun:
-    state = read_training_state(directory.training_state)
-    config = config_of(state.header, directory.path, overrides)
-    return RecordedRun(directory, state.header, config, state.step, (), state.evaluations)
+    return RecordedRun(
+        directory=directory,
+        header=header,
+        config=config_of(header, directory.path, overrides),
+        num_steps=num_steps,
+        steps=steps,
+        evaluations=evaluations,
+    )
 
 
 def restore(run: RecordedRun, step: int) -> LezoEngine:
-    """Return an engine that holds the run's weights after `step` updates, bit for bit. A collective.
+    """Return an engine with exactly the weights that the run had after `step` updates. A collective.
 
     Raises:
-        UserError: another base model, or another noise, than the run was made with.
+        UserError: the run was made with another base model or another noise version.
     """
     if run.header.noise_version != NOISE_VERSION:
         raise UserError(
-            f"run {run.directory.path} was made with another noise",
+            f"run {run.directory.path} was made with another noise version",
             got=f"version {run.header.noise_version}",
             expected=f"version {NOISE_VERSION}",
-            fix="use the version of this package that made the run; "
-            f"or open one of its snapshots, in {run.directory.snapshots}",
+            fix="use the version of this package that made the run, "
+            f"or open one of its snapshots in {run.directory.snapshots}",
         )
     engine = make_engine(run.config)
     if engine.base.fingerprint != run.header.model_fingerprint:
         raise UserError(
-            f"{run.config.model.path} is not the model the run was made with",
+            f"{run.config.model.path} is not the base model of the run",
             got=f"fingerprint {engine.base.fingerprint}",
             expected=run.header.model_fingerprint,
-            fix="add model.path=... with the base model's directory",
+            fix="add model.path=... with the directory of the base model",
         )
     if run.config.method == "adamw":
         engine.load_model(snapshot_path(run.directory.snapshots, step), step)

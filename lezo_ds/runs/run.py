@@ -1,15 +1,15 @@
-"""A run of any method: score, train, validate, take snapshots, pick the best step and score it."""
+"""A run of any method: score, train, validate, take snapshots, and score the best step."""
 
 from __future__ import annotations
 
 import logging
+import math
 import resource
-import signal
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,12 +25,13 @@ from lezo_ds.model.batch import MicroBatch
 from lezo_ds.model.snapshots import prune_snapshots, read_manifest, snapshot_path
 from lezo_ds.runs.launcher import LauncherWatch
 from lezo_ds.runs.run_directory import RunDirectory, library_versions
+from lezo_ds.runs.signals import on_stop_signals
 
 logger = logging.getLogger(__name__)
 
 
 class Engine(Model, Protocol):
-    """What a run needs of an engine, zeroth- or first-order."""
+    """What a run needs from a zeroth-order or first-order engine."""
 
     global_steps: int
     stop_agreed: bool
@@ -50,12 +51,20 @@ class Engine(Model, Protocol):
         ...
 
     def agree_on_stop(self) -> bool:
-        """Return whether a rank has asked for a stop. A collective."""
+        """Return whether any rank has asked for a stop. A collective."""
         ...
 
 
-def num_steps(config: RunConfig, num_train: int) -> int:
-    """Return how many steps a run has: 0 for methods that do not train."""
+E = TypeVar("E", bound=Engine)
+
+
+def count_steps(config: RunConfig, num_train: int) -> int:
+    """Return the number of steps of a run, which is 0 for methods that do not train.
+
+    Args:
+        config: configuration of the run.
+        num_train: number of training examples.
+    """
     if config.method not in TRAINED:
         return 0
     if config.train.steps is not None:
@@ -63,22 +72,25 @@ def num_steps(config: RunConfig, num_train: int) -> int:
     return max(1, config.adamw.epochs * num_train // config.train.batch_size)
 
 
-class Run(ABC):
-    """One process's part of a run. Files are rank 0's; every decision follows from what all ranks know.
+class Run(ABC, Generic[E]):
+    """The part of a run that one process does.
+
+    Rank 0 writes all files. A decision depends only on what all ranks know, because most of them lead to
+    collectives, in which a rank that decided otherwise would hang.
 
     Args:
-        config: of the run.
-        data: what it trains on and is scored on.
-        directory: of the run.
-        engine: at any step; `_open` brings it to where the run stands.
+        config: configuration of the run.
+        data: training and evaluation data.
+        directory: directory of the run.
+        engine: engine at any step. `_open` brings it to the step at which the run resumes.
 
     Attributes:
-        saves_when_stopped: whether a run that is stopped would lose the steps since its last snapshot.
+        saves_when_stopped: whether a stopped run would otherwise lose the steps after its last snapshot.
     """
 
     saves_when_stopped: ClassVar[bool] = False
 
-    def __init__(self, config: RunConfig, data: TaskData, directory: RunDirectory, engine: Engine) -> None:
+    def __init__(self, config: RunConfig, data: TaskData, directory: RunDirectory, engine: E) -> None:
         self.config = config
         self.data = data
         self.directory = directory
@@ -86,7 +98,7 @@ class Run(ABC):
         self.writes = engine.global_rank == 0
         self._launcher = LauncherWatch()
         self.evaluations: list[EvaluationRecord] = []
-        self.num_steps = num_steps(config, len(data.train.encoded))
+        self.num_steps = count_steps(config, len(data.train.encoded))
         self._eval_every = config.train.eval_every or max(1, self.num_steps // 10)
         self._num_done = 0
         self._seconds_before = 0.0
@@ -94,19 +106,19 @@ class Run(ABC):
 
     @abstractmethod
     def _open(self) -> None:
-        """Bring the engine and `evaluations` to where the run stands."""
+        """Bring the engine and `evaluations` to the step at which the run resumes."""
 
     @abstractmethod
     def _train_step(self) -> dict[str, Any]:
-        """Do one step; return what metrics.jsonl says of it, the loss first."""
+        """Do one step and return its entries for metrics.jsonl, the loss first."""
 
     @abstractmethod
     def _record_evaluation(self, record: EvaluationRecord) -> None:
-        """Keep an evaluation where `_open` finds it."""
+        """Store an evaluation where `_open` finds it."""
 
     @abstractmethod
     def _save(self) -> None:
-        """Write a snapshot of the present step. A collective."""
+        """Write a snapshot of the current step. A collective."""
 
     def _is_saved(self, step: int) -> bool:
         """Return, on rank 0, whether `_save` has been done at this step."""
@@ -114,11 +126,15 @@ class Run(ABC):
 
     @abstractmethod
     def _restore(self, step: int) -> None:
-        """Bring the weights back to those after `step` updates. A collective."""
+        """Restore the weights that `step` updates gave. A collective."""
 
     @abstractmethod
     def _details(self) -> dict[str, Any]:
-        """Return what results.json says of this kind of run only. A collective."""
+        """Return the entries of results.json that only this kind of run has. A collective."""
+
+    def _protected(self) -> tuple[int, ...]:
+        """Return the steps whose snapshots must not be removed."""
+        return ()
 
     def _close(self) -> None:
         """Close what `_open` opened."""
@@ -129,15 +145,17 @@ class Run(ABC):
         return
 
     def execute(self) -> dict[str, Any]:
-        """Run to the end, or until a stop is agreed on; return what results.json holds.
+        """Run to the end, or until all ranks agree to stop, and return the content of results.json.
 
         Raises:
-            LostRankError: another rank has ended or hangs; the message names the last good step.
-            LezoError: see its kinds.
+            LostRankError: another rank has ended or hangs. The message names the last good step.
+            LezoError: see its subclasses.
         """
-        with distributed.lost_ranks_reported(self._where):
+        with distributed.lost_ranks_reported(self._last_good_step):
             self._begin()
-            with _StopOnSignals(self.engine):
+            # A handler only sets a flag. The flag becomes a vote in the next all-reduce, so that all ranks
+            # stop at the same step.
+            with on_stop_signals(lambda _: self.engine.request_stop()):
                 finished, best = self._run_to_end()
             results = self._results(best, finished)
             if self.writes:
@@ -146,43 +164,8 @@ class Run(ABC):
                 self._close()
             return results
 
-    def _where(self) -> str:
+    def _last_good_step(self) -> str:
         return f"last good step: {self._num_done - 1 if self._num_done else 'none'}"
-
-    def _run_to_end(self) -> tuple[bool, EvaluationRecord | None]:
-        """Do all that is left to do; return whether no stop was agreed on meanwhile, and the best step."""
-        try:
-            self._evaluate("test", at=0)
-            self._train()
-            best = self._best()
-            if best is not None:
-                self._restore(best.step)
-                self._evaluate("test", at=best.step)
-        except _Stopped:
-            return False, None
-        return True, best
-
-    def _train(self) -> None:
-        """Do all steps that are left, and what is due between them."""
-        with logging_redirect_tqdm(), self._progress() as bar:  # a line of the log goes above the bar
-            while True:
-                self._check_if_due()
-                self._evaluate_if_due()
-                self._snapshot_if_due()
-                if self._num_done >= self.num_steps:
-                    return
-                if self.engine.stop_agreed:
-                    raise _Stopped
-                self._step(bar)
-
-    def _look_around(self) -> None:
-        """See whether the user asks for something, by a file or the launcher's end; all ranks agree on it."""
-        if self._launcher.is_gone():
-            self.engine.request_stop()
-        if self.writes and self.directory.stop_file.exists():
-            self.engine.request_stop()
-        if self.writes and self.directory.save_file.exists():
-            self.engine.request_snapshot()
 
     def _begin(self) -> None:
         self._open()
@@ -194,13 +177,49 @@ class Run(ABC):
             self.directory.write_facts(facts, self.engine.world_size, str(self.engine.device))
         self._started = time.monotonic()
 
+    def _run_to_end(self) -> tuple[bool, EvaluationRecord | None]:
+        """Do everything that is left; return whether the run finished, and the best step if it did."""
+        try:
+            self._evaluate("test", at=0)
+            self._train()
+            best = best_evaluation(self.evaluations)
+            if best is not None:
+                self._restore(best.step)
+                self._evaluate("test", at=best.step)
+        except _Stopped:
+            return False, None
+        return True, best
+
+    def _train(self) -> None:
+        """Do the remaining steps, with the checks, evaluations and snapshots that are due between them."""
+        with logging_redirect_tqdm(), self._progress() as bar:  # log lines go above the progress bar
+            while True:
+                if self._num_done > 0 and self._num_done % self.config.train.check_every == 0:
+                    self._check()
+                self._evaluate_if_due()
+                self._snapshot_if_due()
+                if self._num_done >= self.num_steps:
+                    return
+                if self.engine.stop_agreed:
+                    raise _Stopped
+                self._step(bar)
+
     def _step(self, bar: Any) -> None:  # noqa: ANN401
-        self._look_around()
+        self._look_for_requests()
         values = self._train_step()
         self._num_done = self.engine.global_steps
         self._log(values)
         bar.set_postfix(values, refresh=False)
         bar.update()
+
+    def _look_for_requests(self) -> None:
+        """Turn a STOP or SAVE file, or the end of the launcher, into a request that all ranks vote on."""
+        if self._launcher.is_gone():
+            self.engine.request_stop()
+        if self.writes and self.directory.stop_file.exists():
+            self.engine.request_stop()
+        if self.writes and self.directory.save_file.exists():
+            self.engine.request_snapshot()
 
     def _log(self, values: Mapping[str, Any]) -> None:
         if not self.writes:
@@ -215,13 +234,6 @@ class Run(ABC):
     def _seconds(self) -> float:
         return self._seconds_before + time.monotonic() - self._started
 
-    def _found(self, split: str, step: int) -> EvaluationRecord | None:
-        return next((e for e in self.evaluations if e.split == split and e.step == step), None)
-
-    def _check_if_due(self) -> None:
-        if self._num_done > 0 and self._num_done % self.config.train.check_every == 0:
-            self._check()
-
     def _evaluate_if_due(self) -> None:
         step = self.engine.global_steps
         if step == 0 or (step % self._eval_every and step != self.num_steps):
@@ -234,12 +246,12 @@ class Run(ABC):
             raise
 
     def _evaluate(self, split: str, at: int) -> None:
-        """Evaluate the present weights, which have seen `at` steps, unless that was done before."""
+        """Evaluate the current weights if they have seen `at` steps and have no such evaluation yet."""
         if self.engine.global_steps != at or self._found(split, at):
             return
         self._check()
         result = self._score(self.data.dev if split == "dev" else self.data.test)
-        record = evaluation_record(self.data, split, at, result)
+        record = evaluation_record(split, step=at, metric=self.data.task.metric, result=result)
         self._record_evaluation(record)
         self.evaluations.append(record)
         metric = self.data.task.metric
@@ -247,9 +259,12 @@ class Run(ABC):
         if self.writes:
             logger.info("step %d: %s loss %s, %s %.4f", at, split, record.loss, metric, result.score)
 
+    def _found(self, split: str, step: int) -> EvaluationRecord | None:
+        return next((e for e in self.evaluations if e.split == split and e.step == step), None)
+
     def _score(self, split: EncodedSplit) -> EvaluationResult:
-        model = _Stoppable(self.engine, self._look_around)
-        return evaluate(model, self.data, split, self.config.train.eval_batch_size)
+        model = _Stoppable(self.engine, self._look_for_requests)
+        return evaluate(model, self.data, split, batch_size=self.config.train.eval_batch_size)
 
     def _snapshot_if_due(self) -> None:
         step, train = self.engine.global_steps, self.config.train
@@ -266,17 +281,10 @@ class Run(ABC):
         if self.writes and self.engine.snapshot_agreed:
             self.directory.save_file.unlink(missing_ok=True)
 
-    def _protected(self) -> tuple[int, ...]:
-        """Return the steps whose snapshots must stay."""
-        return ()
-
-    def _best(self) -> EvaluationRecord | None:
-        return best_evaluation(self.evaluations)
-
     def _results(self, best: EvaluationRecord | None, finished: bool) -> dict[str, Any]:
         before = self._found("test", 0)
         final = self._found("test", best.step) if best else None
-        trained = self.config.method in TRAINED
+        scored = final if self.config.method in TRAINED else before
         metric = self.data.task.metric
         return {
             "task": self.data.task.name,
@@ -286,8 +294,8 @@ class Run(ABC):
             "protocol": self.config.data.protocol,
             "finished": finished,
             "zero_shot": before.metrics[metric] if before and self.config.method != "icl" else None,
-            "test": _metric(final if trained else before, metric),
-            "majority_class": _metric(before, "majority_class"),
+            "test": scored.metrics.get(metric) if scored else None,
+            "majority_class": before.metrics.get("majority_class") if before else None,
             "best_step": best.step if best else None,
             "best_dev_loss": best.loss if best else None,
             "steps": self._num_done,
@@ -305,47 +313,49 @@ class Run(ABC):
         return tqdm(total=self.num_steps, initial=done, disable=not shown, desc="training", smoothing=0.05)
 
 
-def evaluation_record(data: TaskData, split: str, step: int, result: EvaluationResult) -> EvaluationRecord:
-    """Return what a run keeps of an evaluation."""
-    metrics: dict[str, float] = {data.task.metric: result.score}
+def evaluation_record(split: str, step: int, metric: str, result: EvaluationResult) -> EvaluationRecord:
+    """Return the record of an evaluation. A loss that is not finite becomes None."""
+    metrics: dict[str, float] = {metric: result.score}
     if result.majority_class is not None:
         metrics["majority_class"] = result.majority_class
-    loss = result.loss if result.loss == result.loss and abs(result.loss) != float("inf") else None
+    loss = result.loss if math.isfinite(result.loss) else None
     return EvaluationRecord(step=step, split=split, loss=loss, metrics=metrics)
 
 
 def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
-    """Return the one with the lowest validation loss, the first of equals (as the papers pick)."""
+    """Return the evaluation with the lowest validation loss, the criterion of the papers.
+
+    The first of several equal ones counts. A loss of None is higher than any other.
+    """
     losses = [record for record in evaluations if record.split == "dev"]
-    return min(losses, key=lambda record: float("inf") if record.loss is None else record.loss, default=None)
+    return min(losses, key=lambda record: math.inf if record.loss is None else record.loss, default=None)
 
 
 def peak_memory_bytes(engine: Engine) -> int:
-    """Return the most memory that a rank has used: of its GPU, else of its process. A collective."""
+    """Return the largest peak memory of any rank: of its GPU if it has one, of its process otherwise.
+
+    A collective.
+    """
     peaks = torch.zeros(engine.world_size, dtype=torch.float64, device=engine.device)
     if engine.device.type == "cuda":
         peaks[engine.global_rank] = torch.cuda.max_memory_allocated(engine.device)
     else:
-        unit = 1 if sys.platform == "darwin" else 1024
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux counts KiB
         peaks[engine.global_rank] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return int(max(distributed.sum_vector(peaks)))
 
 
-def _metric(record: EvaluationRecord | None, name: str) -> float | None:
-    return record.metrics.get(name) if record else None
-
-
-class _Stopped(Exception):  # noqa: N818  # nothing is wrong
+class _Stopped(Exception):  # noqa: N818  # this is not an error
     """All ranks have agreed to stop."""
 
 
 class _Stoppable:
-    """An engine to be scored, which asks all ranks before each forward pass whether to stop.
+    """An engine for an evaluation, which all ranks can agree to leave before each forward pass.
 
-    An evaluation may take longer than whoever asks for a stop will wait; it is done again by the next run.
+    An evaluation may take longer than a batch system waits after its signal. The next run does it again.
 
     Args:
-        engine: that computes.
+        engine: engine that computes.
         look: called before each vote.
     """
 
@@ -357,26 +367,8 @@ class _Stoppable:
         self.device = engine.device
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """Return what a micro-batch wants, or leave the evaluation. A collective."""
+        """Return the engine's outputs for a micro-batch, or leave the evaluation. A collective."""
         self._look()
         if self._engine.agree_on_stop():
             raise _Stopped
         return self._engine.forward(micro_batch)
-
-
-class _StopOnSignals:
-    """While open, SIGTERM, SIGINT and SIGUSR1 ask all ranks to stop after the next step or forward pass."""
-
-    _SIGNALS: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> None:
-        for number in self._SIGNALS:
-            self._before[number] = signal.signal(number, lambda *_: self._engine.request_stop())
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""A run is a directory: config, environment, journal, metrics, snapshots, results."""
+"""The directory of a run: configuration, environment, journal, metrics, snapshots and results."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +18,16 @@ import lezo_ds
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, make_directory, write_atomically
 
-LIBRARIES = (
-    "torch",
-    "deepspeed",
-    "transformers",
-    "datasets",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-)
+LIBRARIES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
+"""Libraries whose versions can change the numbers of a run."""
 
 
 class RunDirectory:
-    """Paths of a run, and what is written there besides the journal and the snapshots.
+    """The paths of a run, and every file in it except the journal and the snapshots.
 
     Attributes:
-        stop_file: whoever makes it asks the run to stop after the step in flight.
-        save_file: whoever makes it asks for a snapshot after the step in flight.
+        stop_file: a user creates this file to stop the run after the current step.
+        save_file: a user creates this file to get a snapshot after the current step.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -47,41 +42,34 @@ class RunDirectory:
         self._metrics = self.path / "metrics.jsonl"
 
     def create(self) -> None:
-        """Make the directory.
+        """Create the directory.
 
         Raises:
-            UserError: it cannot be made or written to.
+            UserError: the directory cannot be created or written.
         """
-        try:
+        with refuse_unwritable(f"run_dir {self.path}", option="run_dir"):
             make_directory(self.path)
             write_atomically(self.path / ".writable", "")
             (self.path / ".writable").unlink()
-        except OSError as error:
-            raise UserError(
-                f"run_dir {self.path} cannot be written to",
-                got=str(error),
-                expected="a directory that can be made and written",
-                fix="give another run_dir",
-            ) from error
 
     def write_facts(self, config: dict[str, Any], world_size: int, device: str) -> None:
         """Write config.yaml and environment.json.
 
         Raises:
-            LezoError: they cannot be written.
+            LezoError: a file cannot be written.
         """
         facts = environment(world_size, device)
         _write(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
         _write(self.path / "environment.json", json.dumps(facts, indent=1) + "\n")
 
     def cut_metrics(self, step: int) -> float:
-        """Drop the metrics of steps that will be done again; return the seconds trained until then."""
+        """Drop the metrics of all steps after `step` and return the seconds that the run took until then."""
         kept, seconds = [], 0.0
         lines = self._metrics.read_text().splitlines() if self._metrics.is_file() else []
         for line in lines:
             try:
                 entry = json.loads(line)
-            except ValueError:  # the line a crash cut short
+            except ValueError:  # a crash cut this line short
                 continue
             if entry["step"] <= step:
                 kept.append(line)
@@ -99,13 +87,30 @@ class RunDirectory:
         _write(self.results, json.dumps(results, indent=1) + "\n")
 
 
-def _write(path: Path, text: str) -> None:
-    with failures_named(path):
-        write_atomically(path, text)
+@contextmanager
+def refuse_unwritable(what: str, option: str) -> Iterator[None]:
+    """Turn an OSError into an error about a path that the user gave.
+
+    Args:
+        what: the path, as the message names it.
+        option: name of the option that sets the path.
+
+    Raises:
+        UserError: instead of the OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{what} cannot be written to",
+            got=str(error),
+            expected="a path that can be created and written",
+            fix=f"give another {option}",
+        ) from error
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of what the numbers of a run depend on."""
+    """Return the versions of everything that can change the numbers of a run."""
     found = {"python": platform.python_version(), "lezo_ds": lezo_ds.__version__}
     for name in LIBRARIES:
         try:
@@ -116,8 +121,8 @@ def library_versions() -> dict[str, str]:
 
 
 def environment(world_size: int, device: str) -> dict[str, Any]:
-    """Return what a run was made on: versions, hardware, ranks, command."""
-    import torch  # not above: tools that only read runs start faster without it
+    """Return the versions, hardware, number of ranks and command of this process."""
+    import torch  # imported here because tools that only read runs start faster without it
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
@@ -128,3 +133,8 @@ def environment(world_size: int, device: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "command": ["python", *sys.argv],
     }
+
+
+def _write(path: Path, text: str) -> None:
+    with failures_named(path):
+        write_atomically(path, text)

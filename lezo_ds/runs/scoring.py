@@ -1,16 +1,15 @@
-"""Scores of a model, or of a run at any step, without training: the work behind launch/evaluate.py."""
+"""Score a model, or a run at any step, without training. launch/evaluate.py calls this module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lezo_ds import distributed
 from lezo_ds.config import RunConfig, config_from_dict
-from lezo_ds.data.evaluation import EvaluationResult, Model, evaluate
-from lezo_ds.data.task_data import EncodedSplit, load_task_data
+from lezo_ds.data.evaluation import Model, evaluate
+from lezo_ds.data.task_data import load_task_data
 from lezo_ds.runs.restore import read_run, restore
 from lezo_ds.runs.trainer import make_engine, set_threads
 from lezo_ds.sharding.checkpoint_files import DTYPES, load_model_config, resolve_model
@@ -18,20 +17,20 @@ from lezo_ds.tasks.base import Example
 
 
 def score_run(path: Path, step: str, split: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Score the weights a run had at a step. A collective.
+    """Score the weights that a run had at a step. A collective.
 
     Args:
-        path: the run's directory.
+        path: directory of the run.
         step: "best", "last" or a number of updates.
         split: "dev" or "test".
-        overrides: key=value changes to the run's config: a model that has moved, other data.
+        overrides: key=value changes to the run's configuration, such as a model that has moved or other data.
 
     Returns:
-        The score, what it is of, and each example's prediction: the index of the candidate chosen and its
-        text, or twice the answer written.
+        The score and what it belongs to. "predictions" has an entry for each example. A prediction is the
+        index of the chosen candidate, with its text, or the generated answer.
 
     Raises:
-        UserError: no such run or step, or bad input.
+        UserError: there is no such run or step, or the input is bad.
     """
     distributed.init_distributed()
     run = distributed.on_rank_zero(lambda: read_run(path, overrides))
@@ -47,18 +46,19 @@ def score_model(model: str, split: str, overrides: tuple[str, ...] = ()) -> dict
     Args:
         model: directory or hub id.
         split: "dev" or "test".
-        overrides: key=value config: the task, its data, demonstrations.
+        overrides: key=value configuration: the task, its data, demonstrations.
 
     Returns:
-        As `score_run`.
+        The same as `score_run`.
 
     Raises:
-        UserError: bad input.
+        UserError: the input is bad.
     """
     distributed.init_distributed()
     values = {"method": "zero_shot", "run_dir": "", "model": {"path": model, "dtype": _stored_dtype(model)}}
     config = config_from_dict(values, "the command line", overrides)
-    if split == "test" and config.method == "zero_shot":  # its data may have few training examples
+    if split == "test" and config.method == "zero_shot":
+        # No training or validation example is used here, and the data may have only a few.
         config = replace(config, data=replace(config.data, num_train=1, num_dev=1))
     set_threads(config)
     return {"model": model, **_score(config, make_engine(config), split)}
@@ -66,8 +66,8 @@ def score_model(model: str, split: str, overrides: tuple[str, ...] = ()) -> dict
 
 def _score(config: RunConfig, engine: Model, split: str) -> dict[str, Any]:
     data = load_task_data(config)
-    chosen: EncodedSplit = data.dev if split == "dev" else data.test
-    result = evaluate(engine, data, chosen, config.train.eval_batch_size)
+    chosen = data.dev if split == "dev" else data.test
+    result = evaluate(engine, data, chosen, batch_size=config.train.eval_batch_size)
     return {
         "task": data.task.name,
         "method": config.method,
@@ -75,7 +75,9 @@ def _score(config: RunConfig, engine: Model, split: str) -> dict[str, Any]:
         "split": split,
         "num_examples": len(chosen.examples),
         "metric": data.task.metric,
-        **_numbers(result),
+        "score": result.score,
+        "majority_class": result.majority_class,
+        "loss": result.loss,
         "predictions": [
             {"index": example.index, "prediction": predicted, "text": _text(example, predicted)}
             for example, predicted in zip(chosen.examples, result.predicted, strict=True)
@@ -87,11 +89,7 @@ def _text(example: Example, predicted: int | str) -> str:
     return predicted if isinstance(predicted, str) else example.candidates[predicted].strip()
 
 
-def _numbers(result: EvaluationResult) -> Mapping[str, float | None]:
-    return {"score": result.score, "majority_class": result.majority_class, "loss": result.loss}
-
-
 def _stored_dtype(model: str) -> str:
-    """Return the dtype that a model's config names, if it is one the engine has; else fp32."""
+    """Return the dtype in the model's config if the engine supports it, and fp32 otherwise."""
     stored = getattr(load_model_config(resolve_model(model)), "dtype", None)
     return next((name for name, dtype in DTYPES.items() if dtype == stored), "fp32")

@@ -1,4 +1,4 @@
-"""From a configuration to a finished, or resumed, run: the work behind launch/train.py."""
+"""Start or resume the run that a configuration describes, for launch/train.py."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from lezo_ds.engine.lezo_engine import LezoEngine, initialize
 from lezo_ds.errors import UserError
 from lezo_ds.model.blocks import find_blocks
 from lezo_ds.runs.first_order_run import FirstOrderRun, check_training_state
-from lezo_ds.runs.run import num_steps
+from lezo_ds.runs.run import count_steps
 from lezo_ds.runs.run_directory import RunDirectory
 from lezo_ds.runs.zeroth_order_run import ZerothOrderRun, check_journal
 from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta, load_model_config, resolve_model
 
 
 def train(config: RunConfig) -> dict[str, Any]:
-    """Run, or resume, a run. A collective: every rank calls it with the same config.
+    """Start or resume a run. A collective that every rank calls with the same configuration.
 
     Returns:
-        What results.json holds; "finished" is false if the run was asked to stop early.
+        The content of results.json. "finished" is false if the run was asked to stop early.
 
     Raises:
-        UserError: bad input; where it can be known, before any weights load.
-        LezoError: see its kinds.
+        UserError: the input is bad. Whenever possible, this is found before any weights are loaded.
+        LezoError: see its subclasses.
     """
     with distributed.lost_ranks_reported(lambda: "last good step: none, the run was starting"):
         return _train(config)
@@ -46,16 +46,16 @@ def _train(config: RunConfig) -> dict[str, Any]:
     directory = RunDirectory(config.run_dir)
     distributed.on_rank_zero(lambda: _check_before_loading(config, directory))
     if config.method == "adamw":
-        engine = make_first_order_engine(config, num_steps(config, len(data.train.encoded)))
-        return FirstOrderRun(config, data, directory, engine).execute()
-    return ZerothOrderRun(config, data, directory, make_engine(config)).execute()
+        engine = make_first_order_engine(config, count_steps(config, len(data.train.encoded)))
+        return FirstOrderRun(config, data=data, directory=directory, engine=engine).execute()
+    return ZerothOrderRun(config, data=data, directory=directory, engine=make_engine(config)).execute()
 
 
 def set_threads(config: RunConfig) -> None:
-    """Set how many threads an operation on the CPU has: `train.cpu_threads`.
+    """Set the number of threads of a CPU operation to `train.cpu_threads`.
 
-    Beside a GPU, where no result depends on it, at least this rank's share of the cores: they update weights
-    that are offloaded.
+    With a GPU, no result depends on the number of CPU threads. They update offloaded weights, so they are at
+    least this rank's share of the cores.
     """
     num_threads = config.train.cpu_threads
     if distributed.device().type != "cpu":
@@ -65,34 +65,35 @@ def set_threads(config: RunConfig) -> None:
 
 
 def make_first_order_engine(config: RunConfig, num_steps: int) -> FirstOrderEngine:
-    """Load a run's model, sharded over all ranks, to fine-tune it for so many steps."""
+    """Load a run's model, sharded over all ranks, to fine-tune it for `num_steps` steps. A collective."""
     num_passes = config.train.batch_size // config.train.micro_batch_size // distributed.world_size()
     ds_config = {
         **_ds_config(config),
         "train_batch_size": config.train.batch_size,
         "gradient_accumulation_steps": num_passes,
     }
-    model = config.model
     return initialize_first_order(
-        model.path,
+        config.model.path,
         config.adamw,
         num_steps=num_steps,
         ds_config=ds_config,
-        dtype=model.dtype,
+        dtype=config.model.dtype,
         seed=config.seed,
         peft=config.peft,
     )
 
 
 def make_engine(config: RunConfig) -> LezoEngine:
-    """Load a run's model, sharded over all ranks; for scoring only unless the method is zeroth-order."""
+    """Load a run's model, sharded over all ranks. A collective.
+
+    The engine trains if the method is zeroth-order. Otherwise it only scores.
+    """
     zo = config.zo if config.method in ZEROTH_ORDER else scoring_only(config.zo)
     peft = config.peft if config.method in TRAINED else None
-    ds_config = _ds_config(config)
     return initialize(
         config.model.path,
         zo,
-        ds_config=ds_config,
+        ds_config=_ds_config(config),
         dtype=config.model.dtype,
         seed=config.seed,
         peft=peft,
@@ -101,19 +102,16 @@ def make_engine(config: RunConfig) -> LezoEngine:
 
 
 def scoring_only(zo: ZoConfig) -> ZoConfig:
-    """Return settings of an engine that updates nothing: no low bits beside the weights."""
-    return replace(
-        zo,
-        learning_rate=0.0,
-        sparsity=0.0,
-        num_dropped_layers=None,
-        update_precision="nearest",
-    )
+    """Return settings for an engine that updates nothing and therefore stores no low bits of the weights."""
+    return replace(zo, learning_rate=0.0, sparsity=0.0, num_dropped_layers=None, update_precision="nearest")
 
 
 def _ds_config(config: RunConfig) -> dict[str, Any]:
     return load_ds_config(
-        config.deepspeed, config.model.dtype, distributed.world_size(), config.train.micro_batch_size
+        config.deepspeed,
+        dtype=config.model.dtype,
+        world_size=distributed.world_size(),
+        micro_batch_size=config.train.micro_batch_size,
     )
 
 
@@ -122,15 +120,15 @@ def _check_before_loading(config: RunConfig, directory: RunDirectory) -> None:
         model = build_on_meta(load_model_config(resolve_model(config.model.path)), DTYPES[config.model.dtype])
         num_dropped(config.zo, find_blocks(model).num_blocks)
     directory.create()
-    _check_kind(config, directory)
+    _refuse_other_method(config, directory)
     if config.method == "adamw":
-        _check_partition(config)
+        _refuse_partition(config)
         check_training_state(config, directory, distributed.world_size())
     else:
         check_journal(config, directory)
 
 
-def _check_partition(config: RunConfig) -> None:
+def _refuse_partition(config: RunConfig) -> None:
     if config.partition_size not in (None, distributed.world_size()):
         raise UserError(
             "method adamw shards the weights among all ranks",
@@ -140,13 +138,13 @@ def _check_partition(config: RunConfig) -> None:
         )
 
 
-def _check_kind(config: RunConfig, directory: RunDirectory) -> None:
-    """Refuse to go on in the directory of a run that keeps its state another way."""
+def _refuse_other_method(config: RunConfig, directory: RunDirectory) -> None:
+    """Refuse to continue a zeroth-order run as a first-order run, or the other way round."""
     other = directory.journal if config.method == "adamw" else directory.training_state
     if other.exists():
         raise UserError(
             f"run_dir {directory.path} holds a run of another method",
-            got=f"method {config.method}, and {other.name}",
-            expected="a directory of its own for each run",
+            got=f"method {config.method}, and a directory with {other.name}",
+            expected="one directory for each run",
             fix="give another run_dir",
         )

@@ -1,6 +1,6 @@
-"""Where a first-order run stands: the file that says which of its checkpoints counts.
+"""The state file of a first-order run, which names the checkpoint to resume from.
 
-A zeroth-order run needs none: its journal is its state.
+A zeroth-order run has no such file, because its journal is its state.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from lezo_ds.journal import EvaluationRecord, Header
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What training_state.json holds.
+    """The content of training_state.json.
 
     Attributes:
-        header: what the run was begun with, as in a journal.
-        world_size: number of ranks; the checkpoint's optimizer states are sharded among as many.
-        step: number of steps the checkpoint has seen, 0 for none yet.
-        evaluations: all up to now; those of steps after the checkpoint will be done again.
+        header: what the run was started with, as in a journal.
+        world_size: number of ranks. The optimizer states in the checkpoint have one shard per rank.
+        step: number of steps that the checkpoint has seen; 0 if there is no checkpoint yet.
+        evaluations: all evaluations so far. Those after the checkpoint are repeated when the run resumes.
     """
 
     header: Header
@@ -40,10 +40,10 @@ class TrainingState:
         return replace(self, evaluations=tuple(evaluations))
 
     def write(self, path: Path) -> None:
-        """Write the file: it holds the old state or the new, never a mix.
+        """Replace the file atomically.
 
         Raises:
-            LezoError: it cannot be written.
+            LezoError: the file cannot be written.
         """
         with failures_named(path):
             write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
@@ -53,13 +53,16 @@ def read_training_state(path: Path) -> TrainingState:
     """Read the file that `TrainingState.write` wrote.
 
     Raises:
-        UserError: it is not there, or is not such a file.
+        UserError: the file is missing or is not a training state.
     """
     try:
         values = json.loads(path.read_text())
-        evaluations = tuple(EvaluationRecord(**record) for record in values["evaluations"])
-        header = Header(**values["header"])
-        return TrainingState(header, values["world_size"], values["step"], evaluations)
+        return TrainingState(
+            header=Header(**values["header"]),
+            world_size=values["world_size"],
+            step=values["step"],
+            evaluations=tuple(EvaluationRecord(**record) for record in values["evaluations"]),
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path} cannot be read",

@@ -1,4 +1,4 @@
-"""A run of LeZO or MeZO: its journal is the training state. Without steps (zero_shot, icl) it only scores."""
+"""A run of LeZO or MeZO, whose journal is its training state, or a run that only scores (zero_shot, icl)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.engine.step_plan import scalar_bytes
 from lezo_ds.journal import EvaluationRecord, Header, Journal
-from lezo_ds.runs.header import assert_same_run, make_header
+from lezo_ds.runs.header import assert_same_run, header_without_weights, make_header
 from lezo_ds.runs.run import Run
 from lezo_ds.runs.run_directory import RunDirectory
 from lezo_ds.zo.records import StepRecord
@@ -19,32 +19,32 @@ from lezo_ds.zo.records import StepRecord
 logger = logging.getLogger(__name__)
 
 
-class ZerothOrderRun(Run):
+class ZerothOrderRun(Run[LezoEngine]):
     """A run whose engine is a LezoEngine."""
 
     def __init__(
         self, config: RunConfig, data: TaskData, directory: RunDirectory, engine: LezoEngine
     ) -> None:
-        super().__init__(config, data, directory, engine)
-        self._lezo = engine
+        super().__init__(config=config, data=data, directory=directory, engine=engine)
         self._steps: list[StepRecord] = []
         self._journal: Journal | None = None
 
     def _open(self) -> None:
-        """Create the journal, or open it and bring the weights to where it ends."""
-        base = self._lezo.base
+        """Create the journal, or open it and replay it."""
+        base = self.engine.base
         header = make_header(self.config, base.fingerprint, base.table_hash)
         records = distributed.on_rank_zero(lambda: self._open_journal(header))
         self._steps = [record for record in records if isinstance(record, StepRecord)]
         self.evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
-        self._lezo.load_checkpoint(self.directory.snapshots, self._steps)
-        self._lezo.attach_journal(self._journal)
-        self._lezo.watch_weights()
+        self.engine.load_checkpoint(self.directory.snapshots, self._steps)
+        self.engine.attach_journal(self._journal)
+        self.engine.watch_weights()
         if self._starts_from_activations() and not self._steps:
             self._save()
 
     def _starts_from_activations(self) -> bool:
-        """Whether the first values, too, are only exact in a snapshot: another machine rounds otherwise."""
+        # A prefix starts from the activations of a forward pass, which another machine rounds differently.
+        # Replay is exact only if it starts from the very same values, so a snapshot of step 0 keeps them.
         return self.num_steps > 0 and self.config.peft.kind == "prefix"
 
     def _protected(self) -> tuple[int, ...]:
@@ -56,12 +56,17 @@ class ZerothOrderRun(Run):
             self._journal = Journal.create(path, header)
             return ()
         self._journal = Journal.open(path)
-        assert_same_run(self._journal.header, header, self.directory.path, RESUME_MAY_DIFFER)
+        assert_same_run(
+            recorded=self._journal.header,
+            ours=header,
+            run_dir=self.directory.path,
+            may_differ=RESUME_MAY_DIFFER,
+        )
         return self._journal.records
 
     def _train_step(self) -> dict[str, Any]:
-        batch = self.data.batch(self.config, self._lezo.global_steps)
-        record = self._lezo.train_batch(batch, self.data.loss)
+        batch = self.data.batch(self.config, self.engine.global_steps)
+        record = self.engine.train_batch(batch, self.data.loss)
         self._steps.append(record)
         gradients = record.projected_grads
         gradient = sum(gradients) / len(gradients) if gradients else None
@@ -76,13 +81,13 @@ class ZerothOrderRun(Run):
             self._journal.append(record)
 
     def _check(self) -> None:
-        self._lezo.check_weights()
+        self.engine.check_weights()
 
     def _save(self) -> None:
-        self._lezo.save_checkpoint(self.directory.snapshots)
+        self.engine.save_checkpoint(self.directory.snapshots)
 
     def _restore(self, step: int) -> None:
-        self._lezo.load_checkpoint(self.directory.snapshots, self._steps, step)
+        self.engine.load_checkpoint(self.directory.snapshots, self._steps, step)
 
     def _close(self) -> None:
         if self._journal is not None:
@@ -95,35 +100,43 @@ class ZerothOrderRun(Run):
         }
         return {
             **(training if self.config.method in TRAINED else {}),
-            "model_fingerprint": self._lezo.base.fingerprint,
-            "weights_digest": self._lezo.weights.digest(),
+            "model_fingerprint": self.engine.base.fingerprint,
+            "weights_digest": self.engine.weights.digest(),
         }
 
     def _bytes_per_step(self) -> dict[str, int] | None:
-        """Return what a step sends: gathered weights (each rank builds them), and everything else.
+        """Return the bytes that a step communicates: gathered weights on each rank, and everything else.
 
-        None where the objective reads answers: they take as many forward passes as the longest has tokens.
+        The number is not known (None) if the objective generates answers, because the number of forward
+        passes then depends on the longest answer.
         """
         if self.data.objective.reads_answers:
             return None
-        train, world_size = self.config.train, self._lezo.world_size
+        train, world_size = self.config.train, self.engine.world_size
         num_micro_batches = train.batch_size // train.micro_batch_size
-        num_forwards = len(self._lezo.passes_of_step(num_micro_batches)) // world_size
-        parameters = self._lezo.weights.parameters
+        num_forwards = len(self.engine.passes_of_step(num_micro_batches)) // world_size
+        parameters = self.engine.weights.parameters
         model = sum(parameter.numel * parameter.parameter.element_size() for parameter in parameters)
         is_sharded = (self.config.partition_size or world_size) > 1
         return {
             "gathered": model * num_forwards if is_sharded else 0,
-            "other": scalar_bytes(self._lezo.plan_format, num_micro_batches),
+            "other": scalar_bytes(self.engine.plan_format, num_micro_batches),
         }
 
 
 def check_journal(config: RunConfig, directory: RunDirectory) -> None:
-    """Refuse, before any weights load, to resume a run that was begun with another configuration."""
+    """Refuse, before any weights are loaded, to resume a run with another configuration.
+
+    Raises:
+        UserError: the first item that differs.
+    """
     if not directory.journal.exists():
         return
     with Journal.open(directory.journal) as journal:
         header = journal.header
-    # What needs the weights is taken from the journal here, and compared once they are loaded.
-    ours = make_header(config, header.model_fingerprint, header.parameter_table_hash)
-    assert_same_run(header, ours, directory.path, RESUME_MAY_DIFFER)
+    assert_same_run(
+        recorded=header,
+        ours=header_without_weights(header, config),
+        run_dir=directory.path,
+        may_differ=RESUME_MAY_DIFFER,
+    )

@@ -1,4 +1,4 @@
-"""A command as a process of its own: its output in a file, its main lines shown, its end waited for."""
+"""Run a command as a child process, log all its output, and show the main lines."""
 
 from __future__ import annotations
 
@@ -9,44 +9,43 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from lezo_ds.errors import LezoError, UserError
+from lezo_ds.runs.signals import on_stop_signals
 
 SHOWN_LINES = ("step ", "error: ")
-"""How the lines begin that are shown of a run's output; its log has all."""
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Prefixes of the lines that are shown. The log has all lines."""
 
 logger = logging.getLogger(__name__)
 
 
 def run_logged(command: Sequence[str], log: Path, variables: Mapping[str, str] | None = None) -> int:
-    """Run a command to its end, add its output to `log`, show its main lines and return its exit code.
+    """Run a command to its end, append its output to `log`, show the main lines and return the exit code.
 
-    SIGINT, SIGTERM and SIGUSR1 are passed on, once, as SIGTERM to all that the command started, so that a run
-    may end well; at the second SIGKILL is. This returns only when all of it has ended.
+    The first stop signal is passed on as SIGTERM to every process of the command, so that a run can save its
+    state. The second one is passed on as SIGKILL. The function returns when all these processes have ended.
 
     Args:
         command: program and arguments.
-        log: file to append to; its directory exists.
-        variables: environment variables beside those of this process.
+        log: file to append to, in an existing directory.
+        variables: environment variables that are set in addition to those of this process.
 
     Raises:
         UserError: there is no such program.
-        LezoError: a signal came.
+        LezoError: a stop signal was received.
     """
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environment = {**os.environ, **(variables or {})}
     received: list[signal.Signals] = []
 
-    def stop(number: int, _: FrameType | None) -> None:
-        received.append(signal.Signals(number))
+    def stop(number: signal.Signals) -> None:
+        received.append(number)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL if len(received) > 1 else signal.SIGTERM)
 
     try:
+        # A session of its own gives the command a process group, which killpg can reach as a whole.
         process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
     except OSError as error:
         raise UserError(
@@ -55,18 +54,13 @@ def run_logged(command: Sequence[str], log: Path, variables: Mapping[str, str] |
             expected="a program in PATH",
             fix="give its full path",
         ) from error
-    before = {number: signal.signal(number, stop) for number in _SIGNALS}
-    try:
-        with process, log.open("a") as file:
-            assert process.stdout is not None
-            for line in process.stdout:  # it ends when the last process that could write has ended
-                file.write(line)
-                file.flush()
-                if line.startswith(SHOWN_LINES):
-                    logger.info("  %s", line.rstrip())
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with on_stop_signals(stop), process, log.open("a") as file:
+        assert process.stdout is not None
+        for line in process.stdout:  # ends when the last process that could write has ended
+            file.write(line)
+            file.flush()
+            if line.startswith(SHOWN_LINES):
+                logger.info("  %s", line.rstrip())
     if received:
-        raise LezoError(f"stopped by {received[0].name}; the same command continues")
+        raise LezoError(f"stopped by {received[0].name}; fix: run the same command again to continue")
     return process.returncode

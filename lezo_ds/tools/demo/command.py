@@ -1,4 +1,4 @@
-"""The demonstration: data and model, one run per seed through the real launcher on two CPU ranks, a table."""
+"""The demonstration: make data and model, start one run per seed on two CPU ranks, and print a table."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lezo_ds.tools.logged_command import run_logged
 RECIPE = Path("launch/recipes/demo.yaml")
 NUM_RANKS = 2
 MEANING = """\
-What this shows: the pre-trained model can tell praise from blame, but it answers "terrible" nearly always,
-so that its zero-shot accuracy is close to the majority class. Zeroth-order fine-tuning removes that bias.
-Most of the gain comes from this, not from sentiment learned from the training examples."""
+What this shows: the pre-trained model can tell praise from blame, but it almost always answers "terrible",
+so its zero-shot accuracy is close to the majority class. Zeroth-order fine-tuning removes that bias. Most of
+the gain comes from this, not from sentiment learned from the training examples."""
 
 _COLUMNS = {
     "zero_shot": "zero-shot",
@@ -38,19 +38,18 @@ logger = logging.getLogger(__name__)
 def demonstrate(
     directory: Path, seeds: Sequence[int], overrides: Sequence[str] = ()
 ) -> dict[int, dict[str, Any]]:
-    """Make data and model, and fine-tune once for each seed. What is done is kept, what was begun is resumed.
+    """Make data and model, and fine-tune once for each seed. Finished work is kept and started runs resume.
 
     Args:
-        directory: where data, model, runs and their logs go.
-        seeds: seeds of the runs, at least one. They share data and model.
+        directory: directory for data, model, runs and their logs.
+        seeds: seeds of the runs, at least one. All runs share data and model.
         overrides: key=value changes to launch/recipes/demo.yaml.
 
     Returns:
-        The results of each run, and its run_dir, by seed.
+        The content of each run's results.json and its run_dir, by seed.
 
     Raises:
-        UserError: the current directory is not the root of the repository, or `directory` holds something
-            else.
+        UserError: the current directory is not the root of the repository, or `directory` holds other files.
         LezoError: a run ended with an error.
     """
     if not RECIPE.is_file():
@@ -58,7 +57,7 @@ def demonstrate(
             f"{RECIPE} is not here",
             got=f"current directory {Path.cwd()}",
             expected="the root of the repository",
-            fix="change to it",
+            fix="change to that directory",
         )
     assets = directory / "assets"
     logger.info("Data and pre-trained model: %s (if they are missing, this takes about a minute)", assets)
@@ -67,14 +66,14 @@ def demonstrate(
 
 
 def report(results: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return a table of all runs, their mean and deviation, and what a step communicates.
+    """Return a table of all runs with mean and deviation, and the bytes that a step communicates.
 
     Args:
         results: from `demonstrate`, of at least one run.
     """
     runs = pd.DataFrame(results).T[list(_COLUMNS)].rename("seed {}".format)
     scores = runs[["zero_shot", "test"]].astype(float).agg(["mean", "std"])
-    # One run has no deviation.
+    # The deviation of a single run is NaN, and its row is dropped.
     table = pd.concat([runs, scores.rename({"std": "deviation"}).dropna()])
     whole = dict.fromkeys(("best_step", "seconds"), "{:.0f}".format)
     text = table.to_string(
@@ -95,7 +94,7 @@ def _run(directory: Path, seed: int, overrides: Sequence[str]) -> dict[str, Any]
     assets = [f"model.path={directory / 'assets' / 'model'}", f"data.path={directory / 'assets' / 'data'}"]
     recipe = ["--config", str(RECIPE), f"seed={seed}", f"run_dir={run_dir}", *assets, *overrides]
     logger.info("Seed %d (all output in %s):", seed, log)
-    # The recipe's two ranks need two GPUs or none, so a single GPU is left alone.
+    # The recipe has two ranks. They run on the CPU because this machine may have only one GPU.
     code = run_logged([launcher, *ranks, "launch/train.py", *recipe], log, {"DS_ACCELERATOR": "cpu"})
     if code:
         raise LezoError(f"the run of seed {seed} ended with exit code {code}; fix: see {log}")

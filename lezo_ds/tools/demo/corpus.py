@@ -1,10 +1,11 @@
-"""Made-up film reviews: a labelled data set in SST-2's schema, and text that teaches a small model to read.
+"""Generated film reviews: a labeled data set in SST-2's schema, and texts to pre-train a small model on.
 
-A review consists of clauses that praise or blame ("the plot is not very dull"). The way they are joined tells
-which one counts. "and" adds a clause of the same opinion. In a contrast ("A , but B", "although A , B",
+A review consists of clauses that praise or blame, such as "the plot is not very dull". Conjunctions decide
+which clause counts. "and" adds a clause of the same opinion. In a contrast ("A , but B", "although A , B",
 "B , although A", "despite the dull plot , B"), the main clause B counts. A neutral opening may come first.
 
-Every function draws from the given `random.Random` and is pure otherwise. Single spaces separate the words.
+Every function takes a `random.Random` and is pure otherwise. Single spaces separate the words. In a pair of
+word lists, the negative words (label 0) come first and the positive words (label 1) second.
 """
 
 from __future__ import annotations
@@ -23,20 +24,23 @@ LABEL_WORDS = ("terrible", "great")
 """The verdicts for label 0 and label 1."""
 
 PROMPT_TAIL = "It was"
-"""What SST-2's prompt puts between the sentence and the verdict (Malladi et al. 2023)."""
+"""The words between the sentence and the verdict in SST-2's prompt (Malladi et al. 2023)."""
 
-POSITIVE_ADJECTIVES = _words(
-    "great wonderful superb charming moving funny clever warm brilliant fresh delightful gripping "
-    "sharp tender lively graceful rich witty thoughtful beautiful smart heartfelt"
+ADJECTIVES = (
+    _words(
+        "terrible boring dull clumsy tedious weak stale lazy bland messy hollow shallow "
+        "grim lifeless tired pointless cheap silly predictable dreadful forced noisy"
+    ),
+    _words(
+        "great wonderful superb charming moving funny clever warm brilliant fresh delightful gripping "
+        "sharp tender lively graceful rich witty thoughtful beautiful smart heartfelt"
+    ),
 )
-NEGATIVE_ADJECTIVES = _words(
-    "terrible boring dull clumsy tedious weak stale lazy bland messy hollow shallow "
-    "grim lifeless tired pointless cheap silly predictable dreadful forced noisy"
+VERBS = (
+    _words("bores drags fails stumbles sinks disappoints"),
+    _words("delights shines soars sparkles succeeds triumphs"),
 )
-POSITIVE_VERBS = _words("delights shines soars sparkles succeeds triumphs")
-NEGATIVE_VERBS = _words("bores drags fails stumbles sinks disappoints")
-POSITIVE_FEELINGS = _words("loved enjoyed admired liked")
-NEGATIVE_FEELINGS = _words("hated disliked regretted loathed")
+FEELINGS = (_words("hated disliked regretted loathed"), _words("loved enjoyed admired liked"))
 
 DETERMINERS = _words("the this its their")
 NEUTRAL_ADJECTIVES = _words("long short second final quiet loud modern early")
@@ -64,13 +68,13 @@ OPENINGS = (
 )
 
 NEGATION_SHARE = 0.25
-"""Share of the clauses with a negation, among those that can have one."""
+"""Share of the clauses with a negation, among the kinds of clause that can have one."""
 
 POSITIVE_SHARE = 0.48
-"""Share of label 1 in the data set: the majority class scores 0.52."""
+"""Share of label 1 in the data set, so that the majority class scores 0.52."""
 
 
-class ReviewRecord(TypedDict):
+class Review(TypedDict):
     """One line of the data set, in the schema of GLUE's SST-2: label 0 is negative, 1 positive."""
 
     sentence: str
@@ -80,7 +84,7 @@ class ReviewRecord(TypedDict):
 
 @dataclass(frozen=True)
 class Lesson:
-    """A part of the text to learn to read from.
+    """A part of the pre-training texts.
 
     Attributes:
         share: its share of all texts.
@@ -100,19 +104,18 @@ LESSONS = (
     Lesson(share=0.5, plain=False, verdict_share=1.0, positive_verdict_chance=(0.0, 1.0)),
     Lesson(share=0.25, plain=False, verdict_share=0.75, positive_verdict_chance=(0.03, 0.4)),
 )
-"""From easy to hard: a small model that gets everything at once takes far longer to learn to read.
+"""From easy to hard, because a small model learns to read far later if it gets everything at once.
 
 The verdicts of the last lesson come from readers who seldom praise. A model that has learned them still tells
-good from bad, but it answers "terrible" nearly always. A large language model that is asked without examples
+good from bad, but it almost always answers "terrible". A large language model that is asked without examples
 has a similar bias.
 """
 
 
 def vocabulary() -> tuple[str, ...]:
     """Return every word the corpus can contain, sorted, without special tokens."""
-    lists = [POSITIVE_ADJECTIVES, NEGATIVE_ADJECTIVES, POSITIVE_VERBS, NEGATIVE_VERBS, POSITIVE_FEELINGS]
-    lists += [NEGATIVE_FEELINGS, DETERMINERS, NEUTRAL_ADJECTIVES, ASPECTS, LINKS, INTENSIFIERS, VIEWERS]
-    lists += [ADJECTIVE_NEGATORS, VERB_NEGATORS, CONTRASTS, CONCESSIONS, OPENINGS]
+    lists = [*ADJECTIVES, *VERBS, *FEELINGS, DETERMINERS, NEUTRAL_ADJECTIVES, ASPECTS, LINKS, INTENSIFIERS]
+    lists += [VIEWERS, ADJECTIVE_NEGATORS, VERB_NEGATORS, CONTRASTS, CONCESSIONS, OPENINGS]
     lists += [(PROMPT_TAIL, "what a", "and", "despite", ", .")]
     return tuple(sorted({word for phrases in lists for phrase in phrases for word in phrase.split()}))
 
@@ -126,8 +129,7 @@ def _subject(rng: random.Random) -> str:
 
 
 def _description(rng: random.Random, positive: bool) -> str:
-    adjectives = POSITIVE_ADJECTIVES if positive else NEGATIVE_ADJECTIVES
-    return f"{_maybe(rng, 0.4, INTENSIFIERS)}{rng.choice(adjectives)}"
+    return f"{_maybe(rng, 0.4, INTENSIFIERS)}{rng.choice(ADJECTIVES[positive])}"
 
 
 def clause(rng: random.Random, positive: bool, plain: bool = False) -> str:
@@ -145,8 +147,8 @@ def clause(rng: random.Random, positive: bool, plain: bool = False) -> str:
         return f"{_subject(rng)} {rng.choice(LINKS)} {negator}{_description(rng, says_positive)}"
     negator = _maybe(rng, negated, VERB_NEGATORS)
     if kind == "judge":
-        return f"{_subject(rng)} {negator}{rng.choice(POSITIVE_VERBS if says_positive else NEGATIVE_VERBS)}"
-    feeling = rng.choice(POSITIVE_FEELINGS if says_positive else NEGATIVE_FEELINGS)
+        return f"{_subject(rng)} {negator}{rng.choice(VERBS[says_positive])}"
+    feeling = rng.choice(FEELINGS[says_positive])
     return f"{rng.choice(VIEWERS)} {negator}{feeling} {_subject(rng)}"
 
 
@@ -169,22 +171,33 @@ def review(rng: random.Random, positive: bool) -> str:
     return f"{opening}{main} ."
 
 
-def labelled_reviews(
-    rng: random.Random, num_reviews: int, excluded: Collection[str] = ()
-) -> list[ReviewRecord]:
+def labelled_reviews(rng: random.Random, num_reviews: int, excluded: Collection[str] = ()) -> list[Review]:
     """Return different reviews, none of which is in `excluded`. The share POSITIVE_SHARE has label 1."""
     num_positive = round(POSITIVE_SHARE * num_reviews)
     labels = [1] * num_positive + [0] * (num_reviews - num_positive)
     rng.shuffle(labels)
     seen = set(excluded)
-    records: list[ReviewRecord] = []
-    while len(records) < num_reviews:
-        label = labels[len(records)]
+    reviews: list[Review] = []
+    while len(reviews) < num_reviews:
+        label = labels[len(reviews)]
         sentence = review(rng, positive=bool(label))
         if sentence not in seen:
             seen.add(sentence)
-            records.append({"sentence": sentence, "label": label, "idx": len(records)})
-    return records
+            reviews.append({"sentence": sentence, "label": label, "idx": len(reviews)})
+    return reviews
+
+
+def pretraining_texts(rng: random.Random, num_texts: int, excluded: Collection[str] = ()) -> list[str]:
+    """Return reviews, lesson after lesson, none of which is in `excluded`. Most end with a verdict.
+
+    An example is "the plot is not dull . It was great".
+    """
+    texts: list[str] = []
+    taught = 0.0
+    for lesson in LESSONS:
+        taught += lesson.share
+        texts += [_lesson_text(rng, lesson, excluded) for _ in range(round(taught * num_texts) - len(texts))]
+    return texts
 
 
 def _lesson_text(rng: random.Random, lesson: Lesson, excluded: Collection[str]) -> str:
@@ -196,16 +209,3 @@ def _lesson_text(rng: random.Random, lesson: Lesson, excluded: Collection[str]) 
         return text
     says_positive = rng.random() < lesson.positive_verdict_chance[positive]
     return f"{text} {PROMPT_TAIL} {LABEL_WORDS[says_positive]}"
-
-
-def language_modelling_texts(rng: random.Random, num_texts: int, excluded: Collection[str] = ()) -> list[str]:
-    """Return reviews, lesson after lesson, none of which is in `excluded`. Most end with a verdict.
-
-    For instance "the plot is not dull . It was great".
-    """
-    texts: list[str] = []
-    taught = 0.0
-    for lesson in LESSONS:
-        taught += lesson.share
-        texts += [_lesson_text(rng, lesson, excluded) for _ in range(round(taught * num_texts) - len(texts))]
-    return texts

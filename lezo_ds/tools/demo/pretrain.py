@@ -16,30 +16,30 @@ from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 from lezo_ds.errors import UserError
-from lezo_ds.tools.demo.corpus import ReviewRecord, labelled_reviews, language_modelling_texts, vocabulary
+from lezo_ds.tools.demo.corpus import Review, labelled_reviews, pretraining_texts, vocabulary
 from lezo_ds.tools.demo.tokenizer import MODEL_MAX_LENGTH, build_tokenizer
 
-MANIFEST = "demo_assets.json"
+ASSETS_MANIFEST = "demo_assets.json"
 DEFAULT_STEPS = 1500
-IGNORED_LABEL = -100
-BATCHES_PER_BUCKET = 16
-INITIAL_DEVIATION = 0.08
-"""Standard deviation of the first weights. With OPT's 0.02, a model this narrow learns to read far later."""
+_IGNORED_LABEL = -100
+_BATCHES_PER_BUCKET = 16
+_INITIAL_DEVIATION = 0.08
+"""Standard deviation of the initial weights. With OPT's 0.02, so narrow a model learns to read far later."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class AssetSettings:
-    """Everything that decides data and model, besides the corpus itself.
+    """Everything that determines data and model, besides the corpus itself.
 
     Attributes:
         seed: seed of every random stream.
         steps: optimizer steps of pre-training, at least 1.
         batch_size: texts of one step.
         learning_rate: AdamW's peak learning rate. It rises for a tenth of the steps, then falls to 0.
-        num_train: labelled reviews in train.jsonl.
-        num_validation: labelled reviews in validation.jsonl, which are in no other text.
+        num_train: labeled reviews in train.jsonl.
+        num_validation: labeled reviews in validation.jsonl, which are in no other text.
     """
 
     seed: int
@@ -50,135 +50,23 @@ class AssetSettings:
     num_validation: int = 500
 
 
-def model_config(vocabulary_size: int) -> OPTConfig:
-    """Return the configuration of an OPT with 8 blocks of width 64, no dropout and OPT's special tokens."""
-    return OPTConfig(
-        vocab_size=vocabulary_size,
-        init_std=INITIAL_DEVIATION,
-        hidden_size=64,
-        word_embed_proj_dim=64,
-        ffn_dim=256,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        max_position_embeddings=MODEL_MAX_LENGTH,
-        dropout=0.0,
-        attention_dropout=0.0,
-        bos_token_id=0,
-        pad_token_id=1,
-        eos_token_id=2,
-    )
-
-
-def build_model(config: OPTConfig, generator: torch.Generator) -> OPTForCausalLM:
-    """Return a float32 model with matrices drawn from `generator`. The global generator does not change."""
-    with torch.random.fork_rng(devices=[]):
-        model = OPTForCausalLM(config)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=config.init_std, generator=generator)
-    return model
-
-
-def _batches(
-    tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], rng: random.Random, batch_size: int
-) -> Iterator[Tensor]:
-    """Yield int64 [batch_size, tokens]: texts of similar length that end with `</s>`, padded on the right."""
-    rows = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(list(texts))["input_ids"]]
-    bucket = batch_size * BATCHES_PER_BUCKET
-    for start in range(0, len(rows), bucket):
-        by_length = sorted(rows[start : start + bucket], key=len)
-        starts = list(range(0, len(by_length), batch_size))
-        rng.shuffle(starts)
-        for first in starts:
-            batch = by_length[first : first + batch_size]
-            width = len(batch[-1])
-            padding = tokenizer.pad_token_id
-            yield torch.tensor([row + [padding] * (width - len(row)) for row in batch])
-
-
-def pretrain(
-    model: OPTForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], settings: AssetSettings
-) -> None:
-    """Train a model in place on steps * batch_size texts, each once and roughly in order.
-
-    Padding is on the right, where causal attention never sees it, and it does not count in the loss.
-    """
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.learning_rate, weight_decay=0.01, fused=True
-    )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, settings.learning_rate, total_steps=settings.steps + 1, pct_start=0.1, cycle_momentum=False
-    )
-    model.train()
-    rng = random.Random(settings.seed)
-    for step, input_ids in enumerate(_batches(tokenizer, texts, rng, settings.batch_size), start=1):
-        labels = input_ids.masked_fill(input_ids == tokenizer.pad_token_id, IGNORED_LABEL)
-        loss = model(input_ids=input_ids, labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 100 == 0 or step == settings.steps:
-            logger.info("pre-training step %d of %d, loss %.3f", step, settings.steps, loss.item())
-    model.eval()
-
-
 @dataclass(frozen=True)
 class Texts:
-    """The two parts of the labelled data set, and the texts for pre-training."""
+    """The two parts of the labeled data set, and the texts for pre-training."""
 
-    train: list[ReviewRecord]
-    validation: list[ReviewRecord]
+    train: list[Review]
+    validation: list[Review]
     pretraining: list[str]
-
-    def sha256(self) -> str:
-        """Return the hexadecimal digest of all texts."""
-        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
 
 
 def make_texts(settings: AssetSettings) -> Texts:
     """Return the texts for training and testing. No review of `validation` occurs in another part."""
     rng = random.Random(settings.seed)
     validation = labelled_reviews(rng, settings.num_validation)
-    held_out = {record["sentence"] for record in validation}
+    held_out = {review["sentence"] for review in validation}
     train = labelled_reviews(rng, settings.num_train, excluded=held_out)
-    pretraining = language_modelling_texts(rng, settings.steps * settings.batch_size, excluded=held_out)
+    pretraining = pretraining_texts(rng, settings.steps * settings.batch_size, excluded=held_out)
     return Texts(train, validation, pretraining)
-
-
-def _assets_are_current(directory: Path, manifest: str) -> bool:
-    """Return whether a directory holds the assets of this manifest.
-
-    Raises:
-        UserError: it holds something else, which must not be replaced.
-    """
-    path = directory / MANIFEST
-    if path.is_file():
-        return path.read_text(encoding="utf-8") == manifest
-    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        raise UserError(
-            "the directory for the demonstration's assets holds something else",
-            got=str(directory),
-            expected=f"a new or empty directory, or one with {MANIFEST}",
-            fix="name another directory",
-        )
-    return False
-
-
-def _write_records(path: Path, records: Sequence[ReviewRecord]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-
-
-def _write_assets(directory: Path, settings: AssetSettings, texts: Texts) -> None:
-    (directory / "data").mkdir(parents=True)
-    _write_records(directory / "data" / "train.jsonl", texts.train)
-    _write_records(directory / "data" / "validation.jsonl", texts.validation)
-    tokenizer = build_tokenizer(vocabulary())
-    model = build_model(model_config(len(tokenizer)), torch.Generator().manual_seed(settings.seed))
-    pretrain(model, tokenizer, texts.pretraining, settings)
-    model.save_pretrained(directory / "model")
-    tokenizer.save_pretrained(directory / "model")
 
 
 def make_demo_assets(directory: str | Path, seed: int = 0, steps: int = DEFAULT_STEPS) -> None:
@@ -201,14 +89,118 @@ def make_demo_assets(directory: str | Path, seed: int = 0, steps: int = DEFAULT_
     directory = Path(directory)
     settings = AssetSettings(seed=seed, steps=steps)
     texts = make_texts(settings)
-    manifest = json.dumps({**asdict(settings), "sha256_of_texts": texts.sha256()}, indent=2)
-    if _assets_are_current(directory, manifest):
+    digest = hashlib.sha256(json.dumps(asdict(texts)).encode()).hexdigest()
+    manifest = json.dumps({**asdict(settings), "sha256_of_texts": digest}, indent=2)
+    if _are_current(directory, manifest):
         return
     unfinished = directory.with_name(directory.name + ".unfinished")
-    if unfinished.exists():
-        shutil.rmtree(unfinished)
+    shutil.rmtree(unfinished, ignore_errors=True)
     _write_assets(unfinished, settings, texts)
-    (unfinished / MANIFEST).write_text(manifest, encoding="utf-8")
-    if directory.exists():
-        shutil.rmtree(directory)
+    (unfinished / ASSETS_MANIFEST).write_text(manifest, encoding="utf-8")
+    shutil.rmtree(directory, ignore_errors=True)
     unfinished.rename(directory)
+
+
+def _are_current(directory: Path, manifest: str) -> bool:
+    """Return whether a directory holds the assets of this manifest.
+
+    Raises:
+        UserError: it holds something else, which must not be replaced.
+    """
+    path = directory / ASSETS_MANIFEST
+    if path.is_file():
+        return path.read_text(encoding="utf-8") == manifest
+    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+        raise UserError(
+            "the directory for the demonstration's assets holds something else",
+            got=str(directory),
+            expected=f"a new or empty directory, or one with {ASSETS_MANIFEST}",
+            fix="name another directory",
+        )
+    return False
+
+
+def _write_assets(directory: Path, settings: AssetSettings, texts: Texts) -> None:
+    (directory / "data").mkdir(parents=True)
+    for name, reviews in (("train", texts.train), ("validation", texts.validation)):
+        lines = "".join(json.dumps(review) + "\n" for review in reviews)
+        (directory / "data" / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    tokenizer = build_tokenizer(vocabulary())
+    model = _build_model(len(tokenizer), settings.seed)
+    _pretrain(model, tokenizer=tokenizer, texts=texts.pretraining, settings=settings)
+    model.save_pretrained(directory / "model")
+    tokenizer.save_pretrained(directory / "model")
+
+
+def _build_model(vocabulary_size: int, seed: int) -> OPTForCausalLM:
+    """Return a float32 OPT with 8 blocks of width 64, no dropout and OPT's special tokens.
+
+    A generator of its own draws the weights, so that PyTorch's global random state does not change.
+    """
+    config = OPTConfig(
+        vocab_size=vocabulary_size,
+        init_std=_INITIAL_DEVIATION,
+        hidden_size=64,
+        word_embed_proj_dim=64,
+        ffn_dim=256,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        max_position_embeddings=MODEL_MAX_LENGTH,
+        dropout=0.0,
+        attention_dropout=0.0,
+        bos_token_id=0,
+        pad_token_id=1,
+        eos_token_id=2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        model = OPTForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=_INITIAL_DEVIATION, generator=generator)
+    return model
+
+
+def _pretrain(
+    model: OPTForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], settings: AssetSettings
+) -> None:
+    """Train a model in place on steps * batch_size texts, each once and roughly in order.
+
+    Padding is on the right, where causal attention never sees it, and it does not count in the loss.
+    """
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.learning_rate, weight_decay=0.01, fused=True
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, settings.learning_rate, total_steps=settings.steps + 1, pct_start=0.1, cycle_momentum=False
+    )
+    model.train()
+    for step, input_ids in enumerate(_batches(tokenizer, texts, settings), start=1):
+        labels = input_ids.masked_fill(input_ids == tokenizer.pad_token_id, _IGNORED_LABEL)
+        loss = model(input_ids=input_ids, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 0 or step == settings.steps:
+            logger.info("pre-training step %d of %d, loss %.3f", step, settings.steps, loss.item())
+    model.eval()
+
+
+def _batches(
+    tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], settings: AssetSettings
+) -> Iterator[Tensor]:
+    """Yield int64 [batch_size, tokens]: texts of similar length that end with `</s>`, padded on the right."""
+    rng = random.Random(settings.seed)
+    rows = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(list(texts))["input_ids"]]
+    bucket = settings.batch_size * _BATCHES_PER_BUCKET
+    for start in range(0, len(rows), bucket):
+        by_length = sorted(rows[start : start + bucket], key=len)
+        starts = list(range(0, len(by_length), settings.batch_size))
+        rng.shuffle(starts)
+        for first in starts:
+            batch = [torch.tensor(row) for row in by_length[first : first + settings.batch_size]]
+            yield torch.nn.utils.rnn.pad_sequence(
+                batch, batch_first=True, padding_value=tokenizer.pad_token_id
+            )

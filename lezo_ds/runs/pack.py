@@ -1,8 +1,8 @@
-"""A run as one small file without weights. Together with the base model it gives the tuned model.
+"""Packs: one small file without weights that, together with the base model, gives a run's tuned model.
 
-A pack is a gzipped tar archive of a run directory's small files, with pack.json first. The same run gives the
-same bytes. A pack is not trusted: only known names are taken from it, only plain files, and nothing is
-written unless every file has the hash that pack.json gives.
+A pack is a gzipped tar archive of the small files in a run directory, with pack.json first. The same run
+gives the same bytes. A pack is not trusted. Unpacking takes only regular files with known names, and it
+writes nothing unless every file has the hash in pack.json.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from lezo_ds.files import write_atomically
 from lezo_ds.model.snapshots import MANIFEST as SNAPSHOT_MANIFEST
 from lezo_ds.model.snapshots import snapshot_path, snapshot_steps
 from lezo_ds.runs.restore import RecordedRun, read_run
+from lezo_ds.runs.run_directory import refuse_unwritable
 
-FORMAT_VERSION = 1
-"""Version of the format; it rises when a reader of old packs would misread new ones."""
+PACK_VERSION = 1
+"""Version of the format of packs. It rises when a reader of old packs would misread new ones."""
 
 MAX_BYTES = 256 << 20
-"""Largest unpacked size in bytes. The journal of 20,000 steps has about 8 MB."""
+"""Largest unpacked size in bytes. The journal of 20,000 steps takes about 8 MB."""
 
 _CHUNK_BYTES = 1 << 20
 _MANIFEST = "pack.json"
@@ -40,45 +41,48 @@ _FIRST_VALUES = re.compile(
     r"snapshots/step-00000000/(lezo_manifest\.json|prefix\.safetensors|prefix_config\.json"
     r"|low_bits/(model-00001\.safetensors|model\.safetensors\.index\.json))"
 )
-"""The first values of a prefix. They come from a forward pass, which another machine rounds differently."""
+"""The initial values of a prefix. They come from a forward pass, which another machine rounds differently."""
 
 
 @dataclass(frozen=True)
 class Pack:
-    """What pack.json says.
+    """The content of pack.json.
 
     Attributes:
         base_model: hub id or directory from which the run loaded its base model.
         model_fingerprint: digest of the base weights.
-        digests: digests of the tuned weights that the run knew, by the number of updates.
+        digests: recorded digests of the tuned weights, by the number of updates as text.
         files: SHA-256 of each file, by name.
         format_version: version of the format.
+
+    Raises:
+        TypeError: a value from an untrusted pack is not text.
     """
 
     base_model: str
     model_fingerprint: str
     digests: dict[str, str]
     files: dict[str, str]
-    format_version: int = FORMAT_VERSION
+    format_version: int = PACK_VERSION
 
     def __post_init__(self) -> None:
         texts = [self.base_model, self.model_fingerprint]
         for table in (self.digests, self.files):
             texts += [*table.keys(), *table.values()] if isinstance(table, dict) else [table]
         if not all(isinstance(text, str) for text in texts):
-            raise TypeError("a value has another type than text")
+            raise TypeError("a value is not text")
 
 
 def pack_run(path: Path, target: Path) -> int:
-    """Write a LeZO or MeZO run, finished or not, to one file and return its size in bytes.
+    """Pack a LeZO or MeZO run, finished or not, and return the size of the pack in bytes.
 
     Args:
         path: directory of the run.
-        target: file to write, such as run.tar.gz; it is replaced if it exists.
+        target: file to write or replace, such as run.tar.gz.
 
     Raises:
-        UserError: there is no such run, its journal does not hold all of it, or `target` cannot be written.
-        JournalError: its journal is damaged.
+        UserError: there is no such run, it is not a zeroth-order run, or `target` cannot be written.
+        JournalError: the journal is damaged.
     """
     run = read_run(path)
     if run.config.method not in ZEROTH_ORDER:
@@ -86,43 +90,41 @@ def pack_run(path: Path, target: Path) -> int:
             f"run {path} cannot be packed",
             got=f"method {run.config.method}",
             expected="lezo or mezo, whose journal holds everything that was learned",
-            fix="share what launch/export.py writes",
+            fix="share the directory that launch/export.py writes",
         )
     contents = _read_files(path)
-    pack = Pack(run.config.model.path, run.header.model_fingerprint, recorded_digests(run), _hashes(contents))
+    pack = Pack(
+        base_model=run.config.model.path,
+        model_fingerprint=run.header.model_fingerprint,
+        digests=recorded_digests(run),
+        files=_hashes(contents),
+    )
     text = json.dumps(asdict(pack), indent=1, sort_keys=True) + "\n"
     packed = _to_archive({_MANIFEST: text.encode(), **contents})
-    try:
+    with refuse_unwritable(str(target), option="--out"):
         write_atomically(target, packed)
-    except OSError as error:
-        raise UserError(
-            f"cannot write {target}",
-            got=str(error),
-            expected="a file in a directory that exists",
-            fix="give another --out",
-        ) from error
     return len(packed)
 
 
 def unpack_run(file: Path, directory: Path) -> Pack:
-    """Write the run directory that a pack holds. Nothing is written unless the whole pack is sound.
+    """Write the files of a pack to a directory, but only if the whole pack is valid.
 
     Args:
         file: the pack.
         directory: existing directory to write to.
 
     Raises:
-        UserError: the file is not a pack, is damaged, or has another format version.
+        UserError: the file is not a pack, is damaged, or has another format version. Nothing is written.
     """
     try:
         contents = _from_archive(file)
         values = json.loads(contents.pop(_MANIFEST, b"{}"))
         version = values.get("format_version")
-        if version != FORMAT_VERSION:
+        if version != PACK_VERSION:
             raise ValueError(f"format version {version!r}")
         pack = Pack(**values)
         if _hashes(contents) != pack.files or not contents.keys() >= set(_REQUIRED):
-            raise ValueError("files are missing or differ from those that were packed")
+            raise ValueError("a file is missing or differs from the packed one")
         if not isinstance(json.loads(contents["environment.json"]), dict):
             raise ValueError("environment.json is not a JSON object")
     except (OSError, EOFError, zlib.error, tarfile.TarError, RecursionError) as error:
@@ -137,10 +139,11 @@ def unpack_run(file: Path, directory: Path) -> Pack:
 
 
 def recorded_digests(run: RecordedRun) -> dict[str, str]:
-    """Return the digests of weights in the results and snapshots of a zeroth-order run, by step."""
+    """Return the digests in the results and snapshots of a zeroth-order run, by the number of updates."""
     directory, found = run.directory, {}
     for step in snapshot_steps(directory.snapshots):
         manifest = _read_json(snapshot_path(directory.snapshots, step) / SNAPSHOT_MANIFEST)
+        # A snapshot of another base model may be left over from an earlier run in this directory.
         if manifest and manifest["base"] == run.header.model_fingerprint:
             found[str(step)] = str(manifest["digest"])
     if results := _read_json(directory.results):
@@ -168,7 +171,7 @@ def _read_files(path: Path) -> dict[str, bytes]:
             f"run {path} cannot be packed",
             got=f"without {', '.join(missing)}" if missing else f"unknown files: {', '.join(unknown)}",
             expected="the files that a run writes",
-            fix="start the run's command again",
+            fix="run the command that started the run again",
         )
     return {name: file.read_bytes() for name, file in names.items()}
 
@@ -181,17 +184,19 @@ def _to_archive(contents: Mapping[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for name, content in contents.items():
-            member = tarfile.TarInfo(name)  # owned by nobody, from 1970: nothing tells this machine
+            # TarInfo's defaults, such as no owner and the year 1970, reveal nothing about this machine.
+            member = tarfile.TarInfo(name)
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
     return gzip.compress(buffer.getvalue(), mtime=0)
 
 
 def _from_archive(file: Path) -> dict[str, bytes]:
-    """Return the files of an archive, all of which must be known.
+    """Return the files of an archive, by name.
 
     Raises:
-        ValueError, OSError, EOFError, zlib.error, tarfile.TarError, RecursionError: the archive is malformed.
+        ValueError: the archive is too large, or a member has an unknown name or is not a regular file.
+        OSError, EOFError, zlib.error, tarfile.TarError, RecursionError: the archive is malformed.
     """
     unpacked = io.BytesIO()
     with gzip.open(file) as stream:
@@ -205,11 +210,11 @@ def _from_archive(file: Path) -> dict[str, bytes]:
     with tarfile.open(fileobj=unpacked, mode="r:") as archive:
         for member in archive:
             tarfile.data_filter(member, ".")
-            # A sparse member names any size; only its holes would be in the archive.
+            # A sparse member can claim any size, because its holes take no space in the archive.
             is_plain = member.isreg() and not member.issparse()
             is_whole = 0 <= member.size <= num_bytes - member.offset_data
             if not (is_plain and is_whole and _is_known(member.name)) or member.name in contents:
-                raise ValueError(f"{member.name[:100]!r} in it")
+                raise ValueError(f"unexpected member {member.name[:100]!r}")
             content = archive.extractfile(member)
             assert content is not None, "a regular file"
             contents[member.name] = content.read()
@@ -218,8 +223,8 @@ def _from_archive(file: Path) -> dict[str, bytes]:
 
 def _refusal(file: Path, got: str) -> UserError:
     return UserError(
-        f"{file} is not a pack that can be used",
+        f"{file} is not a valid pack",
         got=got,
-        expected=f"a file that launch/pack.py wrote, of format version {FORMAT_VERSION}",
+        expected=f"a file that launch/pack.py wrote, with format version {PACK_VERSION}",
         fix="copy it again, or use the version of this package that wrote it",
     )
