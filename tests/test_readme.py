@@ -16,16 +16,16 @@ from commands import MPI_ANYWHERE, free_port, run_forked_well, run_well
 from lezo_ds.model.snapshots import read_manifest, snapshot_path
 from lezo_ds.tools.demo.pretrain import make_demo_assets
 
-PAGES = {
-    path.relative_to(REPOSITORY).as_posix(): path.read_text()
-    for path in [
-        REPOSITORY / "README.md",
-        REPOSITORY / "SECURITY.md",
-        *sorted((REPOSITORY / "docs").glob("*.md")),
-    ]
-}
-"""README.md, SECURITY.md and docs/*.md by name. The changelog also names files that are gone."""
-SHOWN = "".join(text for name, text in PAGES.items() if name != "SECURITY.md")
+PATHS = [
+    REPOSITORY / "README.md",
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+    REPOSITORY / "SECURITY.md",
+    *sorted((REPOSITORY / "ds_configs").glob("*.json")),
+]
+"""The pages whose names of files are checked. The changelog also names files that are gone."""
+PAGES = {path.relative_to(REPOSITORY).as_posix(): path.read_text() for path in PATHS}
+SHOWN = "".join(text for name, text in PAGES.items() if name == "README.md" or name.startswith("docs/"))
+"""The pages whose commands run."""
 SHORTENED = "train.steps=4 train.eval_every=2 data.num_dev=16 data.num_test=16"
 MORE_STEPS = 6
 PREPARED_RUN = "runs/first"
@@ -139,7 +139,7 @@ SELECTIONS = sorted(
     {
         (files, words)
         for text in PAGES.values()
-        for files, words in re.findall(r"`(?:[^`\n]* )?((?:tests/[\w/]+\.py ?)+)-k (\w+|\"[^\"]+\")`", text)
+        for files, words in re.findall(r"`(?:[^`\n]*? )??((?:tests/[\w/]+\.py ?)+)-k (\w+|\"[^\"]+\")`", text)
     }
 )
 
