@@ -28,12 +28,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import psutil
 from assets import write_recipe
-from commands import deepspeed, kill_group, mpirun, python, start
-from faults import Fault, check_interrupted, end, num_steps, remount, run_forked, small_disk
+from commands import deepspeed, kill_group, mpirun, python, ranks_of, run_forked, start, wait_until
+from faults import Fault, check_interrupted, remount, run_faulty, small_disk
 from ranks import run_ranks
+from run_ends import end, num_steps
 from test_journal import HEADER, some_records, write_journal
-from test_kill_and_resume import wait_until
-from test_lost_ranks import ranks_of
 from tiny_runs import start_engine
 
 from lezo_ds.config import TrainConfig
@@ -101,7 +100,9 @@ def finish(recipe, run_dir, steps, *given, num_ranks=1):
     given = arguments(recipe, run_dir, *given)
     finished = run_forked(given, num_ranks=num_ranks, timeout=HUNG_SECONDS)
     assert finished.code == 0, finished.err[-3000:]
-    return end(run_dir, steps)
+    found = end(run_dir)
+    assert found.results["steps"] == steps
+    return found
 
 
 # Parts.
@@ -159,8 +160,8 @@ def raises_journal_error(path):
 def kill_at_operations(recipe, directory, options):
     """Kill a run before every file operation in its directory, and within every write."""
     log = directory / "operations"
-    run_forked(arguments(recipe, directory / "undisturbed", *SHORT), log=log)
-    undisturbed = end(directory / "undisturbed", 4)
+    run_faulty(arguments(recipe, directory / "undisturbed", *SHORT), log=log)
+    undisturbed = end(directory / "undisturbed")
     operations = [line for line in log.read_text().splitlines() if not line.startswith("apply")]
     faults = [Fault(number=number) for number in range(1, len(operations) + 1)]
     faults += [
@@ -172,7 +173,7 @@ def kill_at_operations(recipe, directory, options):
 
     def kill(fault):
         run_dir = directory / "run"
-        finished = run_forked(arguments(recipe, run_dir, *SHORT), fault)
+        finished = run_faulty(arguments(recipe, run_dir, *SHORT), fault)
         assert finished.code == -signal.SIGKILL, finished.err[-3000:]
         assert check_interrupted(run_dir, undisturbed) == 0
         assert finish(recipe, run_dir, 4, *SHORT) == undisturbed
@@ -207,7 +208,7 @@ def kill_one_run(recipe, directory, options, kind, count, chance):
     reference, run_dir = directory / f"{kind}, undisturbed", directory / kind
     if not reference.exists():
         finish(recipe, reference, options.steps, *given)
-    undisturbed = end(reference, options.steps)
+    undisturbed = end(reference)
     lost = []
 
     def interrupted():
@@ -309,7 +310,7 @@ def fill_disks(recipe, directory, options):
     def fill(size):
         with small_disk(directory / "disk", f"{size}k") as disk:
             run_dir = disk / "run"
-            finished = run_forked(arguments(recipe, run_dir, *SHORT), output=directory)
+            finished = run_forked(arguments(recipe, run_dir, *SHORT))
             errors = [line for line in finished.err.splitlines() if line.startswith("error: ")]
             if finished.code != 0:
                 assert finished.code in (1, 2, 3) and len(errors) == 1, finished.err[-3000:]

@@ -1,6 +1,6 @@
-"""What the README shows runs: its commands, shortened, and its program.
+"""What the README and docs/ show runs: commands, shortened, and a program. Files that they name exist.
 
-The commands run on forked ranks here; `make test-all` starts them by their launchers too.
+The commands run on forked ranks here; `make test-all` also starts them by their launchers.
 """
 
 from __future__ import annotations
@@ -16,14 +16,23 @@ from commands import MPI_ANYWHERE, free_port, run_forked_well, run_well
 from lezo_ds.model.snapshots import read_manifest, snapshot_path
 from lezo_ds.tools.demo.pretrain import make_demo_assets
 
-README = (REPOSITORY / "README.md").read_text()
+PATHS = [
+    REPOSITORY / "README.md",
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+    REPOSITORY / "SECURITY.md",
+    *sorted((REPOSITORY / "ds_configs").glob("*.json")),
+]
+"""The pages whose names of files are checked. The changelog also names files that are gone."""
+PAGES = {path.relative_to(REPOSITORY).as_posix(): path.read_text() for path in PATHS}
+SHOWN = "".join(text for name, text in PAGES.items() if name == "README.md" or name.startswith("docs/"))
+"""The pages whose commands run."""
 SHORTENED = "train.steps=4 train.eval_every=2 data.num_dev=16 data.num_test=16"
 MORE_STEPS = 6
 PREPARED_RUN = "runs/first"
 
 
 def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```$", SHOWN, re.MULTILINE | re.DOTALL)
 
 
 def command_lines():
@@ -118,13 +127,37 @@ def test_the_program_of_the_page_trains_and_saves(root):
     assert manifest["digest"] != manifest["base"]
 
 
-def test_every_file_the_page_names_exists():
-    names = set(re.findall(r"\b(?:launch|ds_configs|lezo_ds|tests)/[\w./-]*[\w/]", README))
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_that_a_page_names_exists(page):
+    names = set(re.findall(r"\b(?:docs|launch|ds_configs|lezo_ds|tests)/[\w./-]*[\w/]", PAGES[page]))
+    links = {link for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]) if "://" not in link}
     assert [name for name in sorted(names) if not (REPOSITORY / name).exists()] == []
+    assert [link for link in sorted(links) if not (REPOSITORY / page).parent.joinpath(link).exists()] == []
 
 
-def test_every_module_the_tree_names_exists():
-    tree = next(block for block in blocks("text") if "perturbed_forward.py" in block)
-    names = re.findall(r"\b\w+\.py\b", tree)
-    modules = {path.name for path in (REPOSITORY / "lezo_ds").rglob("*.py")}
-    assert set(names) - modules == set() != set(names)
+SELECTIONS = sorted(
+    {
+        (files, words)
+        for text in PAGES.values()
+        for files, words in re.findall(r"`(?:[^`\n]*? )??((?:tests/[\w/]+\.py ?)+)-k (\w+|\"[^\"]+\")`", text)
+    }
+)
+
+
+def test_pages_select_tests():
+    assert len(SELECTIONS) > 10
+
+
+@pytest.mark.parametrize(("files", "words"), SELECTIONS)
+def test_a_selection_of_tests_that_a_page_names_finds_one_for_each_word(files, words):
+    found = [*files.split()]
+    for name in files.split():
+        found += re.findall(r"^def (test_\w+)", (REPOSITORY / name).read_text(), re.MULTILINE)
+    wanted = set(re.findall(r"\w+", words)) - {"or", "not"}
+    assert {word for word in wanted if not any(word in name for name in found)} == set()
+
+
+def test_the_layout_names_every_room_of_the_package():
+    rooms = {path.stem for path in (REPOSITORY / "lezo_ds").glob("[a-z]*") if path.suffix in ("", ".py")}
+    described = re.findall(r"^\| \d+ \| `(\w+)` \|", PAGES["docs/layout.md"], re.MULTILINE)
+    assert set(described) == rooms
