@@ -11,7 +11,6 @@ from lezo_ds.sharding.checkpoint_files import build_on_meta
 from lezo_ds.tasks import TASKS
 from lezo_ds.tools import workloads
 from lezo_ds.tools.benchmark import table
-from lezo_ds.tools.benchmark.command import summary
 from lezo_ds.tools.benchmark.inputs import loss_function, plain_model, split_batch
 from lezo_ds.tools.benchmark.measure import time_columns
 from lezo_ds.tools.opt_shapes import SHAPES, opt_config
@@ -30,9 +29,9 @@ NUM_PARAMETERS = {
 
 def test_rows_are_appended_to_a_table_and_read_back(tmp_path):
     path = tmp_path / "new" / "results.csv"
-    table.append(path, [ROW, ROW | {"variant": "ours:0.75", "sparsity": 0.75}])
-    table.append(path, [])
-    table.append(path, [ROW | {"length": 64}])
+    table.append(path, table.to_frame([ROW, ROW | {"variant": "ours:0.75", "sparsity": 0.75}]))
+    table.append(path, table.to_frame([]))
+    table.append(path, table.to_frame([ROW | {"length": 64}]))
     found = table.read(path)
     assert list(found.columns) == list(table.COLUMNS)
     assert list(found.length) == [32, 32, 64]
@@ -45,7 +44,7 @@ def test_rows_are_appended_to_a_table_and_read_back(tmp_path):
 def test_another_file_is_refused_and_left_alone(tmp_path, text):
     path = tmp_path / "results.csv"
     path.write_text(text)
-    for action in (table.read, lambda path: table.append(path, [ROW])):
+    for action in (table.read, lambda path: table.append(path, table.to_frame([ROW]))):
         with pytest.raises(UserError, match="is not a table of benchmark results"):
             action(path)
     assert path.read_text() == text
@@ -60,13 +59,6 @@ def test_a_ratio_is_the_median_of_the_ratios_in_each_round():
         "seconds_max": 4.0,
         "ratio": 4.0,  # of 6, 4 and 1; the ratio of the medians is 3
     }
-
-
-def test_a_summary_says_once_what_does_not_vary():
-    text = summary(table.to_frame([ROW | {"ratio": 1.0}, ROW | {"variant": "ours:0.5", "ratio": 1.23456}]))
-    first, _, *rows = text.splitlines()
-    assert first == "step: load 0.5, length 32"
-    assert [row.split() for row in rows] == [["variant", "ratio"], ["ours:0", "1"], ["ours:0.5", "1.235"]]
 
 
 def test_the_committed_table_says_how_every_row_was_made():
