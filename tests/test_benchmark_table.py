@@ -7,6 +7,7 @@ import torch
 from assets import REPOSITORY
 
 from lezo_ds.errors import UserError
+from lezo_ds.recipes.paper import PAPER_MODELS
 from lezo_ds.sharding.checkpoint_files import build_on_meta
 from lezo_ds.tasks import TASKS
 from lezo_ds.tools import workloads
@@ -17,14 +18,6 @@ from lezo_ds.tools.opt_shapes import SHAPES, opt_config
 from lezo_ds.tools.workloads import WORKLOADS, Workload, typical_workload
 
 ROW = {"measured": "step", "variant": "ours:0", "length": 32, "load": 0.5}
-
-# Zhang et al. 2022, table 1, from the published checkpoints' configs.
-NUM_PARAMETERS = {
-    "opt-125m": 125_239_296,
-    "opt-1.3b": 1_315_758_080,
-    "opt-13b": 12_853_473_280,
-    "opt-30b": 29_974_540_288,
-}
 
 
 def test_rows_are_appended_to_a_table_and_read_back(tmp_path):
@@ -71,15 +64,11 @@ def test_the_committed_table_says_how_every_row_was_made():
     assert set(found.measured) == {"step", "replay", "noise"}
 
 
-@pytest.mark.parametrize("shape", NUM_PARAMETERS)
+@pytest.mark.parametrize("shape", PAPER_MODELS)
 def test_a_shape_has_as_many_weights_as_the_published_model(shape):
     model = build_on_meta(opt_config(shape), torch.float16)
-    assert sum(parameter.numel() for parameter in model.parameters()) == NUM_PARAMETERS[shape]
-    assert len(model.model.decoder.layers) == SHAPES[shape].num_blocks
-
-
-def test_a_built_in_task_has_its_own_typical_workload():
-    assert typical_workload("SST2") == WORKLOADS["sst2"]
+    assert sum(parameter.numel() for parameter in model.parameters()) == PAPER_MODELS[shape].num_parameters
+    assert len(model.model.decoder.layers) == PAPER_MODELS[shape].num_blocks == SHAPES[shape].num_blocks
 
 
 @pytest.mark.parametrize(("kind", "num_candidates"), [("classification", 2), ("generation", 1)])

@@ -101,9 +101,8 @@ def peak_bytes(step: Callable[[], object]) -> int | None:
     if not _CLEAR_REFS.exists():
         step()
         return None
-    ctypes.CDLL(None).malloc_trim(
-        0
-    )  # glibc keeps freed memory resident, which would hide what the step needs
+    # glibc keeps freed memory resident, which would hide what the step needs.
+    ctypes.CDLL(None).malloc_trim(0)
     _CLEAR_REFS.write_text("5")  # resets VmHWM; see proc(5)
     before = _resident("VmRSS")
     step()
