@@ -43,8 +43,8 @@ def run(arguments: Namespace, setting: Setting, variants: Sequence[Variant]) -> 
         results = table.to_frame([origin | row for row in rows])
         if out is not None:
             table.append(out, results)
-        shown = results[_SHOWN].dropna(axis="columns", how="all")
-        print(shown.to_string(index=False, na_rep="-", float_format="{:.4g}".format))
+        shown = results[_SHOWN].dropna(axis="columns", how="all").astype(object)
+        print(shown.where(shown.notna(), "-").to_string(index=False, float_format="{:.4g}".format))
 
 
 def _origin() -> Row:
