@@ -14,26 +14,20 @@ from lezo_ds import command_line
 def main() -> None:
     """Parse, build, run."""
     parser = command_line.parser(__doc__ or "")
-    add = parser.add_argument
-    add("runs", nargs="*", metavar="RUN", help="directory of a run, or a pattern such as 'runs/*'")
-    add("--format", choices=["markdown", "csv"], default="markdown", help="format of the table")
-    add("--out", type=Path, metavar="FILE", help="write the table to this file instead of printing it")
-    add("--html", type=Path, metavar="FILE", help="write a page instead of a table")
-    add("--benchmark", type=Path, metavar="FILE", help="CSV of launch/benchmark.py to show on the page")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="directory of a run, or a pattern: 'runs/*'")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page instead of a table")
+    parser.add_argument("--benchmark", type=Path, metavar="FILE", help="show this CSV of launch/benchmark.py")
     arguments = parser.parse_intermixed_args()
-    # pandas takes seconds to import. --help and a wrong argument should not wait for it.
+    # Importing pandas takes seconds, which neither --help nor a typo should wait for.
     from lezo_ds.files import failures_named, write_atomically
     from lezo_ds.tools.reports.report import make_page, make_table
 
-    if arguments.html is not None:
-        text, file = make_page(arguments.runs, arguments.benchmark), arguments.html
-    else:
-        text, file = make_table(arguments.runs, arguments.format), arguments.out
-    if file is None:
-        print(text, end="")
+    if arguments.html is None:
+        print(make_table(arguments.runs), end="")
         return
-    with failures_named(file):
-        write_atomically(file, text)
+    page = make_page(arguments.runs, arguments.benchmark)
+    with failures_named(arguments.html):
+        write_atomically(arguments.html, page)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,6 @@ def write_run(
     config = config_to_dict(config_from_dict(RECIPE | {"run_dir": str(path)}, "the test", overrides))
     config["data"]["task"] = task or config["data"]["task"]
     (path / "config.yaml").write_text(yaml.safe_dump(config))
-    facts = {"versions": {"torch": "2.13.0"}, "command": ["python", "launch/train.py", "a b"]}
-    (path / "environment.json").write_text(json.dumps(facts))
     lines = []
     for step in range(1, 31):
         lines.append({"step": step, "seconds": pace * step, "loss": 1 / step})

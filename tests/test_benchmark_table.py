@@ -7,11 +7,11 @@ import torch
 from assets import REPOSITORY
 
 from lezo_ds.errors import UserError
+from lezo_ds.recipes.paper import PAPER_MODELS
 from lezo_ds.sharding.checkpoint_files import build_on_meta
 from lezo_ds.tasks import TASKS
 from lezo_ds.tools import workloads
 from lezo_ds.tools.benchmark import table
-from lezo_ds.tools.benchmark.command import summary
 from lezo_ds.tools.benchmark.inputs import loss_function, plain_model, split_batch
 from lezo_ds.tools.benchmark.measure import time_columns
 from lezo_ds.tools.opt_shapes import SHAPES, opt_config
@@ -19,20 +19,12 @@ from lezo_ds.tools.workloads import WORKLOADS, Workload, typical_workload
 
 ROW = {"measured": "step", "variant": "ours:0", "length": 32, "load": 0.5}
 
-# Zhang et al. 2022, table 1, from the published checkpoints' configs.
-NUM_PARAMETERS = {
-    "opt-125m": 125_239_296,
-    "opt-1.3b": 1_315_758_080,
-    "opt-13b": 12_853_473_280,
-    "opt-30b": 29_974_540_288,
-}
-
 
 def test_rows_are_appended_to_a_table_and_read_back(tmp_path):
     path = tmp_path / "new" / "results.csv"
-    table.append(path, [ROW, ROW | {"variant": "ours:0.75", "sparsity": 0.75}])
-    table.append(path, [])
-    table.append(path, [ROW | {"length": 64}])
+    table.append(path, table.to_frame([ROW, ROW | {"variant": "ours:0.75", "sparsity": 0.75}]))
+    table.append(path, table.to_frame([]))
+    table.append(path, table.to_frame([ROW | {"length": 64}]))
     found = table.read(path)
     assert list(found.columns) == list(table.COLUMNS)
     assert list(found.length) == [32, 32, 64]
@@ -45,7 +37,7 @@ def test_rows_are_appended_to_a_table_and_read_back(tmp_path):
 def test_another_file_is_refused_and_left_alone(tmp_path, text):
     path = tmp_path / "results.csv"
     path.write_text(text)
-    for action in (table.read, lambda path: table.append(path, [ROW])):
+    for action in (table.read, lambda path: table.append(path, table.to_frame([ROW]))):
         with pytest.raises(UserError, match="is not a table of benchmark results"):
             action(path)
     assert path.read_text() == text
@@ -62,13 +54,6 @@ def test_a_ratio_is_the_median_of_the_ratios_in_each_round():
     }
 
 
-def test_a_summary_says_once_what_does_not_vary():
-    text = summary(table.to_frame([ROW | {"ratio": 1.0}, ROW | {"variant": "ours:0.5", "ratio": 1.23456}]))
-    first, _, *rows = text.splitlines()
-    assert first == "step: load 0.5, length 32"
-    assert [row.split() for row in rows] == [["variant", "ratio"], ["ours:0", "1"], ["ours:0.5", "1.235"]]
-
-
 def test_the_committed_table_says_how_every_row_was_made():
     found = table.read(REPOSITORY / "launch" / "benchmark_results.csv")
     origin = ["date", "command", "machine", "torch", "deepspeed", "lezo_ds"]
@@ -79,15 +64,11 @@ def test_the_committed_table_says_how_every_row_was_made():
     assert set(found.measured) == {"step", "replay", "noise"}
 
 
-@pytest.mark.parametrize("shape", NUM_PARAMETERS)
+@pytest.mark.parametrize("shape", PAPER_MODELS)
 def test_a_shape_has_as_many_weights_as_the_published_model(shape):
     model = build_on_meta(opt_config(shape), torch.float16)
-    assert sum(parameter.numel() for parameter in model.parameters()) == NUM_PARAMETERS[shape]
-    assert len(model.model.decoder.layers) == SHAPES[shape].num_blocks
-
-
-def test_a_built_in_task_has_its_own_typical_workload():
-    assert typical_workload("SST2") == WORKLOADS["sst2"]
+    assert sum(parameter.numel() for parameter in model.parameters()) == PAPER_MODELS[shape].num_parameters
+    assert len(model.model.decoder.layers) == PAPER_MODELS[shape].num_blocks == SHAPES[shape].num_blocks
 
 
 @pytest.mark.parametrize(("kind", "num_candidates"), [("classification", 2), ("generation", 1)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from lezo_ds.config import Method, PeftKind
 
@@ -123,26 +124,16 @@ mezo      90.3/0.5 69.5/0.4
 lezo      92.8/0.6 73.7/0.9
 """
 
-_METHODS: Mapping[str, tuple[Method, PeftKind]] = {
-    "zero_shot": ("zero_shot", "none"),
-    "icl": ("icl", "none"),
-    "adamw": ("adamw", "none"),
-    "mezo": ("mezo", "none"),
-    "lezo": ("lezo", "none"),
-    "mezo+lora": ("mezo", "lora"),
-    "mezo+prefix": ("mezo", "prefix"),
-    "lezo+lora": ("lezo", "lora"),
-    "lezo+prefix": ("lezo", "prefix"),
-}
-
 
 def _read_table(model: str, text: str) -> dict[Experiment, Score]:
     header, *rows = (line.split() for line in text.strip().splitlines())
     scores = {}
     for name, *entries in rows:
+        method, _, peft = name.partition("+")
         for task, entry in zip(header, entries, strict=True):
             if entry != "-":
-                scores[Experiment(model, task, *_METHODS[name])] = Score(*map(float, entry.split("/")))
+                experiment = Experiment(model, task, cast("Method", method), cast("PeftKind", peft or "none"))
+                scores[experiment] = Score(*map(float, entry.split("/")))
     return scores
 
 

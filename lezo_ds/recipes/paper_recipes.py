@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lezo_ds.config import TRAINED, ZEROTH_ORDER
 from lezo_ds.recipes.paper import PAPER_MODELS, PAPER_SCORES, PAPER_TASKS, Experiment, hyperparameters
 from lezo_ds.recipes.recipe import Recipe
-from lezo_ds.tasks import TASKS
+from lezo_ds.tasks import get_task
 from lezo_ds.zo.layers import num_dropped_from_sparsity
 
 _LONG_INPUTS = frozenset({"boolq", "multirc", "record", "squad", "drop"})
@@ -26,13 +25,6 @@ _METHOD_TITLES = {
     "lezo": "LeZO (Wang et al. 2024)",
 }
 _PEFT_TITLES = {"none": "", "lora": " with LoRA", "prefix": " with prefix tuning"}
-_SOURCES = {
-    "zero_shot": "as reported by LeZO's authors",
-    "icl": "as reported by LeZO's authors",
-    "adamw": "as reported by LeZO's authors",
-    "mezo": "MeZO's, reproduced by LeZO's authors, mean and deviation over five seeds",
-    "lezo": "LeZO's mean and deviation over five seeds",
-}
 _PEFT_VALUES: Mapping[str, Mapping[str, Any]] = {
     "none": {},
     "lora": {"kind": "lora", "lora_rank": 8, "lora_alpha": 16, "lora_targets": "q_proj,v_proj"},
@@ -40,19 +32,12 @@ _PEFT_VALUES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Hardware:
-    """The hardware that a recipe is written for. It has not been run there.
-
-    Attributes:
-        gpus: number and kind of the GPUs, in words.
-        num_gpus: number of ranks.
-        gigabytes: memory of each GPU, in 10**9 bytes.
-    """
+class _Hardware(NamedTuple):
+    """The hardware that a recipe is written for."""
 
     gpus: str
     num_gpus: int
-    gigabytes: int
+    gigabytes: int  # memory of each GPU, in 10**9 bytes
 
 
 def recipe_name(experiment: Experiment) -> str:
@@ -68,22 +53,25 @@ def recipe_name(experiment: Experiment) -> str:
 def paper_recipe(experiment: Experiment) -> Recipe:
     """Return the recipe of an experiment in the paper's tables."""
     hardware = _hardware(experiment)
-    task, dtype = PAPER_TASKS[experiment.task], _dtype(experiment)
-    values = {
+    task, is_long = PAPER_TASKS[experiment.task], experiment.task in _LONG_INPUTS
+    # Gradients leave the range of fp16 without a loss scale; bf16 does not need one.
+    dtype = "bf16" if experiment.method == "adamw" else "fp16"
+    values: dict[str, Any] = {
         "run_dir": f"runs/{recipe_name(experiment)}",
         "method": experiment.method,
         "model.path": f"facebook/{experiment.model}",
         "model.dtype": dtype,
         "data.task": experiment.task,
         "data.protocol": "mezo",
-        "train.eval_batch_size": _eval_batch_size(experiment),
+        "train.eval_batch_size": _LARGEST_LONG_BATCH if is_long else 16,
         "deepspeed": f"ds_configs/zero3_{dtype}.json",
     }
     sizes = f"{task.num_train} training, {task.num_dev} validation, {task.num_test} test examples"
     notes = {"data.protocol": sizes}
     values |= {f"peft.{name}": value for name, value in _PEFT_VALUES[experiment.peft].items()}
     if experiment.method == "icl":
-        values["data.num_demonstrations"] = 32
+        # 32 demonstrations fill most of 2048 tokens.
+        values |= {"data.num_demonstrations": 32, "train.eval_batch_size": 2}
     if experiment.method in TRAINED:
         _add_training(experiment, hardware, values, notes)
     model = experiment.model.replace("opt", "OPT")
@@ -93,7 +81,11 @@ def paper_recipe(experiment: Experiment) -> Recipe:
         values=values,
         notes=notes,
         num_gpus=hardware.num_gpus,
-        about=_about(experiment, hardware),
+        about={
+            "Hardware": f"{hardware.gpus}; we have NOT run this recipe on this hardware. "
+            f"launch/plan.py --config {recipe_name(experiment)} estimates the memory.",
+            "Expected": _expected(experiment),
+        },
     )
 
 
@@ -107,17 +99,6 @@ def _hardware(experiment: Experiment) -> _Hardware:
     if experiment.task == "boolq":
         return _Hardware("four A100-40G, as in the paper", 4, 40)
     return _Hardware("two A100-40G, as in the paper", 2, 40)
-
-
-def _dtype(experiment: Experiment) -> str:
-    # Gradients leave the range of fp16 without a loss scale; bf16 does not need one.
-    return "bf16" if experiment.method == "adamw" else "fp16"
-
-
-def _eval_batch_size(experiment: Experiment) -> int:
-    if experiment.method == "icl":
-        return 2  # 32 demonstrations fill most of 2048 tokens
-    return _LARGEST_LONG_BATCH if experiment.task in _LONG_INPUTS else 16
 
 
 def _add_training(
@@ -152,26 +133,17 @@ def _add_training(
         notes["zo.update_precision"] = f"fp32_master needs {more}"
 
 
-def _about(experiment: Experiment, hardware: _Hardware) -> dict[str, str]:
-    name, score = recipe_name(experiment), PAPER_SCORES[experiment]
-    metric = {"accuracy": "accuracy", "f1": "token F1"}[TASKS.find(experiment.task).metric]
+def _expected(experiment: Experiment) -> str:
+    score = PAPER_SCORES[experiment]
+    metric = {"accuracy": "accuracy", "f1": "token F1"}[get_task(experiment.task).metric]
     deviation = "" if score.deviation is None else f" +- {score.deviation}"
-    expected = f"test {metric} {score.mean}{deviation}% ({_SOURCES[experiment.method]}"
-    if experiment.method != "zero_shot":
-        before = PAPER_SCORES[Experiment(experiment.model, experiment.task, "zero_shot")]
-        expected += f"; zero-shot {before.mean}%"
-    expected += ")."
-    if experiment.method in TRAINED:
-        rates = _rates(hyperparameters(experiment).learning_rates)
-        expected += f" The paper searched learning rates {rates} and does not say which was best here."
-    about = {}
+    zero_shot = PAPER_SCORES[Experiment(experiment.model, experiment.task, "zero_shot")]
+    text = f"test {metric} {score.mean}{deviation}% (Wang et al. 2024; zero-shot {zero_shot.mean}%)."
     if experiment.method in ZEROTH_ORDER:
-        again = f"seed=1 data.seed=1 run_dir=runs/{name}-seed-1"
-        about["Seeds"] = f"the paper reports five; for the second one add {again}"
-    about["Hardware"] = f"{hardware.gpus}. launch/plan.py --config {name} estimates the memory."
-    about["Expected"] = expected
-    about["Time"] = "unknown: we have NOT run this recipe on this hardware."
-    return about
+        text += " This is the mean and deviation over five seeds."
+    if experiment.method in TRAINED:
+        text += " The paper does not say which of the learning rates that it searched was best here."
+    return text
 
 
 def _rates(rates: tuple[float, ...]) -> str:

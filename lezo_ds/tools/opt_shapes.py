@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from transformers import OPTConfig
@@ -13,15 +12,8 @@ MAX_LENGTH = 2048
 """Longest input of an OPT model in tokens."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Size of an OPT model (Zhang et al. 2022, table 1).
-
-    Attributes:
-        num_blocks: number of transformer blocks.
-        width: size of the hidden states. The feed-forward layers are four times as wide.
-        num_heads: attention heads per block.
-    """
+class Shape(NamedTuple):
+    """Size of an OPT model (Zhang et al. 2022, table 1); the feed-forward layers are four times `width`."""
 
     num_blocks: int
     width: int

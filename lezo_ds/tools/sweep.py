@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,11 +24,8 @@ from lezo_ds.tools.reports.results_table import MEASURED, SEEDS, best_setting, o
 
 State = Literal["done", "begun", "new"]
 
-RESULTS = [
-    *("metric", "test", "zero_shot", "majority_class"),
-    *("best_dev_loss", "best_step", "steps", "seconds"),
-]
-"""Columns of results.csv after the settings and the state."""
+RESULTS = ["test", "zero_shot", "majority_class", "best_dev_loss", "best_step", "steps", "seconds"]
+"""Columns of results.csv after the settings, the state and the metric."""
 
 SUMMARY = ["runs", "finished", "best_dev_loss", "test", "test_deviation", "majority_class", "seconds"]
 """Columns of summary.csv after the settings: means over the finished runs of a setting."""
@@ -94,23 +91,34 @@ def plan_sweep(
     for key in keys:
         if key == "run_dir" or keys.count(key) > 1:
             raise UserError(
-                f"{key} is given twice" if keys.count(key) > 1 else "run_dir cannot be set in a sweep",
+                f"a sweep cannot set {key} like this",
                 got=" ".join([*grid, *overrides]),
-                expected="each key once; the directory of a run follows from its settings",
+                expected="each key once; run_dir follows from the settings",
                 fix=f"remove {key}=",
             )
-    runs: list[SweepRun] = []
+    runs: dict[str, SweepRun] = {}
     for index, values in enumerate(itertools.product(*(values for _, values in axes))):
-        run = _plan_run(index, recipe, [names for names, _ in axes], values, directory, overrides)
-        if any(run.directory == other.directory for other in runs):
+        given = [*overrides]
+        given += [f"{key}={value}" for (names, _), value in zip(axes, values, strict=True) for key in names]
+        # The name is made of the values that were read: 1e-6 and 0.000001 are the same run.
+        found = flatten(config_to_dict(load_recipe(recipe, [*given, f"run_dir={directory}"])))
+        name = ",".join(f"{names[0]}={found[names[0]]}" for names, _ in axes)
+        name = re.sub(r"[^\w.+,=-]", "-", name)
+        if name in runs:
             raise UserError(
                 "two runs of the grid are the same",
-                got=run.directory.name,
+                got=name,
                 expected="each value of a key once",
                 fix="remove one of the two values",
             )
-        runs.append(run)
-    return tuple(runs)
+        given.append(f"run_dir={directory / name}")
+        runs[name] = SweepRun(
+            index=index,
+            settings={key: found[key] for names, _ in axes for key in names},
+            config=load_recipe(recipe, given),
+            arguments=("--config", recipe, *given),
+        )
+    return tuple(runs.values())
 
 
 def select_run(runs: Sequence[SweepRun], index: int) -> SweepRun:
@@ -153,8 +161,7 @@ def run_sweep(runs: Sequence[SweepRun], launcher: Sequence[str]) -> None:
 def results_frame(runs: Sequence[SweepRun]) -> pd.DataFrame:
     """Return one row for each run: its name, settings and state, and its results if it is done.
 
-    The columns are run (the name), the keys of the grid, state, finished (whether it is done), `RESULTS`, and
-    whatever else `over_seeds` averages.
+    The columns are run (the name), the keys of the grid, state, metric, and those of `over_seeds`.
     """
     frame = read_runs([run.directory for run in runs])
     frame["run"] = [run.directory.name for run in runs]
@@ -162,12 +169,11 @@ def results_frame(runs: Sequence[SweepRun]) -> pd.DataFrame:
     frame["finished"] = frame["state"] == "done"
     for key in runs[0].settings:
         frame[key] = [run.settings[key] for run in runs]
-    measured = dict.fromkeys([*RESULTS, *MEASURED])
-    frame.loc[~frame["finished"], list(measured)] = None
-    return frame[["run", *runs[0].settings, "state", "finished", *measured]]
+    frame.loc[~frame["finished"], ["metric", *MEASURED]] = None
+    return frame[["run", *runs[0].settings, "state", "finished", "metric", *MEASURED]]
 
 
-def summary_frame(results: pd.DataFrame, settings: Sequence[str]) -> pd.DataFrame:
+def summary_frame(results: pd.DataFrame, settings: Iterable[str]) -> pd.DataFrame:
     """Return one row for each setting: its means over seeds, and whether its validation loss is the lowest.
 
     Args:
@@ -176,9 +182,7 @@ def summary_frame(results: pd.DataFrame, settings: Sequence[str]) -> pd.DataFram
     """
     keys = [key for key in settings if key not in SEEDS]
     summary = over_seeds(results, keys)
-    best = best_setting(summary)
-    summary["best"] = [index == best for index in summary.index]
-    return summary[[*keys, *SUMMARY, "best"]]
+    return summary[[*keys, *SUMMARY]].assign(best=summary.index == best_setting(summary))
 
 
 def write_tables(runs: Sequence[SweepRun], directory: Path) -> str:
@@ -187,9 +191,9 @@ def write_tables(runs: Sequence[SweepRun], directory: Path) -> str:
     The returned text has a line for each setting; the one with the lowest validation loss is marked.
     """
     results = results_frame(runs)
-    summary = summary_frame(results, list(runs[0].settings))
+    summary = summary_frame(results, runs[0].settings)
     directory.mkdir(parents=True, exist_ok=True)
-    columns = ["run", *runs[0].settings, "state", *RESULTS]
+    columns = ["run", *runs[0].settings, "state", "metric", *RESULTS]
     write_atomically(directory / "results.csv", results[columns].to_csv(index=False))
     write_atomically(directory / "summary.csv", summary.to_csv(index=False))
     marks = summary.pop("best").map({True: "lowest validation loss", False: ""})
@@ -207,28 +211,6 @@ def _parse_axis(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
             fix="write for instance zo.learning_rate=1e-6,7e-7",
         )
     return tuple(names.split(",")), tuple(values.split(","))
-
-
-def _plan_run(
-    index: int,
-    recipe: str,
-    axes: Sequence[tuple[str, ...]],
-    values: Sequence[str],
-    directory: Path,
-    overrides: Sequence[str],
-) -> SweepRun:
-    changes = [f"{key}={value}" for keys, value in zip(axes, values, strict=True) for key in keys]
-    given = [*overrides, *changes]
-    # The name is made of the values that were read: 1e-6 and 0.000001 are the same run.
-    found = flatten(config_to_dict(load_recipe(recipe, [*given, f"run_dir={directory}"])))
-    name = re.sub(r"[^\w.+,=-]", "-", ",".join(f"{keys[0]}={found[keys[0]]}" for keys in axes))
-    arguments = [*given, f"run_dir={directory / name}"]
-    return SweepRun(
-        index=index,
-        settings={key: found[key] for keys in axes for key in keys},
-        config=load_recipe(recipe, arguments),
-        arguments=("--config", recipe, *arguments),
-    )
 
 
 def _do(run: SweepRun, launcher: Sequence[str]) -> str | None:

@@ -26,11 +26,6 @@ class Workload:
     candidate_tokens: int = 1
     batch_size: int = 16
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all examples, each counted once no matter how often the model runs it."""
-        return self.batch_size * self.length
-
 
 WORKLOADS = {
     "sst2": Workload(32),

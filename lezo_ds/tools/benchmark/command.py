@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import itertools
 import os
 import platform
 import shlex
@@ -13,7 +12,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-import pandas as pd
 import torch
 
 from lezo_ds import distributed
@@ -23,26 +21,30 @@ from lezo_ds.tools.benchmark.noise import measure_noise
 from lezo_ds.tools.benchmark.settings import Setting, Variant
 
 _LIBRARIES = ("lezo_ds", "torch", "deepspeed")
+_STAGES = [f"{stage}_seconds" for stage in table.STAGES]
+_SHOWN = ["measured", "variant", "seconds_median", "ratio", *_STAGES, "peak_bytes", "gathered_bytes"]
 
 
-def run(arguments: Namespace, settings: Sequence[Setting], variants: Sequence[Variant]) -> None:
-    """Measure, append the rows to the CSV `arguments.out` as they come, and print them. A collective."""
+def run(arguments: Namespace, setting: Setting, variants: Sequence[Variant]) -> None:
+    """Measure, print the rows, and append them to the CSV `arguments.out`. A collective."""
     distributed.init_distributed()
     out, rounds, threads = arguments.out, arguments.rounds, arguments.threads
     if out is not None:
-        distributed.on_rank_zero(lambda: table.append(out, []))  # a bad file is found before the work
-    found: list[list[Row]] = []
-    measured = measure_steps(settings, variants, rounds=rounds, threads=threads, replay=arguments.replay)
-    if arguments.noise:
-        noise = measure_noise(arguments.dtype, arguments.noise, rounds=rounds, threads=threads)
-        measured = itertools.chain([noise], measured)
+        distributed.on_rank_zero(
+            lambda: table.append(out, table.to_frame([]))
+        )  # a bad file is found before the work
     origin = _origin()
-    for rows in measured:
-        found.append([origin | row for row in rows])
-        if out is not None and distributed.rank() == 0:
-            table.append(out, found[-1])
+    rows: list[Row] = []
+    if arguments.noise:
+        rows += measure_noise(arguments.dtype, arguments.noise, rounds=rounds, threads=threads)
+    if variants:
+        rows += measure_steps(setting, variants, rounds=rounds, threads=threads, replay=arguments.replay)
     if distributed.rank() == 0:
-        print(summary(table.to_frame(itertools.chain(*found))))
+        results = table.to_frame([origin | row for row in rows])
+        if out is not None:
+            table.append(out, results)
+        shown = results[_SHOWN].dropna(axis="columns", how="all").astype(object)
+        print(shown.where(shown.notna(), "-").to_string(index=False, float_format="{:.4g}".format))
 
 
 def _origin() -> Row:
@@ -64,15 +66,3 @@ def _machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return f"{[*names, platform.processor()][0]}, {os.cpu_count()} cores"
-
-
-def summary(results: pd.DataFrame) -> str:
-    """Return results as text: for each kind of row the columns that do not vary, then a table of the rest."""
-    parts = []
-    for measured, group in results.drop(columns=["date", "command"]).groupby("measured", sort=False):
-        known = group.drop(columns="measured").dropna(axis="columns", how="all")
-        constant = [name for name in known if len(group) > 1 and known[name].nunique(dropna=False) == 1]
-        varying = known.drop(columns=constant).astype(object)
-        parts.append(f"{measured}: " + ", ".join(f"{name} {known[name].iloc[0]}" for name in constant))
-        parts.append(varying.where(varying.notna(), "-").to_string(index=False, float_format="{:.4g}".format))
-    return "\n\n".join(parts)

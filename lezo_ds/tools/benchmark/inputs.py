@@ -26,8 +26,7 @@ _FIRST_WORD = 3  # the ids below are OPT's special tokens
 def write_empty_model(config: OPTConfig, dtype: str, directory: Path) -> None:
     """Write a model directory whose weights are zeros.
 
-    The weights are a hole in the file, which takes no space on the disk. The writer of safetensors would need
-    as much memory and space as the model has.
+    The weights are a hole in the file, so a model larger than memory and disk can be written in a moment.
     """
     model = build_on_meta(config, DTYPES[dtype])
     config.save_pretrained(directory)
@@ -58,12 +57,12 @@ def loss_function(workload: Workload) -> LossFunction:
 
 
 def split_batch(workload: Workload, count: int, *, published: bool = False) -> list[MicroBatch]:
-    """Return the batch in equal parts.
+    """Return a random batch in `count` equal parts, the same on all ranks.
 
     Args:
         workload: size of the batch.
         count: number of parts.
-        published: in the layout of MeZO's code, with one sequence per candidate, instead of our trainer's.
+        published: use the layout of MeZO's code, with one sequence per candidate, instead of our trainer's.
 
     Raises:
         UserError: `count` does not divide the batch.
@@ -84,7 +83,7 @@ def split_batch(workload: Workload, count: int, *, published: bool = False) -> l
 
 
 def _examples(workload: Workload) -> list[EncodedExample]:
-    """Return random examples. All have the same length, so that no layout pays for padding."""
+    # All have the same length, so that no layout pays for padding.
     generator = torch.Generator().manual_seed(workload.length)
 
     def tokens(count: int) -> tuple[int, ...]:

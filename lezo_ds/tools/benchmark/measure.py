@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
+import functools
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
-from operator import attrgetter
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from lezo_ds import distributed
-from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.errors import LezoError
 from lezo_ds.sharding.checkpoint_files import build_on_meta
 from lezo_ds.tools.benchmark import sharded
@@ -31,8 +27,9 @@ from lezo_ds.tools.opt_shapes import opt_config
 Row = dict[str, Any]
 """Values by column; see `lezo_ds.tools.benchmark.table.COLUMNS`."""
 
+Steps = InPlaceSteps | sharded.EngineSteps
+
 WARM_UP_STEPS = 2  # DeepSpeed records the order of the modules in the first pass, and prefetches after it
-_MODEL = attrgetter("shape", "layers", "ds_config", "partition_size", "dtype", "update_precision")
 
 
 def time_once(action: Callable[[], object]) -> float:
@@ -72,117 +69,72 @@ def time_columns(seconds: Sequence[float], reference: Sequence[float]) -> Row:
     }
 
 
-class Models:
-    """A plain model and a sharded one, each made when a variant first needs it, which is a collective.
-
-    The variants that share a model all change its weights.
-
-    Args:
-        setting: says which model.
-    """
-
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
-        self._config = opt_config(setting.shape, setting.layers)
-
-    @cached_property
-    def plain(self) -> nn.Module:
-        """Every rank's own model."""
-        return plain_model(self._config, self._setting.dtype, distributed.device())
-
-    @cached_property
-    def engine(self) -> LezoEngine:
-        """The model that the ranks share."""
-        return sharded.start_engine(self._setting)
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of weights."""
-        return sum(p.numel() for p in build_on_meta(self._config, torch.float32).parameters())
-
-    def steps(self, variant: Variant, setting: Setting) -> InPlaceSteps | sharded.EngineSteps:
-        """Return a variant's steps."""
-        if variant.kind in ("mezo_reference", "mezo_fused"):
-            return plain_steps(variant, self.plain, setting.workload)
-        if variant.kind == "naive_zero3":
-            return sharded.naive_steps(variant, self.engine, setting.workload)
-        return sharded.EngineSteps(variant, self.engine, setting)
-
-    def free(self) -> None:
-        """Give the memory of the models back. They cannot be used any more."""
-        if "engine" in vars(self):
-            sharded.discard(self.engine)
-        vars(self).clear()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-
 def measure_steps(
-    settings: Iterable[Setting],
-    variants: Sequence[Variant],
-    *,
-    rounds: int,
-    threads: int = 1,
-    replay: bool = False,
-) -> Iterator[list[Row]]:
-    """Measure variants of a step under one setting after the other, and yield the rows of each. A collective.
+    setting: Setting, variants: Sequence[Variant], *, rounds: int, threads: int = 1, replay: bool = False
+) -> list[Row]:
+    """Measure variants of a step and return their rows. A collective.
 
     Args:
-        settings: those of the same model are adjacent.
-        variants: ratios are relative to the first; without variants nothing is measured.
+        setting: the model and the batch.
+        variants: at least one; ratios are relative to the first.
         rounds: timed steps of each variant.
         threads: CPU threads of this rank.
         replay: also replay the timed steps of our variants.
 
     Raises:
         UserError: a batch that does not split, or a setting that DeepSpeed does not accept.
+        LezoError: a variant skipped its update.
     """
     distributed.init_distributed()
     torch.set_num_threads(threads)
-    if not variants:
-        return
     ranks = distributed.world_size()
-    for _, same_model in itertools.groupby(settings, key=_MODEL):
-        adjacent = [replace(given, micro_batches=given.micro_batches or ranks) for given in same_model]
-        models = Models(adjacent[0])
-        for setting in adjacent:
-            rows = _measure(models, setting, variants, rounds=rounds, replay=replay)
-            origin = setting.columns() | {"parameters": models.num_parameters, "ranks": ranks}
-            yield [origin | {"threads": threads, "load": os.getloadavg()[0]} | row for row in rows]
-        models.free()
-
-
-def _measure(
-    models: Models, setting: Setting, variants: Sequence[Variant], *, rounds: int, replay: bool
-) -> Iterator[Row]:
-    steps = {variant.text: models.steps(variant, setting) for variant in variants}
+    setting = replace(setting, micro_batches=setting.micro_batches or ranks)
+    steps = _start(setting, variants)
     actions = {name: partial(_checked_step, name, entry) for name, entry in steps.items()}
     for action in actions.values():
         for _ in range(WARM_UP_STEPS):
             action()
     times = interleaved(actions, rounds)
-    first = variants[0].text
+    rows = []
     for variant in variants:
-        action, entry = actions[variant.text], steps[variant.text]
+        name, entry = variant.text, steps[variant.text]
+        who = {"variant": name, "sparsity": variant.sparsity}
         if replay and isinstance(entry, sharded.EngineSteps):
             replayed = time_once(partial(entry.replay, rounds)) / rounds
-            trained = statistics.mean(times[variant.text])
-            row = {"measured": "replay", "reference": "training", "steps": rounds}
-            yield row | variant.columns() | time_columns([replayed], [trained])
-        yield {
-            "measured": "step",
-            **variant.columns(),
-            "reference": first,
-            **time_columns(times[variant.text], times[first]),
+            columns = time_columns([replayed], [statistics.mean(times[name])]) | {"rounds": rounds}
+            rows.append({"measured": "replay", **who, "reference": "training", **columns})
+        measured = time_columns(times[name], times[variants[0].text])
+        measured |= {
             "weight_bytes": entry.weight_bytes,
-            "peak_bytes": peak_bytes(action),
-            **_traffic(action),
-            **stage_seconds(action, entry.staged_methods),
+            "peak_bytes": peak_bytes(actions[name]),
+            "gathered_bytes": _gathered_bytes(actions[name]),
         }
+        measured |= stage_seconds(actions[name], entry.staged_methods)
+        rows.append({"measured": "step", **who, "reference": variants[0].text, **measured})
+    weights = build_on_meta(opt_config(setting.shape, setting.layers), torch.float32).parameters()
+    origin = vars(setting) | {"parameters": sum(values.numel() for values in weights)}
+    origin |= {"ranks": ranks, "threads": threads, "load": os.getloadavg()[0]}
+    return [origin | row for row in rows]
 
 
-def _checked_step(name: str, steps: InPlaceSteps | sharded.EngineSteps) -> None:
+def _start(setting: Setting, variants: Sequence[Variant]) -> dict[str, Steps]:
+    """Return the steps of each variant by its text. Variants of the same model all change its weights."""
+    config, workload = opt_config(setting.shape, setting.layers), setting.workload
+    # Each of the two models is made when a variant first needs it.
+    plain = functools.cache(lambda: plain_model(config, setting.dtype, distributed.device()))
+    engine = functools.cache(lambda: sharded.start_engine(setting))
+
+    def start(variant: Variant) -> Steps:
+        if variant.kind == "mezo_reference":
+            return plain_steps(variant, plain(), workload)
+        if variant.kind == "naive_zero3":
+            return sharded.naive_steps(variant, engine(), workload)
+        return sharded.EngineSteps(variant, engine(), setting)
+
+    return {variant.text: start(variant) for variant in variants}
+
+
+def _checked_step(name: str, steps: Steps) -> None:
     gradient = steps.step()
     if gradient == 0 or not math.isfinite(gradient):
         raise LezoError(
@@ -191,9 +143,8 @@ def _checked_step(name: str, steps: InPlaceSteps | sharded.EngineSteps) -> None:
         )
 
 
-def _traffic(action: Callable[[], object]) -> Row:
+def _gathered_bytes(action: Callable[[], object]) -> int:
     with distributed.counted_bytes() as counts:
         action()
     gathered = sum(count for operation, count in counts.items() if "all_gather" in operation)
-    total = sum(counts.values())
-    return {"gathered_bytes": gathered * distributed.world_size(), "other_bytes": total - gathered}
+    return gathered * distributed.world_size()

@@ -17,8 +17,6 @@ from lezo_ds.zo.precision import UpdatePrecision
 from lezo_ds.zo.updates import Update
 
 REFERENCE = "torch normal_ and add_"
-REPLAYED_STEPS = 16
-_SEED, _PARAMETER, _SCALE = 1, 2, 1e-3
 _CALLS = 4  # timed together, so that the start of a kernel counts little
 
 
@@ -39,20 +37,14 @@ def measure_noise(dtype: str, num_elements: int, *, rounds: int, threads: int = 
         action()
     calls = interleaved(actions, rounds)
     times = {name: [seconds / _CALLS for seconds in found] for name, found in calls.items()}
-    return [
-        {
-            "measured": "noise",
-            "variant": name,
-            "dtype": dtype,
-            "elements": num_elements,
-            "ranks": distributed.world_size(),
-            "threads": threads,
-            "reference": REFERENCE,
-            **time_columns(times[name], times[REFERENCE]),
-            "bytes_per_second": element_bytes * num_elements / statistics.median(times[name]),
-        }
-        for name, (element_bytes, _) in operations.items()
-    ]
+    common = {"measured": "noise", "dtype": dtype, "elements": num_elements, "reference": REFERENCE}
+    common |= {"ranks": distributed.world_size(), "threads": threads}
+    rows = []
+    for name, (element_bytes, _) in operations.items():
+        speed = element_bytes * num_elements / statistics.median(times[name])
+        measured = time_columns(times[name], times[REFERENCE]) | {"bytes_per_second": speed}
+        rows.append(common | {"variant": name} | measured)
+    return rows
 
 
 def _repeat(operation: Callable[[], object]) -> None:
@@ -64,34 +56,31 @@ def _operations(dtype: str, num_elements: int) -> dict[str, tuple[int, Callable[
     """Return by name: the bytes per element that an operation must read and write, and the operation."""
     device = distributed.device()
     noise = noise_backend(device)
-    theta = noise.normal(_SEED, 0, 0, num_elements, device).to(DTYPES[dtype])
+    theta = noise.normal(1, 0, 0, num_elements, device).to(DTYPES[dtype])
     other = torch.empty_like(theta)
     low = torch.zeros(num_elements, dtype=torch.int16, device=device)
-    generator = torch.Generator(device).manual_seed(_SEED)
+    generator = torch.Generator(device).manual_seed(1)
     size = theta.element_size()
-    steps = [Update(key, _SCALE) for key in range(REPLAYED_STEPS)]
 
     def perturb(*scales: float) -> object:
-        return noise.perturb(theta, key=_SEED, parameter_id=_PARAMETER, scales=scales)
+        return noise.perturb(theta, key=1, parameter_id=2, scales=scales)
 
-    def update(steps: Sequence[Update], precision: UpdatePrecision, low: Tensor | None = None) -> None:
-        noise.update_(theta, 0, parameter_id=_PARAMETER, steps=steps, precision=precision, low=low)
+    def update(num_steps: int, precision: UpdatePrecision, low: Tensor | None = None) -> None:
+        steps: Sequence[Update] = [Update(key, 1e-3) for key in range(num_steps)]
+        noise.update_(theta, 0, parameter_id=2, steps=steps, precision=precision, low=low)
 
     operations: dict[str, tuple[int, Callable[[], object]]] = {
         "copy": (2 * size, lambda: other.copy_(theta)),
         REFERENCE: (4 * size, lambda: theta.add_(other.normal_(generator=generator), alpha=1e-9)),
-        "normal, fp32": (4, lambda: noise.normal(_SEED, _PARAMETER, 0, num_elements, device)),
-        "perturb": (2 * size, lambda: perturb(_SCALE)),
-        "perturb_pair": (3 * size, lambda: perturb(_SCALE, -_SCALE)),
-        "update, nearest": (2 * size, lambda: update(steps[:1], "nearest")),
-        f"update of {REPLAYED_STEPS} steps, nearest": (
-            2 * size,
-            lambda: update(steps, "nearest"),
-        ),
+        "normal, fp32": (4, lambda: noise.normal(1, 2, 0, num_elements, device)),
+        "perturb": (2 * size, lambda: perturb(1e-3)),
+        "perturb_pair": (3 * size, lambda: perturb(1e-3, -1e-3)),
+        "update, nearest": (2 * size, lambda: update(1, "nearest")),
+        "update of 16 steps, nearest": (2 * size, lambda: update(16, "nearest")),
     }
     if size == 2:
         operations |= {
-            "update, stochastic": (2 * size, lambda: update(steps[:1], "stochastic")),
-            "update, fp32_master": (8, lambda: update(steps[:1], "fp32_master", low)),
+            "update, stochastic": (2 * size, lambda: update(1, "stochastic")),
+            "update, fp32_master": (8, lambda: update(1, "fp32_master", low)),
         }
     return operations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -22,115 +21,115 @@ PERTURBATION_SCALE = 1e-3
 WEIGHT_DECAY = 0.0
 
 
-@dataclass
 class InPlaceSteps:
     """MeZO's steps on stored weights; with dropped blocks, LeZO's (Wang et al. 2024, algorithm 1).
 
     theta += mu z; l_plus; theta -= 2 mu z; l_minus; theta += mu z; theta -= eta g z. Each time, z is drawn
-    again from the same seed by torch's own generator.
+    again from the same seed by torch's own generator. Each rank runs its share of the batch in the published
+    layout, where each candidate is a sequence of its own, and computes all logits.
 
-    Attributes:
+    Args:
+        variant: says the share of the blocks that a step drops.
+        workload: size of the batch.
         tensors: the stored weights, each with the index of its block; None outside all blocks.
-        loss: returns the summed loss of this rank's share of the batch, and the number of its terms.
         num_blocks: number of blocks of the model.
-        sparsity: share of the blocks that a step drops.
-        fused: change each tensor by one operation, without temporary tensors: 32 bytes moved per 16-bit
-            parameter and step. The expressions of the published code move 74.
+        forward: returns the logits of a micro-batch: [sequences, tokens, vocabulary].
+        published: use the expressions of the published code, which make temporary tensors. A view of a
+            shard has to be changed by one in-place operation instead, which also moves fewer bytes.
         staged_methods: for `stage_seconds`, in addition to the stages of this class.
-        num_steps: steps done.
     """
 
-    tensors: Sequence[tuple[Tensor, int | None]]
-    loss: Callable[[], tuple[Tensor, float]]
-    num_blocks: int
-    sparsity: float
-    fused: bool
-    staged_methods: Sequence[StagedMethod] = ()
-    num_steps: int = 0
+    def __init__(
+        self,
+        variant: Variant,
+        workload: Workload,
+        *,
+        tensors: Sequence[tuple[Tensor, int | None]],
+        num_blocks: int,
+        forward: Callable[[MicroBatch], Tensor],
+        published: bool,
+        staged_methods: Sequence[StagedMethod] = (),
+    ) -> None:
+        self.staged_methods = staged_methods
+        self._tensors, self._forward, self._published = tensors, forward, published
+        self._blocks = range(num_blocks)
+        self._num_dropped = int(variant.sparsity * num_blocks + 0.5)
+        self._num_steps = 0
+        shares = split_batch(workload, distributed.world_size(), published=True)
+        self._batch = to_device(shares[distributed.rank()], distributed.device())
+        self._loss_function = loss_function(workload)
 
     @property
     def weight_bytes(self) -> int:
         """Size of the stored weights."""
-        return sum(values.numel() * values.element_size() for values, _ in self.tensors)
+        return sum(values.numel() * values.element_size() for values, _ in self._tensors)
 
     @torch.no_grad()
     def step(self) -> float:
         """Do one step and return its projected gradient. A collective."""
         self._perturb(1)
-        plus, weight = self.loss()
+        plus = self._summed_loss()
         self._perturb(-2)
-        minus, _ = self.loss()
+        minus = self._summed_loss()
         self._perturb(1)
-        sums = torch.stack([plus.double(), minus.double(), plus.new_tensor(weight, dtype=torch.float64)])
+        weight = plus.new_tensor(self._batch.weight, dtype=torch.float64)
+        sums = torch.stack([plus.double(), minus.double(), weight])
         plus_sum, minus_sum, total = distributed.sum_vector(sums)
         gradient = (plus_sum - minus_sum) / total / (2 * PERTURBATION_SCALE)
         self._update(gradient)
-        self.num_steps += 1
+        self._num_steps += 1
         return gradient
+
+    def _summed_loss(self) -> Tensor:
+        selection = self._batch.selection
+        assert selection is not None, "a batch of candidates"
+        logits = self._forward(self._batch)[selection.rows, selection.positions]
+        return self._loss_function(logits, self._batch).sum()
 
     def _perturb(self, multiple: float) -> None:
         with stage("perturb"):
             for theta, z in self._with_noise():
-                if self.fused:
-                    theta.data.add_(z, alpha=multiple * PERTURBATION_SCALE)
-                else:
+                if self._published:
                     theta.data = theta.data + multiple * z * PERTURBATION_SCALE
+                else:
+                    theta.data.add_(z, alpha=multiple * PERTURBATION_SCALE)
 
     def _update(self, gradient: float) -> None:
         with stage("update"):
             for theta, z in self._with_noise():
-                if self.fused:
-                    theta.data.add_(z, alpha=-LEARNING_RATE * gradient)
-                else:
+                if self._published:
                     theta.data = theta.data - LEARNING_RATE * (gradient * z + WEIGHT_DECAY * theta.data)
+                else:
+                    theta.data.add_(z, alpha=-LEARNING_RATE * gradient)
 
     def _with_noise(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each active tensor and its z; within a step always the same z."""
-        num_dropped = int(self.sparsity * self.num_blocks + 0.5)
-        dropped = random.Random(self.num_steps).sample(range(self.num_blocks), num_dropped)
-        active = [values for values, block in self.tensors if block not in dropped]
-        generator = torch.Generator(active[0].device).manual_seed(self.num_steps)
+        dropped = random.Random(self._num_steps).sample(self._blocks, self._num_dropped)
+        active = [values for values, block in self._tensors if block not in dropped]
+        generator = torch.Generator(active[0].device).manual_seed(self._num_steps)
         for theta in active:
             yield theta, torch.empty_like(theta).normal_(generator=generator)
 
 
 def plain_steps(variant: Variant, model: nn.Module, workload: Workload) -> InPlaceSteps:
-    """Return "mezo_reference" or "mezo_fused": each rank runs its share of the batch on a model of its own.
+    """Return "mezo_reference", on every rank's own model.
 
-    As in the published code, each candidate is a sequence of its own, and all logits are computed. To its
-    advantage there is no padding and no mask, only the tokens of the candidates enter the loss, and a step
-    has one reduction.
+    To the advantage of the published code there is no padding and no mask, only the tokens of the candidates
+    enter the loss, and a step has one reduction.
     """
     layout = find_blocks(model)
-    tensors = [(values, layout.block_of(name)) for name, values in model.named_parameters()]
 
     def forward(batch: MicroBatch) -> Tensor:
         with stage("forward"):
             logits: Tensor = model(**batch.inputs).logits
             return logits
 
-    loss = loss_of_all_logits(forward, workload)
-    fused = variant.kind == "mezo_fused"
-    return InPlaceSteps(tensors, loss, layout.num_blocks, variant.sparsity, fused=fused)
-
-
-def loss_of_all_logits(
-    forward: Callable[[MicroBatch], Tensor], workload: Workload
-) -> Callable[[], tuple[Tensor, float]]:
-    """Return the loss of `InPlaceSteps`.
-
-    Args:
-        forward: returns the logits of a micro-batch: [sequences, tokens, vocabulary].
-        workload: size of the batch.
-    """
-    shares = split_batch(workload, distributed.world_size(), published=True)
-    batch = to_device(shares[distributed.rank()], distributed.device())
-    assert batch.selection is not None, "a batch of candidates"
-    rows, positions = batch.selection.rows, batch.selection.positions
-    summed = loss_function(workload)
-
-    def loss() -> tuple[Tensor, float]:
-        logits = forward(batch)[rows, positions]
-        return summed(logits, batch).sum(), batch.weight
-
-    return loss
+    tensors = [(values, layout.block_of(name)) for name, values in model.named_parameters()]
+    return InPlaceSteps(
+        variant,
+        workload,
+        tensors=tensors,
+        num_blocks=layout.num_blocks,
+        forward=forward,
+        published=True,
+    )

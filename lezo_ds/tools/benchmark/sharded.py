@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -17,12 +16,7 @@ from lezo_ds.model.batch import MicroBatch
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding import zero3
 from lezo_ds.tools.benchmark.inputs import loss_function, split_batch, write_empty_model
-from lezo_ds.tools.benchmark.reference import (
-    LEARNING_RATE,
-    PERTURBATION_SCALE,
-    InPlaceSteps,
-    loss_of_all_logits,
-)
+from lezo_ds.tools.benchmark.reference import LEARNING_RATE, PERTURBATION_SCALE, InPlaceSteps
 from lezo_ds.tools.benchmark.settings import Setting, Variant
 from lezo_ds.tools.benchmark.stages import StagedMethod
 from lezo_ds.tools.opt_shapes import opt_config
@@ -37,21 +31,20 @@ _STANDARD_DEVIATION = 0.02
 def start_engine(setting: Setting) -> LezoEngine:
     """Return our engine on a sharded model with random weights. A collective."""
     ds_config = load_ds_config(setting.ds_config, setting.dtype, distributed.world_size(), 1)
-    config = zo_config(Variant.parse("ours"), update_precision=setting.update_precision)
     with tempfile.TemporaryDirectory() as directory:
         write_empty_model(opt_config(setting.shape, setting.layers), setting.dtype, Path(directory))
         engine = initialize(
             model=directory,
-            config=config,
+            config=_zo_config(Variant.parse("ours"), setting),
             ds_config=ds_config,
             dtype=setting.dtype,
             partition_size=setting.partition_size,
         )
-    fill_with_random_weights(engine)
+    _fill_with_random_weights(engine)
     return engine
 
 
-def fill_with_random_weights(engine: LezoEngine) -> None:
+def _fill_with_random_weights(engine: LezoEngine) -> None:
     """Give the model weights as OPT initializes them, the same for all shardings."""
     noise = noise_backend(engine.device)
     for parameter in engine.weights.parameters:
@@ -61,21 +54,14 @@ def fill_with_random_weights(engine: LezoEngine) -> None:
     zero3.finish_updates()
 
 
-def discard(engine: LezoEngine) -> None:
-    """Give the memory of an engine's weights back. The engine cannot be used any more."""
-    zero3.discard_shards(engine.weights.parameters)
-    engine.weights.low_bits.clear()
-
-
-def zo_config(variant: Variant, **more: Any) -> ZoConfig:  # noqa: ANN401
-    """Return the engine's settings for a variant of our step."""
+def _zo_config(variant: Variant, setting: Setting) -> ZoConfig:
     return ZoConfig(
         learning_rate=LEARNING_RATE,
         perturbation_scale=PERTURBATION_SCALE,
         sparsity=variant.sparsity,
         probes_per_pass=variant.probes_per_pass,
         directions=variant.directions,
-        **more,
+        update_precision=setting.update_precision,
     )
 
 
@@ -91,13 +77,13 @@ def naive_steps(variant: Variant, engine: LezoEngine, workload: Workload) -> InP
         zero3.finish_updates()  # DeepSpeed gathers on another stream, and the shards have just been perturbed
         return engine.forward(replace(batch, selection=None))
 
-    loss = loss_of_all_logits(forward, workload)
     return InPlaceSteps(
-        tensors,
-        loss,
-        engine.layout.num_blocks,
-        variant.sparsity,
-        fused=True,
+        variant,
+        workload,
+        tensors=tensors,
+        num_blocks=engine.layout.num_blocks,
+        forward=forward,
+        published=False,
         staged_methods=_staged_methods(engine),
     )
 
@@ -115,10 +101,9 @@ class EngineSteps:
     """
 
     def __init__(self, variant: Variant, engine: LezoEngine, setting: Setting) -> None:
-        assert setting.micro_batches is not None
         self.staged_methods = _staged_methods(engine)
-        self._engine = engine.with_config(zo_config(variant))
-        self._batch = split_batch(setting.workload, setting.micro_batches)
+        self._engine = engine.with_config(_zo_config(variant, setting))
+        self._batch = split_batch(setting.workload, setting.micro_batches or distributed.world_size())
         self._loss = loss_function(setting.workload)
         self._records: list[StepRecord] = []
 

@@ -22,7 +22,6 @@ StagedMethod = tuple[Any, str, str]
 _LABEL = "stage: "
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"  # see proc(5)
 
 
 def synchronize() -> None:
@@ -102,10 +101,9 @@ def peak_bytes(step: Callable[[], object]) -> int | None:
     if not _CLEAR_REFS.exists():
         step()
         return None
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)  # glibc keeps freed memory resident, which would hide what the step needs
-    _CLEAR_REFS.write_text(_RESET_PEAK)
+    # glibc keeps freed memory resident, which would hide what the step needs.
+    ctypes.CDLL(None).malloc_trim(0)
+    _CLEAR_REFS.write_text("5")  # resets VmHWM; see proc(5)
     before = _resident("VmRSS")
     step()
     return max(0, _resident("VmHWM") - before)

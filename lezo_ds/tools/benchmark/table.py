@@ -37,8 +37,6 @@ COLUMNS = {
     "ds_config": ("str", "path of the DeepSpeed JSON; missing for DeepSpeed's defaults"),
     "task": ("str", "task whose typical inputs were used, apart from an explicit `length`"),
     "length": ("Int64", "tokens of an example"),
-    "candidates": ("Int64", "answers per example that are compared; 1 for teacher forcing"),
-    "candidate_tokens": ("Int64", "tokens of an answer"),
     "batch": ("Int64", "examples per step, over all ranks"),
     "micro_batches": ("Int64", "number of parts that our step runs the batch in"),
     "ranks": ("Int64", "number of processes"),
@@ -46,14 +44,10 @@ COLUMNS = {
     "threads": ("Int64", "CPU threads per rank"),
     # which variant
     "variant": ("str", "as on the command line, such as ours:0.75; for noise, the operation"),
-    "kind": ("str", "the variant without its settings, such as ours"),
     "sparsity": ("Float64", "share of the blocks that a step drops; 0 is MeZO"),
-    "probes_per_pass": ("Int64", "perturbed copies of the batch in a forward pass; only for ours"),
-    "directions": ("Int64", "directions per step; only for ours"),
-    "steps": ("Int64", "number of replayed steps"),
     "elements": ("Int64", "number of weights in one call of a noise operation"),
     # results: rank 0's, per step or per call
-    "rounds": ("Int64", "number of timed steps or calls"),
+    "rounds": ("Int64", "number of timed steps or calls; for replay, of replayed steps"),
     "seconds_min": ("Float64", "shortest time until all ranks are done"),
     "seconds_median": ("Float64", "median time until all ranks are done"),
     "seconds_max": ("Float64", "longest time until all ranks are done"),
@@ -63,7 +57,6 @@ COLUMNS = {
     "weight_bytes": ("Int64", "what this rank holds of the model between steps"),
     "peak_bytes": ("Int64", "peak memory of a step above what is held between steps"),
     "gathered_bytes": ("Int64", "size of the weights that this rank gathers in a step"),
-    "other_bytes": ("Int64", "everything else that this rank sends in a step"),
     "bytes_per_second": ("Float64", "what a noise operation must read and write, by its median time"),
 }
 """Every column: its pandas dtype and its meaning. A value that does not apply to a row is missing (NA)."""
@@ -75,18 +68,13 @@ def to_frame(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     return frame.astype({name: dtype for name, (dtype, _) in COLUMNS.items()})
 
 
-def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Add rows to a CSV, which is created if it does not exist. One process at a time may do this.
-
-    Args:
-        path: the CSV.
-        rows: values by column; see COLUMNS.
+def append(path: Path, added: pd.DataFrame) -> None:
+    """Add rows of `to_frame` to a CSV, which is created if it does not exist. Only one process may do this.
 
     Raises:
         UserError: the file exists and is not such a table.
         OSError: the file cannot be written.
     """
-    added = to_frame(rows)
     table = pd.concat([read(path), added]) if path.exists() else added
     make_directory(path.parent)
     write_atomically(path, table.to_csv(index=False, float_format="%.6g"))

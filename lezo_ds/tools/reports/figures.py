@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from html import escape
 from itertools import cycle
 from typing import Any
@@ -25,9 +25,9 @@ _HEIGHT, _ROW = 320, 22  # pixels: of a line chart, and of a row of its legend o
 
 _CASE = [
     *("shape", "layers", "dtype", "ds_config", "length", "batch", "micro_batches"),
-    *("ranks", "partition_size", "threads", "machine"),
+    *("ranks", "partition_size", "threads", "machine", "reference"),
 ]
-"""What a row of a benchmark was measured on."""
+"""What a row of a benchmark was measured on, and compared with."""
 
 
 def experiment_figures(runs: pd.DataFrame, metrics: pd.DataFrame) -> list[Figure]:
@@ -53,27 +53,20 @@ def experiment_figures(runs: pd.DataFrame, metrics: pd.DataFrame) -> list[Figure
     return [(title, plot) for title, plot in figures.items() if plot.data]
 
 
-def benchmark_figures(table: pd.DataFrame, stages: Sequence[str]) -> list[Figure]:
-    """Return the ratios of the times of a step, and the shares of its stages, for each reference.
+def benchmark_figures(table: pd.DataFrame) -> list[Figure]:
+    """Return a chart of how many times as fast as its reference each variant of a step is, if there are any.
 
     Args:
         table: rows of lezo_ds.tools.benchmark.table.
-        stages: names of the stages, in their order.
     """
-    figures = []
-    seconds = [f"{stage}_seconds" for stage in stages]
-    for reference, rows in table[table["measured"] == "step"].groupby("reference", sort=False):
-        keys = varying_columns(rows, _CASE)
-        title = values_text(rows.iloc[0], [key for key in _CASE if key not in keys])
-        rows = rows.drop_duplicates([*keys, "variant"], keep="last").astype(object)
-        rows = rows.assign(case=rows.apply(values_text, axis=1, keys=keys))
-        ratios = _bars(rows, "ratio", "case", "variant", f"times as fast as {reference}")
-        figures.append((f"Speed of a step: {title}", ratios))
-        shares = 100 * rows[seconds].div(rows[seconds].sum(axis=1), axis=0).set_axis(stages, axis=1)
-        shares = shares.assign(row=rows["variant"] + "\n" + rows["case"]).melt("row", var_name="stage")
-        parts = _bars(shares, "value", "row", "stage", "% of its time", stacked=True)
-        figures.append((f"Stages of a step: {title}", parts))
-    return [(title, plot) for title, plot in figures if plot.data]
+    rows = table[table["measured"] == "step"]
+    if rows.empty:
+        return []
+    keys = varying_columns(rows, _CASE)
+    constant = values_text(rows.iloc[0], [key for key in _CASE if key not in keys])
+    rows = rows.drop_duplicates([*keys, "variant"], keep="last").astype(object)
+    rows = rows.assign(case=rows.apply(values_text, axis=1, keys=keys))
+    return [(f"Speed of a step: {constant}", _bars(rows, "ratio", "case", "variant", "times as fast"))]
 
 
 def _curves(metrics: pd.DataFrame, value: str, over: str) -> go.Figure:
@@ -142,25 +135,18 @@ def _scores_over(runs: pd.DataFrame, key: str) -> go.Figure:
     return plot
 
 
-def _bars(
-    table: pd.DataFrame, value: str, row: str, color: str, label: str, *, stacked: bool = False
-) -> go.Figure:
-    """Return horizontal bars in rows, next to each other or stacked."""
+def _bars(table: pd.DataFrame, value: str, row: str, color: str, label: str) -> go.Figure:
+    """Return horizontal bars: a group for each row, and in it a bar for each color."""
     table = table.dropna(subset=[value]).astype({value: float})
     if table.empty:
         return go.Figure()
-    text = False if stacked else ".2f"
-    plot = _draw(px.bar, table, x=value, y=row, color=color, text_auto=text, labels={value: label, row: ""})
-    num_bars = 1 if stacked else len(plot.data)
+    plot = _draw(px.bar, table, x=value, y=row, color=color, text_auto=".2f", labels={value: label, row: ""})
     num_lines = table[row].map(_label).str.count("<br>") + 1
-    row_height = max(_ROW * num_bars, 16 * num_lines.max()) + 10
-    plot.update_layout(
-        barmode="relative" if stacked else "group",
-        height=plot.layout.height - _HEIGHT + 100 + int(row_height) * table[row].nunique(),
-    )
-    if not stacked:
-        plot.update_traces(textposition="outside")
-        plot.update_xaxes(range=[0, 1.2 * table[value].max()])  # leaves room for the text at the end of a bar
+    row_height = 10 + max(_ROW * len(plot.data), 16 * int(num_lines.max()))
+    height = plot.layout.height - _HEIGHT + 100 + row_height * table[row].nunique()
+    plot.update_layout(barmode="group", height=height)
+    plot.update_traces(textposition="outside")
+    plot.update_xaxes(range=[0, 1.2 * table[value].max()])  # leaves room for the text at the end of a bar
     plot.update_yaxes(autorange="reversed")
     return plot
 

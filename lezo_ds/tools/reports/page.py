@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import pandas as pd
@@ -14,13 +11,11 @@ import plotly.io
 import plotly.offline
 from markupsafe import Markup
 
-from lezo_ds.config import flatten
-from lezo_ds.tools.benchmark.table import STAGES
 from lezo_ds.tools.reports.curves import read_metrics, seconds_per_step
 from lezo_ds.tools.reports.experiments import task_title
 from lezo_ds.tools.reports.figures import Figure, benchmark_figures, experiment_figures
 from lezo_ds.tools.reports.paper_layout import layout_note, paper_table, score_table, score_text
-from lezo_ds.tools.reports.results_table import best_setting, over_seeds, varying_columns
+from lezo_ds.tools.reports.results_table import best_setting, over_seeds
 
 _BUTTONS = [["toImage", "zoom2d", "pan2d", "resetScale2d"]]
 
@@ -45,12 +40,11 @@ def render(runs: pd.DataFrame, warnings: Sequence[str], benchmarks: pd.DataFrame
         warnings=[*warnings, *damaged],
         tables=[(model, paper_table(rows)) for model, rows in scores.groupby("model")],
         tables_note=layout_note(scores),
-        runs=_split_constant(_run_table(runs, seconds_per_step(metrics))),
+        runs=_run_table(runs, seconds_per_step(metrics)),
         figures=[
             *((_title(group), experiment_figures(group, metrics)) for group in experiments),
-            ("Benchmarks", [] if benchmarks is None else benchmark_figures(benchmarks, STAGES)),
+            ("Benchmarks", [] if benchmarks is None else benchmark_figures(benchmarks)),
         ],
-        made_with=_split_constant(pd.DataFrame([_environment(Path(path)) for path in runs["directory"]])),
     )
 
 
@@ -89,48 +83,18 @@ def _headline(runs: pd.DataFrame) -> dict[str, str]:
 
 def _run_table(runs: pd.DataFrame, pace: pd.Series) -> pd.DataFrame:
     """Return a row of texts for each run; `pace` has the seconds per step by directory."""
-    percent, number = _formatter("{:.1%}"), _formatter("{:,.5g}")
-    return pd.DataFrame(
-        {
-            "model": runs["model"],
-            "task": runs["task"].map(task_title),
-            "method": runs["setting"],
-            "test": runs["test"].map(percent),
-            "zero-shot": runs["zero_shot"].map(percent),
-            "majority class": runs["majority_class"].map(percent),
-            "seed": runs["seed"].map(number),
-            "data seed": runs["data.seed"].map(number),
-            "validation loss": runs["best_dev_loss"].map(number),
-            "best step": runs["best_step"].map(number),
-            "steps": runs["steps"].map(number),
-            "seconds": runs["seconds"].map(_formatter("{:,.1f}")),
-            "seconds per step": runs["directory"].map(pace).map(_formatter("{:.3g}")),
-            "peak memory, GB": (runs["peak_memory_bytes"] / 1e9).map(_formatter("{:.2f}")),
-            "state": runs["problem"].where(~runs["finished"], "finished"),
-            "directory": runs["directory"],
-        }
-    )
-
-
-def _formatter(layout: str) -> Callable[[float], str]:
-    return lambda value: "-" if pd.isna(value) else layout.format(value)
-
-
-def _split_constant(table: pd.DataFrame) -> dict[str, Any]:
-    """Return a table without the columns that are equal in all of several rows, and these as a caption.
-
-    Method and test score always stay in the table.
-    """
-    varying = varying_columns(table, table.columns) if len(table) > 1 else table.columns
-    kept = [name for name in table.columns if name in varying or name in ("method", "test")]
-    constant = [f"{name}: {table[name].iloc[0]}" for name in table.columns if name not in kept]
-    return {"table": table[kept], "caption": f"The same in all rows: {'; '.join(constant)}." * bool(constant)}
-
-
-def _environment(directory: Path) -> dict[str, str]:
-    """Return what environment.json says a run was made with; only the directory if it cannot be read."""
-    try:
-        made = json.loads((directory / "environment.json").read_text(encoding="utf-8"))
-        return {"directory": str(directory), **flatten(made | {"command": shlex.join(made["command"])})}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {"directory": str(directory)}
+    columns = {
+        "model": ("{}", runs["model"]),
+        "task": ("{}", runs["task"].map(task_title)),
+        "method": ("{}", runs["setting"]),
+        "seed": ("{}", runs["seed"]),
+        "test": ("{:.1%}", runs["test"]),
+        "validation loss": ("{:.5g}", runs["best_dev_loss"]),
+        "steps": ("{:.0f}", runs["steps"]),
+        "seconds per step": ("{:.3g}", runs["directory"].map(pace)),
+        "peak memory, GB": ("{:.2f}", runs["peak_memory_bytes"] / 1e9),
+        "state": ("{}", runs["problem"].where(~runs["finished"], "finished")),
+        "directory": ("{}", runs["directory"]),
+    }
+    texts = {name: values.map(text.format, na_action="ignore") for name, (text, values) in columns.items()}
+    return pd.DataFrame(texts).astype(object).fillna("-")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pandas as pd
 
 from lezo_ds.recipes import paper
-from lezo_ds.tools.markdown import markdown_table
 from lezo_ds.tools.reports.experiments import task_title
 from lezo_ds.tools.reports.results_table import over_seeds
 
@@ -43,9 +42,7 @@ def paper_table(scores: pd.DataFrame) -> pd.DataFrame:
     If there are several tasks, a column "average" has the mean over all, "-" if one is missing.
     """
     methods, found = scores["method"].unique(), scores["task"].unique()
-    tasks = [task for task in paper.PAPER_TASKS if task in found] + [
-        t for t in found if t not in paper.PAPER_TASKS
-    ]
+    tasks = sorted(found, key=[*paper.PAPER_TASKS, *found].index)
     texts = scores.assign(text=[score_text(*row) for row in scores[["mean", "deviation", "runs"]].to_numpy()])
     table = texts.pivot(index="method", columns="task", values="text").reindex(methods)[tasks].fillna("-")
     if len(tasks) > 1:
@@ -72,8 +69,18 @@ def layout_note(scores: pd.DataFrame) -> str:
 
 def to_markdown(scores: pd.DataFrame) -> str:
     """Return a table for each model as Markdown."""
-    tables = [f"## {name}\n\n{markdown_table(paper_table(rows))}\n" for name, rows in scores.groupby("model")]
+    tables = [
+        f"## {name}\n\n{_markdown_table(paper_table(rows))}\n" for name, rows in scores.groupby("model")
+    ]
     return "\n".join([*tables, layout_note(scores), ""])
+
+
+def _markdown_table(frame: pd.DataFrame) -> str:
+    """Return a table of texts as Markdown that is readable as plain text, too."""
+    rows = [[str(value).replace("|", "\\|") for value in row] for row in [frame.columns, *frame.to_numpy()]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)
 
 
 def _measured(runs: pd.DataFrame, column: str) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""What launch/report.py writes: the tables of runs as Markdown or CSV, or the page."""
+"""What launch/report.py writes: the tables of runs as Markdown, or the page."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from lezo_ds.tools.reports.results_table import find_runs, read_runs
 logger = logging.getLogger(__name__)
 
 
-def make_table(patterns: Sequence[str], layout: str) -> str:
-    """Return the scores of runs as text. Each run that does not count is logged as a warning.
+def make_table(patterns: Sequence[str]) -> str:
+    """Return the scores of runs as Markdown. Each run that does not count is logged as a warning.
 
     Args:
         patterns: names of run directories, and glob patterns.
-        layout: markdown or csv.
 
     Raises:
         UserError: there is no such run, or none of them is finished.
@@ -30,8 +29,7 @@ def make_table(patterns: Sequence[str], layout: str) -> str:
     runs, warnings = _read(patterns)
     if not runs["finished"].any():
         raise _nothing_to_show("finished run", warnings)
-    scores = score_table(runs)
-    return scores.to_csv(index=False) if layout == "csv" else to_markdown(scores)
+    return to_markdown(score_table(runs))
 
 
 def make_page(patterns: Sequence[str], benchmark: Path | None) -> str:
