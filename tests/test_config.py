@@ -367,7 +367,14 @@ def test_what_is_registered_later_can_be_chosen(monkeypatch):
     assert drawing({"drawing": {"shape": "STAR"}}) == Drawing(shape="star", options={"points": 5})
 
 
-LIGHT = ("lezo_ds.config", "lezo_ds.recipes", "lezo_ds.tasks", "lezo_ds.errors", "lezo_ds.zo.precision")
+LIGHT = (
+    "lezo_ds.command_line",
+    "lezo_ds.config",
+    "lezo_ds.recipes",
+    "lezo_ds.tasks",
+    "lezo_ds.errors",
+    "lezo_ds.zo.precision",
+)
 
 
 @pytest.mark.parametrize("module", LIGHT)
