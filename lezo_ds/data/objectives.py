@@ -172,7 +172,7 @@ def _import_function(name: str) -> ObjectiveFunction:
     try:
         if ":" not in name:  # resolve_name would take it for a module
             raise ValueError(f"invalid format: {name!r}")
-        function = pkgutil.resolve_name(name)
+        function: ObjectiveFunction = pkgutil.resolve_name(name)
         if not callable(function):
             raise TypeError(f"{function!r} is not a function")
     except (ValueError, TypeError, ImportError, AttributeError) as error:

@@ -184,6 +184,8 @@ def initialize_first_order(
     optimizer = torch.optim.AdamW(trainable, lr=config.learning_rate, weight_decay=config.weight_decay)
     schedule = get_linear_schedule_with_warmup(optimizer, 0, num_steps)
     ds_config = {"gradient_clipping": MAX_GRADIENT_NORM, **ds_config}
-    engine = zero3.start_training_engine(sharded.module, optimizer, schedule, ds_config=ds_config)
+    engine = zero3.start_training_engine(
+        model=sharded.module, optimizer=optimizer, schedule=schedule, ds_config=ds_config
+    )
     perturbed = PerturbedForward(sharded.module, {}, noise_backend(distributed.device()))
     return FirstOrderEngine(engine, perturbed, sharded, seed=seed)
