@@ -6,7 +6,6 @@ python tests/soak.py --parts kills disks --kills 100 --steps 2000 --seed 0
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import re
@@ -28,12 +27,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import psutil
 from assets import write_recipe
-from commands import deepspeed, kill_group, mpirun, python, start
-from faults import Fault, check_interrupted, end, num_steps, remount, run_forked, small_disk
+from commands import (
+    deepspeed,
+    kill_group,
+    mpirun,
+    python,
+    ranks_of,
+    run_forked,
+    run_forked_well,
+    start,
+    wait_until,
+)
+from faults import Fault, check_interrupted, remount, run_faulty, small_disk
 from ranks import run_ranks
+from run_ends import end, num_steps, results_of
 from test_journal import HEADER, some_records, write_journal
-from test_kill_and_resume import wait_until
-from test_lost_ranks import ranks_of
 from tiny_runs import start_engine
 
 from lezo_ds.config import TrainConfig
@@ -94,11 +102,9 @@ def arguments(recipe, run_dir, *given):
     return ["--config", recipe, f"run_dir={run_dir}", *given]
 
 
-def finish(recipe, run_dir, steps, *given, num_ranks=1):
-    given = arguments(recipe, run_dir, *given)
-    finished = run_forked(given, num_ranks=num_ranks, timeout=HUNG_SECONDS)
-    assert finished.code == 0, finished.err[-3000:]
-    return end(run_dir, steps)
+def finish(recipe, run_dir, *given, num_ranks=1):
+    run_forked_well(arguments(recipe, run_dir, *given), num_ranks=num_ranks, timeout=HUNG_SECONDS)
+    return end(run_dir)
 
 
 # Parts.
@@ -156,8 +162,8 @@ def raises_journal_error(path):
 def kill_at_operations(recipe, directory, options):
     """Kill a run before every file operation in its directory, and within every write."""
     log = directory / "operations"
-    run_forked(arguments(recipe, directory / "undisturbed", *SHORT), log=log)
-    undisturbed = end(directory / "undisturbed", 4)
+    run_faulty(arguments(recipe, directory / "undisturbed", *SHORT), log=log)
+    undisturbed = end(directory / "undisturbed")
     operations = [line for line in log.read_text().splitlines() if not line.startswith("apply")]
     faults = [Fault(number=number) for number in range(1, len(operations) + 1)]
     faults += [
@@ -169,10 +175,10 @@ def kill_at_operations(recipe, directory, options):
 
     def kill(fault):
         run_dir = directory / "run"
-        finished = run_forked(arguments(recipe, run_dir, *SHORT), fault)
+        finished = run_faulty(arguments(recipe, run_dir, *SHORT), fault)
         assert finished.code == -signal.SIGKILL, finished.err[-3000:]
         assert check_interrupted(run_dir, undisturbed) == 0
-        assert finish(recipe, run_dir, 4, *SHORT) == undisturbed
+        assert finish(recipe, run_dir, *SHORT) == undisturbed
         assert not list((run_dir / "snapshots").glob(".*"))
 
     for fault in faults[:: options.stride]:
@@ -203,8 +209,8 @@ def kill_one_run(recipe, directory, options, kind, count, chance):
     given.append("train.snapshot_every=37")
     reference, run_dir = directory / f"{kind}, undisturbed", directory / kind
     if not reference.exists():
-        finish(recipe, reference, options.steps, *given)
-    undisturbed = end(reference, options.steps)
+        finish(recipe, reference, *given)
+    undisturbed = end(reference)
     lost = []
 
     def interrupted():
@@ -224,7 +230,7 @@ def kill_one_run(recipe, directory, options, kind, count, chance):
     reached = num_steps(run_dir)
 
     def compare():
-        assert finish(recipe, run_dir, options.steps, *given, num_ranks=chance.choice((1, 2))) == undisturbed
+        assert finish(recipe, run_dir, *given, num_ranks=chance.choice((1, 2))) == undisturbed
 
     count.check(f"the end after {kill} kills", compare)
     print(f"  {kind}: {kill} kills, until step {reached}; {count.held} of {count.tried} held", flush=True)
@@ -252,7 +258,7 @@ def kill_launched(command, run_dir, seconds):
 def stop_runs(recipe, directory, options):
     """Stop runs by each signal to each process that may get it, and by the file; how long it takes."""
     given = ["train.steps=60", "train.eval_every=30", "train.snapshot_every=0"]
-    undisturbed = finish(recipe, directory / "undisturbed", 60, *given)
+    undisturbed = finish(recipe, directory / "undisturbed", *given)
     for starter, (make, num_ranks, targets) in STARTERS.items():
         count = Count(f"a stop asked for, {starter}")
         seconds = []
@@ -271,9 +277,9 @@ def stop_runs(recipe, directory, options):
             assert not alive and seconds[-1] < STOP_SECONDS
             assert process.returncode == 0 or target in LAUNCHERS, err[-3000:]
             assert check_interrupted(run_dir, undisturbed) == 0
-            results = json.loads((run_dir / "results.json").read_text())
+            results = results_of(run_dir)
             assert not results["finished"] and results["steps"] == num_steps(run_dir) < 60
-            assert finish(recipe, run_dir, 60, *given) == undisturbed
+            assert finish(recipe, run_dir, *given) == undisturbed
 
         for target in targets:
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)[: 1 if target == "file" else None]:
@@ -300,13 +306,13 @@ def ask_for_stop(target, number, process, ranks, run_dir):
 
 def fill_disks(recipe, directory, options):
     """Run on disks of many sizes: a clean stop; with more room, the same end."""
-    undisturbed = finish(recipe, directory / "undisturbed", 4, *SHORT)
+    undisturbed = finish(recipe, directory / "undisturbed", *SHORT)
     count = Count("disk full")
 
     def fill(size):
         with small_disk(directory / "disk", f"{size}k") as disk:
             run_dir = disk / "run"
-            finished = run_forked(arguments(recipe, run_dir, *SHORT), output=directory)
+            finished = run_faulty(arguments(recipe, run_dir, *SHORT))
             errors = [line for line in finished.err.splitlines() if line.startswith("error: ")]
             if finished.code != 0:
                 assert finished.code in (1, 2, 3) and len(errors) == 1, finished.err[-3000:]
@@ -314,7 +320,7 @@ def fill_disks(recipe, directory, options):
             if (run_dir / "journal.jsonl").exists():
                 read_journal(run_dir / "journal.jsonl")
             remount(disk, "size=64m")
-            assert finish(recipe, run_dir, 4, *SHORT) == undisturbed
+            assert finish(recipe, run_dir, *SHORT) == undisturbed
 
     for size in range(4, options.largest_disk, 4 * options.stride):
         count.check(f"{size} KiB", lambda size=size: fill(size))
@@ -334,7 +340,7 @@ def measure(recipe, directory, options):
     count.notes.append(f"append p50 {1e3 * cuts[49]:.2f} ms, p99 {1e3 * cuts[98]:.2f} ms")
     run_dir = directory / "run"
     given = [f"train.eval_every={options.steps}", "train.snapshot_every=0"]
-    finish(recipe, run_dir, options.steps, f"train.steps={options.steps}", *given)
+    finish(recipe, run_dir, f"train.steps={options.steps}", *given)
     found = []
     for keeps in (True, False):
         if not keeps:
