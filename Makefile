@@ -1,5 +1,7 @@
 # make demo          a fine-tuning run on a made-up data set, in a few minutes, no GPU needed
-# make test          the whole test suite, but for:
+# make test          the tests, in about ten minutes on two cores
+# make test-long     the tests that take long: more steps, more combinations, every command by its launcher
+# make test-all      both
 # make test-cluster  batch scripts, on a Slurm cluster and hosts made of namespaces (Linux, as root)
 # make soak          faults at length: some hours of kills, cuts, flipped bits and full disks (Linux, as root)
 # make check         lint, format and types
@@ -22,13 +24,22 @@ endif
 # Results depend on the number of threads in their last bits, so it does not follow the number of cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-cluster soak check clean
+# A module's tests stay together, as they share its fixtures. The modules are in the order of their folders, which
+# puts those that start processes first, so that the workers end at about the same time.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadscope --no-loadscope-reorder
+
+.PHONY: demo test test-long test-all test-cluster soak check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python launch/demo.py
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadscope
+	$(PYTEST)
+
+test-long: $(VENV)/.installed-dev
+	$(PYTEST) -m long
+
+test-all: test test-long
 
 test-cluster: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m cluster tests/cluster

@@ -234,12 +234,14 @@ def run_forked(
             meanwhile(ranks)
             code, hung = _join(ranks, timeout if kill_after is None else kill_after, grace)
             assert not hung or kill_after is not None or (code != 0 and grace == 0), f"ranks {hung} hung"
+        except AssertionError:
+            print(_read_all(outputs, "err")[-5000:])
+            raise
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.join()
-            out, err = (_read_all(Path(outputs), kind) for kind in ("out", "err"))
-            print(err[-5000:])  # pytest shows it if the test fails
+        out, err = _read_all(outputs, "out"), _read_all(outputs, "err")
     return Finished(code if code or not hung else -signal.SIGKILL, out, err)
 
 
@@ -252,7 +254,7 @@ def run_forked_well(arguments, **options):
 
 def _read_all(directory, kind):
     # A rank that was killed early has no file; one that was killed later may have written half a character.
-    return "".join(file.read_text(errors="replace") for file in sorted(directory.glob(f"{kind}-*")))
+    return "".join(file.read_text(errors="replace") for file in sorted(Path(directory).glob(f"{kind}-*")))
 
 
 def _run_program(command, own_variables, directory, files):

@@ -7,6 +7,7 @@ answers that end at different lengths, for both signs of every step and at every
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def test_a_family_trains_under_the_same_command_and_writes_what_plain_transforme
         *("train.objective=test_families:characters", "train.steps=2", "train.eval_every=2"),
         *("train.batch_size=4", "train.micro_batch_size=2", "train.eval_batch_size=3"),
     ]
-    tests = REPOSITORY / "tests"
+    tests = Path(__file__).parent
     run_forked_well(keys, num_ranks=2, PYTHONPATH=f"{REPOSITORY}{os.pathsep}{tests}")
     _, records = read_journal(run_dir / "journal.jsonl")
     assert any(record.projected_grads != (0.0,) for record in records if isinstance(record, StepRecord))
