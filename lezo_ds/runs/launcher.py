@@ -6,7 +6,7 @@ The launcher's inner process forwards SIGTERM and SIGINT to the ranks. Any other
 
 from __future__ import annotations
 
-from itertools import takewhile
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -21,13 +21,23 @@ class LauncherWatch:
     """
 
     def __init__(self) -> None:
-        self._launchers = [parent.pid for parent in takewhile(_is_launcher, psutil.Process().parents())]
+        self._parents = list(_launchers())
 
     def is_gone(self) -> bool:
         """Return whether one of these processes has ended since."""
-        # A process whose parent ends gets another parent. This also shows while the ended one is a zombie.
-        parents = psutil.Process().parents()
-        return [parent.pid for parent in parents[: len(self._launchers)]] != self._launchers
+        # A process gets another parent when its parent ends, even while the ended parent is still a zombie.
+        try:
+            return any(child.ppid() != parent.pid for child, parent in self._parents)
+        except psutil.NoSuchProcess:  # each child above this process is a launcher, too
+            return True
+
+
+def _launchers() -> Iterator[tuple[psutil.Process, psutil.Process]]:
+    """Yield (process, its parent) from this process upwards, as long as the parent is a launcher."""
+    child = psutil.Process()
+    while (parent := child.parent()) is not None and _is_launcher(parent):
+        yield child, parent
+        child = parent
 
 
 def _is_launcher(process: psutil.Process) -> bool:
