@@ -16,12 +16,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable
 
-# Where there is no NVIDIA device DeepSpeed is told so, in the place of letting it guess.
+# Without an NVIDIA device, DeepSpeed is told to use the CPU instead of guessing.
 ifeq ($(wildcard /dev/nvidia[0-9]*),)
 export DS_ACCELERATOR ?= cpu
 endif
 
-# Results depend on the number of threads in their last bits, so it does not follow the number of cores.
+# The last bits of results depend on the number of threads, so it does not follow the number of cores.
 export OMP_NUM_THREADS ?= 1
 
 # A module's tests stay together, as they share its fixtures. The modules are in the order of their folders, which
