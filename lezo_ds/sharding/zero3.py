@@ -216,16 +216,6 @@ def assert_released(parameters: Sequence[ShardedParameter]) -> None:
         raise RuntimeError(f"parameters still gathered after a forward pass: {held}")
 
 
-def discard_shards(parameters: Sequence[ShardedParameter]) -> None:
-    """Free the memory of the shards. The model cannot be used afterwards.
-
-    Deleting the engine is not enough: DeepSpeed keeps references to it (DeepSpeed issue 5674).
-    """
-    for parameter in parameters:
-        stored = parameter._deepspeed.ds_tensor
-        stored.data = stored.new_empty(0)
-
-
 @contextmanager
 def gathered_modules(model: nn.Module) -> Iterator[None]:
     """Gather each module's own parameters while it runs. This allows forward passes before the engine starts.
