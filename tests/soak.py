@@ -1,4 +1,4 @@
-"""`make soak`: the faults of tests/test_faults.py at length; how many cases were tried, and how many held.
+"""`make soak`: injects the faults of the tests at length, and counts how many cases held.
 
 python tests/soak.py --parts kills disks --kills 100 --steps 2000 --seed 0
 """
@@ -25,6 +25,10 @@ from pathlib import Path
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# The tests that this runs at length, and what they share.
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+sys.path.insert(0, str(Path(__file__).parent / "unit"))
 
 import psutil
 from assets import write_recipe

@@ -1,6 +1,6 @@
 """Shards: how they are made, read, written and gathered. Only this module knows the internals of ZeRO-3.
 
-It relies on these facts about DeepSpeed 0.19.8, which tests/test_zero3.py checks:
+It relies on these facts about DeepSpeed 0.19.8, which tests/ranks/test_zero3.py checks:
 - A sharded parameter holds `ds_tensor`, a flat tensor of ceil(numel / size) elements. They are a slice of the
   row-major flattened parameter that starts at rank * ceil(numel / size). Rank and size are those in the
   process group that shares the parameter. Elements past the parameter's end are uninitialized memory.

@@ -1,4 +1,4 @@
-"""The memory of one rank as a formula. Measured peaks hold it to 20 % (tests/test_memory_model.py).
+"""The memory of one rank as a formula. Measured peaks hold it to 20 % (tests/ranks/test_memory_model.py).
 
 With b bytes a weight, R ranks that share the weights, and c perturbed copies a pass (2 for the dual forward):
 

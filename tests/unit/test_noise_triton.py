@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from lezo_ds.noise import triton_kernels as kernels
 from lezo_ds.noise.gpu import TritonNoise
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 TYPES = {
     "out_ptr": "*fp32",
     "minus_ptr": "*fp32",
@@ -42,7 +42,7 @@ TYPES = {
 def test_the_triton_backend_passes_the_suite_in_the_interpreter():
     # In a process of its own: Triton reads the variable when the kernels are defined.
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "tests/test_noise_backends.py", "-k", "triton", "-q"],
+        [sys.executable, "-m", "pytest", "tests/unit/test_noise_backends.py", "-k", "triton", "-q"],
         env=environment(TRITON_INTERPRET="1"),
         cwd=REPOSITORY,
         capture_output=True,

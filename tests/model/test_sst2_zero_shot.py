@@ -21,7 +21,7 @@ BATCH_SIZE = 32
 
 def find_assets(name):
     """Return a file or folder of the test assets, which are too large to be part of the repository."""
-    beside = Path(__file__).resolve().parents[2] / "shared"
+    beside = Path(__file__).resolve().parents[3] / "shared"
     path = Path(os.environ.get("LEZO_TEST_ASSETS", beside)) / name
     if not path.exists():
         pytest.skip(f"{path} does not exist; set LEZO_TEST_ASSETS to the folder that holds {name}")

@@ -25,7 +25,7 @@ KNOW_DEEPSPEED = {
 DISTRIBUTED_LIBRARIES = ("deepspeed", "torch.distributed", "mpi4py")
 MAX_COMMAND_LINES = 60
 SAFE_YAML_LOADERS = {"safe_load"}
-OWN_PATTERNS = "tests/test_structure.py"
+OWN_PATTERNS = "tests/unit/test_structure.py"
 BINARY = (".png", ".gz", ".safetensors")
 
 

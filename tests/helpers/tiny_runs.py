@@ -19,7 +19,7 @@ VOCABULARY = 101
 PAD_ID = 1
 SEED = 11
 CANDIDATES = (17, 42)
-DS_CONFIG = Path(__file__).parents[1] / "ds_configs" / "zero3_cpu.json"
+DS_CONFIG = Path(__file__).parents[2] / "ds_configs" / "zero3_cpu.json"
 
 
 def write_model(config, directory, dtype=torch.float32, seed=0):

@@ -19,7 +19,7 @@ from lezo_ds.model import snapshots
 from lezo_ds.sharding import weights
 
 VARIABLE = "LEZO_TEST_FAULT"
-TRAIN = Path(__file__).resolve().parents[1] / "launch" / "train.py"
+TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
 OPERATIONS = ("write", "fsync", "ftruncate", "replace", "rename", "unlink", "rmdir", "mkdir")
 _RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK")
 

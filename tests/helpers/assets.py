@@ -16,7 +16,7 @@ from transformers import OPTConfig
 from lezo_ds.tools.demo.corpus import labelled_reviews, vocabulary
 from lezo_ds.tools.demo.tokenizer import build_tokenizer
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_BLOCKS = 4
 NUM_POSITIONS = 64
 

@@ -46,7 +46,7 @@ NO_FAULT = Fault(number=0)
 
 
 def variables(fault, run_dir, log=None):
-    """Return the environment variable that tells tests/faulty_train.py of a fault."""
+    """Return the environment variable that tells tests/helpers/faulty_train.py of a fault."""
     return {VARIABLE: json.dumps({**asdict(fault), "root": str(run_dir), "log": log and str(log)})}
 
 

@@ -28,7 +28,7 @@ from lezo_ds.config.keys import Choices, Option, OptionsOf, Schema
 from lezo_ds.config.reading import flatten_sections, read
 from lezo_ds.errors import UserError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "launch" / "recipes" / "demo.yaml"
 REQUIRED = {
     "run_dir": "runs/x",

@@ -80,8 +80,8 @@ def test_a_family_trains_under_the_same_command_and_writes_what_plain_transforme
         *("train.objective=test_families:characters", "train.steps=2", "train.eval_every=2"),
         *("train.batch_size=4", "train.micro_batch_size=2", "train.eval_batch_size=3"),
     ]
-    tests = Path(__file__).parent
-    run_forked_well(keys, num_ranks=2, PYTHONPATH=f"{REPOSITORY}{os.pathsep}{tests}")
+    own, helpers = Path(__file__).parent, REPOSITORY / "tests" / "helpers"
+    run_forked_well(keys, num_ranks=2, PYTHONPATH=os.pathsep.join(map(str, (REPOSITORY, own, helpers))))
     _, records = read_journal(run_dir / "journal.jsonl")
     assert any(record.projected_grads != (0.0,) for record in records if isinstance(record, StepRecord))
 

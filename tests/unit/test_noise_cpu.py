@@ -12,7 +12,7 @@ from lezo_ds.noise.cpu import CpuNoise
 from lezo_ds.noise.eager import EagerNoise
 
 CPU = torch.device("cpu")
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 PRINT_BACKEND_AND_NOISE = """
 import logging, torch
 logging.basicConfig(level=logging.INFO)
