@@ -113,14 +113,13 @@ def assert_compatible(header: Header, expected: Header, may_differ: Collection[s
     }
     version, own_version = header.libraries.get("lezo_ds"), expected.libraries.get("lezo_ds")
     by = "" if version == own_version else f" (written by lezo_ds {version}, this is {own_version})"
-    differences = [
-        *((f"the {name}", repr(old), repr(new)) for name, (old, new) in items.items() if old != new),
-        *(
-            (f"config {key}", old, new)
-            for key, old, new in _differences(header.config, expected.config, may_differ)
-        ),
+    found = [(f"the {name}", repr(old), repr(new)) for name, (old, new) in items.items() if old != new]
+    found += [
+        (f"config {key}", old, new)
+        for key, old, new in _differences(header.config, expected.config, may_differ)
     ]
-    for name, old, new in differences:
+    if found:
+        name, old, new = found[0]
         raise UserError(
             f"{name} differs from the journal's{by}",
             got=new,
