@@ -182,7 +182,7 @@ def _import_function(name: str) -> ObjectiveFunction:
             expected=f"{', '.join(OBJECTIVES)} or package.module:function",
             fix="correct the name, or add the folder of the module to PYTHONPATH",
         ) from error
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _checked(name: str, function: ObjectiveFunction) -> ObjectiveFunction:

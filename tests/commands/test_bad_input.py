@@ -92,7 +92,10 @@ REFUSED = {
     "unknown_task": (["data.task=sst3"], ["data.task in", "got: 'sst3'", "did you mean sst2?"]),
     "task_of_two_lines": (['data.task="one\\ntwo"'], ["data.task in", "got: 'one\\ntwo'", "one of sst2"]),
     "no_such_directory": (["model.path={inputs}/none"], ["model.path", "{inputs}/none", "config.json"]),
-    "hub_model_offline": (["model.path=facebook/opt-1.3b"], ["model.path facebook/opt-1.3b", "offline"]),
+    "hub_model_offline": (
+        ["model.path=facebook/opt-1.3b"],
+        ["model.path facebook/opt-1.3b", "download the model first"],
+    ),
     "directory_without_config": (["model.path={inputs}/no_config"], ["holds no config.json"]),
     "no_decoder": (
         ["model.path={inputs}/t5"],

@@ -216,9 +216,9 @@ def _update_wrongly(directory):
     noise = noise_backend(engine.device)
     own = noise.update_
 
-    def update(shard, start, parameter_id, *arguments):
-        own(shard, start, parameter_id, *arguments)
-        if parameter_id == parameter.named.parameter_id:
+    def update(shard, **arguments):
+        own(shard, **arguments)
+        if arguments["parameter_id"] == parameter.named.parameter_id:
             shard *= 1 + 1e-6
 
     if engine.global_rank == 1:

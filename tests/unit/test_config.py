@@ -62,7 +62,7 @@ def assert_whole(message: str) -> None:
 def leaf_keys(values: dict, prefix: str = "") -> set[str]:
     keys = set()
     for name, value in values.items():
-        keys |= leaf_keys(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name}
+        keys |= leaf_keys(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name}
     return keys
 
 
