@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 
 import pytest
@@ -19,7 +18,6 @@ from lezo_ds.ds_config import load_ds_config
 from lezo_ds.engine.first_order_engine import initialize_first_order
 from lezo_ds.engine.step_plan import noise_seed
 from lezo_ds.errors import DivergenceError, UserError
-from lezo_ds.model.snapshots import snapshot_path
 
 pytestmark = pytest.mark.distributed
 
@@ -192,20 +190,6 @@ def test_a_training_state_loaded_again_goes_on_bit_for_bit(directories, tmp_path
         assert (rest, step) == (again, NUM_STEPS)
         assert first != rest
         assert same
-
-
-def save_model(directory, root):
-    engine = start(directory, 2)
-    train(engine, 2)
-    return engine.save_checkpoint(root), gathered(engine)
-
-
-def test_the_model_that_is_written_is_the_trained_one(directories, tmp_path):
-    (target, weights), _ = run_ranks(save_model, 2, directories[0.0], tmp_path)
-    assert target == snapshot_path(tmp_path, 2)
-    opened = dict(AutoModelForCausalLM.from_pretrained(target).named_parameters())
-    assert all(torch.equal(opened[name], weight) for name, weight in weights.items())
-    assert json.loads((target / "config.json").read_text())["model_type"] == "opt"
 
 
 def not_finite(logits, batch):
