@@ -13,12 +13,10 @@ import re
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 # Before anything imports torch or deepspeed: they look at these once.
@@ -28,26 +26,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # The tests that this runs at length, and what they share.
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
-sys.path.insert(0, str(Path(__file__).parent / "unit"))
 
 import psutil
 from assets import write_recipe
 from commands import deepspeed, kill_group, mpirun, python, ranks_of, run_forked, start, wait_until
 from faults import Fault, check_interrupted, remount, run_faulty, small_disk
-from ranks import run_ranks
 from run_ends import end, num_steps
-from test_journal import HEADER, some_records, write_journal
-from tiny_runs import start_engine
 
-from lezo_ds.config import TrainConfig
-from lezo_ds.engine.agreement import fact_numbers
-from lezo_ds.errors import JournalError
-from lezo_ds.journal import Journal, read_journal
-from lezo_ds.tools.benchmark.inputs import loss_function, split_batch, write_empty_model
-from lezo_ds.tools.opt_shapes import opt_config
-from lezo_ds.tools.workloads import WORKLOADS
-from lezo_ds.zo.layers import num_dropped_from_sparsity
-from lezo_ds.zo.updates.sgd import Sgd
+from lezo_ds.journal import read_journal
 
 KINDS = {
     "fp32": [],
@@ -59,11 +45,8 @@ KINDS = {
     "LoRA": ["peft.kind=lora"],
     "prefix": ["peft.kind=prefix"],
 }
-NUM_RECORDS = 200
-NUM_FLIPPED = 40
 HUNG_SECONDS = 3600
 STOP_SECONDS = 30
-REPETITIONS = 7
 LAUNCHERS = ("inner launcher", "command", "all")
 """Those that may have an exit code of their own when they get a signal."""
 STARTERS = {
@@ -110,55 +93,6 @@ def finish(recipe, run_dir, steps, *given, num_ranks=1):
 
 
 # Parts.
-
-
-def cut_journals(recipe, directory, options):
-    """Cut a journal at every byte."""
-    count = Count(f"journal of {NUM_RECORDS} records cut at every byte")
-    path = directory / "journal.jsonl"
-    records = some_records(NUM_RECORDS)[:NUM_RECORDS]
-    data = write_journal(path, records)
-    header_end = data.index(b"\n") + 1
-
-    def cut(size):
-        path.write_bytes(data[:size])
-        if size < header_end:
-            assert raises_journal_error(path)
-        else:
-            assert read_journal(path) == (HEADER, records[: data.count(b"\n", header_end, size)])
-
-    for size in range(len(data)):
-        count.check(f"byte {size}", lambda size=size: cut(size))
-    yield count
-
-
-def flip_journals(recipe, directory, options):
-    """Flip every bit of a journal."""
-    count = Count(f"every bit of a journal of {NUM_FLIPPED} records flipped")
-    path = directory / "journal.jsonl"
-    records = some_records(NUM_FLIPPED)[:NUM_FLIPPED]
-    data = bytearray(write_journal(path, records))
-
-    def flip(bit):
-        data[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(data)
-        data[bit // 8] ^= 1 << bit % 8
-        if bit // 8 == len(data) - 1:  # the last newline: a torn line
-            assert read_journal(path)[1] == records[:-1]
-        else:
-            assert raises_journal_error(path)
-
-    for bit in range(8 * len(data)):
-        count.check(f"bit {bit}", lambda bit=bit: flip(bit))
-    yield count
-
-
-def raises_journal_error(path):
-    try:
-        read_journal(path)
-    except JournalError:
-        return True
-    return False
 
 
 def kill_at_operations(recipe, directory, options):
@@ -329,97 +263,11 @@ def fill_disks(recipe, directory, options):
     yield count
 
 
-def measure(recipe, directory, options):
-    """Measure appends to the journal, and resumption."""
-    count = Count("figures")
-    seconds = []
-    with Journal.create(directory / "journal.jsonl", HEADER) as journal:
-        for record in some_records(2000):
-            began = time.perf_counter()
-            journal.append(record)
-            seconds.append(time.perf_counter() - began)
-    cuts = statistics.quantiles(seconds, n=100)
-    count.notes.append(f"append p50 {1e3 * cuts[49]:.2f} ms, p99 {1e3 * cuts[98]:.2f} ms")
-    run_dir = directory / "run"
-    given = [f"train.eval_every={options.steps}", "train.snapshot_every=0"]
-    finish(recipe, run_dir, options.steps, f"train.steps={options.steps}", *given)
-    found = []
-    for keeps in (True, False):
-        if not keeps:
-            shutil.rmtree(run_dir / "snapshots")
-        began = time.perf_counter()
-        code = (
-            "import sys, time; from pathlib import Path; from lezo_ds.runs import restore\n"
-            "run = restore.read_run(Path(sys.argv[1]))\n"
-            "engine = restore.make_engine(run.config)\n"
-            "began = time.perf_counter()\n"
-            "engine.load_checkpoint(run.directory.snapshots, run.steps)\n"
-            "print(time.perf_counter() - began)\n"
-        )
-        command = [sys.executable, "-c", code, str(run_dir)]
-        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        found.append(float(out.split()[-1]))
-        found.append(time.perf_counter() - began)
-    thousand = options.steps / 1000
-    count.notes.append(f"resumption from a snapshot {found[0]:.2f} s ({found[1]:.1f} s with the start)")
-    count.notes.append(
-        f"replay {found[2] / thousand:.2f} s per 1,000 steps ({found[3]:.1f} s with the start)"
-    )
-    yield count
-
-
-def measure_checks(recipe, directory, options):
-    """Measure what a step's checks cost, by processor time, on OPT-125M's shape at SST-2's length."""
-    write_empty_model(opt_config("opt-125m"), "fp32", directory)
-    for sparsity in (0, 0.75):
-        count = Count(f"checks of OPT-125M's shape, one thread, sparsity {sparsity}")
-        ((step, facts, check, replay),) = run_ranks(
-            times_of_checks, 1, directory, sparsity, timeout=HUNG_SECONDS
-        )
-        share = (facts + check / TrainConfig.check_every) / step
-        count.notes += [
-            f"a step {step:.3f} s",
-            f"hashes {1e3 * facts:.2f} ms",
-            f"a check of all weights {check:.3f} s, every {TrainConfig.check_every} steps",
-            f"all checks {100 * share:.2f} % of a step",
-            f"replay {1000 * replay:.0f} s per 1,000 steps",
-        ]
-        yield count
-
-
-def times_of_checks(model, sparsity):
-    """Return the processor seconds of a step, of parts of it and of a replayed step: each the least seen."""
-    num_dropped = num_dropped_from_sparsity(sparsity, 12)
-    engine = start_engine(model, num_dropped_layers=num_dropped)
-    batch, loss = split_batch(WORKLOADS["sst2"], 1), loss_function(WORKLOADS["sst2"])
-
-    def seconds(action):
-        began = time.process_time()
-        action()
-        return time.process_time() - began
-
-    engine.watch_weights()
-    # Weights of nothing but zeros have no gradient, and updates by 0 are left out.
-    record = replace(engine.train_batch(batch, loss), projected_grads=(1e-3,))
-    updates = Sgd().step_updates([record], 0, 1) * 10
-    replayed = min(seconds(lambda: engine.weights.apply(updates)) for _ in range(REPETITIONS)) / 10
-    plan = engine._decide()
-    facts = min(seconds(lambda: fact_numbers(engine._facts(plan, batch))) for _ in range(REPETITIONS))
-    step = min(seconds(lambda: engine.train_batch(batch, loss)) for _ in range(REPETITIONS))
-    engine.watch_weights()
-    check = seconds(engine.check_weights)
-    return step, facts, check, replayed
-
-
 PARTS = {
-    "cuts": cut_journals,
-    "flips": flip_journals,
     "operations": kill_at_operations,
     "kills": kill_at_random,
     "stops": stop_runs,
     "disks": fill_disks,
-    "figures": measure,
-    "checks": measure_checks,
 }
 
 

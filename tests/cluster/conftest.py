@@ -1,16 +1,10 @@
-"""What all tests of launchers share: a recipe, and how its run ends under plain python."""
+"""What all tests of launchers share: how a run of the recipe ends under plain python."""
 
 from __future__ import annotations
 
 import pytest
-from assets import write_recipe
 from commands import python, run_well
-from ends import end
-
-
-@pytest.fixture(scope="session")
-def recipe(tmp_path_factory):
-    return write_recipe(tmp_path_factory.mktemp("assets"))
+from run_ends import end
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,9 @@ import signal
 import pytest
 from assets import REPOSITORY
 from commands import MPI_ANYWHERE, TIMEOUT_SECONDS, run_well, start
-from ends import LONG, SHORT, assert_stopped_by_agreement, end, num_steps_done, results_of
+from ends import LONG, SHORT, assert_stopped_by_agreement
 from hosts import require_programs, wait_until
+from run_ends import end, num_steps, results_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.distributed]
 
@@ -31,7 +32,7 @@ def test_two_ranks_of_mpirun_are_the_run_of_plain_python(recipe, undisturbed, tm
 
 def test_mpirun_told_to_stop_passes_it_on_and_the_run_resumes(recipe, undisturbed, tmp_path):
     with start(script(2, recipe, tmp_path, LONG), **MPI_ANYWHERE) as process:
-        wait_until(lambda: num_steps_done(tmp_path) >= 20, "20 steps")
+        wait_until(lambda: num_steps(tmp_path) >= 20, "20 steps")
         process.send_signal(signal.SIGUSR1)
         _, err = process.communicate(timeout=TIMEOUT_SECONDS)
         assert process.returncode == 0, err[-5000:]

@@ -6,8 +6,9 @@ import csv
 
 import pytest
 from assets import REPOSITORY
-from ends import LONG, SHORT, assert_stopped_by_agreement, end, num_steps_done, results_of
+from ends import LONG, SHORT, assert_stopped_by_agreement
 from hosts import wait_until
+from run_ends import end, num_steps, results_of
 from slurm_lab import slurm_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.distributed]
@@ -35,7 +36,7 @@ def wait_for_end(slurm, job, run_dir):
 
 
 def wait_for_steps(run_dir, count):
-    wait_until(lambda: num_steps_done(run_dir) >= count, f"{count} steps")
+    wait_until(lambda: num_steps(run_dir) >= count, f"{count} steps")
 
 
 def wait_for_requeue(slurm, job):
@@ -69,7 +70,7 @@ def test_a_job_that_is_requeued_resumes(slurm, recipe, undisturbed, tmp_path):
     wait_for_steps(run_dir, 50)
     slurm.run_well("scontrol", "requeue", job)
     wait_for_requeue(slurm, job)
-    assert num_steps_done(run_dir) < 200
+    assert num_steps(run_dir) < 200
     wait_for_end(slurm, job, run_dir)
     assert end(run_dir) == undisturbed(LONG)
 

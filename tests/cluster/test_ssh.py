@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from commands import MPI_ANYWHERE
-from ends import SHORT, end, results_of
+from ends import SHORT
 from hosts import require_programs
+from run_ends import end, results_of
 from ssh_lab import two_ssh_hosts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.distributed]

@@ -7,15 +7,11 @@ import os
 import signal
 
 import pytest
-import torch
 from assets import REPOSITORY
 from commands import assert_one_error, run_forked, run_forked_well, wait_until
-from peft import PeftModel
 from run_ends import digest_after, results_of
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
-from lezo_ds.model.snapshots import read_manifest, snapshot_path, snapshot_steps
+from lezo_ds.model.snapshots import read_manifest, snapshot_steps
 
 pytestmark = pytest.mark.distributed
 
@@ -155,18 +151,3 @@ def test_the_best_step_is_exported_and_scores_as_the_results_say(undisturbed, re
     of_model = json.loads(run_forked_well(["--model", tmp_path / "model", *data], program="evaluate.py").out)
     assert of_model["score"] == of_run["score"]
     assert of_model["loss"] == pytest.approx(of_run["loss"], rel=1e-6)
-
-
-def test_an_adapter_trained_by_adamw_is_opened_by_peft(recipe, tmp_path):
-    run_dir = tmp_path / "run"
-    run_forked_well([*arguments(recipe, run_dir), "peft.kind=lora", "peft.lora_rank=2"])
-    assert results_of(run_dir)["peft"] == "lora"
-    snapshot = snapshot_path(run_dir / "snapshots", STEPS)
-    stored = load_file(snapshot / "adapter_model.safetensors")
-    assert all(tensor.abs().max() > 0 for name, tensor in stored.items() if "lora_B" in name)
-    plain = AutoModelForCausalLM.from_pretrained(recipe.parent / "model", dtype=torch.float32).eval()
-    ids = torch.tensor([[0, 5, 6, 7]])
-    with torch.no_grad():
-        before = plain(ids).logits
-        after = PeftModel.from_pretrained(plain, snapshot).eval()(ids).logits
-    assert not torch.equal(before, after)

@@ -1,4 +1,4 @@
-"""Records of every task with the text and tokens that MeZO's protocol makes of them, worked out by hand."""
+"""Records of every task with the text that MeZO's protocol makes of them, worked out by hand."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ class Golden:
         task: name of the task.
         record: one row.
         prompt, candidates, label, references, null_prompt: as in Example.
-        tokens: of a task's first record, the pieces that GPT-2's pattern cuts prompt and gold candidate into.
-        num_gold: how many of them are the candidate's.
     """
 
     task: str
@@ -25,8 +23,6 @@ class Golden:
     label: int
     references: tuple[str, ...] = ()
     null_prompt: str | None = ""
-    tokens: tuple[str, ...] = ()
-    num_gold: int = 0
 
 
 GOLDEN = [
@@ -37,8 +33,6 @@ GOLDEN = [
         (" terrible", " great"),
         1,
         null_prompt=" It was",
-        tokens=("a", " joy", " to", " watch", " It", " was", " great"),
-        num_gold=1,
     ),
     Golden(
         "sst2",
@@ -54,11 +48,6 @@ GOLDEN = [
         'It rains.\nDoes this mean that "It is wet." is true? Yes or No?\n',
         ("Yes", "No"),
         0,
-        tokens=(
-            *("It", " rains", ".", "\n", "Does", " this", " mean", " that", ' "', "It", " is", " wet", '."'),
-            *(" is", " true", "?", " Yes", " or", " No", "?", "\n", "Yes"),
-        ),
-        num_gold=1,
     ),
     Golden(
         "rte",
@@ -73,11 +62,6 @@ GOLDEN = [
         'Suppose He said it rains. Can we infer that "it rains"? Yes, No, or Maybe?\n',
         ("Yes", "No", "Maybe"),
         2,
-        tokens=(
-            *("Suppose", " He", " said", " it", " rains", ".", " Can", " we", " infer", " that", ' "', "it"),
-            *(" rains", '"?', " Yes", ",", " No", ",", " or", " Maybe", "?", "\n", "Maybe"),
-        ),
-        num_gold=1,
     ),
     Golden(
         "cb",
@@ -99,10 +83,6 @@ GOLDEN = [
         "Skunks -- It is legal. Can you own one?\n",
         ("Yes", "No"),
         0,
-        tokens=(
-            *("Skunks", " --", " It", " is", " legal", ".", " Can", " you", " own", " one", "?", "\n", "Yes"),
-        ),
-        num_gold=1,
     ),
     Golden(
         "boolq",
@@ -124,26 +104,6 @@ GOLDEN = [
         'Ann met Bo. She ran.\nIn the previous sentence, does the pronoun "she" refer to Ann? Yes or No?\n',
         ("No", "Yes"),
         1,
-        tokens=(
-            *("Ann", " met", " Bo", ".", " She", " ran", ".", "\n", "In", " the", " previous", " sentence"),
-            *(
-                ",",
-                " does",
-                " the",
-                " pronoun",
-                ' "',
-                "she",
-                '"',
-                " refer",
-                " to",
-                " Ann",
-                "?",
-                " Yes",
-                " or",
-            ),
-            *(" No", "?", "\n", "Yes"),
-        ),
-        num_gold=1,
     ),
     Golden(
         "wsc",
@@ -158,12 +118,6 @@ GOLDEN = [
         'Does the word "run" have the same meaning in these two sentences? Yes, No?\nI run.\nA run of it.\n',
         ("No", "Yes"),
         0,
-        tokens=(
-            *("Does", " the", " word", ' "', "run", '"', " have", " the", " same", " meaning", " in"),
-            *(" these", " two", " sentences", "?", " Yes", ",", " No", "?", "\n", "I", " run", ".", "\n"),
-            *("A", " run", " of", " it", ".", "\n", "No"),
-        ),
-        num_gold=1,
     ),
     Golden(
         "wic",
@@ -185,12 +139,6 @@ GOLDEN = [
         'It rains.\nQuestion: Is it dry?\nI found this answer "No, wet". Is that correct? Yes or No?\n',
         ("No", "Yes"),
         1,
-        tokens=(
-            *("It", " rains", ".", "\n", "Question", ":", " Is", " it", " dry", "?", "\n", "I", " found"),
-            *(" this", " answer", ' "', "No", ",", " wet", '".', " Is", " that", " correct", "?", " Yes"),
-            *(" or", " No", "?", "\n", "Yes"),
-        ),
-        num_gold=1,
     ),
     Golden(
         "multirc",
@@ -212,8 +160,6 @@ GOLDEN = [
         ("I organized it.", "it was old."),
         0,
         null_prompt=" so ",
-        tokens=("My", " closet", " was", " messy", " so", " I", " organized", " it", "."),
-        num_gold=4,
     ),
     Golden(
         "copa",
@@ -252,11 +198,6 @@ GOLDEN = [
         1,
         references=(" The people of Oslo won",),
         null_prompt="-",
-        tokens=(
-            *("War", " in", " Rome", ".", "\n", "-", " Oslo", " helps", "\n", "-", " Peace", "\n", "-"),
-            *(" The", " people", " of", " Oslo", " won"),
-        ),
-        num_gold=5,
     ),
     Golden(
         "record",
@@ -286,11 +227,6 @@ GOLDEN = [
         0,
         references=("Rain", "The rain"),
         null_prompt=None,
-        tokens=(
-            *("Title", ":", " Rain", "\n", "Context", ":", " Rain", " is", " wet", ".", "\n", "Question"),
-            *(":", " What", " is", " wet", "?", "\n", "Answer", ":", " Rain", "\n"),
-        ),
-        num_gold=2,
     ),
     Golden(
         "squad",
@@ -320,11 +256,6 @@ GOLDEN = [
         0,
         references=("2", "two"),
         null_prompt=None,
-        tokens=(
-            *("Passage", ":", " Two", " ran", ".", "\n", "Question", ":", " How", " many", "?", "\n"),
-            *("Answer", ":", " 2", "\n"),
-        ),
-        num_gold=2,
     ),
     Golden(
         "drop",

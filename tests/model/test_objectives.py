@@ -113,13 +113,6 @@ def test_the_loss_over_one_token_candidates_is_the_brute_force_one_in_both_layou
 
 
 @torch.inference_mode()
-def test_the_loss_over_candidates_of_any_length_and_number_is_the_brute_force_one(model):
-    examples = ragged_examples()
-    batch = candidate_batch(examples, PAD)
-    assert_close(classification_loss(run(model, batch), batch), brute_classification_losses(model, examples))
-
-
-@torch.inference_mode()
 def test_scores_are_mean_log_probabilities_and_absent_candidates_score_minus_infinity(model):
     examples = ragged_examples()
     batch = candidate_batch(examples, PAD)
@@ -129,28 +122,6 @@ def test_scores_are_mean_log_probabilities_and_absent_candidates_score_minus_inf
         num_candidates = len(example.sequences)
         assert_close(row[:num_candidates], list(brute_scores(model, example)))
         assert row[num_candidates:].eq(float("-inf")).all()
-
-
-@torch.inference_mode()
-def test_one_row_scores_differ_from_full_ones_by_a_constant_of_each_example(model):
-    examples = one_token_examples()
-    short, full = (candidate_batch(examples, PAD, deduplicate=flag) for flag in (True, False))
-    difference = candidate_scores(run(model, short), short) - candidate_scores(run(model, full), full)
-    torch.testing.assert_close(difference, difference[:, :1].expand(-1, 3), rtol=0, atol=1e-5)
-
-
-@torch.inference_mode()
-def test_the_teacher_forced_loss_is_the_brute_force_mean_over_all_gold_tokens(model):
-    examples = ragged_examples()
-    batch = teacher_forcing_batch(examples, PAD)
-    golds = [
-        brute_token_log_probabilities(model, e.sequences[e.label], e.option_lengths[e.label])
-        for e in examples
-    ]
-    losses = teacher_forcing_loss(run(model, batch), batch)
-    assert_close(losses, [-gold.sum() for gold in golds])
-    mean = losses.sum() / batch.weight
-    assert mean.item() == pytest.approx(-torch.cat(golds).mean().item(), abs=1e-5)
 
 
 @torch.inference_mode()

@@ -130,13 +130,6 @@ def test_the_dual_forward_equals_two_passes_over_a_whole_run(runs):
         assert left.loss == pytest.approx(right.loss, rel=tolerance)
 
 
-def test_every_step_has_its_own_noise_and_drops_two_blocks(runs):
-    _, (run, *_), _ = runs
-    assert len({record.key for record in run.records}) == len(run.records)
-    assert len({record.dropped_layers for record in run.records}) > 3
-    assert all(len(record.dropped_layers) == 2 and record.applied for record in run.records)
-
-
 def _losses_at_the_same_weights(directory, dtype, forward, vocabulary):
     engine = start_engine(directory, dtype, probes_per_pass=forward, learning_rate=0.0)
     return [
@@ -303,21 +296,6 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all_and_too_many_en
 # Agreement and refusal.
 
 
-def _stop(directory):
-    engine = start_engine(directory, num_ranks=2)
-    agreed = []
-    for step in range(4):
-        if step == 2 and engine.global_rank == 1:
-            engine.request_stop()
-        train(engine, 1)
-        agreed.append(engine.stop_agreed)
-    return agreed
-
-
-def test_a_stop_asked_for_on_one_rank_is_agreed_by_all_after_the_same_step(opt_directory):
-    assert run_ranks(_stop, 2, opt_directory) == [[False, False, True, True]] * 2
-
-
 def _share_three_micro_batches(directory):
     engine = start_engine(directory, num_ranks=2)
     before = engine.weights.digest()
@@ -332,18 +310,6 @@ def test_micro_batches_that_the_ranks_do_not_divide_are_refused(opt_directory):
         assert "got: 3 forward passes on 2 ranks" in message
         assert steps == 0
         assert unchanged
-
-
-def _initialize_badly(directory, changes):
-    try:
-        start_engine(directory, **changes)
-    except UserError as error:
-        return str(error)
-
-
-def test_more_dropped_blocks_than_there_are_is_refused(opt_directory):
-    (message,) = run_ranks(_initialize_badly, 1, opt_directory, {"num_dropped_layers": NUM_BLOCKS + 1})
-    assert f"expected: 0 to {NUM_BLOCKS}" in message
 
 
 # Traps of ZeRO-3.
@@ -478,24 +444,6 @@ def test_the_replay_of_many_steps_equals_live_weights_bit_for_bit(
         # Trained on one rank, replayed on four; base and snapshot, low bits included.
         for replays in run_ranks(_replay_of_another, 4, *settings, 4, directories[1], list(live_one)):
             assert replays == [live_one, live_one]
-
-
-def _train_and_replay_in_other_precisions(directory):
-    """Return the digest of some fp32 steps, and of their replay in each update precision."""
-    engine = start_engine(directory, num_ranks=2)
-    records = train(engine, 10)
-    digests = [engine.weights.digest()]
-    for precision in PRECISIONS:
-        engine = start_engine(directory, num_ranks=2, update_precision=precision)
-        engine.load_checkpoint(directory / "none", records)
-        digests.append(engine.weights.digest())
-    return digests
-
-
-def test_in_fp32_all_update_precisions_are_the_same(opt_directory):
-    for digests in run_ranks(_train_and_replay_in_other_precisions, 2, opt_directory):
-        assert len(digests) == 4
-        assert len(set(digests)) == 1
 
 
 def _resume_after_skips(directory):

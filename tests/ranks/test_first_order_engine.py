@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 
 import pytest
@@ -18,8 +17,7 @@ from lezo_ds.data.objectives import classification_loss
 from lezo_ds.ds_config import load_ds_config
 from lezo_ds.engine.first_order_engine import initialize_first_order
 from lezo_ds.errors import DivergenceError, UserError
-from lezo_ds.model.snapshots import snapshot_path
-from lezo_ds.zo.keys import step_key
+from lezo_ds.zo.keys import dropout_key
 
 pytestmark = pytest.mark.distributed
 
@@ -97,7 +95,7 @@ def by_ranks(directories):
 def plain_loss(model, batch, index, step):
     """Return a micro-batch's mean loss by a plain model, with the dropout of (seed, step, micro-batch)."""
     with torch.random.fork_rng([]):
-        torch.manual_seed(step_key(step_key(SEED, step), index))
+        torch.manual_seed(dropout_key(SEED, step, index))
         logits = model(**batch.inputs).logits
     wanted = logits[batch.selection.rows, batch.selection.positions][:, batch.selection.vocabulary]
     return F.cross_entropy(wanted, batch.labels["label"])
@@ -192,20 +190,6 @@ def test_a_training_state_loaded_again_goes_on_bit_for_bit(directories, tmp_path
         assert (rest, step) == (again, NUM_STEPS)
         assert first != rest
         assert same
-
-
-def save_model(directory, root):
-    engine = start(directory, 2)
-    train(engine, 2)
-    return engine.save_checkpoint(root), gathered(engine)
-
-
-def test_the_model_that_is_written_is_the_trained_one(directories, tmp_path):
-    (target, weights), _ = run_ranks(save_model, 2, directories[0.0], tmp_path)
-    assert target == snapshot_path(tmp_path, 2)
-    opened = dict(AutoModelForCausalLM.from_pretrained(target).named_parameters())
-    assert all(torch.equal(opened[name], weight) for name, weight in weights.items())
-    assert json.loads((target / "config.json").read_text())["model_type"] == "opt"
 
 
 def not_finite(logits, batch):

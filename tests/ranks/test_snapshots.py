@@ -112,22 +112,6 @@ def test_the_manifest_names_every_file_the_step_and_the_digest(saved):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("dtype", list(DTYPES))
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_a_snapshot_and_the_journal_resume_with_the_same_bits_on_any_number_of_ranks(
-    saved, opt_directory, dtype, num_ranks
-):
-    root, (records, _, _, digests) = saved[dtype]
-    for count, digest in ((4, digests[1]), (5, digests[2])):
-        if (count, num_ranks) in ((4, 4), (5, 1)):
-            continue  # a start less, and each number of steps is still seen on two numbers of ranks
-        assert (
-            run_ranks(_resume, num_ranks, opt_directory, root, dtype, num_ranks, records[:count])
-            == [digest] * num_ranks
-        )
-
-
-@pytest.mark.distributed
 def test_weights_are_split_over_files_of_limited_size(opt_directory, tmp_path):
     root = tmp_path / "snapshots"
     ((_, weights, _, _),) = run_ranks(_train_and_save, 1, opt_directory, root, "fp32", 1, 20_000)

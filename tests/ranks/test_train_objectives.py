@@ -33,7 +33,6 @@ OBJECTIVES = {
     "own, of logits": ("copa", "test_train_objectives:squares"),
     "own, of answers": ("cb", "test_train_objectives:lengths"),
 }
-OF_ANSWERS = ("f1", "own, of answers")
 
 
 @pytest.fixture(scope="module")

@@ -78,18 +78,6 @@ def test_the_space_between_prompt_and_candidate_belongs_to_the_candidate(opt):
     assert encoded.option_lengths == (4, 1)
 
 
-def test_a_whole_sentence_can_be_the_candidate(opt):
-    encoded = encode_example(opt, Example("a joy\n-", (" Paris is big", " a is big"), 0, 0), 2048)
-    assert encoded.sequences[0] == (0, 4, 5, 10, 18, 19, 20, 21)
-    assert encoded.option_lengths == (3, 3)
-
-
-def test_a_gold_text_keeps_the_newline_that_ends_it(opt):
-    encoded = encode_example(opt, Example("a joy It was", (" Paris\n",), 0, 0), 2048)
-    assert encoded.sequences == ((0, 4, 5, 6, 7, 19, 10),)
-    assert encoded.option_lengths == (2,)
-
-
 def test_an_empty_prompt_leaves_the_bos_as_context(opt):
     encoded = encode_example(opt, Example("", ("Yes", "No"), 0, 0), 2048)
     assert encoded.sequences == ((0, 11), (0, 12))

@@ -179,13 +179,6 @@ def test_any_text_in_the_config_survives(config):
         assert read_journal(Path(directory) / "journal") == (header, some_records(2))
 
 
-def test_line_breaks_quotes_and_nuls_in_the_config_stay_inside_one_line(path):
-    header = replace(HEADER, config={"a\nb": 'c\r\n\u2028\x00\x85"crc":"00000000"}\n'})
-    data = write_journal(path, some_records(1), header)
-    assert data.count(b"\n") == 2
-    assert read_journal(path) == (header, some_records(1))
-
-
 def test_the_config_is_kept_as_json_keeps_it_and_apart_from_the_callers(path):
     config = {"layers": (1, 2), "deep": {"list": [1]}}
     header = replace(HEADER, config=config)
@@ -614,11 +607,6 @@ def test_a_journal_opened_by_a_relative_path_survives_a_change_of_directory(path
 
 
 # Compatibility
-
-
-def test_the_same_header_is_compatible(path):
-    write_journal(path, [])
-    assert_compatible(read_journal(path)[0], HEADER)
 
 
 @pytest.mark.parametrize(

@@ -127,25 +127,6 @@ def test_records_without_an_answer_are_left_out_with_one_warning_a_split(tmp_pat
     ]
 
 
-def test_a_split_without_any_answer_is_refused(tmp_path):
-    record = HUB_SCHEMAS["squad"][1]
-    write_both(tmp_path, [record], [record | {"answers": {"text": []}}] * 2)
-    with pytest.raises(
-        UserError, match="validation split of squad is empty; got: 2 records without an answer"
-    ):
-        load_records(SQUAD, tmp_path)
-
-
-@pytest.mark.parametrize("task", [task for task in TASKS.values() if "label" in task.fields])
-def test_a_split_without_labels_is_refused(tmp_path, task):
-    record = {name: "cause" if kind is str else [] for name, kind in task.fields.items()} | {"label": 0}
-    write_both(tmp_path, [record], [record | {"label": -1}] * 3)
-    with pytest.raises(
-        UserError, match=f"record 1 of the validation split of {task.name} has no usable label"
-    ):
-        load_records(task, tmp_path)
-
-
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_every_field_a_task_reads_is_checked(tmp_path, task):
     class Reads(dict):
@@ -197,31 +178,6 @@ def test_nested_fields_and_lists_are_checked(tmp_path, task, change, message):
     write_both(tmp_path, [record, record | change], [record])
     with pytest.raises(UserError, match=message):
         load_records(task, tmp_path)
-
-
-def test_a_missing_directory_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"does not exist; got: .*nowhere"):
-        load_records(SST2, tmp_path / "nowhere")
-
-
-def test_a_missing_split_is_named_with_what_was_found(tmp_path):
-    write_lines(tmp_path, "train", make_records(2))
-    with pytest.raises(UserError, match=r"no validation split in .*; got: train\.jsonl; expected"):
-        load_records(SST2, tmp_path)
-
-
-def test_an_empty_split_is_refused(tmp_path):
-    write_both(tmp_path, make_records(2), [])
-    with pytest.raises(UserError, match="validation split of sst2 is empty"):
-        load_records(SST2, tmp_path)
-
-
-def test_a_missing_field_is_named_with_the_record_and_its_fields(tmp_path):
-    write_both(tmp_path, [*make_records(2), {"text": "fine", "label": 1}], make_records(2))
-    with pytest.raises(
-        UserError, match="record 3 of the train split of sst2 has no field sentence; got: text, label"
-    ):
-        load_records(SST2, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -314,10 +270,6 @@ def test_examples_carry_the_row_and_text_of_their_record():
     assert not set(rows(splits.train)) & set(rows(splits.dev))
 
 
-def test_a_small_validation_split_gives_a_small_test_set():
-    assert len(sample_splits(SST2, make_records(1500), make_records(872), "clean", 0).test) == 872
-
-
 @pytest.mark.parametrize(
     ("name", "num_train", "num_validation", "clean", "mezo"),
     [
@@ -362,11 +314,6 @@ def test_demonstrations_stand_before_the_question_stripped_with_blank_lines_betw
         Example("a\nNo\n\nAnswer: Rome\n\nb so ", ("x", "y"), 0, 2, ("z",), " so "),
         Example("a\nNo\n\nAnswer: Rome\n\nc\n", ("Yes",), None, 3),
     )
-
-
-def test_without_demonstrations_the_questions_stand_alone():
-    asked = Example("b so ", ("x", "y"), 0, 2)
-    assert with_demonstrations([asked], []) == (asked,)
 
 
 def test_a_demonstration_without_a_label_is_our_own_mistake():

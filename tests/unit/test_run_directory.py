@@ -21,17 +21,6 @@ def metrics(directory):
     return [json.loads(line) for line in (directory.path / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_directory_is_made_with_its_parents_and_left_empty(directory):
-    assert directory.path.is_dir()
-    assert not list(directory.path.iterdir())
-
-
-def test_making_it_again_keeps_what_it_holds(directory):
-    directory.write_results({"test": 0.5})
-    directory.create()
-    assert [path.name for path in directory.path.iterdir()] == ["results.json"]
-
-
 @pytest.mark.parametrize("below", ["", "run"])
 def test_a_file_in_its_place_or_above_it_is_a_users_error(below, tmp_path):
     file = tmp_path / "file"
@@ -77,9 +66,3 @@ def test_a_metrics_line_that_a_crash_cut_short_is_dropped(directory):
 def test_a_run_without_metrics_has_trained_no_seconds(directory):
     assert directory.cut_metrics(0) == 0.0
     assert metrics(directory) == []
-
-
-def test_results_replace_those_before(directory):
-    directory.write_results({"finished": False})
-    directory.write_results({"finished": True, "test": None})
-    assert json.loads(directory.results.read_text()) == {"finished": True, "test": None}

@@ -123,19 +123,6 @@ def run(model, batch):
     return logits if batch.selection.vocabulary is None else logits[:, batch.selection.vocabulary]
 
 
-@pytest.mark.parametrize("golden", [golden for golden in GOLDEN if golden.tokens], ids=lambda g: g.task)
-def test_the_tokens_of_a_gold_candidate_are_those_worked_out_by_hand(golden):
-    words = Cut(PATTERNS["words"])
-    encoded = encode_example(words.tokenizer, TASKS[golden.task].build_example(golden.record, 0), MAX_LENGTH)
-    gold = encoded.sequences[golden.label]
-    assert [words.vocabulary[token] for token in gold] == ["<s>", *golden.tokens]
-    assert encoded.option_lengths[golden.label] == golden.num_gold
-
-
-def test_a_golden_record_of_every_task_has_its_tokens():
-    assert {golden.task for golden in GOLDEN if golden.tokens} == TASKS.keys()
-
-
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_every_candidate_is_encoded_behind_its_prompt(cut, task):
     for golden, encoded in zip(
