@@ -10,7 +10,8 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from lezo_ds.config import RESUME_MAY_DIFFER, config_from_dict, config_to_dict, flatten
+from lezo_ds.config import RESUME_MAY_DIFFER, config_to_dict, flatten
+from lezo_ds.config.compatibility import recorded_config
 from lezo_ds.errors import UserError
 
 SEEDS = ["seed", "data.seed"]
@@ -146,9 +147,9 @@ def _read_run(directory: Path) -> dict[str, Any]:
 def _recorded_config(path: Path) -> dict[str, Any]:
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     try:
-        return flatten(config_to_dict(config_from_dict(values, str(path))))
+        return flatten(config_to_dict(recorded_config(values, str(path), written_by=None)))
     except UserError:
-        # Another version, or a task that is not registered here, made the run: show what it recorded.
+        # A later version, or a task that is not registered here, made the run: show what it recorded.
         return flatten(values)
 
 
