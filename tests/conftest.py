@@ -9,11 +9,16 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import hypothesis
 import pytest
 import torch
 from assets import write_recipe
 from tiny_runs import NUM_BLOCKS, VOCABULARY, write_model
 from transformers import OPTConfig
+
+# A busy machine is not a failure: no example has a deadline, and pytest's timeout ends a test that hangs.
+hypothesis.settings.register_profile("any load", deadline=None)
+hypothesis.settings.load_profile("any load")
 
 TINY_OPT = OPTConfig(
     bos_token_id=0,
