@@ -94,7 +94,8 @@ def test_the_formula_gives_the_measured_peak(num_ranks, changes, measured_model)
     before, peak = max(run_ranks(measure_steps, num_ranks, config))
     print(f"\n{memory}; {memory.total / (peak - before) - 1:+.1%}")
     assert memory.total == pytest.approx(peak - before, rel=TOLERANCE)
-    assert pytest.approx(before, rel=TOLERANCE) == CPU_RESERVE
+    # What the libraries take differs between machines: 0.40 GiB was measured on one, 0.53 on another.
+    assert CPU_RESERVE / 2 < before < CPU_RESERVE * (1 + TOLERANCE)
 
 
 def most_gathered_at_once(config):
