@@ -3,7 +3,7 @@
 # make test-long     the tests that take long: more steps, more combinations, every command by its launcher
 # make test-all      both
 # make test-cluster  batch scripts, on a Slurm cluster and hosts made of namespaces (Linux, as root)
-# make soak          faults at length: some hours of kills, cuts, flipped bits and full disks (Linux, as root)
+# make soak          faults at length: some hours of kills, stops and full disks (Linux, as root)
 # make check         lint, format and types
 # make clean         remove the environment, caches and runs/demo
 #

@@ -20,7 +20,7 @@ VARIABLE = "LEZO_TEST_FAULT"
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, at the `number`-th operation on the run's directory that both patterns match.
+    """What goes wrong on rank 0, at the `number`-th operation on the run's directory that the patterns match.
 
     Attributes:
         operation: pattern of the operation's name: write, fsync, ftruncate, replace, rename, unlink, rmdir,
@@ -28,8 +28,7 @@ class Fault:
         path: pattern of the path within the run's directory.
         number: which of them, from 1.
         moment: before the operation, after it, or within: half of what is written stays.
-        effect: "kill" (SIGKILL to this rank), or the name of an errno.
-        rank: in whose process.
+        effect: "kill" (SIGKILL), or the name of an errno.
         lasts: whether all later operations fail, too, whatever they are.
     """
 
@@ -38,7 +37,6 @@ class Fault:
     number: int = 1
     moment: str = "before"
     effect: str = "kill"
-    rank: int = 0
     lasts: bool = False
 
 

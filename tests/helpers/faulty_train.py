@@ -114,10 +114,8 @@ def _do_half(name, real, arguments, path):
 
 
 def main():
-    fault = json.loads(os.environ[VARIABLE])
-    rank = next((os.environ[name] for name in _RANK_NAMES if name in os.environ), "0")
-    if int(rank) == fault["rank"]:
-        Injector(fault).install()
+    if next((os.environ[name] for name in _RANK_NAMES if name in os.environ), "0") == "0":
+        Injector(json.loads(os.environ[VARIABLE])).install()
     runpy.run_path(str(TRAIN), run_name="__main__")
 
 

@@ -17,7 +17,6 @@ STEP = '"kind":"step"'
 class End:
     """All that must be the same for runs of the same settings, however often they were interrupted."""
 
-    records: list
     results: dict
     digest: str
     weights: dict
@@ -31,7 +30,6 @@ def end(run_dir):
     kept = ("zero_shot", "test", "best_step", "best_dev_loss", "steps", "weights_digest", "skipped_steps")
     manifest = read_manifest(snapshot_path(run_dir / "snapshots", results["steps"]))
     return End(
-        records=records_of(run_dir),
         results={name: results[name] for name in kept},
         digest=manifest["digest"],
         weights=manifest["files"],
