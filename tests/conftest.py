@@ -13,27 +13,11 @@ import hypothesis
 import pytest
 import torch
 from assets import write_recipe
-from tiny_runs import NUM_BLOCKS, VOCABULARY, write_model
-from transformers import OPTConfig
+from tiny_runs import TINY_OPT, write_model
 
 # A busy machine is not a failure: no example has a deadline, and pytest's timeout ends a test that hangs.
 hypothesis.settings.register_profile("any load", deadline=None)
 hypothesis.settings.load_profile("any load")
-
-TINY_OPT = OPTConfig(
-    bos_token_id=0,
-    eos_token_id=2,
-    pad_token_id=1,
-    vocab_size=VOCABULARY,
-    # Odd sizes: on 2 or 4 ranks the last shard of every parameter is padded.
-    hidden_size=33,
-    word_embed_proj_dim=33,
-    num_attention_heads=3,
-    ffn_dim=65,
-    num_hidden_layers=NUM_BLOCKS,
-    max_position_embeddings=61,
-    tie_word_embeddings=True,
-)
 
 
 @pytest.fixture(scope="session")

@@ -20,10 +20,10 @@ from torch.nn.utils.rnn import pad_sequence
 from lezo_ds import distributed
 from lezo_ds.data.batching import scoring_batch
 from lezo_ds.data.encoding import EncodedExample
-from lezo_ds.data.metrics import METRICS, majority_class_rate
 from lezo_ds.data.objectives import predictions, teacher_forcing_loss, training_objective
 from lezo_ds.data.task_data import EncodedSplit, TaskData
 from lezo_ds.model.batch import MicroBatch, to_device
+from lezo_ds.tasks.metrics import METRICS, majority_class_rate
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ class _Evaluation:
             else:
                 loss = self._objective_loss(tokens)
             predicted = predictions(self._scores(sums))
-        score = METRICS.find(data.task.metric)(predicted, examples)
+        score = METRICS.find(data.task.metric).score(predicted, examples)
         return EvaluationResult(
             loss=loss,
             score=score,

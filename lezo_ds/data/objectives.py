@@ -42,11 +42,11 @@ from torch.nn import functional as F
 
 from lezo_ds.data.batching import candidate_batch, teacher_forcing_batch
 from lezo_ds.data.encoding import EncodedExample
-from lezo_ds.data.metrics import best_f1
 from lezo_ds.errors import UserError
 from lezo_ds.model.batch import MicroBatch
 from lezo_ds.registry import Registry
 from lezo_ds.tasks.base import Task, TaskKind
+from lezo_ds.tasks.metrics import best_f1
 
 ObjectiveFunction = Callable[[Any, MicroBatch], Tensor]
 """A function (logits or answers, batch) -> loss of each example, float [examples]."""

@@ -9,6 +9,7 @@ from lezo_ds.config import TRAINED, ZEROTH_ORDER
 from lezo_ds.recipes.paper import PAPER_MODELS, PAPER_SCORES, PAPER_TASKS, Experiment, hyperparameters
 from lezo_ds.recipes.recipe import Recipe
 from lezo_ds.tasks import TASKS
+from lezo_ds.tasks.metrics import METRICS
 from lezo_ds.zo.layers import num_dropped_from_sparsity
 
 _LONG_INPUTS = frozenset({"boolq", "multirc", "record", "squad", "drop"})
@@ -135,7 +136,7 @@ def _add_training(
 
 def _expected(experiment: Experiment) -> str:
     score = PAPER_SCORES[experiment]
-    metric = {"accuracy": "accuracy", "f1": "token F1"}[TASKS.find(experiment.task).metric]
+    metric = METRICS.find(TASKS.find(experiment.task).metric).title
     deviation = "" if score.deviation is None else f" +- {score.deviation}"
     zero_shot = PAPER_SCORES[Experiment(experiment.model, experiment.task, "zero_shot")]
     text = f"test {metric} {score.mean}{deviation}% (Wang et al. 2024; zero-shot {zero_shot.mean}%)."

@@ -65,7 +65,7 @@ class Task:
         fields: every field that `build_example` reads, with its type: str, int, bool or list[str]. A dot
             leads into a nested field.
         build_example: function (record, row in its split) -> Example.
-        metric: name of the score, a key of `lezo_ds.data.metrics.METRICS`.
+        metric: name of the score, a key of `lezo_ds.tasks.metrics.METRICS`.
         sizes: default split sizes of the clean protocol. The data set is large enough for them.
         mezo_sizes: split sizes in MeZO's scripts, which may ask for more than the data set has.
         train_split: name of the split that train and dev are drawn from.

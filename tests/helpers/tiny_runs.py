@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, OPTConfig
 
 from lezo_ds.config import ZoConfig
 from lezo_ds.data.batching import candidate_batch
@@ -19,6 +19,20 @@ VOCABULARY = 101
 PAD_ID = 1
 SEED = 11
 CANDIDATES = (17, 42)
+TINY_OPT = OPTConfig(
+    bos_token_id=0,
+    eos_token_id=2,
+    pad_token_id=1,
+    vocab_size=VOCABULARY,
+    # Odd sizes: on 2 or 4 ranks the last shard of every parameter is padded.
+    hidden_size=33,
+    word_embed_proj_dim=33,
+    num_attention_heads=3,
+    ffn_dim=65,
+    num_hidden_layers=NUM_BLOCKS,
+    max_position_embeddings=61,
+    tie_word_embeddings=True,
+)
 DS_CONFIG = Path(__file__).parents[2] / "ds_configs" / "zero3_cpu.json"
 
 

@@ -14,9 +14,9 @@ from tiny_tasks import task_config, write_tasks, write_writer
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.data.evaluation import evaluate
-from lezo_ds.data.metrics import best_f1
 from lezo_ds.data.objectives import reads_answers
 from lezo_ds.data.task_data import load_task_data
+from lezo_ds.tasks.metrics import best_f1
 
 BATCH_SIZES = {1: (2, 64), 2: (2,)}
 """By the number of ranks."""

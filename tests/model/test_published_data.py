@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from lezo_ds.data.batching import candidate_batch
 from lezo_ds.data.encoding import encode_example, encode_examples, load_tokenizer
-from lezo_ds.data.metrics import accuracy, majority_class_rate
 from lezo_ds.data.objectives import candidate_scores, predictions
 from lezo_ds.data.records import load_records, sample_splits
 from lezo_ds.tasks import TASKS
+from lezo_ds.tasks.metrics import accuracy, majority_class_rate
 
 MAX_LENGTH = 512
 BATCH_SIZE = 32

@@ -16,12 +16,12 @@ from commands import run_forked_well
 from tiny_tasks import DS_CONFIG, NUM_POSITIONS, write_tasks, write_writer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lezo_ds.data.metrics import best_f1
 from lezo_ds.data.objectives import reads_answers
 from lezo_ds.data.records import load_records, sample_splits
 from lezo_ds.journal import EvaluationRecord, read_journal
 from lezo_ds.model.snapshots import snapshot_path
 from lezo_ds.tasks import TASKS
+from lezo_ds.tasks.metrics import best_f1
 from lezo_ds.zo.records import StepRecord
 
 pytestmark = pytest.mark.distributed

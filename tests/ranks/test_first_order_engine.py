@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 
 import pytest
 import torch
 from ranks import run_ranks
 from tiny_adapters import peft_config
-from tiny_runs import DS_CONFIG, NUM_BLOCKS, SEED, VOCABULARY, make_batch, write_model
+from tiny_runs import DS_CONFIG, SEED, TINY_OPT, make_batch, write_model
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, OPTConfig
+from transformers import AutoModelForCausalLM
 
 from lezo_ds.config import AdamWConfig
 from lezo_ds.data.objectives import classification_loss
@@ -32,20 +33,8 @@ def directories(tmp_path_factory):
     """A tiny random OPT without dropout, and the same weights with it."""
     found = {}
     for dropout in DROPOUTS:
-        config = OPTConfig(
-            bos_token_id=0,
-            eos_token_id=2,
-            pad_token_id=1,
-            vocab_size=VOCABULARY,
-            hidden_size=33,
-            word_embed_proj_dim=33,
-            num_attention_heads=3,
-            ffn_dim=65,
-            num_hidden_layers=NUM_BLOCKS,
-            max_position_embeddings=61,
-            dropout=dropout,
-            attention_dropout=dropout,
-        )
+        config = copy.deepcopy(TINY_OPT)
+        config.dropout = config.attention_dropout = dropout
         found[dropout] = str(write_model(config, tmp_path_factory.mktemp("opt")))
     return found
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from lezo_ds.data.batching import candidate_batch, scoring_batch, teacher_forcing_batch
 from lezo_ds.data.encoding import EncodedExample
@@ -87,21 +86,6 @@ def test_teacher_forcing_runs_the_gold_candidate_alone_and_weighs_its_tokens():
 def test_rows_are_padded_to_a_multiple_of_eight(num_tokens, width):
     batch = candidate_batch([encoded(range(2, num_tokens + 1), (8,), (9,))], PAD)
     assert batch.inputs["input_ids"].shape == (1, width)
-
-
-def test_every_tensor_holds_64_bit_integers():
-    for batch in (
-        candidate_batch([encoded((5,), (8,), (9,), label=True)], PAD),
-        candidate_batch([encoded((5,), (8,), (9,), label=True)], PAD, deduplicate=False),
-        teacher_forcing_batch([encoded((5,), (8,), (9,), label=True)], PAD),
-    ):
-        tensors = [
-            *batch.inputs.values(),
-            *batch.labels.values(),
-            batch.selection.rows,
-            batch.selection.positions,
-        ]
-        assert all(tensor.dtype == torch.int64 for tensor in tensors)
 
 
 def test_unlabelled_examples_can_be_scored_but_not_trained_on():

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from assets import REPOSITORY
@@ -127,46 +124,3 @@ def test_a_shipped_deepspeed_json_is_valid_and_says_what_was_not_run(path):
     assert (zero.stage, zero.param_persistence_threshold, zero.memory_efficient_linear) == (3, 0, False)
     assert next(iter(json.loads(path.read_text()))) == "_comment"
     assert "NOT run" in " ".join(json.loads(path.read_text())["_comment"])
-
-
-FORWARD_TWICE = """
-import os, sys
-import deepspeed, torch
-from transformers import OPTConfig, OPTForCausalLM
-from transformers.integrations import HfDeepSpeedConfig
-from lezo_ds.ds_config import load_ds_config
-
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-config = load_ds_config(sys.argv[1], sys.argv[2], int(os.environ["WORLD_SIZE"]), 2)
-keep = HfDeepSpeedConfig(config)
-shape = dict(vocab_size=100, hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=2)
-model = OPTForCausalLM._from_config(
-    OPTConfig(**shape, num_attention_heads=2, max_position_embeddings=64),
-    dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[sys.argv[2]],
-)
-engine = deepspeed.initialize(model=model.eval(), config=config)[0]
-ids = torch.arange(2, 18).view(2, 8)
-with torch.inference_mode():
-    first, second = (engine(input_ids=ids, use_cache=False).logits for _ in range(2))
-assert torch.equal(first, second) and first.isfinite().all()
-shards = [parameter.ds_tensor for parameter in engine.module.parameters()]
-assert all(shard.dtype == first.dtype for shard in shards)
-print("RAN", sum(shard.numel() for shard in shards))
-"""
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(("name", "dtype"), [("zero3_bf16", "bf16"), ("zero3_cpu_offload", "bf16")])
-def test_deepspeed_runs_a_shipped_json_on_two_cpu_ranks(name, dtype, tmp_path):
-    script = tmp_path / "forward_twice.py"
-    script.write_text(FORWARD_TWICE)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    ran = subprocess.run(
-        [*launcher, str(script), str(REPOSITORY / "ds_configs" / f"{name}.json"), dtype],
-        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stdout.count("RAN") == 2

@@ -224,15 +224,6 @@ def test_broken_parquet_is_a_users_error(tmp_path):
         load_records(SST2, tmp_path)
 
 
-def test_a_data_set_loaded_by_its_id_gives_the_same_records_as_its_files(tmp_path, monkeypatch):
-    source = tmp_path / "data set"  # a directory is the one id that needs no network
-    source.mkdir()
-    write_both(source, make_records(5), make_records(2))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    task = replace(SST2, hub_id=str(source), hub_config=None)
-    assert load_records(task, None) == load_records(task, source) == (make_records(5), make_records(2))
-
-
 def test_an_unreachable_hub_is_a_users_error_that_offers_a_local_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     message = r"cannot load nyu-mll/glue \(sst2\).*fix: set data.path to a directory with train.jsonl"
@@ -302,11 +293,6 @@ def test_too_few_records_are_refused(protocol, num_records):
         sample_splits(SST2, make_records(num_records), make_records(10), protocol, 0)
 
 
-def test_no_dev_examples_may_be_asked_for():
-    splits = sample_splits(SST2, make_records(10), make_records(10), "clean", 0, 10, 0, 0)
-    assert (len(splits.train), splits.dev, splits.test) == (10, (), ())
-
-
 def test_demonstrations_stand_before_the_question_stripped_with_blank_lines_between():
     shown = [Example(" a\n", ("Yes", "No"), 1, 0), Example("Answer:", (" Rome\n",), 0, 1)]
     asked = [Example("  b so ", ("x", "y"), 0, 2, ("z",), " so "), Example("c\n", ("Yes",), None, 3)]
@@ -314,11 +300,6 @@ def test_demonstrations_stand_before_the_question_stripped_with_blank_lines_betw
         Example("a\nNo\n\nAnswer: Rome\n\nb so ", ("x", "y"), 0, 2, ("z",), " so "),
         Example("a\nNo\n\nAnswer: Rome\n\nc\n", ("Yes",), None, 3),
     )
-
-
-def test_a_demonstration_without_a_label_is_our_own_mistake():
-    with pytest.raises(ValueError, match="needs a label"):
-        with_demonstrations([], [Example("a", ("b",), None, 0)])
 
 
 def test_as_many_demonstrations_are_the_first_training_examples_of_any_size():

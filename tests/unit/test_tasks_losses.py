@@ -143,6 +143,18 @@ def test_the_training_loss_is_the_protocols(cut, model, task):
     assert loss.item() == pytest.approx(protocol_loss(model, cut, task).item(), abs=1e-5)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_scores_are_mean_log_probabilities_and_absent_candidates_score_minus_infinity(cut, model, task):
+    encoded = encode_examples(cut.tokenizer, build(task), MAX_LENGTH)
+    batch = candidate_batch(encoded, PAD, deduplicate=False)
+    scores = candidate_scores(run(model, batch), batch)
+    for row, golden in zip(scores, golden_of(task), strict=True):
+        expected = protocol_scores(model, cut, golden)
+        torch.testing.assert_close(row[: len(expected)].double(), expected, rtol=0, atol=1e-5)
+        assert row[len(expected) :].eq(float("-inf")).all()
+
+
 def test_classification_has_candidates_of_one_token_and_of_many():
     lengths = {
         name: {

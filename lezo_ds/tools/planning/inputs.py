@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lezo_ds.config import TRAINED, RunConfig
 from lezo_ds.data.batching import PAD_MULTIPLE
 from lezo_ds.data.generation import MAX_NEW_TOKENS
+from lezo_ds.data.objectives import load_objective
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.tasks import TASKS
 from lezo_ds.tools.planning.model_sizes import ModelSizes
@@ -70,7 +71,7 @@ def assumed_inputs(config: RunConfig, model: ModelSizes, length: int | None = No
     if task.name not in WORKLOADS:
         source = f"assumed: {factor} times {workload.length}, since no typical length of {task.name} is known"
     by_label = workload.num_candidates > 1 and workload.candidate_tokens == 1
-    trains_on_answers = config.train.objective == "f1"
+    trains_on_answers = load_objective(config.train.objective, task).reads_answers
     return InputSizes(
         length=_padded(length or min(longest, model.max_length or longest)),
         answer_tokens=workload.candidate_tokens * (1 if by_label else LONGEST),

@@ -6,6 +6,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lezo_ds.registry import Registry
@@ -30,13 +31,24 @@ def mean_f1(answers: Sequence[str], examples: Sequence[Example]) -> float:
     return sum(scores) / len(scores)
 
 
-METRICS: Registry[Callable[[Sequence[Any], Sequence[Example]], float]] = Registry("metric", "Task.metric")
-"""Functions (predictions, examples) -> score from 0 to 1, by the name that a task gives in `Task.metric`.
+@dataclass(frozen=True)
+class Metric:
+    """A score of predictions.
 
-A prediction is the index of a candidate, or the generated answer for a task of the kind "generation".
-"""
-METRICS.add("accuracy", accuracy)
-METRICS.add("f1", mean_f1)
+    Attributes:
+        title: its name in texts.
+        score: function (predictions, examples) -> 0 to 1. A prediction is the index of a candidate, or the
+            generated answer for a task of the kind "generation".
+    """
+
+    title: str
+    score: Callable[[Sequence[Any], Sequence[Example]], float]
+
+
+METRICS: Registry[Metric] = Registry("metric", "Task.metric")
+"""Metrics by the name that a task gives in `Task.metric`."""
+METRICS.add("accuracy", Metric("accuracy", accuracy))
+METRICS.add("f1", Metric("token F1", mean_f1))
 
 
 def majority_class_rate(examples: Sequence[Example]) -> float | None:
