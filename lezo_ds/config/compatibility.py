@@ -28,6 +28,7 @@ class OldKey:
 
 
 OLD_KEYS: Mapping[str, OldKey] = {
+    "data.calibrated": OldKey(new="data.calibration", values={False: "none", True: "sfc"}),
     "zo.noise": OldKey(new=None, values={"exact": None}),
     "zo.forward": OldKey(new="zo.probes_per_pass", values={"dual": 2, "two_pass": 1}),
 }

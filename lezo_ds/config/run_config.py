@@ -51,6 +51,13 @@ def config_from_dict(values: Mapping[str, Any], where: str, overrides: Sequence[
     """
     flat = flatten_sections(SCHEMA, values) | dict(parse_override(override) for override in overrides)
     config: RunConfig = read(SCHEMA, flat, where)
+    if config.data.calibration == "icl_sfc" and config.method != "icl":
+        raise UserError(
+            f"data.calibration=icl_sfc in {where} needs demonstrations",
+            got=f"method={config.method}",
+            expected="method=icl",
+            fix="set data.calibration=sfc, or method=icl",
+        )
     if config.method in TRAINED:
         check_world(replace(config, partition_size=None), world_size=1)
     if config.method in ZEROTH_ORDER:

@@ -28,6 +28,12 @@ TRAINED: frozenset[Method] = ZEROTH_ORDER | {"adamw"}
 PeftKind = Literal["none", "lora", "prefix"]
 """What is trained: all weights, low-rank adapters, or key and value vectors before every sequence."""
 
+Demonstrations = Literal["fixed", "per_question"]
+"""Whether all questions of in-context learning get the same solved examples."""
+
+Calibration = Literal["none", "sfc", "icl_sfc"]
+"""How scores are calibrated, by the names of MeZO's options --sfc and --icl_sfc."""
+
 RESUME_MAY_DIFFER: frozenset[str] = frozenset(
     {
         "run_dir",
@@ -81,6 +87,11 @@ class DataConfig:
     protocol: Protocol = "clean"
     """Default split sizes: clean uses sizes that fit the task, mezo those of MeZO's published scripts."""
 
+    mezo_details: bool = False
+    """Whether to follow MeZO's code in three details that rarely matter: white space before a text, the
+    maximum length of a text with its gold answer, and how the validation loss is averaged (see
+    docs/protocol.md)."""
+
     num_train: Annotated[int | None, Range(1)] = None
     """Number of training examples. Null takes the protocol's number."""
 
@@ -97,10 +108,16 @@ class DataConfig:
     """Seed that selects the examples of each split."""
 
     num_demonstrations: Annotated[int, Range(1)] = 32
-    """Number of training examples shown before each question, with method icl."""
+    """Number of solved examples shown before each question, with method icl."""
 
-    calibrated: bool = False
-    """Whether the log-probability of a candidate after an empty prompt is subtracted from its score."""
+    demonstrations: Demonstrations = "fixed"
+    """Which solved examples method icl shows: the first training examples, before every question (fixed), or
+    records of the training file that are drawn for each question, as MeZO's icl.sh does (per_question)."""
+
+    calibration: Calibration = "none"
+    """What is subtracted from a candidate's summed log-probability to score it: its summed log-probability
+    after a prompt without content (sfc), or after the demonstrations and such a prompt (icl_sfc). With none,
+    the score is the mean log-probability of the candidate's tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)

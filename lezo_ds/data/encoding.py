@@ -168,8 +168,8 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
     """Tokenize every candidate of one example after its prompt.
 
     Spaces (not newlines) at both ends of a text are stripped first. The number of a candidate's own tokens
-    is tokens(prompt + candidate) - tokens(prompt). Sequences longer than `max_length` are cut on the left,
-    after the BOS.
+    is tokens(prompt + candidate) - tokens(prompt), both without demonstrations. Sequences longer than
+    `max_length` are cut on the left, after the BOS.
 
     Raises:
         UserError: a candidate has no token of its own, or leaves no room for a token before it.
@@ -180,6 +180,8 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
     # MeZO counts by difference too. Tokens may merge across the boundary, so the tokens of the candidate
     # alone would be another number.
     option_lengths = tuple(len(ids) - len(prompt_ids) for ids in full)
+    if example.demonstrations:
+        full = tokenizer.encode([example.demonstrations + text for text in texts])
     sequences = tuple(_cut_left(tokenizer, ids, max_length) for ids in full)
     for candidate, ids, length in zip(example.candidates, sequences, option_lengths, strict=True):
         if length < 1:
@@ -208,11 +210,15 @@ def encode_examples(
     return encoded
 
 
-def encode_null(tokenizer: PromptTokenizer, example: Example, max_length: int) -> EncodedExample:
+def encode_null(
+    tokenizer: PromptTokenizer, example: Example, max_length: int, *, with_demonstrations: bool
+) -> EncodedExample:
     """Tokenize the candidates of an example after its null prompt, to calibrate their scores.
 
-    The calibrated score of a candidate is the summed log-probability of its tokens after the prompt, minus
-    their summed log-probability after the null prompt (Holtzman et al. 2021).
+    The calibrated score of a candidate y with tokens y_1 ... y_k is
+    sum_i log p(y_i | D, x, y_<i) - sum_i log p(y_i | D', x_0, y_<i), with the demonstrations D, the prompt x
+    and the null prompt x_0 (Holtzman et al. 2021, "Surface form competition"). D' is empty for MeZO's option
+    --sfc, and D for --icl_sfc (Malladi et al. 2023).
 
     Raises:
         UserError: as `encode_example`, or the task has no null prompt. An empty null prompt needs a
@@ -220,12 +226,14 @@ def encode_null(tokenizer: PromptTokenizer, example: Example, max_length: int) -
     """
     if example.null_prompt is None:
         raise UserError(
-            "data.calibrated needs a task with a null prompt",
+            "data.calibration needs a task with a null prompt",
             got="a task that generates answers",
             expected="a task with candidates",
-            fix="set data.calibrated=false",
+            fix="set data.calibration=none",
         )
-    return encode_example(tokenizer, replace(example, prompt=example.null_prompt), max_length)
+    shown = example.demonstrations if with_demonstrations else ""
+    null = replace(example, prompt=example.null_prompt, demonstrations=shown)
+    return encode_example(tokenizer, null, max_length)
 
 
 def encode_prompts(
@@ -235,7 +243,8 @@ def encode_prompts(
 
     Args:
         tokenizer: the model's.
-        examples: their prompts are used, without spaces (not newlines) at both ends.
+        examples: their demonstrations and prompts are used, without spaces (not newlines) at both ends of a
+            prompt.
         max_length: maximum length of prompt and continuation together, in tokens. Longer prompts are cut on
             the left, after the BOS.
         max_new_tokens: number of these tokens that are reserved for the continuation.
@@ -243,17 +252,26 @@ def encode_prompts(
     Raises:
         UserError: there is no room for a prompt.
     """
-    room = max_length - max_new_tokens
-    if room < 2:  # a BOS and one token of the prompt
+    room = prompt_room(max_length, max_new_tokens)
+    prompts = [tokenizer.encode([e.demonstrations + e.prompt.strip(" ")])[0] for e in examples]
+    _warn_of_cuts(sum(len(ids) > room for ids in prompts), len(prompts), room)
+    return tuple(_cut_left(tokenizer, ids, room) for ids in prompts)
+
+
+def prompt_room(max_length: int, max_new_tokens: int) -> int:
+    """Return the maximum length of a prompt, in tokens, if `max_new_tokens` follow it.
+
+    Raises:
+        UserError: there is no room for a BOS and one token of a prompt.
+    """
+    if max_length - max_new_tokens < 2:
         raise UserError(
             f"data.max_length leaves no room for a prompt before {max_new_tokens} new tokens",
             got=max_length,
             expected=f"at least {max_new_tokens + 2}",
             fix="raise data.max_length",
         )
-    prompts = [tokenizer.encode([example.prompt.strip(" ")])[0] for example in examples]
-    _warn_of_cuts(sum(len(ids) > room for ids in prompts), len(prompts), room)
-    return tuple(_cut_left(tokenizer, ids, room) for ids in prompts)
+    return max_length - max_new_tokens
 
 
 def _warn_of_cuts(num_cut: int, num_examples: int, max_length: int) -> None:

@@ -72,7 +72,7 @@ def evaluate(engine: Model, data: TaskData, split: EncodedSplit, batch_size: int
     """Score every example by the mean log-probability of its candidates, or by its generated answer.
 
     A collective. A calibrated score is the summed log-probability of a candidate's tokens after the prompt,
-    minus their summed log-probability after the null prompt.
+    minus their summed log-probability after the null prompt (see `encode_null`).
 
     Args:
         engine: the model, at its current weights.
@@ -130,9 +130,20 @@ class _Evaluation:
         golds = [example.gold for example in encoded]
         if self.data.task.kind == "classification":
             return F.cross_entropy(_padded(self._means(sums)), torch.tensor(golds)).item()
-        num_tokens = sum(e.option_lengths[gold] for e, gold in zip(encoded, golds, strict=True))
         gold_sums = [found[gold] for found, gold in zip(sums, golds, strict=True)]
-        return -torch.stack(gold_sums).sum().item() / num_tokens
+        return self._mean(-torch.stack(gold_sums))
+
+    def _mean(self, losses: Tensor) -> float:
+        """Return the mean of the objective from its sum over each example, float64 [examples]."""
+        encoded, own = self.split.encoded, training_objective(self.data.task.kind)
+        # Teacher forcing sums over tokens; all other objectives have one term per example.
+        by_token = own.loss is teacher_forcing_loss and self.data.objective == own
+        num_terms = torch.tensor([e.option_lengths[e.gold] if by_token else 1 for e in encoded])
+        if self.data.loss_batch is None:
+            return float(losses.sum() / num_terms.sum())
+        size = self.data.loss_batch
+        parts = zip(losses.split(size), num_terms.split(size), strict=True)
+        return sum(len(part) * float(part.sum() / terms.sum()) for part, terms in parts) / len(encoded)
 
     def _log_probabilities(self, encoded: Sequence[EncodedExample]) -> list[Tensor]:
         """Return the summed log-probability of each candidate's tokens: float64 [candidates] per example.
@@ -176,14 +187,10 @@ class _Evaluation:
         def losses(group: Sequence[int]) -> Tensor:
             batch = to_device(data.objective_batch(self.split, group), self.engine.device)
             outputs = self.engine.forward(batch) if known is None else known[group]
-            found = torch.zeros(len(group), 2, dtype=torch.float64)
-            found[:, 0] = data.loss(outputs, batch)
-            found[0, 1] = batch.weight
-            return found
+            return data.loss(outputs, batch).cpu().unsqueeze(1)
 
         lengths = [example.num_tokens for example in self.split.encoded]
-        loss, weight = self._share(_groups(lengths, self.batch_size), 2, losses).sum(dim=0)
-        return float(loss / weight)
+        return self._mean(self._share(_groups(lengths, self.batch_size), 1, losses).squeeze(1))
 
     def _share(
         self, groups: Sequence[Sequence[int]], width: int, run: Callable[[Sequence[int]], Tensor]

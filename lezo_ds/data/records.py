@@ -109,30 +109,49 @@ def sample_splits(
     )
 
 
-def with_demonstrations(
-    examples: Sequence[Example], demonstrations: Sequence[Example]
-) -> tuple[Example, ...]:
-    r"""Put solved examples before each question, for MeZO's in-context learning.
+def draw_demonstrations(
+    seed: int, num_questions: int, num_records: int, *, count: int, own_rows: Sequence[int] = ()
+) -> list[list[int]]:
+    """Draw the records to show before each question, as MeZO's icl.sh does (Malladi et al. 2023).
 
-    A demonstration is a prompt with its right candidate, stripped of white space at both ends. A blank line
-    follows each demonstration. Null prompts get no demonstrations.
+    Question i has a seed: the i-th of `np.random.randint(0, 10000, size=num_questions)` under `seed`, which
+    is 0 in MeZO's code. It is shown the first records of a permutation under that seed. The draw therefore
+    depends on `seed`, on the question's place in its split and on the number of records only.
 
     Args:
-        examples: the questions.
-        demonstrations: all labeled. MeZO shows the first 32 training examples, in order.
+        seed: 0 to 2**32 - 1.
+        num_questions: number of questions.
+        num_records: number of records to draw from, more than `count`.
+        count: number of records to show before each question.
+        own_rows: the row of each question among the records, which is not shown to it; empty if the
+            questions come from other records.
+
+    Returns:
+        `count` different rows for each question, in the order in which they are shown.
+    """
+    seeds = np.random.RandomState(seed).randint(0, 10_000, num_questions).tolist()
+    own = own_rows or [-1] * num_questions
+    return [
+        [row for row in _permutation(drawn, num_records)[: count + 1] if row != excluded][:count]
+        for drawn, excluded in zip(seeds, own, strict=True)
+    ]
+
+
+def with_demonstrations(example: Example, shown: Sequence[Example]) -> Example:
+    r"""Put solved examples before a question, for MeZO's in-context learning.
+
+    A demonstration is a prompt with its right candidate, stripped of white space at both ends. A blank line
+    follows each demonstration.
+
+    Args:
+        example: the question.
+        shown: the solved examples, all labeled.
 
     >>> shown, asked = Example("2 + 2 = ", ("4\n",), 0, 0), Example("1 + 2 = ", ("3\n",), 0, 1)
-    >>> with_demonstrations([asked], [shown, shown])[0].prompt
-    '2 + 2 = 4\n\n2 + 2 = 4\n\n1 + 2 = '
+    >>> with_demonstrations(asked, [shown, shown]).demonstrations
+    '2 + 2 = 4\n\n2 + 2 = 4\n\n'
     """
-    shown = "".join(_solved(example) + "\n\n" for example in demonstrations)
-    return tuple(replace(example, prompt=shown + example.prompt.lstrip(" ")) for example in examples)
-
-
-def _solved(example: Example) -> str:
-    if example.label is None:
-        raise ValueError("a demonstration needs a label")
-    return (example.prompt + example.candidates[example.label]).strip()
+    return replace(example, demonstrations="".join(f"{solved.solution}\n\n" for solved in shown))
 
 
 def _permutation(seed: int, num_records: int) -> list[int]:

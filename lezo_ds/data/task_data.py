@@ -16,17 +16,27 @@ from lezo_ds.data.encoding import (
     encode_null,
     encode_prompts,
     load_tokenizer,
+    prompt_room,
 )
 from lezo_ds.data.generation import MAX_NEW_TOKENS, prompt_batch, read_answers
 from lezo_ds.data.objectives import Objective, load_objective
 from lezo_ds.data.packing import can_pack, pack
-from lezo_ds.data.records import Splits, load_records, sample_splits, with_demonstrations
+from lezo_ds.data.records import (
+    Splits,
+    draw_demonstrations,
+    load_records,
+    sample_splits,
+    with_demonstrations,
+)
 from lezo_ds.data.sampling import batch_indices
 from lezo_ds.errors import UserError
 from lezo_ds.model.batch import GenerationSettings, MicroBatch
 from lezo_ds.sharding.checkpoint_files import load_model_config, resolve_model
 from lezo_ds.tasks import TASKS
-from lezo_ds.tasks.base import Example, Task
+from lezo_ds.tasks.base import Example, Record, Task
+
+MEZO_LOSS_BATCH = 8
+"""Number of examples over which MeZO's code averages a validation loss: the default of transformers."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,9 @@ class TaskData:
         objective: the loss to minimize.
         generation: how to generate answers; None if neither the task nor the objective needs any.
         packed: whether training examples share rows.
+        loss_batch: number of examples in each part of a split whose validation loss is averaged first. The
+            loss of the split is the mean of its parts, each weighted by its number of examples. None averages
+            over all terms of the split at once.
     """
 
     task: Task
@@ -69,6 +82,7 @@ class TaskData:
     objective: Objective
     generation: GenerationSettings | None = None
     packed: bool = False
+    loss_batch: int | None = None
 
     def batch(self, config: RunConfig, step: int) -> list[MicroBatch]:
         """Return the micro-batches of a step, which depend on the seed and the step only."""
@@ -131,7 +145,7 @@ def load_task_data(config: RunConfig) -> TaskData:
             expected="an objective that reads logits",
             fix="set train.objective=task, or method=lezo",
         )
-    splits = _with_demonstrations(config, _draw_splits(config, task))
+    splits = _draw_splits(config, task)
     directory = resolve_model(config.model.path)
     tokenizer = load_tokenizer(str(directory))
     model_config = load_model_config(directory)
@@ -139,18 +153,30 @@ def load_task_data(config: RunConfig) -> TaskData:
     if task.kind == "generation" or objective.reads_answers:
         generation = GenerationSettings(MAX_NEW_TOKENS, tokenizer.stop_ids(), tokenizer.pad_id)
 
+    mezo_details, calibration = config.data.mezo_details, config.data.calibration
+    length = config.data.max_length
+    # MeZO's code cuts a text with its gold answer like a prompt whose answer is yet to come.
+    shortened = mezo_details and task.kind == "generation"
+    encoded_length = prompt_room(length, MAX_NEW_TOKENS) if shortened else length
+
     def encode(examples: tuple[Example, ...], *, continued: bool, calibrated: bool) -> EncodedSplit:
-        length = config.data.max_length
+        if mezo_details:
+            examples = tuple(_without_space_before(example) for example in examples)
         return EncodedSplit(
             examples=examples,
-            encoded=encode_examples(tokenizer, examples, length),
+            encoded=encode_examples(tokenizer, examples, encoded_length),
             prompts=encode_prompts(tokenizer, examples, length, max_new_tokens=MAX_NEW_TOKENS)
             if continued
             else (),
-            null_encoded=tuple(encode_null(tokenizer, e, length) for e in examples) if calibrated else (),
+            null_encoded=tuple(
+                encode_null(tokenizer, example, length, with_demonstrations=calibration == "icl_sfc")
+                for example in examples
+            )
+            if calibrated
+            else (),
         )
 
-    scored = {"continued": generation is not None, "calibrated": config.data.calibrated}
+    scored = {"continued": generation is not None, "calibrated": calibration != "none"}
     data = TaskData(
         task=task,
         tokenizer=tokenizer,
@@ -163,6 +189,7 @@ def load_task_data(config: RunConfig) -> TaskData:
         packed=config.train.packed
         and config.peft.kind != "prefix"
         and can_pack(model_config, config.data.max_length),
+        loss_batch=MEZO_LOSS_BATCH if mezo_details else None,
     )
     _check_positions(data, getattr(model_config.get_text_config(), "max_position_embeddings", None))
     return data
@@ -171,7 +198,7 @@ def load_task_data(config: RunConfig) -> TaskData:
 def _draw_splits(config: RunConfig, task: Task) -> Splits:
     data = config.data
     train, validation = load_records(task, None if data.path is None else Path(data.path))
-    return sample_splits(
+    splits = sample_splits(
         task,
         train=train,
         validation=validation,
@@ -181,26 +208,43 @@ def _draw_splits(config: RunConfig, task: Task) -> Splits:
         num_dev=data.num_dev,
         num_test=data.num_test,
     )
+    return _with_demonstrations(config, task, splits, train) if config.method == "icl" else splits
 
 
-def _with_demonstrations(config: RunConfig, splits: Splits) -> Splits:
-    """Put the first training examples before every question, if the method is in-context learning."""
-    if config.method != "icl":
-        return splits
-    wanted = config.data.num_demonstrations
-    if wanted > len(splits.train):
+def _with_demonstrations(config: RunConfig, task: Task, splits: Splits, train: Sequence[Record]) -> Splits:
+    """Put solved examples before every question of the dev and test splits."""
+    wanted, per_question = config.data.num_demonstrations, config.data.demonstrations == "per_question"
+    # A dev question comes from the same records, and its own answer is not shown to it.
+    available = len(train) - 1 if per_question else len(splits.train)
+    if wanted > available:
         raise UserError(
             "there are fewer training examples than data.num_demonstrations",
-            got=f"{wanted} of {len(splits.train)}",
-            expected=f"at most {len(splits.train)}",
-            fix=f"set data.num_demonstrations={len(splits.train)}, or a larger data.num_train",
+            got=f"{wanted} of {available}",
+            expected=f"at most {available}",
+            fix=f"set data.num_demonstrations={available}, or give more training examples",
         )
-    shown = splits.train[:wanted]
-    return replace(
-        splits,
-        dev=with_demonstrations(splits.dev, shown),
-        test=with_demonstrations(splits.test, shown),
-    )
+
+    def show(questions: tuple[Example, ...], *, own_rows: Sequence[int] = ()) -> tuple[Example, ...]:
+        if not per_question:
+            return tuple(with_demonstrations(question, splits.train[:wanted]) for question in questions)
+        drawn = draw_demonstrations(
+            config.data.seed, len(questions), len(train), count=wanted, own_rows=own_rows
+        )
+        return tuple(
+            with_demonstrations(question, [task.build_example(train[row], row) for row in rows])
+            for question, rows in zip(questions, drawn, strict=True)
+        )
+
+    dev = show(splits.dev, own_rows=[question.index for question in splits.dev])
+    return replace(splits, dev=dev, test=show(splits.test))
+
+
+def _without_space_before(example: Example) -> Example:
+    """Strip white space of any kind before an example's text, as MeZO's code does after it joins the text.
+
+    Solved examples before a prompt begin without white space, so the prompt after them is left as it is.
+    """
+    return example if example.demonstrations else replace(example, prompt=example.prompt.lstrip())
 
 
 def _check_positions(data: TaskData, num_positions: int | None) -> None:

@@ -64,6 +64,7 @@ def paper_recipe(experiment: Experiment) -> Recipe:
         "model.dtype": dtype,
         "data.task": experiment.task,
         "data.protocol": "mezo",
+        "data.mezo_details": True,
         "train.eval_batch_size": _LARGEST_LONG_BATCH if is_long else 16,
         "deepspeed": f"ds_configs/zero3_{dtype}.json",
     }
@@ -72,7 +73,8 @@ def paper_recipe(experiment: Experiment) -> Recipe:
     values |= {f"peft.{name}": value for name, value in _PEFT_VALUES[experiment.peft].items()}
     if experiment.method == "icl":
         # 32 demonstrations fill most of 2048 tokens.
-        values |= {"data.num_demonstrations": 32, "train.eval_batch_size": 2}
+        values |= {"data.num_demonstrations": 32, "data.demonstrations": "per_question"}
+        values["train.eval_batch_size"] = 2
     if experiment.method in TRAINED:
         _add_training(experiment, hardware, values, notes)
     model = experiment.model.replace("opt", "OPT")

@@ -34,6 +34,7 @@ class Example:
         references: every text that counts as right, if candidates[label] is not the only one (ReCoRD's
             answers in the form of its candidates, the gold answers of SQuAD and DROP).
         null_prompt: the prompt without its content, for calibration; None if the task has none.
+        demonstrations: solved examples that the model reads before the prompt, each followed by a blank line.
     """
 
     prompt: str
@@ -42,6 +43,13 @@ class Example:
     index: int
     references: tuple[str, ...] = ()
     null_prompt: str | None = None
+    demonstrations: str = ""
+
+    @property
+    def solution(self) -> str:
+        """The prompt with its right candidate, without white space at both ends; the label must be known."""
+        assert self.label is not None
+        return (self.prompt + self.candidates[self.label]).strip()
 
 
 @dataclass(frozen=True)

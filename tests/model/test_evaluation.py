@@ -45,14 +45,25 @@ class Case:
 
 CASES = {
     "one token": Case("sst2", "reader"),
-    "one token, calibrated": Case("sst2", "reader", (("data__calibrated", True),)),
+    "one token, calibrated": Case("sst2", "reader", (("data__calibration", "sfc"),)),
     "one token, one example": Case("sst2", "reader", (("data__num_test", 1),)),
     "many tokens": Case("cb", "rotary"),
-    "many tokens, calibrated": Case("cb", changes=(("data__calibrated", True),)),
+    "many tokens, calibrated": Case("cb", changes=(("data__calibration", "sfc"),)),
     "multiple choice": Case("copa"),
     "many candidates": Case("record"),
-    "many candidates, calibrated": Case("record", changes=(("data__calibrated", True),)),
+    "many candidates, calibrated": Case("record", changes=(("data__calibration", "sfc"),)),
     "demonstrations": Case("sst2", "writer", (("method", "icl"), ("data__num_demonstrations", 3))),
+    "demonstrations for each question, calibrated with them": Case(
+        *("cb", "writer"),
+        (
+            *(("method", "icl"), ("data__num_demonstrations", 1), ("data__max_length", 256)),
+            *(("data__demonstrations", "per_question"), ("data__calibration", "icl_sfc")),
+        ),
+    ),
+    "MeZO's details": Case("copa", changes=(("data__mezo_details", True), ("data__num_test", 21))),
+    "MeZO's details, generation": Case(
+        "squad", changes=(("data__mezo_details", True), ("data__num_test", 9))
+    ),
     "generation": Case("squad"),
     "generation by a rotary model": Case("squad", "rotary"),
     "generation, F1 as the loss": Case("squad", "rotary", (("train__objective", "f1"),)),
@@ -138,7 +149,7 @@ def one_at_a_time(assets, case):
         pairs = list(zip(predicted, split.examples, strict=True))
         scores = [choice == e.label or e.candidates[choice] in e.references for choice, e in pairs]
     losses = {
-        "task": partial(task_loss, data.task.kind, split, logs),
+        "task": partial(task_loss, data.task.kind, split, logs, data.loss_batch),
         "f1": lambda: -sum(scores) / len(scores),
         "test_evaluation:lengths": lambda: sum(map(len, answers)) / len(answers),
         "test_evaluation:misses": lambda: sum(max(ls)[0] - min(ls)[0] for ls in logs) / len(logs),
@@ -159,10 +170,14 @@ def choices(model, split, logs):
     return [scores.index(max(scores)) for scores in found]
 
 
-def task_loss(kind, split, logs):
+def task_loss(kind, split, logs, loss_batch):
     golds = [example[e.label] for example, e in zip(logs, split.encoded, strict=True)]
     if kind != "classification":
-        return -sum(map(sum, golds)) / sum(map(len, golds))
+        # As the Trainer of transformers averages: a batch's mean counts once for each of its examples.
+        size = loss_batch or len(golds)
+        parts = [golds[start : start + size] for start in range(0, len(golds), size)]
+        means = [-sum(map(sum, part)) / sum(map(len, part)) for part in parts]
+        return sum(mean * len(part) for mean, part in zip(means, parts, strict=True)) / len(golds)
     losses = []
     for example, encoded in zip(logs, split.encoded, strict=True):
         means = torch.tensor([sum(log) / len(log) for log in example], dtype=torch.float64)

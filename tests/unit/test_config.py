@@ -279,7 +279,7 @@ def test_the_help_describes_every_key():
     assert blocks.keys() == keys_of_a_run()
     assert blocks["zo.perturbation_scale"].startswith("a number above 0; default 0.001\n    Perturbation")
     assert blocks["model.path"].startswith("text; required\n")
-    assert blocks["data.calibrated"].startswith("true or false; default false\n")
+    assert blocks["data.mezo_details"].startswith("true or false; default false\n")
     assert all(len(line) <= 100 for line in describe().splitlines())
 
 

@@ -122,15 +122,15 @@ def test_a_null_prompt_replaces_the_prompt_and_keeps_the_candidates(opt, null_pr
     example = Example("a joy It was", (" terrible", " great\n"), 1, 0, null_prompt=null_prompt)
     if not null_prompt:  # then there is no space before a candidate to keep
         example = replace(example, candidates=("Yes", "No\n"))
-    encoded = encode_null(opt, example, 2048)
+    encoded = encode_null(opt, example, 2048, with_demonstrations=False)
     first, second = (8, 9) if null_prompt else (11, 12)
     assert encoded.sequences == ((*context, first), (*context, second, 10))
     assert (encoded.option_lengths, encoded.label) == ((1, 2), 1)
 
 
 def test_a_task_without_a_null_prompt_is_refused(opt):
-    with pytest.raises(UserError, match=r"data.calibrated needs .* fix: set data.calibrated=false"):
-        encode_null(opt, Example("a joy", (" Paris\n",), 0, 0), 2048)
+    with pytest.raises(UserError, match=r"data.calibration needs .* fix: set data.calibration=none"):
+        encode_null(opt, Example("a joy", (" Paris\n",), 0, 0), 2048, with_demonstrations=False)
 
 
 def test_a_prompt_to_continue_is_bos_and_prompt_alone(opt):

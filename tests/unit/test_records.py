@@ -296,10 +296,9 @@ def test_too_few_records_are_refused(protocol, num_records):
 def test_demonstrations_stand_before_the_question_stripped_with_blank_lines_between():
     shown = [Example(" a\n", ("Yes", "No"), 1, 0), Example("Answer:", (" Rome\n",), 0, 1)]
     asked = [Example("  b so ", ("x", "y"), 0, 2, ("z",), " so "), Example("c\n", ("Yes",), None, 3)]
-    assert with_demonstrations(asked, shown) == (
-        Example("a\nNo\n\nAnswer: Rome\n\nb so ", ("x", "y"), 0, 2, ("z",), " so "),
-        Example("a\nNo\n\nAnswer: Rome\n\nc\n", ("Yes",), None, 3),
-    )
+    for example in asked:
+        found = with_demonstrations(example, shown)
+        assert found == replace(example, demonstrations="a\nNo\n\nAnswer: Rome\n\n")
 
 
 def test_as_many_demonstrations_are_the_first_training_examples_of_any_size():

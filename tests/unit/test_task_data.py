@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -127,9 +128,11 @@ def test_the_first_training_examples_are_shown_before_every_question(assets):
     data = load(assets, "copa", method="icl", data__num_demonstrations=2, data__max_length=250)
     shown = [e.prompt + e.candidates[e.label] for e in plain.train.examples[:2]]
     for asked, without in zip(data.test.examples, plain.test.examples, strict=True):
-        assert asked.prompt == "\n\n".join([*shown, without.prompt])
+        assert asked.demonstrations == "".join(f"{text}\n\n" for text in shown)
+        assert replace(asked, demonstrations="") == without
     encoded = data.dev.encoded[0]
-    whole = data.dev.examples[0].prompt + data.dev.examples[0].candidates[0]
+    first = data.dev.examples[0]
+    whole = first.demonstrations + first.prompt + first.candidates[0]
     assert whole.endswith(text(data, encoded.sequences[0]))
     assert data.train.examples == plain.train.examples
 
@@ -147,7 +150,7 @@ def test_more_demonstrations_than_training_examples_are_refused(assets):
 
 
 def test_null_prompts_are_encoded_where_scores_are_calibrated(assets):
-    data = load(assets, "record", data__calibrated=True)
+    data = load(assets, "record", data__calibration="sfc")
     for example, null in zip(data.test.examples, data.test.null_encoded, strict=True):
         assert [text(data, ids) for ids in null.sequences] == [f"-{c}" for c in example.candidates]
         assert list(null.option_lengths) == list(map(len, example.candidates))
@@ -156,8 +159,8 @@ def test_null_prompts_are_encoded_where_scores_are_calibrated(assets):
 
 
 def test_a_task_without_a_null_prompt_cannot_be_calibrated(assets):
-    with pytest.raises(UserError, match=r"data.calibrated needs .* fix: set data.calibrated=false"):
-        load(assets, "squad", data__calibrated=True)
+    with pytest.raises(UserError, match=r"data.calibration needs .* fix: set data.calibration=none"):
+        load(assets, "squad", data__calibration="sfc")
 
 
 def test_an_objective_of_answers_gets_prompts_and_texts_for_any_task(assets):
