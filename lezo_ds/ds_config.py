@@ -3,17 +3,121 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lezo_ds.config import flatten
+from lezo_ds.config.reading import nearest
 from lezo_ds.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_KEYS: Mapping[str, Mapping[type, str]] = {
+    "": {
+        bool: """
+            dataloader_drop_last disable_allgather disable_python_gc dump_state managed_gradient_accumulation
+            memory_breakdown prescale_gradients use_data_before_expert_parallelism wall_clock_breakdown
+            zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+        """,
+        float: """
+            gradient_accumulation_steps gradient_clipping gradient_predivide_factor sequence_parallel_size
+            steps_per_print train_batch_size train_micro_batch_size_per_gpu vocabulary_size
+        """,
+        str: """
+            communication_data_type gradient_allreduce_op log_level seq_parallel_communication_data_type
+        """,
+        dict: """
+            activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger compile
+            compression_training csv_monitor data_efficiency data_types datastates_ckpt expert_parallel
+            flops_profiler fp16 hybrid_engine optimizer pipeline scheduler tensor_parallel tensorboard timers
+            torch_autocast wandb weight_quantization zero_optimization
+        """,
+    },
+    "zero_optimization": {
+        bool: """
+            allgather_partitions allgather_sequential compute_grad_norm contiguous_gradients cpu_offload
+            cpu_offload_param cpu_offload_use_pin_memory elastic_checkpoint enable_sanity_checks
+            gather_16bit_weights_on_model_save ignore_unused_parameters legacy_stage1 load_from_fp32_weights
+            log_trace_cache_warnings memory_efficient_linear overlap_comm override_module_apply
+            parameter_alignment pipeline_loading_checkpoint reduce_scatter round_robin_gradients
+            save_muon_momentum_buffer_in_memory stage3_allgather_sequential
+            stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
+            stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params
+            use_multi_rank_bucket_allreduce zero_quantized_gradients zero_quantized_nontrainable_weights
+            zero_quantized_weights
+        """,
+        float: """
+            allgather_bucket_size max_live_parameters max_reuse_distance model_persistence_threshold
+            module_granularity_threshold param_persistence_threshold prefetch_bucket_size reduce_bucket_size
+            stage stage3_max_live_parameters stage3_max_reuse_distance stage3_model_persistence_threshold
+            stage3_module_granularity_threshold stage3_param_persistence_threshold
+            stage3_prefetch_bucket_size sub_group_size zero_hpz_partition_size
+        """,
+        dict: "leaf_module offload_optimizer offload_param zenflow",
+    },
+    "zero_optimization.offload_param": {
+        bool: "pin_memory",
+        float: "buffer_count buffer_size max_in_cpu",
+        str: "device nvme_path",
+    },
+    "bf16": {
+        bool: """
+            bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow enabled
+            immediate_grad_update
+        """,
+    },
+    "fp16": {
+        bool: "auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads",
+        float: "hysteresis initial_scale_power loss_scale loss_scale_window min_loss_scale",
+    },
+    "aio": {
+        bool: "overlap_events single_submit use_gds",
+        float: "block_size intra_op_parallelism queue_depth",
+    },
+    "tensorboard": {bool: "enabled", str: "job_name output_path"},
+    "csv_monitor": {bool: "enabled", str: "job_name output_path"},
+    "wandb": {bool: "enabled", str: "group project team"},
+    "comms_logger": {bool: "debug enabled prof_all verbose", list: "prof_ops"},
+}
+"""DeepSpeed's keys by section and type of value, as of version 0.19. Other sections may hold any key.
+
+DeepSpeed itself ignores unknown keys of the top level, and most of its sections raise errors of many lines.
+"""
+
+_TYPE_NAMES = {bool: "true or false", float: "a number", str: "text", dict: "a section", list: "a list"}
+
+_ONLY_WITH_GRADIENTS: Mapping[str, str] = {
+    "": """
+        activation_checkpointing autotuning communication_data_type data_efficiency data_types
+        dataloader_drop_last gradient_allreduce_op gradient_clipping gradient_predivide_factor
+        managed_gradient_accumulation prescale_gradients seq_parallel_communication_data_type steps_per_print
+        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    """,
+    "zero_optimization": """
+        allgather_bucket_size allgather_partitions compute_grad_norm contiguous_gradients cpu_offload
+        elastic_checkpoint gather_16bit_weights_on_model_save ignore_unused_parameters legacy_stage1
+        load_from_fp32_weights offload_optimizer pipeline_loading_checkpoint reduce_bucket_size
+        reduce_scatter round_robin_gradients save_muon_momentum_buffer_in_memory
+        stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save sub_group_size
+        use_multi_rank_bucket_allreduce zenflow zero_quantized_gradients
+    """,
+    "bf16": """
+        bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow immediate_grad_update
+    """,
+    "fp16": """
+        consecutive_hysteresis fp16_master_weights_and_grads hysteresis initial_scale_power loss_scale
+        loss_scale_window min_loss_scale
+    """,
+}
+"""Keys by section that DeepSpeed reads only for gradients, optimizers, its checkpoints and data loaders."""
 
 _TWICE_THE_MEMORY = "gathered weights would take twice the memory"
 _ONLY_VALUES: tuple[tuple[str, tuple[object, ...], str], ...] = (
     # DeepSpeed keeps parameters below the threshold gathered, and never reads their updated shards.
     ("zero_optimization.stage3_param_persistence_threshold", (0,), "resident copies become stale"),
+    ("zero_optimization.param_persistence_threshold", (0,), "resident copies become stale"),
     ("zero_optimization.memory_efficient_linear", (False,), "it changes the losses of bf16"),
     ("zero_optimization.allgather_sequential", (True,), _TWICE_THE_MEMORY),
     ("zero_optimization.stage3_allgather_sequential", (True,), _TWICE_THE_MEMORY),
@@ -32,8 +136,8 @@ def load_ds_config(
 ) -> dict[str, Any]:
     """Read a DeepSpeed JSON, refuse settings that zeroth-order training cannot use, and complete it.
 
-    Keys that begin with "_" are comments, at any depth. Keys that this function does not know (monitors,
-    offload, aio, the comms logger) are passed on to DeepSpeed.
+    Keys that begin with "_" are comments, at any depth. All other keys must be DeepSpeed's; those that this
+    package does not use itself (monitors, offload, aio, the comms logger) are passed on to it.
 
     Args:
         path: the JSON file. None uses ZeRO-3 with DeepSpeed's default settings.
@@ -45,11 +149,14 @@ def load_ds_config(
         The configuration for deepspeed.initialize.
 
     Raises:
-        UserError: the file cannot be read, is not a JSON object, or does not use ZeRO stage 3; or a setting
-            would corrupt the weights, change the losses or contradict the recipe.
+        UserError: the file cannot be read, is not a JSON object, does not use ZeRO stage 3, or has a key that
+            DeepSpeed does not know or a value of the wrong type; or a setting would corrupt the weights,
+            change the losses or contradict the recipe.
     """
     config: dict[str, Any] = {"zero_optimization": {"stage": 3}} if path is None else _read_json(Path(path))
     source = "the default" if path is None else str(path)
+    for section in _KEYS:
+        _check_section(section, _section(config, section), source)
     zero = config.get("zero_optimization")
     if not isinstance(zero, dict) or zero.get("stage") != 3:
         raise UserError(
@@ -58,27 +165,84 @@ def load_ds_config(
             expected='"zero_optimization": {"stage": 3}',
             fix="start from one of the files in ds_configs",
         )
-    flat = flatten(config)
-    unusable = partial(_unusable, source)
-    for key, value in flat.items():
-        if value == "auto":
-            raise unusable(key, value, "a value (auto is not supported)")
-    for key in ("optimizer", "scheduler"):
-        if key in config:
-            raise unusable(key, config[key], "no such section, because LeZO is the optimizer")
-    for key, values, reason in _ONLY_VALUES:
-        value = flat.get(key, values[0])
-        if value not in values:
-            raise unusable(key, value, f"{json.dumps(values[0])} ({reason})")
+    _refuse_unusable_values(config, source)
     batch_sizes = {"train_micro_batch_size_per_gpu": micro_batch_size}
     for key, number in (batch_sizes | {"train_batch_size": micro_batch_size * world_size}).items():
         value = config.get(key, number)
         if value != number:
-            raise unusable(key, value, f"{number}, as in the recipe")
+            raise _unusable(source, key, value, f"{number}, as in the recipe")
     # Without allgather_sequential, DeepSpeed gathers several weights into a second buffer and copies them.
     zero |= {"allgather_sequential": True}
     zero |= {"stage3_param_persistence_threshold": 0, "memory_efficient_linear": False}
     return _with_dtype(config | batch_sizes, source, dtype)
+
+
+def warn_of_idle_keys(ds_config: Mapping[str, Any]) -> None:
+    """Log one warning that names the keys which have no effect on a run without gradients, if there are any.
+
+    Args:
+        ds_config: as `load_ds_config` returns it.
+    """
+    idle = [
+        f"{section}.{key}" if section else key
+        for section, keys in _ONLY_WITH_GRADIENTS.items()
+        for key in _section(ds_config, section)
+        if key in keys.split()
+    ]
+    if idle:
+        text = "%s in the DeepSpeed JSON has no effect, because this method computes no gradients"
+        logger.warning(text, ", ".join(idle))
+
+
+def _section(config: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+    """Return a section by its dotted name, "" for the whole; empty if there is none."""
+    found: Any = config
+    for name in section.split(".") if section else ():
+        found = found.get(name)
+        if not isinstance(found, dict):
+            return {}
+    return found  # type: ignore[no-any-return]
+
+
+def _check_section(section: str, values: Mapping[str, Any], source: str) -> None:
+    kinds = {key: kind for kind, keys in _KEYS[section].items() for key in keys.split()}
+    prefix = f"{section}." if section else ""
+    for key, value in values.items():
+        if key not in kinds:
+            near = nearest(key, kinds)
+            raise UserError(
+                f"unknown key in {source}",
+                got=prefix + key,
+                expected=f"a key of DeepSpeed's {section or 'configuration'}",
+                fix=f"did you mean {prefix}{near[0]}?" if near else "remove it",
+            )
+        if not _has_kind(value, kinds[key]) and value != "auto":  # a better error about auto follows
+            raise _unusable(source, prefix + key, value, _TYPE_NAMES[kinds[key]])
+
+
+def _has_kind(value: object, kind: type) -> bool:
+    """Return whether a JSON value has a type; null stands for an absent section, and 1 is no bool.
+
+    >>> _has_kind(1, float), _has_kind(True, float), _has_kind(None, dict), _has_kind(1, bool)
+    (True, False, True, False)
+    """
+    if kind is float:
+        return type(value) in (int, float)
+    return type(value) is kind or (value is None and kind is dict)
+
+
+def _refuse_unusable_values(config: Mapping[str, Any], source: str) -> None:
+    flat = flatten(config)
+    for key, value in flat.items():
+        if value == "auto":
+            raise _unusable(source, key, value, "a value (auto is not supported)")
+    for key in ("optimizer", "scheduler"):
+        if key in config:
+            raise _unusable(source, key, config[key], "no such section, because LeZO is the optimizer")
+    for key, values, reason in _ONLY_VALUES:
+        value = flat.get(key, values[0])
+        if value not in values:
+            raise _unusable(source, key, value, f"{json.dumps(values[0])} ({reason})")
 
 
 def _unusable(source: str, key: str, value: object, expected: str) -> UserError:
@@ -121,7 +285,7 @@ def _read_json(path: Path) -> dict[str, Any]:
             expected="a JSON file",
             fix="set deepspeed=ds_configs/zero3_cpu.json or another file in ds_configs",
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(
             f"{path} is not a valid JSON object",
             got=str(error),

@@ -15,9 +15,19 @@ import yaml
 from lezo_ds.config.keys import Key, Schema, yaml_scalar
 from lezo_ds.errors import UserError
 
+_MAX_YAML_DEPTH, _MAX_YAML_NODES = 10, 10_000
+_MAX_SHOWN = 200
+_NOT_IN_FILES = re.compile(r"[\0\ud800-\udfff]")
+"""A null character, and halves of characters (lone surrogates): no file name or UTF-8 file holds these."""
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+
+def flatten(values: Mapping[str, Any], prefix: str = "", *, keep_empty: bool = False) -> dict[str, Any]:
     """Return nested dicts as one dict with dotted keys.
+
+    Args:
+        values: dicts of dicts.
+        prefix: stands before every key.
+        keep_empty: whether an empty dict becomes a value; otherwise it has no key.
 
     >>> flatten({"seed": 1, "train": {"steps": 2}})
     {'seed': 1, 'train.steps': 2}
@@ -25,14 +35,18 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
-        flat |= flatten(value, key + ".") if isinstance(value, Mapping) else {key: value}
+        if isinstance(value, Mapping) and (value or not keep_empty):
+            flat |= flatten(value, key + ".", keep_empty=keep_empty)
+        else:
+            flat[key] = value
     return flat
 
 
 def flatten_sections(schema: Schema, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return sections and keys as one dict with dotted keys; an empty section (null in YAML) has none."""
     may_be_empty = {*schema.sections, *schema.open_sections}
-    return {k: v for k, v in flatten(values).items() if v is not None or k not in may_be_empty}
+    flat = flatten(values, keep_empty=True)
+    return {k: v for k, v in flat.items() if (v is not None and v != {}) or k not in may_be_empty}
 
 
 def read(schema: Schema, values: Mapping[str, Any], where: str) -> Any:  # noqa: ANN401 (the schema's class)
@@ -102,9 +116,7 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
         UserError: there is no such file, it is not YAML, it holds no keys, or it repeats one.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        _refuse_repeated_keys(yaml.compose(text, yaml.SafeLoader), "", set())
-        values = yaml.safe_load(text)
+        values = _parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"cannot read {path}",
@@ -144,18 +156,18 @@ def parse_override(override: str) -> tuple[str, Any]:
             fix="write for instance zo.learning_rate=1e-6",
         )
     try:
-        value = yaml.safe_load(text)
+        value = _parse_yaml(text)
     except yaml.YAMLError as error:
         raise UserError(
             f"the value of {name} on the command line is not YAML",
-            got=text,
+            got=shown(text),
             expected="a number, text or null",
             fix=f"write it in quotes: {name}='\"...\"'",
         ) from error
     if isinstance(value, dict | list):
         raise UserError(
             f"the value of {name} on the command line is not a single value",
-            got=text,
+            got=shown(text),
             expected="a number, text or null",
             fix="give each key separately, as section.key=value",
         )
@@ -177,7 +189,7 @@ def check_value(key: Key, value: object, where: str) -> Any:  # noqa: ANN401 (on
     fits = type(value) is key.kind and (key.choices is None or value in key.choices.names)
     if fits and key.range is not None:
         fits = value in key.range  # type: ignore[operator]  # only numbers have a range
-    if fits:
+    if fits and not (isinstance(value, str) and _NOT_IN_FILES.search(value)):
         return value
     raise UserError(
         f"{key.name} in {where} is not valid",
@@ -188,8 +200,9 @@ def check_value(key: Key, value: object, where: str) -> Any:  # noqa: ANN401 (on
 
 
 def shown(value: object) -> str:
-    """Return a value as an error shows it."""
-    return "null" if value is None else repr(value)
+    """Return a value as an error shows it: cut off if it is long."""
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 1) -> list[str]:
@@ -234,6 +247,8 @@ def _fix_of_value(key: Key, value: object) -> str:
     if key.choices is not None:
         near = nearest(str(value), key.choices.names)
         return f"did you mean {near[0]}?" if near else f"set {key.name} to one of these"
+    if isinstance(value, str) and _NOT_IN_FILES.search(value):
+        return "remove null characters and lone surrogates"
     if key.kind is str and value is not None:
         return f"write it in quotes ({key.name}='\"{value}\"' on the command line)"
     if key.required or key.default is None:
@@ -245,10 +260,45 @@ def _as_float(value: object) -> object:
     """Accept whole numbers, and 1e-6, which YAML 1.1 reads as text because it has no point, as floats."""
     scientific = isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value)
     if type(value) in (int, float) or scientific:
-        number = float(value)  # type: ignore[arg-type]
+        try:
+            number = float(value)  # type: ignore[arg-type]
+        except OverflowError:  # a whole number of more than 308 digits
+            return str(value)
         # No key accepts NaN or infinity; as text they are refused.
         return number if math.isfinite(number) else str(number)
     return value
+
+
+def _parse_yaml(text: str) -> Any:  # noqa: ANN401
+    """Return the value of a YAML text; YAMLError if there is anything wrong with it."""
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+        _refuse_large(node)
+        _refuse_repeated_keys(node, "", set())
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise
+    except Exception as error:  # PyYAML raises many types for a deep text, or a bad date, number or tag
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
+
+
+def _refuse_large(root: yaml.Node | None) -> None:
+    """Refuse deep nesting, and aliases of aliases: a few lines can stand for billions of values."""
+    level = [] if root is None else [root]
+    num_nodes = 0
+    for depth in range(_MAX_YAML_DEPTH):
+        num_nodes += len(level)
+        if num_nodes > _MAX_YAML_NODES:
+            raise yaml.YAMLError(f"more than {_MAX_YAML_NODES} values at {depth + 1} levels")
+        level = [child for node in level for child in _children(node)]
+    if level:
+        raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=level[0].start_mark)
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [child for pair in node.value for child in pair]
+    return node.value if isinstance(node, yaml.SequenceNode) else []
 
 
 def _refuse_repeated_keys(node: yaml.Node | None, prefix: str, seen: set[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 from lezo_ds import distributed
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, ZoConfig, check_world, num_dropped
 from lezo_ds.data.task_data import load_task_data
-from lezo_ds.ds_config import load_ds_config
+from lezo_ds.ds_config import load_ds_config, warn_of_idle_keys
 from lezo_ds.engine.first_order_engine import FirstOrderEngine, initialize_first_order
 from lezo_ds.engine.lezo_engine import LezoEngine, initialize
 from lezo_ds.errors import UserError
@@ -107,12 +107,15 @@ def scoring_only(zo: ZoConfig) -> ZoConfig:
 
 
 def _ds_config(config: RunConfig) -> dict[str, Any]:
-    return load_ds_config(
+    ds_config = load_ds_config(
         config.deepspeed,
         dtype=config.model.dtype,
         world_size=distributed.world_size(),
         micro_batch_size=config.train.micro_batch_size,
     )
+    if config.method != "adamw":
+        warn_of_idle_keys(ds_config)
+    return ds_config
 
 
 def _check_before_loading(config: RunConfig, directory: RunDirectory) -> None:

@@ -176,12 +176,21 @@ def test_an_unknown_key_is_refused_and_the_nearest_named(override, expected, tmp
 
 @pytest.mark.parametrize(
     "argument",
-    ["steps", "=5", "--steps=5", "train..steps=5", "train.steps=[1, 2]", "zo={sparsity: 1}", "seed=@"],
+    [
+        *("steps", "=5", "--steps=5", "train..steps=5", "train.steps=[1, 2]", "zo={sparsity: 1}", "seed=@"),
+        *("run_dir=2001-99-99", "seed=!!int x", "seed=&a [*a]"),
+    ],
 )
 def test_an_argument_that_is_no_override_is_refused(argument, tmp_path):
     message = message_of(argument, tmp_path=tmp_path)
     assert argument in message or argument.split("=", 1)[1] in message
     assert_whole(message)
+
+
+LAUGHS = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{i}: &a{i} {{{', '.join(f'k{j}: *a{i - 1}' for j in range(9))}}}\n" for i in range(1, 10)
+)
+"""Ten lines that stand for billions of values."""
 
 
 @pytest.mark.parametrize(
@@ -196,6 +205,18 @@ def test_an_argument_that_is_no_override_is_refused(argument, tmp_path):
         ("a: b: c", "is not valid YAML"),
         ("!!python/object/apply:os.getcwd []", "is not valid YAML"),
         ("", "holds no keys"),
+        ("seed: " + "[" * 5000, "is not valid YAML; got: RecursionError"),
+        ("seed: &a [*a]", "is not valid YAML; got: nested too deeply"),
+        ("&a {b: *a}", "is not valid YAML; got: nested too deeply"),
+        (LAUGHS, "is not valid YAML; got: more than 10000 values"),
+        ("seed: " + "9" * 5000, "is not valid YAML; got: ValueError: Exceeds the limit"),
+        ("run_dir: 2001-99-99", "is not valid YAML; got: ValueError: month"),
+        ("seed: !!timestamp x", "is not valid YAML; got: AttributeError"),
+        (f"zo: {{learning_rate: {'1' * 400}}}", "zo.learning_rate in"),
+        ('run_dir: "a\\0b"', "got: 'a\\x00b'; expected: text; fix: remove null characters"),
+        ('run_dir: "\\ud800"', "got: '\\ud800'; expected: text; fix: remove null characters"),
+        ("seed: {}", "seed in"),
+        ("zo: {estimator: {}}", "zo.estimator in"),
         ("- seed", "holds no keys"),
         ("1: 2", "unknown key"),
         ("seed: 1", "missing in"),
@@ -208,6 +229,7 @@ def test_a_broken_recipe_is_refused(text, expected, tmp_path):
         load_config(path, [])
     assert expected in str(caught.value)
     assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 1000
     assert_whole(str(caught.value))
 
 

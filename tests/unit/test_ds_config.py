@@ -6,9 +6,14 @@ import json
 
 import pytest
 from assets import REPOSITORY
-from deepspeed.runtime.zero.config import get_zero_config
+from deepspeed.comm.config import CommsLoggerConfig
+from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, get_zero_config
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig
 
-from lezo_ds.ds_config import load_ds_config
+from lezo_ds.ds_config import _KEYS, _ONLY_WITH_GRADIENTS, load_ds_config, warn_of_idle_keys
 from lezo_ds.errors import UserError
 
 DS_CONFIGS = sorted((REPOSITORY / "ds_configs").glob("*.json"))
@@ -69,7 +74,7 @@ def test_keys_that_begin_with_an_underscore_are_comments_at_any_depth(tmp_path):
     ("sections", "expected"),
     [
         ({"zero_optimization": {"stage": 2}}, "does not use ZeRO stage 3"),
-        ({"zero_optimization": True}, "does not use ZeRO stage 3"),
+        ({"zero_optimization": True}, "zero_optimization in"),
         ({"zero_optimization": {}}, "does not use ZeRO stage 3"),
         ({"optimizer": {"type": "AdamW"}}, "LeZO is the optimizer; fix: remove it (optimizer)"),
         ({"scheduler": {"type": "WarmupLR"}}, "fix: remove it (scheduler)"),
@@ -93,6 +98,7 @@ def test_a_section_that_does_not_fit_is_refused(sections, expected, tmp_path):
     ("key", "value"),
     [
         ("stage3_param_persistence_threshold", 100000),
+        ("param_persistence_threshold", 100000),
         ("memory_efficient_linear", True),
         ("allgather_sequential", False),
         ("zero_hpz_partition_size", 2),
@@ -106,7 +112,101 @@ def test_a_zero_setting_that_would_spoil_the_weights_is_refused(key, value, tmp_
     assert f"got: {json.dumps(value)}" in message
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "", '{"a": 1, "a": 2}', "null"])
+@pytest.mark.parametrize(
+    ("sections", "got", "fix"),
+    [
+        ({"zero_optimisation": {"stage": 3}}, "zero_optimisation", "did you mean zero_optimization?"),
+        ({"gradient_cliping": 1.0}, "gradient_cliping", "did you mean gradient_clipping?"),
+        ({"xyzzy": 1}, "xyzzy", "remove it"),
+        ({"curriculum_learning": {}}, "curriculum_learning", ""),  # DeepSpeed has removed it
+        (
+            {"zero_optimization": {"stage": 3, "ofload_param": {}}},
+            "zero_optimization.ofload_param",
+            "offload_",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"devise": "cpu"}}},
+            "zero_optimization.offload_param.devise",
+            "did you mean zero_optimization.offload_param.device?",
+        ),
+        ({"tensorboard": {"enable": True}}, "tensorboard.enable", "did you mean tensorboard.enabled?"),
+        ({"bf16": {"enabled": True, "x": 1}}, "bf16.x", "remove it"),
+    ],
+)
+def test_an_unknown_key_is_refused_and_the_nearest_named(sections, got, fix, tmp_path):
+    message = refusal(write_json(tmp_path, **sections))
+    assert message.startswith("unknown key in ")
+    assert f"; got: {got}; " in message
+    assert fix in message.partition("; fix: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"zero_optimization": {"stage": "3"}}, "a number"),
+        ({"zero_optimization": {"stage": 3, "overlap_comm": "yes"}}, "true or false"),
+        ({"zero_optimization": {"stage": 3, "sub_group_size": [1]}}, "a number"),
+        ({"zero_optimization": {"stage": 3, "offload_param": "cpu"}}, "a section"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": 1}}}, "text"),
+        ({"csv_monitor": []}, "a section"),
+        ({"wall_clock_breakdown": 1}, "true or false"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused(sections, expected, tmp_path):
+    assert f"; expected: {expected}; " in refusal(write_json(tmp_path, **sections))
+
+
+def keys_of(model):
+    return set(model.model_fields) | {f.alias for f in model.model_fields.values() if f.alias is not None}
+
+
+def test_the_known_keys_are_those_of_the_installed_deepspeed():
+    known = {
+        section: {key for keys in kinds.values() for key in keys.split()} for section, kinds in _KEYS.items()
+    }
+    models = {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
+        "bf16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "tensorboard": TensorBoardConfig,
+        "csv_monitor": CSVConfig,
+        "wandb": WandbConfig,
+        "comms_logger": CommsLoggerConfig,
+    }
+    assert {section: keys_of(model) for section, model in models.items()} == {
+        section: known[section] for section in models
+    }
+    assert set(AIO_DEFAULT_DICT) == known["aio"]
+    assert known.keys() == models.keys() | {"", "aio"}
+    assert all(set(keys.split()) <= known[section] for section, keys in _ONLY_WITH_GRADIENTS.items())
+
+
+def test_keys_without_an_effect_are_named_in_one_warning(tmp_path, caplog):
+    path = write_json(
+        tmp_path,
+        gradient_clipping=1.0,
+        steps_per_print=10,
+        zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True},
+        bf16={"enabled": True, "check_grad_overflow": False},
+    )
+    warn_of_idle_keys(load_ds_config(path, "bf16", 2, 8))
+    assert [record.message for record in caplog.records] == [
+        "gradient_clipping, steps_per_print, zero_optimization.offload_optimizer, bf16.check_grad_overflow "
+        "in the DeepSpeed JSON has no effect, because this method computes no gradients"
+    ]
+
+
+@pytest.mark.parametrize("path", DS_CONFIGS, ids=lambda path: path.stem)
+def test_a_shipped_json_has_no_key_without_an_effect(path, caplog):
+    warn_of_idle_keys(load_ds_config(path, "fp16" if "fp16" in path.stem else "bf16", 2, 8))
+    assert caplog.records == []
+
+
+DEEP = '{"csv_monitor": ' + "[" * 200_000 + "]" * 200_000 + "}"
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "", '{"a": 1, "a": 2}', "null", DEEP], ids=range(6))
 def test_a_broken_json_is_refused(text, tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(text)

@@ -9,7 +9,7 @@ from typing import TypeVar
 from lezo_ds import distributed
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, check_world, num_dropped
 from lezo_ds.data.task_data import TaskData, load_task_data
-from lezo_ds.ds_config import load_ds_config
+from lezo_ds.ds_config import load_ds_config, warn_of_idle_keys
 from lezo_ds.errors import HubError
 from lezo_ds.sharding.checkpoint_files import resolve_model
 from lezo_ds.tools.planning.inputs import InputSizes, assumed_inputs, measured_inputs
@@ -33,7 +33,10 @@ def describe_plan(config: RunConfig, world_size: int) -> str:
     Raises:
         UserError: anything that is wrong and can be known now.
     """
-    load_ds_config(config.deepspeed, config.model.dtype, world_size, config.train.micro_batch_size)
+    micro_batch_size = config.train.micro_batch_size
+    ds_config = load_ds_config(config.deepspeed, config.model.dtype, world_size, micro_batch_size)
+    if config.method != "adamw":
+        warn_of_idle_keys(ds_config)
     trained = config.peft.kind if config.peft.kind != "none" else "all weights"
     lines = [
         ("run directory", config.run_dir),
