@@ -141,9 +141,10 @@ class _Evaluation:
         num_terms = torch.tensor([e.option_lengths[e.gold] if by_token else 1 for e in encoded])
         if self.data.loss_batch is None:
             return float(losses.sum() / num_terms.sum())
-        size = self.data.loss_batch
-        parts = zip(losses.split(size), num_terms.split(size), strict=True)
-        return sum(len(part) * float(part.sum() / terms.sum()) for part, terms in parts) / len(encoded)
+        total = 0.0
+        for rows in _cut(list(range(len(encoded))), self.data.loss_batch):
+            total += len(rows) * float(losses[rows].sum() / num_terms[rows].sum())
+        return total / len(encoded)
 
     def _log_probabilities(self, encoded: Sequence[EncodedExample]) -> list[Tensor]:
         """Return the summed log-probability of each candidate's tokens: float64 [candidates] per example.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,14 @@ from lezo_ds.errors import HubError, UserError
 from lezo_ds.tasks.base import Example, Protocol, Record, Task
 
 logger = logging.getLogger(__name__)
+
+MAX_CHARACTERS = 1_000_000
+"""The longest text of a field. A tokenizer takes minutes and gigabytes for much longer ones."""
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+_Row = tuple[str, Record]
+"""Where a record is, such as " (data/train.jsonl line 3)" or "", and the record."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +51,13 @@ def load_records(task: Task, path: Path | None) -> tuple[list[Record], list[Reco
             is set.
 
     Raises:
-        UserError: the data or a split is missing, a field is missing or has the wrong type, a label is not
-            the index of a candidate, or no record of a split has an answer.
+        UserError: the data or a split is missing, a field is missing or has the wrong type, a text is longer
+            than MAX_CHARACTERS or has half of a character, a label is not the index of a candidate, or no
+            record of a split has an answer. An error of one record names its file and line or row.
     """
     splits = _load_hub(task) if path is None else [_load_local(path, name) for name in _split_names(task)]
     train, validation = (
-        _answerable(task, name, records) for name, records in zip(_split_names(task), splits, strict=True)
+        _answerable(task, name, rows) for name, rows in zip(_split_names(task), splits, strict=True)
     )
     return train, validation
 
@@ -169,7 +179,7 @@ def _split_names(task: Task) -> tuple[str, str]:
     return task.train_split, task.validation_split
 
 
-def _load_hub(task: Task) -> list[list[Record]]:
+def _load_hub(task: Task) -> list[list[_Row]]:
     try:
         splits = datasets.load_dataset(task.hub_id, task.hub_config, split=list(_split_names(task)))
     except Exception as error:  # each library below raises its own types
@@ -179,10 +189,10 @@ def _load_hub(task: Task) -> list[list[Record]]:
             expected="access to the hub, or the data set in its local cache",
             fix=f"set data.path to a directory with {' and '.join(f'{s}.jsonl' for s in _split_names(task))}",
         ) from error
-    return [split.to_list() for split in splits]
+    return [[("", record) for record in split.to_list()] for split in splits]
 
 
-def _load_local(path: Path, split: str) -> list[Record]:
+def _load_local(path: Path, split: str) -> list[_Row]:
     if not path.is_dir():
         raise UserError(
             "the data directory does not exist",
@@ -192,7 +202,12 @@ def _load_local(path: Path, split: str) -> list[Record]:
         )
     lines = path / f"{split}.jsonl"
     if lines.is_file():
-        return _read_json_lines(lines)
+        try:
+            return _read_json_lines(lines)
+        except OSError as error:
+            raise UserError(
+                f"cannot read {lines}", got=str(error), expected="a file", fix="correct its permissions"
+            ) from error
     tables = sorted(path.glob(f"{split}*.parquet"))
     if not tables:
         raise UserError(
@@ -201,16 +216,18 @@ def _load_local(path: Path, split: str) -> list[Record]:
             expected=f"{split}.jsonl or {split}*.parquet",
             fix="add the file, or correct data.path",
         )
-    return [record for table in tables for record in _read_parquet(table)]
+    return [row for table in tables for row in _read_parquet(table)]
 
 
-def _read_json_lines(path: Path) -> list[Record]:
-    records: list[Record] = []
+def _read_json_lines(path: Path) -> list[_Row]:
+    rows: list[_Row] = []
     with path.open("rb") as file:  # json.loads decodes bytes itself, so wrong encodings are errors of a line
         for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
             if not isinstance(record, dict):
                 raise UserError(
@@ -219,11 +236,11 @@ def _read_json_lines(path: Path) -> list[Record]:
                     expected="a JSON object on each line",
                     fix="correct the line",
                 )
-            records.append(record)
-    return records
+            rows.append((f" ({path} line {number})", record))
+    return rows
 
 
-def _read_parquet(path: Path) -> list[Record]:
+def _read_parquet(path: Path) -> list[_Row]:
     try:
         records: list[Record] = ParquetFile(path).read().to_pylist()
     except (OSError, ArrowException) as error:
@@ -233,14 +250,17 @@ def _read_parquet(path: Path) -> list[Record]:
             expected="a parquet file",
             fix="download it again, or use .jsonl",
         ) from error
-    return records
+    return [(f" ({path} row {number})", record) for number, record in enumerate(records, start=1)]
 
 
-def _answerable(task: Task, split: str, records: Sequence[Record]) -> list[Record]:
+def _answerable(task: Task, split: str, rows: Sequence[_Row]) -> list[Record]:
     """Check all records of a split. Return those that have a right answer."""
-    labels = [_checked_label(task, split, row, record) for row, record in enumerate(records)]
-    kept = [record for record, label in zip(records, labels, strict=True) if label is not None]
-    num_left_out = len(records) - len(kept)
+    kept = []
+    for number, (place, record) in enumerate(rows, start=1):
+        where = f"record {number} of the {split} split of {task.name}{place}"
+        if _checked_label(task, where, record) is not None:
+            kept.append(record)
+    num_left_out = len(rows) - len(kept)
     if not kept:
         raise UserError(
             f"the {split} split of {task.name} is empty",
@@ -250,14 +270,16 @@ def _answerable(task: Task, split: str, records: Sequence[Record]) -> list[Recor
         )
     if num_left_out:
         text = "%d of %d records of the %s split of %s have no right answer and are left out"
-        logger.warning(text, num_left_out, len(records), split, task.name)
+        logger.warning(text, num_left_out, len(rows), split, task.name)
     return kept
 
 
-def _checked_label(task: Task, split: str, row: int, record: Record) -> int | None:
-    where = f"record {row + 1} of the {split} split of {task.name}"
+def _checked_label(task: Task, where: str, record: Record) -> int | None:
     _check_fields(task, where, record)
-    example = task.build_example(record, row)
+    try:
+        example = task.build_example(record, 0)
+    except UserError as error:
+        raise UserError(f"{where} does not fit the task: {error}") from error
     if example.label is not None and not 0 <= example.label < len(example.candidates):
         raise UserError(
             f"{where} has no usable label",
@@ -275,7 +297,7 @@ def _check_fields(task: Task, where: str, record: Record) -> None:
             if not isinstance(value, Mapping) or part not in value:
                 raise UserError(
                     f"{where} has no field {name}",
-                    got=(", ".join(value) or "no fields") if isinstance(value, Mapping) else value,
+                    got=(", ".join(value) or "no fields") if isinstance(value, Mapping) else _shown(value),
                     expected=", ".join(task.fields),
                     fix=f"use the field names of {task.hub_id}, or correct data.path",
                 )
@@ -283,10 +305,36 @@ def _check_fields(task: Task, where: str, record: Record) -> None:
         if not _has_type(value, expected_type):
             raise UserError(
                 f"field {name} of {where} has the wrong type",
-                got=value,
+                got=_shown(value),
                 expected=str(expected_type) if get_args(expected_type) else expected_type.__name__,
                 fix=f"use the field types of {task.hub_id}",
             )
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str):
+                _check_text(f"field {name} of {where}", text)
+
+
+def _check_text(where: str, text: str) -> None:
+    if len(text) > MAX_CHARACTERS:
+        raise UserError(
+            f"{where} is too long",
+            got=f"{len(text)} characters",
+            expected=f"at most {MAX_CHARACTERS}",
+            fix="shorten it; data.max_length tokens of it would be used",
+        )
+    if not text.isascii() and (found := _LONE_SURROGATE.search(text)):
+        raise UserError(
+            f"{where} has half of a character (a lone surrogate)",
+            got=ascii(text[max(0, found.start() - 20) : found.end() + 20]),
+            expected="text that can be written as UTF-8",
+            fix="remove it, or write the whole character",
+        )
+
+
+def _shown(value: object) -> str:
+    """Return a value as an error shows it: cut off if it is long."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _has_type(value: object, expected_type: type) -> bool:

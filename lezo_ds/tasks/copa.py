@@ -22,7 +22,7 @@ def build_example(record: Record, index: int) -> Example:
     conjunction = CONJUNCTIONS.get(record["question"])
     if conjunction is None:
         raise UserError(
-            f"field question of record {index + 1} of copa is not valid",
+            "field question is not valid",
             got=record["question"],
             expected=" or ".join(CONJUNCTIONS),
             fix="correct the record",

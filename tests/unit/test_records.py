@@ -2,20 +2,22 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import replace
 
 import datasets
 import numpy as np
 import pytest
+from assets import write_records
 from golden_tasks import GOLDEN
 
-from lezo_ds.data.records import load_records, sample_splits, with_demonstrations
+from lezo_ds.data.records import MAX_CHARACTERS, load_records, sample_splits, with_demonstrations
 from lezo_ds.errors import HubError, UserError
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.sst2 import SST2
 
-SQUAD, DROP, RECORD = TASKS["squad"], TASKS["drop"], TASKS["record"]
+SQUAD, DROP, RECORD, COPA = TASKS["squad"], TASKS["drop"], TASKS["record"], TASKS["copa"]
 
 TEXT, NUMBER = datasets.Value("string"), datasets.Value("int32")
 # The features of the hub's data sets, and a record of each.
@@ -208,7 +210,8 @@ def test_a_label_that_names_no_candidate_is_refused(tmp_path, label):
 
 @pytest.mark.parametrize(
     "line",
-    [b'{"sentence": "a', b"\xff\xfe", b"[1]"],
+    [b'{"sentence": "a', b"\xff\xfe", b"[1]", b"[" * 100_000, b'{"sentence": "caf\xe9", "label": 1}'],
+    ids=range(5),
 )
 def test_a_broken_line_is_named(tmp_path, line):
     write_both(tmp_path, make_records(2), make_records(2))
@@ -216,6 +219,61 @@ def test_a_broken_line_is_named(tmp_path, line):
         file.write(line + b"\n")
     with pytest.raises(UserError, match=r"train\.jsonl line 3 is not a JSON object"):
         load_records(SST2, tmp_path)
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_records_and_lines_keep_their_numbers(tmp_path):
+    lines = [json.dumps(record) for record in make_records(3)]
+    write_lines(tmp_path, "validation", make_records(2))
+    train = tmp_path / "train.jsonl"
+    train.write_text("\ufeff" + "\r\n\n \n".join(lines) + "\n\n\n", encoding="utf-8")
+    assert load_records(SST2, tmp_path)[0] == make_records(3)
+    train.write_text("\n\n".join([*lines, '{"sentence": 1, "label": 1}']))
+    with pytest.raises(
+        UserError, match=r"field sentence of record 4 of the train .*train\.jsonl line 7\) has"
+    ):
+        load_records(SST2, tmp_path)
+
+
+LONG = "x" * (MAX_CHARACTERS + 1)
+
+
+@pytest.mark.parametrize(
+    ("task", "change", "message"),
+    [
+        (SST2, {"sentence": "half \ud83d of one"}, r"half of a character .* got: 'half \\ud83d of one'"),
+        (RECORD, {"entities": ["Ann", "\udc00"]}, r"field entities .* half of a character"),
+        (SST2, {"sentence": LONG}, "field sentence .* too long; got: 1000001 characters; .* at most 1000000"),
+        (SST2, {"label": LONG}, "field label .* wrong type; got: xxx"),
+        (SST2, {"label": 2}, "no usable label; got: 2; expected: 0 to 1"),
+        (COPA, {"question": "why"}, "does not fit the task: field question is not valid; got: why;"),
+        (SST2, {"sentence": None}, "field sentence .* wrong type; got: None"),
+    ],
+    ids=["surrogate", "surrogate in a list", "long", "long label", "label", "question", "no text"],
+)
+def test_a_record_that_cannot_be_used_is_one_line_with_its_file_and_number(tmp_path, task, change, message):
+    record = HUB_SCHEMAS[task.name][1] if task.name in HUB_SCHEMAS else golden_record(task)
+    for split in ("train", "validation"):
+        write_records(tmp_path / f"{split}.jsonl", [record, record | change])  # surrogates are escaped
+    with pytest.raises(UserError, match=message) as caught:
+        load_records(task, tmp_path)
+    where = rf"record 2 of the train split of {task.name} \(.*/train\.jsonl line 2\)"
+    assert re.search(where, str(caught.value))
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_row_of_parquet_is_named(tmp_path):
+    records = make_records(3)
+    datasets.Dataset.from_list(records).to_parquet(tmp_path / "train-0.parquet")
+    datasets.Dataset.from_list([*records, {"sentence": "fine", "label": 2}]).to_parquet(
+        tmp_path / "train-1.parquet"
+    )
+    write_lines(tmp_path, "validation", records)
+    with pytest.raises(UserError, match=r"record 7 of the train .*train-1\.parquet row 4\) has no usable"):
+        load_records(SST2, tmp_path)
+
+
+def golden_record(task):
+    return next(golden.record for golden in GOLDEN if golden.task == task.name)
 
 
 def test_broken_parquet_is_a_users_error(tmp_path):
