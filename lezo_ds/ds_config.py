@@ -190,7 +190,7 @@ def warn_of_idle_keys(ds_config: Mapping[str, Any]) -> None:
         if key in keys.split()
     ]
     if idle:
-        text = "%s in the DeepSpeed JSON has no effect, because this method computes no gradients"
+        text = "keys in the DeepSpeed JSON without effect, because this method computes no gradients: %s"
         logger.warning(text, ", ".join(idle))
 
 

@@ -192,8 +192,8 @@ def test_keys_without_an_effect_are_named_in_one_warning(tmp_path, caplog):
     )
     warn_of_idle_keys(load_ds_config(path, "bf16", 2, 8))
     assert [record.message for record in caplog.records] == [
-        "gradient_clipping, steps_per_print, zero_optimization.offload_optimizer, bf16.check_grad_overflow "
-        "in the DeepSpeed JSON has no effect, because this method computes no gradients"
+        "keys in the DeepSpeed JSON without effect, because this method computes no gradients: "
+        "gradient_clipping, steps_per_print, zero_optimization.offload_optimizer, bf16.check_grad_overflow"
     ]
 
 
