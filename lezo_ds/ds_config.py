@@ -216,19 +216,9 @@ def _check_section(section: str, values: Mapping[str, Any], source: str) -> None
                 expected=f"a key of DeepSpeed's {section or 'configuration'}",
                 fix=f"did you mean {prefix}{near[0]}?" if near else "remove it",
             )
-        if not _has_kind(value, kinds[key]) and value != "auto":  # a better error about auto follows
+        kind = float if type(value) is int else type(value)
+        if kind is not kinds[key] and value != "auto":  # a better error about auto follows
             raise _unusable(source, prefix + key, value, _TYPE_NAMES[kinds[key]])
-
-
-def _has_kind(value: object, kind: type) -> bool:
-    """Return whether a JSON value has a type; null stands for an absent section, and 1 is no bool.
-
-    >>> _has_kind(1, float), _has_kind(True, float), _has_kind(None, dict), _has_kind(1, bool)
-    (True, False, True, False)
-    """
-    if kind is float:
-        return type(value) in (int, float)
-    return type(value) is kind or (value is None and kind is dict)
 
 
 def _refuse_unusable_values(config: Mapping[str, Any], source: str) -> None:

@@ -123,7 +123,10 @@ REFUSED = {
     "empty_split": (["data.path={inputs}/empty"], ["the train split of sst2 is empty"]),
     "no_labels": (
         ["data.path={inputs}/unlabelled"],
-        ["record 1 of the validation split of sst2 has no usable label; got: -1", "0 to 1"],
+        [
+            "record 1 of the validation split of sst2 ({inputs}/unlabelled/validation.jsonl line 1)",
+            "has no usable label; got: -1; expected: 0 to 1",
+        ],
     ),
     "no_answers": (
         ["data.task=squad", "data.path={inputs}/unanswered"],

@@ -148,6 +148,8 @@ def test_an_unknown_key_is_refused_and_the_nearest_named(sections, got, fix, tmp
         ({"zero_optimization": {"stage": 3, "sub_group_size": [1]}}, "a number"),
         ({"zero_optimization": {"stage": 3, "offload_param": "cpu"}}, "a section"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": 1}}}, "text"),
+        ({"zero_optimization": {"stage": 3, "offload_param": None}}, "a section"),
+        ({"zero_optimization": {"stage": True}}, "a number"),
         ({"csv_monitor": []}, "a section"),
         ({"wall_clock_breakdown": 1}, "true or false"),
     ],
