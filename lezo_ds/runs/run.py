@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import resource
 import sys
 import time
@@ -19,6 +20,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from lezo_ds import distributed
 from lezo_ds.config import TRAINED, RunConfig, config_to_dict
 from lezo_ds.data.evaluation import EvaluationResult, Model, evaluate
+from lezo_ds.data.predictions import prediction_rows
 from lezo_ds.data.task_data import EncodedSplit, TaskData
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.model.batch import MicroBatch
@@ -26,6 +28,9 @@ from lezo_ds.model.snapshots import prune_snapshots, read_manifest, snapshot_pat
 from lezo_ds.runs.launcher import LauncherWatch
 from lezo_ds.runs.run_directory import RunDirectory, library_versions
 from lezo_ds.runs.signals import on_stop_signals
+
+PROGRESS_VARIABLE = "LEZO_DS_PROGRESS"
+"""If this environment variable is set, a run shows its progress bar even where there is no terminal."""
 
 logger = logging.getLogger(__name__)
 
@@ -251,6 +256,9 @@ class Run(ABC, Generic[E]):
             return
         self._check()
         result = self._score(self.data.dev if split == "dev" else self.data.test)
+        if self.writes and split == "test":
+            rows = prediction_rows(self.data.test.examples, result.predicted)
+            self.directory.write_predictions(at, rows)
         record = evaluation_record(split, step=at, metric=self.data.task.metric, result=result)
         self._record_evaluation(record)
         self.evaluations.append(record)
@@ -308,7 +316,7 @@ class Run(ABC, Generic[E]):
         }
 
     def _progress(self) -> Any:  # noqa: ANN401
-        shown = self.writes and sys.stderr.isatty()
+        shown = self.writes and (sys.stderr.isatty() or PROGRESS_VARIABLE in os.environ)
         done = self.engine.global_steps
         return tqdm(total=self.num_steps, initial=done, disable=not shown, desc="training", smoothing=0.05)
 

@@ -82,6 +82,17 @@ class RunDirectory:
         with failures_named(self._metrics), self._metrics.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
+    def predictions(self, step: int) -> Path:
+        """Return the path of the answers to the test examples after `step` steps."""
+        return self.path / "predictions" / f"step-{step:08}.jsonl"
+
+    def write_predictions(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Write the rows of `prediction_rows` for the test examples, one JSON object on each line."""
+        path = self.predictions(step)
+        with failures_named(path):
+            path.parent.mkdir(exist_ok=True)
+        _write(path, "".join(json.dumps(row) + "\n" for row in rows))
+
     def write_results(self, results: dict[str, Any]) -> None:
         """Write results.json."""
         _write(self.results, json.dumps(results, indent=1) + "\n")

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from lezo_ds.runs.signals import on_stop_signals
 
 SHOWN_LINES = ("step ", "error: ")
 """Prefixes of the lines that are shown. The log has all lines."""
+
+PROGRESS = "training: "
+"""Prefix of a run's progress bar, which a terminal shows and the log leaves out."""
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +60,12 @@ def run_logged(command: Sequence[str], log: Path, variables: Mapping[str, str] |
         ) from error
     with on_stop_signals(stop), process, log.open("a") as file:
         assert process.stdout is not None
-        for line in process.stdout:  # ends when the last process that could write has ended
+        # A carriage return ends a line, too. The loop ends when the last process that could write has ended.
+        for line in process.stdout:
+            if line.startswith(PROGRESS):
+                if sys.stderr.isatty():
+                    print(f"\r{line.rstrip()}", end="", file=sys.stderr, flush=True)
+                continue
             file.write(line)
             file.flush()
             if line.startswith(SHOWN_LINES):

@@ -1,4 +1,4 @@
-"""The demonstration, as make demo runs it, with one seed and fewer steps; and its table."""
+"""The demonstration as make demo-offline runs it, with one seed and fewer steps; and its summary."""
 
 from __future__ import annotations
 
@@ -11,29 +11,39 @@ from commands import run, run_well
 
 from lezo_ds.errors import UserError
 from lezo_ds.journal import read_journal
-from lezo_ds.tools.demo.command import demonstrate, report
+from lezo_ds.runs.run_directory import RunDirectory
+from lezo_ds.tools.demo.command import OFFLINE, demonstrate, summary
 from lezo_ds.zo.records import StepRecord
 
 LEAST_GAIN = 0.2
 SHORTER = ("train.steps=240", "train.eval_every=80")
 
 
-def demo(directory, *overrides):
-    arguments = ("--directory", str(directory), "--num-seeds", "1", *SHORTER, *overrides)
+def demo(directory, *overrides, flags=("--offline",)):
+    arguments = ("--directory", str(directory), *flags, "--num-seeds", "1", *overrides)
     return [sys.executable, str(REPOSITORY / "launch" / "demo.py"), *arguments]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A finished demonstration's directory, and what it printed."""
-    directory = tmp_path_factory.mktemp("demo")
-    return directory, run_well(demo(directory), timeout=840)
+    directory = tmp_path_factory.mktemp("demo") / "demo-offline"
+    return directory, run_well(demo(directory, *SHORTER), timeout=840)
 
 
-def results_of(seed, test):
+def finished_run(directory, seed, test, answers):
+    """Write the predictions of a run, and return its results."""
+    run_directory = RunDirectory(directory / f"seed-{seed}")
+    run_directory.create()
+    for step, given in zip((0, 600), answers, strict=True):
+        rows = [
+            {"index": i, "prompt": f"sentence {i}", "right": ["great"], "predicted": answer}
+            for i, answer in enumerate(given)
+        ]
+        run_directory.write_predictions(step, rows)
     scores = {"zero_shot": 0.5, "test": test, "majority_class": 0.52, "best_step": 600, "seconds": 71.2}
     sent = {"gathered": 1_234_567, "other": 104}
-    return {**scores, "bytes_per_step": sent, "run_dir": f"runs/demo/seed-{seed}"}
+    return {**scores, "bytes_per_step": sent, "run_dir": str(run_directory.path)}
 
 
 @pytest.mark.learning
@@ -63,17 +73,16 @@ def test_the_demonstration_drops_six_of_eight_blocks_in_every_step(finished):
 def test_the_same_command_again_changes_no_journal_and_prints_the_same_table(finished):
     directory, first = finished
     journal = (directory / "seed-0" / "journal.jsonl").read_bytes()
-    again = run_well(demo(directory))
+    again = run_well(demo(directory, *SHORTER))
     assert (directory / "seed-0" / "journal.jsonl").read_bytes() == journal
-    mean = next(line for line in first.out.splitlines() if line.split()[:1] == ["mean"])
-    assert mean in again.out
+    assert again.out == first.out
 
 
 @pytest.mark.learning
 @pytest.mark.distributed
 def test_a_run_that_fails_fails_the_demonstration_and_names_its_log(finished):
     directory, _ = finished
-    failed = run(demo(directory, "data.path=nowhere"))
+    failed = run(demo(directory, *SHORTER, "data.path=nowhere"))
     assert failed.code == 1
     assert "seed 0 ended with exit code 2" in failed.err
     assert f"see {directory / 'seed-0.log'}" in failed.err
@@ -83,17 +92,43 @@ def test_a_run_that_fails_fails_the_demonstration_and_names_its_log(finished):
 def test_started_elsewhere_it_says_where_to_start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="the root of the repository"):
-        demonstrate(tmp_path / "demo", [0])
+        demonstrate(tmp_path / "demo", num_seeds=1, overrides=[], offline=True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_table_has_every_run_their_mean_and_their_deviation():
-    table = report({0: results_of(0, 0.9), 1: results_of(1, 0.94)})
-    rows = [line.split() for line in table.splitlines()]
-    assert rows[1] == ["seed", "0", "0.500", "0.900", "0.520", "600", "71", "runs/demo/seed-0"]
-    assert rows[2] == ["seed", "1", "0.500", "0.940", "0.520", "600", "71", "runs/demo/seed-1"]
-    assert rows[3] == ["mean", "0.500", "0.920"]
-    assert rows[4] == ["deviation", "0.000", "0.028"]
-    assert "1,234,567 bytes of weights" in table
-    assert "is 104 bytes" in table
-    assert "deviation" not in report({0: results_of(0, 0.9)})
+def test_the_summary_has_every_run_their_mean_their_deviation_and_the_error_of_the_test_set(tmp_path):
+    answers = (["bad", "bad", "great", "bad"], ["great", "bad", "bad", "great"])
+    runs = {seed: finished_run(tmp_path, seed, test, answers) for seed, test in ((0, 0.9), (1, 0.94))}
+    text = summary(OFFLINE, runs)
+    rows = [
+        line.split()
+        for line in text.splitlines()
+        if line.startswith(("seed", "mean", "deviation", "standard"))
+    ]
+    assert rows[0] == ["seed", "0", "0.500", "0.900", "0.520", "600", "71", str(tmp_path / "seed-0")]
+    assert rows[1] == ["seed", "1", "0.500", "0.940", "0.520", "600", "71", str(tmp_path / "seed-1")]
+    assert rows[2] == ["mean", "0.500", "0.920"]
+    assert rows[3] == ["deviation", "0.000", "0.028"]
+    assert rows[4] == ["standard", "error", "0.250", "0.136"]  # sqrt(.5 * .5 / 4) and sqrt(.92 * .08 / 4)
+    assert "accuracy on 4 held-out sentences" in text
+    assert "2 answers became right, 1 became wrong" in text
+    assert [line.split() for line in text.splitlines() if line.startswith("  now ")] == [
+        ["now", "right", "bad", "->", "great", "sentence", "0"],
+        ["now", "right", "bad", "->", "great", "sentence", "3"],
+        ["now", "wrong", "great", "->", "bad", "sentence", "2"],
+    ]
+    assert "1,234,567 bytes of weights" in text
+    assert "is 104 bytes" in text
+    assert "deviation" not in summary(OFFLINE, {0: runs[0]})
+
+
+@pytest.mark.learning
+@pytest.mark.distributed
+def test_without_a_package_index_one_line_says_so_and_the_made_up_demonstration_runs(finished):
+    directory, first = finished
+    real = directory.with_name("demo")
+    again = run_well(demo(real, *SHORTER, flags=()), PIP_NO_INDEX="1", PIP_CONFIG_FILE="/dev/null")
+    (line,) = [line for line in again.err.splitlines() if "the made-up demonstration runs instead" in line]
+    assert "cannot fetch vaderSentiment 0.5" in line
+    assert again.out == first.out
+    assert not real.exists()

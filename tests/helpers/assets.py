@@ -13,8 +13,8 @@ import yaml
 from tiny_runs import write_model
 from transformers import OPTConfig
 
-from lezo_ds.tools.demo.corpus import labelled_reviews, vocabulary
-from lezo_ds.tools.demo.tokenizer import build_tokenizer
+from lezo_ds.tools.demo.offline.corpus import labelled_reviews, vocabulary
+from lezo_ds.tools.demo.offline.tokenizer import build_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_BLOCKS = 4

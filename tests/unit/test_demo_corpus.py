@@ -7,14 +7,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lezo_ds.errors import UserError
-from lezo_ds.tools.demo import corpus
-from lezo_ds.tools.demo.pretrain import (
-    ASSETS_MANIFEST,
+from lezo_ds.tools.demo.assets import MANIFEST
+from lezo_ds.tools.demo.offline import corpus
+from lezo_ds.tools.demo.offline.pretrain import (
     AssetSettings,
     make_demo_assets,
     make_texts,
 )
-from lezo_ds.tools.demo.tokenizer import SPECIAL_TOKENS, build_tokenizer
+from lezo_ds.tools.demo.offline.tokenizer import SPECIAL_TOKENS, build_tokenizer
 
 BLAME, PRAISE = (
     {*corpus.ADJECTIVES[label], *corpus.VERBS[label], *corpus.FEELINGS[label]} for label in (0, 1)
@@ -168,7 +168,7 @@ def test_a_candidate_adds_one_token_to_the_prompt(tokenizer, candidate):
 
 
 def test_the_assets_are_plain_hugging_face_and_sst2_directories(assets):
-    assert {path.name for path in assets.iterdir()} == {"data", "model", ASSETS_MANIFEST}
+    assert {path.name for path in assets.iterdir()} == {"data", "model", MANIFEST}
     model = AutoModelForCausalLM.from_pretrained(assets / "model")
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
     assert (assets / "model" / "model.safetensors").is_file()
@@ -202,7 +202,7 @@ def test_the_same_seed_gives_the_same_weights_and_no_global_random_state_moves(a
     assert torch.equal(torch.random.get_rng_state(), torch_state)
     assert random.getstate() == python_state
     assert np.array_equal(np.random.get_state()[1], numpy_state)
-    for name in ("data/train.jsonl", "model/model.safetensors", "model/tokenizer.json", ASSETS_MANIFEST):
+    for name in ("data/train.jsonl", "model/model.safetensors", "model/tokenizer.json", MANIFEST):
         assert (tmp_path / "assets" / name).read_bytes() == (assets / name).read_bytes()
 
 
@@ -213,7 +213,7 @@ def test_assets_of_another_recipe_and_unfinished_ones_are_replaced(tmp_path):
     (tmp_path / "assets.unfinished").mkdir()
     make_demo_assets(directory, seed=3, steps=2)
     assert (directory / "model" / "model.safetensors").read_bytes() != one_step
-    assert json.loads((directory / ASSETS_MANIFEST).read_text())["steps"] == 2
+    assert json.loads((directory / MANIFEST).read_text())["steps"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["assets"]
 
 

@@ -14,7 +14,7 @@ from assets import REPOSITORY
 from commands import MPI_ANYWHERE, free_port, run_forked_well, run_well
 
 from lezo_ds.model.snapshots import read_manifest, snapshot_path
-from lezo_ds.tools.demo.pretrain import make_demo_assets
+from lezo_ds.tools.demo.offline.pretrain import make_demo_assets
 
 PATHS = [
     REPOSITORY / "README.md",
@@ -26,7 +26,7 @@ PATHS = [
 PAGES = {path.relative_to(REPOSITORY).as_posix(): path.read_text() for path in PATHS}
 SHOWN = "".join(text for name, text in PAGES.items() if name == "README.md" or name.startswith("docs/"))
 """The pages whose commands run."""
-SHORTENED = "train.steps=4 train.eval_every=2 data.num_dev=16 data.num_test=16"
+SHORTENED = "train.steps=4 train.eval_every=2 data.num_train=64 data.num_dev=16 data.num_test=16"
 MORE_STEPS = 6
 PREPARED_RUN = "runs/first"
 
@@ -53,7 +53,11 @@ def root(tmp_path_factory):
     directory = tmp_path_factory.mktemp("root")
     for name in ("launch", "ds_configs"):
         (directory / name).symlink_to(REPOSITORY / name)
-    make_demo_assets(directory / "runs" / "demo" / "assets", steps=1)
+    made_up, real = directory / "runs" / "demo-offline" / "assets", directory / "runs" / "demo" / "assets"
+    make_demo_assets(made_up, steps=1)
+    real.mkdir(parents=True)
+    for name, stand_in in (("model", "model"), ("reviews", "data"), ("tweets", "data")):
+        (real / name).symlink_to(made_up / stand_in)
     return directory
 
 

