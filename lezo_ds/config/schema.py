@@ -238,6 +238,9 @@ class TrainConfig:
     eval_every: Annotated[int | None, Range(1)] = None
     """Number of steps between evaluations. Null evaluates every tenth of the run, as in the papers."""
 
+    score_before: bool = True
+    """Score the test split before training, too. The runs of a grid can do without."""
+
     objective: str = "task"
     """What is minimized: the task's own loss (task), minus the mean F1 of generated answers (f1), or your own
     function (package.module:function; see lezo_ds/data/objectives.py)."""

@@ -185,7 +185,8 @@ class Run(ABC, Generic[E]):
     def _run_to_end(self) -> tuple[bool, EvaluationRecord | None]:
         """Do everything that is left; return whether the run finished, and the best step if it did."""
         try:
-            self._evaluate("test", at=0)
+            if self.config.train.score_before or self.config.method not in TRAINED:
+                self._evaluate("test", at=0)
             self._train()
             best = best_evaluation(self.evaluations)
             if best is not None:
@@ -293,6 +294,7 @@ class Run(ABC, Generic[E]):
         before = self._found("test", 0)
         final = self._found("test", best.step) if best else None
         scored = final if self.config.method in TRAINED else before
+        any_test = before or final
         metric = self.data.task.metric
         return {
             "task": self.data.task.name,
@@ -303,7 +305,7 @@ class Run(ABC, Generic[E]):
             "finished": finished,
             "zero_shot": before.metrics[metric] if before and self.config.method != "icl" else None,
             "test": scored.metrics.get(metric) if scored else None,
-            "majority_class": before.metrics.get("majority_class") if before else None,
+            "majority_class": any_test.metrics.get("majority_class") if any_test else None,
             "best_step": best.step if best else None,
             "best_dev_loss": best.loss if best else None,
             "steps": self._num_done,

@@ -33,6 +33,33 @@ def by_python(recipe, tmp_path_factory):
 
 
 @pytest.mark.distributed
+def test_the_answers_to_the_test_examples_give_the_scores_before_and_after(by_deepspeed):
+    run_dir, _ = by_deepspeed
+    results = results_of(run_dir)
+    for step, score in ((0, results["zero_shot"]), (results["best_step"], results["test"])):
+        lines = (run_dir / "predictions" / f"step-{step:08}.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert sorted(rows[0]) == ["index", "predicted", "prompt", "right"]
+        assert {row["predicted"] for row in rows} <= {"terrible", "great"}
+        assert all(row["prompt"].endswith(" It was") for row in rows)
+        assert sum(row["predicted"] in row["right"] for row in rows) / len(rows) == pytest.approx(score)
+
+
+@pytest.mark.distributed
+def test_a_run_that_does_not_score_before_training_trains_and_scores_alike(by_python, recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    arguments = ["--config", recipe, f"run_dir={run_dir}", "zo.perturbation_scale=2e-3"]
+    run_forked_well([*arguments, "train.score_before=false"])
+    with_score, without = results_of(by_python), results_of(run_dir)
+    assert without["zero_shot"] is None
+    for key in ("test", "majority_class", "weights_digest", "best_dev_loss"):
+        assert without[key] == with_score[key]
+    assert [path.name for path in (run_dir / "predictions").iterdir()] == [
+        f"step-{without['best_step']:08}.jsonl"
+    ]
+
+
+@pytest.mark.distributed
 def test_deepspeed_on_two_ranks_leaves_a_whole_run_directory(by_deepspeed):
     run_dir, _ = by_deepspeed
     assert sorted(path.name for path in run_dir.iterdir()) == [
@@ -40,6 +67,7 @@ def test_deepspeed_on_two_ranks_leaves_a_whole_run_directory(by_deepspeed):
         "environment.json",
         "journal.jsonl",
         "metrics.jsonl",
+        "predictions",
         "results.json",
         "snapshots",
     ]

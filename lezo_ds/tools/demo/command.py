@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import pandas as pd
@@ -29,6 +30,9 @@ from lezo_ds.tools.reports.report import make_page
 NUM_RANKS = 2
 NUM_SENTENCES = 6
 """How many sentences the summary shows, at most."""
+
+PROMPT_WIDTH = 100
+"""How many characters of a prompt the summary shows, at most."""
 
 _COLUMNS = {
     "zero_shot": "before",
@@ -183,7 +187,7 @@ def _changed_answers(before: Sequence[Mapping[str, Any]], after: Sequence[Mappin
     for mark, found in (("right", better[: NUM_SENTENCES - 2]), ("wrong", worse[:2])):
         for old, new in found:
             change = f"{old['predicted']} -> {new['predicted']}"
-            lines.append(f"  now {mark}  {change:20}  {new['prompt']}")
+            lines.append(f"  now {mark}  {change:20}  {shorten(new['prompt'], PROMPT_WIDTH)}")
     return "\n".join(lines)
 
 

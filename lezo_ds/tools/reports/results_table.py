@@ -29,7 +29,9 @@ _COLUMNS = [
 ]
 
 _NOT_SETTINGS = (
-    RESUME_MAY_DIFFER - {"train.steps"} | {"train.micro_batch_size", "train.cpu_threads"} | {*SEEDS}
+    RESUME_MAY_DIFFER - {"train.steps"}
+    | {"train.micro_batch_size", "train.cpu_threads", "train.score_before"}
+    | {*SEEDS}
 )
 """Config keys that do not make another experiment: seeds, paths, and what changes only the last bits."""
 
