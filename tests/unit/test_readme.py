@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
+import shutil
 
 import pytest
 from assets import REPOSITORY
@@ -56,8 +57,10 @@ def root(tmp_path_factory):
     made_up, real = directory / "runs" / "demo-offline" / "assets", directory / "runs" / "demo" / "assets"
     make_demo_assets(made_up, steps=1)
     real.mkdir(parents=True)
-    for name, stand_in in (("model", "model"), ("reviews", "data"), ("tweets", "data")):
-        (real / name).symlink_to(made_up / stand_in)
+    (real / "model").symlink_to(made_up / "model")
+    shutil.copytree(made_up / "data", real / "reviews")
+    train = real / "reviews" / "train.jsonl"
+    train.write_text(train.read_text() * 2)  # as many as the recipe asks for
     return directory
 
 

@@ -32,10 +32,13 @@ def make_assets(directory: Path, manifest: str, write: Callable[[Path], None]) -
     unfinished = directory.with_name(directory.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    write(unfinished)
-    (unfinished / MANIFEST).write_text(manifest, encoding="utf-8")
-    shutil.rmtree(directory, ignore_errors=True)
-    unfinished.rename(directory)
+    try:
+        write(unfinished)
+        (unfinished / MANIFEST).write_text(manifest, encoding="utf-8")
+        shutil.rmtree(directory, ignore_errors=True)
+        unfinished.rename(directory)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _are_current(directory: Path, manifest: str) -> bool:
