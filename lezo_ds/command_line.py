@@ -24,7 +24,7 @@ _SILENCE_SECONDS = 10.0
 _LOST_RANK_SECONDS = 3.0
 
 
-def run(main: Callable[[], None]) -> None:
+def run_main(main: Callable[[], None]) -> None:
     """Run a command and end the process. The exit code is 0 if it succeeds, else that of the error.
 
     An error of this package is printed as one line. If all ranks raise the same error, the line of rank 0 is

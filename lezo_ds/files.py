@@ -11,26 +11,13 @@ from pathlib import Path
 from lezo_ds.errors import LezoError
 
 
-def sync_directory(path: Path) -> None:
-    """Sync a directory's entries (files created, renamed or removed in it) to the disk.
+def sync(path: Path) -> None:
+    """Sync a file's content, or the entries of a directory (created, renamed, removed), to the disk.
 
     Raises:
-        OSError: the directory cannot be opened or synced.
+        OSError: the path cannot be opened or synced.
     """
-    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def sync_file(path: Path) -> None:
-    """Sync a file's content to the disk, even if another process wrote it.
-
-    Raises:
-        OSError: the file cannot be opened or synced.
-    """
-    _sync(path, os.O_RDONLY)
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -47,7 +34,7 @@ def make_directory(path: Path) -> None:
         return
     make_directory(path.parent)
     path.mkdir(exist_ok=True)
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
 @contextmanager
@@ -91,7 +78,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)  # the rename itself survives a power cut only after this
+    sync(path.parent)  # the rename itself survives a power cut only after this
 
 
 def sha256_file(path: Path) -> str:

@@ -20,7 +20,7 @@ import logging
 import os
 import shlex
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +59,7 @@ class EvaluationRecord:
         check_finite(self.loss, *self.metrics.values())
 
 
-Record = StepRecord | EvaluationRecord
+JournalRecord = StepRecord | EvaluationRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,45 +89,6 @@ class Header:
     def __post_init__(self) -> None:
         # The round trip makes a new header equal to the same header read from a file.
         object.__setattr__(self, "config", json.loads(_to_json(self.config)))
-
-
-def assert_compatible(header: Header, expected: Header, may_differ: Collection[str] = ()) -> None:
-    """Check that a journal can be continued: model, noise and config must be the same as in its header.
-
-    Other library versions only cause a warning.
-
-    Args:
-        header: the header of the journal. Its config must have the keys of this version (see
-            lezo_ds.runs.header).
-        expected: the header that this run would write.
-        may_differ: dotted config keys (or whole sections) that may differ, such as "train.steps".
-
-    Raises:
-        UserError: an item differs. The error has both values, and both versions of lezo_ds if they differ.
-    """
-    items: dict[str, tuple[object, object]] = {
-        "format version": (header.format_version, expected.format_version),
-        "noise version": (header.noise_version, expected.noise_version),
-        "model fingerprint": (header.model_fingerprint, expected.model_fingerprint),
-        "parameter table": (header.parameter_table_hash, expected.parameter_table_hash),
-    }
-    version, own_version = header.libraries.get("lezo_ds"), expected.libraries.get("lezo_ds")
-    by = "" if version == own_version else f" (written by lezo_ds {version}, this is {own_version})"
-    found = [(f"the {name}", repr(old), repr(new)) for name, (old, new) in items.items() if old != new]
-    found += [
-        (f"config {key}", old, new)
-        for key, old, new in _differences(header.config, expected.config, may_differ)
-    ]
-    if found:
-        name, old, new = found[0]
-        raise UserError(
-            f"{name} differs from the journal's{by}",
-            got=new,
-            expected=old,
-            fix="use the inputs that the journal was started with, or another run directory",
-        )
-    for key, old, new in _differences(header.libraries, expected.libraries):
-        logger.warning("%s was %s when the journal was started and is %s now", key, old, new)
 
 
 class Journal:
@@ -189,21 +150,11 @@ class Journal:
         return self._content.header
 
     @property
-    def records(self) -> tuple[Record, ...]:
+    def records(self) -> tuple[JournalRecord, ...]:
         """All records, oldest first."""
         return tuple(self._content.records)
 
-    @property
-    def steps(self) -> tuple[StepRecord, ...]:
-        """The step records; `steps[t].step == t`."""
-        return tuple(record for record in self.records if isinstance(record, StepRecord))
-
-    @property
-    def evaluations(self) -> tuple[EvaluationRecord, ...]:
-        """The evaluation records, oldest first."""
-        return tuple(record for record in self.records if isinstance(record, EvaluationRecord))
-
-    def append(self, record: Record) -> None:
+    def append(self, record: JournalRecord) -> None:
         """Write one record and sync it. After this returns, no crash loses the record.
 
         Raises:
@@ -289,7 +240,7 @@ class Journal:
             raise
 
 
-def read_journal(path: Path) -> tuple[Header, list[Record]]:
+def read_journal(path: Path) -> tuple[Header, list[JournalRecord]]:
     """Read a journal without changing it, even while a run appends to it.
 
     An incomplete last line (being written, or torn by a crash) is left out.
@@ -307,7 +258,7 @@ class _Content:
     """The valid part of a journal: its items, its number of bytes `end`, and the crc of its last line."""
 
     header: Header
-    records: list[Record]
+    records: list[JournalRecord]
     num_steps: int
     end: int
     crc: int
@@ -318,7 +269,7 @@ class _Content:
     def num_lines(self) -> int:
         return 1 + len(self.records)
 
-    def add(self, record: Record, end: int, crc: int) -> None:
+    def add(self, record: JournalRecord, end: int, crc: int) -> None:
         self.records.append(record)
         self.num_steps += isinstance(record, StepRecord)
         self.end, self.crc = end, crc
@@ -363,14 +314,14 @@ def _parse(path: Path, data: bytes) -> _Content:
     return content
 
 
-def _encode_line(item: Header | Record, previous_crc: int) -> tuple[bytes, int]:
+def _encode_line(item: Header | JournalRecord, previous_crc: int) -> tuple[bytes, int]:
     """Return the line of an item, with its newline, and the line's crc."""
     body = _to_json(_fields_of(item)).encode()
     crc = zlib.crc32(body, previous_crc)
     return body[:-1] + _crc_member(crc) + b"\n", crc
 
 
-def _decode_line(line: bytes, previous_crc: int) -> tuple[Header | Record, int]:
+def _decode_line(line: bytes, previous_crc: int) -> tuple[Header | JournalRecord, int]:
     """Return the item of a line without its newline, and the line's crc. ValueError if it is damaged."""
     body = line[: -len(_crc_member(0))] + b"}"
     crc = zlib.crc32(body, previous_crc)
@@ -401,7 +352,7 @@ _STORED_NAMES = {"key": "seed"}
 """Fields of a step whose name in the file is still that of version 0.1.0."""
 
 
-def _fields_of(item: Header | Record) -> dict[str, Any]:
+def _fields_of(item: Header | JournalRecord) -> dict[str, Any]:
     """Return the members of an item's line, without the crc."""
     fields = {"kind": _KINDS[type(item)], **vars(item)}
     if isinstance(item, StepRecord):
@@ -411,7 +362,7 @@ def _fields_of(item: Header | Record) -> dict[str, Any]:
     return fields
 
 
-def _item_of(kind: str, fields: Mapping[str, Any]) -> Header | Record:
+def _item_of(kind: str, fields: Mapping[str, Any]) -> Header | JournalRecord:
     # Every list directly in a field was a tuple. Lists inside a header's config stay lists.
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     if kind == _KINDS[StepRecord]:
@@ -428,28 +379,12 @@ def _to_json(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def _check_order(record: Record, num_steps: int) -> None:
+def _check_order(record: JournalRecord, num_steps: int) -> None:
     """Raise ValueError if a record cannot follow num_steps steps."""
     if isinstance(record, StepRecord) and record.step != num_steps:
         raise ValueError(f"its step is {record.step}, the next one is {num_steps}")
     if isinstance(record, EvaluationRecord) and not 0 <= record.step <= num_steps:
         raise ValueError(f"it evaluates after {record.step} steps, {num_steps} are recorded")
-
-
-def _differences(
-    left: dict[str, Any], right: dict[str, Any], may_differ: Collection[str] = (), section: str = ""
-) -> Iterator[tuple[str, str, str]]:
-    """Yield the dotted key and both values, as text, of each item that differs between two nested dicts."""
-    for key in sorted(left.keys() | right.keys()):
-        dotted = section + key
-        is_equal = key in left and key in right and left[key] == right[key]
-        if dotted in may_differ or is_equal:
-            continue
-        if isinstance(left.get(key), dict) and isinstance(right.get(key), dict):
-            yield from _differences(left[key], right[key], may_differ, section=f"{dotted}.")
-        else:
-            old, new = (repr(side[key]) if key in side else "absent" for side in (left, right))
-            yield dotted, old, new
 
 
 def _last_step(num_steps: int) -> str:

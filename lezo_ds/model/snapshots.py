@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lezo_ds import distributed
 from lezo_ds.errors import LezoError
-from lezo_ds.files import make_directory, sha256_file, sync_directory, sync_file, write_atomically
+from lezo_ds.files import make_directory, sha256_file, sync, write_atomically
 from lezo_ds.model.adapters import Adapter
 from lezo_ds.sharding.weights import ShardedWeights
 
@@ -166,15 +166,15 @@ def _copy_companions(source: Path, temporary: Path, dtype: str) -> None:
 def _publish(temporary: Path, target: Path, facts: dict[str, Any]) -> None:
     files = {}
     for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
-        sync_file(path)
+        sync(path)
         files[str(path.relative_to(temporary))] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
     write_atomically(temporary / MANIFEST, json.dumps({**facts, "files": files}, indent=1, sort_keys=True))
     if (temporary / LOW_BITS_DIRECTORY).is_dir():
-        sync_directory(temporary / LOW_BITS_DIRECTORY)
+        sync(temporary / LOW_BITS_DIRECTORY)
     if target.exists():
         shutil.rmtree(target)
     temporary.replace(target)
-    sync_directory(target.parent)
+    sync(target.parent)
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:

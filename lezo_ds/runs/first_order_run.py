@@ -65,7 +65,7 @@ class FirstOrderRun(Run[FirstOrderEngine]):
         evaluations = [*self.evaluations, record]
         if record.split == "dev" and best_evaluation(evaluations) is record:
             self._write_snapshot()
-        self._state = self._state.with_evaluations(evaluations)
+        self._state = replace(self._state, evaluations=tuple(evaluations))
         self._write_state()
 
     def _is_saved(self, step: int) -> bool:

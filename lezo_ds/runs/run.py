@@ -10,7 +10,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lezo_ds import distributed
 from lezo_ds.config import TRAINED, RunConfig, config_to_dict
-from lezo_ds.data.evaluation import EvaluationResult, Model, evaluate
+from lezo_ds.data.evaluation import EvaluationResult, evaluate
 from lezo_ds.data.predictions import prediction_rows
 from lezo_ds.data.task_data import EncodedSplit, TaskData
+from lezo_ds.engine.model_engine import ModelEngine
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.model.batch import MicroBatch
 from lezo_ds.model.snapshots import prune_snapshots, read_manifest, snapshot_path
@@ -35,32 +36,7 @@ PROGRESS_VARIABLE = "LEZO_DS_PROGRESS"
 logger = logging.getLogger(__name__)
 
 
-class Engine(Model, Protocol):
-    """What a run needs from a zeroth-order or first-order engine."""
-
-    global_steps: int
-    stop_agreed: bool
-    snapshot_agreed: bool
-
-    @property
-    def monitor(self) -> Any:  # noqa: ANN401
-        """DeepSpeed's monitor."""
-        ...
-
-    def request_stop(self) -> None:
-        """Ask all ranks to stop after the next step."""
-        ...
-
-    def request_snapshot(self) -> None:
-        """Ask all ranks for a snapshot after the next step."""
-        ...
-
-    def agree_on_stop(self) -> bool:
-        """Return whether any rank has asked for a stop. A collective."""
-        ...
-
-
-E = TypeVar("E", bound=Engine)
+E = TypeVar("E", bound=ModelEngine)
 
 
 def count_steps(config: RunConfig, num_train: int) -> int:
@@ -260,10 +236,14 @@ class Run(ABC, Generic[E]):
         if self.writes and split == "test":
             rows = prediction_rows(self.data.test.examples, result.predicted)
             self.directory.write_predictions(at, rows)
-        record = evaluation_record(split, step=at, metric=self.data.task.metric, result=result)
+        metric = self.data.task.metric
+        metrics = {metric: result.score}
+        if result.majority_class is not None:
+            metrics["majority_class"] = result.majority_class
+        loss = result.loss if math.isfinite(result.loss) else None
+        record = EvaluationRecord(step=at, split=split, loss=loss, metrics=metrics)
         self._record_evaluation(record)
         self.evaluations.append(record)
-        metric = self.data.task.metric
         self._log({f"{split}_loss": record.loss, f"{split}_{metric}": result.score})
         if self.writes:
             logger.info("step %d: %s loss %s, %s %.4f", at, split, record.loss, metric, result.score)
@@ -311,25 +291,27 @@ class Run(ABC, Generic[E]):
             "steps": self._num_done,
             "seed": self.config.seed,
             "seconds": round(self._seconds(), 3),
-            "peak_memory_bytes": peak_memory_bytes(self.engine),
+            "peak_memory_bytes": self._peak_memory_bytes(),
             **self._details(),
             "world_size": self.engine.world_size,
             "versions": library_versions(),
         }
 
+    def _peak_memory_bytes(self) -> int:
+        """Return the largest peak memory of any rank: of its GPU if it has one, otherwise of its process."""
+        engine = self.engine
+        peaks = torch.zeros(engine.world_size, dtype=torch.float64, device=engine.device)
+        if engine.device.type == "cuda":
+            peaks[engine.global_rank] = torch.cuda.max_memory_allocated(engine.device)
+        else:
+            # Linux counts KiB.
+            peaks[engine.global_rank] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return int(max(distributed.sum_vector(peaks)))
+
     def _progress(self) -> Any:  # noqa: ANN401
         shown = self.writes and (sys.stderr.isatty() or PROGRESS_VARIABLE in os.environ)
         done = self.engine.global_steps
         return tqdm(total=self.num_steps, initial=done, disable=not shown, desc="training", smoothing=0.05)
-
-
-def evaluation_record(split: str, step: int, metric: str, result: EvaluationResult) -> EvaluationRecord:
-    """Return the record of an evaluation. A loss that is not finite becomes None."""
-    metrics: dict[str, float] = {metric: result.score}
-    if result.majority_class is not None:
-        metrics["majority_class"] = result.majority_class
-    loss = result.loss if math.isfinite(result.loss) else None
-    return EvaluationRecord(step=step, split=split, loss=loss, metrics=metrics)
 
 
 def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
@@ -339,20 +321,6 @@ def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord
     """
     losses = [record for record in evaluations if record.split == "dev"]
     return min(losses, key=lambda record: math.inf if record.loss is None else record.loss, default=None)
-
-
-def peak_memory_bytes(engine: Engine) -> int:
-    """Return the largest peak memory of any rank: of its GPU if it has one, of its process otherwise.
-
-    A collective.
-    """
-    peaks = torch.zeros(engine.world_size, dtype=torch.float64, device=engine.device)
-    if engine.device.type == "cuda":
-        peaks[engine.global_rank] = torch.cuda.max_memory_allocated(engine.device)
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux counts KiB
-        peaks[engine.global_rank] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return int(max(distributed.sum_vector(peaks)))
 
 
 class _Stopped(Exception):  # noqa: N818  # this is not an error
@@ -369,7 +337,7 @@ class _Stoppable:
         look: called before each vote.
     """
 
-    def __init__(self, engine: Engine, look: Callable[[], None]) -> None:
+    def __init__(self, engine: ModelEngine, look: Callable[[], None]) -> None:
         self._engine = engine
         self._look = look
         self.global_rank = engine.global_rank

@@ -6,7 +6,6 @@ A zeroth-order run has no such file, because its journal is its state.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -34,10 +33,6 @@ class TrainingState:
     def at_checkpoint(self) -> TrainingState:
         """Return the state without evaluations of steps after the checkpoint."""
         return replace(self, evaluations=tuple(e for e in self.evaluations if e.step <= self.step))
-
-    def with_evaluations(self, evaluations: Sequence[EvaluationRecord]) -> TrainingState:
-        """Return the state with these evaluations."""
-        return replace(self, evaluations=tuple(evaluations))
 
     def write(self, path: Path) -> None:
         """Replace the file atomically.

@@ -27,7 +27,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, apply_renamings
 
 from lezo_ds.errors import HubError, UserError
-from lezo_ds.files import failures_named, make_directory, sync_directory, sync_file
+from lezo_ds.files import failures_named, make_directory, sync
 
 logger = logging.getLogger(__name__)
 
@@ -302,9 +302,9 @@ def _publish(path: Path, write: Callable[[Path], object]) -> None:
         with failures_named(path):
             make_directory(path.parent)
             write(temporary)
-            sync_file(temporary)
+            sync(temporary)
             temporary.replace(path)
-            sync_directory(path.parent)
+            sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 

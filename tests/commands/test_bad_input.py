@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 
 import pytest
 from assets import NUM_BLOCKS, NUM_POSITIONS, write_reader, write_recipe_without_weights, write_records
 from commands import assert_one_error, assert_refused, deepspeed, mpirun, python, run_forked, run_forked_well
 from tiny_tasks import NUM_POSITIONS as NUM_WRITER_POSITIONS
 from tiny_tasks import write_writer
-
-from lezo_ds.journal import Journal, read_journal
 
 GOOD = [{"sentence": "a great film .", "label": i % 2, "idx": i} for i in range(60)]
 UNLABELLED = [record | {"label": -1} for record in GOOD]
@@ -231,19 +228,6 @@ def test_a_run_directory_made_with_another_config_is_refused_before_weights_load
     arguments = ["--config", inputs / "recipe.yaml", f"run_dir={old_run}", "train.batch_size=4"]
     problem = "config train.batch_size differs from the journal's; got: 4; expected: 8"
     assert_refused_by_train(arguments, problem)
-    assert contents(old_run) == before
-
-
-def test_a_run_directory_made_with_another_noise_version_is_refused(inputs, old_run):
-    path = old_run / "journal.jsonl"
-    header, records = read_journal(path)
-    path.unlink()
-    with Journal.create(path, replace(header, noise_version=header.noise_version + 1)) as journal:
-        for record in records:
-            journal.append(record)
-    before = contents(old_run)
-    problem = "the noise version differs from the journal's; got: 1; expected: 2"
-    assert_refused_by_train(whole(inputs, old_run), problem)
     assert contents(old_run) == before
 
 

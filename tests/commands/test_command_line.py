@@ -18,7 +18,7 @@ from lezo_ds import command_line, errors
 def main():
     print("worked")
     {body}
-command_line.run(main)
+command_line.run_main(main)
 """
 RANK_NAMES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 

@@ -10,8 +10,7 @@ from lezo_ds.files import (
     failures_named,
     make_directory,
     sha256_file,
-    sync_directory,
-    sync_file,
+    sync,
     write_atomically,
 )
 
@@ -55,14 +54,12 @@ def test_the_file_gets_the_users_usual_permissions(tmp_path):
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
 
 
-def test_only_what_exists_can_be_synced_and_only_directories_as_such(tmp_path):
+def test_files_and_directories_that_exist_can_be_synced(tmp_path):
     (tmp_path / "file").write_text("content")
-    sync_directory(tmp_path)
-    sync_file(tmp_path / "file")
-    with pytest.raises(NotADirectoryError):
-        sync_directory(tmp_path / "file")
+    sync(tmp_path)
+    sync(tmp_path / "file")
     with pytest.raises(FileNotFoundError):
-        sync_file(tmp_path / "none")
+        sync(tmp_path / "none")
 
 
 @pytest.mark.parametrize("size", [0, 1, 3_000_000])
@@ -74,7 +71,7 @@ def test_the_sha256_of_a_file_is_that_of_its_bytes(tmp_path, size):
 
 def test_a_directory_is_made_with_its_parents_and_each_is_synced_into_the_one_above(tmp_path, monkeypatch):
     synced = []
-    monkeypatch.setattr(files, "sync_directory", lambda path: (synced.append(path), sync_directory(path)))
+    monkeypatch.setattr(files, "sync", lambda path: (synced.append(path), sync(path)))
     make_directory(tmp_path / "a" / "b" / "c")
     assert (tmp_path / "a" / "b" / "c").is_dir()
     assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]

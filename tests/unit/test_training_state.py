@@ -22,7 +22,7 @@ EVALUATIONS = tuple(
     EvaluationRecord(step=step, split="dev", loss=loss, metrics={"accuracy": 0.5})
     for step, loss in ((2, 0.75), (4, None), (6, 0.1 + 0.2))
 )
-STATE = TrainingState(HEADER, world_size=2, step=4).with_evaluations(EVALUATIONS)
+STATE = TrainingState(HEADER, world_size=2, step=4, evaluations=EVALUATIONS)
 
 
 def test_a_state_comes_back_as_it_was_written(tmp_path):

@@ -1,0 +1,82 @@
+"""Which runs can be continued: what must be the same as in the header of their records."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+import lezo_ds
+from lezo_ds.config import RESUME_MAY_DIFFER, config_from_dict, config_to_dict
+from lezo_ds.errors import UserError
+from lezo_ds.journal import Header
+from lezo_ds.runs.header import assert_same_run
+
+OURS = lezo_ds.__version__
+VALUES = {
+    "run_dir": "runs/x",
+    "model": {"path": "facebook/opt-1.3b", "dtype": "bf16"},
+    "zo": {"learning_rate": 1e-6, "sparsity": 0.75},
+    "train": {"steps": 100},
+}
+
+
+def header(*overrides):
+    """Return the header of a run with these values of some keys."""
+    values = config_to_dict(config_from_dict(VALUES, "the test", overrides))
+    del values["run_dir"]
+    return Header(
+        noise_version=1,
+        model_fingerprint="a1b2",
+        parameter_table_hash="c3d4",
+        config={**values, "tokenizer": "e5"},
+        libraries={"lezo_ds": OURS},
+    )
+
+
+RECORDED = header()
+
+
+def check(ours, recorded=RECORDED):
+    assert_same_run(recorded=recorded, ours=ours, run_dir="runs/x", may_differ=RESUME_MAY_DIFFER)
+
+
+@pytest.mark.parametrize(
+    ("ours", "message"),
+    [
+        (
+            replace(RECORDED, noise_version=3),
+            "the noise version differs from the journal's; got: 3; expected: 1",
+        ),
+        (
+            replace(RECORDED, model_fingerprint="ff"),
+            "the model fingerprint differs .* got: 'ff'; expected: 'a1b2'",
+        ),
+        (
+            replace(RECORDED, parameter_table_hash="ee"),
+            "the parameter table differs .* got: 'ee'; expected: 'c3d4'",
+        ),
+        (header("train.batch_size=32"), "config train.batch_size differs .* got: 32; expected: 16"),
+    ],
+    ids=["noise", "model", "parameters", "config"],
+)
+def test_the_first_item_that_differs_is_refused_with_both_values(ours, message):
+    with pytest.raises(UserError, match=f"{message}; fix: "):
+        check(ours)
+
+
+def test_a_refusal_names_both_versions_of_the_package():
+    old = replace(RECORDED, noise_version=2, libraries={"lezo_ds": "0.0.9"})
+    message = (
+        rf"noise version differs from the journal's \(written by lezo_ds 0\.0\.9, this is {re.escape(OURS)}\)"
+    )
+    with pytest.raises(UserError, match=message):
+        check(RECORDED, recorded=old)
+
+
+def test_keys_that_may_differ_and_library_versions_may_differ(caplog):
+    check(header("train.steps=300", "train.keep_snapshots=9"))
+    assert caplog.messages == []
+    check(replace(RECORDED, libraries={"lezo_ds": OURS, "torch": "2.14.0"}))
+    assert caplog.messages == ["torch was absent when the journal was started and is '2.14.0' now"]
