@@ -20,7 +20,7 @@ import logging
 import os
 import shlex
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,6 +251,27 @@ def read_journal(path: Path) -> tuple[Header, list[JournalRecord]]:
     """
     content, _ = _load(path)
     return content.header, content.records
+
+
+def step_checksums(header: Header, records: Iterable[JournalRecord]) -> tuple[str, ...]:
+    """Return the chained checksums after 0, 1, ... steps: those of the header's and each step's line.
+
+    The checksum after n steps identifies everything that the weights after n steps depend on.
+
+    Args:
+        header: the header.
+        records: all records, oldest first.
+
+    Returns:
+        For each number of steps, the eight hexadecimal digits in the member "crc" of the line.
+    """
+    crc = _encode_line(header, 0)[1]
+    found = [crc]
+    for record in records:
+        crc = _encode_line(record, crc)[1]
+        if isinstance(record, StepRecord):
+            found.append(crc)
+    return tuple(f"{crc:08x}" for crc in found)
 
 
 @dataclass

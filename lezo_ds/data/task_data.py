@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,6 +56,15 @@ class EncodedSplit:
     encoded: tuple[EncodedExample, ...]
     prompts: tuple[tuple[int, ...], ...] = ()
     null_encoded: tuple[EncodedExample, ...] = ()
+
+    def fingerprint(self) -> str:
+        """Return a hash of all tokens, labels and reference answers, in their order: 32 hex digits."""
+        digest = hashlib.sha256()
+        for example, encoded in zip(self.examples, self.encoded, strict=True):
+            facts = (encoded.sequences, encoded.option_lengths, encoded.label, example.references)
+            digest.update(json.dumps(facts).encode())
+        digest.update(json.dumps((self.prompts, [null.sequences for null in self.null_encoded])).encode())
+        return digest.hexdigest()[:32]
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from lezo_ds.journal import Journal
 from lezo_ds.model.batch import LossFunction, MicroBatch, to_device
 from lezo_ds.model.perturbed_forward import KeyedProbe, Perturbation, PerturbedForward
 from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
-from lezo_ds.model.snapshots import newest_snapshot, snapshot_path
+from lezo_ds.model.snapshots import SnapshotOwner, newest_snapshot, snapshot_path
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.witness import Witness
@@ -262,7 +262,11 @@ class LezoEngine(ModelEngine):
             )
 
     def load_checkpoint(
-        self, load_dir: str | Path, steps: Sequence[StepRecord], step: int | None = None
+        self,
+        load_dir: str | Path,
+        steps: Sequence[StepRecord],
+        step: int | None = None,
+        owner: SnapshotOwner | None = None,
     ) -> None:
         """Restore the exact weights after `step` updates. A collective.
 
@@ -273,9 +277,12 @@ class LezoEngine(ModelEngine):
             load_dir: directory of snapshots, which may be empty or missing.
             steps: the journal's steps from 0. Only those that rank 0 passes count.
             step: number of updates; by default all of `steps`.
+            owner: the run of these steps, whose snapshots are used and no others. Only that of rank 0
+                counts. None uses any snapshot: the caller vouches for those in `load_dir`.
 
         Raises:
             UserError: `steps` has fewer than `step` records.
+            LezoError: a snapshot's weights do not have the digest in its manifest.
         """
         records: tuple[StepRecord, ...] = distributed.broadcast_object(tuple(steps))
         target = len(records) if step is None else step
@@ -283,15 +290,15 @@ class LezoEngine(ModelEngine):
             raise UserError(
                 f"step {target} is not in the journal", got=target, expected=f"0 to {len(records)}"
             )
-        self._load_nearest(Path(load_dir), target)
+        self._load_nearest(Path(load_dir), target, owner)
         self.weights.apply(self._update_rule.step_updates(records, self.global_steps, target))
         self.global_steps = target
         self._records = list(records[:target])
         if self._witness is not None:
             self.watch_weights()
 
-    def _load_nearest(self, root: Path, target: int) -> None:
-        newest = newest_snapshot(root, target) if self.global_rank == 0 else None
+    def _load_nearest(self, root: Path, target: int, owner: SnapshotOwner | None) -> None:
+        newest = newest_snapshot(root, target, owner) if self.global_rank == 0 else None
         snapshot: int | None = distributed.broadcast_object(newest)
         # At step 0 a snapshot of step 0 is loaded, too. The initial values of a prefix come from a forward
         # pass, and the snapshot keeps their exact bits, which another machine would not repeat.

@@ -97,16 +97,24 @@ class ModelEngine:
 
     __call__ = forward
 
-    def save_checkpoint(self, save_dir: str | Path, step: int | None = None) -> Path:
-        """Write the model as a Hugging Face directory `save_dir/step-NNNNNNNN`. A collective."""
+    def save_checkpoint(
+        self, save_dir: str | Path, step: int | None = None, journal: str | None = None
+    ) -> Path:
+        """Write the model as a Hugging Face directory `save_dir/step-NNNNNNNN`. A collective.
+
+        Args:
+            save_dir: folder of snapshots.
+            step: number in the directory's name; by default that of the steps so far.
+            journal: on rank 0, checksum of the run's records after this step (see `SnapshotOwner`).
+        """
         step = self.global_steps if step is None else step
         target = snapshot_path(Path(save_dir), step)
-        self.write_model(target)
+        self.write_model(target, journal=journal)
         return target
 
-    def write_model(self, target: Path, card: str = "") -> None:
+    def write_model(self, target: Path, card: str = "", journal: str | None = None) -> None:
         """Write the model, or its adapter, to the directory `target` (see `write_snapshot`). A collective."""
-        self._sharded.write(target, self.global_steps, card)
+        self._sharded.write(target, self.global_steps, card, journal)
 
     def load_model(self, snapshot: Path | None, step: int) -> None:
         """Load the weights of a snapshot, or the initial weights if it is None. A collective.

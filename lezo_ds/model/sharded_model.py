@@ -11,9 +11,10 @@ from torch import nn
 
 from lezo_ds import distributed
 from lezo_ds.config import PeftConfig
+from lezo_ds.errors import LezoError
 from lezo_ds.model.adapters import Adapter, make_adapter
 from lezo_ds.model.blocks import BlockLayout, find_blocks, gathering_limits, largest_module
-from lezo_ds.model.snapshots import LOW_BITS_DIRECTORY, write_snapshot
+from lezo_ds.model.snapshots import LOW_BITS_DIRECTORY, read_facts, write_snapshot
 from lezo_ds.noise import UpdatePrecision
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.checkpoint_files import (
@@ -67,15 +68,18 @@ class ShardedModel:
     ds_config: Mapping[str, Any]
     adapter: Adapter | None
 
-    def write(self, target: Path, step: int, card: str = "") -> None:
+    def write(self, target: Path, step: int, card: str = "", journal: str | None = None) -> None:
         """Write the model, or its adapter, to the directory `target`. A collective.
 
         Args:
             target: the directory to make (see lezo_ds.model.snapshots).
             step: number of updates so far.
             card: text of the README.md. If it is empty, the README.md of the base model is copied.
+            journal: on rank 0, checksum of the run's records after this step (see `SnapshotOwner`).
         """
         facts = {"step": step, "digest": self.weights.digest(), "base": self.base.fingerprint}
+        if journal is not None:
+            facts["journal"] = journal
         write_snapshot(
             self.weights,
             target,
@@ -87,7 +91,22 @@ class ShardedModel:
         )
 
     def load_snapshot(self, directory: Path) -> None:
-        """Set the weights to those that `write` wrote, bit for bit. A collective."""
+        """Set the weights to those that `write` wrote, bit for bit. A collective.
+
+        Raises:
+            LezoError: the loaded weights do not have the digest in the snapshot's manifest.
+        """
+        self._load_snapshot(directory)
+        facts = distributed.on_rank_zero(lambda: read_facts(directory)) or {}
+        digest = self.weights.digest()
+        if digest != facts.get("digest"):
+            raise LezoError(
+                f"the weights in {directory} are not those that its manifest names; got: digest {digest}; "
+                f"expected: {facts.get('digest')}; fix: move this directory elsewhere, then run the same "
+                "command again"
+            )
+
+    def _load_snapshot(self, directory: Path) -> None:
         if self.adapter is None:
             load_weights(self.weights, self.module, directory)
             return

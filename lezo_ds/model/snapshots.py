@@ -6,7 +6,8 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def write_snapshot(
         weights: the weights to write. Their low bits go to a folder of their own.
         target: the directory to make. It is replaced if it exists.
         source: directory of the base model. Its tokenizer is copied, and its config with the weights' dtype.
-        facts: entries of the manifest in addition to the files: step, digest, base.
+        facts: entries of the manifest in addition to the files: step, digest, base, and the journal's
+            checksum (see `SnapshotOwner`).
         adapter: if it is set, only its parameters are written.
         base_model: hub id or directory of the model that the adapter belongs to.
         card: text of the README.md. If it is empty, the README.md of the base model is copied.
@@ -177,18 +179,81 @@ def _publish(temporary: Path, target: Path, facts: dict[str, Any]) -> None:
     sync(target.parent)
 
 
+@dataclass(frozen=True)
+class SnapshotOwner:
+    """The run that may use a snapshot. The manifests of its snapshots have these values.
+
+    Attributes:
+        base: fingerprint of the base model.
+        checksums: chained checksum of the journal after 0, 1, ... steps. A first-order run, whose records do
+            not chain its steps, has one checksum for all steps.
+    """
+
+    base: str
+    checksums: Sequence[str]
+
+    def checksum(self, step: int) -> str:
+        """Return the checksum for the manifest of the snapshot after `step` updates."""
+        # No snapshot after the end of the journal has the last checksum, except that of the last step.
+        return self.checksums[min(step, len(self.checksums) - 1)]
+
+    def owns(self, step: int, manifest: Mapping[str, Any]) -> bool | None:
+        """Return whether the snapshot after `step` updates belongs to the run.
+
+        None means that the manifest does not say so: version 0.1.0 and early builds of 0.2.0 recorded no
+        checksum.
+        """
+        if manifest.get("base") != self.base or manifest.get("step") != step:
+            return False
+        recorded = manifest.get("journal")
+        return None if recorded is None else bool(recorded == self.checksum(step))
+
+
 def read_manifest(directory: Path) -> dict[str, Any] | None:
-    """Return the manifest of a snapshot if all of its files exist and have the right hash, else None."""
+    """Return the manifest of a snapshot if it is valid, else None.
+
+    It is valid if it lists all files of weights, and all listed files exist and have the right hash.
+    """
+    manifest = read_facts(directory)
+    if manifest is None:
+        return None
     try:
-        manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text())
-        for name, facts in manifest["files"].items():
-            path = directory / name
-            if path.stat().st_size != facts["bytes"] or sha256_file(path) != facts["sha256"]:
-                logger.warning("snapshot %s is ignored, because its file %s is damaged", directory, name)
-                return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no manifest, or not one of ours
+        unlisted = _weight_files(directory) - manifest["files"].keys()
+        damaged = [
+            name for name, facts in manifest["files"].items() if not _is_whole(directory / name, facts)
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("snapshot %s is ignored, because it is damaged: %r", directory, error)
+        return None
+    if unlisted or damaged:
+        what = f"its file {damaged[0]} is damaged" if damaged else f"its manifest lacks {min(unlisted)}"
+        logger.warning("snapshot %s is ignored, because %s", directory, what)
         return None
     return manifest
+
+
+def read_facts(directory: Path) -> dict[str, Any] | None:
+    """Return the manifest of a snapshot without looking at its files, or None if it has none."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) else None
+
+
+def _weight_files(directory: Path) -> set[str]:
+    """Return the files that hold a snapshot's weights and that its indices name; ValueError if none."""
+    found = set(directory.rglob("*.safetensors"))
+    for index in directory.rglob("*.index.json"):
+        named = json.loads(index.read_text())["weight_map"].values()
+        found |= {index, *(index.parent / file for file in named)}
+    if not found:
+        raise ValueError("it has no weights")
+    return {path.relative_to(directory).as_posix() for path in found}
+
+
+def _is_whole(path: Path, facts: Mapping[str, Any]) -> bool:
+    return path.stat().st_size == facts["bytes"] and sha256_file(path) == facts["sha256"]
 
 
 def snapshot_steps(root: Path) -> list[int]:
@@ -198,9 +263,39 @@ def snapshot_steps(root: Path) -> list[int]:
     return sorted(int(match[1]) for path in root.iterdir() if (match := _NAME.fullmatch(path.name)))
 
 
-def newest_snapshot(root: Path, step: int) -> int | None:
-    """Return the step of the newest valid snapshot up to `step`, or None if there is none."""
-    return _newest_valid(root, (number for number in snapshot_steps(root) if number <= step))
+def newest_snapshot(root: Path, step: int, owner: SnapshotOwner | None = None) -> int | None:
+    """Return the step of the newest valid snapshot up to `step`, or None if there is none.
+
+    Args:
+        root: folder of snapshots.
+        step: number of updates.
+        owner: the run that is going to use the snapshot; None accepts the snapshots of any run.
+    """
+    return _newest_valid(
+        root,
+        (number for number in snapshot_steps(root) if number <= step and _is_usable(root, number, owner)),
+    )
+
+
+def _is_usable(root: Path, step: int, owner: SnapshotOwner | None) -> bool:
+    directory = snapshot_path(root, step)
+    facts = read_facts(directory)
+    if owner is None or facts is None:
+        return facts is not None
+    is_own = owner.owns(step, facts)
+    if is_own is False:
+        logger.warning("snapshot %s is not used, because it belongs to another run", directory)
+    elif is_own is None and step > 0:
+        logger.warning(
+            "snapshot %s is not used, because the version that wrote it did not record to which run it "
+            "belongs: the weights are replayed from the journal",
+            directory,
+        )
+    elif is_own is None:
+        # The initial values of a prefix come from a forward pass, which another machine rounds differently.
+        logger.warning("snapshot %s does not say to which run it belongs, which is unchecked", directory)
+        return True
+    return bool(is_own)
 
 
 def _newest_valid(root: Path, steps: Iterable[int]) -> int | None:

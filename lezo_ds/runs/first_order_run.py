@@ -15,6 +15,7 @@ from lezo_ds.engine.first_order_engine import FirstOrderEngine
 from lezo_ds.errors import UserError
 from lezo_ds.journal import EvaluationRecord, Header
 from lezo_ds.model.snapshots import read_manifest, snapshot_path, snapshot_steps
+from lezo_ds.runs.earlier_run import set_aside_earlier_run, set_aside_foreign_snapshots
 from lezo_ds.runs.header import assert_same_run, header_without_weights, make_header
 from lezo_ds.runs.run import Run, best_evaluation
 from lezo_ds.runs.run_directory import RunDirectory
@@ -32,7 +33,7 @@ class FirstOrderRun(Run[FirstOrderEngine]):
         self, config: RunConfig, data: TaskData, directory: RunDirectory, engine: FirstOrderEngine
     ) -> None:
         super().__init__(config=config, data=data, directory=directory, engine=engine)
-        header = make_header(config, engine.base.fingerprint, engine.base.table_hash)
+        header = make_header(config, data, engine.base.fingerprint, engine.base.table_hash)
         self._state = TrainingState(header, engine.world_size)
 
     def _open(self) -> None:
@@ -49,6 +50,9 @@ class FirstOrderRun(Run[FirstOrderEngine]):
             state = read_training_state(path).at_checkpoint()
             _check_state(state, ours=ours, world_size=world_size, run_dir=self.directory.path)
             state = replace(state, world_size=world_size)
+            set_aside_foreign_snapshots(self.directory, state.owner)
+        else:
+            set_aside_earlier_run(self.directory)
         _remove(self.directory.checkpoints, lambda step: step != state.step)
         _remove(self.directory.snapshots, lambda step: step > state.step)
         return state
@@ -84,7 +88,8 @@ class FirstOrderRun(Run[FirstOrderEngine]):
     def _write_snapshot(self) -> None:
         target = snapshot_path(self.directory.snapshots, self.engine.global_steps)
         if not distributed.on_rank_zero(lambda: read_manifest(target) is not None):
-            self.engine.write_model(target)
+            owner = self._state.owner
+            self.engine.write_model(target, journal=owner.checksum(self.engine.global_steps))
 
     def _write_state(self) -> None:
         distributed.on_rank_zero(lambda: self._state.write(self.directory.training_state))
@@ -104,8 +109,8 @@ class FirstOrderRun(Run[FirstOrderEngine]):
         }
 
 
-def check_training_state(config: RunConfig, directory: RunDirectory, world_size: int) -> None:
-    """Refuse, before any weights are loaded, to resume a run with another configuration or number of ranks.
+def check_training_state(config: RunConfig, data: TaskData, directory: RunDirectory, world_size: int) -> None:
+    """Refuse, before any weights are loaded, to resume a run with other settings, data or numbers of ranks.
 
     Raises:
         UserError: the first item that differs.
@@ -113,7 +118,7 @@ def check_training_state(config: RunConfig, directory: RunDirectory, world_size:
     if not directory.training_state.exists():
         return
     state = read_training_state(directory.training_state)
-    ours = header_without_weights(state.header, config)
+    ours = header_without_weights(state.header, config, data)
     _check_state(state, ours=ours, world_size=world_size, run_dir=directory.path)
 
 

@@ -143,8 +143,8 @@ def recorded_digests(run: RecordedRun) -> dict[str, str]:
     directory, found = run.directory, {}
     for step in snapshot_steps(directory.snapshots):
         manifest = _read_json(snapshot_path(directory.snapshots, step) / SNAPSHOT_MANIFEST)
-        # A snapshot of another base model may be left over from an earlier run in this directory.
-        if manifest and manifest["base"] == run.header.model_fingerprint:
+        # A snapshot of another run may have been left in this directory.
+        if manifest and run.owner.owns(step, manifest) is not False:
             found[str(step)] = str(manifest["digest"])
     if results := _read_json(directory.results):
         step = results["best_step"] if results["finished"] else results["steps"]

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from lezo_ds import distributed
 from lezo_ds.config import RunConfig
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.errors import UserError
 from lezo_ds.journal import EvaluationRecord, Header, read_journal
-from lezo_ds.model.snapshots import read_manifest, snapshot_path, snapshot_steps
+from lezo_ds.model.snapshots import SnapshotOwner, read_manifest, snapshot_path, snapshot_steps
 from lezo_ds.noise import NOISE_VERSION
-from lezo_ds.runs.header import config_of
+from lezo_ds.runs.header import assert_same_model_config, config_of, journal_owner
 from lezo_ds.runs.run import best_evaluation
 from lezo_ds.runs.run_directory import RunDirectory
 from lezo_ds.runs.trainer import make_engine
 from lezo_ds.runs.training_state import read_training_state
 from lezo_ds.zo.records import StepRecord
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class RecordedRun:
         num_steps: number of steps done. For a first-order run, those up to its last checkpoint.
         steps: all steps of a zeroth-order run, from 0. A first-order run records none.
         evaluations: all evaluations in order.
+        owner: what the manifests of its snapshots must have.
     """
 
     directory: RunDirectory
@@ -39,6 +45,7 @@ class RecordedRun:
     num_steps: int
     steps: tuple[StepRecord, ...]
     evaluations: tuple[EvaluationRecord, ...]
+    owner: SnapshotOwner
 
     def find_step(self, step: str) -> int:
         """Return the number of updates for "best" (lowest validation loss), "last" or a number as text.
@@ -48,8 +55,7 @@ class RecordedRun:
         """
         number = self._number_of(step)
         if self.config.method == "adamw":
-            root = self.directory.snapshots
-            kept: Sequence[int] = [s for s in snapshot_steps(root) if read_manifest(snapshot_path(root, s))]
+            kept: Sequence[int] = self._snapshots()
             numbers = f"a step with a snapshot: {', '.join(map(str, kept)) or 'none yet'}"
         else:
             kept, numbers = range(self.num_steps + 1), f"0 to {self.num_steps}"
@@ -61,6 +67,18 @@ class RecordedRun:
                 fix="set --step to one of these",
             )
         return number
+
+    def _snapshots(self) -> list[int]:
+        root = self.directory.snapshots
+        manifests = {step: read_manifest(snapshot_path(root, step)) for step in snapshot_steps(root)}
+        return [step for step, found in manifests.items() if found and self._may_own(step, found)]
+
+    def _may_own(self, step: int, manifest: Mapping[str, Any]) -> bool:
+        is_own = self.owner.owns(step, manifest)
+        if is_own is None:  # of an earlier version; no replay could make it anew
+            place = snapshot_path(self.directory.snapshots, step)
+            logger.warning("snapshot %s does not say to which run it belongs, which is unchecked", place)
+        return is_own is not False
 
     def _number_of(self, step: str) -> int | None:
         if step == "last":
@@ -94,11 +112,13 @@ def read_run(path: Path, overrides: tuple[str, ...] = ()) -> RecordedRun:
     if directory.training_state.is_file():
         state = read_training_state(directory.training_state)
         header, num_steps, evaluations = state.header, state.step, state.evaluations
+        owner = state.owner
     elif directory.journal.is_file():
         header, records = read_journal(directory.journal)
         steps = tuple(record for record in records if isinstance(record, StepRecord))
         evaluations = tuple(record for record in records if isinstance(record, EvaluationRecord))
         num_steps = len(steps)
+        owner = journal_owner(header, records)
     else:
         raise UserError(
             f"{path} is not the directory of a run",
@@ -113,6 +133,7 @@ def read_run(path: Path, overrides: tuple[str, ...] = ()) -> RecordedRun:
         num_steps=num_steps,
         steps=steps,
         evaluations=evaluations,
+        owner=owner,
     )
 
 
@@ -121,6 +142,7 @@ def restore(run: RecordedRun, step: int) -> LezoEngine:
 
     Raises:
         UserError: the run was made with another base model or another noise version.
+        LezoError: a snapshot's weights do not have the digest in its manifest.
     """
     if run.header.noise_version != NOISE_VERSION:
         raise UserError(
@@ -130,6 +152,7 @@ def restore(run: RecordedRun, step: int) -> LezoEngine:
             fix="use the version of this package that made the run, "
             f"or open one of its snapshots in {run.directory.snapshots}",
         )
+    distributed.on_rank_zero(lambda: assert_same_model_config(run.header, run.config.model.path))
     engine = make_engine(run.config)
     if engine.base.fingerprint != run.header.model_fingerprint:
         raise UserError(
@@ -141,5 +164,5 @@ def restore(run: RecordedRun, step: int) -> LezoEngine:
     if run.config.method == "adamw":
         engine.load_model(snapshot_path(run.directory.snapshots, step), step)
     else:
-        engine.load_checkpoint(run.directory.snapshots, run.steps, step)
+        engine.load_checkpoint(run.directory.snapshots, run.steps, step, run.owner)
     return engine

@@ -25,7 +25,7 @@ from lezo_ds.data.task_data import EncodedSplit, TaskData
 from lezo_ds.engine.model_engine import ModelEngine
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.model.batch import MicroBatch
-from lezo_ds.model.snapshots import prune_snapshots, read_manifest, snapshot_path
+from lezo_ds.model.snapshots import prune_snapshots
 from lezo_ds.runs.launcher import LauncherWatch
 from lezo_ds.runs.run_directory import RunDirectory, library_versions
 from lezo_ds.runs.signals import on_stop_signals
@@ -101,9 +101,9 @@ class Run(ABC, Generic[E]):
     def _save(self) -> None:
         """Write a snapshot of the current step. A collective."""
 
+    @abstractmethod
     def _is_saved(self, step: int) -> bool:
         """Return, on rank 0, whether `_save` has been done at this step."""
-        return read_manifest(snapshot_path(self.directory.snapshots, step)) is not None
 
     @abstractmethod
     def _restore(self, step: int) -> None:

@@ -40,6 +40,15 @@ class RunDirectory:
         self.stop_file = self.path / "STOP"
         self.save_file = self.path / "SAVE"
         self._metrics = self.path / "metrics.jsonl"
+        self._config = self.path / "config.yaml"
+        self._environment = self.path / "environment.json"
+
+    def outputs(self) -> list[Path]:
+        """Return what a run left besides its journal or training state, or nothing if it has no output."""
+        outputs = [self._metrics, self.results, self.snapshots, self.checkpoints]
+        if not any(path.exists() for path in outputs):
+            return []
+        return [path for path in (self._config, self._environment, *outputs) if path.exists()]
 
     def create(self) -> None:
         """Create the directory.
@@ -59,8 +68,8 @@ class RunDirectory:
             LezoError: a file cannot be written.
         """
         facts = environment(world_size, device)
-        _write(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
-        _write(self.path / "environment.json", json.dumps(facts, indent=1) + "\n")
+        _write(self._config, yaml.safe_dump(config, sort_keys=False))
+        _write(self._environment, json.dumps(facts, indent=1) + "\n")
 
     def cut_metrics(self, step: int) -> float:
         """Drop the metrics of all steps after `step` and return the seconds that the run took until then."""

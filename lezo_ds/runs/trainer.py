@@ -10,7 +10,7 @@ import torch
 
 from lezo_ds import distributed
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, ZoConfig, check_world, num_dropped
-from lezo_ds.data.task_data import load_task_data
+from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.ds_config import load_ds_config, warn_of_idle_keys
 from lezo_ds.engine.first_order_engine import FirstOrderEngine, initialize_first_order
 from lezo_ds.engine.lezo_engine import LezoEngine, initialize
@@ -44,7 +44,7 @@ def _train(config: RunConfig) -> dict[str, Any]:
     set_threads(config)
     data = load_task_data(config)
     directory = RunDirectory(config.run_dir)
-    distributed.on_rank_zero(lambda: _check_before_loading(config, directory))
+    distributed.on_rank_zero(lambda: _check_before_loading(config, data, directory))
     if config.method == "adamw":
         engine = make_first_order_engine(config, count_steps(config, len(data.train.encoded)))
         return FirstOrderRun(config, data=data, directory=directory, engine=engine).execute()
@@ -118,7 +118,7 @@ def _ds_config(config: RunConfig) -> dict[str, Any]:
     return ds_config
 
 
-def _check_before_loading(config: RunConfig, directory: RunDirectory) -> None:
+def _check_before_loading(config: RunConfig, data: TaskData, directory: RunDirectory) -> None:
     if config.method in ZEROTH_ORDER:
         model = build_on_meta(load_model_config(resolve_model(config.model.path)), DTYPES[config.model.dtype])
         num_dropped(config.zo, find_blocks(model).num_blocks)
@@ -126,9 +126,9 @@ def _check_before_loading(config: RunConfig, directory: RunDirectory) -> None:
     _refuse_other_method(config, directory)
     if config.method == "adamw":
         _refuse_partition(config)
-        check_training_state(config, directory, distributed.world_size())
+        check_training_state(config, data, directory, distributed.world_size())
     else:
-        check_journal(config, directory)
+        check_journal(config, data, directory)
 
 
 def _refuse_partition(config: RunConfig) -> None:

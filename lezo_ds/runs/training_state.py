@@ -12,6 +12,8 @@ from pathlib import Path
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, write_atomically
 from lezo_ds.journal import EvaluationRecord, Header
+from lezo_ds.model.snapshots import SnapshotOwner
+from lezo_ds.runs.header import journal_owner
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class TrainingState:
     def at_checkpoint(self) -> TrainingState:
         """Return the state without evaluations of steps after the checkpoint."""
         return replace(self, evaluations=tuple(e for e in self.evaluations if e.step <= self.step))
+
+    @property
+    def owner(self) -> SnapshotOwner:
+        """What the manifests of the run's snapshots must have."""
+        return journal_owner(self.header, ())
 
     def write(self, path: Path) -> None:
         """Replace the file atomically.

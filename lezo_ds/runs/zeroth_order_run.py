@@ -10,8 +10,10 @@ from lezo_ds.config import RESUME_MAY_DIFFER, TRAINED, RunConfig
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.engine.step_plan import scalar_bytes
-from lezo_ds.journal import EvaluationRecord, Header, Journal
-from lezo_ds.runs.header import assert_same_run, header_without_weights, make_header
+from lezo_ds.journal import EvaluationRecord, Journal, JournalRecord
+from lezo_ds.model.snapshots import SnapshotOwner, read_manifest, snapshot_path
+from lezo_ds.runs.earlier_run import set_aside_earlier_run, set_aside_foreign_snapshots
+from lezo_ds.runs.header import assert_same_run, header_without_weights, journal_owner, make_header
 from lezo_ds.runs.run import Run
 from lezo_ds.runs.run_directory import RunDirectory
 from lezo_ds.zo.records import StepRecord
@@ -31,12 +33,10 @@ class ZerothOrderRun(Run[LezoEngine]):
 
     def _open(self) -> None:
         """Create the journal, or open it and replay it."""
-        base = self.engine.base
-        header = make_header(self.config, base.fingerprint, base.table_hash)
-        records = distributed.on_rank_zero(lambda: self._open_journal(header))
+        records = distributed.on_rank_zero(self._open_journal)
         self._steps = [record for record in records if isinstance(record, StepRecord)]
         self.evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
-        self.engine.load_checkpoint(self.directory.snapshots, self._steps)
+        self._load(None)
         self.engine.attach_journal(self._journal)
         self.engine.watch_weights()
         if self._starts_from_activations() and not self._steps:
@@ -50,9 +50,11 @@ class ZerothOrderRun(Run[LezoEngine]):
     def _protected(self) -> tuple[int, ...]:
         return (0,) if self._starts_from_activations() else ()
 
-    def _open_journal(self, header: Header) -> tuple[StepRecord | EvaluationRecord, ...]:
-        path = self.directory.journal
+    def _open_journal(self) -> tuple[JournalRecord, ...]:
+        path, base = self.directory.journal, self.engine.base
+        header = make_header(self.config, self.data, base.fingerprint, base.table_hash)
         if not path.exists():
+            set_aside_earlier_run(self.directory)
             self._journal = Journal.create(path, header)
             return ()
         self._journal = Journal.open(path)
@@ -62,7 +64,16 @@ class ZerothOrderRun(Run[LezoEngine]):
             run_dir=self.directory.path,
             may_differ=RESUME_MAY_DIFFER,
         )
+        set_aside_foreign_snapshots(self.directory, self._owner())
         return self._journal.records
+
+    def _owner(self) -> SnapshotOwner:
+        assert self._journal is not None, "only rank 0 has the journal"
+        return journal_owner(self._journal.header, self._journal.records)
+
+    def _load(self, step: int | None) -> None:
+        owner = self._owner() if self.writes else None
+        self.engine.load_checkpoint(self.directory.snapshots, self._steps, step, owner)
 
     def _train_step(self) -> dict[str, Any]:
         batch = self.data.batch(self.config, self.engine.global_steps)
@@ -83,11 +94,17 @@ class ZerothOrderRun(Run[LezoEngine]):
     def _check(self) -> None:
         self.engine.check_weights()
 
+    def _is_saved(self, step: int) -> bool:
+        manifest = read_manifest(snapshot_path(self.directory.snapshots, step))
+        return manifest is not None and bool(self._owner().owns(step, manifest))
+
     def _save(self) -> None:
-        self.engine.save_checkpoint(self.directory.snapshots)
+        step = self.engine.global_steps
+        checksum = self._owner().checksum(step) if self.writes else None
+        self.engine.save_checkpoint(self.directory.snapshots, step, checksum)
 
     def _restore(self, step: int) -> None:
-        self.engine.load_checkpoint(self.directory.snapshots, self._steps, step)
+        self._load(step)
 
     def _close(self) -> None:
         if self._journal is not None:
@@ -124,8 +141,8 @@ class ZerothOrderRun(Run[LezoEngine]):
         }
 
 
-def check_journal(config: RunConfig, directory: RunDirectory) -> None:
-    """Refuse, before any weights are loaded, to resume a run with another configuration.
+def check_journal(config: RunConfig, data: TaskData, directory: RunDirectory) -> None:
+    """Refuse, before any weights are loaded, to resume a run with another configuration or other data.
 
     Raises:
         UserError: the first item that differs.
@@ -136,7 +153,7 @@ def check_journal(config: RunConfig, directory: RunDirectory) -> None:
         header = journal.header
     assert_same_run(
         recorded=header,
-        ours=header_without_weights(header, config),
+        ours=header_without_weights(header, config, data),
         run_dir=directory.path,
         may_differ=RESUME_MAY_DIFFER,
     )

@@ -18,6 +18,7 @@ from lezo_ds.model.batch import MicroBatch
 from lezo_ds.model.snapshots import (
     LOW_BITS_DIRECTORY,
     MANIFEST,
+    SnapshotOwner,
     newest_snapshot,
     prune_snapshots,
     read_manifest,
@@ -137,7 +138,19 @@ def _cut(directory):
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def _change_manifest(directory, **changes):
+    path = directory / MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def _list_only_the_config(directory):
+    files = json.loads((directory / MANIFEST).read_text())["files"]
+    _change_manifest(directory, files={"config.json": files["config.json"]})
+
+
 DAMAGES = {
+    "an empty list of files": lambda directory: _change_manifest(directory, files={}),
+    "a list without the weights": _list_only_the_config,
     "a flipped bit": _flip_a_byte,
     "a cut file": _cut,
     "a missing file": lambda directory: (directory / "config.json").unlink(),
@@ -167,6 +180,35 @@ def test_resumption_goes_on_from_an_older_snapshot_or_the_base_weights(copied, o
     for step in damaged:
         _flip_a_byte(snapshot_path(root, step))
     assert run_ranks(_resume, 2, opt_directory, root, "fp32", 2, records) == [digests[2]] * 2
+
+
+def _load_another_digest(model, root, records):
+    try:
+        _resume(model, root, "fp32", 2, records)
+    except LezoError as error:
+        return str(error)
+
+
+@pytest.mark.distributed
+def test_weights_without_the_digest_of_their_manifest_are_refused(copied, opt_directory):
+    root, (records, _, _, digests) = copied
+    _change_manifest(snapshot_path(root, 4), digest="0" * 32)
+    for message in run_ranks(_load_another_digest, 2, opt_directory, root, records):
+        assert f"are not those that its manifest names; got: digest {digests[1]}; expected: 0000" in message
+
+
+def test_only_the_snapshots_of_a_run_belong_to_it():
+    owner = SnapshotOwner(base="b", checksums=("c0", "c1", "c2"))
+    own = {"base": "b", "step": 2, "journal": "c2"}
+    assert owner.owns(2, own)
+    for step, other in (
+        (2, own | {"base": "x"}),
+        (2, own | {"journal": "c1"}),
+        (1, own),
+        (3, own | {"step": 3, "journal": "c3"}),
+    ):
+        assert owner.owns(step, other) is False
+    assert owner.owns(2, {"base": "b", "step": 2}) is None
 
 
 @pytest.mark.distributed
@@ -227,11 +269,14 @@ def test_the_newest_snapshots_and_protected_ones_are_kept(tmp_path, keep, protec
     ]
 
 
+WEIGHTS = "model.safetensors"
+
+
 def write_small_snapshot(root, step):
     directory = snapshot_path(root, step)
     directory.mkdir()
-    (directory / "weights").write_bytes(b"weights")
-    facts = {"weights": {"bytes": 7, "sha256": sha256_file(directory / "weights")}}
+    (directory / WEIGHTS).write_bytes(b"weights")
+    facts = {WEIGHTS: {"bytes": 7, "sha256": sha256_file(directory / WEIGHTS)}}
     (directory / MANIFEST).write_text(json.dumps({"files": facts}))
 
 
@@ -251,7 +296,7 @@ def test_the_last_valid_snapshot_is_never_removed(tmp_path, damaged, keep, prote
     for step in (10, 20, 30):
         write_small_snapshot(tmp_path, step)
     for step in damaged:
-        (snapshot_path(tmp_path, step) / "weights").write_bytes(b"wEights")
+        (snapshot_path(tmp_path, step) / WEIGHTS).write_bytes(b"wEights")
     before = newest_snapshot(tmp_path, 30)
     prune_snapshots(tmp_path, keep, protected)
     assert snapshot_steps(tmp_path) == left

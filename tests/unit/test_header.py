@@ -20,6 +20,10 @@ VALUES = {
     "zo": {"learning_rate": 1e-6, "sparsity": 0.75},
     "train": {"steps": 100},
 }
+INPUTS = {
+    "model_config": {"act": "relu", "rope": {"theta": 1e4}},
+    "data_fingerprints": {"train": "a", "dev": "b"},
+}
 
 
 def header(*overrides):
@@ -30,12 +34,16 @@ def header(*overrides):
         noise_version=1,
         model_fingerprint="a1b2",
         parameter_table_hash="c3d4",
-        config={**values, "tokenizer": "e5"},
+        config={**values, "tokenizer": "e5", **INPUTS},
         libraries={"lezo_ds": OURS},
     )
 
 
 RECORDED = header()
+
+
+def inputs(**changes):
+    return replace(RECORDED, config={**RECORDED.config, **changes})
 
 
 def check(ours, recorded=RECORDED):
@@ -57,9 +65,17 @@ def check(ours, recorded=RECORDED):
             replace(RECORDED, parameter_table_hash="ee"),
             "the parameter table differs .* got: 'ee'; expected: 'c3d4'",
         ),
+        (
+            inputs(model_config={"act": "relu", "rope": {"theta": 1e6}}),
+            "rope.theta in facebook/opt-1.3b/config.json differs .* got: 1000000.0; expected: 10000.0",
+        ),
+        (
+            inputs(data_fingerprints={"train": "a", "dev": "c"}),
+            "the fingerprint of the dev split of sst2 in the hub differs .* got: 'c'; expected: 'b'",
+        ),
         (header("train.batch_size=32"), "config train.batch_size differs .* got: 32; expected: 16"),
     ],
-    ids=["noise", "model", "parameters", "config"],
+    ids=["noise", "model", "parameters", "model config", "data", "config"],
 )
 def test_the_first_item_that_differs_is_refused_with_both_values(ours, message):
     with pytest.raises(UserError, match=f"{message}; fix: "):
@@ -73,6 +89,16 @@ def test_a_refusal_names_both_versions_of_the_package():
     )
     with pytest.raises(UserError, match=message):
         check(RECORDED, recorded=old)
+
+
+def test_what_an_earlier_version_did_not_record_is_said_to_be_unchecked(caplog):
+    old = {name: value for name, value in RECORDED.config.items() if name not in INPUTS}
+    check(RECORDED, recorded=replace(RECORDED, config=old, libraries={"lezo_ds": "0.1.0"}))
+    unchecked = sorted(message for message in caplog.messages if "unchecked" in message)
+    assert unchecked == [
+        "whether the data has changed is unchecked, because lezo_ds 0.1.0 did not record it",
+        "whether the model's config.json has changed is unchecked, because lezo_ds 0.1.0 did not record it",
+    ]
 
 
 def test_keys_that_may_differ_and_library_versions_may_differ(caplog):

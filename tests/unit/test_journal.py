@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from assets import REPOSITORY
 from faults import small_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from lezo_ds.journal import (
     Journal,
     StepRecord,
     read_journal,
+    step_checksums,
 )
 
 HEADER = Header(
@@ -540,6 +542,20 @@ def test_a_journal_opened_by_a_relative_path_survives_a_change_of_directory(path
         monkeypatch.chdir("/")
         journal.append(step_record(0))
     assert read_journal(path)[1] == [step_record(0)]
+
+
+# Checksums
+
+
+def test_a_checksum_for_each_number_of_steps_is_that_of_the_line(path):
+    data = write_journal(path, some_records(9))
+    lines = [json.loads(line) for line in data.splitlines()]
+    expected = [line["crc"] for line in lines if line["kind"] != "evaluation"]
+    assert step_checksums(*read_journal(path)) == tuple(expected)
+    old = REPOSITORY / "tests" / "fixtures" / "run-0.1.0" / "run" / "journal.jsonl"
+    lines = [json.loads(line) for line in old.read_text().splitlines()]
+    expected = [line["crc"] for line in lines if line["kind"] != "evaluation"]
+    assert step_checksums(*read_journal(old)) == tuple(expected)
 
 
 # Other versions
