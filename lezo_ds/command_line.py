@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import io
 import logging
 import os
+import resource
 import shlex
 import sys
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
 
 from lezo_ds.config.reading import nearest
 from lezo_ds.errors import LezoError, LostRankError, UserError
@@ -22,6 +25,8 @@ from lezo_ds.errors import LezoError, LostRankError, UserError
 _RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK")
 _SILENCE_SECONDS = 10.0
 _LOST_RANK_SECONDS = 3.0
+_MIN_OPEN_FILES = 64
+"""A rank of a small run needs 25. Messages between ranks and files of weights need more."""
 
 
 def run_main(main: Callable[[], None]) -> None:
@@ -32,10 +37,12 @@ def run_main(main: Callable[[], None]) -> None:
     rank 0, so rank 1 also prints that error at once. Then rank 1 waits, so that the launcher ends with the
     exit code of the rank that failed first.
     """
+    sys.stdout, sys.stderr = _without_broken_pipe(sys.stdout), _without_broken_pipe(sys.stderr)
     logging.basicConfig(level=logging.INFO if _rank() == 0 else logging.ERROR, format="%(message)s")
     for noisy in ("DeepSpeed", "httpx", "datasets", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     try:
+        _check_open_files()
         main()
     except LezoError as error:
         is_lost = isinstance(error, LostRankError)
@@ -52,6 +59,43 @@ def run_main(main: Callable[[], None]) -> None:
     if "lezo_ds.distributed" in sys.modules:
         sys.modules["lezo_ds.distributed"].shut_down()
     _end()
+
+
+class _Output(io.FileIO):
+    """An output whose writes have no effect once its reader is gone, as in `train.py ... | head -1`.
+
+    The error would otherwise end a run in the middle, or after all its files are saved.
+    """
+
+    def write(self, data: Any) -> int:  # noqa: ANN401
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return memoryview(data).nbytes
+
+
+def _without_broken_pipe(stream: TextIO | None) -> TextIO:
+    if stream is None:  # the descriptor was closed before the start
+        return Path(os.devnull).open("w")
+    stream.flush()
+    output = _Output(stream.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(output),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=bool(stream.line_buffering) or stream.isatty(),
+    )
+
+
+def _check_open_files() -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit < _MIN_OPEN_FILES:
+        raise UserError(
+            "the limit of open files is too low",
+            got=limit,
+            expected=f"at least {_MIN_OPEN_FILES}",
+            fix="ulimit -n 1024, in the shell that starts the command",
+        )
 
 
 def _end() -> None:

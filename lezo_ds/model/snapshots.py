@@ -142,7 +142,10 @@ class _TensorWriter:
 
     def _save(self, path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
+        path.touch()
+        mode = path.stat().st_mode
         save_file(self._pending, path, metadata={"format": "pt"})
+        path.chmod(mode)  # safetensors 0.8 makes a file that only its owner can read, whatever the umask
 
 
 def _attempt(action: Any) -> str | None:  # noqa: ANN401
@@ -253,7 +256,7 @@ def _weight_files(directory: Path) -> set[str]:
 
 
 def _is_whole(path: Path, facts: Mapping[str, Any]) -> bool:
-    return path.stat().st_size == facts["bytes"] and sha256_file(path) == facts["sha256"]
+    return bool(path.stat().st_size == facts["bytes"] and sha256_file(path) == facts["sha256"])
 
 
 def snapshot_steps(root: Path) -> list[int]:

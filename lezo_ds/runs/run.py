@@ -152,6 +152,9 @@ class Run(ABC, Generic[E]):
         self._open()
         self._num_done = self.engine.global_steps
         if self.writes:
+            if self._num_done > self.num_steps:
+                text = "train.steps=%d, but the run already has %d steps: nothing is left to train"
+                logger.warning(text, self.num_steps, self._num_done)
             prune_snapshots(self.directory.snapshots, self.config.train.keep_snapshots, self._protected())
             self._seconds_before = self.directory.cut_metrics(self.engine.global_steps)
             facts = config_to_dict(self.config)

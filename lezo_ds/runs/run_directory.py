@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
+import logging
 import os
 import platform
+import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,8 @@ from lezo_ds.files import failures_named, make_directory, write_atomically
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
 """Libraries whose versions can change the numbers of a run."""
+
+logger = logging.getLogger(__name__)
 
 
 class RunDirectory:
@@ -42,6 +47,51 @@ class RunDirectory:
         self._metrics = self.path / "metrics.jsonl"
         self._config = self.path / "config.yaml"
         self._environment = self.path / "environment.json"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from writing to the directory, on any host that shares it.
+
+        If the file system has no locks, there is a warning instead.
+
+        Raises:
+            UserError: another process holds the lock, or the directory cannot be written.
+        """
+        path = self.path / ".lock"
+        descriptor = self._lock(path)
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # the disk may have become read-only; only the lock matters
+                path.unlink()
+            os.close(descriptor)
+
+    def _lock(self, path: Path) -> int:
+        """Return the descriptor of the locked file."""
+        while True:
+            with refuse_unwritable(f"run_dir {self.path}", option="run_dir"):
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                holder = os.pread(descriptor, 300, 0).decode(errors="replace")
+                os.close(descriptor)
+                raise UserError(
+                    f"run_dir {self.path} is in use",
+                    got=f"a second process that writes to it, besides {holder or 'the first'}",
+                    expected="one process that trains in a directory",
+                    fix=f"wait for its end, stop it (touch {self.stop_file}), or give another run_dir",
+                ) from error
+            except OSError as error:
+                text = "%s is on a file system without locks (%s): start no second process in this directory"
+                logger.warning(text, self.path, error.strerror)
+                return descriptor
+            # The holder may have removed the file between our opening and locking it.
+            if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
+                with suppress(OSError):  # a full disk; the text is only for the message above
+                    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+                return descriptor
+            os.close(descriptor)
 
     def outputs(self) -> list[Path]:
         """Return what a run left besides its journal or training state, or nothing if it has no output."""

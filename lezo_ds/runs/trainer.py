@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -44,11 +45,19 @@ def _train(config: RunConfig) -> dict[str, Any]:
     set_threads(config)
     data = load_task_data(config)
     directory = RunDirectory(config.run_dir)
-    distributed.on_rank_zero(lambda: _check_before_loading(config, data, directory))
-    if config.method == "adamw":
-        engine = make_first_order_engine(config, count_steps(config, len(data.train.encoded)))
-        return FirstOrderRun(config, data=data, directory=directory, engine=engine).execute()
-    return ZerothOrderRun(config, data=data, directory=directory, engine=make_engine(config)).execute()
+    with ExitStack() as lock:
+
+        def prepare() -> None:
+            _check_dropped_layers(config)
+            directory.create()
+            lock.enter_context(directory.locked())
+            _check_before_loading(config, data, directory)
+
+        distributed.on_rank_zero(prepare)
+        if config.method == "adamw":
+            engine = make_first_order_engine(config, count_steps(config, len(data.train.encoded)))
+            return FirstOrderRun(config, data=data, directory=directory, engine=engine).execute()
+        return ZerothOrderRun(config, data=data, directory=directory, engine=make_engine(config)).execute()
 
 
 def set_threads(config: RunConfig) -> None:
@@ -118,11 +127,13 @@ def _ds_config(config: RunConfig) -> dict[str, Any]:
     return ds_config
 
 
-def _check_before_loading(config: RunConfig, data: TaskData, directory: RunDirectory) -> None:
+def _check_dropped_layers(config: RunConfig) -> None:
     if config.method in ZEROTH_ORDER:
         model = build_on_meta(load_model_config(resolve_model(config.model.path)), DTYPES[config.model.dtype])
         num_dropped(config.zo, find_blocks(model).num_blocks)
-    directory.create()
+
+
+def _check_before_loading(config: RunConfig, data: TaskData, directory: RunDirectory) -> None:
     _refuse_other_method(config, directory)
     if config.method == "adamw":
         _refuse_partition(config)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import subprocess
 import sys
 
 import pytest
 from assets import REPOSITORY
-from commands import assert_refused, environment, python, run_well
+from commands import assert_refused, environment, python, run, run_well
 
 from lezo_ds import command_line
 from lezo_ds.config import describe
@@ -90,6 +92,24 @@ def test_a_bug_of_ours_shows_its_traceback():
     finished = run_body("raise ValueError('our own')")
     assert finished.returncode == 1
     assert "Traceback" in finished.stderr
+
+
+@pytest.mark.parametrize("redirection", ["| true", "2>&1 | true", ">&-"])
+def test_an_output_that_nobody_reads_ends_nothing(redirection, recipe, tmp_path):
+    """A shell's `true` is gone long before the first line."""
+    given = python("--config", recipe, f"run_dir={tmp_path / 'run'}", "train.steps=2")
+    script = f"{shlex.join(map(str, given))} {redirection}; exit ${{PIPESTATUS[0]}}"
+    finished = run(["bash", "-c", script])
+    assert finished.code == 0, finished.err[-5000:]
+    assert "Traceback" not in finished.err
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["finished"]
+
+
+def test_a_low_limit_of_open_files_is_refused():
+    script = f"ulimit -n 24; {shlex.join(python('--list-recipes'))}"
+    assert_refused(
+        ["bash", "-c", script], "the limit of open files is too low; got: 24; expected: at least 64"
+    )
 
 
 @pytest.mark.parametrize("name", RANK_NAMES)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import stat
 
 import pytest
 import yaml
@@ -168,6 +170,26 @@ def test_more_steps_continue_a_finished_run_as_if_they_had_been_asked_for_at_onc
     assert dev[0] == dev[1]
     assert end(in_two).weights == end(at_once).weights
     assert end(in_two).results == end(at_once).results
+
+
+def test_fewer_steps_than_a_run_has_are_said_to_change_nothing(recipe, by_python):
+    journal = (by_python / "journal.jsonl").read_bytes()
+    keys = [f"run_dir={by_python}", "zo.perturbation_scale=2e-3", "train.steps=6"]
+    finished = run_forked_well(["--config", recipe, *keys])
+    assert "train.steps=6, but the run already has 8 steps: nothing is left to train" in finished.err
+    assert (by_python / "journal.jsonl").read_bytes() == journal
+    assert results_of(by_python)["steps"] == 8
+
+
+def test_every_file_of_a_run_obeys_the_umask(recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    command = shlex.join(map(str, python("--config", recipe, f"run_dir={run_dir}", "model.dtype=bf16")))
+    run_well(["bash", "-c", f"umask 027; {command} train.steps=1"])
+    files = [path for path in run_dir.rglob("*") if path.is_file()]
+    assert sum(path.suffix == ".safetensors" for path in files) == 2
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in files} == {
+        path.name: 0o640 for path in files
+    }
 
 
 @pytest.mark.distributed

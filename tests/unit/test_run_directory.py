@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 
 import pytest
 import torch
@@ -28,6 +31,33 @@ def test_a_file_in_its_place_or_above_it_is_a_users_error(below, tmp_path):
     with pytest.raises(UserError, match=r"file.* cannot be written to; got: .*; expected: .*; fix: "):
         RunDirectory(file / below).create()
     assert file.read_text() == "mine"
+
+
+def test_a_locked_directory_is_refused_until_it_is_released(directory):
+    other = RunDirectory(directory.path)
+    with directory.locked():
+        message = (
+            rf"is in use; got: .* besides process {os.getpid()} on .*; expected: one process .*; fix: wait"
+        )
+        with pytest.raises(UserError, match=message), other.locked():
+            pass
+    assert list(directory.path.iterdir()) == []
+    with other.locked():
+        (lock,) = directory.path.iterdir()
+    lock.write_text("left by a process that was killed")
+    with other.locked():
+        pass
+
+
+def test_a_file_system_without_locks_is_named(directory, monkeypatch, caplog):
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with directory.locked(), RunDirectory(directory.path).locked():
+        pass
+    assert all("is on a file system without locks (No locks available)" in text for text in caplog.messages)
+    assert len(caplog.messages) == 2
 
 
 def test_facts_are_the_config_as_yaml_and_the_environment_as_json(directory):
