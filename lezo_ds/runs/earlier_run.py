@@ -20,7 +20,7 @@ def set_aside_earlier_run(directory: RunDirectory) -> None:
     Raises:
         LezoError: a file cannot be moved.
     """
-    _set_aside(directory, directory.outputs())
+    _set_aside(directory, directory.outputs(), "an earlier run left")
 
 
 def set_aside_foreign_snapshots(directory: RunDirectory, owner: SnapshotOwner) -> None:
@@ -32,10 +32,11 @@ def set_aside_foreign_snapshots(directory: RunDirectory, owner: SnapshotOwner) -
     root = directory.snapshots
     facts = {step: read_facts(snapshot_path(root, step)) for step in snapshot_steps(root)}
     foreign = [step for step, found in facts.items() if found and owner.owns(step, found) is False]
-    _set_aside(directory, [snapshot_path(root, step) for step in foreign])
+    reason = "of another run, or of steps that are no longer recorded:"
+    _set_aside(directory, [snapshot_path(root, step) for step in foreign], reason)
 
 
-def _set_aside(directory: RunDirectory, paths: Sequence[Path]) -> None:
+def _set_aside(directory: RunDirectory, paths: Sequence[Path], reason: str) -> None:
     if not paths:
         return
     candidates = (directory.path / f"earlier-{number}" for number in itertools.count(1))
@@ -48,4 +49,4 @@ def _set_aside(directory: RunDirectory, paths: Sequence[Path]) -> None:
             sync((target / name).parent)
             sync(path.parent)
     listed = ", ".join(map(str, names))
-    logger.warning("%s: another run left %s; moved to %s", directory.path, listed, target)
+    logger.warning("%s: %s %s; moved to %s", directory.path, reason, listed, target)

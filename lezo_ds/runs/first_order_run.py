@@ -21,7 +21,7 @@ from lezo_ds.runs.run import Run, best_evaluation
 from lezo_ds.runs.run_directory import RunDirectory
 from lezo_ds.runs.training_state import TrainingState, read_training_state
 
-_RESUME_MAY_DIFFER = RESUME_MAY_DIFFER - {"train.steps"}  # the learning rate depends on it
+RESUME_MAY_DIFFER_FIRST_ORDER = RESUME_MAY_DIFFER - {"train.steps"}  # the learning rate depends on it
 
 
 class FirstOrderRun(Run[FirstOrderEngine]):
@@ -123,7 +123,9 @@ def check_training_state(config: RunConfig, data: TaskData, directory: RunDirect
 
 
 def _check_state(state: TrainingState, ours: Header, world_size: int, run_dir: Path) -> None:
-    assert_same_run(recorded=state.header, ours=ours, run_dir=run_dir, may_differ=_RESUME_MAY_DIFFER)
+    assert_same_run(
+        recorded=state.header, ours=ours, run_dir=run_dir, may_differ=RESUME_MAY_DIFFER_FIRST_ORDER
+    )
     if state.step > 0 and state.world_size != world_size:
         raise UserError(
             "the checkpoint of a first-order run is sharded among another number of ranks",

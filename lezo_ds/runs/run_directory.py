@@ -87,7 +87,7 @@ class RunDirectory:
                 logger.warning(text, self.path, error.strerror)
                 return descriptor
             # The holder may have removed the file between our opening and locking it.
-            if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
+            if _is_file(path, descriptor):
                 with suppress(OSError):  # a full disk; the text is only for the message above
                     os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
                 return descriptor
@@ -177,6 +177,13 @@ def refuse_unwritable(what: str, option: str) -> Iterator[None]:
             expected="a path that can be created and written",
             fix=f"give another {option}",
         ) from error
+
+
+def _is_file(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def library_versions() -> dict[str, str]:

@@ -73,7 +73,7 @@ def test_a_run_started_anew_in_a_used_directory_sets_aside_what_is_there(recipe,
     (run_dir / "journal.jsonl").rename(tmp_path / "journal.jsonl")
     killed = kill_after_five_steps(recipe, run_dir)
     names = "config.yaml, environment.json, metrics.jsonl, results.json, snapshots"
-    assert f"another run left {names}; moved to {run_dir}/earlier-1" in killed.err
+    assert f"an earlier run left {names}; moved to {run_dir}/earlier-1" in killed.err
     run_forked_well(arguments(recipe, run_dir, NO_SNAPSHOTS, "seed=1"))
     assert outcome(run_dir) == outcome(second)
     assert results_of(run_dir / "earlier-1") == results_of(first)
@@ -87,7 +87,10 @@ def test_a_snapshot_that_was_copied_in_is_set_aside(recipe, first, second, tmp_p
     place = snapshot_path(run_dir / "snapshots", 4)
     shutil.copytree(snapshot_path(first / "snapshots", 4), place)
     finished = run_forked_well(arguments(recipe, run_dir, NO_SNAPSHOTS, "seed=1"), num_ranks=2)
-    assert "another run left snapshots/step-00000004; moved to" in finished.err
+    assert (
+        "of another run, or of steps that are no longer recorded: snapshots/step-00000004; moved to"
+        in finished.err
+    )
     assert outcome(run_dir) == outcome(second)
     assert digest_after(run_dir / "earlier-1", 4) == digest_after(first, 4)
 

@@ -303,6 +303,17 @@ def test_the_last_valid_snapshot_is_never_removed(tmp_path, damaged, keep, prote
     assert (newest_snapshot(tmp_path, 30) is None) == (before is None)
 
 
+def test_only_at_step_0_is_a_snapshot_used_that_does_not_say_to_which_run_it_belongs(tmp_path, caplog):
+    for step in (0, 10):
+        write_small_snapshot(tmp_path, step)
+        _change_manifest(snapshot_path(tmp_path, step), step=step, base="b")
+    owner = SnapshotOwner(base="b", checksums=("c",) * 11)
+    assert newest_snapshot(tmp_path, 10, owner) == 0
+    assert "step-00000010 is not used, because the version that wrote it did not" in caplog.text
+    assert "step-00000000 does not say to which run it belongs, which is unchecked" in caplog.text
+    assert newest_snapshot(tmp_path, 10, SnapshotOwner(base="other", checksums=("c",))) is None
+
+
 def test_neither_weights_nor_code_of_the_base_model_are_copied(tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()

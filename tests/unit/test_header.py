@@ -6,11 +6,13 @@ import re
 from dataclasses import replace
 
 import pytest
+from assets import REPOSITORY
 
 import lezo_ds
 from lezo_ds.config import RESUME_MAY_DIFFER, config_from_dict, config_to_dict
 from lezo_ds.errors import UserError
 from lezo_ds.journal import Header
+from lezo_ds.runs import first_order_run
 from lezo_ds.runs.header import assert_same_run
 
 OURS = lezo_ds.__version__
@@ -99,6 +101,15 @@ def test_what_an_earlier_version_did_not_record_is_said_to_be_unchecked(caplog):
         "whether the data has changed is unchecked, because lezo_ds 0.1.0 did not record it",
         "whether the model's config.json has changed is unchecked, because lezo_ds 0.1.0 did not record it",
     ]
+
+
+def test_the_page_lists_every_key_that_may_differ():
+    page = (REPOSITORY / "docs" / "reliability.md").read_text()
+    _, _, section = page.partition("## What may change when a run resumes\n")
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| (.*) \|$", section.partition("\n## ")[0], re.MULTILINE))
+    assert rows.keys() == RESUME_MAY_DIFFER
+    not_with_adamw = {key for key, text in rows.items() if "not with `method=adamw`" in text}
+    assert not_with_adamw == RESUME_MAY_DIFFER - first_order_run.RESUME_MAY_DIFFER_FIRST_ORDER
 
 
 def test_keys_that_may_differ_and_library_versions_may_differ(caplog):
