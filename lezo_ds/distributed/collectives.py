@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from deepspeed import comm
 from deepspeed.comm.comm import comms_logger, timers
 
 from lezo_ds.distributed.accelerator import device
 from lezo_ds.errors import LezoError
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def rank() -> int:
@@ -51,7 +52,8 @@ def broadcast_object(value: Any) -> Any:  # noqa: ANN401
 def gather_objects(value: Any) -> list[Any]:  # noqa: ANN401
     """Return the values of all ranks, by rank. They are pickled, which is too slow to do in every step."""
     found: list[Any] = [None] * world_size()
-    comm.all_gather_object(found, value)
+    # deepspeed.comm's function ends the process if its logger is on (0.19.8).
+    dist.all_gather_object(found, value)
     return found
 
 
@@ -104,7 +106,7 @@ def counted_bytes() -> Iterator[dict[str, int]]:
         counts[operation] = sum(size * entry[0] for size, entry in sizes.items())
 
 
-def on_rank_zero(action: Callable[[], T]) -> T:
+def on_rank_zero(action: Callable[[], _T]) -> _T:
     """Run `action` on rank 0 and return its result on every rank. A collective.
 
     Raises:

@@ -72,7 +72,8 @@ class LezoEngine(ModelEngine):
         self._estimator = make_estimator(config)
         self._layer_policy = make_layer_policy(config, self.layout.num_blocks)
         self._update_rule = make_update_rule(config)
-        self.plan_format = plan_format_of(config, self.layout.num_blocks)
+        self.plan_format = plan_format_of(self._estimator, self._layer_policy)
+        self._settings_agreed = False
         self._journal: Journal | None = None
         self._records: list[StepRecord] = []
         self._witness: Witness | None = None
@@ -110,11 +111,13 @@ class LezoEngine(ModelEngine):
         Raises:
             UserError: the passes cannot be shared evenly among the ranks.
             DivergenceError: `max_skipped_steps` steps in a row were skipped.
-            DesyncError: the ranks do not work on the same step or batch, or had different results in the
-                step before. All ranks raise. The step is not done, and earlier steps that may be wrong are
-                cut off the journal.
+            DesyncError: the ranks do not have the same settings, do not work on the same step or batch, or
+                had different results in the step before. All ranks raise. The step is not done, and earlier
+                steps that may be wrong are cut off the journal.
             JournalError: the journal cannot be written. The step is not applied.
         """
+        if not self._settings_agreed:
+            self._agree_on_settings(len(batch))
         passes = self.passes_of_step(len(batch))
         mine = [passes[index] for index in self._my_share(len(passes))]
         plan = self._agree_on_plan()
@@ -130,6 +133,17 @@ class LezoEngine(ModelEngine):
         self.global_steps += 1
         self._check_divergence(record)
         return record
+
+    def _agree_on_settings(self, num_micro_batches: int) -> None:
+        """Check, before the first step, that all ranks have the same settings. A collective.
+
+        The number of probes and of micro-batches decides the length of a step's messages. If the lengths
+        differ, gloo fails without a reason, and NCCL waits forever.
+        """
+        settings = {f"zo.{key}": repr(value) for key, value in vars(self._config).items()}
+        facts = {**settings, "number of micro-batches": str(num_micro_batches), **self._last_result()}
+        self._sum_agreed(torch.empty(0, dtype=torch.float64, device=self.device), facts)
+        self._settings_agreed = True
 
     def _agree_on_plan(self) -> StepPlan:
         """Return rank 0's plan of the next step. A collective."""
@@ -153,7 +167,6 @@ class LezoEngine(ModelEngine):
         return {
             "step": str(self.global_steps),
             "seed": str(self._seed),
-            "settings": repr(self._config),
             "plan": repr(plan),
             "batch": batch_digest(batch),
             **self._last_result(),
@@ -373,6 +386,6 @@ def initialize(
             fix="set zo.sparsity=0.5, or peft.kind=none",
         )
     blocks = sharded.module.get_submodule(sharded.layout.path).children()
-    engine = zero3.start_engine(sharded.module, blocks, sharded.ds_config)
+    engine = zero3.start_forward_engine(sharded.module, blocks, sharded.ds_config)
     perturbed = PerturbedForward(sharded.module, trainable, noise_backend(distributed.device()))
     return LezoEngine(engine, perturbed, sharded, config=config, seed=seed)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from lezo_ds.config import ZoConfig, make_estimator, make_layer_policy
-from lezo_ds.zo.estimators import Probe
+from lezo_ds.zo.estimators import Estimator, Probe
+from lezo_ds.zo.layers import LayerPolicy
 
 NUM_FACT_NUMBERS = 4
 """Number of values in the all-reduce that prove that all ranks agree (see `agreement.fact_numbers`)."""
@@ -93,12 +93,12 @@ class PlanFormat:
         return -(-self.num_layers // 8)
 
 
-def plan_format_of(zo: ZoConfig, num_layers: int) -> PlanFormat:
-    """Return the format of a run's plans for a model with `num_layers` transformer blocks."""
+def plan_format_of(estimator: Estimator, layer_policy: LayerPolicy) -> PlanFormat:
+    """Return the format of the plans of a run with this estimator and layer policy."""
     return PlanFormat(
-        num_layers=num_layers,
-        num_probes=make_estimator(zo).num_probes,
-        has_weights=make_layer_policy(zo, num_layers).has_weights,
+        num_layers=layer_policy.num_layers,
+        num_probes=estimator.num_probes,
+        has_weights=layer_policy.has_weights,
     )
 
 

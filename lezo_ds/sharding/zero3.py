@@ -250,7 +250,7 @@ def finish_updates() -> None:
     get_accelerator().synchronize()
 
 
-def start_engine(model: nn.Module, blocks: Iterable[nn.Module], ds_config: Mapping[str, Any]) -> Any:  # noqa: ANN401
+def start_forward_engine(model: nn.Module, blocks: Iterable[nn.Module], ds_config: Mapping[str, Any]) -> Any:  # noqa: ANN401
     """Wrap a sharded model in a DeepSpeed engine without an optimizer, for forward passes only.
 
     DeepSpeed puts hooks on every module, which would take half of the host's time in a step. This function

@@ -41,13 +41,6 @@ def test_an_adapter_around_the_model_only_lengthens_the_path():
     assert layout.block_of("prompt.weight") is None
 
 
-def test_lora_from_peft_leaves_the_blocks_where_they_are():
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    layout = find_blocks(peft.get_peft_model(tiny_model("opt"), config))
-    assert layout == BlockLayout("base_model.model.model.decoder.layers", NUM_BLOCKS)
-
-
 def test_ten_and_more_blocks_are_told_apart():
     layout = BlockLayout("layers", 12)
     assert [layout.block_of(f"layers.{index}.w") for index in (1, 10, 11)] == [1, 10, 11]

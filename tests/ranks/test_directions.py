@@ -1,4 +1,4 @@
-"""Several directions a step: exact, the same on any number of ranks, replayable, and of less variance."""
+"""Several directions a step: exact, the same on any number of ranks, and of less variance."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ CPU = torch.device("cpu")
 def _train(directory, num_ranks, forward):
     engine = start_engine(directory, num_ranks=num_ranks, directions=NUM_DIRECTIONS, probes_per_pass=forward)
     records = train(engine, NUM_STEPS, num_micro_batches=1)
-    digest, weights = engine.weights.digest(), full_weights(engine)
-    replayed = start_engine(directory, num_ranks=num_ranks, directions=NUM_DIRECTIONS)
-    replayed.load_checkpoint(directory / "none", records)
-    return records, digest, weights, replayed.weights.digest()
+    return records, engine.weights.digest(), full_weights(engine)
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +34,15 @@ def runs(opt_directory):
 
 
 def test_any_number_of_ranks_gives_the_same_records_and_weights(runs):
-    records, digest, *_ = runs[0]
+    records, digest, _ = runs[0]
     assert all(len(set(record.projected_grads)) == NUM_DIRECTIONS for record in records)
-    for other_records, other_digest, *_ in runs[1:]:
+    for other_records, other_digest, _ in runs[1:]:
         assert other_records == records
         assert other_digest == digest
 
 
-def test_a_replay_gives_the_live_weights(runs):
-    for _, digest, _, replayed in runs:
-        assert replayed == digest
-
-
 def test_two_passes_equal_the_plain_reference_bit_for_bit(opt_directory):
-    records, _, weights, _ = run_ranks(_train, 1, opt_directory, 1, 1)[0]
+    records, _, weights = run_ranks(_train, 1, opt_directory, 1, 1)[0]
     settings = zo_config()
     reference = ReferenceRun(
         *(opt_directory, torch.float32, settings.learning_rate, settings.perturbation_scale),

@@ -37,20 +37,19 @@ def _bits(parameter):
 
 
 def _watch_steps(directory, root, kind, dtype, num_ranks):
-    """Train; return records, digests after each step, the weights around each, and what else is compared."""
+    """Train; return records, weights around each step, if the base is kept, and the adapter's names."""
     engine = start_engine(directory, peft_config(kind), dtype, num_ranks)
     base = engine.weights.base_parameters
     bits = [_bits(p) for p in base]
-    records, weights, digests = [], [full_weights(engine)], [engine.weights.digest()]
+    records, weights = [], [full_weights(engine)]
     for step in range(1, NUM_STEPS + 1):
         records += train(engine, 1, VOCABULARY)
         weights.append(full_weights(engine))
-        digests.append(engine.weights.digest())
         if step == SAVED_AT:
             engine.save_checkpoint(root)
     base_kept = all(torch.equal(_bits(p), old) for p, old in zip(base, bits, strict=True))
     own = [p.name for p in engine.weights.adapter_parameters]
-    return records, digests, weights, base_kept, own
+    return records, weights, base_kept, own
 
 
 @pytest.fixture(scope="module")
@@ -66,19 +65,11 @@ def watched(opt_directory, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
-def test_one_and_two_ranks_take_the_same_steps_bit_for_bit(watched, kind, dtype):
-    (alone,) = watched(kind, dtype, 1)[1]
-    for records, digests, *_ in watched(kind, dtype, 2)[1]:
-        assert records == alone[0]
-        assert digests == alone[1]
-
-
-@pytest.mark.parametrize(("kind", "dtype"), CASES)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_models_own_shards_keep_every_bit_and_half_of_the_blocks_adapters_move(
     watched, kind, dtype, num_ranks
 ):
-    for records, _, weights, base_kept, own in watched(kind, dtype, num_ranks)[1]:
+    for records, weights, base_kept, own in watched(kind, dtype, num_ranks)[1]:
         assert base_kept
         for record, before, after in zip(records, weights, weights[1:], strict=False):
             moved = {
@@ -94,7 +85,7 @@ def test_the_models_own_shards_keep_every_bit_and_half_of_the_blocks_adapters_mo
 
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
 def test_only_the_adapter_has_low_bits(watched, kind, dtype):
-    _, ((_, _, weights, _, own),) = watched(kind, dtype, 1)
+    _, ((_, weights, _, own),) = watched(kind, dtype, 1)
     low = {name.removesuffix(".low") for name in weights[0] if name.endswith(".low")}
     assert low == (set(own) if dtype == "bf16" else set())
 
@@ -110,37 +101,12 @@ def test_the_fingerprint_is_the_base_models_and_the_table_holds_the_adapters_nam
     assert len({plain.table_hash, *(base.table_hash for base in bases)}) == 3
 
 
-# Every step comes back.
-
-
-def _resume(directory, root, kind, dtype, num_ranks, records):
-    """Return digests: at the end from a snapshot, from no snapshot, and of going back in the same engine."""
-    engine = start_engine(directory, peft_config(kind), dtype, num_ranks)
-    engine.load_checkpoint(root, records)
-    digests = [engine.weights.digest()]
-    engine.load_checkpoint(root / "none", records, 1)
-    digests.append(engine.weights.digest())
-    engine.load_checkpoint(root / "none", records)
-    digests.append(engine.weights.digest())
-    engine.load_checkpoint(root, records, SAVED_AT)
-    return [*digests, engine.weights.digest()]
-
-
-@pytest.mark.parametrize(("kind", "dtype"), CASES)
-@pytest.mark.parametrize(("saved_on", "num_ranks"), [(1, 3), (2, 1)])
-def test_snapshots_and_the_journal_give_the_same_bits_on_any_number_of_ranks(
-    watched, opt_directory, kind, dtype, saved_on, num_ranks
-):
-    root, ((records, digests, *_), *_) = watched(kind, dtype, saved_on)
-    expected = [digests[step] for step in (NUM_STEPS, 1, NUM_STEPS, SAVED_AT)]
-    assert len(set(expected)) == 3
-    resumed = run_ranks(_resume, num_ranks, opt_directory, root, kind, dtype, num_ranks, records)
-    assert resumed == [expected] * num_ranks
+# Snapshots. See test_resumption for runs that come back.
 
 
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
 def test_a_snapshot_holds_the_adapter_its_low_bits_and_no_weights_of_the_model(watched, kind, dtype):
-    root, ((_, _, weights, _, own), _) = watched(kind, dtype, 2)
+    root, ((_, weights, _, own), _) = watched(kind, dtype, 2)
     directory = snapshot_path(root, SAVED_AT)
     config, file, prefix = {
         "lora": ("adapter_config.json", "adapter_model.safetensors", "base_model.model."),
@@ -180,12 +146,15 @@ def test_the_first_values_in_a_snapshot_count_not_those_computed_again(opt_direc
 
 def _both_forwards(cases):
     return {
-        case: [train(start_engine(*case[1:], probes_per_pass=forward), 3) for forward in (2, 1)]
+        case: [
+            train(start_engine(*case[1:], probes_per_pass=forward, learning_rate=0.0), 3)
+            for forward in (2, 1)
+        ]
         for case in cases
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "none"])
 def test_dual_equals_two_pass_for_every_family(kind, tmp_path):
     directories = write_families(FAMILIES_TRAINED, tmp_path)
     cases = [

@@ -77,33 +77,12 @@ def test_more_than_one_chunk_gives_the_sum_of_the_chunks(monkeypatch):
     assert shard_digest(values, 5, 9) == whole
 
 
-def test_it_depends_on_the_parameter_and_on_the_position():
-    values = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    places = [(start, parameter_id) for start in (0, 1, 2**33) for parameter_id in (0, 1, 2**31, 2**32 - 1)]
-    assert len({shard_digest(values, *place) for place in places}) == len(places)
-
-
-def test_a_swap_of_two_elements_changes_it():
-    values = torch.arange(1.0, 51.0)
-    swapped = values.clone()
-    swapped[[3, 40]] = values[[40, 3]]
-    assert shard_digest(swapped, 0, 1) != shard_digest(values, 0, 1)
-
-
 def test_keys_of_neighbouring_elements_and_parameters_share_no_pattern():
     one = torch.ones(1, dtype=torch.int16)
     keys = [shard_digest(one, start, parameter_id) for start in range(200) for parameter_id in range(20)]
     assert len(set(keys)) == 4000
     ones_per_bit = torch.tensor([[key >> bit & 1 for bit in range(1, 64)] for key in keys]).double().mean(0)
     assert (ones_per_bit - 0.5).abs().max() < 0.05
-
-
-def test_it_does_not_take_a_zero_for_a_minus_zero():
-    assert shard_digest(torch.tensor([-0.0]), 0, 1) != shard_digest(torch.tensor([0.0]), 0, 1)
-
-
-def test_an_empty_slice_has_digest_zero():
-    assert shard_digest(torch.empty(0), 7, 1) == 0
 
 
 @pytest.mark.parametrize(

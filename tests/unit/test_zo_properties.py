@@ -1,4 +1,4 @@
-"""What holds for every registered estimator, layer policy and update rule: to be listed is to be tested."""
+"""Properties of every registered estimator, layer policy and update rule."""
 
 from __future__ import annotations
 

@@ -108,18 +108,11 @@ def load_prefix(model: nn.Module, directory: Path) -> None:
         directory: a snapshot or an exported step of a run of prefix tuning.
 
     Raises:
-        UserError: the directory holds no prefix, or the prefix of another model.
+        UserError: the prefix is that of another model.
+        FileNotFoundError: the directory holds no prefix.
     """
-    try:
-        length = json.loads((directory / _CONFIG).read_text())["prefix_length"]
-        tensors = load_file(directory / PrefixAdapter.weights_file)
-    except OSError as error:
-        raise UserError(
-            f"{directory} holds no prefix",
-            got=str(error),
-            expected=f"{_CONFIG} and {PrefixAdapter.weights_file}",
-            fix="export a run of prefix tuning",
-        ) from error
+    length = json.loads((directory / _CONFIG).read_text())["prefix_length"]
+    tensors = load_file(directory / PrefixAdapter.weights_file)
     PrefixAdapter(length).attach(model, find_blocks(model))
     own = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if {name: p.shape for name, p in own.items()} != {name: t.shape for name, t in tensors.items()}:

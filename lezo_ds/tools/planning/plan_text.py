@@ -5,7 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, config_to_dict, flatten
+from lezo_ds.config import (
+    TRAINED,
+    ZEROTH_ORDER,
+    config_to_dict,
+    flatten,
+    make_estimator,
+    make_layer_policy,
+)
 from lezo_ds.engine.step_plan import plan_format_of, scalar_bytes
 from lezo_ds.tools.planning.memory import GIB
 from lezo_ds.tools.planning.options import Plan, PlanOption
@@ -90,7 +97,9 @@ def _traffic_text(plan: Plan, work: StepWork) -> str:
     gathered = f"{work.gathered_bytes / _GIGA:.2f} GB of weights" if work.gathered_bytes else "no weights"
     host = f", {work.host_bytes / _GIGA:.2f} GB of weights from its host" if work.host_bytes else ""
     config = plan.chosen.config
-    plan_format = plan_format_of(config.zo, plan.model.num_blocks)
+    plan_format = plan_format_of(
+        make_estimator(config.zo), make_layer_policy(config.zo, plan.model.num_blocks)
+    )
     num_micro_batches = config.train.batch_size // config.train.micro_batch_size
     scalars = scalar_bytes(plan_format, num_micro_batches)
     return f"each rank receives {gathered}{host}, and {scalars} bytes of everything else"
