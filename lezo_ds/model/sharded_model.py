@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,12 @@ from lezo_ds import distributed
 from lezo_ds.config import PeftConfig
 from lezo_ds.errors import LezoError
 from lezo_ds.model.adapters import Adapter, make_adapter
-from lezo_ds.model.blocks import BlockLayout, find_blocks, gathering_limits, largest_module
+from lezo_ds.model.blocks import BlockLayout, gathering_limits, largest_module
+from lezo_ds.model.checkpoint import build_checked, check_files, open_weights, parameter_names
 from lezo_ds.model.snapshots import LOW_BITS_DIRECTORY, read_facts, write_snapshot
 from lezo_ds.noise import UpdatePrecision
 from lezo_ds.sharding import zero3
-from lezo_ds.sharding.checkpoint_files import (
-    DTYPES,
-    WeightFiles,
-    build_on_meta,
-    checkpoint_renaming,
-    load_model_config,
-    resolve_model,
-    with_safetensors,
-)
+from lezo_ds.sharding.checkpoint_files import WeightFiles, has_safetensors, resolve_model, with_safetensors
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids, table_hash
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.sharding.zero3 import ShardedParameter
@@ -113,7 +106,7 @@ class ShardedModel:
         adapter = self.adapter
         files = WeightFiles(
             directory,
-            rename=lambda stored: stored.removeprefix(adapter.stored_prefix),
+            prefix=adapter.stored_prefix.removesuffix("."),
             single=adapter.weights_file,
         )
         _load(
@@ -157,13 +150,14 @@ def load_sharded_model(
             fit it.
     """
     directory = _resolve_on_all_nodes(model)
-    module = build_on_meta(load_model_config(directory), DTYPES[dtype])
-    layout = find_blocks(module)
+    module, layout = build_checked(directory, dtype)
+    if not has_safetensors(directory):
+        check_files(module, directory)  # the .bin files are converted by now
     adapter = make_adapter(peft)
     if adapter is not None:
         adapter.attach(module, layout)
     own_name = str if adapter is None else adapter.own_name
-    aliases = _aliases(module, own_name)
+    aliases = parameter_names(module, own_name)
     ids = parameter_ids(aliases)
     ds_config = _with_gathering_limits(ds_config, module, layout)
     zero3.shard_model(module, ds_config, partition_size)
@@ -194,9 +188,7 @@ def load_sharded_model(
 
 def load_weights(weights: ShardedWeights, model: nn.Module, directory: Path) -> None:
     """Load the model's own shards from a directory, and their low bits if it is a snapshot that has them."""
-    files = WeightFiles(
-        directory, prefix=getattr(model, "base_model_prefix", ""), rename=checkpoint_renaming(model)
-    )
+    files = open_weights(model, directory)
     _load(weights, weights.base_parameters, files=files, low_bits=directory / LOW_BITS_DIRECTORY)
 
 
@@ -218,14 +210,6 @@ def _resolve_on_all_nodes(model: str) -> Path:
         with_safetensors(resolve_model(model))
     distributed.barrier()
     return resolve_model(model)
-
-
-def _aliases(module: nn.Module, own_name: Callable[[str], str]) -> dict[str, tuple[str, ...]]:
-    """Return all names of each parameter, by its first name. Tied parameters have several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(own_name(name))
-    return {found[0]: tuple(found) for found in names.values()}
 
 
 def _with_gathering_limits(

@@ -16,12 +16,12 @@ from lezo_ds.ds_config import load_ds_config, warn_of_idle_keys
 from lezo_ds.engine.first_order_engine import FirstOrderEngine, initialize_first_order
 from lezo_ds.engine.lezo_engine import LezoEngine, initialize
 from lezo_ds.errors import UserError
-from lezo_ds.model.blocks import find_blocks
+from lezo_ds.model.checkpoint import build_checked
 from lezo_ds.runs.first_order_run import FirstOrderRun, check_training_state
 from lezo_ds.runs.run import count_steps
 from lezo_ds.runs.run_directory import RunDirectory
 from lezo_ds.runs.zeroth_order_run import ZerothOrderRun, check_journal
-from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta, load_model_config, resolve_model
+from lezo_ds.sharding.checkpoint_files import resolve_model
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def _train(config: RunConfig) -> dict[str, Any]:
     with ExitStack() as lock:
 
         def prepare() -> None:
-            _check_dropped_layers(config)
+            _check_model(config)
             directory.create()
             lock.enter_context(directory.locked())
             _check_before_loading(config, data, directory)
@@ -127,10 +127,10 @@ def _ds_config(config: RunConfig) -> dict[str, Any]:
     return ds_config
 
 
-def _check_dropped_layers(config: RunConfig) -> None:
+def _check_model(config: RunConfig) -> None:
+    _, layout = build_checked(resolve_model(config.model.path), config.model.dtype)
     if config.method in ZEROTH_ORDER:
-        model = build_on_meta(load_model_config(resolve_model(config.model.path)), DTYPES[config.model.dtype])
-        num_dropped(config.zo, find_blocks(model).num_blocks)
+        num_dropped(config.zo, layout.num_blocks)
 
 
 def _check_before_loading(config: RunConfig, data: TaskData, directory: RunDirectory) -> None:

@@ -6,10 +6,11 @@ import copy
 import hashlib
 import json
 import logging
+import math
 import os
 import socket
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -23,17 +24,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, apply_renamings
+from transformers.core_model_loading import WeightTransform
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from lezo_ds.errors import HubError, UserError
 from lezo_ds.files import failures_named, make_directory, sync
+from lezo_ds.sharding.stored_parameters import StoredParameter, stored_parameters
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_WEIGHT_TYPES = ("F64", "F32", "BF16", "F16")  # as safetensors spells them
+NOT_QUANTIZED = "set model.path to the checkpoint that this one was made from, before it was quantized"
 _SAFE_TORCH = (2, 10)
 """In earlier versions, loading a .bin file can run code despite weights_only=True (CVE-2025-32434 and
 CVE-2026-24747)."""
@@ -76,23 +80,34 @@ def load_model_config(directory: Path) -> Any:  # noqa: ANN401
     """Return the transformers config of a model directory.
 
     Raises:
-        UserError: the config cannot be read, or transformers does not know the model type.
+        UserError: the config cannot be read, transformers does not know the model type, or the weights are
+            quantized.
     """
     try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
         raise UserError(
             f"the config of {directory} cannot be read",
             got=_first_line(error),
             expected="a model type that transformers knows (remote code is never run)",
         ) from error
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        method = dict(quantization).get("quant_method", "unknown")
+        raise UserError(
+            f"the weights of {directory} are quantized",
+            got=f"quantization_config in config.json, with quant_method {method}",
+            expected="weights in fp32, bf16 or fp16",
+            fix=NOT_QUANTIZED,
+        )
+    return config
 
 
 def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:  # noqa: ANN401
     """Build a causal language model on the meta device. Its parameters take no memory; its buffers are real.
 
     Raises:
-        UserError: the config is not that of a causal language model.
+        UserError: the config is not that of a causal language model, but that of an encoder, for example.
     """
     try:
         with accelerate.init_empty_weights(include_buffers=False):
@@ -105,20 +120,17 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:  # noqa: ANN401
             expected="a decoder, such as OPT, Llama, Qwen, Mistral, GPT-NeoX or GPT-2",
             fix="set model.path to a decoder",
         ) from error
+    is_decoder = getattr(model.config, "is_decoder", False)
+    if model.config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_decoder:
+        raise UserError(
+            f"{type(model).__name__} is an encoder: its tokens see those that follow them",
+            got=f"model_type {model.config.model_type}, with is_decoder false",
+            expected="a decoder, such as OPT, Llama, Qwen, Mistral, GPT-NeoX or GPT-2",
+            fix="set model.path to a decoder",
+        )
     model.tie_weights()
     model.config.use_cache = False
     return model.eval()  # type: ignore[no-any-return]
-
-
-def checkpoint_renaming(model: nn.Module) -> Callable[[str], str]:
-    """Return the function from the name of a stored tensor to the name of the parameter in the model.
-
-    Transformers 5 renames some parameters while it loads a checkpoint: the head of GPT-NeoX is `lm_head` in
-    the model and `embed_out` on disk. Conversions that also change values are not applied (for example,
-    experts that are merged into one tensor).
-    """
-    renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
-    return lambda name: str(apply_renamings(name, renamings))
 
 
 class WeightFiles:
@@ -127,7 +139,7 @@ class WeightFiles:
     Args:
         directory: holds model.safetensors, or an index and its files, or pytorch_model*.bin (converted once).
         prefix: the base-model prefix (for example, "model"), which a checkpoint of the bare decoder lacks.
-        rename: maps the name of a stored tensor to its name in the model (see `checkpoint_renaming`).
+        conversions: how the model's parameters are made from tensors of other names (`stored_parameters`).
         single: name of the file that holds all tensors, if it is not one of the above.
 
     Raises:
@@ -139,38 +151,40 @@ class WeightFiles:
         directory: Path,
         *,
         prefix: str = "",
-        rename: Callable[[str], str] = str,
+        conversions: Sequence[WeightTransform] = (),
         single: str | None = None,
     ) -> None:
         if single is None:
             self._files = _tensor_files(with_safetensors(directory))
         else:
             self._files = _tensors_of(directory / single)
-        self._stored = {rename(name): name for name in self._files} | {name: name for name in self._files}
+        self._stored = stored_parameters(self._files, conversions)
         self._prefix = prefix
         self._open = ExitStack()
         self._handles: dict[Path, Any] = {}
+
+    def __contains__(self, stored: str) -> bool:
+        """Return whether a tensor of this name is stored."""
+        return stored in self._files
 
     def close(self) -> None:
         """Close the files. A later read opens them again."""
         self._open.close()
         self._handles.clear()
 
-    def find(self, names: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-        """Map each parameter to the stored tensor that has its name or the name of a tied parameter.
+    def find(self, names: Mapping[str, tuple[str, ...]]) -> dict[str, StoredParameter]:
+        """Map each parameter to the tensors that are stored for its name or the name of a tied parameter.
 
         Args:
             names: all names of each parameter, by its first name.
 
         Raises:
-            UserError: a parameter is not stored under any of its names.
+            UserError: a parameter is not stored under any of its names, or in another form.
         """
-        found: dict[str, str] = {}
+        found: dict[str, StoredParameter] = {}
         for name, aliases in names.items():
             spellings = [spelling for alias in aliases for spelling in self._spellings(alias)]
-            stored = next(
-                (self._stored[spelling] for spelling in spellings if spelling in self._stored), None
-            )
+            stored = next((self._stored[s] for s in spellings if s in self._stored), None)
             if stored is not None:
                 found[name] = stored
         missing = sorted(set(names) - set(found))
@@ -182,23 +196,89 @@ class WeightFiles:
                 expected="one tensor for each parameter of the config's architecture",
                 fix="use a checkpoint that belongs to the config.json",
             )
+        for name, stored in found.items():
+            if stored.unknown_conversion:
+                raise UserError(
+                    f"the checkpoint stores parameter {name} in a form that cannot be read in slices",
+                    got=f"{stored.tensors[0]}, which transformers converts by {stored.unknown_conversion}",
+                    expected="the parameter as it is, or experts that are stacked",
+                    fix="load it with transformers and save it with save_original_format=False",
+                )
         return found
+
+    def refuse_quantized(self, names: Mapping[str, tuple[str, ...]], others: Collection[str] = ()) -> None:
+        """Check, from the names and types of all tensors, that the files hold plain weights.
+
+        A quantized checkpoint holds integers or 8-bit floats, and scales next to them. A tensor of a module
+        that the model lacks does not matter (for example, a head for another task).
+
+        Args:
+            names: all names of each parameter, by its first name.
+            others: names of other tensors that the model has.
+
+        Raises:
+            UserError: a tensor has a type that weights do not have, or a module of the model has no such
+                tensor.
+        """
+        known = {s for aliases in names.values() for alias in aliases for s in self._spellings(alias)}
+        owners = known | {name.rpartition(".")[0] for name in known}
+        used = {t for name, stored in self._stored.items() if name in known for t in stored.tensors}
+        for tensor in sorted(self._files.keys() - set(others)):
+            kind = self._view(tensor).get_dtype()
+            if tensor in used and kind not in _WEIGHT_TYPES:
+                raise UserError(
+                    f"tensor {tensor} of the checkpoint does not hold plain weights",
+                    got=f"type {kind}, as in quantized checkpoints",
+                    expected=" or ".join(_WEIGHT_TYPES),
+                    fix=NOT_QUANTIZED,
+                )
+            if tensor not in used and tensor.rpartition(".")[0] in owners:
+                raise UserError(
+                    f"the checkpoint holds {tensor}, and that module of the model has no such tensor",
+                    got=f"type {kind}, shape {self.shape(tensor)}",
+                    expected="only the model's weights, without scales or zeros of a quantized checkpoint",
+                    fix=NOT_QUANTIZED,
+                )
 
     def _spellings(self, name: str) -> tuple[str, ...]:
         if not self._prefix:
             return (name,)
         return (name, f"{self._prefix}.{name}", name.removeprefix(self._prefix + "."))
 
+    def parameter_shape(self, stored: StoredParameter) -> tuple[int, ...]:
+        """Return the shape of a parameter."""
+        shapes = [self.shape(tensor) for tensor in stored.tensors]
+        if not stored.num_stacked:
+            return shapes[0]
+        group = shapes[: len(shapes) // stored.num_stacked]
+        if shapes != group * stored.num_stacked:
+            return (sum(map(math.prod, shapes)),)  # experts of unequal shapes are no parameter of any model
+        return stored.num_stacked, sum(shape[0] for shape in group), *group[0][1:]
+
+    def read_parameter(self, stored: StoredParameter, start: int, stop: int) -> Tensor:
+        """Read elements [start, stop) of a flattened parameter, in its stored dtype."""
+        parts, begin = [], 0
+        for tensor in stored.tensors:
+            end = begin + math.prod(self.shape(tensor))
+            if begin < stop and start < end:
+                parts.append(self.read_range(tensor, max(start, begin) - begin, min(stop, end) - begin))
+            begin = end
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
     def shape(self, stored: str) -> tuple[int, ...]:
         """Return the shape of a stored tensor."""
-        return tuple(self._handle(stored).get_slice(stored).get_shape())
+        return tuple(self._view(stored).get_shape())
+
+    def read(self, stored: str) -> Tensor:
+        """Read a stored tensor."""
+        return self._view(stored)[...]  # type: ignore[no-any-return]
 
     def read_range(self, stored: str, start: int, stop: int) -> Tensor:
         """Read elements [start, stop) of a flattened stored tensor, in its stored dtype.
 
         Only the rows that contain them are read from the disk.
         """
-        view = self._handle(stored).get_slice(stored)
+        view = self._view(stored)
         shape = view.get_shape()
         if len(shape) == 0:
             return view[...].reshape(-1)[start:stop]  # type: ignore[no-any-return]
@@ -209,11 +289,11 @@ class WeightFiles:
         rows = view[first : -(-stop // row)]
         return rows.reshape(-1)[start - first * row : stop - first * row]  # type: ignore[no-any-return]
 
-    def _handle(self, stored: str) -> Any:  # noqa: ANN401
+    def _view(self, stored: str) -> Any:  # noqa: ANN401
         path = self._files[stored]
         if path not in self._handles:
             self._handles[path] = self._open.enter_context(_open_safetensors(path))
-        return self._handles[path]
+        return self._handles[path].get_slice(stored)
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
@@ -252,6 +332,11 @@ def _open_safetensors(path: Path) -> Any:  # noqa: ANN401
         ) from error
 
 
+def has_safetensors(directory: Path) -> bool:
+    """Return whether a directory holds weights as safetensors."""
+    return (directory / _SINGLE).is_file() or (directory / _INDEX).is_file()
+
+
 def with_safetensors(directory: Path) -> Path:
     """Return a directory that holds the weights as safetensors. Files of type .bin are converted once.
 
@@ -259,7 +344,7 @@ def with_safetensors(directory: Path) -> Path:
         UserError: the directory holds no weights, or a .bin file cannot be read.
         LezoError: the converted files cannot be written to the user's cache.
     """
-    if (directory / _SINGLE).is_file() or (directory / _INDEX).is_file():
+    if has_safetensors(directory):
         return directory
     sources = sorted(directory.glob("pytorch_model*.bin"))
     if not sources:

@@ -77,16 +77,16 @@ class ShardedWeights:
         """
         stored = files.find({parameter.name: self._aliases[parameter.name] for parameter in parameters})
         for parameter in parameters:
-            name = stored[parameter.name]
-            if files.shape(name) != parameter.shape:
+            source = stored[parameter.name]
+            if files.parameter_shape(source) != parameter.shape:
                 raise UserError(
-                    f"tensor {name} of the checkpoint does not fit the model",
-                    got=str(files.shape(name)),
+                    f"tensor {source.tensors[0]} of the checkpoint does not fit the model",
+                    got=str(files.parameter_shape(source)),
                     expected=str(parameter.shape),
                     fix="use a checkpoint that belongs to the config.json",
                 )
             end = parameter.start + parameter.count
-            values = files.read_range(name, parameter.start, end) if parameter.count else torch.empty(0)
+            values = files.read_parameter(source, parameter.start, end) if parameter.count else torch.empty(0)
             low = None
             if low_bits and parameter.count:
                 low = low_bits.read_range(parameter.name, parameter.start, end)

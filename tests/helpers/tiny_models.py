@@ -11,10 +11,12 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
     PhiConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCABULARY = 48
@@ -77,10 +79,24 @@ FAMILIES = {
         ),
         "model.layers",
     ),
+    # Mixtures of experts: each has three experts in a block, and two run for a token.
+    "mixtral": (
+        MixtralConfig(**_LLAMA_LIKE, num_local_experts=3, num_experts_per_tok=2),
+        "model.layers",
+    ),
+    "qwen3_moe": (
+        Qwen3MoeConfig(
+            **_LLAMA_LIKE, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True
+        ),
+        "model.layers",
+    ),
     "gemma": (GemmaConfig(**_LLAMA_LIKE), "model.layers"),
     "gemma2": (Gemma2Config(**_LLAMA_LIKE, sliding_window=8), "model.layers"),
 }
 """Family -> (config, path of its blocks)."""
+
+MIXTURES = ("mixtral", "qwen3_moe")
+"""Families whose tokens choose experts: a rounding may change the choice, and the logits with it."""
 
 
 def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0):

@@ -16,34 +16,25 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, tiny_model
 from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from lezo_ds.errors import LezoError, UserError
+from lezo_ds.model.checkpoint import check_files, open_weights, parameter_names
 from lezo_ds.sharding import checkpoint_files
-from lezo_ds.sharding.checkpoint_files import (
-    WeightFiles,
-    build_on_meta,
-    checkpoint_renaming,
-    load_model_config,
-)
-
-
-def parameter_names(model):
-    """Every parameter with all the names it goes by, as the engine asks for them."""
-    aliases = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(parameter), []).append(name)
-    return {names[0]: tuple(names) for names in aliases.values()}
+from lezo_ds.sharding.checkpoint_files import WeightFiles, build_on_meta, load_model_config
+from lezo_ds.sharding.stored_parameters import StoredParameter, stored_parameters
 
 
 def assert_holds_all_weights(directory, model):
-    files = WeightFiles(directory, prefix=model.base_model_prefix, rename=checkpoint_renaming(model))
+    check_files(model, directory)
+    files = open_weights(model, directory)
     parameters = dict(model.named_parameters())
     found = files.find(parameter_names(model))
     assert set(found) == set(parameters)
     for name, stored in found.items():
         expected = parameters[name]
-        assert files.shape(stored) == tuple(expected.shape)
-        assert torch.equal(files.read_range(stored, 0, expected.numel()), expected.flatten()), name
+        assert files.parameter_shape(stored) == tuple(expected.shape)
+        assert torch.equal(files.read_parameter(stored, 0, expected.numel()), expected.flatten()), name
     files.close()
 
 
@@ -131,7 +122,7 @@ def test_a_tied_parameter_is_found_under_whichever_of_its_names_it_is_stored(sin
     stored[head] = stored.pop(embedding)
     save_file(stored, tmp_path / "model.safetensors")
     files = WeightFiles(tmp_path, prefix="model")
-    assert files.find(parameter_names(model))[embedding] == head
+    assert files.find(parameter_names(model))[embedding] == StoredParameter((head,))
     assert_holds_all_weights(tmp_path, model)
 
 
@@ -151,11 +142,12 @@ def test_a_checkpoint_saved_from_the_base_model_is_read(model, tmp_path):
 def test_names_on_disk_that_transformers_renames_are_found_and_the_models_own_come_first(tmp_path):
     model = tiny_model("gpt_neox")
     names = parameter_names(model)
-    renaming = checkpoint_renaming(model)
-    assert renaming("embed_out.weight") == "lm_head.weight"
+    conversions = get_model_conversion_mapping(model)
+    renamed = stored_parameters(["embed_out.weight"], conversions)
+    assert renamed["lm_head.weight"] == StoredParameter(("embed_out.weight",))
     save_file({name: torch.zeros(1) for name in [*names, "embed_out.weight"]}, tmp_path / "model.safetensors")
-    files = WeightFiles(tmp_path, prefix="gpt_neox", rename=renaming)
-    assert files.find(names)["lm_head.weight"] == "lm_head.weight"
+    files = WeightFiles(tmp_path, prefix="gpt_neox", conversions=conversions)
+    assert files.find(names)["lm_head.weight"] == StoredParameter(("lm_head.weight",))
 
 
 def test_missing_tensors_are_named(single, model, tmp_path):
@@ -180,7 +172,7 @@ def test_a_cut_or_missing_weights_file_is_refused_with_its_name(sharded, model, 
     files = WeightFiles(directory, prefix="model")
     with pytest.raises(UserError, match=f"{victim.name} cannot be read"):
         for stored in files.find(parameter_names(model)).values():
-            files.read_range(stored, 0, 1)
+            files.read_parameter(stored, 0, 1)
 
 
 def bin_directory(tmp_path, tensors, legacy=False):

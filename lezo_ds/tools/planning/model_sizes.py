@@ -11,7 +11,8 @@ from torch import nn
 from lezo_ds.config import TRAINED, RunConfig
 from lezo_ds.model.adapters import make_adapter
 from lezo_ds.model.blocks import find_blocks, largest_module
-from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta, load_model_config
+from lezo_ds.model.checkpoint import build_checked
+from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta
 from lezo_ds.tools.opt_shapes import SHAPES, opt_config
 
 _HIDDEN_STATES = 5  # held while a block runs: both embeddings, the block's input, the residual, the norm
@@ -81,16 +82,16 @@ def model_sizes(config: RunConfig, directory: Path | None = None) -> ModelSizes:
         directory: where the model's config.json is; None for model.path, unless that is a published OPT.
 
     Raises:
-        UserError: the model cannot be found, is not a causal language model, or has no transformer blocks; or
-            the adapter does not fit it.
+        UserError: the model cannot be found, is not a causal language model, has no transformer blocks, or
+            its files do not hold its weights; or the adapter does not fit it.
     """
     path, dtype = config.model.path, DTYPES[config.model.dtype]
+    model: Any
     if directory is None and is_published_opt(path):
-        transformers_config: Any = opt_config(path.removeprefix("facebook/"))
+        model = build_on_meta(opt_config(path.removeprefix("facebook/")), dtype)
+        layout = find_blocks(model)
     else:
-        transformers_config = load_model_config(directory or Path(path))
-    model: Any = build_on_meta(transformers_config, dtype)
-    layout = find_blocks(model)
+        model, layout = build_checked(directory or Path(path), config.model.dtype)
     adapter = make_adapter(config.peft if config.method in TRAINED else None)
     if adapter is not None:
         adapter.attach(model, layout)
@@ -100,7 +101,7 @@ def model_sizes(config: RunConfig, directory: Path | None = None) -> ModelSizes:
     whole = [module for module in model.modules() if module is not head and module not in tables]
     widths = [_output_width(module) for module in blocks[0].modules()]
     num_wide = _WIDE_OUTPUTS + widths.count(max(widths))  # a gated feed-forward layer has two widest outputs
-    text = transformers_config.get_text_config()
+    text = model.config.get_text_config()
     return ModelSizes(
         class_name=type(model).__name__,
         blocks_path=layout.path,
