@@ -14,17 +14,13 @@ import os
 import resource
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from lezo_ds.config.reading import nearest
-from lezo_ds.errors import LezoError, LostRankError, UserError
+from lezo_ds.errors import LezoError, UserError, end_with, launched_rank
 
-_RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK")
-_SILENCE_SECONDS = 10.0
-_LOST_RANK_SECONDS = 3.0
 _MIN_OPEN_FILES = 64
 """A rank of a small run needs 25. Messages between ranks and files of weights need more."""
 
@@ -32,29 +28,17 @@ _MIN_OPEN_FILES = 64
 def run_main(main: Callable[[], None]) -> None:
     """Run a command and end the process. The exit code is 0 if it succeeds, else that of the error.
 
-    An error of this package is printed as one line. If all ranks raise the same error, the line of rank 0 is
-    enough: the other ranks wait, and the launcher ends them before they print theirs. The lost rank may be
-    rank 0, so rank 1 also prints that error at once. Then rank 1 waits, so that the launcher ends with the
-    exit code of the rank that failed first.
+    An error of this package is printed as one line (see `lezo_ds.errors.end_with`).
     """
     sys.stdout, sys.stderr = _without_broken_pipe(sys.stdout), _without_broken_pipe(sys.stderr)
-    logging.basicConfig(level=logging.INFO if _rank() == 0 else logging.ERROR, format="%(message)s")
+    logging.basicConfig(level=logging.INFO if launched_rank() == 0 else logging.ERROR, format="%(message)s")
     for noisy in ("DeepSpeed", "httpx", "datasets", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     try:
         _check_open_files()
         main()
     except LezoError as error:
-        is_lost = isinstance(error, LostRankError)
-        if _rank() > is_lost:
-            time.sleep(_LOST_RANK_SECONDS if is_lost else _SILENCE_SECONDS)
-        line = " ".join(str(error).split())  # a quoted value may contain line breaks
-        print(f"error: {line}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        if is_lost and _rank() == 1:
-            time.sleep(_LOST_RANK_SECONDS)
-        # Not sys.exit, which destroys the process group and waits for ranks that may be in a collective.
-        os._exit(error.exit_code)
+        end_with(error)
     # A command that did not need torch has not imported this module.
     if "lezo_ds.distributed" in sys.modules:
         sys.modules["lezo_ds.distributed"].shut_down()
@@ -109,10 +93,6 @@ def _end() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def _rank() -> int:
-    return int(next((os.environ[name] for name in _RANK_NAMES if name in os.environ), "0"))
 
 
 class _Parser(argparse.ArgumentParser):

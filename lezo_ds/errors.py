@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
+from typing import NoReturn
+
+_RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK")
+_SILENCE_SECONDS = 10.0
+_LOST_RANK_SECONDS = 3.0
+
 
 class LezoError(Exception):
     """Base class of the errors that this package raises on purpose. Commands exit with `exit_code`."""
@@ -66,3 +75,28 @@ class LostRankError(LezoError):
     """A rank has ended, or did not answer in time."""
 
     exit_code = 6
+
+
+def launched_rank() -> int:
+    """Return the rank that the launcher gave this process. It is known before the process group starts."""
+    return int(next((os.environ[name] for name in _RANK_NAMES if name in os.environ), "0"))
+
+
+def end_with(error: LezoError) -> NoReturn:
+    """Print an error as one line and end the process with the error's exit code. Any thread may call it.
+
+    If all ranks end with the same error, the line of rank 0 is enough: the other ranks wait, and the launcher
+    ends them before they print theirs. A lost rank may be rank 0, so rank 1 also prints that error at once.
+    Then rank 1 waits, so that the launcher ends with the exit code of the rank that failed first.
+    """
+    is_lost = isinstance(error, LostRankError)
+    rank = launched_rank()
+    if rank > is_lost:
+        time.sleep(_LOST_RANK_SECONDS if is_lost else _SILENCE_SECONDS)
+    line = " ".join(str(error).split())  # a quoted value may contain line breaks
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    if is_lost and rank == 1:
+        time.sleep(_LOST_RANK_SECONDS)
+    # Not sys.exit, which destroys the process group and waits for ranks that may be in a collective.
+    os._exit(error.exit_code)

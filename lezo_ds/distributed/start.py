@@ -13,14 +13,14 @@ from datetime import timedelta
 from deepspeed import comm
 from torch.distributed import DistError
 
-from lezo_ds.distributed import rendezvous
+from lezo_ds.distributed import heartbeat, rendezvous
 from lezo_ds.distributed.accelerator import adapt_to_cpu, take_device
-from lezo_ds.errors import LostRankError
 
 # Phrases that occur in gloo's errors and in no others. gloo raises a plain RuntimeError (torch 2.13).
 _LOST = re.compile(
     r"[Cc]onnection (closed|reset|refused)|[Tt]imed out waiting|timeout caused|gloo/transport|Socket closed"
 )
+_heartbeats: list[heartbeat.Heartbeat] = []
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -44,16 +44,21 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
     take_device()  # before the first message: otherwise every rank would send it from GPU 0
     timeout = timedelta(seconds=timeout_seconds)
     comm.init_distributed(timeout=timeout, init_method=rendezvous.prepare(), verbose=False)
+    if comm.get_world_size() > 1:
+        limit = min(heartbeat.LIMIT_SECONDS, timeout_seconds)
+        _heartbeats.append(heartbeat.Heartbeat(comm.get_rank(), comm.get_world_size(), limit))
     # No rank returns before all have joined. Otherwise a rank that ends at once, for example because of bad
     # input, would break the connections of the ranks that are still joining.
     comm.barrier()
+    for beating in _heartbeats:
+        beating.start()
 
 
 @contextmanager
 def lost_ranks_reported(state: Callable[[], str]) -> Iterator[None]:
     """Turn an error of a message between ranks into one that says that another rank is lost.
 
-    With NCCL, torch's own watchdog detects a rank that hangs. It ends the process with its own message.
+    If the message never ends, the heartbeat finds the lost rank and ends the process with the same line.
 
     Args:
         state: returns a description of the run for the error, such as its last good step.
@@ -62,15 +67,13 @@ def lost_ranks_reported(state: Callable[[], str]) -> Iterator[None]:
         LostRankError: a message between ranks failed.
     """
     try:
-        yield
+        with heartbeat.ending_if_lost(state):
+            yield
     except RuntimeError as error:
         text = " ".join(str(error).split())
         if not (isinstance(error, DistError) or _LOST.search(text)):
             raise
-        raise LostRankError(
-            f"another rank has ended, or has not answered in time; got: {text[:200]}; {state()}; "
-            "fix: read the error of that rank, then run the same command again"
-        ) from error
+        raise heartbeat.lost_rank_error(text[:200], state()) from error
 
 
 def _set_rank_variables() -> None:
@@ -136,6 +139,8 @@ def free_port() -> int:
 
 def shut_down() -> None:
     """Leave the process group. A collective: a rank that leaves early breaks the messages of the others."""
+    while _heartbeats:
+        _heartbeats.pop().stop()
     if comm.is_initialized():
         comm.barrier()
         comm.destroy_process_group()

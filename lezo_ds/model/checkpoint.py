@@ -72,7 +72,7 @@ def open_weights(model: nn.Module, directory: Path) -> WeightFiles:
     return WeightFiles(
         directory,
         prefix=getattr(model, "base_model_prefix", ""),
-        conversions=get_model_conversion_mapping(model),  # type: ignore[arg-type]
+        conversions=get_model_conversion_mapping(model),
     )
 
 

@@ -13,6 +13,7 @@ from commands import assert_refused, environment, python, run, run_well
 
 from lezo_ds import command_line
 from lezo_ds.config import describe
+from lezo_ds.errors import launched_rank
 
 SCRIPT = """
 import sys
@@ -116,9 +117,9 @@ def test_a_low_limit_of_open_files_is_refused():
 def test_only_rank_zero_speaks_of_what_is_no_error(name, monkeypatch):
     for other in RANK_NAMES:
         monkeypatch.delenv(other, raising=False)
-    assert command_line._rank() == 0
+    assert launched_rank() == 0
     monkeypatch.setenv(name, "3")
-    assert command_line._rank() == 3
+    assert launched_rank() == 3
 
 
 def test_another_rank_than_the_first_still_tells_of_an_error_that_it_alone_met():

@@ -1,0 +1,126 @@
+"""Finds a rank whose process has ended or hangs, whatever the main threads of the others wait for.
+
+With gloo, a rank that ends breaks the messages of the others. With NCCL, and if a rank hangs, the others wait
+until torch's timeout, half an hour by default, and NCCL then ends them without a message of ours.
+
+A thread of each rank counts in a store that rank 0 holds. Rank 0 watches the counts of all others, and they
+watch that of rank 0: if rank 0 ends because it misses one, the others then miss rank 0. The count says that
+the process runs, and nothing of the main thread. A long step or a slow disk is therefore no reason to end.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from lezo_ds.errors import LostRankError, end_with
+
+LIMIT_SECONDS = 300.0
+"""A rank is lost if its count stays the same for so long. A thread cannot count while another one holds the
+interpreter's lock, as a library might while it reads or writes a large file."""
+
+_BEATS = 60  # in this time; a slow beat does not matter
+_RANK_ZERO_SECONDS = 3.0
+
+_states: list[Callable[[], str]] = []
+
+
+class Heartbeat:
+    """The count of this rank, and what is known of the others.
+
+    Args:
+        rank: of this process.
+        num_ranks: number of ranks.
+        limit_seconds: see `LIMIT_SECONDS`.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, limit_seconds: float) -> None:
+        self._rank = rank
+        self._interval = limit_seconds / _BEATS
+        # How often this thread has looked since the count of a rank last changed. This is not a time, so that
+        # a machine that slept does not find all others lost when it wakes up.
+        self._missed = dict.fromkeys(range(1, num_ranks) if rank == 0 else [0], 0)
+        self._store_is_gone = False
+        self._stopped = threading.Event()
+        # The connection is not shared: the process group's may wait for hours for a rank that is late.
+        self._store = TCPStore(
+            host_name=os.environ["MASTER_ADDR"],
+            port=int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=limit_seconds),
+        )
+
+    def start(self) -> None:
+        """Start to count and to watch."""
+        for work in (self._count, self._watch):
+            threading.Thread(target=work, daemon=True, name=f"heartbeat{work.__name__}").start()
+
+    def stop(self) -> None:
+        """Stop both. After this, no rank is found lost."""
+        self._stopped.set()
+
+    def _count(self) -> None:
+        counts: dict[int, int] = {}
+        try:
+            while not self._stopped.wait(self._interval):
+                self._store.add(f"heartbeat {self._rank}", 1)
+                for rank in self._missed:
+                    count = self._store.add(f"heartbeat {rank}", 0)
+                    if count != counts.get(rank):
+                        counts[rank], self._missed[rank] = count, 0
+        except RuntimeError:  # a closed connection, so rank 0 has ended
+            self._store_is_gone = True
+
+    def _watch(self) -> None:
+        # This is a thread of its own, because the other one waits forever if rank 0 hangs.
+        while not self._stopped.wait(self._interval):
+            if self._store_is_gone:
+                time.sleep(_RANK_ZERO_SECONDS)  # for the launcher, which ends this rank if rank 0 has failed
+                self._report("rank 0 has ended")
+                return
+            for rank, missed in list(self._missed.items()):
+                self._missed[rank] = missed + 1
+                if missed >= _BEATS:
+                    self._report(f"rank {rank} has shown no sign of life for {self._interval * _BEATS:.0f} s")
+
+    def _report(self, found: str) -> None:
+        for state in _states[-1:]:  # a copy: the main thread may leave the context at this moment
+            if not self._stopped.is_set():
+                end_with(lost_rank_error(found, state()))
+
+
+def lost_rank_error(found: str, state: str) -> LostRankError:
+    """Return the error for a rank that has ended or hangs.
+
+    Args:
+        found: what shows it.
+        state: a description of the run, such as its last good step.
+    """
+    return LostRankError(
+        f"another rank has ended, or has not answered in time; got: {found}; {state}; "
+        "fix: read the error of that rank, then run the same command again"
+    )
+
+
+@contextmanager
+def ending_if_lost(state: Callable[[], str]) -> Iterator[None]:
+    """End this process, with exit code 6 and one line, if another rank is lost inside the context.
+
+    The main thread may be inside a message that never ends. It cannot raise an error, so that the process
+    ends at once, as if it were killed.
+
+    Args:
+        state: returns a description of the run for the error. Another thread calls it.
+    """
+    _states.append(state)
+    try:
+        yield
+    finally:
+        _states.pop()
