@@ -28,13 +28,34 @@ def build_checked(directory: Path, dtype: str) -> tuple[nn.Module, BlockLayout]:
         dtype: of the weights: "fp32", "bf16" or "fp16".
 
     Raises:
-        UserError: the model has no transformer blocks, or the files do not hold its weights.
+        UserError: the model has no transformer blocks, or its experts are modules of their own, or the files
+            do not hold its weights.
     """
     model = build_on_meta(load_model_config(directory), DTYPES[dtype])
     layout = find_blocks(model)
+    refuse_separate_experts(model, layout)
     if has_safetensors(directory):
         check_files(model, directory)
     return model, layout
+
+
+def refuse_separate_experts(model: nn.Module, layout: BlockLayout) -> None:
+    """Check that no block has a list of experts that run only if a token chooses them.
+
+    Ranks gather the weights of a module when it runs. If their tokens chose different modules, they would
+    wait for each other forever. Transformers 5 keeps the experts of a block in one module that always runs.
+
+    Raises:
+        UserError: a block has such a list.
+    """
+    for name, module in model.get_submodule(layout.path).named_modules():
+        if name.rpartition(".")[2] == "experts" and isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise UserError(
+                f"each expert of {type(model).__name__} is a module of its own",
+                got=f"{layout.path}.{name} with {len(module)} modules",
+                expected="one module with the experts of a block, as in Mixtral in transformers 5",
+                fix="update transformers, or use another model",
+            )
 
 
 def check_files(model: nn.Module, directory: Path) -> None:

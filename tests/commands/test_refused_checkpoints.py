@@ -71,10 +71,8 @@ def damaged(recipe, tmp_path):
 
     def make(change):
         model = shutil.copytree(recipe.parent / "model", tmp_path / "model")
-        config, tensors = (
-            json.loads((model / "config.json").read_text()),
-            load_file(model / "model.safetensors"),
-        )
+        config = json.loads((model / "config.json").read_text())
+        tensors = load_file(model / "model.safetensors")
         change(config, tensors)
         (model / "config.json").write_text(json.dumps(config))
         save_file(tensors, model / "model.safetensors")

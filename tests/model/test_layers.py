@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from lezo_ds.errors import UserError
 from lezo_ds.model.blocks import BlockLayout, find_blocks, largest_module
+from lezo_ds.model.checkpoint import refuse_separate_experts
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -57,6 +58,14 @@ def test_the_list_with_the_most_parameters_is_taken_and_experts_inside_a_block_a
     model.heads = nn.ModuleList(nn.Linear(3, 3) for _ in range(30))
     model.blocks = nn.ModuleList(Block() for _ in range(2))
     assert find_blocks(model) == BlockLayout("blocks", 2)
+    with pytest.raises(UserError, match=r"each expert of Module .* got: blocks\.0\.experts with 20"):
+        refuse_separate_experts(model, find_blocks(model))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_family_has_experts_that_run_only_if_they_are_chosen(family):
+    model = tiny_model(family)
+    refuse_separate_experts(model, find_blocks(model))
 
 
 def test_sharded_parameters_count_with_their_full_size():
