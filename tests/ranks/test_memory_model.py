@@ -90,10 +90,11 @@ def measured_model(tmp_path_factory):
 )
 def test_the_formula_gives_the_measured_peak(num_ranks, changes, measured_model):
     config = recipe(measured_model, train__micro_batch_size=8 // num_ranks, **changes)
-    memory = rank_memory(config, model_sizes(config), INPUTS, world_size=num_ranks, on_gpu=False, reserve=0)
+    memory = rank_memory(config, model_sizes(config), INPUTS, world_size=num_ranks, on_gpu=False)
+    predicted = memory.total - CPU_RESERVE
     before, peak = max(run_ranks(measure_steps, num_ranks, config))
-    print(f"\n{memory}; {memory.total / (peak - before) - 1:+.1%}")
-    assert memory.total == pytest.approx(peak - before, rel=TOLERANCE)
+    print(f"\n{memory}; {predicted / (peak - before) - 1:+.1%}")
+    assert predicted == pytest.approx(peak - before, rel=TOLERANCE)
     # What the libraries take differs between machines: 0.40 GiB was measured on one, 0.53 on another.
     assert CPU_RESERVE / 2 < before < CPU_RESERVE * (1 + TOLERANCE)
 
@@ -127,7 +128,7 @@ def test_no_more_is_gathered_at_once_than_two_of_the_largest_modules(tmp_path):
 
 def memory_of(num_ranks=1, inputs=INPUTS, on_gpu=True, path="opt-30b", **changes):
     config = recipe(path, train__micro_batch_size=1, train__batch_size=num_ranks, **changes)
-    return rank_memory(config, model_sizes(config), inputs, world_size=num_ranks, on_gpu=on_gpu, reserve=0)
+    return rank_memory(config, model_sizes(config), inputs, world_size=num_ranks, on_gpu=on_gpu)
 
 
 def with_offload(path, **offload):
@@ -138,9 +139,7 @@ def with_offload(path, **offload):
 def test_the_sizes_of_opt_30b_are_the_published_ones():
     model = model_sizes(recipe("facebook/opt-30b"))
     assert model.num_parameters == model.num_trained == NUM_PARAMETERS
-    assert model.num_in_blocks == model.num_trained_in_blocks == 48 * BLOCK
-    assert (model.num_blocks, model.hidden_size, model.largest_module) == (48, 7168, BLOCK)
-    assert model.head == model.num_trained_in_tables == 50272 * 7168
+    assert (model.num_blocks, model.largest_module, model.head) == (48, BLOCK, 50272 * 7168)
 
 
 def test_a_model_on_one_rank_gathers_nothing_and_copies_its_largest_layer_for_each_sign():

@@ -77,7 +77,6 @@ def rank_memory(
     *,
     world_size: int,
     on_gpu: bool = True,
-    reserve: int | None = None,
 ) -> RankMemory:
     """Return the peak memory of each rank of a run.
 
@@ -87,7 +86,6 @@ def rank_memory(
         inputs: sizes of its longest inputs.
         world_size: number of ranks.
         on_gpu: whether the ranks compute on GPUs; otherwise on CPUs.
-        reserve: bytes that hold no tensor; None for GPU_RESERVE or CPU_RESERVE.
 
     Raises:
         UserError: the DeepSpeed JSON cannot be used.
@@ -121,7 +119,7 @@ def rank_memory(
         "shards": 0 if leaves_device else in_memory,
         "low bits": 0 if leaves_device else low_bits,
         "AdamW's states": states,
-        "reserve": reserve if reserve is not None else GPU_RESERVE if on_gpu else CPU_RESERVE,
+        "reserve": GPU_RESERVE if on_gpu else CPU_RESERVE,
     }
     parts = held | max(running, not_running, key=lambda moment: sum(moment.values()))
     return RankMemory(

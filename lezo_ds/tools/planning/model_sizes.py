@@ -29,14 +29,10 @@ class ModelSizes:
         num_blocks: number of transformer blocks.
         parameters: size of every parameter; a tied parameter appears once.
         num_trained: size of all trained parameters together.
-        num_in_blocks: size of all blocks together.
-        num_trained_in_blocks: size of the trained parameters in all blocks together.
-        num_trained_in_tables: size of the trained embedding tables together.
         largest_module: size of the largest block, or of a larger module outside the blocks.
         largest_perturbed: trained size of the largest module that a step perturbs whole. Embedding tables do
             not count, because only the rows that are read are perturbed; nor does the output head.
         head: trained size of the output head.
-        hidden_size: width of the hidden states.
         activation_width: size of the activations of one token while a block runs. A block that keeps them for
             a backward pass needs about as much (Korthikanti et al. 2022).
         cached_width: size of the keys and values of one token in one block.
@@ -50,13 +46,9 @@ class ModelSizes:
     num_blocks: int
     parameters: tuple[int, ...]
     num_trained: int
-    num_in_blocks: int
-    num_trained_in_blocks: int
-    num_trained_in_tables: int
     largest_module: int
     largest_perturbed: int
     head: int
-    hidden_size: int
     activation_width: int
     cached_width: int
     vocabulary_size: int
@@ -108,13 +100,9 @@ def model_sizes(config: RunConfig, directory: Path | None = None) -> ModelSizes:
         num_blocks=layout.num_blocks,
         parameters=tuple(parameter.numel() for parameter in model.parameters()),
         num_trained=_trained(model),
-        num_in_blocks=sum(parameter.numel() for parameter in blocks.parameters()),
-        num_trained_in_blocks=_trained(blocks),
-        num_trained_in_tables=sum(map(_trained, tables)),
         largest_module=largest_module(model, layout),
         largest_perturbed=max(_trained(module, recurse=False) for module in whole),
         head=_trained(head) if head else 0,
-        hidden_size=text.hidden_size,
         activation_width=_HIDDEN_STATES * text.hidden_size + num_wide * max(widths),
         cached_width=_cached_width(text),
         vocabulary_size=text.vocab_size,

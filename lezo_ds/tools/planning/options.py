@@ -11,8 +11,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.tools.planning.inputs import InputSizes, assumed_inputs
 from lezo_ds.tools.planning.memory import GIB, RankMemory, rank_memory
 from lezo_ds.tools.planning.model_sizes import ModelSizes, model_sizes
-from lezo_ds.tools.planning.step_cost import StepWork, step_work
-from lezo_ds.tools.workloads import typical_workload
+from lezo_ds.tools.planning.traffic import StepTraffic, step_traffic
 from lezo_ds.zo.precision import UpdatePrecision
 
 _OFFLOAD_CONFIG = "ds_configs/zero3_cpu_offload.json"
@@ -27,13 +26,13 @@ class PlanOption:
         config: the recipe with the largest batches that fit, or the smallest possible ones.
         memory: memory of each rank.
         fits: whether a GPU has that much.
-        work: work of a rank in a step with typical inputs; None for methods that are not zeroth-order.
+        traffic: traffic of a rank in a step; None for methods that are not zeroth-order.
     """
 
     config: RunConfig
     memory: RankMemory
     fits: bool
-    work: StepWork | None
+    traffic: StepTraffic | None
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,6 @@ class Plan:
         recipe: configuration that was planned for.
         num_gpus: number of GPUs, with one rank on each.
         gpu_bytes: memory of each GPU in bytes.
-        typical_length: tokens of a typical input.
         model: sizes of the model.
         inputs: sizes of the longest inputs.
         options: all options in the order of preference.
@@ -54,7 +52,6 @@ class Plan:
     recipe: RunConfig
     num_gpus: int
     gpu_bytes: int
-    typical_length: int
     model: ModelSizes
     inputs: InputSizes
     options: tuple[PlanOption, ...]
@@ -67,7 +64,6 @@ def make_plan(
     num_gpus: int,
     gpu_bytes: int,
     length: int | None = None,
-    reserve: int | None = None,
 ) -> Plan:
     """Compute every option to run a recipe, and choose one.
 
@@ -80,8 +76,7 @@ def make_plan(
         recipe: configuration of the run.
         num_gpus: number of GPUs, with one rank on each.
         gpu_bytes: memory of each GPU in bytes.
-        length: tokens of every input; None for the task's typical length, with longer ones in memory.
-        reserve: bytes of each GPU that hold no tensor; None for an assumption.
+        length: tokens of the longest input; None for an assumption from the task.
 
     Raises:
         UserError: the model cannot be found, the batch does not divide among the GPUs, or nothing fits.
@@ -95,14 +90,13 @@ def make_plan(
             fix=f"give --length {model.max_length}",
         )
     inputs = assumed_inputs(recipe, model, length)
-    typical_length = length or typical_workload(recipe.data.task).length
 
     def option(config: RunConfig) -> PlanOption:
-        memory = rank_memory(config, model, inputs, world_size=num_gpus, reserve=reserve)
-        work = None
+        memory = rank_memory(config, model, inputs, world_size=num_gpus)
+        traffic = None
         if config.method in ZEROTH_ORDER:
-            work = step_work(config, model, memory, length=typical_length, world_size=num_gpus)
-        return PlanOption(config, memory, memory.total <= gpu_bytes, work)
+            traffic = step_traffic(config, model, memory, num_gpus)
+        return PlanOption(config, memory, memory.total <= gpu_bytes, traffic)
 
     options: list[PlanOption] = []
     for start in (recipe, replace(recipe, deepspeed=_OFFLOAD_CONFIG)):
@@ -119,7 +113,7 @@ def make_plan(
             expected=f"at most {gpu_bytes / GIB:g} GiB",
             fix="use more or larger GPUs, a smaller model, or a shorter --length",
         )
-    return Plan(recipe, num_gpus, gpu_bytes, typical_length, model, inputs, tuple(options), chosen)
+    return Plan(recipe, num_gpus, gpu_bytes, model, inputs, tuple(options), chosen)
 
 
 def _first_that_fits(options: Iterable[PlanOption]) -> PlanOption:

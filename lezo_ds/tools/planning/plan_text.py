@@ -15,37 +15,31 @@ from lezo_ds.config import (
 )
 from lezo_ds.engine.step_plan import plan_format_of, scalar_bytes
 from lezo_ds.tools.planning.memory import GIB
-from lezo_ds.tools.planning.options import Plan, PlanOption
-from lezo_ds.tools.planning.step_cost import Speeds, StepWork
+from lezo_ds.tools.planning.options import Plan
+from lezo_ds.tools.planning.traffic import StepTraffic
 
 _GIGA = 1e9
 
 
-def plan_text(plan: Plan, speeds: Speeds | None) -> str:
-    """Return a plan as lines, each with a heading and a fact, without the command.
-
-    Args:
-        plan: from `make_plan`.
-        speeds: speeds for an estimate of the time; None for no estimate.
-    """
+def plan_text(plan: Plan) -> str:
+    """Return a plan as lines, each with a heading and a fact, without the command."""
     model, config, chosen = plan.model, plan.chosen.config, plan.chosen
     size = f"{model.num_parameters:,} parameters in {model.num_blocks} blocks"
     gpus = "1 GPU" if plan.num_gpus == 1 else f"{plan.num_gpus} GPUs"
     batch = f"batches of {config.train.batch_size}" if config.method in TRAINED else "examples"
-    longest = f"at most {plan.inputs.length} ({plan.inputs.source})"
+    longest = f"at most {plan.inputs.length} tokens ({plan.inputs.source})"
     lines = [
         ("model", f"{config.model.path}: {model.class_name}, {size}, {config.model.dtype}"),
         ("hardware", f"{gpus} of {plan.gpu_bytes / GIB:g} GiB"),
-        ("inputs", f"{config.data.task}, {batch}, typically {plan.typical_length} tokens, {longest}"),
-        *_option_lines(plan, speeds),
+        ("inputs", f"{config.data.task}, {batch}, {longest}"),
+        *_option_lines(plan),
         ("memory a rank", str(chosen.memory)),
     ]
     if chosen.memory.host:
         hosts = chosen.memory.host * plan.num_gpus / GIB
         lines.append(("host memory", f"{hosts:.0f} GiB for all ranks together"))
-    if chosen.work is not None:
-        lines.append(("traffic a step", _traffic_text(plan, chosen.work)))
-        lines += _time_lines(chosen.work, config.train.steps or 0, speeds)
+    if chosen.traffic is not None:
+        lines.append(("traffic a step", _traffic_text(plan, chosen.traffic)))
     return "\n".join(f"{heading:15} {text}" for heading, text in lines)
 
 
@@ -69,9 +63,8 @@ def _yaml(value: object) -> str:
     return "null" if value is None else str(value)
 
 
-def _option_lines(plan: Plan, speeds: Speeds | None) -> list[tuple[str, str]]:
-    titles = ["shared by", "updates    ", "micro-batch", "eval batch", "GiB a rank"]
-    rows = [titles + ["s a step"] * bool(speeds)]
+def _option_lines(plan: Plan) -> list[tuple[str, str]]:
+    rows = [["shared by", "updates    ", "micro-batch", "eval batch", "GiB a rank"]]
     for option in plan.options:
         config = option.config
         row = [
@@ -80,7 +73,6 @@ def _option_lines(plan: Plan, speeds: Speeds | None) -> list[tuple[str, str]]:
             str(config.train.micro_batch_size) if config.method in TRAINED else "-",
             str(config.train.eval_batch_size),
             f"{option.memory.total / GIB:.2f}",
-            *([_seconds(option, speeds)] if speeds else []),
         ]
         remark = "chosen" if option is plan.chosen else "fits" if option.fits else "does not fit"
         rows.append([*row, remark + (", weights in the host's memory" if option.memory.host else "")])
@@ -89,13 +81,9 @@ def _option_lines(plan: Plan, speeds: Speeds | None) -> list[tuple[str, str]]:
     return [("" if index else "options", text) for index, text in enumerate(texts)]
 
 
-def _seconds(option: PlanOption, speeds: Speeds) -> str:
-    return f"{option.work.step_seconds(speeds)[1]:.3f}" if option.fits and option.work else "-"
-
-
-def _traffic_text(plan: Plan, work: StepWork) -> str:
-    gathered = f"{work.gathered_bytes / _GIGA:.2f} GB of weights" if work.gathered_bytes else "no weights"
-    host = f", {work.host_bytes / _GIGA:.2f} GB of weights from its host" if work.host_bytes else ""
+def _traffic_text(plan: Plan, traffic: StepTraffic) -> str:
+    gathered = f"{traffic.gathered / _GIGA:.2f} GB of weights" if traffic.gathered else "no weights"
+    host = f", {traffic.from_host / _GIGA:.2f} GB of weights from its host" if traffic.from_host else ""
     config = plan.chosen.config
     plan_format = plan_format_of(
         make_estimator(config.zo), make_layer_policy(config.zo, plan.model.num_blocks)
@@ -103,20 +91,3 @@ def _traffic_text(plan: Plan, work: StepWork) -> str:
     num_micro_batches = config.train.batch_size // config.train.micro_batch_size
     scalars = scalar_bytes(plan_format, num_micro_batches)
     return f"each rank receives {gathered}{host}, and {scalars} bytes of everything else"
-
-
-def _time_lines(work: StepWork, num_steps: int, speeds: Speeds | None) -> list[tuple[str, str]]:
-    if speeds is None:
-        return [("time", "not estimated: give --gpu, or --tflops, --memory-bandwidth and --link-bandwidth")]
-    shortest, longest = work.step_seconds(speeds)
-    hours = f"{num_steps * shortest / 3600:.1f} to {num_steps * longest / 3600:.1f} h without evaluations"
-    stages = [f"{name} {seconds * 1000:.0f}" for name, seconds in work.seconds(speeds).items()]
-    return [
-        (
-            "time",
-            f"ESTIMATE, not measured: {shortest:.3f} s a step if gathers are hidden, else {longest:.3f} s",
-        ),
-        ("", f"{num_steps:,} steps take {hours}"),
-        ("stages", f"{' + '.join(stages)} ms"),
-        ("speeds", speeds.source),
-    ]
