@@ -20,7 +20,8 @@ from pathlib import Path
 
 from lezo_ds import command_line
 from lezo_ds.errors import UserError
-from lezo_ds.tools.benchmark.settings import Variant, add_arguments, positive, read_setting
+from lezo_ds.tools.arguments import positive
+from lezo_ds.tools.benchmark.settings import Variant, add_arguments, read_setting
 
 
 def main() -> None:

@@ -9,10 +9,9 @@ the run. Only the model's configuration is needed. Run it in the root of the rep
 
 from __future__ import annotations
 
-import argparse
-
 from lezo_ds import command_line
 from lezo_ds.recipes import load_recipe
+from lezo_ds.tools.arguments import positive
 
 GPUS = {"a100-40g": 40, "a100-80g": 80, "h100": 80, "h200": 140, "rtx-4090": 24}
 """Memory of kinds of GPU in GiB."""
@@ -23,12 +22,12 @@ def main() -> None:
     parser = command_line.parser(__doc__ or "")
     add = parser.add_argument
     add("--config", metavar="RECIPE", help="name of a recipe, or a YAML file, as for launch/train.py")
-    add("--gpus", type=_whole, required=True, metavar="N", help="number of GPUs, with one rank on each")
+    add("--gpus", type=positive, required=True, metavar="N", help="number of GPUs, with one rank on each")
     gpu = parser.add_mutually_exclusive_group(required=True)
     gpu.add_argument("--gpu", choices=GPUS, help="kind of GPU, which tells its memory")
-    gpu.add_argument("--gpu-memory", type=_positive, metavar="GIB", help="memory of each GPU in GiB")
+    gpu.add_argument("--gpu-memory", type=positive, metavar="GIB", help="memory of each GPU in GiB")
     length_help = "tokens of the longest input (default: assumed from the task)"
-    add("--length", type=_whole, metavar="N", help=length_help)
+    add("--length", type=positive, metavar="N", help=length_help)
     add("overrides", nargs="*", metavar="key=value", help="change a key of the recipe")
     arguments = parser.parse_intermixed_args()
     recipe = load_recipe(arguments.config, arguments.overrides)
@@ -37,25 +36,9 @@ def main() -> None:
     from lezo_ds.tools.planning.options import make_plan
     from lezo_ds.tools.planning.plan_text import plan_command, plan_text
 
-    plan = make_plan(
-        recipe, num_gpus=arguments.gpus, gpu_bytes=int(gigabytes * 2**30), length=arguments.length
-    )
+    plan = make_plan(recipe, num_gpus=arguments.gpus, gpu_bytes=gigabytes * 2**30, length=arguments.length)
     print(plan_text(plan))
     print(f"{'command':15} {plan_command(plan, arguments.config, arguments.overrides)}")
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not greater than 0")
-    return number
-
-
-def _whole(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import get_args
 
 from lezo_ds.config import Dtype
 from lezo_ds.errors import UserError
+from lezo_ds.tools.arguments import positive
 from lezo_ds.tools.opt_shapes import MAX_LENGTH, SHAPES
 from lezo_ds.tools.workloads import Workload, typical_workload
 from lezo_ds.zo.precision import UpdatePrecision
@@ -141,10 +142,3 @@ def read_setting(arguments: argparse.Namespace) -> Setting:
         batch=arguments.batch,
         micro_batches=arguments.micro_batches,
     )
-
-
-def positive(text: str) -> int:
-    """Read a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
