@@ -11,7 +11,7 @@ from lezo_ds.config.algorithm import (
     num_dropped,
     num_passes,
 )
-from lezo_ds.config.reading import flatten
+from lezo_ds.config.reading import flatten, load_yaml
 from lezo_ds.config.run_config import (
     check_overrides,
     check_world,
@@ -58,6 +58,7 @@ __all__ = [
     "describe",
     "flatten",
     "load_config",
+    "load_yaml",
     "make_estimator",
     "make_layer_policy",
     "make_update_rule",

@@ -109,6 +109,23 @@ def find_key(schema: Schema, name: str, where: str) -> Key:
     )
 
 
+def load_yaml(text: str | bytes) -> Any:  # noqa: ANN401 (anything that YAML can say)
+    """Return the plain values of a YAML text. No tag makes an object.
+
+    Raises:
+        yaml.YAMLError: it is not YAML, repeats a key, is nested deeply, or stands for too many values.
+    """
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+        _refuse_large(node)
+        _refuse_repeated_keys(node, "", set())
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise
+    except Exception as error:  # PyYAML raises many types for a deep text, or a bad date, number or tag
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
+
+
 def read_yaml(path: Path) -> Mapping[str, Any]:
     """Return the sections and keys of a YAML file.
 
@@ -116,7 +133,7 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
         UserError: there is no such file, it is not YAML, it holds no keys, or it repeats one.
     """
     try:
-        values = _parse_yaml(path.read_text(encoding="utf-8"))
+        values = load_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"cannot read {path}",
@@ -156,7 +173,7 @@ def parse_override(override: str) -> tuple[str, Any]:
             fix="write for instance zo.learning_rate=1e-6",
         )
     try:
-        value = _parse_yaml(text)
+        value = load_yaml(text)
     except yaml.YAMLError as error:
         raise UserError(
             f"the value of {name} on the command line is not YAML",
@@ -267,19 +284,6 @@ def _as_float(value: object) -> object:
         # No key accepts NaN or infinity; as text they are refused.
         return number if math.isfinite(number) else str(number)
     return value
-
-
-def _parse_yaml(text: str) -> Any:  # noqa: ANN401
-    """Return the value of a YAML text; YAMLError if there is anything wrong with it."""
-    try:
-        node = yaml.compose(text, yaml.SafeLoader)
-        _refuse_large(node)
-        _refuse_repeated_keys(node, "", set())
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise
-    except Exception as error:  # PyYAML raises many types for a deep text, or a bad date, number or tag
-        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
 
 
 def _refuse_large(root: yaml.Node | None) -> None:

@@ -13,7 +13,7 @@ from lezo_ds.config import ZEROTH_ORDER
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.files import make_directory
 from lezo_ds.runs.model_card import model_card
-from lezo_ds.runs.pack import recorded_digests, unpack_run
+from lezo_ds.runs.pack import read_pack, recorded_digests
 from lezo_ds.runs.restore import RecordedRun, read_run, restore
 from lezo_ds.runs.run_directory import refuse_unwritable
 
@@ -73,9 +73,8 @@ def export_pack(file: Path, step: str, target: Path, overrides: tuple[str, ...] 
                 make_directory(target.parent)
                 unpacked = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
             directory = Path(cleanup.enter_context(unpacked))
-            digests = unpack_run(file, directory).digests
-            run = read_run(directory, (*_ANY_MACHINE, *overrides))
-            return run, run.find_step(step), digests
+            run, pack = read_pack(file, directory, (*_ANY_MACHINE, *overrides))
+            return run, run.find_step(step), pack.digests
 
         run, number, digests = distributed.on_rank_zero(find)
         _export(run, number, digests=digests, target=target)

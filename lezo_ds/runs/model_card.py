@@ -85,7 +85,7 @@ def model_card(run: RecordedRun, step: int, digest: str) -> str:
         digest: digest of the weights, as in the manifest next to the card.
     """
     config, task = run.config, TASKS.find(run.config.data.task)
-    environment = json.loads((run.directory.path / "environment.json").read_text())
+    environment = _read_environment(run.directory.path / "environment.json")
     has_dev = any(evaluation.split == "dev" for evaluation in run.evaluations)
     values: dict[str, Any] = {
         "base": _base_name(config),
@@ -121,6 +121,15 @@ def model_card(run: RecordedRun, step: int, digest: str) -> str:
         tags=["lezo_ds", config.method],
     )
     return str(ModelCard.from_template(metadata, template_str=_TEMPLATE, **values)) + "\n"
+
+
+def _read_environment(file: Path) -> dict[str, Any]:
+    """Return the content of environment.json; nothing if it is damaged, since it only informs."""
+    try:
+        facts = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def _base_name(config: RunConfig) -> str:

@@ -1,8 +1,11 @@
 """Packs: one small file without weights that, together with the base model, gives a run's tuned model.
 
 A pack is a gzipped tar archive of the small files in a run directory, with pack.json first. The same run
-gives the same bytes. A pack is not trusted. Unpacking takes only regular files with known names, and it
-writes nothing unless every file has the hash in pack.json.
+gives the same bytes. config.yaml and environment.json are packed without this machine's paths (see
+lezo_ds.runs.sharing). The journal is packed as it is, because its checksums form a chain.
+
+A pack is not trusted. Unpacking takes only regular files with known names, and it writes nothing unless every
+file has the hash in pack.json.
 """
 
 from __future__ import annotations
@@ -11,21 +14,24 @@ import gzip
 import hashlib
 import io
 import json
+import logging
 import re
 import tarfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from lezo_ds.config import ZEROTH_ORDER
+import yaml
+
+from lezo_ds.config import ZEROTH_ORDER, load_yaml
 from lezo_ds.errors import UserError
 from lezo_ds.files import write_atomically
 from lezo_ds.model.snapshots import MANIFEST as SNAPSHOT_MANIFEST
 from lezo_ds.model.snapshots import snapshot_path, snapshot_steps
 from lezo_ds.runs.restore import RecordedRun, read_run
 from lezo_ds.runs.run_directory import refuse_unwritable
+from lezo_ds.runs.sharing import private_paths, shared_config, shared_environment, shared_path
 
 PACK_VERSION = 1
 """Version of the format of packs. It rises when a reader of old packs would misread new ones."""
@@ -33,7 +39,13 @@ PACK_VERSION = 1
 MAX_BYTES = 256 << 20
 """Largest unpacked size in bytes. The journal of 20,000 steps takes about 8 MB."""
 
-_CHUNK_BYTES = 1 << 20
+MAX_RATIO = 50
+"""Largest ratio of the unpacked size to that of the pack, if it unpacks to more than 1 MiB. The keys and
+checksums in a journal cannot be compressed, so a real pack stays below 20."""
+
+_CHUNK_BYTES = 1 << 18
+_MAX_TEXT_BYTES = 1 << 16
+_MIN_LIMIT = 1 << 20
 _MANIFEST = "pack.json"
 _REQUIRED = ("config.yaml", "environment.json", "journal.jsonl")
 _KNOWN = (_MANIFEST, *_REQUIRED, "results.json")
@@ -43,13 +55,18 @@ _FIRST_VALUES = re.compile(
 )
 """The initial values of a prefix. They come from a forward pass, which another machine rounds differently."""
 
+_MALFORMED = (AttributeError, KeyError, TypeError, ValueError, RecursionError, yaml.YAMLError)
+"""What reading of a malformed JSON or YAML text raises."""
+
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Pack:
     """The content of pack.json.
 
     Attributes:
-        base_model: hub id or directory from which the run loaded its base model.
+        base_model: hub id or directory from which the run loaded its base model; see `shared_path`.
         model_fingerprint: digest of the base weights.
         digests: recorded digests of the tuned weights, by the number of updates as text.
         files: SHA-256 of each file, by name.
@@ -81,7 +98,8 @@ def pack_run(path: Path, target: Path) -> int:
         target: file to write or replace, such as run.tar.gz.
 
     Raises:
-        UserError: there is no such run, it is not a zeroth-order run, or `target` cannot be written.
+        UserError: there is no such run, it is not a zeroth-order run, a file of it is damaged, or `target`
+            cannot be written.
         JournalError: the journal is damaged.
     """
     run = read_run(path)
@@ -93,8 +111,10 @@ def pack_run(path: Path, target: Path) -> int:
             fix="share the directory that launch/export.py writes",
         )
     contents = _read_files(path)
+    if named := private_paths(run.header.config):
+        logger.warning("warning: the journal in the pack names paths of this machine: %s", ", ".join(named))
     pack = Pack(
-        base_model=run.config.model.path,
+        base_model=shared_path(run.config.model.path),
         model_fingerprint=run.header.model_fingerprint,
         digests=recorded_digests(run),
         files=_hashes(contents),
@@ -106,54 +126,83 @@ def pack_run(path: Path, target: Path) -> int:
     return len(packed)
 
 
-def unpack_run(file: Path, directory: Path) -> Pack:
-    """Write the files of a pack to a directory, but only if the whole pack is valid.
+def read_pack(file: Path, directory: Path, overrides: tuple[str, ...] = ()) -> tuple[RecordedRun, Pack]:
+    """Unpack a run to a directory, but only if the whole pack is valid, and read it.
 
     Args:
         file: the pack.
         directory: existing directory to write to.
+        overrides: key=value changes to the run's configuration; see `read_run`.
 
     Raises:
-        UserError: the file is not a pack, is damaged, or has another format version. Nothing is written.
+        UserError: the file is not a pack, is damaged, or has another format version. Nothing is written then.
+            Or the run in it cannot be read.
+        JournalError: the journal in it is damaged.
     """
     try:
         contents = _from_archive(file)
-        values = json.loads(contents.pop(_MANIFEST, b"{}"))
-        version = values.get("format_version")
-        if version != PACK_VERSION:
-            raise ValueError(f"format version {version!r}")
-        pack = Pack(**values)
+        pack = _read_manifest(contents.pop(_MANIFEST, b"{}"))
         if _hashes(contents) != pack.files or not contents.keys() >= set(_REQUIRED):
             raise ValueError("a file is missing or differs from the packed one")
-        if not isinstance(json.loads(contents["environment.json"]), dict):
-            raise ValueError("environment.json is not a JSON object")
-    except (OSError, EOFError, zlib.error, tarfile.TarError, RecursionError) as error:
+        _check_texts(contents)
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise _refusal(file, f"{type(error).__name__}: {error}") from error
-    except (AttributeError, TypeError, ValueError) as error:
-        raise _refusal(file, str(error)) from error
+    except _MALFORMED as error:
+        raise _refusal(file, f"{type(error).__name__}: {error}") from error
     for name, content in contents.items():
         target = directory / name
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(target, content)
-    return pack
+    try:
+        return read_run(directory, overrides), pack
+    except _MALFORMED as error:
+        raise _refusal(file, f"a journal that cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _read_manifest(text: bytes) -> Pack:
+    values = json.loads(text)
+    version = values.get("format_version")
+    if version != PACK_VERSION:
+        raise ValueError(f"format version {version!r}")
+    return Pack(**values)
+
+
+def _check_texts(contents: Mapping[str, bytes]) -> None:
+    """Raise ValueError if a file for people is not what a run writes. An export reads none but the last."""
+    texts = {"results.json": json.loads, "config.yaml": load_yaml, "environment.json": json.loads}
+    for name, load in texts.items():
+        content = contents.get(name, b"{}")
+        if len(content) > _MAX_TEXT_BYTES or not isinstance(load(content), dict):
+            raise ValueError(f"{name} is not what a run writes")
 
 
 def recorded_digests(run: RecordedRun) -> dict[str, str]:
-    """Return the digests in the results and snapshots of a zeroth-order run, by the number of updates."""
+    """Return the digests in the results and snapshots of a zeroth-order run, by the number of updates.
+
+    Raises:
+        UserError: one of these files is damaged.
+    """
     directory, found = run.directory, {}
-    for step in snapshot_steps(directory.snapshots):
-        manifest = _read_json(snapshot_path(directory.snapshots, step) / SNAPSHOT_MANIFEST)
-        # A snapshot of another run may have been left in this directory.
-        if manifest and run.owner.owns(step, manifest) is not False:
-            found[str(step)] = str(manifest["digest"])
-    if results := _read_json(directory.results):
-        step = results["best_step"] if results["finished"] else results["steps"]
-        found[str(step)] = str(results["weights_digest"])
+    file = directory.results
+    try:
+        if file.is_file():
+            results = json.loads(file.read_text())
+            step = results["best_step"] if results["finished"] else results["steps"]
+            found[str(step)] = str(results["weights_digest"])
+        for step in snapshot_steps(directory.snapshots):
+            file = snapshot_path(directory.snapshots, step) / SNAPSHOT_MANIFEST
+            manifest = json.loads(file.read_text()) if file.is_file() else {}
+            # A snapshot of another run may have been left in this directory.
+            if manifest and run.owner.owns(step, manifest) is not False:
+                found.setdefault(str(step), str(manifest["digest"]))
+    except _MALFORMED as error:
+        raise UserError(
+            f"{file} is damaged",
+            got=f"{type(error).__name__}: {error}",
+            expected="what the run wrote",
+            fix="run the command that started the run again",
+        ) from error
     return found
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def _hashes(contents: Mapping[str, bytes]) -> dict[str, str]:
@@ -173,7 +222,20 @@ def _read_files(path: Path) -> dict[str, bytes]:
             expected="the files that a run writes",
             fix="run the command that started the run again",
         )
-    return {name: file.read_bytes() for name, file in names.items()}
+    contents = {name: file.read_bytes() for name, file in names.items()}
+    try:
+        config = shared_config(load_yaml(contents["config.yaml"]))
+        environment = shared_environment(json.loads(contents["environment.json"]))
+    except _MALFORMED as error:
+        raise UserError(
+            f"run {path} cannot be packed",
+            got=f"a damaged config.yaml or environment.json ({type(error).__name__}: {error})",
+            expected="the files that a run writes",
+            fix="run the command that started the run again",
+        ) from error
+    contents["config.yaml"] = yaml.safe_dump(config, sort_keys=False).encode()
+    contents["environment.json"] = (json.dumps(environment, indent=1) + "\n").encode()
+    return contents
 
 
 def _is_known(name: str) -> bool:
@@ -194,31 +256,40 @@ def _to_archive(contents: Mapping[str, bytes]) -> bytes:
 def _from_archive(file: Path) -> dict[str, bytes]:
     """Return the files of an archive, by name.
 
+    Only single headers are parsed. So an extended header (PAX or GNU, with sparse files or long names) is
+    refused as a member of an unexpected type, before anything that it announces is read.
+
     Raises:
         ValueError: the archive is too large, or a member has an unknown name or is not a regular file.
-        OSError, EOFError, zlib.error, tarfile.TarError, RecursionError: the archive is malformed.
+        OSError, EOFError, zlib.error, tarfile.TarError: the archive is malformed.
     """
-    unpacked = io.BytesIO()
+    data, start = _decompressed(file), 0
+    contents: dict[str, bytes] = {}
+    while True:
+        try:
+            header = data[start : start + tarfile.BLOCKSIZE]
+            member = tarfile.TarInfo.frombuf(header, encoding="ascii", errors="strict")
+        except tarfile.EOFHeaderError:
+            return contents
+        start += tarfile.BLOCKSIZE
+        name, end = member.name, start + member.size
+        is_whole_file = member.type == tarfile.REGTYPE and start <= end <= len(data)
+        if not (is_whole_file and _is_known(name)) or name in contents:
+            raise ValueError(f"unexpected member {name[:100]!r}")
+        contents[name] = data[start:end]
+        num_blocks = -(-member.size // tarfile.BLOCKSIZE)
+        start += num_blocks * tarfile.BLOCKSIZE
+
+
+def _decompressed(file: Path) -> bytes:
+    limit = min(MAX_BYTES, max(_MIN_LIMIT, MAX_RATIO * file.stat().st_size))
+    data = bytearray()
     with gzip.open(file) as stream:
         while chunk := stream.read(_CHUNK_BYTES):
-            unpacked.write(chunk)
-            if unpacked.tell() > MAX_BYTES:
-                raise ValueError(f"it unpacks to more than {MAX_BYTES} bytes")
-    num_bytes = unpacked.tell()
-    unpacked.seek(0)
-    contents: dict[str, bytes] = {}
-    with tarfile.open(fileobj=unpacked, mode="r:") as archive:
-        for member in archive:
-            tarfile.data_filter(member, ".")
-            # A sparse member can claim any size, because its holes take no space in the archive.
-            is_plain = member.isreg() and not member.issparse()
-            is_whole = 0 <= member.size <= num_bytes - member.offset_data
-            if not (is_plain and is_whole and _is_known(member.name)) or member.name in contents:
-                raise ValueError(f"unexpected member {member.name[:100]!r}")
-            content = archive.extractfile(member)
-            assert content is not None, "a regular file"
-            contents[member.name] = content.read()
-    return contents
+            data += chunk
+            if len(data) > limit:
+                raise ValueError(f"it unpacks to more than {limit} bytes")
+    return bytes(data)
 
 
 def _refusal(file: Path, got: str) -> UserError:

@@ -20,6 +20,7 @@ import yaml
 import lezo_ds
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, make_directory, write_atomically
+from lezo_ds.runs.sharing import shared_command
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
 """Libraries whose versions can change the numbers of a run."""
@@ -198,7 +199,7 @@ def library_versions() -> dict[str, str]:
 
 
 def environment(world_size: int, device: str) -> dict[str, Any]:
-    """Return the versions, hardware, number of ranks and command of this process."""
+    """Return the versions, hardware, number of ranks and command (as it may be shared) of this process."""
     import torch  # imported here because tools that only read runs start faster without it
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -208,7 +209,7 @@ def environment(world_size: int, device: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "world_size": world_size,
         "threads": torch.get_num_threads(),
-        "command": ["python", *sys.argv],
+        "command": ["python", *shared_command(sys.argv)],
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from lezo_ds import distributed
 from lezo_ds.config import RunConfig, config_from_dict
 from lezo_ds.data.evaluation import Model, evaluate
+from lezo_ds.data.objectives import OBJECTIVES
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.runs.restore import read_run, restore
 from lezo_ds.runs.trainer import make_engine, set_threads
@@ -18,6 +19,9 @@ from lezo_ds.tasks.base import Example
 
 def score_run(path: Path, step: str, split: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
     """Score the weights that a run had at a step. A collective.
+
+    If the run trained on an objective "module:function", the loss is that of the task, and the module is not
+    imported, unless an override names it.
 
     Args:
         path: directory of the run.
@@ -35,9 +39,14 @@ def score_run(path: Path, step: str, split: str, overrides: tuple[str, ...] = ()
     distributed.init_distributed()
     run = distributed.on_rank_zero(lambda: read_run(path, overrides))
     number = run.find_step(step)
-    set_threads(run.config)
+    config = run.config
+    is_own = any(override.startswith("train.objective=") for override in overrides)
+    if config.train.objective not in OBJECTIVES and not is_own:
+        # The run's records may come from anyone, and this name would import a module. A score needs none.
+        config = replace(config, train=replace(config.train, objective="task"))
+    set_threads(config)
     engine = restore(run, number)
-    return {"run": str(path), "step": number, **_score(run.config, engine, split)}
+    return {"run": str(path), "step": number, **_score(config, engine, split)}
 
 
 def score_model(model: str, split: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -77,6 +86,7 @@ def _score(config: RunConfig, engine: Model, split: str) -> dict[str, Any]:
         "metric": data.task.metric,
         "score": result.score,
         "majority_class": result.majority_class,
+        "objective": config.train.objective,
         "loss": result.loss,
         "predictions": [
             {"index": example.index, "prediction": predicted, "text": _text(example, predicted)}

@@ -80,8 +80,8 @@ def load_model_config(directory: Path) -> Any:  # noqa: ANN401
     """Return the transformers config of a model directory.
 
     Raises:
-        UserError: the config cannot be read, transformers does not know the model type, or the weights are
-            quantized.
+        UserError: the config cannot be read, names code, transformers does not know the model type, or the
+            weights are quantized.
     """
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -100,6 +100,15 @@ def load_model_config(directory: Path) -> Any:  # noqa: ANN401
             expected="weights in fp32, bf16 or fp16",
             fix=NOT_QUANTIZED,
         )
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        attention = getattr(part, "_attn_implementation", None)
+        if attention is not None and "/" in str(attention):  # transformers 5 would load it from the hub
+            raise UserError(
+                f"the config of {directory} names code on the hub",
+                got=f"attn_implementation {attention}",
+                expected="an implementation that transformers has (remote code is never run)",
+                fix="remove attn_implementation from config.json",
+            )
     return config
 
 

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
-import yaml
 
-from lezo_ds.config import RunConfig, config_to_dict, flatten
+from lezo_ds.config import RunConfig, config_to_dict, flatten, load_yaml
 from lezo_ds.config.compatibility import recorded_config
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.files import write_atomically
 from lezo_ds.recipes import load_recipe
 from lezo_ds.tools.logged_command import run_logged
-from lezo_ds.tools.reports.results_table import MEASURED, SEEDS, best_setting, over_seeds, read_runs
+from lezo_ds.tools.reports.results_table import DAMAGE, MEASURED, SEEDS, best_setting, over_seeds, read_runs
 
 State = Literal["done", "begun", "new"]
 
@@ -62,13 +61,13 @@ class SweepRun:
     def state(self) -> State:
         """Return whether the run is done as it is configured now, only begun, or new."""
         try:
-            values = yaml.safe_load((self.directory / "config.yaml").read_text())
+            values = load_yaml((self.directory / "config.yaml").read_text())
             results = json.loads((self.directory / "results.json").read_text())
             version = results.get("versions", {}).get("lezo_ds")
             if results["finished"] and recorded_config(values, str(self.directory), version) == self.config:
                 return "done"
-        except (FileNotFoundError, UserError):
-            pass
+        except (UserError, *DAMAGE):
+            pass  # also if there is none: the run repairs it
         return "begun" if self.directory.exists() else "new"
 
 

