@@ -6,17 +6,20 @@ Each payload, run as its format's unsafe reader would run it, makes a file; so i
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from assets import write_recipe
-from commands import assert_one_error
-from faults import run_forked
+from assets import REPOSITORY, write_recipe
+from commands import assert_one_error, run_forked, run_forked_well
 from safetensors.torch import load_file
+
+from lezo_ds.journal import Journal, read_journal
 
 
 class Payload:
@@ -85,6 +88,13 @@ def test_a_tag_in_yaml_makes_no_object(way, inputs, target):
     assert target.exists()
 
 
+def test_an_alias_in_yaml_is_refused(inputs):
+    """With aliases of aliases, a few lines stand for more values than fit in memory."""
+    recipe = inputs / "evil.yaml"
+    recipe.write_text(f"{(inputs / 'recipe.yaml').read_text()}more: &a [x]\nmost: [*a, *a]\n")
+    assert_one_error(train(inputs, recipe=recipe), 2, "is not valid YAML", "an alias")
+
+
 def test_code_that_a_model_asks_for_is_refused(inputs, target):
     directory = inputs / "model"
     auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
@@ -108,6 +118,43 @@ def test_code_that_a_known_model_and_its_tokenizer_bring_along_is_not_run(inputs
     assert finished.code == 0, finished.err[-5000:]
     assert not target.exists()
     assert not list((inputs / "run").rglob("*.py"))
+
+
+def test_code_on_the_hub_that_a_known_model_names_is_refused(inputs):
+    """Some transformers 5 download such a kernel and run it, if the package kernels is installed."""
+    file = inputs / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "attn_implementation": "evil/kernel"}))
+    assert_one_error(train(inputs), 2, "names code on the hub", "attn_implementation evil/kernel")
+
+
+def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target):
+    assert train(inputs).code == 0
+    run_dir = inputs / "run"
+    header, records = read_journal(run_dir / "journal.jsonl")
+    named = {**header.config, "train": {**header.config["train"], "objective": "evil:loss"}}
+    (run_dir / "journal.jsonl").unlink()
+    with Journal.create(run_dir / "journal.jsonl", replace(header, config=named)) as journal:
+        for record in records:
+            journal.append(record)
+    (run_dir / "config.yaml").write_text(yaml.safe_dump({**named, "run_dir": str(run_dir)}))
+    make_code(inputs, "evil", target)
+    pack, of_run = inputs / "run.tar.gz", ["--run", run_dir]
+    commands = {
+        "pack.py": [*of_run, "--out", pack],
+        "report.py": [run_dir],
+        "evaluate.py": [*of_run, "--step", "last"],
+        "export.py": [*of_run, "--step", "last", "--out", inputs / "exported"],
+    }
+    path = f"{REPOSITORY}{os.pathsep}{inputs}"
+    for program, arguments in commands.items():
+        finished = run_forked_well(arguments, program=program, PYTHONPATH=path)
+        assert ('"objective": "task"' in finished.out) == (program == "evaluate.py")
+    unpacked = ["--pack", pack, "--step", "last", "--out", inputs / "unpacked"]
+    run_forked_well(unpacked, program="export.py", PYTHONPATH=path)
+    assert not target.exists()
+    asked = [*commands["evaluate.py"], "train.objective=evil:loss"]
+    assert run_forked(asked, program="evaluate.py", PYTHONPATH=path).code == 2  # the module has no loss
+    assert target.exists()
 
 
 def test_a_script_beside_the_data_is_not_run(inputs, target):

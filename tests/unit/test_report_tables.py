@@ -134,6 +134,8 @@ def test_what_does_not_count_is_left_out_with_a_warning_of_one_line(tmp_path, ca
     (tmp_path / "killed" / "results.json").unlink()
     for file, text in (("config.yaml", "a: [\n"), ("results.json", "[]"), ("metrics.jsonl", "{")):
         (write_run(tmp_path / f"broken-{file}", "seed=1") / file).write_text(text)
+    (write_run(tmp_path / "bomb") / "config.yaml").write_text("a: &a {x: 1}\nb: [*a, *a]\n")
+    (write_run(tmp_path / "deep") / "results.json").write_text("[" * 100_000)
     (write_run(tmp_path / "broken-score") / "results.json").write_text('{"finished": true}')
     (tmp_path / "assets").mkdir()
     (tmp_path / "run.log").touch()
@@ -142,9 +144,11 @@ def test_what_does_not_count_is_left_out_with_a_warning_of_one_line(tmp_path, ca
     reasons = {
         "again": "it has the settings and seeds of another run",
         "assets": "not a run directory (it has no config.yaml)",
+        "bomb": "damaged config.yaml (MarkedYAMLError: an alias",
         "broken-config.yaml": "damaged config.yaml (ParserError: ",
         "broken-results.json": "damaged results.json (AttributeError: ",
         "broken-score": "damaged results.json (KeyError: 'test')",
+        "deep": "damaged results.json (RecursionError: ",
         "killed": "no results yet (the run was killed, or is still going)",
         "run.log": "not a run directory (it has no config.yaml)",
         "stopped": "unfinished, at step 8000",
