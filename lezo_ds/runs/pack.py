@@ -46,6 +46,7 @@ checksums in a journal cannot be compressed, so a real pack stays below 20."""
 _CHUNK_BYTES = 1 << 18
 _MAX_TEXT_BYTES = 1 << 16
 _MIN_LIMIT = 1 << 20
+_END = bytes(tarfile.BLOCKSIZE)
 _MANIFEST = "pack.json"
 _REQUIRED = ("config.yaml", "environment.json", "journal.jsonl")
 _KNOWN = (_MANIFEST, *_REQUIRED, "results.json")
@@ -169,10 +170,11 @@ def _read_manifest(text: bytes) -> Pack:
 
 def _check_texts(contents: Mapping[str, bytes]) -> None:
     """Raise ValueError if a file for people is not what a run writes. An export reads none but the last."""
-    texts = {"results.json": json.loads, "config.yaml": load_yaml, "environment.json": json.loads}
-    for name, load in texts.items():
+    for name in ("results.json", "config.yaml", "environment.json"):
         content = contents.get(name, b"{}")
-        if len(content) > _MAX_TEXT_BYTES or not isinstance(load(content), dict):
+        is_small = len(content) <= _MAX_TEXT_BYTES
+        values = is_small and (load_yaml(content) if name == "config.yaml" else json.loads(content))
+        if not isinstance(values, dict):
             raise ValueError(f"{name} is not what a run writes")
 
 
@@ -265,12 +267,8 @@ def _from_archive(file: Path) -> dict[str, bytes]:
     """
     data, start = _decompressed(file), 0
     contents: dict[str, bytes] = {}
-    while True:
-        try:
-            header = data[start : start + tarfile.BLOCKSIZE]
-            member = tarfile.TarInfo.frombuf(header, encoding="ascii", errors="strict")
-        except tarfile.EOFHeaderError:
-            return contents
+    while (header := data[start : start + tarfile.BLOCKSIZE]) != _END:
+        member = tarfile.TarInfo.frombuf(header, encoding="ascii", errors="strict")
         start += tarfile.BLOCKSIZE
         name, end = member.name, start + member.size
         is_whole_file = member.type == tarfile.REGTYPE and start <= end <= len(data)
@@ -279,6 +277,7 @@ def _from_archive(file: Path) -> dict[str, bytes]:
         contents[name] = data[start:end]
         num_blocks = -(-member.size // tarfile.BLOCKSIZE)
         start += num_blocks * tarfile.BLOCKSIZE
+    return contents
 
 
 def _decompressed(file: Path) -> bytes:

@@ -144,7 +144,7 @@ def test_what_does_not_count_is_left_out_with_a_warning_of_one_line(tmp_path, ca
     reasons = {
         "again": "it has the settings and seeds of another run",
         "assets": "not a run directory (it has no config.yaml)",
-        "bomb": "damaged config.yaml (MarkedYAMLError: an alias",
+        "bomb": "damaged config.yaml (YAMLError: an alias: *a",
         "broken-config.yaml": "damaged config.yaml (ParserError: ",
         "broken-results.json": "damaged results.json (AttributeError: ",
         "broken-score": "damaged results.json (KeyError: 'test')",
