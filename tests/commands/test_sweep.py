@@ -109,6 +109,9 @@ def test_a_run_is_new_then_begun_then_done(plan):
     assert run.state() == "new"
     finish(run, test=None, finished=False)
     assert run.state() == "begun"
+    for damaged in ("", "[", "[" * 100_000, "[]"):
+        (run.directory / "results.json").write_text(damaged)
+        assert run.state() == "begun"
     (run.directory / "results.json").write_text('{"finished": true}')
     assert run.state() == "done"
     assert listing([run]).split() == ["0", "done", str(run.directory)]

@@ -60,7 +60,7 @@ def page_of(*paths, benchmark=None):
 def read(directory):
     """Return the runs of a directory, and their metrics."""
     runs = name_experiments(read_runs(sorted(directory.iterdir())))
-    return runs, read_metrics(runs)[0]
+    return runs, read_metrics(runs)
 
 
 def figures_of(directory):
@@ -98,16 +98,27 @@ def test_the_headline_is_the_setting_with_the_lowest_validation_loss(tmp_path):
     ]
 
 
-def test_the_table_of_runs_has_a_row_for_each_run_finished_or_not(tmp_path):
+def test_the_table_of_runs_has_a_row_for_each_run_and_a_caption_with_what_they_share(tmp_path):
     write_run(tmp_path / "a", peak_memory_bytes=2e9)
     write_run(tmp_path / "b", "seed=1", finished=False)
-    texts = page_of(tmp_path / "*").texts
-    first, second = (texts["td"][-22:][start : start + 11] for start in (0, 11))
-    settings = ["opt-13b", "SST-2", "LeZO"]
-    assert first == [*settings, "0", "90.0%", "0.4", "30", "1", "2.00", "finished", str(tmp_path / "a")]
-    state = "unfinished, at step 30"
-    assert second == [*settings, "1", "-", "0.4", "30", "1", "-", state, str(tmp_path / "b")]
-    assert f"Warning: left out: {tmp_path / 'b'}: {state}" in texts["li"]
+    text = make_page([str(tmp_path / "*")], None)
+    page, state = Page(text), "unfinished, at step 30"
+    assert (
+        "All runs: model opt-13b, task SST-2, validation loss 0.4, steps 30, seconds per step 1."
+        in page.texts["p"]
+    )
+    head = ["method", "test", "seed", "peak memory, GB", "state", "directory"]
+    assert page.texts["th"][-6:] == head
+    assert page.texts["td"][-12:-6] == ["LeZO", "90.0%", "0", "2.00", "finished", "a"]
+    assert page.texts["td"][-6:] == ["LeZO", "-", "1", "-", state, "b"]
+    assert str(tmp_path) not in text
+
+
+def test_what_does_not_count_is_logged_and_not_listed_on_the_page(tmp_path, caplog):
+    write_run(tmp_path / "a")
+    (tmp_path / "not-a-run-here").mkdir()
+    assert "not-a-run-here" not in make_page([str(tmp_path / "*")], None)
+    assert f"left out: {tmp_path / 'not-a-run-here'}: not a run directory" in caplog.text
 
 
 def test_seeds_are_one_line_in_a_band_and_the_axes_end_where_the_data_ends(tmp_path):
@@ -131,13 +142,25 @@ def test_seeds_are_one_line_in_a_band_and_the_axes_end_where_the_data_ends(tmp_p
     assert over_time.layout.xaxis.range == (15, 45)
 
 
+def test_a_setting_has_one_color_in_all_figures(tmp_path):
+    write_run(tmp_path / "adamw", "method=adamw")
+    write_run(tmp_path / "lezo")
+    figures = figures_of(tmp_path)
+    colors = [
+        {line.name: line.line.color for line in figures[f"Validation loss over {x}"].data if line.name}
+        for x in ("steps", "training time")
+    ]
+    assert [sorted(names) for names in colors] == [["FT (AdamW)", "LeZO"], ["LeZO"]]
+    assert colors[0]["LeZO"] == colors[1]["LeZO"]
+
+
 def test_a_long_curve_is_drawn_as_means_of_consecutive_steps():
     steps = range(1, 4 * MAX_POINTS + 1)
     long = pd.DataFrame({"step": steps, "loss": steps, "seconds": 0.0, "directory": "a", "setting": "LeZO"})
     assert mean_curves(long, "loss")["mean"].tolist() == [4 * place + 2.5 for place in range(MAX_POINTS)]
 
 
-def test_damaged_metrics_cost_a_run_its_curves_and_a_cut_line_only_itself(tmp_path):
+def test_damaged_metrics_cost_a_run_its_curves_and_a_cut_line_only_itself(tmp_path, caplog):
     cut, damaged = write_run(tmp_path / "cut"), write_run(tmp_path / "damaged", "seed=1")
     with (cut / "metrics.jsonl").open("a") as file:
         file.write('{"step": 31, "sec')
@@ -145,8 +168,7 @@ def test_damaged_metrics_cost_a_run_its_curves_and_a_cut_line_only_itself(tmp_pa
     _, metrics = read(tmp_path)
     assert metrics["directory"].unique().tolist() == [str(cut)]
     assert metrics["step"].max() == 30
-    warning = f"Warning: no curves: {damaged}: its metrics.jsonl cannot be read"
-    assert [text for text in page_of(tmp_path / "*").texts["li"] if text.startswith(warning)]
+    assert f"warning: no curves: {damaged}: its metrics.jsonl cannot be read" in caplog.text
 
 
 def test_scores_are_drawn_over_sparsity_and_learning_rate_where_these_vary(tmp_path):
@@ -155,12 +177,14 @@ def test_scores_are_drawn_over_sparsity_and_learning_rate_where_these_vary(tmp_p
             name, overrides = f"{rate}-{seed}", [f"zo.learning_rate={rate}", f"seed={seed}"]
             write_run(tmp_path / name, *overrides, test=0.8 + 0.1 * seed)
             write_run(tmp_path / f"{name}-mezo", *overrides, "zo.sparsity=0", test=0.7)
-    figures, levels = figures_of(tmp_path), ["zero shot", "majority class"]
+    write_run(tmp_path / "alone", "zo.learning_rate=1e-3", "peft.kind=lora")  # one point is no curve
+    figures, levels = figures_of(tmp_path), ["zero-shot", "majority class"]
     over_rate = figures["Test accuracy over learning rate"]
     assert legend(over_rate) == ["sparsity=0", "sparsity=0.75", *levels]
     assert list(over_rate.data[1].y) == pytest.approx([85, 85])
     assert list(over_rate.data[1].error_y.array) == pytest.approx([50**0.5, 50**0.5])
     assert over_rate.layout.xaxis.type == "log"
+    assert list(over_rate.layout.xaxis.range) == pytest.approx([-7.04, -5.96])
     over_sparsity = figures["Test accuracy over sparsity"]
     assert legend(over_sparsity) == ["learning_rate=1e-07", "learning_rate=1e-06", *levels]
     assert list(over_sparsity.data[0].x) == [0, 0.75]

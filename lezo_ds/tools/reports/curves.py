@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,16 @@ from lezo_ds.tools.reports.results_table import DAMAGE, best_setting, over_seeds
 MAX_POINTS = 60
 """Number of points of a curve. Longer courses are averaged over consecutive steps."""
 
+logger = logging.getLogger(__name__)
+
 _COMPARABLE = ["model", "task", "peft", "model.dtype", "train.batch_size", "world_size"]
 """Columns in which runs must agree for a comparison of their speed."""
 
 
-def read_metrics(runs: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+def read_metrics(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the metrics.jsonl of runs, with one row for each step and evaluation.
+
+    Each run without curves is logged as a warning.
 
     Args:
         runs: of `name_experiments`.
@@ -27,11 +32,11 @@ def read_metrics(runs: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     Returns:
         A table with the columns directory, method and setting of the run; step; seconds since its start;
         and, where a row has them, loss (of the training batch), dev_loss and dev_METRIC. A last line that a
-        crash cut short is left out; infinite values become NaN. And a warning for each run without curves.
+        crash cut short is left out; infinite values become NaN.
     """
     names = ["directory", "method", "setting"]
     empty = pd.DataFrame(columns=["step", "seconds", "loss", "dev_loss"], dtype=float)
-    parts, warnings = [empty.assign(**dict.fromkeys(names, ""))], []
+    parts = [empty.assign(**dict.fromkeys(names, ""))]
     for run in runs[names].to_dict("records"):
         try:
             text = (Path(run["directory"]) / "metrics.jsonl").read_text(encoding="utf-8")
@@ -39,8 +44,9 @@ def read_metrics(runs: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
             values = rows.filter(regex="^(step|seconds|loss|dev_.*)$").astype(float)
             parts.append(values.replace([np.inf, -np.inf], np.nan).assign(**run))
         except DAMAGE as error:
-            warnings.append(f"no curves: {run['directory']}: its metrics.jsonl cannot be read ({error})")
-    return pd.concat(parts, ignore_index=True), warnings
+            problem = f"its metrics.jsonl cannot be read ({error})"
+            logger.warning("warning: no curves: %s: %s", run["directory"], problem)
+    return pd.concat(parts, ignore_index=True)
 
 
 def seconds_per_step(metrics: pd.DataFrame) -> pd.Series:

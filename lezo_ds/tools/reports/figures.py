@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Mapping
 from html import escape
@@ -41,11 +42,13 @@ def experiment_figures(runs: pd.DataFrame, metrics: pd.DataFrame) -> list[Figure
     metric = next(iter(runs["metric"].dropna()), "score")
     zeroth_order = metrics[metrics["method"].isin(["lezo", "mezo"])]
     gains = speedups(runs, metrics).melt("setting", var_name="part")
+    # One color for a setting in all figures, also in those that lack some of the others.
+    colors = dict(zip(map(_label, metrics["setting"].unique()), cycle(COLORS), strict=False))
     figures = {
-        "Validation loss over steps": _curves(metrics, "dev_loss", "step"),
-        f"Validation {metric} over steps": _curves(metrics, f"dev_{metric}", "step"),
-        "Training loss over steps": _curves(metrics, "loss", "step"),
-        "Validation loss over training time": _curves(zeroth_order, "dev_loss", "minutes"),
+        "Validation loss over steps": _curves(metrics, "dev_loss", "step", colors),
+        f"Validation {metric} over steps": _curves(metrics, f"dev_{metric}", "step", colors),
+        "Training loss over steps": _curves(metrics, "loss", "step", colors),
+        "Validation loss over training time": _curves(zeroth_order, "dev_loss", "minutes", colors),
         f"Test {metric} over sparsity": _scores_over(runs, "zo.sparsity"),
         f"Test {metric} over learning rate": _scores_over(runs, "zo.learning_rate"),
         "Speedup over MeZO": _bars(gains, "value", "setting", "part", "times as fast"),
@@ -69,7 +72,7 @@ def benchmark_figures(table: pd.DataFrame) -> list[Figure]:
     return [(f"Speed of a step: {constant}", _bars(rows, "ratio", "case", "variant", "times as fast"))]
 
 
-def _curves(metrics: pd.DataFrame, value: str, over: str) -> go.Figure:
+def _curves(metrics: pd.DataFrame, value: str, over: str, colors: Mapping[str, str]) -> go.Figure:
     """Return the mean of each setting over its seeds as a line, in a band of one deviation each way."""
     curves = mean_curves(metrics, value) if value in metrics else pd.DataFrame()
     if curves.empty:
@@ -83,8 +86,7 @@ def _curves(metrics: pd.DataFrame, value: str, over: str) -> go.Figure:
         x=over,
         y="mean",
         color="setting",
-        # One color for a setting in all figures, also in those that lack some of the others.
-        color_discrete_map=dict(zip(map(_label, metrics["setting"].unique()), cycle(COLORS), strict=False)),
+        color_discrete_map=colors,
     )
     plot.update_traces(mode="lines+markers" if len(curves) < 200 else "lines", cliponaxis=False)
     for line, (_, curve) in zip(plot.data, curves.groupby("setting", sort=False), strict=True):
@@ -106,12 +108,16 @@ def _curves(metrics: pd.DataFrame, value: str, over: str) -> go.Figure:
 
 
 def _scores_over(runs: pd.DataFrame, key: str) -> go.Figure:
-    """Return the test scores of LeZO and MeZO over a config key, and those without training as lines."""
+    """Return the test scores of LeZO and MeZO over a config key, and those without training as lines.
+
+    A setting is a curve if it was run with more than one value of the key.
+    """
     runs = runs[runs["finished"] & runs["method"].isin(["lezo", "mezo"])].dropna(subset=[key])
-    values = sorted(runs[key].unique())
-    if len(values) < 2:
+    columns = [column for column in settings_columns(runs) if column != key]
+    runs = runs[runs.groupby(columns, dropna=False)[key].transform("nunique") > 1]
+    if runs.empty:
         return go.Figure()
-    others = [other for other in varying_columns(runs, settings_columns(runs)) if other != key]
+    values, others = sorted(runs[key].unique()), varying_columns(runs, columns)
     summary = over_seeds(runs, [key, *others]).sort_values(key)
     summary["setting"] = summary.apply(values_text, axis=1, keys=others) if others else "test"
     percent = ["test", "test_deviation", "zero_shot", "majority_class"]
@@ -127,11 +133,22 @@ def _scores_over(runs: pd.DataFrame, key: str) -> go.Figure:
         markers=True,
         labels=labels,
     )
-    for level, color in {"zero_shot": "#8a94a6", "majority_class": "#b0925a"}.items():
-        name, line = level.replace("_", " "), {"dash": "dot", "color": color}
+    for level, name, color in (
+        ("zero_shot", "zero-shot", "#8a94a6"),
+        ("majority_class", "majority class", "#b0925a"),
+    ):
+        line = {"dash": "dot", "color": color}
         plot.add_scatter(x=summary[key], y=summary[level], name=name, mode="lines", line=line)
-    log = {"type": "log"} if key == "zo.learning_rate" else {}
-    plot.update_xaxes(tickvals=values, ticktext=[f"{value:g}" for value in values], **log)
+    is_log = key == "zo.learning_rate"
+    first, last = (math.log10(end) if is_log else end for end in (values[0], values[-1]))
+    margin = 0.04 * (last - first)  # room for the error bars at both ends
+    plot.update_traces(cliponaxis=False)
+    plot.update_xaxes(
+        tickvals=values,
+        ticktext=[f"{value:g}" for value in values],
+        type="log" if is_log else "linear",
+        range=[first - margin, last + margin],
+    )
     return plot
 
 
@@ -145,8 +162,8 @@ def _bars(table: pd.DataFrame, value: str, row: str, color: str, label: str) -> 
     row_height = 10 + max(_ROW * len(plot.data), 16 * int(num_lines.max()))
     height = plot.layout.height - _HEIGHT + 100 + row_height * table[row].nunique()
     plot.update_layout(barmode="group", height=height)
-    plot.update_traces(textposition="outside")
-    plot.update_xaxes(range=[0, 1.2 * table[value].max()])  # leaves room for the text at the end of a bar
+    plot.update_traces(textposition="outside", cliponaxis=False)
+    plot.update_xaxes(range=[0, 1.25 * table[value].max()])  # leaves room for the text at the end of a bar
     plot.update_yaxes(autorange="reversed")
     return plot
 
@@ -175,8 +192,8 @@ def _draw(
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
     )
-    plot.update_xaxes(automargin=True, zeroline=False)
-    plot.update_yaxes(automargin=True, zeroline=False)
+    plot.update_xaxes(automargin=True, zeroline=False, title_standoff=8)
+    plot.update_yaxes(automargin=True, zeroline=False, title_standoff=12, ticklabelstandoff=6)
     return plot
 
 

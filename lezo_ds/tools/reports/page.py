@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
 from pathlib import Path
 
 import jinja2
@@ -15,20 +15,20 @@ from lezo_ds.tools.reports.curves import read_metrics, seconds_per_step
 from lezo_ds.tools.reports.experiments import task_title
 from lezo_ds.tools.reports.figures import Figure, benchmark_figures, experiment_figures
 from lezo_ds.tools.reports.paper_layout import layout_note, paper_table, score_table, score_text
-from lezo_ds.tools.reports.results_table import best_setting, over_seeds
+from lezo_ds.tools.reports.results_table import best_setting, over_seeds, varying_columns
 
+_ALWAYS_SHOWN = ("method", "test", "directory")
 _BUTTONS = [["toImage", "zoom2d", "pan2d", "resetScale2d"]]
 
 
-def render(runs: pd.DataFrame, warnings: Sequence[str], benchmarks: pd.DataFrame | None) -> str:
+def render(runs: pd.DataFrame, benchmarks: pd.DataFrame | None) -> str:
     """Return the page.
 
     Args:
         runs: of `name_experiments`, finished or not; may be empty.
-        warnings: shown on the page; one for each damaged metrics.jsonl is added.
         benchmarks: rows of lezo_ds.tools.benchmark.table; None if there are none.
     """
-    metrics, damaged = read_metrics(runs)
+    metrics = read_metrics(runs)
     scores = score_table(runs)
     experiments = [group for _, group in runs.groupby(["model", "task"], sort=False)]
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
@@ -37,7 +37,6 @@ def render(runs: pd.DataFrame, warnings: Sequence[str], benchmarks: pd.DataFrame
     return environment.get_template("page.html.jinja").render(
         plotly_js=Markup(plotly.offline.get_plotlyjs()),
         headlines=[_headline(group) for group in experiments],
-        warnings=[*warnings, *damaged],
         tables=[(model, paper_table(rows)) for model, rows in scores.groupby("model")],
         tables_note=layout_note(scores),
         runs=_run_table(runs, seconds_per_step(metrics)),
@@ -81,20 +80,32 @@ def _headline(runs: pd.DataFrame) -> dict[str, str]:
     return {"title": _title(runs), "method": row["setting"], "score": f"{score} %", "note": ", ".join(notes)}
 
 
-def _run_table(runs: pd.DataFrame, pace: pd.Series) -> pd.DataFrame:
-    """Return a row of texts for each run; `pace` has the seconds per step by directory."""
+def _run_table(runs: pd.DataFrame, pace: pd.Series) -> tuple[str, pd.DataFrame]:
+    """Return a caption with what is the same for all runs, and a row of texts for each run.
+
+    Args:
+        runs: of `name_experiments`.
+        pace: seconds per step, by directory.
+    """
+    # The page is made to be shown, so it does not say where the runs lie on this machine.
+    root = os.path.commonpath([Path(path).absolute().parent for path in runs["directory"]] or [""])
+    directories = runs["directory"].map(lambda path: os.path.relpath(path, root))
     columns = {
         "model": ("{}", runs["model"]),
         "task": ("{}", runs["task"].map(task_title)),
         "method": ("{}", runs["setting"]),
-        "seed": ("{}", runs["seed"]),
         "test": ("{:.1%}", runs["test"]),
+        "seed": ("{:.0f}", runs["seed"]),
         "validation loss": ("{:.5g}", runs["best_dev_loss"]),
         "steps": ("{:.0f}", runs["steps"]),
         "seconds per step": ("{:.3g}", runs["directory"].map(pace)),
         "peak memory, GB": ("{:.2f}", runs["peak_memory_bytes"] / 1e9),
         "state": ("{}", runs["problem"].where(~runs["finished"], "finished")),
-        "directory": ("{}", runs["directory"]),
+        "directory": ("{}", directories),
     }
     texts = {name: values.map(text.format, na_action="ignore") for name, (text, values) in columns.items()}
-    return pd.DataFrame(texts).astype(object).fillna("-")
+    table = pd.DataFrame(texts).astype(object).fillna("-")
+    varying = varying_columns(table, table.columns)
+    same = [name for name in table.columns if name not in (*varying, *_ALWAYS_SHOWN)]
+    facts = [f"{name} {table[name].iloc[0]}" for name in same if (table[name] != "-").any()]
+    return ", ".join(facts), table.drop(columns=same)

@@ -27,7 +27,8 @@ def score_table(runs: pd.DataFrame) -> pd.DataFrame:
     done = runs[runs["finished"]]
     parts = [pd.DataFrame(columns=_COLUMNS)]
     for model, of_model in done.groupby("model"):
-        parts.append(_measured(of_model.assign(setting="majority class"), "majority_class"))
+        majority = _measured(of_model.assign(setting="majority class"), "majority_class")
+        parts.append(majority.assign(deviation=None, runs=None))  # it does not depend on a run
         for (title, method, peft), group in of_model.groupby(["title", "method", "peft"], sort=False):
             parts.append(_measured(group, "test"))
             cells = [paper.Experiment(model, task, method, peft) for task in of_model["task"].unique()]

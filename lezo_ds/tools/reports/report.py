@@ -33,7 +33,7 @@ def make_table(patterns: Sequence[str]) -> str:
 
 
 def make_page(patterns: Sequence[str], benchmark: Path | None) -> str:
-    """Return the page as HTML. Each run that does not count is logged as a warning, too.
+    """Return the page as HTML. Each run that does not count is logged as a warning.
 
     Args:
         patterns: names of run directories, finished or not, and glob patterns.
@@ -54,7 +54,7 @@ def make_page(patterns: Sequence[str], benchmark: Path | None) -> str:
     runs, warnings = _read(patterns)
     if runs.empty and benchmark is None:
         raise _nothing_to_show("run or benchmark", warnings)
-    return page.render(runs, warnings, None if benchmark is None else table.read(benchmark))
+    return page.render(runs, None if benchmark is None else table.read(benchmark))
 
 
 def _read(patterns: Sequence[str]) -> tuple[pd.DataFrame, list[str]]:
