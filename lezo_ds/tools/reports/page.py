@@ -88,7 +88,7 @@ def _run_table(runs: pd.DataFrame, pace: pd.Series) -> tuple[str, pd.DataFrame]:
         pace: seconds per step, by directory.
     """
     # The page is made to be shown, so it does not say where the runs lie on this machine.
-    root = os.path.commonpath([Path(path).absolute().parent for path in runs["directory"]] or [""])
+    root = os.path.commonpath([str(Path(path).absolute().parent) for path in runs["directory"]] or [""])
     directories = runs["directory"].map(lambda path: os.path.relpath(path, root))
     columns = {
         "model": ("{}", runs["model"]),
