@@ -40,7 +40,7 @@ def shared_command(words: Sequence[str]) -> list[str]:
     Args:
         words: the program and its arguments.
 
-    >>> shared_command(["/home/alice/train.py", "--config", "mine.yaml", "seed=3", "--hub_token", "hf_x"])
+    >>> shared_command(["/data/alice/train.py", "--config", "mine.yaml", "seed=3", "--hub_token", "hf_x"])
     ['train.py', '--config', 'mine.yaml', 'seed=3', '...', '...']
     """
     program, *arguments = words
