@@ -56,7 +56,15 @@ _FIRST_VALUES = re.compile(
 )
 """The initial values of a prefix. They come from a forward pass, which another machine rounds differently."""
 
-_MALFORMED = (AttributeError, KeyError, TypeError, ValueError, RecursionError, yaml.YAMLError)
+_MALFORMED = (
+    AttributeError,
+    KeyError,
+    OverflowError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    yaml.YAMLError,
+)
 """What reading of a malformed JSON or YAML text raises."""
 
 logger = logging.getLogger(__name__)

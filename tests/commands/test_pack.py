@@ -389,6 +389,8 @@ def test_what_is_damaged_or_malformed_is_refused_in_one_line(packed, tmp_path):
     bomb = b"a: &a {x: 1}\n" + b"".join(
         b"%c: &%c {<<: [%s]}\n" % (c + 1, c + 1, b", ".join([b"*%c" % c] * 9)) for c in b"abcdefghij"
     )
+    first_line = re.sub(rb',"crc":"\w+"}$', b"}", contents["journal.jsonl"].splitlines()[0])
+    huge = b'{"kind":"evaluation","step":0,"split":"dev","loss":1%s,"metrics":{}}' % (b"0" * 400)
     archives = {
         "changed": contents | {"config.yaml": contents["config.yaml"] + b"\n"},
         "bare": {name: content for name, content in contents.items() if name != "pack.json"},
@@ -405,6 +407,7 @@ def test_what_is_damaged_or_malformed_is_refused_in_one_line(packed, tmp_path):
         "deep config": with_hashes(contents | {"config.yaml": b"[" * 5000}),
         "deep journal": with_journal(contents, b'{"config":' + deep + b"}"),
         "list of a journal": with_journal(contents, b"[]"),
+        "large number": with_journal(contents, first_line, huge),
         "types in a journal": with_journal(
             contents,
             json.dumps(
