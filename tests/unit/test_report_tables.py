@@ -18,6 +18,9 @@ from lezo_ds.tools.reports.results_table import best_setting, find_runs, over_se
 
 COMMAND = [sys.executable, str(REPOSITORY / "launch" / "report.py")]
 
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9))
+"""Aliases of aliases: a few lines that stand for many millions of values."""
+
 
 def markdown_rows(*paths):
     """Return the cells of each line of the tables by their first: Markdown, read independently."""
@@ -134,7 +137,7 @@ def test_what_does_not_count_is_left_out_with_a_warning_of_one_line(tmp_path, ca
     (tmp_path / "killed" / "results.json").unlink()
     for file, text in (("config.yaml", "a: [\n"), ("results.json", "[]"), ("metrics.jsonl", "{")):
         (write_run(tmp_path / f"broken-{file}", "seed=1") / file).write_text(text)
-    (write_run(tmp_path / "bomb") / "config.yaml").write_text("a: &a {x: 1}\nb: [*a, *a]\n")
+    (write_run(tmp_path / "bomb") / "config.yaml").write_text(BOMB)
     (write_run(tmp_path / "deep") / "results.json").write_text("[" * 100_000)
     (write_run(tmp_path / "broken-score") / "results.json").write_text('{"finished": true}')
     (tmp_path / "assets").mkdir()
@@ -144,7 +147,7 @@ def test_what_does_not_count_is_left_out_with_a_warning_of_one_line(tmp_path, ca
     reasons = {
         "again": "it has the settings and seeds of another run",
         "assets": "not a run directory (it has no config.yaml)",
-        "bomb": "damaged config.yaml (YAMLError: an alias: *a",
+        "bomb": "damaged config.yaml (YAMLError: more than 10000 values",
         "broken-config.yaml": "damaged config.yaml (ParserError: ",
         "broken-results.json": "damaged results.json (AttributeError: ",
         "broken-score": "damaged results.json (KeyError: 'test')",

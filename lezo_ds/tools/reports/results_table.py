@@ -153,7 +153,8 @@ def _recorded_config(path: Path) -> dict[str, Any]:
         return flatten(config_to_dict(recorded_config(values, str(path), written_by=None)))
     except UserError:
         # A later version, or a task that is not registered here, made the run: show what it recorded.
-        return flatten(values)
+        found = flatten(values)
+        return {key: str(value) if isinstance(value, list) else value for key, value in found.items()}
 
 
 def _config_columns(config: Mapping[str, Any]) -> dict[str, Any]:
