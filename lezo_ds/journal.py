@@ -24,7 +24,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from types import UnionType
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from lezo_ds.errors import JournalError, UserError
 from lezo_ds.files import write_atomically
@@ -357,17 +358,18 @@ def _decode_line(line: bytes, previous_crc: int) -> tuple[Header | JournalRecord
             expected=repr(FORMAT_VERSION),
             fix="use the version of lezo_ds that wrote it",
         )
-    if kind not in _TYPES:
+    if not isinstance(kind, str) or kind not in _TYPES:
         raise ValueError(f"its kind is {kind!r}")
     try:
         item = _item_of(kind, fields)
-    except TypeError as error:
+    except (TypeError, OverflowError) as error:
         raise ValueError(str(error)) from error
     return item, crc
 
 
 _TYPES: dict[str, type] = {"header": Header, "step": StepRecord, "evaluation": EvaluationRecord}
 _KINDS = {type_of_item: kind for kind, type_of_item in _TYPES.items()}
+_FIELD_TYPES = {kind: get_type_hints(type_of_item) for kind, type_of_item in _TYPES.items()}
 
 _STORED_NAMES = {"key": "seed"}
 """Fields of a step whose name in the file is still that of version 0.1.0."""
@@ -387,9 +389,26 @@ def _item_of(kind: str, fields: Mapping[str, Any]) -> Header | JournalRecord:
     # Every list directly in a field was a tuple. Lists inside a header's config stay lists.
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     if kind == _KINDS[StepRecord]:
-        for name, stored in _STORED_NAMES.items():
-            values[name] = values.pop(stored, None)
+        names = {stored: name for name, stored in _STORED_NAMES.items()}
+        values = {names.get(name, name): value for name, value in values.items()}
+    for name, expected in _FIELD_TYPES[kind].items():
+        if name in values and not _has_type(values[name], expected):
+            raise ValueError(f"its {name} is {values[name]!r:.40}")
     return _TYPES[kind](**values)  # type: ignore[no-any-return]
+
+
+def _has_type(value: object, expected: Any) -> bool:  # noqa: ANN401
+    """Return whether a value that was read has the type of a field. A whole number may stand for a float."""
+    arguments = get_args(expected)
+    if isinstance(expected, UnionType):
+        return any(_has_type(value, argument) for argument in arguments)
+    if get_origin(expected) is tuple:
+        return isinstance(value, tuple) and all(_has_type(entry, arguments[0]) for entry in value)
+    if get_origin(expected) is dict:
+        return isinstance(value, dict) and all(_has_type(entry, arguments[1]) for entry in value.values())
+    if expected is Any:
+        return True
+    return type(value) in ((int, float) if expected is float else (expected,))
 
 
 def _crc_member(crc: int) -> bytes:

@@ -333,6 +333,15 @@ def test_a_line_that_is_missing_doubled_moved_or_from_another_run_is_noticed(pat
                 reader(path)
 
 
+EVALUATION = {"kind": "evaluation", "step": 0, "split": "dev", "loss": 0, "metrics": {}}
+STEP = {"kind": "step", "step": 0, "seed": 1, "dropped_layers": [0], "projected_grads": [0.5]} | {
+    "learning_rate": 0.1,
+    "perturbation_scale": 0.1,
+    "loss": 0.5,
+    "applied": True,
+}
+
+
 @pytest.mark.parametrize(
     ("members", "problem"),
     [
@@ -340,7 +349,17 @@ def test_a_line_that_is_missing_doubled_moved_or_from_another_run_is_noticed(pat
         ({"kind": "evaluation", "step": 0, "split": "dev", "loss": 0, "metrics": {}, "more": 1}, "more"),
         ({"kind": "evaluation", "step": 3, "split": "dev", "loss": 0, "metrics": {}}, "after 3 steps"),
         ({"kind": "new"}, "its kind is 'new'"),
+        ({"kind": ["step"]}, "its kind is "),
         ({}, "its kind is None"),
+        (EVALUATION | {"step": "0"}, "its step is '0'"),
+        (EVALUATION | {"step": True}, "its step is True"),
+        (EVALUATION | {"loss": 10**400}, "too large"),
+        (EVALUATION | {"metrics": ["accuracy"]}, "its metrics is "),
+        (EVALUATION | {"metrics": {"accuracy": "high"}}, "its metrics is "),
+        (STEP | {"learning_rate": None}, "its learning_rate is None"),
+        (STEP | {"seed": 1.5}, "its key is 1.5"),
+        (STEP | {"dropped_layers": [0.5]}, "its dropped_layers is "),
+        (STEP | {"applied": 1}, "its applied is 1"),
     ],
 )
 def test_a_line_with_a_right_checksum_and_wrong_members_is_damage(path, members, problem):
