@@ -97,12 +97,7 @@ class TaskData:
 
     def batch(self, config: RunConfig, step: int) -> list[MicroBatch]:
         """Return the micro-batches of a step, which depend on the seed and the step only."""
-        drawn = batch_indices(
-            config.seed,
-            step,
-            num_examples=len(self.train.encoded),
-            batch_size=config.train.batch_size,
-        )
+        drawn = self.step_rows(config, step)
         # Sorting by length first reduces padding: a micro-batch is padded to its longest example. It also
         # gives the ranks, which take micro-batches in turn, similar amounts of work at a time.
         rows = sorted(drawn, key=lambda row: (self._num_tokens(row), row))
@@ -112,6 +107,11 @@ class TaskData:
             for begin in range(0, len(rows), size)
         ]
         return [pack(batch) for batch in batches] if self.packed else batches
+
+    def step_rows(self, config: RunConfig, step: int) -> list[int]:
+        """Return the indices in `train` of a step's examples, in the order in which they are drawn."""
+        num_examples = len(self.train.encoded)
+        return batch_indices(config.seed, step, num_examples=num_examples, batch_size=config.train.batch_size)
 
     def _num_tokens(self, row: int) -> int:
         if self.objective.build_batch is None:

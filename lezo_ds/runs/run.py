@@ -53,6 +53,11 @@ def count_steps(config: RunConfig, num_train: int) -> int:
     return max(1, config.adamw.epochs * num_train // config.train.batch_size)
 
 
+def eval_interval(config: RunConfig, num_steps: int) -> int:
+    """Return the number of steps between evaluations of a run of `num_steps` steps."""
+    return config.train.eval_every or max(1, num_steps // 10)
+
+
 class Run(ABC, Generic[E]):
     """The part of a run that one process does.
 
@@ -80,7 +85,7 @@ class Run(ABC, Generic[E]):
         self._launcher = LauncherWatch()
         self.evaluations: list[EvaluationRecord] = []
         self.num_steps = count_steps(config, len(data.train.encoded))
-        self._eval_every = config.train.eval_every or max(1, self.num_steps // 10)
+        self._eval_every = eval_interval(config, self.num_steps)
         self._num_done = 0
         self._seconds_before = 0.0
         self._started = time.monotonic()

@@ -9,17 +9,22 @@ from commands import assert_refused, free_port, run_well
 
 from lezo_ds.errors import UserError
 from lezo_ds.tools.benchmark import table
-from lezo_ds.tools.benchmark.settings import Variant, add_arguments, read_setting
+from lezo_ds.tools.benchmark.settings import Variant, add_arguments, read_job
 from lezo_ds.tools.workloads import WORKLOADS, Workload
 
 BENCHMARK = [sys.executable, str(REPOSITORY / "launch" / "benchmark.py")]
 TINY = ("--shape", "opt-tiny", "--layers", "2", "--batch", "4", "--rounds", "2")
 
 
-def read(*arguments):
+def read_whole(*arguments, **others):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return read_setting(parser.parse_args(arguments))
+    parser.set_defaults(**{"until_loss": None, "replay": False, "noise": None} | others)
+    return read_job(parser.parse_intermixed_args(arguments))
+
+
+def read(*arguments):
+    return read_whole(*arguments, "ours").inputs
 
 
 def test_a_setting_and_its_defaults_fill_columns_of_the_table():

@@ -4,6 +4,7 @@ import copy
 import random
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from ranks import run_ranks
 from lezo_ds import distributed
 from lezo_ds.model.blocks import find_blocks
 from lezo_ds.tools.benchmark import table
-from lezo_ds.tools.benchmark.inputs import loss_function, plain_model, split_batch
 from lezo_ds.tools.benchmark.measure import measure_steps
 from lezo_ds.tools.benchmark.noise import REFERENCE, measure_noise
-from lezo_ds.tools.benchmark.reference import LEARNING_RATE, PERTURBATION_SCALE, plain_steps
+from lezo_ds.tools.benchmark.random_inputs import RandomInputs, loss_function, plain_model, split_batch
+from lezo_ds.tools.benchmark.reference import plain_steps
 from lezo_ds.tools.benchmark.settings import Setting, Variant
 from lezo_ds.tools.benchmark.stages import peak_bytes, stage, stage_seconds
 from lezo_ds.tools.opt_shapes import opt_config
@@ -40,7 +41,8 @@ SETTING = Setting(
 
 
 def _measure(setting, names):
-    return measure_steps(setting, [Variant.parse(name) for name in names], rounds=2, replay=True)
+    variants = [Variant.parse(name) for name in names]
+    return measure_steps(partial(RandomInputs, setting), variants, rounds=2, replay=True)
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -111,12 +113,13 @@ def test_the_noise_is_compared_with_a_copy_and_with_torch():
 
 
 @torch.no_grad()
-def independent_step(model, num_dropped):
+def independent_step(model, num_dropped, zo):
     """Return (g, weights after the step) from all z kept in memory: MeZO's formulas, without restoring."""
-    dropped = random.Random(0).sample(range(NUM_BLOCKS), num_dropped)
+    seed = random.Random(0).randrange(10**9)
+    dropped = random.Random(seed).sample(range(NUM_BLOCKS), num_dropped)
     layout = find_blocks(model)
     theta = dict(model.named_parameters())
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     z = {
         name: torch.normal(0.0, 1.0, values.shape, generator=generator, dtype=values.dtype)
         for name, values in theta.items()
@@ -130,8 +133,8 @@ def independent_step(model, num_dropped):
         wanted = logits[batch.selection.rows, batch.selection.positions]
         return loss_function(SETTING.workload)(wanted, batch).sum() / batch.weight
 
-    g = (loss(PERTURBATION_SCALE) - loss(-PERTURBATION_SCALE)) / (2 * PERTURBATION_SCALE)
-    return float(g), {name: values - LEARNING_RATE * g * z.get(name, 0) for name, values in theta.items()}
+    g = (loss(zo.perturbation_scale) - loss(-zo.perturbation_scale)) / (2 * zo.perturbation_scale)
+    return float(g), {name: values - zo.learning_rate * g * z.get(name, 0) for name, values in theta.items()}
 
 
 def _reference_step(text):
@@ -139,8 +142,9 @@ def _reference_step(text):
     variant = Variant.parse(text)
     model = plain_model(opt_config("opt-tiny", NUM_BLOCKS), "fp32", CPU).double()
     before = copy.deepcopy(model)
-    gradient = plain_steps(variant, model, SETTING.workload).step()
-    expected = independent_step(before, round(variant.sparsity * NUM_BLOCKS))
+    inputs = RandomInputs(SETTING)
+    gradient = plain_steps(variant, model, inputs).step()
+    expected = independent_step(before, round(variant.sparsity * NUM_BLOCKS), inputs.zo)
     return before.state_dict(), expected, (gradient, dict(model.named_parameters()))
 
 

@@ -12,8 +12,8 @@ from lezo_ds.sharding.checkpoint_files import build_on_meta
 from lezo_ds.tasks import TASKS
 from lezo_ds.tools import workloads
 from lezo_ds.tools.benchmark import table
-from lezo_ds.tools.benchmark.inputs import loss_function, plain_model, split_batch
 from lezo_ds.tools.benchmark.measure import time_columns
+from lezo_ds.tools.benchmark.random_inputs import loss_function, plain_model, split_batch
 from lezo_ds.tools.opt_shapes import SHAPES, opt_config
 from lezo_ds.tools.workloads import WORKLOADS, Workload, typical_workload
 

@@ -9,23 +9,31 @@ import platform
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from lezo_ds import distributed
+from lezo_ds.config import RunConfig
 from lezo_ds.tools.benchmark import table
+from lezo_ds.tools.benchmark.inputs import Inputs
 from lezo_ds.tools.benchmark.measure import Row, measure_steps
 from lezo_ds.tools.benchmark.noise import measure_noise
-from lezo_ds.tools.benchmark.settings import Setting, Variant
+from lezo_ds.tools.benchmark.random_inputs import RandomInputs
+from lezo_ds.tools.benchmark.recipe_inputs import RecipeInputs
+from lezo_ds.tools.benchmark.settings import Job, Setting
+from lezo_ds.tools.benchmark.until_loss import measure_until_loss
 
 _LIBRARIES = ("lezo_ds", "torch", "deepspeed")
 _STAGES = [f"{stage}_seconds" for stage in table.STAGES]
-_SHOWN = ["measured", "variant", "seconds_median", "ratio", *_STAGES, "peak_bytes", "gathered_bytes"]
+_SHOWN = [
+    *("measured", "variant", "loss", "steps", "forward_passes", "seconds", "seconds_median", "ratio"),
+    *("fed_tokens", *_STAGES, "peak_bytes", "gathered_bytes"),
+]
 
 
-def run(arguments: Namespace, setting: Setting, variants: Sequence[Variant]) -> None:
+def run(arguments: Namespace, job: Job) -> None:
     """Measure, print the rows, and append them to the CSV `arguments.out`. A collective."""
     distributed.init_distributed()
     out, rounds, threads = arguments.out, arguments.rounds, arguments.threads
@@ -36,15 +44,29 @@ def run(arguments: Namespace, setting: Setting, variants: Sequence[Variant]) -> 
     origin = _origin()
     rows: list[Row] = []
     if arguments.noise:
-        rows += measure_noise(arguments.dtype, arguments.noise, rounds=rounds, threads=threads)
-    if variants:
-        rows += measure_steps(setting, variants, rounds=rounds, threads=threads, replay=arguments.replay)
+        rows += measure_noise(job.dtype, arguments.noise, rounds=rounds, threads=threads)
+    if arguments.until_loss is not None:
+        assert isinstance(job.inputs, RunConfig), "--until-loss has a recipe"
+        until_loss = arguments.until_loss
+        rows += measure_until_loss(job.inputs, job.variants, until_loss=until_loss, threads=threads)
+    elif job.variants:
+        rows += measure_steps(
+            partial(_open_inputs, job.inputs),
+            job.variants,
+            rounds=rounds,
+            threads=threads,
+            replay=arguments.replay,
+        )
     if distributed.rank() == 0:
         results = table.to_frame([origin | row for row in rows])
         if out is not None:
             table.append(out, results)
         shown = results[_SHOWN].dropna(axis="columns", how="all").astype(object)
         print(shown.where(shown.notna(), "-").to_string(index=False, float_format="{:.4g}".format))
+
+
+def _open_inputs(described: Setting | RunConfig) -> Inputs:
+    return RandomInputs(described) if isinstance(described, Setting) else RecipeInputs(described)
 
 
 def _origin() -> Row:

@@ -1,4 +1,4 @@
-"""Measurements of steps and of replay, as rows of the table."""
+"""Measurements of steps and of replay in interleaved rounds, as rows of the table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,18 +15,14 @@ import torch
 
 from lezo_ds import distributed
 from lezo_ds.errors import LezoError
-from lezo_ds.sharding.checkpoint_files import build_on_meta
-from lezo_ds.tools.benchmark import sharded
-from lezo_ds.tools.benchmark.inputs import plain_model
-from lezo_ds.tools.benchmark.reference import InPlaceSteps, plain_steps
-from lezo_ds.tools.benchmark.settings import Setting, Variant
+from lezo_ds.tools.benchmark.inputs import Inputs
+from lezo_ds.tools.benchmark.settings import Variant
+from lezo_ds.tools.benchmark.sharded import EngineSteps
 from lezo_ds.tools.benchmark.stages import peak_bytes, stage_seconds, synchronize
-from lezo_ds.tools.opt_shapes import opt_config
+from lezo_ds.tools.benchmark.steps import Steps, start_steps
 
 Row = dict[str, Any]
 """Values by column; see `lezo_ds.tools.benchmark.table.COLUMNS`."""
-
-Steps = InPlaceSteps | sharded.EngineSteps
 
 WARM_UP_STEPS = 2  # DeepSpeed records the order of the modules in the first pass, and prefetches after it
 
@@ -70,26 +65,34 @@ def time_columns(seconds: Sequence[float], reference: Sequence[float]) -> Row:
 
 
 def measure_steps(
-    setting: Setting, variants: Sequence[Variant], *, rounds: int, threads: int = 1, replay: bool = False
+    open_inputs: Callable[[], Inputs],
+    variants: Sequence[Variant],
+    *,
+    rounds: int,
+    threads: int = 1,
+    replay: bool = False,
 ) -> list[Row]:
     """Measure variants of a step and return their rows. A collective.
 
     Args:
-        setting: the model and the batch.
+        open_inputs: returns the model and the batches; called when the ranks have met.
         variants: at least one; ratios are relative to the first.
         rounds: timed steps of each variant.
         threads: CPU threads of this rank.
         replay: also replay the timed steps of our variants.
 
     Raises:
-        UserError: a batch that does not split, or a setting that DeepSpeed does not accept.
+        UserError: bad inputs, such as a batch that does not split, or a setting that DeepSpeed does not
+            accept.
         LezoError: a variant skipped its update.
     """
     distributed.init_distributed()
     torch.set_num_threads(threads)
-    ranks = distributed.world_size()
-    setting = replace(setting, micro_batches=setting.micro_batches or ranks)
-    steps = _start(setting, variants)
+    inputs = open_inputs()
+    # Each of the two models is made when a variant first needs it. Variants of the same model all change its
+    # weights.
+    plain, engine = functools.cache(inputs.plain_model), functools.cache(inputs.start_engine)
+    steps = {variant.text: start_steps(variant, inputs, plain=plain, engine=engine) for variant in variants}
     actions = {name: partial(_checked_step, name, entry) for name, entry in steps.items()}
     for action in actions.values():
         for _ in range(WARM_UP_STEPS):
@@ -99,39 +102,22 @@ def measure_steps(
     for variant in variants:
         name, entry = variant.text, steps[variant.text]
         who = {"variant": name, "sparsity": variant.sparsity}
-        if replay and isinstance(entry, sharded.EngineSteps):
+        if replay and isinstance(entry, EngineSteps):
             replayed = time_once(partial(entry.replay, rounds)) / rounds
             columns = time_columns([replayed], [statistics.mean(times[name])]) | {"rounds": rounds}
             rows.append({"measured": "replay", **who, "reference": "training", **columns})
         measured = time_columns(times[name], times[variants[0].text])
+        timed = range(WARM_UP_STEPS, WARM_UP_STEPS + rounds)
         measured |= {
+            "fed_tokens": round(statistics.mean(map(entry.fed_tokens, timed))),
             "weight_bytes": entry.weight_bytes,
             "peak_bytes": peak_bytes(actions[name]),
             "gathered_bytes": _gathered_bytes(actions[name]),
         }
         measured |= stage_seconds(actions[name], entry.staged_methods)
         rows.append({"measured": "step", **who, "reference": variants[0].text, **measured})
-    weights = build_on_meta(opt_config(setting.shape, setting.layers), torch.float32).parameters()
-    origin = vars(setting) | {"parameters": sum(values.numel() for values in weights)}
-    origin |= {"ranks": ranks, "threads": threads, "load": os.getloadavg()[0]}
-    return [origin | row for row in rows]
-
-
-def _start(setting: Setting, variants: Sequence[Variant]) -> dict[str, Steps]:
-    """Return the steps of each variant by its text. Variants of the same model all change its weights."""
-    config, workload = opt_config(setting.shape, setting.layers), setting.workload
-    # Each of the two models is made when a variant first needs it.
-    plain = functools.cache(lambda: plain_model(config, setting.dtype, distributed.device()))
-    engine = functools.cache(lambda: sharded.start_engine(setting))
-
-    def start(variant: Variant) -> Steps:
-        if variant.kind == "mezo_reference":
-            return plain_steps(variant, plain(), workload)
-        if variant.kind == "naive_zero3":
-            return sharded.naive_steps(variant, engine(), workload)
-        return sharded.EngineSteps(variant, engine(), setting)
-
-    return {variant.text: start(variant) for variant in variants}
+    where = {"ranks": distributed.world_size(), "threads": threads, "load": os.getloadavg()[0]}
+    return [{**inputs.columns, **where, **row} for row in rows]
 
 
 def _checked_step(name: str, steps: Steps) -> None:
@@ -139,7 +125,7 @@ def _checked_step(name: str, steps: Steps) -> None:
     if gradient == 0 or not math.isfinite(gradient):
         raise LezoError(
             f"{name} skipped its update, so its time means nothing; got: projected gradient {gradient}; "
-            "fix: use another --dtype or --shape"
+            "fix: use another dtype or model"
         )
 
 

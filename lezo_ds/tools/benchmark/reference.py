@@ -11,14 +11,16 @@ from torch import Tensor, nn
 from lezo_ds import distributed
 from lezo_ds.model.batch import MicroBatch, to_device
 from lezo_ds.model.blocks import find_blocks
-from lezo_ds.tools.benchmark.inputs import loss_function, split_batch
+from lezo_ds.tools.benchmark.inputs import Inputs
 from lezo_ds.tools.benchmark.settings import Variant
 from lezo_ds.tools.benchmark.stages import StagedMethod, stage
-from lezo_ds.tools.workloads import Workload
 
-LEARNING_RATE = 1e-7
-PERTURBATION_SCALE = 1e-3
 WEIGHT_DECAY = 0.0
+
+
+def fed_tokens(batches: Sequence[MicroBatch]) -> int:
+    """Return the number of tokens, padding included, that some micro-batches feed to the model."""
+    return sum(batch.inputs["input_ids"].numel() for batch in batches)
 
 
 class InPlaceSteps:
@@ -30,19 +32,24 @@ class InPlaceSteps:
 
     Args:
         variant: says the share of the blocks that a step drops.
-        workload: size of the batch.
+        inputs: the batch of each step, and the settings.
         tensors: the stored weights, each with the index of its block; None outside all blocks.
         num_blocks: number of blocks of the model.
         forward: returns the logits of a micro-batch: [sequences, tokens, vocabulary].
         published: use the expressions of the published code, which make temporary tensors. A view of a
             shard has to be changed by one in-place operation instead, which also moves fewer bytes.
         staged_methods: for `stage_seconds`, in addition to the stages of this class.
+
+    Attributes:
+        num_probes: forward passes of the whole batch in a step, each at one probe.
     """
+
+    num_probes = 2
 
     def __init__(
         self,
         variant: Variant,
-        workload: Workload,
+        inputs: Inputs,
         *,
         tensors: Sequence[tuple[Tensor, int | None]],
         num_blocks: int,
@@ -54,68 +61,104 @@ class InPlaceSteps:
         self._tensors, self._forward, self._published = tensors, forward, published
         self._blocks = range(num_blocks)
         self._num_dropped = int(variant.sparsity * num_blocks + 0.5)
+        self._inputs = inputs
+        zo = inputs.zo_config(variant)
+        assert zo.learning_rate is not None, "a zeroth-order recipe has a learning rate"
+        self._learning_rate, self._scale = zo.learning_rate, zo.perturbation_scale
         self._num_steps = 0
-        shares = split_batch(workload, distributed.world_size(), published=True)
-        self._batch = to_device(shares[distributed.rank()], distributed.device())
-        self._loss_function = loss_function(workload)
+        self._step_seeds = random.Random(inputs.seed)
+        self._step_seed = 0
 
     @property
     def weight_bytes(self) -> int:
         """Size of the stored weights."""
         return sum(values.numel() * values.element_size() for values, _ in self._tensors)
 
+    @property
+    def model(self) -> InPlaceSteps:
+        """What `evaluate` scores."""
+        return self
+
+    @property
+    def global_rank(self) -> int:
+        """Index of this process among all processes."""
+        return distributed.rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return distributed.world_size()
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which this rank computes."""
+        return distributed.device()
+
+    @torch.no_grad()
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the logits that a micro-batch selects, at the current weights. A collective."""
+        selection = micro_batch.selection
+        assert selection is not None, "a batch of candidates"
+        logits = self._forward(micro_batch)[selection.rows, selection.positions]
+        return logits if selection.vocabulary is None else logits[:, selection.vocabulary]
+
+    def fed_tokens(self, step: int) -> int:
+        """Return the tokens, padding included, in a forward pass of a step's whole batch at one probe."""
+        return fed_tokens(self._inputs.published_batches(step))
+
     @torch.no_grad()
     def step(self) -> float:
         """Do one step and return its projected gradient. A collective."""
+        share = self._inputs.published_batches(self._num_steps)[distributed.rank()]
+        batch = to_device(share, distributed.device())
+        self._step_seed = self._step_seeds.randrange(10**9)
         self._perturb(1)
-        plus = self._summed_loss()
+        plus = self._summed_loss(batch)
         self._perturb(-2)
-        minus = self._summed_loss()
+        minus = self._summed_loss(batch)
         self._perturb(1)
-        weight = plus.new_tensor(self._batch.weight, dtype=torch.float64)
+        weight = plus.new_tensor(batch.weight, dtype=torch.float64)
         sums = torch.stack([plus.double(), minus.double(), weight])
         plus_sum, minus_sum, total = distributed.sum_vector(sums)
-        gradient = (plus_sum - minus_sum) / total / (2 * PERTURBATION_SCALE)
+        gradient = (plus_sum - minus_sum) / total / (2 * self._scale)
         self._update(gradient)
         self._num_steps += 1
         return gradient
 
-    def _summed_loss(self) -> Tensor:
-        selection = self._batch.selection
-        assert selection is not None, "a batch of candidates"
-        logits = self._forward(self._batch)[selection.rows, selection.positions]
-        return self._loss_function(logits, self._batch).sum()
+    def _summed_loss(self, batch: MicroBatch) -> Tensor:
+        return self._inputs.loss(self.forward(batch), batch).sum()
 
     def _perturb(self, multiple: float) -> None:
         with stage("perturb"):
             for theta, z in self._with_noise():
                 if self._published:
-                    theta.data = theta.data + multiple * z * PERTURBATION_SCALE
+                    theta.data = theta.data + multiple * z * self._scale
                 else:
-                    theta.data.add_(z, alpha=multiple * PERTURBATION_SCALE)
+                    theta.data.add_(z, alpha=multiple * self._scale)
 
     def _update(self, gradient: float) -> None:
         with stage("update"):
             for theta, z in self._with_noise():
                 if self._published:
-                    theta.data = theta.data - LEARNING_RATE * (gradient * z + WEIGHT_DECAY * theta.data)
+                    theta.data = theta.data - self._learning_rate * (gradient * z + WEIGHT_DECAY * theta.data)
                 else:
-                    theta.data.add_(z, alpha=-LEARNING_RATE * gradient)
+                    theta.data.add_(z, alpha=-self._learning_rate * gradient)
 
     def _with_noise(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each active tensor and its z; within a step always the same z."""
-        dropped = random.Random(self._num_steps).sample(self._blocks, self._num_dropped)
+        dropped = random.Random(self._step_seed).sample(self._blocks, self._num_dropped)
         active = [values for values, block in self._tensors if block not in dropped]
-        generator = torch.Generator(active[0].device).manual_seed(self._num_steps)
+        generator = torch.Generator(active[0].device).manual_seed(self._step_seed)
         for theta in active:
             yield theta, torch.empty_like(theta).normal_(generator=generator)
 
 
-def plain_steps(variant: Variant, model: nn.Module, workload: Workload) -> InPlaceSteps:
+def plain_steps(variant: Variant, model: nn.Module, inputs: Inputs) -> InPlaceSteps:
     """Return "mezo_reference", on every rank's own model.
 
-    To the advantage of the published code there is no padding and no mask, only the tokens of the candidates
-    enter the loss, and a step has one reduction.
+    Where the published code does more, this is to its advantage. It pads on the left and therefore needs a
+    mask; here padding is on the right, where causal attention never looks. Only the tokens of the candidates
+    enter the loss here, and a step has one reduction.
     """
     layout = find_blocks(model)
 
@@ -127,7 +170,7 @@ def plain_steps(variant: Variant, model: nn.Module, workload: Workload) -> InPla
     tensors = [(values, layout.block_of(name)) for name, values in model.named_parameters()]
     return InPlaceSteps(
         variant,
-        workload,
+        inputs,
         tensors=tensors,
         num_blocks=layout.num_blocks,
         forward=forward,

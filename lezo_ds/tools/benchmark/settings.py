@@ -1,4 +1,4 @@
-"""What a benchmark measures: variants of a step, under the setting that the command line gives."""
+"""What a benchmark measures: variants of a step, on random inputs of a given size or on a recipe."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from lezo_ds.config import Dtype
+from lezo_ds.config import Dtype, RunConfig
 from lezo_ds.errors import UserError
+from lezo_ds.recipes import load_recipe
 from lezo_ds.tools.arguments import positive
 from lezo_ds.tools.opt_shapes import MAX_LENGTH, SHAPES
 from lezo_ds.tools.workloads import Workload, typical_workload
@@ -71,7 +72,7 @@ def _unknown(text: str) -> UserError:
 
 @dataclass(frozen=True)
 class Setting:
-    """The conditions under which variants are measured; each is a column of `table.COLUMNS`.
+    """Random inputs on which variants are measured; each attribute is a column of `table.COLUMNS`.
 
     `micro_batches` may be None for one per rank.
     """
@@ -93,35 +94,104 @@ class Setting:
         return replace(typical_workload(self.task), length=self.length, batch_size=self.batch)
 
 
+@dataclass(frozen=True)
+class Job:
+    """What a command measures.
+
+    Attributes:
+        inputs: random inputs, or a recipe.
+        variants: what is compared.
+    """
+
+    inputs: Setting | RunConfig
+    variants: tuple[Variant, ...]
+
+    @property
+    def dtype(self) -> Dtype:
+        """Type of the weights."""
+        return self.inputs.dtype if isinstance(self.inputs, Setting) else self.inputs.model.dtype
+
+
+_RANDOM_INPUTS = (
+    *("shape", "layers", "ds_config", "partition_size", "task", "length"),
+    *("micro_batches", "batch", "dtype", "update_precision"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `read_setting` reads."""
-    add = parser.add_argument
-    add("--shape", choices=SHAPES, default="opt-125m", help="size of the model")
+    """Add the arguments that `read_job` reads."""
+    recipe_help = "measure the model and the batches of this recipe, as for launch/train.py"
+    parser.add_argument("--config", metavar="RECIPE", help=recipe_help)
+    variants_help = "what is compared (ratios are relative to the first), or a change to a key of the recipe"
+    parser.add_argument("variants", nargs="*", metavar="VARIANT | key=value", help=variants_help)
+    random = parser.add_argument_group("random inputs of equal lengths, without --config")
+    add = random.add_argument
+    add("--shape", choices=SHAPES, help="size of the model (default: opt-125m)")
     add("--layers", type=positive, metavar="N", help="number of blocks (default: the shape's)")
     add("--ds-config", metavar="FILE", help="DeepSpeed JSON; see ds_configs")
     add("--partition-size", type=positive, metavar="N", help="number of ranks that share the weights")
-    add("--task", default="sst2", help="use typical inputs of this task")
+    add("--task", help="use typical inputs of this task (default: sst2)")
     add("--length", type=positive, metavar="N", help="tokens per example (default: typical of the task)")
     add(
         "--micro-batches", type=positive, metavar="N", help="parts that our step runs (default: one per rank)"
     )
-    add("--batch", type=positive, default=16, metavar="N", help="examples per step, over all ranks")
-    add("--dtype", choices=get_args(Dtype), default="fp32", help="of the weights")
-    add(
-        "--update-precision",
-        choices=get_args(UpdatePrecision),
-        default="fp32_master",
-        help="of 16-bit weights",
-    )
+    add("--batch", type=positive, metavar="N", help="examples per step, over all ranks (default: 16)")
+    add("--dtype", choices=get_args(Dtype), help="of the weights (default: fp32)")
+    precision_help = "of 16-bit weights (default: fp32_master)"
+    add("--update-precision", choices=get_args(UpdatePrecision), help=precision_help)
 
 
-def read_setting(arguments: argparse.Namespace) -> Setting:
-    """Return the setting that the arguments of `add_arguments` give.
+def read_job(arguments: argparse.Namespace) -> Job:
+    """Return what the command asks for.
+
+    Args:
+        arguments: those of `add_arguments`, and noise, until_loss and replay.
 
     Raises:
-        UserError: an unknown task, or a length that does not fit the task's answers or the model.
+        UserError: an unknown variant, task, recipe or key; a length that does not fit; nothing to measure; or
+            arguments that exclude each other.
     """
-    typical = typical_workload(arguments.task)
+    overrides = [text for text in arguments.variants if "=" in text]
+    variants = tuple(Variant.parse(text) for text in arguments.variants if "=" not in text)
+    if not variants and (arguments.until_loss is not None or not arguments.noise):
+        raise UserError(
+            "nothing to measure",
+            got="no variant" if arguments.noise else "no variant and no --noise",
+            expected="variants, --noise or both",
+            fix="for example mezo_reference ours:0 ours:0.75",
+        )
+    if arguments.until_loss is not None and (arguments.config is None or arguments.replay):
+        raise UserError(
+            "--until-loss trains a recipe and measures nothing else",
+            got="--replay" if arguments.replay else "no --config",
+            expected="--config RECIPE, and no --replay",
+            fix="for example --config launch/recipes/demo.yaml --until-loss 0.6",
+        )
+    if arguments.config is None:
+        if overrides:
+            raise UserError(
+                "key=value changes a recipe, but there is none",
+                got=overrides[0],
+                expected="--config RECIPE",
+                fix="add --config, or use the options of random inputs (see --help)",
+            )
+        return Job(_read_setting(arguments), variants)
+    for name in _RANDOM_INPUTS:
+        value = getattr(arguments, name)
+        if value is not None:
+            option = "--" + name.replace("_", "-")
+            raise UserError(
+                f"{option} describes random inputs, but --config names a recipe",
+                got=f"{option} {value} --config {arguments.config}",
+                expected="one of them",
+                fix="change the recipe with key=value, such as train.batch_size=16",
+            )
+    return Job(load_recipe(arguments.config, overrides), variants)
+
+
+def _read_setting(arguments: argparse.Namespace) -> Setting:
+    task, shape = arguments.task or "sst2", arguments.shape or "opt-125m"
+    typical = typical_workload(task)
     length = arguments.length or typical.length
     if not typical.candidate_tokens < length <= MAX_LENGTH:
         raise UserError(
@@ -131,14 +201,14 @@ def read_setting(arguments: argparse.Namespace) -> Setting:
             fix="give another --length",
         )
     return Setting(
-        shape=arguments.shape,
-        layers=arguments.layers or SHAPES[arguments.shape].num_blocks,
+        shape=shape,
+        layers=arguments.layers or SHAPES[shape].num_blocks,
         ds_config=arguments.ds_config,
         partition_size=arguments.partition_size,
-        dtype=arguments.dtype,
-        update_precision=arguments.update_precision,
-        task=arguments.task.lower(),
+        dtype=arguments.dtype or "fp32",
+        update_precision=arguments.update_precision or "fp32_master",
+        task=task.lower(),
         length=length,
-        batch=arguments.batch,
+        batch=arguments.batch or typical.batch_size,
         micro_batches=arguments.micro_batches,
     )

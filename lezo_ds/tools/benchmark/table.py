@@ -20,7 +20,7 @@ gather: fetching and releasing sharded weights, including DeepSpeed's own work o
 
 COLUMNS = {
     # where the row comes from
-    "measured": ("str", "step, noise (one noise operation) or replay (applying recorded steps)"),
+    "measured": ("str", "step, noise (one noise operation), replay (applying recorded steps) or until loss"),
     "date": ("str", "start of the command in UTC; rows with the same date and command are one run"),
     "command": ("str", "the command line that made the row"),
     "machine": ("str", "name of the GPU, or name of the processor and number of cores"),
@@ -29,30 +29,42 @@ COLUMNS = {
     "deepspeed": ("str", "version"),
     "load": ("Float64", "load average of the machine over the last minute, after the measurement"),
     # what is measured: the settings
-    "shape": ("str", "size of the model, a key of SHAPES"),
+    "model": ("str", "model of the recipe; missing for a random model of a shape"),
+    "data": ("str", "where the recipe's examples come from; missing for random tokens of equal lengths"),
+    "shape": ("str", "size of the random model, a key of SHAPES"),
     "layers": ("Int64", "number of transformer blocks"),
     "parameters": ("Int64", "number of weights"),
     "dtype": ("str", "of the weights: fp32, bf16 or fp16"),
     "update_precision": ("str", "how our updates are stored"),
     "ds_config": ("str", "path of the DeepSpeed JSON; missing for DeepSpeed's defaults"),
-    "task": ("str", "task whose typical inputs were used, apart from an explicit `length`"),
-    "length": ("Int64", "tokens of an example"),
+    "task": ("str", "task of the recipe, or whose typical inputs were used, apart from an explicit `length`"),
+    "length": ("Int64", "tokens of an example; of a recipe, the mean over its training examples"),
     "batch": ("Int64", "examples per step, over all ranks"),
     "micro_batches": ("Int64", "number of parts that our step runs the batch in"),
     "ranks": ("Int64", "number of processes"),
     "partition_size": ("Int64", "number of ranks that share one copy of the weights; missing for all"),
     "threads": ("Int64", "CPU threads per rank"),
+    "until_loss": ("Float64", "validation loss at or below which training ends"),
     # which variant
     "variant": ("str", "as on the command line, such as ours:0.75; for noise, the operation"),
     "sparsity": ("Float64", "share of the blocks that a step drops; 0 is MeZO"),
     "elements": ("Int64", "number of weights in one call of a noise operation"),
-    # results: rank 0's, per step or per call
+    # results: rank 0's, per step or per call unless stated otherwise
     "rounds": ("Int64", "number of timed steps or calls; for replay, of replayed steps"),
     "seconds_min": ("Float64", "shortest time until all ranks are done"),
     "seconds_median": ("Float64", "median time until all ranks are done"),
     "seconds_max": ("Float64", "longest time until all ranks are done"),
+    "loss": ("Float64", "validation loss at the end of training"),
+    "steps": ("Int64", "number of training steps"),
+    "forward_passes": ("Int64", "number of forward passes of a whole batch in training, each at one probe"),
+    "seconds": ("Float64", "seconds of training, without evaluations"),
     "reference": ("str", "what `ratio` compares with: the run's first variant, or named here"),
-    "ratio": ("Float64", "how many times as fast as the reference: median of the ratios in each round"),
+    "ratio": (
+        "Float64",
+        "how many times as fast as the reference: median of the ratios in each round; "
+        "for until loss, the ratio of `seconds` if both got there",
+    ),
+    "fed_tokens": ("Int64", "tokens, padding included, of a step's batch at one probe; mean over the steps"),
     **{f"{stage}_seconds": ("Float64", f"time in stage {stage}, from other steps") for stage in STAGES},
     "weight_bytes": ("Int64", "what this rank holds of the model between steps"),
     "peak_bytes": ("Int64", "peak memory of a step above what is held between steps"),
@@ -60,6 +72,11 @@ COLUMNS = {
     "bytes_per_second": ("Float64", "what a noise operation must read and write, by its median time"),
 }
 """Every column: its pandas dtype and its meaning. A value that does not apply to a row is missing (NA)."""
+
+_NEW_COLUMNS = frozenset(
+    {"model", "data", "until_loss", "loss", "steps", "forward_passes", "seconds", "fed_tokens"}
+)
+"""Columns that tables of version 0.1.0 do not have."""
 
 
 def to_frame(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
@@ -83,12 +100,14 @@ def append(path: Path, added: pd.DataFrame) -> None:
 def read(path: Path) -> pd.DataFrame:
     """Read a CSV that `append` wrote; the columns are COLUMNS, in this order.
 
+    In a table of version 0.1.0, the values of columns that are new since then are missing.
+
     Raises:
         UserError: there is no such file, or it is not such a table.
     """
     try:
         table = pd.read_csv(path, dtype={name: dtype for name, (dtype, _) in COLUMNS.items()})
-        if list(table.columns) != list(COLUMNS):
+        if list(table.columns) not in (list(COLUMNS), [name for name in COLUMNS if name not in _NEW_COLUMNS]):
             raise ValueError(f"columns {', '.join(table.columns)}")
     except (OSError, ValueError) as error:
         raise UserError(
@@ -97,4 +116,4 @@ def read(path: Path) -> pd.DataFrame:
             expected="a CSV that launch/benchmark.py --out wrote",
             fix="give another file",
         ) from error
-    return table
+    return table.reindex(columns=list(COLUMNS)).astype({name: dtype for name, (dtype, _) in COLUMNS.items()})
