@@ -57,6 +57,7 @@ def test_every_variant_is_measured(results):
     steps = found[found.measured == "step"]
     assert list(steps.variant) == list(VARIANTS)
     assert list(steps.sparsity) == [0.5, 0, 0, 0.5, 0.5]
+    assert list(steps.fed_tokens) == [64, 64, 32, 32, 32]  # each of the two candidates, or each example
     assert (steps.ranks == num_ranks).all() and (steps.micro_batches == num_ranks).all()
     assert (steps.seconds_min > 0).all() and (steps.seconds_min <= steps.seconds_max).all()
     assert (steps.reference == VARIANTS[0]).all() and (steps.ratio[steps.variant == VARIANTS[0]] == 1).all()

@@ -84,7 +84,7 @@ def run_on_forked_ranks(root, line):
 def shortened(line):
     """Return a command that ends soon: few steps, or a dry run of what needs GPUs or the hub."""
     line = line.replace(" seed=0,1", " seed=0")
-    if "launch/train.py" not in line or "--help" in line or "--dry-run" in line:
+    if not re.search(r"launch/(train|benchmark)\.py", line) or "--help" in line or "--dry-run" in line:
         return line
     if "launch/evaluate.py --model" in line:
         return f"{line} data.num_test=16"

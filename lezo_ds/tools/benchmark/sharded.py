@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from lezo_ds.config import make_update_rule
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.model.batch import MicroBatch
 from lezo_ds.noise import noise_backend
@@ -15,7 +16,6 @@ from lezo_ds.tools.benchmark.reference import InPlaceSteps, fed_tokens
 from lezo_ds.tools.benchmark.settings import Variant
 from lezo_ds.tools.benchmark.stages import StagedMethod
 from lezo_ds.zo.records import StepRecord
-from lezo_ds.zo.updates.sgd import Sgd
 
 
 def naive_steps(variant: Variant, engine: LezoEngine, inputs: Inputs) -> InPlaceSteps:
@@ -83,7 +83,8 @@ class EngineSteps:
     def replay(self, num_steps: int) -> None:
         """Apply the records of the last `num_steps` steps again."""
         stop = len(self._records)
-        self.model.weights.apply(Sgd().step_updates(self._records, stop - num_steps, stop))
+        rule = make_update_rule(self._inputs.zo)
+        self.model.weights.apply(rule.step_updates(self._records, stop - num_steps, stop))
 
 
 def _staged_methods(engine: LezoEngine) -> list[StagedMethod]:

@@ -25,7 +25,7 @@ COLORS = ["#3b82f6", "#f0801f", "#22a35a", "#c14ed8", "#e0476a", "#0fa3b5", "#8b
 _HEIGHT, _ROW = 320, 22  # pixels: of a line chart, and of a row of its legend or a bar
 
 _CASE = [
-    *("shape", "layers", "dtype", "ds_config", "length", "batch", "micro_batches"),
+    *("model", "data", "shape", "layers", "dtype", "ds_config", "length", "batch", "micro_batches"),
     *("ranks", "partition_size", "threads", "machine", "reference"),
 ]
 """What a row of a benchmark was measured on, and compared with."""
