@@ -1,54 +1,7 @@
-r"""Time variants of one step against each other, and the noise against a copy.
+"""The command `lezo-ds benchmark`, as a script."""
 
-python launch/benchmark.py mezo_reference naive_zero3 ours:0 ours:0.75 --out results.csv
-
-A variant is mezo_reference[:SPARSITY] (MeZO as published, in plain PyTorch), naive_zero3[:SPARSITY] (MeZO on
-ZeRO-3 as one would first write it) or ours[:SPARSITY[:PROBES_PER_PASS[:DIRECTIONS]]]. Times are compared in
-the same rounds of the same run. Without --config, weights are random, and all examples have the same length.
-Further commands append their rows to the same table:
-
-deepspeed --num_gpus 2 launch/benchmark.py --task boolq mezo_reference ours:0 ours:0.75 --out results.csv
-
-On the model and the sentences of a recipe, and then until its training has got good:
-
-python launch/benchmark.py --config launch/recipes/demo.yaml mezo_reference ours:0 ours:0.75
-python launch/benchmark.py --config launch/recipes/demo.yaml --until-loss 0.6 train.eval_every=10 \
-    mezo_reference ours:0.75
-
-On a GPU, with the noise against a copy, and replay:
-
-python launch/benchmark.py --shape opt-13b --task squad --dtype bf16 --update-precision stochastic \
-    --noise 268435456 --replay --rounds 20 mezo_reference ours:0 ours:0.75 --out results.csv
-"""
-
-from __future__ import annotations
-
-from pathlib import Path
-
-from lezo_ds import command_line
-from lezo_ds.tools.arguments import positive
-from lezo_ds.tools.benchmark.settings import add_arguments, read_job
-
-UNTIL_HELP = "train with each variant until the validation loss is at most LOSS, or for train.steps"
-
-
-def main() -> None:
-    """Parse, check, run."""
-    parser = command_line.parser(__doc__ or "")
-    add = parser.add_argument
-    add_arguments(parser)
-    add("--rounds", type=positive, default=5, metavar="N", help="timed steps of each variant")
-    add("--until-loss", type=float, metavar="LOSS", help=UNTIL_HELP)
-    add("--threads", type=positive, default=1, metavar="N", help="CPU threads per rank")
-    add("--replay", action="store_true", help="also replay the timed steps of our variants")
-    add("--noise", type=positive, metavar="N", help="also time the noise on N weights")
-    add("--out", type=Path, metavar="FILE.csv", help="append the results to this table")
-    arguments = parser.parse_intermixed_args()
-    job = read_job(arguments)
-    from lezo_ds.tools.benchmark.command import run  # torch and DeepSpeed take seconds to import
-
-    run(arguments, job)
-
+from lezo_ds.command_line import run_main
+from lezo_ds.commands.benchmark import main
 
 if __name__ == "__main__":
-    command_line.run_main(main)
+    run_main(main)

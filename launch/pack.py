@@ -1,27 +1,7 @@
-"""Pack a LeZO or MeZO run into one small file without weights. launch/export.py --pack restores its model.
+"""The command `lezo-ds pack`, as a script."""
 
-python launch/pack.py --run DIR --out run.tar.gz
-"""
-
-from __future__ import annotations
-
-from pathlib import Path
-
-from lezo_ds import command_line
-
-
-def main() -> None:
-    """Parse, build, run."""
-    parser = command_line.parser(__doc__ or "")
-    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="directory of the run")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write")
-    arguments = parser.parse_args()
-
-    from lezo_ds.runs.pack import pack_run
-
-    size = pack_run(arguments.run, arguments.out)
-    print(f"{arguments.run}: {arguments.out}, {size:,} bytes")
-
+from lezo_ds.command_line import run_main
+from lezo_ds.commands.pack import main
 
 if __name__ == "__main__":
-    command_line.run_main(main)
+    run_main(main)

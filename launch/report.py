@@ -1,34 +1,7 @@
-"""Print the results of runs in the layout of the paper's tables, or write a page with tables and figures.
+"""The command `lezo-ds report`, as a script."""
 
-python launch/report.py RUN...
-python launch/report.py RUN... --benchmark FILE.csv --html page.html
-"""
-
-from __future__ import annotations
-
-from pathlib import Path
-
-from lezo_ds import command_line
-
-
-def main() -> None:
-    """Parse, build, run."""
-    parser = command_line.parser(__doc__ or "")
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="directory of a run, or a pattern: 'runs/*'")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page instead of a table")
-    parser.add_argument("--benchmark", type=Path, metavar="FILE", help="show this CSV of launch/benchmark.py")
-    arguments = parser.parse_intermixed_args()
-    # Importing pandas takes seconds, which neither --help nor a typo should wait for.
-    from lezo_ds.files import failures_named, write_atomically
-    from lezo_ds.tools.reports.report import make_page, make_table
-
-    if arguments.html is None:
-        print(make_table(arguments.runs), end="")
-        return
-    page = make_page(arguments.runs, arguments.benchmark)
-    with failures_named(arguments.html):
-        write_atomically(arguments.html, page)
-
+from lezo_ds.command_line import run_main
+from lezo_ds.commands.report import main
 
 if __name__ == "__main__":
-    command_line.run_main(main)
+    run_main(main)

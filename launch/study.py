@@ -1,34 +1,7 @@
-"""Compare methods on tasks, each at its best learning rate. See `launch/studies/smollm2.yaml`.
+"""The command `lezo-ds study`, as a script."""
 
-python launch/study.py STUDY.yaml --out DIR
-
-The same command again skips finished runs and resumes the others. DIR/study.csv has a row for each task and
-method. launch/report.py shows the runs: python launch/report.py 'DIR/*/*/*' --html study.html
-"""
-
-from __future__ import annotations
-
-import shlex
-import sys
-from pathlib import Path
-
-from lezo_ds import command_line
-
-
-def main() -> None:
-    """Parse, build, run."""
-    parser = command_line.parser(__doc__ or "")
-    parser.add_argument("study", type=Path, metavar="STUDY", help="YAML file, as launch/studies/smollm2.yaml")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the study")
-    launcher_help = 'command that starts a run, such as "deepspeed --num_gpus 2"'
-    parser.add_argument("--launcher", default=shlex.quote(sys.executable), help=launcher_help)
-    arguments = parser.parse_args()
-
-    from lezo_ds.tools.study import read_study, run_study
-
-    launcher = [*shlex.split(arguments.launcher), str(Path(__file__).with_name("train.py"))]
-    print(run_study(read_study(arguments.study), arguments.out, launcher))
-
+from lezo_ds.command_line import run_main
+from lezo_ds.commands.study import main
 
 if __name__ == "__main__":
-    command_line.run_main(main)
+    run_main(main)

@@ -110,16 +110,20 @@ class _Parser(argparse.ArgumentParser):
         )
 
 
-def parser(description: str) -> argparse.ArgumentParser:
+def parser(command: str | None, description: str) -> argparse.ArgumentParser:
     """Return an argument parser that also accepts the argument that the DeepSpeed launcher adds.
 
     Its methods raise UserError for bad arguments.
 
     Args:
+        command: name of the command; None for `lezo-ds` itself.
         description: shown by --help.
     """
     made = _Parser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="lezo-ds" if command is None else f"lezo-ds {command}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     made.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     return made

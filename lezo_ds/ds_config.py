@@ -11,6 +11,7 @@ from typing import Any
 from lezo_ds.config import flatten
 from lezo_ds.config.reading import nearest
 from lezo_ds.errors import UserError
+from lezo_ds.shipped import ROOT, find_file
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +141,8 @@ def load_ds_config(
     package does not use itself (monitors, offload, aio, the comms logger) are passed on to it.
 
     Args:
-        path: the JSON file. None uses ZeRO-3 with DeepSpeed's default settings.
+        path: the JSON file, or the name of one in ds_configs, such as zero3_bf16. `find_file` says where it
+            is searched. None uses ZeRO-3 with DeepSpeed's default settings.
         dtype: fp32, bf16 or fp16, from the recipe. The JSON does not have to repeat it.
         world_size: number of ranks.
         micro_batch_size: number of examples in one forward pass of one rank.
@@ -153,7 +155,7 @@ def load_ds_config(
             DeepSpeed does not know or a value of the wrong type; or a setting would corrupt the weights,
             change the losses or contradict the recipe.
     """
-    config: dict[str, Any] = {"zero_optimization": {"stage": 3}} if path is None else _read_json(Path(path))
+    config: dict[str, Any] = {"zero_optimization": {"stage": 3}} if path is None else _read_json(_find(path))
     source = "the default" if path is None else str(path)
     for section in _KEYS:
         _check_section(section, _section(config, section), source)
@@ -263,6 +265,17 @@ def _with_dtype(config: dict[str, Any], source: str, dtype: str) -> dict[str, An
     return config
 
 
+def _find(name: str | Path) -> Path:
+    """Return the path of a file by its path or its name."""
+    path = find_file(str(name))
+    named = find_file(f"ds_configs/{name}.json")
+    return named if named.is_file() and not path.is_file() else path
+
+
+def _shipped_names() -> list[str]:
+    return sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json"))
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_comments)
@@ -273,7 +286,7 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"cannot read the DeepSpeed configuration {path}",
             got=str(error),
             expected="a JSON file",
-            fix="set deepspeed=ds_configs/zero3_cpu.json or another file in ds_configs",
+            fix=f"set deepspeed to a file or to one of {', '.join(_shipped_names())}",
         ) from error
     except (ValueError, RecursionError) as error:
         raise UserError(

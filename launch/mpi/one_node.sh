@@ -5,9 +5,10 @@
 #
 # kill -USR1 PID, with the PID of mpirun, asks the ranks to stop. The same command resumes the run.
 set -euo pipefail
-source launch/environment.sh
+launch=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$launch/environment.sh"
 num_ranks=${1:?the number of ranks}
 export MASTER_PORT=${MASTER_PORT:-$((10000 + RANDOM % 20000))}  # where the ranks meet, on the first rank's node
 
 # By default, Open MPI binds each rank and all its threads to one core.
-exec mpirun --bind-to none -np "$num_ranks" python launch/train.py "${@:2}"
+exec mpirun --bind-to none -np "$num_ranks" python "$launch/train.py" "${@:2}"

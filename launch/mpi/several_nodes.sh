@@ -10,7 +10,8 @@
 #
 # kill -USR1 PID, with the PID of mpirun, asks the ranks to stop. The same command resumes the run.
 set -euo pipefail
-source launch/environment.sh
+launch=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$launch/environment.sh"
 hostfile=${1:?the file that names the nodes}
 export MASTER_PORT=${MASTER_PORT:-$((10000 + RANDOM % 20000))}
 
@@ -25,4 +26,4 @@ for name in $(compgen -e); do
 done
 
 # By default, Open MPI binds each rank and all its threads to one core.
-exec mpirun --hostfile "$hostfile" --bind-to none "${exports[@]}" python launch/train.py "${@:2}"
+exec mpirun --hostfile "$hostfile" --bind-to none "${exports[@]}" python "$launch/train.py" "${@:2}"

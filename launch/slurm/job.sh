@@ -1,5 +1,5 @@
-# The *.sbatch files in this directory source this file. `resumable COMMAND...` runs a command and puts the job back
-# into the queue if it was stopped:
+# The *.sbatch files in this directory set $launch to the folder `launch` and source this file. `resumable COMMAND...`
+# runs a command and puts the job back into the queue if it was stopped:
 #
 #   Time limit, or scancel --signal=USR1 --batch JOB: the batch script receives USR1 and passes it on to the ranks.
 #     The ranks agree on a last step. Then this script requeues the job.
@@ -10,7 +10,7 @@
 # The same command resumes a run from its journal, so the results are those of an uninterrupted run. A job that
 # succeeds or fails for another reason is not requeued.
 
-source launch/environment.sh
+source "$launch/environment.sh"
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # since Slurm 22.05, srun does not inherit it from the job
 
 resumable() {

@@ -290,7 +290,8 @@ class RunConfig:
     all ranks."""
 
     deepspeed: str | None = None
-    """Path of the DeepSpeed JSON; see ds_configs. Null uses ZeRO-3 with DeepSpeed's default settings."""
+    """Path of the DeepSpeed JSON, or the name of one in ds_configs, such as zero3_bf16. Null uses ZeRO-3 with
+    DeepSpeed's default settings."""
 
 
 SCHEMA = Schema(RunConfig)

@@ -86,7 +86,7 @@ def paper_recipe(experiment: Experiment) -> Recipe:
         num_gpus=hardware.num_gpus,
         about={
             "Hardware": f"{hardware.gpus}; we have NOT run this recipe on this hardware. "
-            f"launch/plan.py --config {recipe_name(experiment)} estimates the memory.",
+            f"lezo-ds plan --config {recipe_name(experiment)} estimates the memory.",
             "Expected": _expected(experiment),
         },
     )

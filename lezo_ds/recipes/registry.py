@@ -16,6 +16,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.recipes.paper import PAPER_SCORES
 from lezo_ds.recipes.paper_recipes import paper_recipe, recipe_name
 from lezo_ds.recipes.recipe import Recipe
+from lezo_ds.shipped import ROOT, deepspeed_command, find_file
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     recipe_name(experiment): partial(paper_recipe, experiment) for experiment in PAPER_SCORES
@@ -30,14 +31,15 @@ def load_recipe(source: str | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of a recipe.
 
     Args:
-        source: the name of a recipe, or the path of a YAML file; None takes everything from the overrides.
+        source: the name of a recipe, or the path of a YAML file, which is searched as `find_file` does. None
+            takes everything from the overrides.
         overrides: `key=value` changes.
 
     Raises:
         UserError: there is no such recipe or file; or as `load_config`.
     """
-    if source is None or _is_path(source):
-        return load_config(None if source is None else Path(source), overrides)
+    if source is None or (path := _file(source)) is not None:
+        return load_config(None if source is None else path, overrides)
     return config_from_dict(_find(source).values, _where(source, overrides), overrides)
 
 
@@ -47,12 +49,12 @@ def recipe_text(source: str | None, overrides: Sequence[str] = ()) -> str:
     The text begins with comments: what is run, the command, the hardware, and the result to expect.
     """
     config = load_recipe(source, overrides)
-    if source is None or _is_path(source):
+    if source is None or _file(source) is not None:
         head = [f"# {_where(source, overrides)}"]
         return "\n".join([*head, *_yaml_lines(config_to_dict(config), {})]) + "\n"
     recipe = _find(source)
-    command = f"deepspeed --num_gpus {recipe.num_gpus} launch/train.py --config {source}"
-    head = [f"# {recipe.title}.", "#", f"# Command:  {' '.join([command, *overrides])}"]
+    command = [*deepspeed_command(recipe.num_gpus), "--config", source, *overrides]
+    head = [f"# {recipe.title}.", "#", f"# Command:  {' '.join(command)}"]
     about = {}
     if overrides:
         about["Changed"] = f"{', '.join(overrides)}. What follows is about the recipe without these changes."
@@ -67,13 +69,29 @@ def recipe_text(source: str | None, overrides: Sequence[str] = ()) -> str:
 
 
 def list_recipes() -> str:
-    """Return a line for each recipe: its name and its title."""
-    width = max(map(len, RECIPES))
-    return "\n".join(f"{name:{width}}  {make().title}" for name, make in RECIPES.items())
+    """Return a line for each recipe: its name and its title, which is the first comment of a shipped file."""
+    files = {name: _title(path) for name, path in _shipped_recipes().items()}
+    titles = files | {name: make().title for name, make in RECIPES.items()}
+    width = max(map(len, titles))
+    return "\n".join(f"{name:{width}}  {title}" for name, title in titles.items())
 
 
-def _is_path(source: str) -> bool:
-    return Path(source).suffix in (".yaml", ".yml") or Path(source).exists()
+def _shipped_recipes() -> dict[str, Path]:
+    """Return the files in launch/recipes by their names without .yaml."""
+    return {path.stem: path for path in sorted((ROOT / "launch" / "recipes").glob("*.yaml"))}
+
+
+def _title(recipe: Path) -> str:
+    with recipe.open(encoding="utf-8") as lines:
+        return next(lines).removeprefix("# ").rstrip(".\n")
+
+
+def _file(source: str) -> Path | None:
+    """Return the path of a recipe that is a file; None if `source` is the name of another recipe."""
+    path = Path(source)
+    if path.suffix in (".yaml", ".yml") or (path.exists() and not path.is_dir()):
+        return find_file(source)
+    return _shipped_recipes().get(source)
 
 
 def _where(source: str | None, overrides: Sequence[str]) -> str:
@@ -84,12 +102,13 @@ def _where(source: str | None, overrides: Sequence[str]) -> str:
 def _find(name: str) -> Recipe:
     if name in RECIPES:
         return RECIPES[name]()
-    near = nearest(name, RECIPES, count=3)
+    names = [*_shipped_recipes(), *RECIPES]
+    near = nearest(name, names, count=3)
     raise UserError(
         "there is no recipe of this name, and no such file",
         got=name,
-        expected=f"a YAML file, or one of {len(RECIPES)} names such as {next(iter(RECIPES))}",
-        fix=f"did you mean {' or '.join(near)}?" if near else "launch/train.py --list-recipes lists them",
+        expected=f"a YAML file, or one of {len(names)} names such as {next(iter(RECIPES))}",
+        fix=f"did you mean {' or '.join(near)}?" if near else "lezo-ds train --list-recipes lists them",
     )
 
 

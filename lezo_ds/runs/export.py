@@ -1,4 +1,4 @@
-"""Write the model of a run, or of a packed run, as a Hugging Face directory, for launch/export.py."""
+"""Write the model of a run, or of a packed run, as a Hugging Face directory, for lezo-ds export."""
 
 from __future__ import annotations
 

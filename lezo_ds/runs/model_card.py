@@ -17,6 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from lezo_ds.config import RunConfig, config_to_dict
 from lezo_ds.runs.restore import RecordedRun
+from lezo_ds.shipped import deepspeed_command
 from lezo_ds.tasks import TASKS
 
 _METHODS = {"lezo": "LeZO", "mezo": "MeZO", "adamw": "AdamW"}
@@ -147,7 +148,7 @@ def _recipe(config: RunConfig) -> str:
 
 
 def _command(config: RunConfig, environment: dict[str, Any]) -> str:
-    words = ["deepspeed", "--num_gpus", str(environment.get("world_size", 1)), "launch/train.py"]
+    words = deepspeed_command(environment.get("world_size", 1))
     words += ["--config", "recipe.yaml", "run_dir=runs/again", f"model.path={_base_name(config)}"]
     if config.data.path is not None:
         words.append(f"data.path={Path(config.data.path).name}")

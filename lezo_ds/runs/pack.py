@@ -117,7 +117,7 @@ def pack_run(path: Path, target: Path) -> int:
             f"run {path} cannot be packed",
             got=f"method {run.config.method}",
             expected="lezo or mezo, whose journal holds everything that was learned",
-            fix="share the directory that launch/export.py writes",
+            fix="share the directory that lezo-ds export writes",
         )
     contents = _read_files(path)
     if named := private_paths(run.header.config):
@@ -303,6 +303,6 @@ def _refusal(file: Path, got: str) -> UserError:
     return UserError(
         f"{file} is not a valid pack",
         got=got,
-        expected=f"a file that launch/pack.py wrote, with format version {PACK_VERSION}",
+        expected=f"a file that lezo-ds pack wrote, with format version {PACK_VERSION}",
         fix="copy it again, or use the version of this package that wrote it",
     )

@@ -124,7 +124,7 @@ def read_run(path: Path, overrides: tuple[str, ...] = ()) -> RecordedRun:
             f"{path} is not the directory of a run",
             got="neither journal.jsonl nor training_state.json in it",
             expected="the run_dir of a run",
-            fix="give the run_dir that launch/train.py printed",
+            fix="give the run_dir that lezo-ds train printed",
         )
     return RecordedRun(
         directory=directory,

@@ -1,4 +1,4 @@
-"""Score a model, or a run at any step, without training. launch/evaluate.py calls this module."""
+"""Score a model, or a run at any step, without training. lezo-ds evaluate calls this module."""
 
 from __future__ import annotations
 

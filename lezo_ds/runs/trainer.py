@@ -1,4 +1,4 @@
-"""Start or resume the run that a configuration describes, for launch/train.py."""
+"""Start or resume the run that a configuration describes, for lezo-ds train."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def run_study(study: Study, directory: Path, launcher: Sequence[str]) -> str:
     Args:
         study: the study.
         directory: directory of the study.
-        launcher: the command that starts launch/train.py, without its arguments.
+        launcher: the command that starts lezo-ds train, without its arguments.
 
     Raises:
         UserError: a recipe is bad, or the launcher cannot be started.

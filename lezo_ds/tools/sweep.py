@@ -40,7 +40,7 @@ class SweepRun:
         index: position in the sweep, from 0.
         settings: the values of the grid's keys.
         config: the run's whole configuration; its run_dir is in the sweep's directory.
-        arguments: the arguments of launch/train.py.
+        arguments: the arguments of lezo-ds train.
     """
 
     index: int
@@ -146,7 +146,7 @@ def run_sweep(runs: Sequence[SweepRun], launcher: Sequence[str]) -> None:
 
     Args:
         runs: some or all runs of a sweep.
-        launcher: the command that starts launch/train.py, without its arguments.
+        launcher: the command that starts lezo-ds train, without its arguments.
 
     Raises:
         UserError: the launcher cannot be started.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from assets import REPOSITORY
-from commands import assert_refused, environment, python, run, run_well
+from commands import assert_refused, environment, free_port, python, run, run_well
 
-from lezo_ds import command_line
+from lezo_ds import __version__, command_line, commands
+from lezo_ds.commands import COMMANDS
 from lezo_ds.config import describe
 from lezo_ds.errors import launched_rank
 
@@ -39,6 +42,15 @@ def light(command, *arguments):
     return [sys.executable, "-c", no_torch + script]
 
 
+def program(*arguments):
+    """Return `python -m lezo_ds` with arguments; it fails as `light` does."""
+    no_torch = "import sys; sys.modules['torch'] = None; sys.modules['deepspeed'] = None; "
+    script = (
+        f"sys.argv[1:] = {list(arguments)!r}; import runpy; runpy.run_module('lezo_ds', run_name='__main__')"
+    )
+    return [sys.executable, "-c", no_torch + script]
+
+
 def test_help_shows_every_key_with_its_type_default_and_meaning():
     shown = run_well(python("--help")).out
     assert describe() in shown
@@ -47,9 +59,57 @@ def test_help_shows_every_key_with_its_type_default_and_meaning():
         assert option in shown
 
 
-@pytest.mark.parametrize("command", sorted(path.stem for path in (REPOSITORY / "launch").glob("*.py")))
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_needs_no_torch(command):
-    assert "usage: " in run_well(light(command, "--help")).out
+    assert f"usage: lezo-ds {command} " in run_well(light(command, "--help")).out
+
+
+def test_every_command_is_a_module_and_a_script():
+    modules = {module.name for module in pkgutil.iter_modules(commands.__path__)}
+    scripts = {path.stem for path in (REPOSITORY / "launch").glob("*.py")}
+    assert modules == scripts == set(COMMANDS)
+
+
+def test_the_program_lists_its_commands_without_torch():
+    shown = run_well(program("--help")).out
+    for command, summary in COMMANDS.items():
+        assert f"  {command:10} {summary}\n" in shown
+    assert run_well(program("--version")).out == f"lezo_ds {__version__}\n"
+
+
+@pytest.mark.parametrize("added", [[], ["--local_rank=1"]], ids=["alone", "by DeepSpeed's launcher"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_program_gives_a_command_its_arguments(command, added):
+    assert f"usage: lezo-ds {command} " in run_well(program(*added, command, "--help")).out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "a command is missing; got: no command"),
+        (["trian", "--config", "x"], "did you mean train?"),
+        (["train", "--config", "opt-13b-sst2-lezo", "zo.sparsty=1"], "did you mean zo.sparsity?"),
+        (["--vrsion"], "did you mean --version?"),
+        (["--path", "launch/nothing.yaml"], "there is no such shipped file; got: launch/nothing.yaml"),
+    ],
+)
+def test_a_typo_in_the_command_line_of_the_program_is_refused_without_torch(arguments, expected):
+    assert_refused(program(*arguments), expected)
+
+
+def test_the_program_tells_where_a_shipped_file_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    finished = run_well(program("--path", "launch/slurm/one_node.sbatch"))
+    assert Path(finished.out.rstrip()) == REPOSITORY / "launch/slurm/one_node.sbatch"
+
+
+def test_deepspeeds_launcher_starts_ranks_by_the_name_of_the_package(recipe, tmp_path):
+    starter = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"]
+    starter += ["--master_port", str(free_port()), "--module", "lezo_ds", "train"]
+    run_well([*starter, "--config", recipe, f"run_dir={tmp_path / 'run'}", "train.steps=2"])
+    facts = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert facts["world_size"] == 2
+    assert facts["command"][:4] == ["python", "train.py", "--config", "recipe.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -129,5 +189,5 @@ def test_another_rank_than_the_first_still_tells_of_an_error_that_it_alone_met()
 
 
 def test_the_argument_that_the_deepspeed_launcher_adds_is_accepted():
-    parser = command_line.parser("A command.")
+    parser = command_line.parser("train", "A command.")
     assert parser.parse_args(["--local_rank=3"]).local_rank == 3

@@ -9,10 +9,9 @@ import pytest
 from assets import REPOSITORY
 from commands import run, run_well
 
-from lezo_ds.errors import UserError
 from lezo_ds.journal import read_journal
 from lezo_ds.runs.run_directory import RunDirectory
-from lezo_ds.tools.demo.command import OFFLINE, demonstrate, summary
+from lezo_ds.tools.demo.command import OFFLINE, summary
 from lezo_ds.zo.records import StepRecord
 
 LEAST_GAIN = 0.2
@@ -87,13 +86,6 @@ def test_a_run_that_fails_fails_the_demonstration_and_names_its_log(finished):
     assert "seed 0 ended with exit code 2" in failed.err
     assert f"see {directory / 'seed-0.log'}" in failed.err
     assert "nowhere" in (directory / "seed-0.log").read_text()
-
-
-def test_started_elsewhere_it_says_where_to_start(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="the root of the repository"):
-        demonstrate(tmp_path / "demo", num_seeds=1, overrides=[], offline=True)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_summary_has_every_run_their_mean_their_deviation_and_the_error_of_the_test_set(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 
 import pytest
@@ -47,8 +48,10 @@ def test_without_an_environment_the_path_stays(tmp_path):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_bash_can_read_a_script_and_what_it_sources_exists(script):
     subprocess.run(["bash", "-n", script], check=True)
-    sourced = [line.split()[1] for line in script.read_text().splitlines() if line.startswith("source ")]
-    assert [name for name in sourced if not (REPOSITORY / name).is_file()] == []
+    text = script.read_text()
+    sourced = re.findall(r'^source "\$launch/(.*)"$', text, re.MULTILINE)
+    assert len(sourced) == text.count("\nsource ")
+    assert [name for name in sourced if not (REPOSITORY / "launch" / name).is_file()] == []
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,26 @@ def test_a_broken_json_is_refused(text, tmp_path):
 
 
 def test_a_json_that_is_not_there_is_refused(tmp_path):
-    assert "set deepspeed=ds_configs/" in refusal(tmp_path / "absent.json")
+    assert "set deepspeed to a file or to one of zero3_bf16, zero3_cpu, " in refusal(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize("path", DS_CONFIGS, ids=lambda path: path.stem)
+def test_a_shipped_deepspeed_json_is_found_from_any_folder_by_its_name_and_path(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    dtype = "fp16" if "fp16" in path.stem else "bf16"
+    (tmp_path / path.stem).mkdir()  # a folder of that name is no file
+    for name in (path.stem, f"ds_configs/{path.name}"):
+        assert load_ds_config(name, dtype, 2, 8) == load_ds_config(path, dtype, 2, 8)
+
+
+def test_the_working_directory_comes_before_the_shipped_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "ds_configs" / "zero3_cpu.json"
+    own.parent.mkdir()
+    own.write_text('{"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 7}}')
+    for name in ("zero3_cpu", "ds_configs/zero3_cpu.json"):
+        zero = load_ds_config(name, "bf16", 2, 8)["zero_optimization"]
+        assert zero["stage3_prefetch_bucket_size"] == 7
 
 
 @pytest.mark.parametrize("path", DS_CONFIGS, ids=lambda path: path.stem)

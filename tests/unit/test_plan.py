@@ -1,4 +1,4 @@
-"""launch/plan.py: what fits where, the command it gives, the weights that travel, and what it refuses."""
+"""lezo-ds plan: what fits where, the command it gives, the weights that travel, and what it refuses."""
 
 from __future__ import annotations
 

@@ -126,6 +126,22 @@ def test_a_file_is_a_recipe_too():
     assert yaml.safe_load(text) == config_to_dict(load_recipe(DEMO, ["seed=3"]))
 
 
+@pytest.mark.parametrize("name", ["demo", "demo-offline"])
+def test_a_shipped_file_is_a_recipe_from_any_folder_by_its_name_and_path(name, tmp_path, monkeypatch):
+    here = load_recipe(str(REPOSITORY / "launch" / "recipes" / f"{name}.yaml"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()  # a folder of that name is no file
+    assert load_recipe(name) == load_recipe(f"launch/recipes/{name}.yaml") == here
+    assert yaml.safe_load(recipe_text(name)) == config_to_dict(here)
+    assert re.search(rf"^{name} +The demonstration: LeZO on ", list_recipes(), re.MULTILINE)
+
+
+def test_outside_a_clone_the_command_of_a_recipe_names_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = "# Command:  deepspeed --num_gpus 2 --module lezo_ds train --config opt-13b-sst2-lezo seed=3\n"
+    assert command in recipe_text("opt-13b-sst2-lezo", ["seed=3"])
+
+
 def test_a_new_recipe_is_one_entry(monkeypatch):
     values = {"run_dir": "r", "model.path": "m", "model.dtype": "fp32", "method": "zero_shot"}
     mine = Recipe(
@@ -146,7 +162,7 @@ def test_a_new_recipe_is_one_entry(monkeypatch):
     [
         ("opt-13b-sst-lezo", "did you mean opt-13b-sst2-lezo or "),
         ("OPT-13B-SST2-LEZO", "did you mean opt-13b-sst2-lezo or "),
-        ("nonsense", "launch/train.py --list-recipes lists them"),
+        ("nonsense", "lezo-ds train --list-recipes lists them"),
     ],
 )
 def test_an_unknown_name_is_refused(name, fix):

@@ -1,1 +1,1 @@
-"""Variants of a step timed against each other in the same rounds; launch/benchmark.py runs it."""
+"""Variants of a step timed against each other in the same rounds; lezo-ds benchmark runs it."""

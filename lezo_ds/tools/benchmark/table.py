@@ -113,7 +113,7 @@ def read(path: Path) -> pd.DataFrame:
         raise UserError(
             f"{path} is not a table of benchmark results",
             got=str(error),
-            expected="a CSV that launch/benchmark.py --out wrote",
+            expected="a CSV that lezo-ds benchmark --out wrote",
             fix="give another file",
         ) from error
     return table.reindex(columns=list(COLUMNS)).astype({name: dtype for name, (dtype, _) in COLUMNS.items()})

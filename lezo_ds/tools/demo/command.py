@@ -16,9 +16,10 @@ from typing import Any
 import pandas as pd
 
 from lezo_ds.distributed import free_port
-from lezo_ds.errors import LezoError, UserError
+from lezo_ds.errors import LezoError
 from lezo_ds.runs.run import PROGRESS_VARIABLE
 from lezo_ds.runs.run_directory import RunDirectory
+from lezo_ds.shipped import deepspeed_command
 from lezo_ds.tools.demo.assets import make_assets
 from lezo_ds.tools.demo.offline.pretrain import make_demo_assets
 from lezo_ds.tools.demo.packages import CannotFetchError
@@ -51,7 +52,7 @@ class Demonstration:
     """A model and a data set to show the trainer on.
 
     Attributes:
-        recipe: path of the recipe, from the root of the repository.
+        recipe: name of the recipe.
         title: what is fine-tuned on what.
         make_assets: writes the model to ASSETS/model, and data sets, unless they exist already.
         data: name of the data set's directory in ASSETS.
@@ -60,7 +61,7 @@ class Demonstration:
         next_changes: changes to the recipe that are worth a try, for the assets in the given directory.
     """
 
-    recipe: Path
+    recipe: str
     title: str
     make_assets: Callable[[Path], None]
     data: str
@@ -84,7 +85,7 @@ def make_real_assets(directory: Path) -> None:
 
 
 REAL = Demonstration(
-    recipe=Path("launch/recipes/demo.yaml"),
+    recipe="demo",
     title="SmolLM2-135M-Instruct on real film reviews",
     make_assets=make_real_assets,
     data="reviews",
@@ -94,7 +95,7 @@ REAL = Demonstration(
 )
 
 OFFLINE = Demonstration(
-    recipe=Path("launch/recipes/demo-offline.yaml"),
+    recipe="demo-offline",
     title="A small model that was pre-trained on the spot, on made-up film reviews",
     make_assets=make_demo_assets,
     data="data",
@@ -120,10 +121,9 @@ def demonstrate(directory: Path, num_seeds: int | None, overrides: Sequence[str]
             in the directory with "-offline" behind its name.
 
     Raises:
-        UserError: the current directory is not the root of the repository, or `directory` holds other files.
+        UserError: `directory` holds other files.
         LezoError: a run ended with an error.
     """
-    _check_current_directory()
     if not offline:
         assets = directory / "assets"
         logger.info("Data and model: %s (if they are missing, 95 MB are fetched)", assets)
@@ -195,16 +195,6 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _check_current_directory() -> None:
-    if not REAL.recipe.is_file():
-        raise UserError(
-            f"{REAL.recipe} is not here",
-            got=f"current directory {Path.cwd()}",
-            expected="the root of the repository",
-            fix="change to that directory",
-        )
-
-
 def _fine_tune(
     demonstration: Demonstration, directory: Path, num_seeds: int | None, overrides: Sequence[str]
 ) -> str:
@@ -213,7 +203,7 @@ def _fine_tune(
     page = directory / "report.html"
     page.write_text(make_page([run["run_dir"] for run in results.values()], benchmark=None), encoding="utf-8")
     changes = demonstration.next_changes(directory / "assets")
-    command = shlex.join([*_command("deepspeed", demonstration.recipe), *changes])
+    command = shlex.join([*_command(demonstration.recipe), *changes])
     runs = ", ".join(str(run["run_dir"]) for run in results.values())
     where = f"Runs: {runs}\nReport: {page}\nNext, try: {command}"
     return f"{summary(demonstration, results)}\n\n{where}"
@@ -223,7 +213,6 @@ def _run(
     demonstration: Demonstration, directory: Path, seed: int, overrides: Sequence[str]
 ) -> dict[str, Any]:
     run_dir, log = directory / f"seed-{seed}", directory / f"seed-{seed}.log"
-    launcher = str(Path(sys.executable).with_name("deepspeed"))
     assets = directory / "assets"
     paths = [
         f"model.path={assets / 'model'}",
@@ -232,7 +221,8 @@ def _run(
     ]
     logger.info("Seed %d (all output in %s):", seed, log)
     # The recipe has two ranks. They run on the CPU because this machine may have only one GPU.
-    command = _command(launcher, demonstration.recipe, "--master_port", str(free_port()))
+    _, *command = _command(demonstration.recipe, "--master_port", str(free_port()))
+    command = [str(Path(sys.executable).with_name("deepspeed")), *command]
     variables = {"DS_ACCELERATOR": "cpu", PROGRESS_VARIABLE: "1"}
     code = run_logged([*command, f"seed={seed}", *paths, *overrides], log, variables)
     if code:
@@ -241,5 +231,5 @@ def _run(
     return {**results, "run_dir": str(run_dir)}
 
 
-def _command(launcher: str, recipe: Path, *options: str) -> list[str]:
-    return [launcher, "--num_gpus", str(NUM_RANKS), *options, "launch/train.py", "--config", str(recipe)]
+def _command(recipe: str, *options: str) -> list[str]:
+    return [*deepspeed_command(NUM_RANKS, options), "--config", recipe]

@@ -100,7 +100,7 @@ def _model_lines(config: RunConfig, model: ModelSizes) -> list[tuple[str, str]]:
 def _memory_lines(
     config: RunConfig, model: ModelSizes, inputs: InputSizes, world_size: int
 ) -> list[tuple[str, str]]:
-    """Return the memory of a rank on a GPU, as launch/plan.py gives it, and on CPUs if it would run here."""
+    """Return the memory of a rank on a GPU, as lezo-ds plan gives it, and on CPUs if it would run here."""
     lines = [("inputs", f"at most {inputs.length} tokens ({inputs.source})")]
     on_gpu = rank_memory(config, model, inputs, world_size=world_size)
     lines.append(("memory a rank", f"on a GPU {on_gpu}"))

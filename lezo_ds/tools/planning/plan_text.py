@@ -14,6 +14,7 @@ from lezo_ds.config import (
     make_layer_policy,
 )
 from lezo_ds.engine.step_plan import plan_format_of, scalar_bytes
+from lezo_ds.shipped import deepspeed_command
 from lezo_ds.tools.planning.memory import GIB
 from lezo_ds.tools.planning.options import Plan
 from lezo_ds.tools.planning.traffic import StepTraffic
@@ -44,14 +45,14 @@ def plan_text(plan: Plan) -> str:
 
 
 def plan_command(plan: Plan, recipe: str | None, overrides: Sequence[str]) -> str:
-    """Return the command that starts the chosen run from the root of the repository.
+    """Return the command that starts the chosen run from the working directory.
 
     Args:
         plan: from `make_plan`.
         recipe: name or file of the recipe that was planned for; None if everything is in the overrides.
         overrides: the overrides that were planned for.
     """
-    words = ["deepspeed", "--num_gpus", str(plan.num_gpus), "launch/train.py"]
+    words = deepspeed_command(plan.num_gpus)
     words += [] if recipe is None else ["--config", recipe]
     asked, chosen = (flatten(config_to_dict(c)) for c in (plan.recipe, plan.chosen.config))
     changed = {key: value for key, value in chosen.items() if asked[key] != value}

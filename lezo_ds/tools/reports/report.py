@@ -1,4 +1,4 @@
-"""What launch/report.py writes: the tables of runs as Markdown, or the page."""
+"""What lezo-ds report writes: the tables of runs as Markdown, or the page."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_page(patterns: Sequence[str], benchmark: Path | None) -> str:
 
     Args:
         patterns: names of run directories, finished or not, and glob patterns.
-        benchmark: CSV of launch/benchmark.py; None shows no benchmark.
+        benchmark: CSV of lezo-ds benchmark; None shows no benchmark.
 
     Raises:
         UserError: there is no such run, nothing to show, no such CSV, or plotly is not installed.

@@ -1,0 +1,42 @@
+"""Score a model, or the weights of a run at any step.
+
+lezo-ds evaluate --run DIR --step best
+lezo-ds evaluate --model DIR data.task=SST2 data.path=DIR
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lezo_ds import command_line
+from lezo_ds.config import check_overrides
+
+
+def main() -> None:
+    """Parse, build, run."""
+    parser = command_line.parser("evaluate", __doc__ or "")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", type=Path, metavar="DIR", help="directory of a run")
+    source.add_argument("--model", metavar="DIR", help="directory of a model, or its hub id")
+    step_help = "step of the run: best (lowest validation loss), last, or a number"
+    parser.add_argument("--step", default="best", help=step_help)
+    parser.add_argument("--split", choices=("test", "dev"), default="test", help="examples to score")
+    parser.add_argument("--predictions", type=Path, metavar="FILE", help="write all predictions as JSON")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change a key of the configuration")
+    arguments = parser.parse_intermixed_args()
+    overrides = tuple(arguments.overrides)
+    check_overrides(overrides)
+
+    from lezo_ds import distributed
+    from lezo_ds.runs.scoring import score_model, score_run
+
+    if arguments.run is not None:
+        scores = score_run(arguments.run, arguments.step, arguments.split, overrides=overrides)
+    else:
+        scores = score_model(arguments.model, arguments.split, overrides)
+    if distributed.rank() == 0:
+        if arguments.predictions is not None:
+            arguments.predictions.write_text(json.dumps(scores, indent=1) + "\n")
+        del scores["predictions"]
+        print(json.dumps(scores, indent=1))

@@ -1,0 +1,45 @@
+"""Fine-tune a model: deepspeed --module lezo_ds train --config RECIPE key=value ...
+
+RECIPE is a name, such as opt-13b-sst2-lezo, or a YAML file. The same command resumes a run that was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+
+from lezo_ds import command_line
+from lezo_ds.config import describe
+from lezo_ds.recipes import list_recipes, load_recipe, recipe_text
+
+
+def main() -> None:
+    """Parse, build, run."""
+    parser = command_line.parser("train", f"{__doc__}\nKeys:\n{describe()}")
+    add = parser.add_argument
+    add("--config", metavar="RECIPE", help="name of a recipe, or a YAML file")
+    add("--dry-run", action="store_true", help="check everything except the weights, and print the plan")
+    add("--print-config", action="store_true", help="print the whole configuration as a YAML recipe")
+    add("--list-recipes", action="store_true", help="print the names of all recipes")
+    add("overrides", nargs="*", metavar="key=value", help="change a key of the recipe")
+    arguments = parser.parse_intermixed_args()
+    if arguments.list_recipes:
+        print(list_recipes())
+        return
+    config = load_recipe(arguments.config, arguments.overrides)
+    if arguments.print_config:
+        print(recipe_text(arguments.config, arguments.overrides), end="")
+        return
+
+    from lezo_ds import distributed
+    from lezo_ds.runs.trainer import train
+    from lezo_ds.tools.planning.dry_run import describe_plan
+
+    if arguments.dry_run:
+        distributed.init_distributed()  # the plan depends on the number of ranks
+        plan = describe_plan(config, distributed.world_size())
+        if distributed.rank() == 0:
+            print(plan)
+        return
+    results = train(config)
+    if distributed.rank() == 0:
+        print(json.dumps({"run_dir": config.run_dir, **results}, indent=1))
