@@ -1,4 +1,4 @@
-"""Packaging of lezo_ds; exact versions are pinned in constraints.txt."""
+"""Packaging of lezo_ds. Lower bounds are the versions that were tried; constraints.txt pins all versions."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,23 @@ setup(
     name="lezo_ds",
     version=VERSION,
     description="Layer-wise sparse zeroth-order fine-tuning (LeZO, MeZO) on DeepSpeed ZeRO-3",
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author="the lezo_ds authors",
     license="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["fine-tuning", "zeroth-order optimization", "LeZO", "MeZO", "DeepSpeed", "language models"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     packages=[*find_packages(include=["lezo_ds", "lezo_ds.*"]), *SHIPPED],
     package_dir=SHIPPED,
     package_data={
@@ -24,22 +40,22 @@ setup(
     entry_points={"console_scripts": ["lezo-ds = lezo_ds.__main__:main"]},
     python_requires=">=3.11",
     install_requires=[
-        "accelerate",
-        "datasets",
-        "deepspeed",
-        "huggingface_hub",
-        "mpi4py",
-        "numpy",
-        "peft",
-        "psutil",
-        "pyarrow",
-        "pyyaml",
-        "safetensors",
-        "tensorboard",
-        "tokenizers",
-        "torch",
-        "tqdm",
-        "transformers",
+        "accelerate>=1.15.0",
+        "datasets>=5.2.0",
+        "deepspeed>=0.19.8",
+        "huggingface_hub>=2.4.0",
+        "mpi4py>=4.1.2",
+        "numpy>=2.4.6",
+        "peft>=0.21.2",
+        "psutil>=7.2.2",
+        "pyarrow>=26.0.1",
+        "pyyaml>=6.0.3",
+        "safetensors>=0.8.0",
+        "tensorboard>=2.21.0",
+        "tokenizers>=0.23.3",
+        "torch>=2.13.0",
+        "tqdm>=4.70.1",
+        "transformers>=5.23.0",
     ],
     extras_require={
         "dev": [
@@ -58,7 +74,7 @@ setup(
             "types-PyYAML",
             "types-tqdm",
         ],
-        "demo": ["gguf", "jinja2", "pandas", "plotly"],
-        "report": ["jinja2", "pandas", "plotly"],
+        "demo": ["gguf>=0.19.0", "jinja2>=3.1.6", "pandas>=3.1.1", "plotly>=7.1.0"],
+        "report": ["jinja2>=3.1.6", "pandas>=3.1.1", "plotly>=7.1.0"],
     },
 )

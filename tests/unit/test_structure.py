@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from assets import REPOSITORY
+from packaging.version import Version
 
 PACKAGE = sorted((REPOSITORY / "lezo_ds").rglob("*.py"))
 COMMANDS = sorted(
@@ -192,5 +193,8 @@ def test_every_requirement_is_pinned_to_one_version():
     keywords = {word.arg: word.value for word in call.keywords}
     extras = ast.literal_eval(keywords["extras_require"])
     wanted = [*ast.literal_eval(keywords["install_requires"]), *extras["dev"]]
-    names = {re.split(r"[ ;]", name)[0].lower().replace("_", "-") for name in wanted}
+    names = {re.split(r"[ ;>]", name)[0].lower().replace("_", "-") for name in wanted}
     assert names <= pins.keys()
+    bounded = [*ast.literal_eval(keywords["install_requires"]), *extras["demo"], *extras["report"]]
+    for name, bound in (requirement.lower().replace("_", "-").split(">=") for requirement in bounded):
+        assert Version(bound) <= Version(pins[name]), f"{name} was never tried at {bound}"
