@@ -9,6 +9,7 @@ import math
 import re
 import shlex
 import shutil
+import sys
 
 import pytest
 from assets import REPOSITORY
@@ -45,7 +46,10 @@ def lines_with(*beginnings):
     return [line for line in command_lines() if line.startswith(beginnings)]
 
 
-RUN_HERE = lines_with("deepspeed ", "mpirun ", "python ")
+STARTED = re.compile(r"(.*?)(launch/\S+|--module lezo_ds|lezo-ds)(?: (.*))?")
+"""A command: its launcher, what is started, and the arguments."""
+TRAINS = re.compile(r"launch/(train|benchmark)\.py|lezo[-_]ds (train|benchmark)")
+RUN_HERE = lines_with("deepspeed ", "mpirun ", "python ", "lezo-ds ")
 
 
 @pytest.fixture(scope="module")
@@ -73,18 +77,22 @@ def run_of_the_page(root):
 
 
 def run_on_forked_ranks(root, line):
-    launcher, _, given = shortened(line).partition("launch/")
+    launcher, started, arguments = STARTED.fullmatch(shortened(line)).groups(default="")
     num_ranks = re.search(r"(?:--num_gpus|-np) (\d+)", launcher)
-    program, *arguments = shlex.split(given)
+    is_script = started.startswith("launch/")
+    program = started.removeprefix("launch/") if is_script else REPOSITORY / "lezo_ds" / "__main__.py"
     run_forked_well(
-        arguments, program=program, num_ranks=int(num_ranks[1]) if num_ranks else 1, directory=root
+        shlex.split(arguments),
+        program=program,
+        num_ranks=int(num_ranks[1]) if num_ranks else 1,
+        directory=root,
     )
 
 
 def shortened(line):
     """Return a command that ends soon: few steps, or a dry run of what needs GPUs or the hub."""
     line = line.replace(" seed=0,1", " seed=0")
-    if not re.search(r"launch/(train|benchmark)\.py", line) or "--help" in line or "--dry-run" in line:
+    if not TRAINS.search(line) or "--help" in line or "--dry-run" in line:
         return line
     if "launch/evaluate.py --model" in line:
         return f"{line} data.num_test=16"
@@ -95,7 +103,7 @@ def shortened(line):
 
 
 def test_every_command_is_of_a_kind_that_a_test_runs():
-    known = ("make ", ". .venv/bin/activate", "deepspeed ", "mpirun ", "python ")
+    known = ("make ", ". .venv/bin/activate", "deepspeed ", "mpirun ", "python ", "lezo-ds ")
     assert lines_with(*known) == command_lines() != []
 
 
@@ -110,6 +118,7 @@ def test_a_command_of_the_page_runs(line, root, run_of_the_page):
 def test_a_command_of_the_page_runs_under_its_launcher(line, root, run_of_the_page):
     assert run_of_the_page.is_dir()
     line = shortened(line).replace("deepspeed ", f"deepspeed --master_port {free_port()} ", 1)
+    line = re.sub("^lezo-ds", f"{shlex.quote(sys.executable)} -m lezo_ds", line)
     run_well(["bash", "-c", f"cd {shlex.quote(str(root))} && {line}"], **MPI_ANYWHERE)
 
 
