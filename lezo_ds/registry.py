@@ -1,10 +1,14 @@
-"""A list that users meet, and that they can add to: entries by name, with an error that names them all."""
+"""A list that users meet, and that they can add to: entries by name, with an error that names them all.
+
+A user can also name something in a module of their own, as "package.module:name".
+"""
 
 from __future__ import annotations
 
 import difflib
+import pkgutil
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lezo_ds.errors import UserError
 
@@ -63,3 +67,39 @@ class Registry(Mapping[str, T]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def names_code(name: str) -> bool:
+    """Return whether a name is of the form "package.module:name", so that finding it imports a module."""
+    return ":" in name
+
+
+def import_named(key: str, name: str, *, what: str, expected: str, kind: type | None = None) -> Any:  # noqa: ANN401
+    """Import what "package.module:name" stands for.
+
+    Args:
+        key: the recipe key that takes the name, as messages call it.
+        name: the name.
+        what: what it should be, with its article, such as "an objective".
+        expected: the names that the key accepts, in words.
+        kind: the class that it must be an instance of; None for a function.
+
+    Raises:
+        UserError: there is no such module or name in it, or it is something else.
+    """
+    try:
+        if not names_code(name):  # resolve_name would take it for a module
+            raise ValueError(f"invalid format: {name!r}")
+        found = pkgutil.resolve_name(name)
+        if kind is None and not callable(found):
+            raise TypeError(f"{found!r} is not a function")
+        if kind is not None and not isinstance(found, kind):
+            raise TypeError(f"{found!r} is not a {kind.__name__}")
+    except (ValueError, TypeError, ImportError, AttributeError) as error:
+        raise UserError(
+            f"{key}={name} does not name {what}",
+            got=f"{type(error).__name__}: {error}",
+            expected=expected,
+            fix="correct the name, or add the folder of the module to PYTHONPATH",
+        ) from error
+    return found

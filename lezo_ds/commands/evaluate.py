@@ -2,6 +2,7 @@
 
 lezo-ds evaluate --run DIR --step best
 lezo-ds evaluate --model DIR data.task=SST2 data.path=DIR
+lezo-ds evaluate --model DIR --config RECIPE
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ def main() -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, metavar="DIR", help="directory of a run")
     source.add_argument("--model", metavar="DIR", help="directory of a model, or its hub id")
+    config_help = "with --model: take everything else, such as a task of your own, from this recipe"
+    parser.add_argument("--config", metavar="RECIPE", help=config_help)
     step_help = "step of the run: best (lowest validation loss), last, or a number"
     parser.add_argument("--step", default="best", help=step_help)
     parser.add_argument("--split", choices=("test", "dev"), default="test", help="examples to score")
@@ -34,7 +37,7 @@ def main() -> None:
     if arguments.run is not None:
         scores = score_run(arguments.run, arguments.step, arguments.split, overrides=overrides)
     else:
-        scores = score_model(arguments.model, arguments.split, overrides)
+        scores = score_model(arguments.model, arguments.split, overrides, arguments.config)
     if distributed.rank() == 0:
         if arguments.predictions is not None:
             arguments.predictions.write_text(json.dumps(scores, indent=1) + "\n")

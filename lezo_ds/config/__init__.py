@@ -35,6 +35,7 @@ from lezo_ds.config.schema import (
     TrainConfig,
     ZoConfig,
 )
+from lezo_ds.config.task import find_task
 
 __all__ = [
     "RESUME_MAY_DIFFER",
@@ -56,6 +57,7 @@ __all__ = [
     "config_to_dict",
     "copies_per_pass",
     "describe",
+    "find_task",
     "flatten",
     "load_config",
     "load_yaml",

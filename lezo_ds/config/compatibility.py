@@ -65,7 +65,7 @@ def recorded_config(
         elif value not in old.values:
             neutral = " or ".join(f"{name}={neutral}" for neutral in old.values)
             raise _refusal(where, f"{name}={value}", written_by, neutral)
-    return config_from_dict(found, where, overrides)
+    return config_from_dict(found, where, overrides, recorded=True)
 
 
 def _refusal(where: str, got: str, written_by: str | None, expected: str) -> UserError:

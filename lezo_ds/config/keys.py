@@ -9,7 +9,7 @@ import itertools
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -48,9 +48,13 @@ class Choices:
 
     Attributes:
         names: the registry, or its names. It is looked at whenever a value is read: later entries count.
+        code: None, or what "package.module:NAME", which is a value too, should name.
+        any_name: whether every text is a value, because it need not be known here.
     """
 
     names: Collection[str]
+    code: str | None = None
+    any_name: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,14 @@ class OptionsOf:
     defaults: Callable[[str], Mapping[str, Option]]
 
 
-_TYPE_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "options"}
+_TYPE_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    dict: "options",
+    list: "texts (a list, or one text with commas)",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +89,10 @@ class Key:
 
     Attributes:
         name: dotted, such as "zo.sparsity".
-        kind: the type of its value; dict for an open section of options.
+        kind: the type of its value; dict for an open section of options, list for texts.
         default: MISSING if the key is required.
         optional: whether null is a value.
+        may_map: whether a key for texts also accepts a map from text to text.
         range: the numbers that it accepts; None for all.
         choices: the texts that it accepts, or where they are registered; None for all.
         options: whose options an open section holds.
@@ -90,6 +102,7 @@ class Key:
     kind: type
     default: Any
     optional: bool = False
+    may_map: bool = False
     range: Range | None = None
     choices: Choices | None = None
     options: OptionsOf | None = None
@@ -110,6 +123,10 @@ class Key:
     def expected(self) -> str:
         """What the key accepts, in words."""
         words = f"one of {', '.join(self.choices.names)}" if self.choices else _TYPE_NAMES[self.kind]
+        if self.choices is not None and self.choices.code is not None:
+            words += f" or package.module:{self.choices.code}"
+        if self.may_map:
+            words += " or a map of texts"
         if self.options is not None:
             words += f" of {self.chooser}"
         return words + (f" {self.range}" if self.range else "") + (" or null" if self.optional else "")
@@ -131,6 +148,11 @@ class Schema:
         self._add(config_type, "")
 
     @cached_property
+    def map_keys(self) -> frozenset[str]:
+        """The keys whose value may be a map."""
+        return frozenset(key.name for key in self.keys.values() if key.may_map)
+
+    @cached_property
     def open_sections(self) -> tuple[str, ...]:
         """The keys that hold options of a component."""
         return tuple(key.name for key in self.keys.values() if key.options is not None)
@@ -143,7 +165,8 @@ class Schema:
         lines = []
         for key in self.keys.values():
             default = "required" if key.required else f"default {yaml_scalar(key.default)}"
-            lines.append(f"{key.name}: {key.expected}; {default}")
+            head = f"{key.name}: {key.expected}; {default}"
+            lines.append(textwrap.fill(head, 96, subsequent_indent="    ", break_on_hyphens=False))
             lines.append(textwrap.fill(texts[key.name], 96, initial_indent="    ", subsequent_indent="    "))
         return "\n".join(lines)
 
@@ -175,13 +198,16 @@ def _key(name: str, hint: object, default: object) -> Key:
         hint, *others = get_args(hint)
         notes = tuple(others)
     optional = get_origin(hint) in (Union, types.UnionType)
+    may_map = False
     if optional:
-        hint = next(kind for kind in get_args(hint) if kind is not types.NoneType)
+        kinds = [kind for kind in get_args(hint) if kind is not types.NoneType]
+        hint, may_map = kinds[0], any(get_origin(kind) is Mapping for kind in kinds[1:])
     choices = next((note for note in notes if isinstance(note, Choices)), None)
     options = next((note for note in notes if isinstance(note, OptionsOf)), None)
     if get_origin(hint) is Literal:
         choices, hint = Choices(get_args(hint)), str
-    kind = dict if get_origin(hint) is Mapping else hint
+    origin = get_origin(hint)
+    kind = dict if origin is Mapping else list if origin is Sequence else hint
     assert kind in _TYPE_NAMES, f"{name} has a type that cannot be read: {hint}"
     assert isinstance(kind, type)
     limits = next((note for note in notes if isinstance(note, Range)), None)
@@ -190,6 +216,7 @@ def _key(name: str, hint: object, default: object) -> Key:
         kind=kind,
         default=default,
         optional=optional,
+        may_map=may_map,
         range=limits,
         choices=choices,
         options=options,

@@ -6,14 +6,16 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from lezo_ds.config.keys import Key, Schema, yaml_scalar
+from lezo_ds.config.keys import Choices, Key, Schema, yaml_scalar
 from lezo_ds.errors import UserError
+from lezo_ds.registry import names_code
 
 _MAX_YAML_DEPTH, _MAX_YAML_NODES = 10, 10_000
 _MAX_SHOWN = 200
@@ -21,13 +23,20 @@ _NOT_IN_FILES = re.compile(r"[\0\ud800-\udfff]")
 """A null character, and halves of characters (lone surrogates): no file name or UTF-8 file holds these."""
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "", *, keep_empty: bool = False) -> dict[str, Any]:
+def flatten(
+    values: Mapping[str, Any],
+    prefix: str = "",
+    *,
+    keep_empty: bool = False,
+    whole: Collection[str] = frozenset(),
+) -> dict[str, Any]:
     """Return nested dicts as one dict with dotted keys.
 
     Args:
         values: dicts of dicts.
         prefix: stands before every key.
         keep_empty: whether an empty dict becomes a value; otherwise it has no key.
+        whole: dotted keys whose dict is a value.
 
     >>> flatten({"seed": 1, "train": {"steps": 2}})
     {'seed': 1, 'train.steps': 2}
@@ -35,8 +44,8 @@ def flatten(values: Mapping[str, Any], prefix: str = "", *, keep_empty: bool = F
     flat: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and (value or not keep_empty):
-            flat |= flatten(value, key + ".", keep_empty=keep_empty)
+        if isinstance(value, Mapping) and (value or not keep_empty) and key not in whole:
+            flat |= flatten(value, key + ".", keep_empty=keep_empty, whole=whole)
         else:
             flat[key] = value
     return flat
@@ -45,17 +54,19 @@ def flatten(values: Mapping[str, Any], prefix: str = "", *, keep_empty: bool = F
 def flatten_sections(schema: Schema, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return sections and keys as one dict with dotted keys; an empty section (null in YAML) has none."""
     may_be_empty = {*schema.sections, *schema.open_sections}
-    flat = flatten(values, keep_empty=True)
+    flat = flatten(values, keep_empty=True, whole=schema.map_keys)
     return {k: v for k, v in flat.items() if (v is not None and v != {}) or k not in may_be_empty}
 
 
-def read(schema: Schema, values: Mapping[str, Any], where: str) -> Any:  # noqa: ANN401 (the schema's class)
+def read(schema: Schema, values: Mapping[str, Any], where: str, *, recorded: bool = False) -> Any:  # noqa: ANN401 (the schema's class)
     """Return a configuration.
 
     Args:
         schema: its keys.
         values: by dotted key; keys with a default may be missing.
         where: the source of the values, for messages.
+        recorded: whether a run recorded the values. A task or metric that is not registered here is kept
+            then, since an export, a pack or a report needs none.
 
     Raises:
         UserError: an unknown or missing key, or a value of the wrong type or out of range.
@@ -68,7 +79,10 @@ def read(schema: Schema, values: Mapping[str, Any], where: str) -> Any:  # noqa:
         if section in options:
             options[section][option] = value
         else:
-            checked[name] = check_value(find_key(schema, name, where), value, where)
+            key = find_key(schema, name, where)
+            if recorded and key.choices is not None and key.choices.code is not None:
+                key = replace(key, choices=replace(key.choices, any_name=True))
+            checked[name] = check_value(key, value, where)
     if missing:
         raise UserError(
             f"missing in {where}: {', '.join(key.name for key in missing)}",
@@ -201,9 +215,11 @@ def check_value(key: Key, value: object, where: str) -> Any:  # noqa: ANN401 (on
         return None
     if key.kind is float:
         value = _as_float(value)
+    if key.kind is list:
+        return _check_texts(key, value, where)
     if key.choices is not None and isinstance(value, str):
         value = next((name for name in key.choices.names if name.lower() == value.lower()), value)
-    fits = type(value) is key.kind and (key.choices is None or value in key.choices.names)
+    fits = type(value) is key.kind and (key.choices is None or _is_choice(key.choices, value))
     if fits and key.range is not None:
         fits = value in key.range  # type: ignore[operator]  # only numbers have a range
     if fits and not (isinstance(value, str) and _NOT_IN_FILES.search(value)):
@@ -213,6 +229,34 @@ def check_value(key: Key, value: object, where: str) -> Any:  # noqa: ANN401 (on
         got=shown(value),
         expected=key.expected,
         fix=_fix_of_value(key, value),
+    )
+
+
+def _is_choice(choices: Choices, value: Any) -> bool:  # noqa: ANN401 (of the key's type)
+    if choices.any_name or (choices.code is not None and isinstance(value, str) and names_code(value)):
+        return isinstance(value, str)
+    return value in choices.names
+
+
+def _check_texts(key: Key, value: object, where: str) -> list[str] | dict[str, str]:
+    """Return the value of a key for texts: a list or, if the key accepts one, a map. Numbers become text."""
+    if isinstance(value, str):
+        value = [text.strip() for text in value.split(",")]
+    found: list[object] = value if isinstance(value, list) else []
+    if key.may_map and isinstance(value, Mapping):
+        found = [*value.keys(), *value.values()]
+    is_valid = all(type(text) in (str, int, float) and not _NOT_IN_FILES.search(str(text)) for text in found)
+    if found and is_valid:
+        if isinstance(value, Mapping):
+            return {str(name): str(text) for name, text in value.items()}
+        return [str(text) for text in found]
+    # YAML takes yes, no, on, off, true and false without quotes for truth values.
+    is_boolean = any(isinstance(text, bool) for text in found)
+    raise UserError(
+        f"{key.name} in {where} is not valid",
+        got=shown(value),
+        expected=key.expected,
+        fix="write yes, no, true and false in quotes" if is_boolean else f"set {key.name} to texts",
     )
 
 

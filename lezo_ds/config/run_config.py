@@ -13,7 +13,9 @@ from lezo_ds.config.algorithm import num_passes
 from lezo_ds.config.keys import yaml_scalar
 from lezo_ds.config.reading import check_value, find_key, flatten_sections, parse_override, read, read_yaml
 from lezo_ds.config.schema import SCHEMA, TRAINED, ZEROTH_ORDER, RunConfig
+from lezo_ds.config.task import check_data_keys
 from lezo_ds.errors import UserError
+from lezo_ds.tasks.custom import CUSTOM
 
 
 def load_config(path: Path | None, overrides: Sequence[str]) -> RunConfig:
@@ -38,19 +40,26 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def config_from_dict(values: Mapping[str, Any], where: str, overrides: Sequence[str] = ()) -> RunConfig:
+def config_from_dict(
+    values: Mapping[str, Any], where: str, overrides: Sequence[str] = (), *, recorded: bool = False
+) -> RunConfig:
     """Return the configuration that nested plain dicts hold: the inverse of `config_to_dict`.
 
     Args:
         values: sections and keys; keys with a default may be left out.
         where: the source of the values, for messages.
         overrides: as in `load_config`.
+        recorded: whether a run recorded the values. Its task need not be known here.
 
     Raises:
         UserError: as `load_config`.
     """
     flat = flatten_sections(SCHEMA, values) | dict(parse_override(override) for override in overrides)
-    config: RunConfig = read(SCHEMA, flat, where)
+    if flat.get("data.prompt") is not None:
+        flat.setdefault("data.task", CUSTOM)
+    config: RunConfig = read(SCHEMA, flat, where, recorded=recorded)
+    if not recorded:
+        check_data_keys(config.data)
     if config.data.calibration == "icl_sfc" and config.method != "icl":
         raise UserError(
             f"data.calibration=icl_sfc in {where} needs demonstrations",

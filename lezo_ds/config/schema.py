@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from lezo_ds.config.keys import Choices, OptionsOf, Range, Schema
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Protocol
+from lezo_ds.tasks.custom import CUSTOM
+from lezo_ds.tasks.metrics import METRICS
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy
 from lezo_ds.zo.options import Option, options_of
@@ -39,6 +41,9 @@ RESUME_MAY_DIFFER: frozenset[str] = frozenset(
         "run_dir",
         "model.path",  # the model is checked by its fingerprint
         "data.path",
+        "data.train",  # the records are checked by their fingerprints
+        "data.validation",
+        "data.test",
         "train.steps",  # may grow: no schedule depends on it
         "train.eval_batch_size",
         "train.snapshot_every",
@@ -62,6 +67,22 @@ LayerPolicyOptions = Annotated[Options, OptionsOf("layer_policy", _options(LAYER
 UpdateRuleOptions = Annotated[Options, OptionsOf("update_rule", _options(UPDATE_RULES, UpdateRule))]
 
 
+class _TaskNames(Collection[str]):
+    """The registered tasks, whenever it is looked at, and the name of a task that a recipe describes."""
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (*TASKS, CUSTOM)
+
+    def __contains__(self, name: object) -> bool:
+        return name == CUSTOM or name in TASKS
+
+    def __len__(self) -> int:
+        return len(TASKS) + 1
+
+
+TASK_NAMES = _TaskNames()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The model that is tuned."""
@@ -77,15 +98,54 @@ class ModelConfig:
 class DataConfig:
     """The examples that the model is trained and scored on."""
 
-    task: Annotated[str, Choices(TASKS)] = "sst2"
-    """Name of the task. Upper and lower case are the same."""
+    task: Annotated[str, Choices(TASK_NAMES, code="TASK")] = "sst2"
+    """Name of the task, in upper or lower case. The default is custom if data.prompt is given: a task that
+    the keys below describe. package.module:TASK is a Task of your own (see lezo_ds/tasks/base.py)."""
 
     path: str | None = None
     """Directory that holds the task's train and validation files (.jsonl or .parquet). Null reads them from
-    the Hugging Face hub."""
+    the Hugging Face hub, unless data.train is given."""
+
+    train: str | None = None
+    """File with your own training records: .csv or .tsv (with a header), .json, .jsonl or .parquet. Or a
+    split on the hub, as OWNER/NAME:SPLIT or OWNER/NAME/CONFIG:SPLIT."""
+
+    validation: str | None = None
+    """File or split with the records of the validation loss, which selects the best step. Null draws a fifth
+    of data.train, at most 500 records, by data.seed."""
+
+    test: str | None = None
+    """File or split with the records of the final score. Null draws a fifth of data.train, at most 1000
+    records, by data.seed."""
+
+    prompt: str | None = None
+    """The text that the model reads, with fields of the record in braces: "{text} This ticket is about". A
+    dot leads into a nested field. {{ and }} are braces."""
+
+    label_field: str | None = None
+    """Field with the right answer: one of data.labels; or, with data.choices, also the number of the right
+    choice (from 0) or its text. Records without a label are left out."""
+
+    labels: Sequence[str] | Mapping[str, str] | None = None
+    """Classification: the labels, or a map from each label to the text that the model continues the prompt
+    with. With data.choices: a list of the labels of the choices, in their order."""
+
+    choices: Sequence[str] | None = None
+    """Multiple choice: templates of the choices, such as [{a}, {b}], or one field that holds a list of
+    texts."""
+
+    completion: str | None = None
+    """Generation: template of the text to write, such as {answer}. If it is one field that holds a list,
+    all its texts are right, and the first is trained on. A score reads the answer up to its first newline."""
+
+    metric: Annotated[str | None, Choices(METRICS, code="function")] = None
+    """The score: accuracy or macro_f1 (classification), accuracy (multiple choice), f1 (of words) or
+    exact_match (generation), or your own function (predictions, examples) -> 0 to 1 (see
+    lezo_ds/tasks/metrics.py). Null takes the task's own."""
 
     protocol: Protocol = "clean"
-    """Default split sizes: clean uses sizes that fit the task, mezo those of MeZO's published scripts."""
+    """Default split sizes: clean uses sizes that fit the task, mezo those of MeZO's published scripts. With
+    data.train, all records are used."""
 
     mezo_details: bool = False
     """Whether to follow MeZO's code in three details that rarely matter: white space before a text, the

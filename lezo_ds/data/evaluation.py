@@ -23,7 +23,7 @@ from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.objectives import predictions, teacher_forcing_loss, training_objective
 from lezo_ds.data.task_data import EncodedSplit, TaskData
 from lezo_ds.model.batch import MicroBatch, to_device
-from lezo_ds.tasks.metrics import METRICS, majority_class_rate
+from lezo_ds.tasks.metrics import find_metric, majority_class_rate
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ class _Evaluation:
             else:
                 loss = self._objective_loss(tokens)
             predicted = predictions(self._scores(sums))
-        score = METRICS.find(data.task.metric).score(predicted, examples)
+        score = find_metric(data.task.metric, data.task.kind).score(predicted, examples)
         return EvaluationResult(
             loss=loss,
             score=score,

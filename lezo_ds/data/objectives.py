@@ -31,7 +31,6 @@ in a folder on PYTHONPATH, and set train.objective=my_objectives:mistakes or =my
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,7 +43,7 @@ from lezo_ds.data.batching import candidate_batch, teacher_forcing_batch
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.errors import UserError
 from lezo_ds.model.batch import MicroBatch
-from lezo_ds.registry import Registry
+from lezo_ds.registry import Registry, import_named
 from lezo_ds.tasks.base import Task, TaskKind
 from lezo_ds.tasks.metrics import best_f1
 
@@ -125,11 +124,11 @@ def reads_answers(function: ObjectiveFunction) -> ObjectiveFunction:
 
 
 def _f1_objective(task: Task) -> Objective:
-    if task.metric != "f1":
+    if task.kind != "generation":
         raise UserError(
             f"train.objective=f1 does not fit task {task.name}",
             got=f"a task scored by {task.metric}",
-            expected="a task that generates answers: squad or drop",
+            expected="a task that generates answers, such as squad or drop",
             fix="set train.objective=task",
         )
     return Objective(build_batch=None, loss=f1_loss)
@@ -153,7 +152,12 @@ def load_objective(name: str, task: Task) -> Objective:
     """
     if name in OBJECTIVES:
         return OBJECTIVES[name](task)
-    function = _import_function(name)
+    function: ObjectiveFunction = import_named(
+        "train.objective",
+        name,
+        what="an objective",
+        expected=f"{', '.join(OBJECTIVES)} or package.module:function",
+    )
     checked = _checked(name, function)
     if getattr(function, "reads_answers", False):
         return Objective(build_batch=None, loss=checked)
@@ -166,23 +170,6 @@ def load_objective(name: str, task: Task) -> Objective:
         return replace(own.build_batch(examples, pad_id), weight=len(examples))
 
     return Objective(build_batch, checked)
-
-
-def _import_function(name: str) -> ObjectiveFunction:
-    try:
-        if ":" not in name:  # resolve_name would take it for a module
-            raise ValueError(f"invalid format: {name!r}")
-        function: ObjectiveFunction = pkgutil.resolve_name(name)
-        if not callable(function):
-            raise TypeError(f"{function!r} is not a function")
-    except (ValueError, TypeError, ImportError, AttributeError) as error:
-        raise UserError(
-            f"train.objective={name} does not name an objective",
-            got=f"{type(error).__name__}: {error}",
-            expected=f"{', '.join(OBJECTIVES)} or package.module:function",
-            fix="correct the name, or add the folder of the module to PYTHONPATH",
-        ) from error
-    return function
 
 
 def _checked(name: str, function: ObjectiveFunction) -> ObjectiveFunction:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import difflib
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args, get_origin
 
-import datasets
 import numpy as np
-from pyarrow import ArrowException
-from pyarrow.parquet import ParquetFile
 
-from lezo_ds.errors import HubError, UserError
+from lezo_ds.data.record_files import Row, read_hub, read_json_lines, read_parquet, read_source
+from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example, Protocol, Record, Task
 
 logger = logging.getLogger(__name__)
@@ -24,9 +22,6 @@ MAX_CHARACTERS = 1_000_000
 """The longest text of a field. A tokenizer takes minutes and gigabytes for much longer ones."""
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-
-_Row = tuple[str, Record]
-"""Where a record is, such as " (data/train.jsonl line 3)" or "", and the record."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +50,9 @@ def load_records(task: Task, path: Path | None) -> tuple[list[Record], list[Reco
             than MAX_CHARACTERS or has half of a character, a label is not the index of a candidate, or no
             record of a split has an answer. An error of one record names its file and line or row.
     """
-    splits = _load_hub(task) if path is None else [_load_local(path, name) for name in _split_names(task)]
-    train, validation = (
-        _answerable(task, name, rows) for name, rows in zip(_split_names(task), splits, strict=True)
-    )
+    names = _split_names(task)
+    splits = _load_hub(task) if path is None else [_load_local(path, name) for name in names]
+    train, validation = (_answerable(task, name, rows) for name, rows in zip(names, splits, strict=True))
     return train, validation
 
 
@@ -117,6 +111,75 @@ def sample_splits(
         dev=_build_examples(task, train, drawn[num_train:]),
         test=_build_examples(task, validation, _permutation(seed, len(validation))[:num_test]),
     )
+
+
+MAX_DRAWN_DEV, MAX_DRAWN_TEST = 500, 1000
+"""The most records that are drawn from the training records for splits that are not given."""
+
+
+def load_own_splits(
+    task: Task,
+    train: str,
+    *,
+    validation: str | None = None,
+    test: str | None = None,
+    seed: int = 0,
+    num_train: int | None = None,
+    num_dev: int | None = None,
+    num_test: int | None = None,
+) -> tuple[Splits, list[Record]]:
+    """Read a user's own files. Draw the splits that have none from the training records.
+
+    The records of a file that is given are taken in the order of a permutation by the seed. What is missing
+    is the start of the permutation of the training records: first test, then dev; the rest is for training.
+    So the test examples do not depend on the other sizes.
+
+    Args:
+        task: builds the examples.
+        train: file or split on the hub, as in `read_source`; here and below.
+        validation: the source of dev. None draws a fifth of `train`, at most MAX_DRAWN_DEV.
+        test: the source of test. None draws a fifth of `train`, at most MAX_DRAWN_TEST.
+        seed: 0 to 2**32 - 1. The same seed and files give the same splits.
+        num_train: number of training examples. None takes all that are left.
+        num_dev: number of dev examples. None takes all of the source.
+        num_test: maximum number of test examples. None takes all of the source.
+
+    Returns:
+        The splits, and the records of the training examples in their order.
+
+    Raises:
+        UserError: a file cannot be read, a record does not fit the task, or there are too few records.
+    """
+    sources = {"train": train, "validation": validation, "test": test}
+    found = {
+        name: _answerable(task, name, read_source(f"data.{name}", source))
+        for name, source in sources.items()
+        if source is not None
+    }
+    records = found["train"]
+    order, drawn = _permutation(seed, len(records)), {}
+    for name, wanted, limit in (("test", num_test, MAX_DRAWN_TEST), ("validation", num_dev, MAX_DRAWN_DEV)):
+        if name in found:
+            drawn[name] = found[name], _permutation(seed, len(found[name]))[:wanted]
+            continue
+        size = wanted or min(limit, max(1, len(records) // 5))
+        drawn[name], order = (records, order[:size]), order[size:]
+        text = "data.%s is not given: %d of the %d records of %s are drawn for it, by data.seed=%d"
+        logger.info(text, name, size, len(records), train, seed)
+    if len(order) < (num_train or 1) or (num_dev or 0) > len(drawn["validation"][1]):
+        raise UserError(
+            "there are too few records for data.num_train, data.num_dev and data.num_test",
+            got=f"{len(order)} records of {train} for training, {len(drawn['validation'][1])} for validation",
+            expected=f"at least {num_train or 1} and {num_dev or 1}",
+            fix="set smaller numbers, or give more records",
+        )
+    order = order[:num_train]
+    splits = Splits(
+        train=_build_examples(task, records, order),
+        dev=_build_examples(task, *drawn["validation"]),
+        test=_build_examples(task, *drawn["test"]),
+    )
+    return splits, [records[row] for row in order]
 
 
 def draw_demonstrations(
@@ -179,20 +242,20 @@ def _split_names(task: Task) -> tuple[str, str]:
     return task.train_split, task.validation_split
 
 
-def _load_hub(task: Task) -> list[list[_Row]]:
-    try:
-        splits = datasets.load_dataset(task.hub_id, task.hub_config, split=list(_split_names(task)))
-    except Exception as error:  # each library below raises its own types
-        raise HubError(
-            f"cannot load {task.hub_id} ({task.hub_config or 'default'}) from the Hugging Face hub",
-            got=f"{type(error).__name__}: {error}".splitlines()[0],
-            expected="access to the hub, or the data set in its local cache",
-            fix=f"set data.path to a directory with {' and '.join(f'{s}.jsonl' for s in _split_names(task))}",
-        ) from error
-    return [[("", record) for record in split.to_list()] for split in splits]
+def _load_hub(task: Task) -> list[list[Row]]:
+    names = _split_names(task)
+    files = " and ".join(f"{name}.jsonl" for name in names)
+    if task.hub_id is None:
+        raise UserError(
+            f"task {task.name} has no data set on the hub",
+            got="data.path=null, data.train=null",
+            expected=f"a directory with {files}, or a file",
+            fix="set data.path or data.train",
+        )
+    return read_hub(task.hub_id, task.hub_config, names, fix=f"set data.path to a directory with {files}")
 
 
-def _load_local(path: Path, split: str) -> list[_Row]:
+def _load_local(path: Path, split: str) -> list[Row]:
     if not path.is_dir():
         raise UserError(
             "the data directory does not exist",
@@ -203,7 +266,7 @@ def _load_local(path: Path, split: str) -> list[_Row]:
     lines = path / f"{split}.jsonl"
     if lines.is_file():
         try:
-            return _read_json_lines(lines)
+            return read_json_lines(lines)
         except OSError as error:
             raise UserError(
                 f"cannot read {lines}", got=str(error), expected="a file", fix="correct its permissions"
@@ -216,44 +279,10 @@ def _load_local(path: Path, split: str) -> list[_Row]:
             expected=f"{split}.jsonl or {split}*.parquet",
             fix="add the file, or correct data.path",
         )
-    return [row for table in tables for row in _read_parquet(table)]
+    return [row for table in tables for row in read_parquet(table)]
 
 
-def _read_json_lines(path: Path) -> list[_Row]:
-    rows: list[_Row] = []
-    with path.open("rb") as file:  # json.loads decodes bytes itself, so wrong encodings are errors of a line
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            if not isinstance(record, dict):
-                raise UserError(
-                    f"{path} line {number} is not a JSON object",
-                    got=line[:80],
-                    expected="a JSON object on each line",
-                    fix="correct the line",
-                )
-            rows.append((f" ({path} line {number})", record))
-    return rows
-
-
-def _read_parquet(path: Path) -> list[_Row]:
-    try:
-        records: list[Record] = ParquetFile(path).read().to_pylist()
-    except (OSError, ArrowException) as error:
-        raise UserError(
-            f"{path} cannot be read as parquet",
-            got=str(error),
-            expected="a parquet file",
-            fix="download it again, or use .jsonl",
-        ) from error
-    return [(f" ({path} row {number})", record) for number, record in enumerate(records, start=1)]
-
-
-def _answerable(task: Task, split: str, rows: Sequence[_Row]) -> list[Record]:
+def _answerable(task: Task, split: str, rows: Sequence[Row]) -> list[Record]:
     """Check all records of a split. Return those that have a right answer."""
     kept = []
     for number, (place, record) in enumerate(rows, start=1):
@@ -299,7 +328,7 @@ def _check_fields(task: Task, where: str, record: Record) -> None:
                     f"{where} has no field {name}",
                     got=(", ".join(value) or "no fields") if isinstance(value, Mapping) else _shown(value),
                     expected=", ".join(task.fields),
-                    fix=f"use the field names of {task.hub_id}, or correct data.path",
+                    fix=_fix_of_names(task, value, part),
                 )
             value = value[part]
         if not _has_type(value, expected_type):
@@ -307,11 +336,18 @@ def _check_fields(task: Task, where: str, record: Record) -> None:
                 f"field {name} of {where} has the wrong type",
                 got=_shown(value),
                 expected=str(expected_type) if get_args(expected_type) else expected_type.__name__,
-                fix=f"use the field types of {task.hub_id}",
+                fix=f"use the field types of {task.hub_id or 'the task'}",
             )
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str):
                 _check_text(f"field {name} of {where}", text)
+
+
+def _fix_of_names(task: Task, found: object, wanted: str) -> str:
+    if task.hub_id is not None:
+        return f"use the field names of {task.hub_id}, or correct data.path"
+    near = difflib.get_close_matches(wanted, found, n=1) if isinstance(found, Mapping) else []
+    return f"did you mean {near[0]}?" if near else "write a field of the record into the recipe"
 
 
 def _check_text(where: str, text: str) -> None:
@@ -343,6 +379,8 @@ def _has_type(value: object, expected_type: type) -> bool:
     >>> _has_type(["a"], list[str]), _has_type(["a", None], list[str]), _has_type(True, int)
     (True, False, False)
     """
+    if expected_type is object:
+        return True
     if get_origin(expected_type) is list:
         (item_type,) = get_args(expected_type)
         return isinstance(value, list) and all(type(item) is item_type for item in value)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from lezo_ds.config import RunConfig
+from lezo_ds.config import RunConfig, find_task
 from lezo_ds.data.encoding import (
     EncodedExample,
     PromptTokenizer,
@@ -26,6 +26,7 @@ from lezo_ds.data.packing import can_pack, pack
 from lezo_ds.data.records import (
     Splits,
     draw_demonstrations,
+    load_own_splits,
     load_records,
     sample_splits,
     with_demonstrations,
@@ -34,7 +35,6 @@ from lezo_ds.data.sampling import batch_indices
 from lezo_ds.errors import UserError
 from lezo_ds.model.batch import GenerationSettings, MicroBatch
 from lezo_ds.sharding.checkpoint_files import load_model_config, resolve_model
-from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Example, Record, Task
 
 MEZO_LOSS_BATCH = 8
@@ -147,7 +147,7 @@ def load_task_data(config: RunConfig) -> TaskData:
     Raises:
         UserError: data, tokenizer or objective are missing, or do not fit the task or the model.
     """
-    task = TASKS.find(config.data.task)
+    task = find_task(config.data)
     objective = load_objective(config.train.objective, task)
     if config.method == "adamw" and objective.reads_answers:
         raise UserError(
@@ -208,25 +208,51 @@ def load_task_data(config: RunConfig) -> TaskData:
 
 def _draw_splits(config: RunConfig, task: Task) -> Splits:
     data = config.data
-    train, validation = load_records(task, None if data.path is None else Path(data.path))
-    splits = sample_splits(
-        task,
-        train=train,
-        validation=validation,
-        protocol=data.protocol,
-        seed=data.seed,
-        num_train=data.num_train,
-        num_dev=data.num_dev,
-        num_test=data.num_test,
-    )
-    return _with_demonstrations(config, task, splits, train) if config.method == "icl" else splits
+    if data.train is not None:
+        splits, records = load_own_splits(
+            task,
+            data.train,
+            validation=data.validation,
+            test=data.test,
+            seed=data.seed,
+            num_train=data.num_train,
+            num_dev=data.num_dev,
+            num_test=data.num_test,
+        )
+        own_rows: list[int] = []  # no dev question is among the training records
+    else:
+        records, validation = load_records(task, None if data.path is None else Path(data.path))
+        splits = sample_splits(
+            task,
+            train=records,
+            validation=validation,
+            protocol=data.protocol,
+            seed=data.seed,
+            num_train=data.num_train,
+            num_dev=data.num_dev,
+            num_test=data.num_test,
+        )
+        own_rows = [question.index for question in splits.dev]
+    if config.method != "icl":
+        return splits
+    return _with_demonstrations(config, task, splits, records=records, own_rows=own_rows)
 
 
-def _with_demonstrations(config: RunConfig, task: Task, splits: Splits, train: Sequence[Record]) -> Splits:
-    """Put solved examples before every question of the dev and test splits."""
+def _with_demonstrations(
+    config: RunConfig, task: Task, splits: Splits, *, records: Sequence[Record], own_rows: Sequence[int]
+) -> Splits:
+    """Put solved examples before every question of the dev and test splits.
+
+    Args:
+        config: configuration of the run.
+        task: the task.
+        splits: its examples.
+        records: the records that are drawn for each question, if the configuration asks for that.
+        own_rows: the row of each dev question among these records; empty if it is not there.
+    """
     wanted, per_question = config.data.num_demonstrations, config.data.demonstrations == "per_question"
     # A dev question comes from the same records, and its own answer is not shown to it.
-    available = len(train) - 1 if per_question else len(splits.train)
+    available = len(records) - 1 if per_question else len(splits.train)
     if wanted > available:
         raise UserError(
             "there are fewer training examples than data.num_demonstrations",
@@ -239,14 +265,14 @@ def _with_demonstrations(config: RunConfig, task: Task, splits: Splits, train: S
         if not per_question:
             return tuple(with_demonstrations(question, splits.train[:wanted]) for question in questions)
         drawn = draw_demonstrations(
-            config.data.seed, len(questions), len(train), count=wanted, own_rows=own_rows
+            config.data.seed, len(questions), len(records), count=wanted, own_rows=own_rows
         )
         return tuple(
-            with_demonstrations(question, [task.build_example(train[row], row) for row in rows])
+            with_demonstrations(question, [task.build_example(records[row], row) for row in rows])
             for question, rows in zip(questions, drawn, strict=True)
         )
 
-    dev = show(splits.dev, own_rows=[question.index for question in splits.dev])
+    dev = show(splits.dev, own_rows=own_rows)
     return replace(splits, dev=dev, test=show(splits.test))
 
 

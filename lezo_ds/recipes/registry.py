@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -120,5 +121,12 @@ def _yaml_lines(values: Mapping[str, Any], notes: Mapping[str, str], prefix: str
             lines += ["", f"{name}:", *(f"  {line}" for line in section), ""]
         else:
             note = f"  # {notes[prefix + name]}" if prefix + name in notes else ""
-            lines.append(yaml.safe_dump({name: value}, width=10_000).rstrip() + note)
+            lines.append(_yaml_line(name, value) + note)
     return [line for i, line in enumerate(lines) if line or (i and lines[i - 1])]
+
+
+def _yaml_line(name: str, value: object) -> str:
+    """Return a key and its value, which has no sections, as one line of YAML."""
+    line = yaml.safe_dump({name: value}, width=10_000, allow_unicode=True).rstrip()
+    # YAML gives each item of a list a line, and breaks a text at its line breaks. JSON is YAML on one line.
+    return line if "\n" not in line else f"{name}: {json.dumps(value, ensure_ascii=False)}"

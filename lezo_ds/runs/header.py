@@ -177,7 +177,8 @@ def _described(key: str, ours: Header) -> str:
         return f"{rest} in {ours.config['model']['path']}/config.json"
     if section == "data_fingerprints":
         data = ours.config["data"]
-        return f"the fingerprint of the {rest} split of {data['task']} in {data['path'] or 'the hub'}"
+        place = data["train"] or data["path"] or "the hub"
+        return f"the fingerprint of the {rest} split of {data['task']} in {place}"
     return f"config {key}"
 
 

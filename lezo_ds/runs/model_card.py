@@ -15,10 +15,12 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
-from lezo_ds.config import RunConfig, config_to_dict
+from lezo_ds.config import RunConfig, config_to_dict, flatten
 from lezo_ds.runs.restore import RecordedRun
+from lezo_ds.runs.sharing import DATA_KEYS, PATH_KEYS
 from lezo_ds.shipped import deepspeed_command
 from lezo_ds.tasks import TASKS
+from lezo_ds.tasks.custom import CUSTOM
 
 _METHODS = {"lezo": "LeZO", "mezo": "MeZO", "adamw": "AdamW"}
 _TRAINED = {"none": "all weights", "lora": "low-rank adapters (LoRA)", "prefix": "a prefix in each block"}
@@ -85,19 +87,20 @@ def model_card(run: RecordedRun, step: int, digest: str) -> str:
         step: number of updates that the weights have seen.
         digest: digest of the weights, as in the manifest next to the card.
     """
-    config, task = run.config, TASKS.find(run.config.data.task)
+    config, task = run.config, TASKS.get(run.config.data.task.lower())  # None if it is not known here
     environment = _read_environment(run.directory.path / "environment.json")
     has_dev = any(evaluation.split == "dev" for evaluation in run.evaluations)
+    metrics = list(dict.fromkeys(name for e in run.evaluations for name in e.metrics))
     values: dict[str, Any] = {
         "base": _base_name(config),
-        "task": task.name.upper(),
+        "task": _plain("a task of its own" if config.data.task == CUSTOM else config.data.task.upper()),
         "method": _METHODS[config.method],
         "paper": _PAPERS[config.method],
         "trained": _TRAINED[config.peft.kind],
         "step": step,
         "num_steps": run.num_steps,
         "is_best": has_dev and run.find_step("best") == step,
-        "metrics": list(dict.fromkeys(name for e in run.evaluations for name in e.metrics)),
+        "metrics": metrics,
         "evaluations": run.evaluations,
         "protocol": config.data.protocol,
         "identity": {
@@ -117,8 +120,8 @@ def model_card(run: RecordedRun, step: int, digest: str) -> str:
         base_model=_base_name(config),
         library_name=_LIBRARIES[config.peft.kind],
         pipeline_tag="text-generation",
-        datasets=[task.hub_id] if config.data.path is None else None,
-        metrics=[task.metric],
+        datasets=[task.hub_id] if task and task.hub_id and not _data_paths(config) else None,
+        metrics=[_plain(name) for name in metrics if name != "majority_class"] or None,
         tags=["lezo_ds", config.method],
     )
     return str(ModelCard.from_template(metadata, template_str=_TEMPLATE, **values)) + "\n"
@@ -143,16 +146,23 @@ def _base_name(config: RunConfig) -> str:
 def _recipe(config: RunConfig) -> str:
     """Return the configuration as YAML, without the keys that hold paths on the run's machine."""
     values = config_to_dict(config)
-    del values["run_dir"], values["deepspeed"], values["model"]["path"], values["data"]["path"]
+    for key in PATH_KEYS:
+        section, _, name = key.rpartition(".")
+        del (values[section] if section else values)[name]
     return yaml.safe_dump(values, sort_keys=False).rstrip()
 
 
 def _command(config: RunConfig, environment: dict[str, Any]) -> str:
     words = deepspeed_command(environment.get("world_size", 1))
     words += ["--config", "recipe.yaml", "run_dir=runs/again", f"model.path={_base_name(config)}"]
-    if config.data.path is not None:
-        words.append(f"data.path={Path(config.data.path).name}")
+    words += [f"{key}={Path(path).name}" for key, path in _data_paths(config).items()]
     return shlex.join(words)
+
+
+def _data_paths(config: RunConfig) -> dict[str, str]:
+    """Return the keys that say where the data is, with their values."""
+    values = flatten(config_to_dict(config))
+    return {key: values[key] for key in DATA_KEYS if values[key] is not None}
 
 
 def _environment(environment: dict[str, Any]) -> dict[str, Any]:

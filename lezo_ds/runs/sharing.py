@@ -12,7 +12,10 @@ from typing import Any
 from lezo_ds.config import flatten
 from lezo_ds.config.schema import SCHEMA
 
-PATH_KEYS = ("run_dir", "model.path", "data.path", "deepspeed")
+DATA_KEYS = ("data.path", "data.train", "data.validation", "data.test")
+"""Config keys that may hold a path of the data."""
+
+PATH_KEYS = ("run_dir", "model.path", *DATA_KEYS, "deepspeed")
 """Config keys that may hold a path of this machine."""
 
 _ENVIRONMENT = ("versions", "hardware", "platform", "world_size", "threads")

@@ -67,11 +67,12 @@ class Task:
 
     Attributes:
         name: the name in configurations, lower case.
-        hub_id: data set on the Hugging Face hub. It must hold parquet files, because no script is run.
+        hub_id: data set on the Hugging Face hub. It must hold parquet files, because no script is run. None
+            if the task's records are only in files of the user.
         hub_config: configuration of that data set, None if it has only one.
         kind: how the task is trained and scored.
-        fields: every field that `build_example` reads, with its type: str, int, bool or list[str]. A dot
-            leads into a nested field.
+        fields: every field that `build_example` reads, with its type: str, int, bool or list[str]; object
+            for any type. A dot leads into a nested field.
         build_example: function (record, row in its split) -> Example.
         metric: name of the score, a key of `lezo_ds.tasks.metrics.METRICS`.
         sizes: default split sizes of the clean protocol. The data set is large enough for them.
@@ -81,7 +82,7 @@ class Task:
     """
 
     name: str
-    hub_id: str
+    hub_id: str | None
     hub_config: str | None
     kind: TaskKind
     fields: Mapping[str, type]

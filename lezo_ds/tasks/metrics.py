@@ -1,4 +1,4 @@
-"""Scores of predictions: accuracy of chosen candidates, token F1 of generated answers."""
+"""Scores of predictions: of chosen candidates, and of generated answers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lezo_ds.registry import Registry
-from lezo_ds.tasks.base import Example
+from lezo_ds.errors import UserError
+from lezo_ds.registry import Registry, import_named, names_code
+from lezo_ds.tasks.base import Example, TaskKind
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -31,6 +32,37 @@ def mean_f1(answers: Sequence[str], examples: Sequence[Example]) -> float:
     return sum(scores) / len(scores)
 
 
+def macro_f1(predicted: Sequence[int], examples: Sequence[Example]) -> float:
+    """Return the mean over classes, 0 to 1, of the F1 of finding the class.
+
+    The classes are those that are the label of an example or were predicted for one. This is the macro
+    average of scikit-learn's f1_score.
+
+    >>> labels = [Example("", (" a", " b"), label, 0) for label in (0, 0, 1)]
+    >>> macro_f1([0, 1, 1], labels)
+    0.6666666666666666
+    """
+    labels = [example.label for example in examples if example.label is not None]
+    num_found, num_labels = Counter(predicted), Counter(labels)
+    num_right = Counter(label for choice, label in zip(predicted, labels, strict=True) if choice == label)
+    classes = num_found.keys() | num_labels.keys()
+    scores = [2 * num_right[name] / (num_found[name] + num_labels[name]) for name in classes]
+    return sum(scores) / len(scores)
+
+
+def exact_match(answers: Sequence[str], examples: Sequence[Example]) -> float:
+    """Return the share of answers, 0 to 1, that equal a reference once both are normalized."""
+    right = [
+        normalize(answer) in map(normalize, example.references)
+        for answer, example in zip(answers, examples, strict=True)
+    ]
+    return sum(right) / len(right)
+
+
+CHOOSING: tuple[TaskKind, ...] = ("classification", "multiple_choice")
+"""The kinds of task whose predictions are candidates."""
+
+
 @dataclass(frozen=True)
 class Metric:
     """A score of predictions.
@@ -39,16 +71,46 @@ class Metric:
         title: its name in texts.
         score: function (predictions, examples) -> 0 to 1. A prediction is the index of a candidate, or the
             generated answer for a task of the kind "generation".
+        kinds: the kinds of task that it can score; empty for all.
     """
 
     title: str
     score: Callable[[Sequence[Any], Sequence[Example]], float]
+    kinds: tuple[TaskKind, ...] = ()
 
 
-METRICS: Registry[Metric] = Registry("metric", "Task.metric")
-"""Metrics by the name that a task gives in `Task.metric`."""
-METRICS.add("accuracy", Metric("accuracy", accuracy))
-METRICS.add("f1", Metric("token F1", mean_f1))
+METRICS: Registry[Metric] = Registry("metric", "data.metric")
+"""Metrics by the name that a task gives in `Task.metric`, or a recipe in `data.metric`."""
+METRICS.add("accuracy", Metric("accuracy", accuracy, CHOOSING))
+METRICS.add("f1", Metric("token F1", mean_f1, ("generation",)))
+METRICS.add("macro_f1", Metric("macro-F1", macro_f1, ("classification",)))
+METRICS.add("exact_match", Metric("exact match", exact_match, ("generation",)))
+
+
+def find_metric(name: str, kind: TaskKind) -> Metric:
+    """Return a metric for a kind of task.
+
+    Args:
+        name: a name in METRICS, or "package.module:function" for a function as in `Metric.score`. Its module
+            is imported.
+        kind: the kind of task to score.
+
+    Raises:
+        UserError: there is no such metric, or it does not fit the kind of task.
+    """
+    if names_code(name):
+        expected = f"{', '.join(METRICS)} or package.module:function"
+        return Metric(name, import_named("data.metric", name, what="a metric", expected=expected))
+    metric = METRICS.find(name)
+    if metric.kinds and kind not in metric.kinds:
+        fitting = [other for other, found in METRICS.items() if not found.kinds or kind in found.kinds]
+        raise UserError(
+            f"data.metric={name} does not fit a task of the kind {kind}",
+            got=name,
+            expected=f"one of {', '.join(fitting)}, or package.module:function",
+            fix=f"set data.metric={fitting[0]}",
+        )
+    return metric
 
 
 def majority_class_rate(examples: Sequence[Example]) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lezo_ds.tasks import TASKS
+from lezo_ds.tasks.base import Task
 
 DEFAULT_LENGTH = 256
 """Assumed length, in tokens, of an example of a task that is not in WORKLOADS."""
@@ -43,21 +43,14 @@ WORKLOADS = {
 """Typical examples of the built-in tasks, in OPT's tokens. A real batch is as long as its longest example."""
 
 
-def typical_workload(task: str) -> Workload:
+def typical_workload(task: Task) -> Workload:
     """Return a typical batch of a task.
 
     A task that is not in WORKLOADS gets DEFAULT_LENGTH. The way it is trained then tells the rest:
     classification compares two candidates of one token, everything else trains on one answer of eight tokens.
-
-    Args:
-        task: a task's name, in upper or lower case.
-
-    Raises:
-        UserError: there is no such task.
     """
-    found = TASKS.find(task)
-    if found.name in WORKLOADS:
-        return WORKLOADS[found.name]
-    if found.kind == "classification":
+    if task.name in WORKLOADS:
+        return WORKLOADS[task.name]
+    if task.kind == "classification":
         return Workload(DEFAULT_LENGTH)
     return Workload(DEFAULT_LENGTH, num_candidates=1, candidate_tokens=8)

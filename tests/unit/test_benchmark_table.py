@@ -72,10 +72,9 @@ def test_a_shape_has_as_many_weights_as_the_published_model(shape):
 
 
 @pytest.mark.parametrize(("kind", "num_candidates"), [("classification", 2), ("generation", 1)])
-def test_a_new_task_needs_no_typical_workload(monkeypatch, kind, num_candidates):
+def test_a_new_task_needs_no_typical_workload(kind, num_candidates):
     task = replace(TASKS["sst2"], name="mine", kind=kind)
-    monkeypatch.setitem(TASKS._entries, "mine", task)
-    found = typical_workload("mine")
+    found = typical_workload(task)
     assert (found.length, found.num_candidates) == (workloads.DEFAULT_LENGTH, num_candidates)
 
 

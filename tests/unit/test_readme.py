@@ -14,6 +14,7 @@ import sys
 import pytest
 from assets import REPOSITORY
 from commands import MPI_ANYWHERE, free_port, run_forked_well, run_well
+from own_data import write_tickets
 
 from lezo_ds.model.snapshots import read_manifest, snapshot_path
 from lezo_ds.tools.demo.offline.pretrain import make_demo_assets
@@ -63,6 +64,9 @@ def root(tmp_path_factory):
     real.mkdir(parents=True)
     (real / "model").symlink_to(made_up / "model")
     shutil.copytree(made_up / "data", real / "reviews")
+    (recipe,) = [text for text in blocks("yaml") if "tickets.csv" in text]
+    (directory / "tickets.yaml").write_text(recipe)
+    write_tickets(directory / "tickets.csv")
     train = real / "reviews" / "train.jsonl"
     train.write_text(train.read_text() * 2)  # as many as the recipe asks for
     return directory

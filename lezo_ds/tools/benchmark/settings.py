@@ -9,6 +9,7 @@ from typing import get_args
 from lezo_ds.config import Dtype, RunConfig
 from lezo_ds.errors import UserError
 from lezo_ds.recipes import load_recipe
+from lezo_ds.tasks import TASKS
 from lezo_ds.tools.arguments import positive
 from lezo_ds.tools.opt_shapes import MAX_LENGTH, SHAPES
 from lezo_ds.tools.workloads import Workload, typical_workload
@@ -91,7 +92,7 @@ class Setting:
     @property
     def workload(self) -> Workload:
         """Size of a step's batch."""
-        return replace(typical_workload(self.task), length=self.length, batch_size=self.batch)
+        return replace(typical_workload(TASKS.find(self.task)), length=self.length, batch_size=self.batch)
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def read_job(arguments: argparse.Namespace) -> Job:
 
 def _read_setting(arguments: argparse.Namespace) -> Setting:
     task, shape = arguments.task or "sst2", arguments.shape or "opt-125m"
-    typical = typical_workload(task)
+    typical = typical_workload(TASKS.find(task))
     length = arguments.length or typical.length
     if not typical.candidate_tokens < length <= MAX_LENGTH:
         raise UserError(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lezo_ds.config import TRAINED, RunConfig
+from lezo_ds.config import TRAINED, RunConfig, find_task
 from lezo_ds.data.batching import PAD_MULTIPLE
 from lezo_ds.data.generation import MAX_NEW_TOKENS
 from lezo_ds.data.objectives import load_objective
 from lezo_ds.data.task_data import TaskData
-from lezo_ds.tasks import TASKS
 from lezo_ds.tools.planning.model_sizes import ModelSizes
 from lezo_ds.tools.workloads import WORKLOADS, typical_workload
 
@@ -64,7 +63,8 @@ def assumed_inputs(config: RunConfig, model: ModelSizes, length: int | None = No
         model: sizes of its model.
         length: tokens of the longest input; None for LONGEST times the task's typical length.
     """
-    task, workload = TASKS.find(config.data.task), typical_workload(config.data.task)
+    task = find_task(config.data)
+    workload = typical_workload(task)
     factor = _ICL_INPUTS if config.method == "icl" else LONGEST
     longest = min(config.data.max_length, factor * workload.length)
     source = f"assumed: {factor} times the typical {workload.length} tokens"

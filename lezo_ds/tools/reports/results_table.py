@@ -13,6 +13,7 @@ import yaml
 from lezo_ds.config import RESUME_MAY_DIFFER, config_to_dict, flatten, load_yaml
 from lezo_ds.config.compatibility import recorded_config
 from lezo_ds.errors import UserError
+from lezo_ds.tasks.custom import CUSTOM
 
 SEEDS = ["seed", "data.seed"]
 """Columns in which repetitions of one experiment differ."""
@@ -150,11 +151,10 @@ def _read_run(directory: Path) -> dict[str, Any]:
 def _recorded_config(path: Path) -> dict[str, Any]:
     values = load_yaml(path.read_text(encoding="utf-8"))
     try:
-        return flatten(config_to_dict(recorded_config(values, str(path), written_by=None)))
+        found = flatten(config_to_dict(recorded_config(values, str(path), written_by=None)))
     except UserError:
-        # A later version, or a task that is not registered here, made the run: show what it recorded.
-        found = flatten(values)
-        return {key: str(value) if isinstance(value, list) else value for key, value in found.items()}
+        found = flatten(values)  # a later version made the run: show what it recorded
+    return {key: str(value) if isinstance(value, list) else value for key, value in found.items()}
 
 
 def _config_columns(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,12 +167,18 @@ def _config_columns(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **config,
         "model": config["model.path"],
-        "task": config["data.task"].lower(),
+        "task": _task_name(config),
         "method": method,
         "peft": config.get("peft.kind", "none"),
         "sparsity": None if sparsity is None else float(sparsity),
         "learning_rate": None if rate is None else float(rate),
     }
+
+
+def _task_name(config: Mapping[str, Any]) -> str:
+    """Return the name of the task; of one that the recipe describes, the name of its file."""
+    task, source = config["data.task"].lower(), config.get("data.train") or config.get("data.path")
+    return Path(source).stem if task == CUSTOM and source else task
 
 
 def _result_columns(results: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,101 @@
+"""The task of a configuration: a registered one, one that the recipe describes, or one in a user's module."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lezo_ds.config.schema import DataConfig
+from lezo_ds.errors import UserError
+from lezo_ds.registry import import_named, names_code
+from lezo_ds.tasks import TASKS
+from lezo_ds.tasks.base import Task
+from lezo_ds.tasks.custom import CUSTOM, Description, make_task
+from lezo_ds.tasks.metrics import find_metric
+
+_DESCRIBING = ("prompt", "label_field", "labels", "choices", "completion")
+
+
+def find_task(data: DataConfig) -> Task:
+    """Return the task that a configuration names or describes, with the metric that it asks for.
+
+    If `data.task` or `data.metric` is of the form "package.module:NAME", its module is imported.
+
+    Raises:
+        UserError: there is no such task or metric, or keys are missing or contradict each other.
+    """
+    if data.task == CUSTOM:
+        task = described_task(data)
+    elif names_code(data.task):
+        expected = f"{', '.join(TASKS)}, {CUSTOM} or package.module:TASK"
+        task = import_named("data.task", data.task, what="a task", expected=expected, kind=Task)
+    else:
+        task = TASKS.find(data.task)
+    if data.metric is not None:
+        task = replace(task, metric=data.metric)
+    find_metric(task.metric, task.kind)
+    return task
+
+
+def described_task(data: DataConfig) -> Task:
+    """Return the task that a configuration with `data.task` custom describes. Nothing is imported.
+
+    Raises:
+        UserError: a template is not valid, or keys are missing or contradict each other.
+    """
+    if data.prompt is None:
+        raise UserError(
+            f"data.task={CUSTOM} needs data.prompt",
+            got="null",
+            expected='a template of the text that the model reads, such as "{text} This ticket is about"',
+            fix="add data.prompt, or name one of the tasks",
+        )
+    if data.train is None and data.path is None:
+        raise UserError(
+            "a task of your own needs data.train",
+            got="null",
+            expected="a file (.csv, .tsv, .json, .jsonl, .parquet), or OWNER/NAME:SPLIT on the hub",
+            fix="add data.train=FILE",
+        )
+    return make_task(
+        Description(
+            prompt=data.prompt,
+            label_field=data.label_field,
+            labels=data.labels,
+            choices=data.choices,
+            completion=data.completion,
+            metric=data.metric,
+        )
+    )
+
+
+def check_data_keys(data: DataConfig) -> None:
+    """Refuse keys of the section `data` that contradict each other. Nothing is imported.
+
+    Raises:
+        UserError: see `described_task`; or keys that describe a task beside the name of another one, or two
+            places of the data.
+    """
+    if data.task == CUSTOM:
+        described_task(data)
+    given = [f"data.{name}" for name in _DESCRIBING if getattr(data, name) is not None]
+    if given and data.task != CUSTOM:
+        raise UserError(
+            f"{', '.join(given)} cannot change data.task={data.task}",
+            got=f"data.task={data.task}",
+            expected=f"data.task={CUSTOM}, or no data.task, for a task that the recipe describes",
+            fix=f"remove data.task, or {', '.join(given)}",
+        )
+    if data.train is None and (data.validation is not None or data.test is not None):
+        raise UserError(
+            "data.validation and data.test need data.train",
+            got="data.train=null",
+            expected="a file or a split of the hub",
+            fix="add data.train",
+        )
+    if data.train is not None and data.path is not None:
+        raise UserError(
+            "data.train and data.path both say where the data is",
+            got=f"data.train={data.train}, data.path={data.path}",
+            expected="one of them",
+            fix="remove data.path",
+        )

@@ -1,0 +1,167 @@
+"""A user's own data, from the dry run to the exported model, with a recipe and no Python."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import yaml
+from assets import REPOSITORY
+from commands import assert_one_error, run_forked, run_forked_well
+from own_data import SUBJECTS, VERBALIZERS, own_values, write_byte_model, write_tickets
+from run_ends import results_of
+from transformers import AutoModelForCausalLM
+
+NUM_EACH = 60
+"""A fifth of the 300 tickets."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A directory with a model, 300 tickets and a recipe that describes their task."""
+    directory = tmp_path_factory.mktemp("own")
+    data = {
+        "train": str(write_tickets(directory / "tickets.csv")),
+        "prompt": "{text}\nThis ticket is about",
+        "label_field": "topic",
+        "labels": VERBALIZERS,
+    }
+    (directory / "recipe.yaml").write_text(
+        yaml.safe_dump(own_values(write_byte_model(directory / "model"), **data))
+    )
+    return directory
+
+
+@pytest.fixture(scope="module")
+def finished(root):
+    """A run that stopped after 5 steps and was resumed, with its log."""
+    first = train(root, "train.steps=5")
+    return root / "run", first.err + train(root).err
+
+
+def path_with(directory):
+    return f"{REPOSITORY}{os.pathsep}{directory}"
+
+
+def train(root, *more, well=True):
+    runner = run_forked_well if well else run_forked
+    return runner(["--config", root / "recipe.yaml", f"run_dir={root / 'run'}", *more])
+
+
+def test_a_dry_run_counts_what_it_drew(root):
+    plan = train(root, "--dry-run")
+    assert f"custom, protocol clean: {300 - 2 * NUM_EACH} train, {NUM_EACH} dev, {NUM_EACH} test" in plan.out
+    for split in ("test", "validation"):
+        assert (
+            f"data.{split} is not given: {NUM_EACH} of the 300 records of {root / 'tickets.csv'}" in plan.err
+        )
+    assert not (root / "run").exists()
+
+
+def test_a_printed_recipe_is_read_back(root, tmp_path):
+    text = train(root, "--print-config").out
+    (tmp_path / "printed.yaml").write_text(text)
+    again = run_forked_well(["--config", tmp_path / "printed.yaml", "--print-config"]).out
+    assert yaml.safe_load(again) == yaml.safe_load(text)
+    assert yaml.safe_load(text)["data"]["labels"] == VERBALIZERS
+
+
+def test_it_trains_resumes_and_scores(finished):
+    run_dir, _ = finished
+    results = results_of(run_dir)
+    assert (results["finished"], results["steps"], results["task"]) == (True, 8, "custom")
+    assert results["metric"] == "accuracy"
+    rows = [json.loads(line) for file in run_dir.glob("predictions/*") for line in file.open()]
+    assert {row["predicted"] for row in rows} <= {*VERBALIZERS.values()}
+    assert {row["right"][0] for row in rows} == {*VERBALIZERS.values()}
+
+
+def test_a_changed_file_is_not_resumed(root, finished, tmp_path):
+    changed = write_tickets(tmp_path / "tickets.csv", num_rows=301)
+    failed = train(root, f"data.train={changed}", well=False)
+    assert_one_error(failed, 2, "the fingerprint of the", str(changed), "differs from the journal's")
+
+
+def test_the_exported_model_scores_as_its_run_did(root, finished):
+    run_dir, _ = finished
+    of_run = run_forked_well(["--run", run_dir], program="evaluate.py").out
+    run_forked_well(["--run", run_dir, "--out", root / "exported"], program="export.py")
+    arguments = ["--model", root / "exported", "--config", root / "recipe.yaml"]
+    of_model = run_forked_well(arguments, program="evaluate.py").out
+    kept = ("score", "loss", "majority_class", "num_examples", "metric", "task")
+    assert {name: json.loads(of_model)[name] for name in kept} == {
+        name: json.loads(of_run)[name] for name in kept
+    }
+    assert json.loads(of_run)["score"] == results_of(run_dir)["test"]
+    assert AutoModelForCausalLM.from_pretrained(root / "exported").config.num_hidden_layers == 2
+    card = (root / "exported" / "README.md").read_text()
+    assert "data.train=tickets.csv" in card
+    assert str(root) not in card
+    recipe = card.split("```yaml\n")[1].split("```")[0]
+    assert yaml.safe_load(recipe)["data"]["labels"] == VERBALIZERS
+
+
+def test_a_pack_exports_without_the_data(root, finished):
+    run_dir, _ = finished
+    pack = root / "run.tar.gz"
+    run_forked_well(["--run", run_dir, "--out", pack], program="pack.py")
+    model = f"model.path={root / 'model'}"
+    run_forked_well(["--pack", pack, "--out", root / "unpacked", model], program="export.py")
+    assert (root / "unpacked" / "model-00001.safetensors").is_file()
+
+
+def test_a_report_and_a_plan_know_the_task(root, finished):
+    run_dir, _ = finished
+    assert "tickets" in run_forked_well([run_dir], program="report.py").out
+    arguments = ["--config", root / "recipe.yaml", "--gpus", "1", "--gpu-memory", "8", "run_dir=x"]
+    assert "custom" in run_forked_well(arguments, program="plan.py").out
+
+
+@pytest.mark.parametrize("kind", ["choices", "completion"])
+def test_other_kinds_of_task_train_and_score(kind, root, tmp_path):
+    answers = {"billing": ["an invoice", "money"], "bug": ["a fault"], "shipping": ["a parcel"]}
+    records = [
+        {"q": {"text": text}, "options": sorted(SUBJECTS), "right": topic, "answers": answers[topic]}
+        for topic, texts in SUBJECTS.items()
+        for text in texts
+    ] * 4
+    (tmp_path / "data.json").write_text(json.dumps(records))
+    asked = {"choices": ["{options}"], "label_field": "right"}
+    if kind == "completion":
+        asked = {"completion": "{answers}", "metric": "exact_match"}
+    data = {"train": str(tmp_path / "data.json"), "prompt": "{q.text}\nTopic:", **asked}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(own_values(root / "model", **data)))
+    train(tmp_path, "train.steps=2", "train.eval_every=1")
+    results = results_of(tmp_path / "run")
+    assert results["finished"]
+    assert results["metric"] == ("accuracy" if kind == "choices" else "exact_match")
+
+
+def test_code_that_the_command_names_is_used_and_that_of_a_record_is_not(root, tmp_path):
+    """A task and a metric in a module; an evaluation imports them only if its command line names them."""
+    marker = tmp_path / "imported"
+    (tmp_path / "own_code.py").write_text(
+        f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n"
+        "from lezo_ds.tasks.base import Example, Task\n"
+        "def build(record, index):\n"
+        "    return Example(record['text'], (' a', ' b'), int(record['topic'] == 'bug'), index)\n"
+        "TASK = Task('mine', None, None, 'classification', {'text': str, 'topic': str}, build)\n"
+        "def half(predicted, examples):\n"
+        "    return 0.5\n"
+    )
+    values = own_values(root / "model", train=str(root / "tickets.csv"), task="own_code:TASK")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    arguments = ["--config", tmp_path / "recipe.yaml", f"run_dir={tmp_path / 'run'}", "train.steps=1"]
+    run_forked_well([*arguments, "data.metric=own_code:half"], PYTHONPATH=path_with(tmp_path))
+    assert results_of(tmp_path / "run")["test"] == 0.5
+    marker.unlink()
+    of_run = ["--run", tmp_path / "run", "--step", "last"]
+    run_forked_well([*of_run, "--out", tmp_path / "out"], program="export.py", PYTHONPATH=path_with(tmp_path))
+    run_forked_well([tmp_path / "run"], program="report.py", PYTHONPATH=path_with(tmp_path))
+    refused = run_forked(of_run, program="evaluate.py", PYTHONPATH=path_with(tmp_path))
+    assert_one_error(refused, 2, "imported only if you name it", "add data.task=own_code:TASK")
+    assert not marker.exists()
+    named = [*of_run, "data.task=own_code:TASK"]
+    scored = json.loads(run_forked_well(named, program="evaluate.py", PYTHONPATH=path_with(tmp_path)).out)
+    assert (scored["metric"], scored["task"]) == ("accuracy", "mine")
