@@ -28,6 +28,8 @@ def main() -> None:
     parser.add_argument("--predictions", type=Path, metavar="FILE", help="write all predictions as JSON")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="change a key of the configuration")
     arguments = parser.parse_intermixed_args()
+    if arguments.run is not None and arguments.config is not None:
+        parser.error("--config goes with --model; a run has its own configuration")
     overrides = tuple(arguments.overrides)
     check_overrides(overrides)
 

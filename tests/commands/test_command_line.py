@@ -118,6 +118,7 @@ def test_deepspeeds_launcher_starts_ranks_by_the_name_of_the_package(recipe, tmp
         (["train", "--config", "opt-13b-sst2-lezo", "zo.sparsty=1"], "did you mean zo.sparsity?"),
         (["train", "--config", "opt-13b-sst2-lezo", "--dryrun"], "did you mean --dry-run?"),
         (["evaluate", "--run", "runs/x", "data.tsk=sst2"], "did you mean data.task?"),
+        (["evaluate", "--run", "runs/x", "--config", "a.yaml"], "--config goes with --model"),
         (["evaluate", "--run", "runs/x", "--split", "tst"], "invalid choice: 'tst'"),
         (["export", "--run", "runs/x"], "--out"),
         (["export", "--run", "runs/x", "--out", "y", "model.path=3"], "expected: text"),

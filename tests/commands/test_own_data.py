@@ -165,3 +165,20 @@ def test_code_that_the_command_names_is_used_and_that_of_a_record_is_not(root, t
     named = [*of_run, "data.task=own_code:TASK"]
     scored = json.loads(run_forked_well(named, program="evaluate.py", PYTHONPATH=path_with(tmp_path)).out)
     assert (scored["metric"], scored["task"]) == ("accuracy", "mine")
+
+
+@pytest.mark.parametrize(
+    ("override", "fragments"),
+    [
+        (
+            "data.label_field=topc",
+            ["record 1 of the train split", "tickets.csv line 2", "did you mean topic?"],
+        ),
+        ("data.labels=billing,bug", ["tickets.csv line", "got: shipping", "expected: one of billing, bug"]),
+        ("data.prompt=about", ["data.prompt names no field"]),
+        ("data.train=none.csv", ["data.train is not a file", "none.csv, which is not there"]),
+        ("data.num_train=1000", ["too few records", "got: 180 records"]),
+    ],
+)
+def test_bad_input_ends_a_dry_run_with_one_line(override, fragments, root):
+    assert_one_error(train(root, "--dry-run", override, well=False), 2, *fragments)
