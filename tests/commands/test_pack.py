@@ -430,7 +430,7 @@ def test_what_is_damaged_or_malformed_is_refused_in_one_line(packed, tmp_path):
     (tmp_path / "out").mkdir()
     for name in (*files, *archives, "absent"):
         with pytest.raises(
-            (UserError, JournalError), match=r"is not a valid pack|journal\.jsonl line 1 is damaged"
+            (UserError, JournalError), match=r"is not a valid pack|journal\.jsonl line \d is damaged"
         ):
             read_pack(tmp_path / name, tmp_path / "out")
     assert not (tmp_path / "made").exists()
