@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from typing import NoReturn
 
 _RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK")
 _SILENCE_SECONDS = 10.0
 _LOST_RANK_SECONDS = 3.0
+_ending = threading.Lock()
 
 
 class LezoError(Exception):
@@ -88,7 +90,10 @@ def end_with(error: LezoError) -> NoReturn:
     If all ranks end with the same error, the line of rank 0 is enough: the other ranks wait, and the launcher
     ends them before they print theirs. A lost rank may be rank 0, so rank 1 also prints that error at once.
     Then rank 1 waits, so that the launcher ends with the exit code of the rank that failed first.
+    The heartbeat and a message may find the same lost rank. The first thread that calls this counts.
     """
+    if not _ending.acquire(blocking=False):
+        threading.Event().wait()  # the other thread ends the process
     is_lost = isinstance(error, LostRankError)
     rank = launched_rank()
     if rank > is_lost:
