@@ -45,6 +45,7 @@ def finished_run(directory, seed, test, answers):
     return {**scores, "bytes_per_step": sent, "run_dir": str(run_directory.path)}
 
 
+@pytest.mark.long
 @pytest.mark.learning
 @pytest.mark.distributed
 def test_fine_tuning_beats_zero_shot_and_the_majority_class(finished):
@@ -57,6 +58,7 @@ def test_fine_tuning_beats_zero_shot_and_the_majority_class(finished):
     assert str(directory / "seed-0") in command.out
 
 
+@pytest.mark.long
 @pytest.mark.learning
 @pytest.mark.distributed
 def test_the_demonstration_drops_six_of_eight_blocks_in_every_step(finished):
@@ -67,6 +69,7 @@ def test_the_demonstration_drops_six_of_eight_blocks_in_every_step(finished):
     assert set().union(*dropped) == set(range(8))
 
 
+@pytest.mark.long
 @pytest.mark.learning
 @pytest.mark.distributed
 def test_the_same_command_again_changes_no_journal_and_prints_the_same_table(finished):
@@ -77,6 +80,7 @@ def test_the_same_command_again_changes_no_journal_and_prints_the_same_table(fin
     assert again.out == first.out
 
 
+@pytest.mark.long
 @pytest.mark.learning
 @pytest.mark.distributed
 def test_a_run_that_fails_fails_the_demonstration_and_names_its_log(finished):
@@ -114,6 +118,7 @@ def test_the_summary_has_every_run_their_mean_their_deviation_and_the_error_of_t
     assert "deviation" not in summary(OFFLINE, {0: runs[0]})
 
 
+@pytest.mark.long
 @pytest.mark.learning
 @pytest.mark.distributed
 def test_without_a_package_index_one_line_says_so_and_the_made_up_demonstration_runs(finished):
