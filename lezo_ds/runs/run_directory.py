@@ -45,6 +45,7 @@ class RunDirectory:
         self.results = self.path / "results.json"
         self.stop_file = self.path / "STOP"
         self.save_file = self.path / "SAVE"
+        self._predictions = self.path / "predictions"
         self._metrics = self.path / "metrics.jsonl"
         self._config = self.path / "config.yaml"
         self._environment = self.path / "environment.json"
@@ -96,7 +97,7 @@ class RunDirectory:
 
     def outputs(self) -> list[Path]:
         """Return what a run left besides its journal or training state, or nothing if it has no output."""
-        outputs = [self._metrics, self.results, self.snapshots, self.checkpoints]
+        outputs = [self._metrics, self._predictions, self.results, self.snapshots, self.checkpoints]
         if not any(path.exists() for path in outputs):
             return []
         return [path for path in (self._config, self._environment, *outputs) if path.exists()]
@@ -144,7 +145,7 @@ class RunDirectory:
 
     def predictions(self, step: int) -> Path:
         """Return the path of the answers to the test examples after `step` steps."""
-        return self.path / "predictions" / f"step-{step:08}.jsonl"
+        return self._predictions / f"step-{step:08}.jsonl"
 
     def write_predictions(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Write the rows of `prediction_rows` for the test examples, one JSON object on each line."""

@@ -72,11 +72,13 @@ def test_a_run_started_anew_in_a_used_directory_sets_aside_what_is_there(recipe,
     run_dir = shutil.copytree(first, tmp_path / "run")
     (run_dir / "journal.jsonl").rename(tmp_path / "journal.jsonl")
     killed = kill_after_five_steps(recipe, run_dir)
-    names = "config.yaml, environment.json, metrics.jsonl, results.json, snapshots"
+    names = "config.yaml, environment.json, metrics.jsonl, predictions, results.json, snapshots"
     assert f"an earlier run left {names}; moved to {run_dir}/earlier-1" in killed.err
     run_forked_well(arguments(recipe, run_dir, NO_SNAPSHOTS, "seed=1"))
     assert outcome(run_dir) == outcome(second)
     assert results_of(run_dir / "earlier-1") == results_of(first)
+    for file in (first / "predictions").iterdir():
+        assert (run_dir / "earlier-1" / "predictions" / file.name).read_bytes() == file.read_bytes()
     for step in (4, 8):
         assert digest_after(run_dir / "earlier-1", step) == digest_after(first, step)
 
