@@ -8,6 +8,11 @@ from typing import Any
 from lezo_ds.tasks.base import Example
 
 
+def answer_text(example: Example, predicted: int | str) -> str:
+    """Return the text of a chosen candidate, without white space around it, or the generated answer."""
+    return predicted if isinstance(predicted, str) else example.candidates[predicted].strip()
+
+
 def prediction_rows(examples: Sequence[Example], predicted: Sequence[int | str]) -> list[dict[str, Any]]:
     """Return a row for each example: its index, its prompt, the right answers and the answer of the model.
 
@@ -20,13 +25,12 @@ def prediction_rows(examples: Sequence[Example], predicted: Sequence[int | str])
         right = example.references
         if not right and example.label is not None:
             right = (example.candidates[example.label],)
-        answer = example.candidates[found] if isinstance(found, int) else found
         rows.append(
             {
                 "index": example.index,
                 "prompt": example.prompt,
                 "right": [text.strip() for text in right],
-                "predicted": answer.strip(),
+                "predicted": answer_text(example, found).strip(),
             }
         )
     return rows

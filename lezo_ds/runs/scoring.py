@@ -10,6 +10,7 @@ from lezo_ds import distributed
 from lezo_ds.config import TRAINED, Dtype, Method, ModelConfig, PeftConfig, RunConfig, config_from_dict
 from lezo_ds.data.evaluation import Model, evaluate
 from lezo_ds.data.objectives import OBJECTIVES
+from lezo_ds.data.predictions import answer_text
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.recipes import load_recipe
@@ -17,7 +18,6 @@ from lezo_ds.registry import names_code
 from lezo_ds.runs.restore import read_run, restore
 from lezo_ds.runs.trainer import make_engine, set_threads
 from lezo_ds.sharding.checkpoint_files import DTYPES, load_model_config, resolve_model
-from lezo_ds.tasks.base import Example
 
 
 def score_run(path: Path, step: str, split: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -115,14 +115,10 @@ def _score(config: RunConfig, engine: Model, split: str) -> dict[str, Any]:
         "objective": config.train.objective,
         "loss": result.loss,
         "predictions": [
-            {"index": example.index, "prediction": predicted, "text": _text(example, predicted)}
+            {"index": example.index, "prediction": predicted, "text": answer_text(example, predicted)}
             for example, predicted in zip(chosen.examples, result.predicted, strict=True)
         ],
     }
-
-
-def _text(example: Example, predicted: int | str) -> str:
-    return predicted if isinstance(predicted, str) else example.candidates[predicted].strip()
 
 
 def _stored_dtype(model: str) -> Dtype:
