@@ -72,8 +72,8 @@ def check_data_keys(data: DataConfig) -> None:
     """Refuse keys of the section `data` that contradict each other. Nothing is imported.
 
     Raises:
-        UserError: see `described_task`; or keys that describe a task beside the name of another one, or two
-            places of the data.
+        UserError: the description is not valid (see `described_task`), the keys both name a task and describe
+            another one, or they give two locations for the data.
     """
     if data.task == CUSTOM:
         described_task(data)

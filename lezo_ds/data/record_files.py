@@ -35,17 +35,10 @@ def read_source(key: str, source: str) -> list[Row]:
     path = Path(source)
     hub_name, colon, split = source.rpartition(":")
     if colon and not path.exists() and 1 <= hub_name.count("/") <= 2:
-        hub_id, _, config = hub_name.partition("/")[2].partition("/")
-        found = read_hub(
-            f"{hub_name.partition('/')[0]}/{hub_id}", config or None, [split], fix=f"set {key} to a file"
-        )[0]
+        owner, name, *config = hub_name.split("/")
+        (found,) = read_hub(f"{owner}/{name}", "".join(config) or None, [split], fix=f"set {key} to a file")
     elif path.suffix in READERS and path.is_file():
-        try:
-            found = READERS[path.suffix](path)
-        except OSError as error:
-            raise UserError(
-                f"cannot read {path}", got=str(error), expected="a file", fix="correct its permissions"
-            ) from error
+        found = read_file(path)
     else:
         raise UserError(
             f"{key} is not a file that can be read",
@@ -61,6 +54,23 @@ def read_source(key: str, source: str) -> list[Row]:
             fix=f"fill the file, or correct {key}",
         )
     return found
+
+
+def read_file(path: Path) -> list[Row]:
+    """Return the records of a file.
+
+    Args:
+        path: an existing file with one of the endings in READERS.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return READERS[path.suffix](path)
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path}", got=str(error), expected="a file", fix="correct its permissions"
+        ) from error
 
 
 def read_hub(hub_id: str, config: str | None, splits: Sequence[str], *, fix: str) -> list[list[Row]]:
@@ -87,7 +97,7 @@ def read_hub(hub_id: str, config: str | None, splits: Sequence[str], *, fix: str
     return [[("", record) for record in split.to_list()] for split in found]
 
 
-def read_json_lines(path: Path) -> list[Row]:
+def _read_json_lines(path: Path) -> list[Row]:
     """Return the records of a file with a JSON object on each line. Blank lines are skipped.
 
     Raises:
@@ -113,7 +123,7 @@ def read_json_lines(path: Path) -> list[Row]:
     return rows
 
 
-def read_parquet(path: Path) -> list[Row]:
+def _read_parquet(path: Path) -> list[Row]:
     """Return the records of a parquet file.
 
     Raises:
@@ -130,7 +140,7 @@ def _read_json(path: Path) -> list[Row]:
     """Return the records of a file that holds one list of JSON objects, or an object on each line."""
     with path.open("rb") as file:
         if file.read(1000).lstrip()[:1] != b"[":
-            return read_json_lines(path)
+            return _read_json_lines(path)
     try:
         records = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -199,7 +209,7 @@ READERS: Mapping[str, Callable[[Path], list[Row]]] = {
     ".csv": lambda path: _read_table(path, ","),
     ".tsv": lambda path: _read_table(path, "\t"),
     ".json": _read_json,
-    ".jsonl": read_json_lines,
-    ".parquet": read_parquet,
+    ".jsonl": _read_json_lines,
+    ".parquet": _read_parquet,
 }
 """Functions that read a file, by the ending of its name."""

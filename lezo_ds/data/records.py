@@ -12,7 +12,7 @@ from typing import get_args, get_origin
 
 import numpy as np
 
-from lezo_ds.data.record_files import Row, read_hub, read_json_lines, read_parquet, read_source
+from lezo_ds.data.record_files import Row, read_file, read_hub, read_source
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example, Protocol, Record, Task
 
@@ -265,12 +265,7 @@ def _load_local(path: Path, split: str) -> list[Row]:
         )
     lines = path / f"{split}.jsonl"
     if lines.is_file():
-        try:
-            return read_json_lines(lines)
-        except OSError as error:
-            raise UserError(
-                f"cannot read {lines}", got=str(error), expected="a file", fix="correct its permissions"
-            ) from error
+        return read_file(lines)
     tables = sorted(path.glob(f"{split}*.parquet"))
     if not tables:
         raise UserError(
@@ -279,7 +274,7 @@ def _load_local(path: Path, split: str) -> list[Row]:
             expected=f"{split}.jsonl or {split}*.parquet",
             fix="add the file, or correct data.path",
         )
-    return [row for table in tables for row in read_parquet(table)]
+    return [row for table in tables for row in read_file(table)]
 
 
 def _answerable(task: Task, split: str, rows: Sequence[Row]) -> list[Record]:
