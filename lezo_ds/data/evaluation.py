@@ -48,21 +48,6 @@ class EvaluationResult:
 class Model(Protocol):
     """The part of an engine that evaluation uses."""
 
-    @property
-    def global_rank(self) -> int:
-        """Rank of this process, from 0."""
-        ...
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Device on which this rank computes."""
-        ...
-
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Return the logits, or the new tokens, that a micro-batch selects. A collective."""
         ...
@@ -161,7 +146,7 @@ class _Evaluation:
         def score(group: Sequence[int]) -> Tensor:
             sequences, lengths = zip(*(distinct[i] for i in group), strict=True)
             batch = scoring_batch(sequences, lengths, self.data.tokenizer.pad_id)
-            batch = to_device(batch, self.engine.device)
+            batch = to_device(batch, distributed.device())
             return -teacher_forcing_loss(self.engine.forward(batch), batch).cpu().unsqueeze(1)
 
         found = dict(zip(distinct, self._share(groups, 1, score).squeeze(1), strict=True))
@@ -186,7 +171,7 @@ class _Evaluation:
         known = tokens if data.objective.reads_answers else None
 
         def losses(group: Sequence[int]) -> Tensor:
-            batch = to_device(data.objective_batch(self.split, group), self.engine.device)
+            batch = to_device(data.objective_batch(self.split, group), distributed.device())
             outputs = self.engine.forward(batch) if known is None else known[group]
             return data.loss(outputs, batch).cpu().unsqueeze(1)
 
@@ -200,15 +185,15 @@ class _Evaluation:
 
         Each group's result is taken from one rank.
         """
-        num_ranks, num_groups = self.engine.world_size, len(groups)
+        num_ranks, num_groups = distributed.world_size(), len(groups)
         values = torch.zeros(sum(map(len, groups)), width, dtype=torch.float64)
         # `run` is a collective: ranks without a group left run the last one again and drop the result.
-        for index in range(self.engine.global_rank, -(-num_groups // num_ranks) * num_ranks, num_ranks):
+        for index in range(distributed.rank(), -(-num_groups // num_ranks) * num_ranks, num_ranks):
             group = groups[min(index, num_groups - 1)]
             found = run(group)
             if index < num_groups:
                 values[group] = found.double()
-        summed = distributed.sum_vector(values.flatten().to(self.engine.device))
+        summed = distributed.sum_vector(values.flatten().to(distributed.device()))
         return torch.tensor(summed, dtype=torch.float64).view(values.shape)
 
 

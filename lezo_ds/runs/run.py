@@ -348,9 +348,6 @@ class _Stoppable:
     def __init__(self, engine: ModelEngine, look: Callable[[], None]) -> None:
         self._engine = engine
         self._look = look
-        self.global_rank = engine.global_rank
-        self.world_size = engine.world_size
-        self.device = engine.device
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Return the engine's outputs for a micro-batch, or leave the evaluation. A collective."""

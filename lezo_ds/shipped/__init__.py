@@ -1,4 +1,4 @@
-"""The files that this project ships beside its code: `launch` and `ds_configs`.
+"""Files that this project ships in addition to its code: `launch` and `ds_configs`.
 
 They have the same relative names in a clone and in an installed package: setup.py maps the two folders from
 the root of the clone into this folder of the wheel.

@@ -79,21 +79,6 @@ class InPlaceSteps:
         """What `evaluate` scores."""
         return self
 
-    @property
-    def global_rank(self) -> int:
-        """Index of this process among all processes."""
-        return distributed.rank()
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return distributed.world_size()
-
-    @property
-    def device(self) -> torch.device:
-        """Device on which this rank computes."""
-        return distributed.device()
-
     @torch.no_grad()
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Return the logits that a micro-batch selects, at the current weights. A collective."""
