@@ -14,6 +14,7 @@ from lezo_ds.errors import LezoError
 from lezo_ds.tools.demo.command import make_real_assets
 from lezo_ds.tools.demo.packages import CannotFetchError, Package, fetch
 from lezo_ds.tools.demo.rated_sentences import NUM_VALIDATION, SOURCES, write_data_set
+from lezo_ds.tools.demo.smollm2 import MODEL_NAME
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_the_real_model_answers_and_the_real_sentences_are_rated_as_people_would
         make_real_assets(tmp_path / "assets")
     except CannotFetchError as error:
         pytest.skip(f"the real assets are not tested here: {error}")
-    path = tmp_path / "assets" / "model"
+    path = tmp_path / "assets" / MODEL_NAME
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
     assert sum(p.numel() for p in model.parameters()) == 134_515_008
     with torch.no_grad():

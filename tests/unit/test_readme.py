@@ -18,6 +18,7 @@ from own_data import write_tickets
 
 from lezo_ds.model.snapshots import read_manifest, snapshot_path
 from lezo_ds.tools.demo.offline.pretrain import make_demo_assets
+from lezo_ds.tools.demo.smollm2 import MODEL_NAME
 
 PATHS = [
     REPOSITORY / "README.md",
@@ -62,7 +63,7 @@ def root(tmp_path_factory):
     made_up, real = directory / "runs" / "demo-offline" / "assets", directory / "runs" / "demo" / "assets"
     make_demo_assets(made_up, steps=1)
     real.mkdir(parents=True)
-    (real / "model").symlink_to(made_up / "model")
+    (real / MODEL_NAME).symlink_to(made_up / "model")
     shutil.copytree(made_up / "data", real / "reviews")
     (recipe,) = [text for text in blocks("yaml") if "tickets.csv" in text]
     (directory / "tickets.yaml").write_text(recipe)

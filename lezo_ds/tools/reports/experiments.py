@@ -7,11 +7,14 @@ from pathlib import Path
 import pandas as pd
 
 from lezo_ds.recipes import paper
-from lezo_ds.tools.reports.results_table import SEEDS, settings_columns
+from lezo_ds.tools.reports.results_table import RATES, SEEDS, best_setting, over_seeds, settings_columns
 
 _METHODS = {"zero_shot": "zero-shot", "icl": "ICL", "adamw": "FT (AdamW)", "mezo": "MeZO", "lezo": "LeZO"}
 _ADAPTERS = {"none": "", "lora": " LoRA", "prefix": " prefix"}
 _ORDER = {name: place for names in (_METHODS, _ADAPTERS) for place, name in enumerate(names)}
+
+MAX_SETTINGS = 8
+"""Number of experiments on a task above which a report shows only the best learning rate of each method."""
 
 
 def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:
@@ -44,9 +47,33 @@ def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:
 def drop_repeats(runs: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """Return the runs without those that repeat another finished run, and a warning for each of these."""
     done = runs[runs["finished"]]
-    repeats = done[done.duplicated(["model", "method", *settings_columns(runs), *SEEDS])]
+    repeats = done[done.duplicated(["model", "task", "method", *settings_columns(runs), *SEEDS])]
     reason = "it has the settings and seeds of another run"
     return runs.drop(repeats.index), [f"left out: {path}: {reason}" for path in repeats["directory"]]
+
+
+def best_rates(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs without those at poor learning rates, if there are too many experiments to show.
+
+    If a task has more than `MAX_SETTINGS`, only the best rate of each method is kept: the one with the lowest
+    mean validation loss, of those that were run with the most seeds. Where no finished run has a validation
+    loss, all rates are kept.
+
+    Args:
+        runs: of `name_experiments`, finished or not.
+    """
+    if runs.empty or runs.groupby(["model", "task"])["setting"].nunique().max() <= MAX_SETTINGS:
+        return runs
+    kept = []
+    keys = ["model", "task", "method", *(name for name in settings_columns(runs) if name not in RATES)]
+    for _, group in runs.groupby(keys, sort=False, dropna=False):
+        rates = over_seeds(group[group["finished"]], RATES)
+        best = best_setting(rates[rates["finished"] == rates["finished"].max()])
+        is_best = pd.Series(True, group.index)
+        for name in RATES if best is not None else []:
+            is_best &= group[name].eq(rates.loc[best, name]) | group[name].isna()
+        kept.append(group[is_best])
+    return name_experiments(pd.concat(kept))
 
 
 def task_title(task: str) -> str:
@@ -64,5 +91,9 @@ def _settings(group: pd.DataFrame) -> pd.Series:
     """Return the name of each run's experiment among those of one model and title."""
     counts = group.groupby("task")[settings_columns(group)].nunique(dropna=False)
     varying = list(counts.columns[(counts > 1).any()])
+    for rate in set(RATES).intersection(varying):  # the other settings may tell which rate was used
+        others = ["task", *(name for name in varying if name != rate)]
+        if group.groupby(others, dropna=False)[rate].nunique(dropna=False).max() == 1:
+            varying.remove(rate)
     values = group.apply(values_text, axis=1, keys=varying)
     return group["title"] + values.where(values == "", ", " + values)

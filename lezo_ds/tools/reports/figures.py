@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 
 from lezo_ds.tools.reports.curves import mean_curves, speedups
 from lezo_ds.tools.reports.experiments import values_text
-from lezo_ds.tools.reports.results_table import over_seeds, settings_columns, varying_columns
+from lezo_ds.tools.reports.results_table import RATES, over_seeds, settings_columns, varying_columns
 
 Figure = tuple[str, go.Figure]
 
@@ -31,14 +31,17 @@ _CASE = [
 """What a row of a benchmark was measured on, and compared with."""
 
 
-def experiment_figures(runs: pd.DataFrame, metrics: pd.DataFrame) -> list[Figure]:
+def experiment_figures(runs: pd.DataFrame, all_runs: pd.DataFrame, metrics: pd.DataFrame) -> list[Figure]:
     """Return the figures of one model and task, as far as there is data.
 
     Args:
-        runs: of `name_experiments`.
+        runs: of `best_rates`, of the model and the task.
+        all_runs: of `name_experiments`, of all learning rates, models and tasks.
         metrics: of `read_metrics`, of these and any other runs.
     """
     metrics = metrics[metrics["directory"].isin(runs["directory"])]
+    metrics = metrics.assign(setting=metrics["directory"].map(runs.set_index("directory")["setting"]))
+    same = all_runs["model"].isin(runs["model"]) & all_runs["task"].isin(runs["task"])
     metric = next(iter(runs["metric"].dropna()), "score")
     zeroth_order = metrics[metrics["method"].isin(["lezo", "mezo"])]
     gains = speedups(runs, metrics).melt("setting", var_name="part")
@@ -50,7 +53,7 @@ def experiment_figures(runs: pd.DataFrame, metrics: pd.DataFrame) -> list[Figure
         "Training loss over steps": _curves(metrics, "loss", "step", colors),
         "Validation loss over training time": _curves(zeroth_order, "dev_loss", "minutes", colors),
         f"Test {metric} over sparsity": _scores_over(runs, "zo.sparsity"),
-        f"Test {metric} over learning rate": _scores_over(runs, "zo.learning_rate"),
+        f"Test {metric} over learning rate": _scores_over(all_runs[same], "zo.learning_rate"),
         "Speedup over MeZO": _bars(gains, "value", "setting", "part", "times as fast"),
     }
     return [(title, plot) for title, plot in figures.items() if plot.data]
@@ -114,6 +117,9 @@ def _scores_over(runs: pd.DataFrame, key: str) -> go.Figure:
     """
     runs = runs[runs["finished"] & runs["method"].isin(["lezo", "mezo"])].dropna(subset=[key])
     columns = [column for column in settings_columns(runs) if column != key]
+    others = [column for column in columns if column not in RATES]
+    if runs.groupby([*others, key], dropna=False)[RATES].nunique().le(1).all(axis=None):
+        columns = others  # each point has one learning rate, and that may be another one
     runs = runs[runs.groupby(columns, dropna=False)[key].transform("nunique") > 1]
     if runs.empty:
         return go.Figure()

@@ -12,10 +12,12 @@ import plotly.offline
 from markupsafe import Markup
 
 from lezo_ds.tools.reports.curves import read_metrics, seconds_per_step
-from lezo_ds.tools.reports.experiments import task_title
+from lezo_ds.tools.reports.experiments import best_rates, task_title
 from lezo_ds.tools.reports.figures import Figure, benchmark_figures, experiment_figures
 from lezo_ds.tools.reports.paper_layout import layout_note, paper_table, score_table, score_text
 from lezo_ds.tools.reports.results_table import best_setting, over_seeds, varying_columns
+
+BEST_RATES = " Each method is shown at the learning rate with the lowest validation loss."
 
 _ALWAYS_SHOWN = ("method", "test", "directory")
 _BUTTONS = [["toImage", "zoom2d", "pan2d", "resetScale2d"]]
@@ -29,8 +31,9 @@ def render(runs: pd.DataFrame, benchmarks: pd.DataFrame | None) -> str:
         benchmarks: rows of lezo_ds.tools.benchmark.table; None if there are none.
     """
     metrics = read_metrics(runs)
-    scores = score_table(runs)
-    experiments = [group for _, group in runs.groupby(["model", "task"], sort=False)]
+    shown = best_rates(runs)
+    scores = score_table(shown)
+    experiments = [group for _, group in shown.groupby(["model", "task"], sort=False)]
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters["plot_html"] = _plot_html
@@ -38,10 +41,10 @@ def render(runs: pd.DataFrame, benchmarks: pd.DataFrame | None) -> str:
         plotly_js=Markup(plotly.offline.get_plotlyjs()),
         headlines=[_headline(group) for group in experiments],
         tables=[(model, paper_table(rows)) for model, rows in scores.groupby("model")],
-        tables_note=layout_note(scores),
+        tables_note=layout_note(scores) + (BEST_RATES if len(shown) < len(runs) else ""),
         runs=_run_table(runs, seconds_per_step(metrics)),
         figures=[
-            *((_title(group), experiment_figures(group, metrics)) for group in experiments),
+            *((_title(group), experiment_figures(group, runs, metrics)) for group in experiments),
             ("Benchmarks", [] if benchmarks is None else benchmark_figures(benchmarks)),
         ],
     )

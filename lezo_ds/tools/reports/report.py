@@ -10,7 +10,7 @@ import pandas as pd
 
 from lezo_ds.errors import UserError
 from lezo_ds.tools.benchmark import table
-from lezo_ds.tools.reports.experiments import drop_repeats, name_experiments
+from lezo_ds.tools.reports.experiments import best_rates, drop_repeats, name_experiments
 from lezo_ds.tools.reports.paper_layout import score_table, to_markdown
 from lezo_ds.tools.reports.results_table import find_runs, read_runs
 
@@ -29,7 +29,7 @@ def make_table(patterns: Sequence[str]) -> str:
     runs, warnings = _read(patterns)
     if not runs["finished"].any():
         raise _nothing_to_show("finished run", warnings)
-    return to_markdown(score_table(runs))
+    return to_markdown(score_table(best_rates(runs)))
 
 
 def make_page(patterns: Sequence[str], benchmark: Path | None) -> str:

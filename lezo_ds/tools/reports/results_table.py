@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from lezo_ds.tasks.custom import CUSTOM
 
 SEEDS = ["seed", "data.seed"]
 """Columns in which repetitions of one experiment differ."""
+
+RATES = ["zo.learning_rate", "adamw.learning_rate"]
+"""Columns of learning rates, which are searched for each experiment."""
 
 MEASURED = [
     *("test", "zero_shot", "majority_class", "best_dev_loss"),
@@ -86,7 +90,8 @@ def read_runs(directories: Iterable[Path]) -> pd.DataFrame:
     frame = pd.DataFrame([_read_run(Path(directory)) for directory in directories])
     frame = frame.reindex(columns=[*_COLUMNS, *(name for name in frame if name not in _COLUMNS)])
     numbers = [*MEASURED, "sparsity", "learning_rate"]
-    return frame.astype(dict.fromkeys(numbers, float) | {"finished": bool})
+    frame = frame.astype(dict.fromkeys(numbers, float) | {"finished": bool})
+    return frame.assign(zero_shot=_fill_zero_shot(frame))
 
 
 def settings_columns(frame: pd.DataFrame) -> list[str]:
@@ -103,7 +108,7 @@ def over_seeds(frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     """Return one row for each combination of the keys' values, in the order of appearance.
 
     Args:
-        frame: of `read_runs`; at least one row.
+        frame: of `read_runs`.
         keys: columns that runs of one group have in common; without any, all runs are one group.
 
     Returns:
@@ -112,7 +117,7 @@ def over_seeds(frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
         finished run lacks the value, and a deviation is missing for fewer than two finished runs.
     """
     groups = pd.Series(0, frame.index)
-    if keys:
+    if keys and len(frame):
         groups = frame.groupby(list(keys), sort=False, dropna=False).ngroup()
     done = frame[frame["finished"]].groupby(groups)[MEASURED]
     parts = [
@@ -176,9 +181,22 @@ def _config_columns(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _task_name(config: Mapping[str, Any]) -> str:
-    """Return the name of the task; of one that the recipe describes, the name of its file."""
-    task, source = config["data.task"].lower(), config.get("data.train") or config.get("data.path")
-    return Path(source).stem if task == CUSTOM and source else task
+    """Return the name of the task, or of the data, which may be other sentences in a benchmark's schema."""
+    task: str = config["data.task"].lower()
+    source = config.get("data.train") or config.get("data.path")
+    if not source or ":" in task:
+        return task
+    name = Path(source).stem
+    is_benchmark = task != CUSTOM and task in re.sub(r"[^a-z0-9]", "", name.lower())
+    return task if is_benchmark else name
+
+
+def _fill_zero_shot(frame: pd.DataFrame) -> pd.Series:
+    """Return the zero-shot scores; where a run has none, that of a zero-shot run on the same data."""
+    runs = frame[(frame["method"] == "zero_shot") & frame["finished"]]
+    scores = runs.groupby(["model", "task"])["test"].mean()
+    known = pd.MultiIndex.from_frame(frame[["model", "task"]]).map(scores.to_dict())
+    return frame["zero_shot"].fillna(pd.Series(known, frame.index, dtype=float))
 
 
 def _result_columns(results: Mapping[str, Any]) -> dict[str, Any]:
