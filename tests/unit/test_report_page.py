@@ -152,8 +152,8 @@ def test_a_setting_has_one_color_in_all_figures(tmp_path):
         {line.name: line.line.color for line in figures[f"Validation loss over {x}"].data if line.name}
         for x in ("steps", "training time")
     ]
-    assert [sorted(names) for names in colors] == [["FT (AdamW)", "LeZO"], ["LeZO"]]
-    assert colors[0]["LeZO"] == colors[1]["LeZO"]
+    assert [sorted(names) for names in colors] == [["FT (AdamW)", "LeZO"], ["FT (AdamW)", "LeZO"]]
+    assert colors[0] == colors[1]
 
 
 def test_a_long_curve_is_drawn_as_means_of_consecutive_steps():
@@ -224,8 +224,8 @@ def test_the_speedup_is_computation_times_convergence_against_the_best_mezo(tmp_
     write_run(tmp_path / "lezo-other-ranks", "seed=1", world_size=4)
     found = speedups(*read(tmp_path)).set_index("setting")
     assert found.loc["LeZO, learning_rate=1e-06"].tolist() == [2.0, 3.0, 6.0]
-    assert found.loc["LeZO, learning_rate=1e-08", "computation"] == 0.5
-    assert found.loc["LeZO, learning_rate=1e-08", ["convergence", "total"]].isna().all()
+    # Both reach 0.45, which is the lowest loss of this one, at the last of their three evaluations.
+    assert found.loc["LeZO, learning_rate=1e-08"].tolist() == [0.5, 1.0, 0.5]
     assert len(found) == 2
 
 

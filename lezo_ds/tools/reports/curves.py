@@ -87,7 +87,7 @@ def speedups(runs: pd.DataFrame, metrics: pd.DataFrame) -> pd.DataFrame:
     Returns:
         One row for each setting of LeZO: setting; computation, the ratio of the times of a step to those
         of the MeZO setting with the lowest validation loss; convergence, the ratio of the steps until the
-        mean validation loss first reaches MeZO's lowest, missing if it never does; total, their product.
+        mean validation loss first reaches the lowest that both reach; total, their product.
     """
     rows = []
     done = runs[runs["finished"] & runs["method"].isin(["mezo", "lezo"])]
@@ -100,10 +100,11 @@ def speedups(runs: pd.DataFrame, metrics: pd.DataFrame) -> pd.DataFrame:
         pace = group["directory"].map(seconds_per_step(metrics)).groupby(group["setting"]).mean()
         mezo = summary.loc[best, "setting"]
         losses = mean_curves(metrics[metrics["directory"].isin(group["directory"])], "dev_loss")
-        target = losses.loc[losses["setting"] == mezo, "mean"].min()
-        steps = losses[losses["mean"] <= target].groupby("setting")["step"].min()
+        lowest = losses.groupby("setting")["mean"].min()
         for lezo in summary.loc[summary["method"] == "lezo", "setting"]:
-            computation, convergence = pace[mezo] / pace[lezo], steps[mezo] / steps.get(lezo, np.nan)
+            both_reach = losses[losses["mean"] <= lowest.reindex([mezo, lezo]).max()]
+            steps = both_reach.groupby("setting")["step"].min().reindex([mezo, lezo])
+            computation, convergence = pace[mezo] / pace[lezo], steps[mezo] / steps[lezo]
             rows.append((lezo, computation, convergence, computation * convergence))
     return pd.DataFrame(rows, columns=["setting", "computation", "convergence", "total"])
 

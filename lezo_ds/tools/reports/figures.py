@@ -43,7 +43,6 @@ def experiment_figures(runs: pd.DataFrame, all_runs: pd.DataFrame, metrics: pd.D
     metrics = metrics.assign(setting=metrics["directory"].map(runs.set_index("directory")["setting"]))
     same = all_runs["model"].isin(runs["model"]) & all_runs["task"].isin(runs["task"])
     metric = next(iter(runs["metric"].dropna()), "score")
-    zeroth_order = metrics[metrics["method"].isin(["lezo", "mezo"])]
     gains = speedups(runs, metrics).melt("setting", var_name="part")
     # One color for a setting in all figures, also in those that lack some of the others.
     colors = dict(zip(map(_label, metrics["setting"].unique()), cycle(COLORS), strict=False))
@@ -51,7 +50,7 @@ def experiment_figures(runs: pd.DataFrame, all_runs: pd.DataFrame, metrics: pd.D
         "Validation loss over steps": _curves(metrics, "dev_loss", "step", colors),
         f"Validation {metric} over steps": _curves(metrics, f"dev_{metric}", "step", colors),
         "Training loss over steps": _curves(metrics, "loss", "step", colors),
-        "Validation loss over training time": _curves(zeroth_order, "dev_loss", "minutes", colors),
+        "Validation loss over training time": _curves(metrics, "dev_loss", "minutes", colors),
         f"Test {metric} over sparsity": _scores_over(runs, "zo.sparsity"),
         f"Test {metric} over learning rate": _scores_over(all_runs[same], "zo.learning_rate"),
         "Speedup over MeZO": _bars(gains, "value", "setting", "part", "times as fast"),
