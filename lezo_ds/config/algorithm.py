@@ -11,8 +11,19 @@ from lezo_ds.zo.updates import UPDATE_RULES, UpdateRule
 
 
 def make_estimator(zo: ZoConfig) -> Estimator:
-    """Return the estimator of a run."""
+    """Return the estimator of a run.
+
+    Raises:
+        UserError: it needs more directions.
+    """
     estimator = ESTIMATORS.find(zo.estimator)
+    if zo.directions < estimator.min_directions:
+        raise UserError(
+            f"zo.estimator={zo.estimator} compares the losses of several directions",
+            got=f"zo.directions={zo.directions}",
+            expected=f"at least {estimator.min_directions}",
+            fix="set zo.directions=8",
+        )
     return estimator(
         perturbation_scale=zo.perturbation_scale, num_directions=zo.directions, **zo.estimator_options
     )

@@ -238,7 +238,9 @@ class ZoConfig:
     bytes per parameter; stochastic rounds at random without bias; nearest loses most of a small update."""
 
     estimator: Annotated[str, Choices(ESTIMATORS)] = "spsa"
-    """How losses become projected gradients. spsa is two-sided: the papers' own estimator."""
+    """How losses become projected gradients. spsa is two-sided: the papers' own estimator. one-sided shares
+    the loss at theta among all directions. fzoo divides one-sided differences by their deviation.
+    evolution-strategies compares the losses (rewards) of directions with each other."""
 
     estimator_options: EstimatorOptions = field(default_factory=dict)
     """Options of the estimator, as estimator_options.NAME."""

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.distributed
 
 NUM_STEPS = 6
 CASES = (
-    *({"estimator": name, "directions": 3} for name in ESTIMATORS),
+    *({"estimator": name, "directions": 4} for name in ESTIMATORS),
     *({"layer_policy": name} for name in LAYER_POLICIES),
     *({"update_rule": name} for name in UPDATE_RULES),
 )

@@ -263,6 +263,14 @@ def test_other_methods_need_neither(method):
     assert config_from_dict(values, "test").train.steps is None
 
 
+@pytest.mark.parametrize(("estimator", "least"), [("fzoo", 4), ("evolution-strategies", 2)])
+def test_an_estimator_that_compares_directions_needs_enough_of_them(estimator, least, tmp_path):
+    few, enough = ((f"zo.estimator={estimator}", f"zo.directions={n}") for n in (least - 1, least))
+    message = message_of(*few, tmp_path=tmp_path)
+    assert f"got: zo.directions={least - 1}; expected: at least {least}; fix: set zo.directions=8" in message
+    assert config_with(*enough, tmp_path=tmp_path).zo.directions == least
+
+
 def test_mezo_is_sparsity_0_and_refuses_any_other():
     values = {**REQUIRED, "method": "mezo", "zo": {"learning_rate": 1e-6}}
     assert config_from_dict(values, "test").zo.sparsity == 0

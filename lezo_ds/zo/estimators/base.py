@@ -51,13 +51,15 @@ class Estimator(ABC):
 
     Attributes:
         perturbation_scale: mu, > 0; "eps" in the tables of MeZO and LeZO.
-        num_directions: number of directions of a step, at least 1.
+        num_directions: number of directions of a step, at least `min_directions`.
+        min_directions: the smallest number of directions that the estimator works with.
         bias: how the expectation of the estimate differs from the gradient, up to terms of order mu^2;
             empty if it does not.
     """
 
     perturbation_scale: float
     num_directions: int = 1
+    min_directions: ClassVar[int] = 1
     bias: ClassVar[str] = ""
 
     @abstractmethod
@@ -107,3 +109,18 @@ def add_in_order(values: Sequence[float]) -> float:
     The built-in `sum` compensates for rounding from Python 3.12 on, which gives other bits than before.
     """
     return functools.reduce(operator.add, values, 0.0)
+
+
+def deviation(values: Sequence[float], degrees_of_freedom: int) -> float:
+    """Return the standard deviation, with the same bits on every machine; NaN if a value is not finite.
+
+    Args:
+        values: at least one.
+        degrees_of_freedom: the sum of squares is divided by it: the number of values for that of a
+            population, one less for that of a sample.
+    """
+    if all(value == values[0] for value in values):  # their mean may be rounded to another value
+        return 0.0 if math.isfinite(values[0]) else math.nan
+    mean = add_in_order(values) / len(values)
+    squares = [(value - mean) * (value - mean) for value in values]
+    return math.sqrt(add_in_order(squares) / degrees_of_freedom)
