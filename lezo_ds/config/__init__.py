@@ -7,7 +7,9 @@ from lezo_ds.config.algorithm import (
     copies_per_pass,
     make_estimator,
     make_layer_policy,
+    make_schedule,
     make_update_rule,
+    may_differ_on_resume,
     num_dropped,
     num_passes,
 )
@@ -63,7 +65,9 @@ __all__ = [
     "load_yaml",
     "make_estimator",
     "make_layer_policy",
+    "make_schedule",
     "make_update_rule",
+    "may_differ_on_resume",
     "num_dropped",
     "num_passes",
 ]

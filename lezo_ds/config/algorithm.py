@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from lezo_ds.config.schema import ZEROTH_ORDER, RunConfig, ZoConfig
+from lezo_ds.config.schema import RESUME_MAY_DIFFER, ZEROTH_ORDER, RunConfig, ZoConfig
 from lezo_ds.errors import UserError
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy, num_dropped_from_sparsity
 from lezo_ds.zo.passes import passes_of_step
+from lezo_ds.zo.schedules import SCHEDULES, LearningRates
 from lezo_ds.zo.updates import UPDATE_RULES, UpdateRule
 
 
@@ -43,6 +44,39 @@ def make_layer_policy(zo: ZoConfig, num_layers: int) -> LayerPolicy:
 def make_update_rule(zo: ZoConfig) -> UpdateRule:
     """Return the update rule of a run."""
     return UPDATE_RULES.find(zo.update_rule)(**zo.update_rule_options)
+
+
+def make_schedule(zo: ZoConfig, num_steps: int | None) -> LearningRates:
+    """Return the learning rate of each step of a run.
+
+    Args:
+        zo: settings with a learning rate.
+        num_steps: number of steps of the run.
+
+    Raises:
+        UserError: the schedule depends on the number of steps, which is None.
+    """
+    assert zo.learning_rate is not None, "zeroth-order training has a learning rate"
+    schedule = SCHEDULES.find(zo.lr_schedule)
+    if schedule.depends_on_length and num_steps is None:
+        raise UserError(
+            f"zo.lr_schedule={zo.lr_schedule} depends on the number of steps",
+            got="no number of steps",
+            expected="at least 1",
+            fix="give num_steps to initialize, or set zo.lr_schedule=constant",
+        )
+    return LearningRates(schedule, zo.learning_rate, zo.warmup_steps, num_steps)
+
+
+def may_differ_on_resume(config: RunConfig) -> frozenset[str]:
+    """Return the dotted keys that may differ between a zeroth-order run and its resumption.
+
+    With another number of steps, a schedule that depends on it would have given other learning rates from the
+    first step on.
+    """
+    if SCHEDULES.find(config.zo.lr_schedule).depends_on_length:
+        return RESUME_MAY_DIFFER - {"train.steps"}
+    return RESUME_MAY_DIFFER
 
 
 def num_passes(config: RunConfig) -> int:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lezo_ds.config.algorithm import num_passes
+from lezo_ds.config.algorithm import make_update_rule, num_passes
 from lezo_ds.config.keys import yaml_scalar
 from lezo_ds.config.reading import check_value, find_key, flatten_sections, parse_override, read, read_yaml
 from lezo_ds.config.schema import SCHEMA, TRAINED, ZEROTH_ORDER, RunConfig
@@ -137,6 +137,14 @@ def _check_zeroth_order(config: RunConfig, where: str) -> None:
                 expected=f"{SCHEMA.keys[key].expected.removesuffix(' or null')}, with method {config.method}",
                 fix=f"add it to the file, or {key}=... on the command line",
             )
+    make_update_rule(zo)  # refuses options that are out of range
+    if config.train.steps is not None and zo.warmup_steps >= config.train.steps:
+        raise UserError(
+            f"the warm-up in {where} is as long as the run",
+            got=f"zo.warmup_steps={zo.warmup_steps}, train.steps={config.train.steps}",
+            expected="zo.warmup_steps below train.steps",
+            fix="set zo.warmup_steps=0",
+        )
     got = (
         f"zo.sparsity={yaml_scalar(zo.sparsity)}, zo.num_dropped_layers={yaml_scalar(zo.num_dropped_layers)}"
     )

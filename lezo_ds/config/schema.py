@@ -15,6 +15,7 @@ from lezo_ds.zo.estimators import ESTIMATORS, Estimator
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy
 from lezo_ds.zo.options import Option, options_of
 from lezo_ds.zo.precision import UpdatePrecision
+from lezo_ds.zo.schedules import SCHEDULES
 from lezo_ds.zo.updates import UPDATE_RULES, UpdateRule
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -44,7 +45,7 @@ RESUME_MAY_DIFFER: frozenset[str] = frozenset(
         "data.train",  # the records are checked by their fingerprints
         "data.validation",
         "data.test",
-        "train.steps",  # may grow: no schedule depends on it
+        "train.steps",  # may grow, unless the learning rate depends on it: see `may_differ_on_resume`
         "train.eval_batch_size",
         "train.snapshot_every",
         "train.keep_snapshots",
@@ -220,7 +221,14 @@ class ZoConfig:
     """The zeroth-order optimizer (LeZO, Algorithm 1). Give exactly one of sparsity and num_dropped_layers."""
 
     learning_rate: Annotated[float | None, Range(0)] = None
-    """Learning rate eta. It is constant over the run; methods lezo and mezo need it."""
+    """Learning rate eta. Methods lezo and mezo need it. zo.lr_schedule changes it over the run."""
+
+    lr_schedule: Annotated[str, Choices(SCHEDULES)] = "constant"
+    """How the learning rate changes after the warm-up. linear and cosine let it fall to 0 over train.steps;
+    such a run cannot be resumed with another train.steps."""
+
+    warmup_steps: Annotated[int, Range(0)] = 0
+    """Number of steps over which the learning rate rises to zo.learning_rate, in equal parts."""
 
     perturbation_scale: Annotated[float, Range(0, above=True)] = 1e-3
     """Perturbation scale mu ("eps" in the paper's tables). The two losses of a direction z are measured at

@@ -24,6 +24,7 @@ from lezo_ds.config import (
     ZoConfig,
     make_estimator,
     make_layer_policy,
+    make_schedule,
     make_update_rule,
     num_dropped,
 )
@@ -60,15 +61,16 @@ class LezoEngine(ModelEngine):
         sharded: ShardedModel,
         config: ZoConfig,
         seed: int,
+        num_steps: int | None = None,
     ) -> None:
         super().__init__(deepspeed_engine, perturbed, sharded)
         self._seed = seed
+        self._num_steps = num_steps
         self._configure(config)
 
     def _configure(self, config: ZoConfig) -> None:
-        assert config.learning_rate is not None, "zeroth-order training has a learning rate"
-        self._learning_rate = config.learning_rate
         self._config = config
+        self._learning_rates = make_schedule(config, self._num_steps)
         self._estimator = make_estimator(config)
         self._layer_policy = make_layer_policy(config, self.layout.num_blocks)
         self._update_rule = make_update_rule(config)
@@ -141,6 +143,7 @@ class LezoEngine(ModelEngine):
         differ, gloo fails without a reason, and NCCL waits forever.
         """
         settings = {f"zo.{key}": repr(value) for key, value in vars(self._config).items()}
+        settings["train.steps"] = repr(self._num_steps)
         facts = {**settings, "number of micro-batches": str(num_micro_batches), **self._last_result()}
         self._sum_agreed(torch.empty(0, dtype=torch.float64, device=self.device), facts)
         self._settings_agreed = True
@@ -155,7 +158,7 @@ class LezoEngine(ModelEngine):
         return StepPlan(
             step=self.global_steps,
             key=step_key(self._seed, self.global_steps),
-            learning_rate=self._learning_rate,
+            learning_rate=self._learning_rates.at(self.global_steps),
             perturbation_scale=self._config.perturbation_scale,
             dropped_layers=layers.dropped,
             layer_weights=layers.weights,
@@ -342,6 +345,7 @@ def initialize(
     seed: int = 0,
     peft: PeftConfig | None = None,
     partition_size: int | None = None,
+    num_steps: int | None = None,
 ) -> LezoEngine:
     """Load a model sharded over all ranks and return the engine that trains it.
 
@@ -356,6 +360,7 @@ def initialize(
         peft: the adapter to train, or None to train all weights.
         partition_size: number of ranks in a shard group, a divisor of the number of ranks; None for all.
             Each group holds a replica of the weights and exchanges only scalars with the others.
+        num_steps: number of steps of the run; needed if the learning rate depends on it.
 
     Raises:
         UserError: there is no such model, it has no transformer blocks, or its weights or the adapter do not
@@ -388,4 +393,4 @@ def initialize(
     blocks = sharded.module.get_submodule(sharded.layout.path).children()
     engine = zero3.start_forward_engine(sharded.module, blocks, sharded.ds_config)
     perturbed = PerturbedForward(sharded.module, trainable, noise_backend(distributed.device()))
-    return LezoEngine(engine, perturbed, sharded, config=config, seed=seed)
+    return LezoEngine(engine, perturbed, sharded, config=config, seed=seed, num_steps=num_steps)

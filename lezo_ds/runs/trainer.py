@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +21,9 @@ from lezo_ds.runs.run import count_steps
 from lezo_ds.runs.run_directory import RunDirectory
 from lezo_ds.runs.zeroth_order_run import ZerothOrderRun, check_journal
 from lezo_ds.sharding.checkpoint_files import resolve_model
+
+_SCORING_ONLY = ZoConfig(learning_rate=0.0, sparsity=0.0, update_precision="nearest")
+"""Settings of an engine that updates nothing, and therefore stores no low bits of the weights."""
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -97,7 +99,7 @@ def make_engine(config: RunConfig) -> LezoEngine:
 
     The engine trains if the method is zeroth-order. Otherwise it only scores.
     """
-    zo = config.zo if config.method in ZEROTH_ORDER else scoring_only(config.zo)
+    zo = config.zo if config.method in ZEROTH_ORDER else _SCORING_ONLY
     peft = config.peft if config.method in TRAINED else None
     return initialize(
         config.model.path,
@@ -107,12 +109,8 @@ def make_engine(config: RunConfig) -> LezoEngine:
         seed=config.seed,
         peft=peft,
         partition_size=config.partition_size,
+        num_steps=config.train.steps,
     )
-
-
-def scoring_only(zo: ZoConfig) -> ZoConfig:
-    """Return settings for an engine that updates nothing and therefore stores no low bits of the weights."""
-    return replace(zo, learning_rate=0.0, sparsity=0.0, num_dropped_layers=None, update_precision="nearest")
 
 
 def _ds_config(config: RunConfig) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from lezo_ds import distributed
-from lezo_ds.config import RESUME_MAY_DIFFER, TRAINED, RunConfig
+from lezo_ds.config import TRAINED, RunConfig, may_differ_on_resume
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.engine.step_plan import scalar_bytes
@@ -62,7 +62,7 @@ class ZerothOrderRun(Run[LezoEngine]):
             recorded=self._journal.header,
             ours=header,
             run_dir=self.directory.path,
-            may_differ=RESUME_MAY_DIFFER,
+            may_differ=may_differ_on_resume(self.config),
         )
         set_aside_foreign_snapshots(self.directory, self._owner())
         return self._journal.records
@@ -155,5 +155,5 @@ def check_journal(config: RunConfig, data: TaskData, directory: RunDirectory) ->
         recorded=header,
         ours=header_without_weights(header, config, data),
         run_dir=directory.path,
-        may_differ=RESUME_MAY_DIFFER,
+        may_differ=may_differ_on_resume(config),
     )

@@ -67,12 +67,16 @@ def zo_config(**changes):
     return ZoConfig(**(defaults | changes))
 
 
-def start_engine(directory, dtype="fp32", num_ranks=1, ds_changes=(), partition_size=None, **changes):
+def start_engine(
+    directory, dtype="fp32", num_ranks=1, ds_changes=(), partition_size=None, num_steps=None, **changes
+):
     """Return an engine on a tiny model, as the trainer starts it."""
     torch.set_num_threads(1)
     ds_config = load_ds_config(DS_CONFIG, dtype, num_ranks, 2) | dict(ds_changes)
     config = zo_config(**changes)
-    return initialize(str(directory), config, ds_config, dtype, SEED, partition_size=partition_size)
+    return initialize(
+        str(directory), config, ds_config, dtype, SEED, partition_size=partition_size, num_steps=num_steps
+    )
 
 
 def train(engine, num_steps, num_micro_batches=4):

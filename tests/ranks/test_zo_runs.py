@@ -1,24 +1,35 @@
-"""Runs with every registered estimator, layer policy and update rule: exact, resumed and replayed."""
+"""Runs with every registered estimator, policy, update rule and schedule: exact, resumed and replayed."""
 
 from __future__ import annotations
 
 import pytest
 from ranks import run_ranks
-from tiny_runs import start_engine, train
+from tiny_runs import start_engine, train, zo_config
 
 from lezo_ds.zo.estimators import ESTIMATORS
 from lezo_ds.zo.layers import LAYER_POLICIES
+from lezo_ds.zo.schedules import SCHEDULES
 from lezo_ds.zo.updates import UPDATE_RULES
 
 pytestmark = pytest.mark.distributed
 
 NUM_STEPS = 6
-CASES = (
-    *({"estimator": name, "directions": 4} for name in ESTIMATORS),
-    *({"layer_policy": name} for name in LAYER_POLICIES),
-    *({"update_rule": name} for name in UPDATE_RULES),
-)
-IDS = [next(iter(case.values())) for case in CASES]
+PARTS = {
+    "estimator": ESTIMATORS,
+    "layer_policy": LAYER_POLICIES,
+    "update_rule": UPDATE_RULES,
+    "lr_schedule": SCHEDULES,
+}
+
+
+def _combine(number):
+    """Return a case: part number `number` of each kind, in a circle."""
+    names = {kind: list(parts)[number % len(parts)] for kind, parts in PARTS.items()}
+    return {"directions": 4, "warmup_steps": 2, **names}
+
+
+CASES = [_combine(number) for number in range(max(map(len, PARTS.values())))]
+IDS = ["-".join(case[kind] for kind in PARTS) for case in CASES]
 
 
 def _run_all(directory, num_ranks, dtype, precision):
@@ -26,7 +37,7 @@ def _run_all(directory, num_ranks, dtype, precision):
     found = []
     for case in CASES:
         settings = {"dtype": dtype, "num_ranks": num_ranks, "update_precision": precision, **case}
-        engine = start_engine(directory, **settings)
+        engine = start_engine(directory, num_steps=NUM_STEPS, **settings)
         start = engine.weights.digest()
         records = train(engine, NUM_STEPS)
         replayed = engine.with_config(engine._config)
@@ -60,6 +71,17 @@ def test_a_run_is_the_same_on_any_ranks_when_resumed_and_when_replayed(runs, cas
         assert own_records == again == records
         assert own_start == start
         assert replayed == resumed == runs[0][case][2] != start
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shares"), {"linear": (1, 0.75, 0.5, 0.25), "constant": (1,) * 4}.items()
+)
+def test_a_record_has_the_learning_rate_of_its_step(runs, schedule, shares):
+    found = [records for case, (records, *_) in zip(CASES, runs[0], strict=True) if schedule in case.values()]
+    for records in found:
+        rates = [record.learning_rate / zo_config().learning_rate for record in records]
+        assert rates == pytest.approx([1 / 3, 2 / 3, *shares])
+    assert found
 
 
 def _one_pass(directory, probes_per_pass):

@@ -9,11 +9,12 @@ import pytest
 from assets import REPOSITORY
 
 import lezo_ds
-from lezo_ds.config import RESUME_MAY_DIFFER, config_from_dict, config_to_dict
+from lezo_ds.config import RESUME_MAY_DIFFER, config_from_dict, config_to_dict, may_differ_on_resume
 from lezo_ds.errors import UserError
 from lezo_ds.journal import Header
 from lezo_ds.runs import first_order_run
 from lezo_ds.runs.header import assert_same_run
+from lezo_ds.zo.schedules import SCHEDULES
 
 OURS = lezo_ds.__version__
 VALUES = {
@@ -48,8 +49,8 @@ def inputs(**changes):
     return replace(RECORDED, config={**RECORDED.config, **changes})
 
 
-def check(ours, recorded=RECORDED):
-    assert_same_run(recorded=recorded, ours=ours, run_dir="runs/x", may_differ=RESUME_MAY_DIFFER)
+def check(ours, recorded=RECORDED, may_differ=RESUME_MAY_DIFFER):
+    assert_same_run(recorded=recorded, ours=ours, run_dir="runs/x", may_differ=may_differ)
 
 
 @pytest.mark.parametrize(
@@ -117,3 +118,16 @@ def test_keys_that_may_differ_and_library_versions_may_differ(caplog):
     assert caplog.messages == []
     check(replace(RECORDED, libraries={"lezo_ds": OURS, "torch": "2.14.0"}))
     assert caplog.messages == ["torch was absent when the journal was started and is '2.14.0' now"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_number_of_steps_may_differ_unless_the_learning_rate_depends_on_it(schedule):
+    key = f"zo.lr_schedule={schedule}"
+    may_differ = may_differ_on_resume(config_from_dict(VALUES, "the test", [key]))
+    longer = header(key, "train.steps=300")
+    if schedule == "constant":
+        check(longer, header(key), may_differ)
+    else:
+        with pytest.raises(UserError, match=r"config train.steps differs .* got: 300; expected: 100"):
+            check(longer, header(key), may_differ)
+    check(header(key, "train.check_every=7"), header(key), may_differ)

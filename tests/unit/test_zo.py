@@ -19,6 +19,7 @@ from lezo_ds.zo.layers.uniform import Uniform
 from lezo_ds.zo.outliers import is_outlier
 from lezo_ds.zo.passes import passes_of_step
 from lezo_ds.zo.records import StepRecord
+from lezo_ds.zo.schedules import SCHEDULES, LearningRates
 from lezo_ds.zo.updates.base import updates_of_parameter
 from lezo_ds.zo.updates.sgd import Sgd
 
@@ -146,3 +147,24 @@ def test_passes_run_every_probe_of_every_micro_batch_once(num_micro_batches, num
     assert run == [(batch, probe) for batch in range(num_micro_batches) for probe in range(num_probes)]
     assert all(len(one.probes) <= probes_per_pass for one in passes)
     assert len(passes) == num_micro_batches * -(-num_probes // probes_per_pass)
+
+
+def learning_rates(name, warmup_steps, num_steps=8):
+    rates = LearningRates(SCHEDULES[name], peak=0.5, warmup_steps=warmup_steps, num_steps=num_steps)
+    return [rates.at(step) for step in range(num_steps)]
+
+
+def test_the_learning_rates_of_each_schedule_are_these():
+    assert learning_rates("constant", 0) == [0.5] * 8
+    assert learning_rates("constant", 3) == [0.125, 0.25, 0.375] + [0.5] * 5
+    assert learning_rates("linear", 0) == [0.5 * (8 - step) / 8 for step in range(8)]
+    assert learning_rates("linear", 4) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.375, 0.25, 0.125])
+    cosine = learning_rates("cosine", 4)
+    assert cosine[:5] == learning_rates("linear", 4)[:5]
+    assert cosine[5:] == pytest.approx([0.5 * (2 + 2**0.5) / 4, 0.25, 0.5 * (2 - 2**0.5) / 4])
+
+
+def test_a_constant_rate_needs_no_number_of_steps_and_no_step_after_the_last_rises_again():
+    constant = LearningRates(SCHEDULES["constant"], peak=0.5, warmup_steps=1)
+    assert [constant.at(step) for step in (0, 1, 10**6)] == [0.25, 0.5, 0.5]
+    assert LearningRates(SCHEDULES["cosine"], peak=0.5, num_steps=8).at(9) == 0

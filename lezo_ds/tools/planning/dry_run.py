@@ -76,9 +76,12 @@ def _training_lines(config: RunConfig, world_size: int) -> list[tuple[str, str]]
     if config.method == "adamw":
         optimizer = f"learning rate {config.adamw.learning_rate:g}, falling to 0"
     else:
+        shape = "" if zo.lr_schedule == "constant" else f" ({zo.lr_schedule})"
+        warmup = f" after {zo.warmup_steps} steps" if zo.warmup_steps else ""
         optimizer = (
-            f"learning rate {zo.learning_rate:g}, perturbation scale {zo.perturbation_scale:g}, "
-            f"estimator {zo.estimator}, {zo.probes_per_pass} probes in a pass, {zo.update_precision} updates"
+            f"learning rate {zo.learning_rate:g}{shape}{warmup}, "
+            f"perturbation scale {zo.perturbation_scale:g}, estimator {zo.estimator}, "
+            f"{zo.probes_per_pass} probes in a pass, {zo.update_precision} updates"
         )
     share = f"{num_micro_batches // world_size} of a step's {num_micro_batches} micro-batches"
     return [
