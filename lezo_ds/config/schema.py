@@ -11,6 +11,7 @@ from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Protocol
 from lezo_ds.tasks.custom import CUSTOM
 from lezo_ds.tasks.metrics import METRICS
+from lezo_ds.zo.distributions import Distribution
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy
 from lezo_ds.zo.options import Option, options_of
@@ -252,6 +253,10 @@ class ZoConfig:
 
     estimator_options: EstimatorOptions = field(default_factory=dict)
     """Options of the estimator, as estimator_options.NAME."""
+
+    noise_distribution: Distribution = "normal"
+    """Distribution of a direction's elements: normal (the papers'), or rademacher, which is +1 or -1 and much
+    cheaper to draw."""
 
     directions: Annotated[int, Range(1)] = 1
     """Number of random directions per step, whose gradient estimates are averaged. Each is evaluated on the

@@ -131,10 +131,15 @@ class LezoEngine(ModelEngine):
         if self._journal is not None:
             self._journal.append(record)
         self._records.append(record)
-        self.weights.apply(self._update_rule.step_updates(self._records, plan.step, plan.step + 1))
+        self._apply(self._records, plan.step, plan.step + 1)
         self.global_steps += 1
         self._check_divergence(record)
         return record
+
+    def _apply(self, records: Sequence[StepRecord], start: int, stop: int) -> None:
+        """Update this rank's shards by the steps `start` to `stop` - 1."""
+        updates = self._update_rule.step_updates(records, start, stop)
+        self.weights.apply(updates, self._config.noise_distribution)
 
     def _agree_on_settings(self, num_micro_batches: int) -> None:
         """Check, before the first step, that all ranks have the same settings. A collective.
@@ -208,9 +213,8 @@ class LezoEngine(ModelEngine):
         """
         if self._witness is None:
             return
-        self._witness.follow(
-            self._update_rule.step_updates(self._records, self._num_checked, self.global_steps)
-        )
+        updates = self._update_rule.step_updates(self._records, self._num_checked, self.global_steps)
+        self._witness.follow(updates, self._config.noise_distribution)
         how = "is not what a replay of the journal gives"
         wrong = dict.fromkeys(self._witness.unlike(self.weights.low_bits), how)
         num_wrong = torch.tensor([float(len(wrong))], dtype=torch.float64, device=self.device)
@@ -240,11 +244,19 @@ class LezoEngine(ModelEngine):
         mine = {index: to_device(batch[index], self.device) for index in {run.micro_batch for run in passes}}
         for run in passes:
             micro_batch = mine[run.micro_batch]
-            outputs = self._run(micro_batch, _perturbation(plan, run.probes))
+            outputs = self._run(micro_batch, self._perturbation(plan, run.probes))
             for probe, output in zip(run.probes, outputs, strict=True):
                 loss = loss_function(output, micro_batch).double().sum()
                 losses[run.micro_batch * num_probes + probe] = loss
         return losses
+
+    def _perturbation(self, plan: StepPlan, probes: range) -> Perturbation:
+        """Return the perturbation at which one forward pass of a step runs."""
+        keyed = [
+            KeyedProbe(direction_key(plan.key, probe.direction), probe.scale)
+            for probe in (plan.probes[index] for index in probes)
+        ]
+        return Perturbation(tuple(keyed), frozenset(plan.dropped_layers), self._config.noise_distribution)
 
     def _record(self, plan: StepPlan, batch: Sequence[MicroBatch], sums: Sequence[float]) -> StepRecord:
         total_weight = sum(micro_batch.weight for micro_batch in batch)
@@ -307,7 +319,7 @@ class LezoEngine(ModelEngine):
                 f"step {target} is not in the journal", got=target, expected=f"0 to {len(records)}"
             )
         self._load_nearest(Path(load_dir), target, owner)
-        self.weights.apply(self._update_rule.step_updates(records, self.global_steps, target))
+        self._apply(records, self.global_steps, target)
         self.global_steps = target
         self._records = list(records[:target])
         if self._witness is not None:
@@ -321,15 +333,6 @@ class LezoEngine(ModelEngine):
         present = self.global_steps or -1
         if self.global_steps > target or (snapshot is not None and snapshot > present):
             self.load_model(None if snapshot is None else snapshot_path(root, snapshot), snapshot or 0)
-
-
-def _perturbation(plan: StepPlan, probes: range) -> Perturbation:
-    """Return the perturbation at which one forward pass of a step runs."""
-    keyed = [
-        KeyedProbe(direction_key(plan.key, probe.direction), probe.scale)
-        for probe in (plan.probes[index] for index in probes)
-    ]
-    return Perturbation(tuple(keyed), frozenset(plan.dropped_layers))
 
 
 def _trailing_skips(records: Sequence[StepRecord]) -> int:

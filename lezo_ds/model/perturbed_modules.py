@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lezo_ds.errors import UserError
 from lezo_ds.model.replaced_call import call_with_copies, copy_dtype
-from lezo_ds.noise import NoiseBackend
+from lezo_ds.noise import Distribution, NoiseBackend
 from lezo_ds.sharding.parameters import NamedParameter
 
 
@@ -42,10 +42,12 @@ class Perturbation:
     Attributes:
         probes: at least one; each runs on a copy of the batch of its own.
         dropped_layers: indices of the transformer blocks that stay at theta.
+        distribution: of z.
     """
 
     probes: tuple[KeyedProbe, ...]
     dropped_layers: frozenset[int]
+    distribution: Distribution = "normal"
 
 
 @dataclass(frozen=True)
@@ -123,13 +125,14 @@ class PerturbedModules:
     def copies(self, parameter: nn.Parameter) -> list[Tensor]:
         """Return the perturbed copies of an active parameter, one for each probe."""
 
-        def perturb(key: int, scales: Sequence[float]) -> list[Tensor]:
+        def perturb(key: int, scales: Sequence[float], distribution: Distribution) -> list[Tensor]:
             return self._noise.perturb(
                 parameter.data,
                 key=key,
                 parameter_id=self._trainable[parameter].parameter_id,
                 scales=scales,
                 out_dtype=copy_dtype(parameter),
+                distribution=distribution,
             )
 
         return self._by_key(perturb)
@@ -145,13 +148,14 @@ class PerturbedModules:
             Tensors of shape [*rows.shape, width].
         """
 
-        def perturb(key: int, scales: Sequence[float]) -> list[Tensor]:
+        def perturb(key: int, scales: Sequence[float], distribution: Distribution) -> list[Tensor]:
             return self._noise.perturb_rows(
                 table.data,
                 rows.reshape(-1),
                 key=key,
                 parameter_id=self._trainable[table].parameter_id,
                 scales=scales,
+                distribution=distribution,
             )
 
         return [found.view(*rows.shape, table.shape[-1]) for found in self._by_key(perturb)]
@@ -171,20 +175,20 @@ class PerturbedModules:
             share_args = [_map_tensors(share, value) for value in args]
             share_kwargs = {name: _map_tensors(share, value) for name, value in (kwargs or {}).items()}
             # Modules inside this one already run on one copy of the batch: they see its probe only.
-            with self.running(Perturbation((probe,), perturbation.dropped_layers), rows):
+            with self.running(replace(perturbation, probes=(probe,)), rows):
                 outputs.append(run(index, *share_args, **share_kwargs))
         return _concatenate(outputs)
 
-    def _by_key(self, perturb: Callable[[int, Sequence[float]], list[Tensor]]) -> list[Tensor]:
-        """Call perturb(key, scales) once for each key of the probes; return its tensors in probe order."""
+    def _by_key(self, perturb: Callable[[int, Sequence[float], Distribution], list[Tensor]]) -> list[Tensor]:
+        """Call perturb(key, scales, distribution) once for each key; return its tensors in probe order."""
         assert self._running is not None, "copies are made while a perturbation is set"
         indices: dict[int, list[int]] = {}
-        probes = self._running.perturbation.probes
+        probes, distribution = self._running.perturbation.probes, self._running.perturbation.distribution
         for index, probe in enumerate(probes):
             indices.setdefault(probe.key, []).append(index)
         found: dict[int, Tensor] = {}
         for key, places in indices.items():
-            made = perturb(key, [probes[place].scale for place in places])
+            made = perturb(key, [probes[place].scale for place in places], distribution)
             found.update(zip(places, made, strict=True))
         return [found[index] for index in range(len(probes))]
 

@@ -1,21 +1,23 @@
-"""Gaussian noise as a pure function of (key, parameter, element), and the operations that use it.
+"""Noise as a pure function of (key, parameter, element), and the operations that use it.
 
 >>> import torch
 >>> device = torch.device("cpu")
 >>> noise = noise_backend(device)
->>> whole = noise.normal(key=7, parameter_id=3, start=0, count=100, device=device)
->>> torch.equal(whole[33:50], noise.normal(key=7, parameter_id=3, start=33, count=17, device=device))
+>>> whole = noise.draw(key=7, parameter_id=3, start=0, count=100, device=device)
+>>> torch.equal(whole[33:50], noise.draw(key=7, parameter_id=3, start=33, count=17, device=device))
 True
 """
 
 from lezo_ds.noise.backend import NoiseBackend
 from lezo_ds.noise.precision import join_master, split_master
 from lezo_ds.noise.select import NOISE_VERSION, noise_backend
+from lezo_ds.zo.distributions import Distribution
 from lezo_ds.zo.precision import UpdatePrecision
 from lezo_ds.zo.updates import Update
 
 __all__ = [
     "NOISE_VERSION",
+    "Distribution",
     "NoiseBackend",
     "Update",
     "UpdatePrecision",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lezo_ds.noise.precision import STORAGE_DTYPES
+from lezo_ds.zo.distributions import Distribution
 from lezo_ds.zo.precision import UpdatePrecision
 from lezo_ds.zo.updates import Update
 
@@ -23,18 +24,28 @@ def pack_updates(steps: Sequence[Update]) -> np.ndarray:
 
 
 class NoiseBackend(ABC):
-    """Operations on the noise z(key, parameter, element), which `lezo_ds.noise.gaussian` defines.
+    """Operations on the noise z(key, parameter, element), which `lezo_ds.noise.draws` defines.
 
     In all methods, `key` is an unsigned 64-bit integer, `parameter_id` is an unsigned 32-bit integer, and
     `start` is the index of the first element in the unsharded, unpadded, flattened parameter, 0 to 2**40.
-    Scales, coefficients and factors are rounded to fp32. Tensors are fp32, bf16 or fp16.
+    Scales, coefficients and factors are rounded to fp32. Tensors are fp32, bf16 or fp16. `distribution` is
+    that of z.
     All methods raise ValueError for wrong arguments.
     """
 
-    def normal(self, key: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
+    def draw(
+        self,
+        key: int,
+        parameter_id: int,
+        start: int,
+        count: int,
+        device: torch.device,
+        distribution: Distribution = "normal",
+    ) -> Tensor:
         """Return z of the elements [start, start + count): fp32 [count]."""
         check_range(key, parameter_id, start, count)
-        return self._normal(key, parameter_id, start, count, device)
+        check_distribution(distribution)
+        return self._draw(distribution, key, parameter_id, start, count, device)
 
     def perturb(
         self,
@@ -43,6 +54,7 @@ class NoiseBackend(ABC):
         parameter_id: int,
         scales: Sequence[float],
         out_dtype: torch.dtype | None = None,
+        distribution: Distribution = "normal",
     ) -> list[Tensor]:
         """Return theta + scale * z for each scale (MeZO: Malladi et al. 2023, algorithm 1).
 
@@ -55,12 +67,13 @@ class NoiseBackend(ABC):
             parameter_id: the parameter's id.
             scales: the signed perturbation scales.
             out_dtype: dtype of the results; theta's by default.
+            distribution: of z.
 
         Returns:
             One tensor of theta's shape per scale. For scale 0 it may be theta itself: do not write to it.
 
         """
-        return self._perturbed(theta, None, key, parameter_id, scales, out_dtype)
+        return self._perturbed(distribution, theta, None, key, parameter_id, scales, out_dtype)
 
     def perturb_rows(
         self,
@@ -70,6 +83,7 @@ class NoiseBackend(ABC):
         parameter_id: int,
         scales: Sequence[float],
         out_dtype: torch.dtype | None = None,
+        distribution: Distribution = "normal",
     ) -> list[Tensor]:
         """Return the given rows of `perturb(theta, ...)`, drawing noise for those rows only.
 
@@ -80,12 +94,13 @@ class NoiseBackend(ABC):
             parameter_id: the parameter's id.
             scales: the signed perturbation scales.
             out_dtype: dtype of the results; theta's by default.
+            distribution: of z.
 
         Returns:
             One tensor [n, width] per scale.
 
         """
-        return self._perturbed(theta, rows.contiguous(), key, parameter_id, scales, out_dtype)
+        return self._perturbed(distribution, theta, rows.contiguous(), key, parameter_id, scales, out_dtype)
 
     def update_(
         self,
@@ -95,6 +110,7 @@ class NoiseBackend(ABC):
         steps: Sequence[Update],
         precision: UpdatePrecision,
         low: Tensor | None = None,
+        distribution: Distribution = "normal",
     ) -> None:
         """Apply updates to a shard in place, in order and in one pass over memory.
 
@@ -110,16 +126,19 @@ class NoiseBackend(ABC):
             precision: how results are stored (see `lezo_ds.noise.precision`).
             low: contiguous int16 [n], the low bits that `split_master` returns. Required if `precision` is
                 "fp32_master" and the shard has 16 bits; otherwise None.
+            distribution: of z.
 
         """
+        check_distribution(distribution)
         check_update(shard, precision, low)
         for step in steps:
             check_range(step.key, parameter_id, start, shard.numel())
         if steps:
-            self._update(shard, start, parameter_id, steps, precision, low)
+            self._update(distribution, shard, start, parameter_id, steps, precision, low)
 
     def _perturbed(
         self,
+        distribution: Distribution,
         theta: Tensor,
         rows: Tensor | None,
         key: int,
@@ -129,6 +148,7 @@ class NoiseBackend(ABC):
     ) -> list[Tensor]:
         """Perturb the given rows of theta, or all of it if `rows` is None."""
         out_dtype = out_dtype or theta.dtype
+        check_distribution(distribution)
         check_perturb(theta, rows, out_dtype)
         check_range(key, parameter_id, 0, theta.numel())
         theta = theta.contiguous()
@@ -141,17 +161,26 @@ class NoiseBackend(ABC):
                 results |= dict.fromkeys(places, unperturbed)
                 continue
             outs = [torch.empty(shape, dtype=out_dtype, device=theta.device) for _ in places]
-            self._perturb(theta, rows, key, parameter_id, scale, outs)
+            self._perturb(distribution, theta, rows, key, parameter_id, scale, outs)
             results |= zip(places, outs, strict=True)
         return [results[place] for place in range(len(scales))]
 
     @abstractmethod
-    def _normal(self, key: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
-        """Implement `normal`; the arguments are checked."""
+    def _draw(
+        self,
+        distribution: Distribution,
+        key: int,
+        parameter_id: int,
+        start: int,
+        count: int,
+        device: torch.device,
+    ) -> Tensor:
+        """Implement `draw`; the arguments are checked."""
 
     @abstractmethod
     def _perturb(
         self,
+        distribution: Distribution,
         theta: Tensor,
         rows: Tensor | None,
         key: int,
@@ -171,6 +200,7 @@ class NoiseBackend(ABC):
     @abstractmethod
     def _update(
         self,
+        distribution: Distribution,
         shard: Tensor,
         start: int,
         parameter_id: int,
@@ -205,6 +235,12 @@ def check_range(key: int, parameter_id: int, start: int, count: int) -> None:
         raise ValueError(f"parameter_id must be an unsigned 32-bit integer, got {parameter_id}")
     if start < 0 or count < 0 or start + count > 2**40:
         raise ValueError(f"elements [{start}, {start + count}) must lie in [0, 2**40)")
+
+
+def check_distribution(distribution: Distribution) -> None:
+    """Raise ValueError if there is no such distribution."""
+    if distribution not in get_args(Distribution):
+        raise ValueError(f"distribution must be one of {get_args(Distribution)}, got {distribution!r}")
 
 
 def check_perturb(theta: Tensor, rows: Tensor | None, out_dtype: torch.dtype) -> None:

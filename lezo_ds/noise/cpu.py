@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lezo_ds.noise.backend import NoiseBackend, pack_updates
+from lezo_ds.zo.distributions import Distribution
 from lezo_ds.zo.precision import UpdatePrecision
 from lezo_ds.zo.updates import Update
 
@@ -30,6 +31,7 @@ FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-e
 FLAGS += ["-shared", "-fPIC", "-pthread"]
 
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_DISTRIBUTIONS: dict[Distribution, int] = {"normal": 0, "rademacher": 1}
 _PRECISIONS: dict[UpdatePrecision, int] = {"nearest": 0, "stochastic": 1, "fp32_master": 2}
 
 
@@ -48,14 +50,31 @@ class CpuNoise(NoiseBackend):
     def __init__(self) -> None:
         self._kernels = load_kernels()
 
-    def _normal(self, key: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
+    def _draw(
+        self,
+        distribution: Distribution,
+        key: int,
+        parameter_id: int,
+        start: int,
+        count: int,
+        device: torch.device,
+    ) -> Tensor:
         _check_cpu(device)
         out = torch.empty(count, dtype=torch.float32)
-        self._kernels.lezo_normal(out.data_ptr(), start, count, key, parameter_id, torch.get_num_threads())
+        self._kernels.lezo_draw(
+            _DISTRIBUTIONS[distribution],
+            out.data_ptr(),
+            start,
+            count,
+            key,
+            parameter_id,
+            torch.get_num_threads(),
+        )
         return out
 
     def _perturb(
         self,
+        distribution: Distribution,
         theta: Tensor,
         rows: Tensor | None,
         key: int,
@@ -70,6 +89,7 @@ class CpuNoise(NoiseBackend):
             if num_rows and not (int(rows.min()) >= 0 and int(rows.max()) < len(theta)):
                 raise ValueError(f"rows must lie in [0, {len(theta)})")
         self._kernels.lezo_perturb(
+            _DISTRIBUTIONS[distribution],
             theta.data_ptr(),
             _FORMATS[theta.dtype],
             outs[0].data_ptr(),
@@ -86,6 +106,7 @@ class CpuNoise(NoiseBackend):
 
     def _update(
         self,
+        distribution: Distribution,
         shard: Tensor,
         start: int,
         parameter_id: int,
@@ -96,6 +117,7 @@ class CpuNoise(NoiseBackend):
         _check_cpu(shard.device)
         updates = pack_updates(steps)
         self._kernels.lezo_update(
+            _DISTRIBUTIONS[distribution],
             shard.data_ptr(),
             _FORMATS[shard.dtype],
             None if low is None else low.data_ptr(),
@@ -125,9 +147,9 @@ def load_kernels() -> ctypes.CDLL:
     u32, u64, f32 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_float
     # In the order of the C functions' parameters at the end of cpu_kernels.cpp.
     signatures = {
-        "lezo_normal": [ptr, i64, i64, u64, u32, i32],
-        "lezo_perturb": [ptr, i32, ptr, ptr, i32, ptr, i64, i64, u64, u32, f32, i32],
-        "lezo_update": [ptr, i32, ptr, i32, i64, i64, u32, ptr, i64, i32],
+        "lezo_draw": [i32, ptr, i64, i64, u64, u32, i32],
+        "lezo_perturb": [i32, ptr, i32, ptr, ptr, i32, ptr, i64, i64, u64, u32, f32, i32],
+        "lezo_update": [i32, ptr, i32, ptr, i32, i64, i64, u32, ptr, i64, i32],
     }
     for name, arguments in signatures.items():
         function = getattr(kernels, name)

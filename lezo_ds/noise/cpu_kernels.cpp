@@ -1,4 +1,4 @@
-// The noise operations for CPUs: the same bits as gaussian.py and precision.py, vectorized by the compiler.
+// The noise operations for CPUs: the same bits as draws.py and precision.py, vectorized by the compiler.
 //
 // Build with -O3 -march=native -ffp-contract=off and never with -ffast-math: the bits equal those of the other
 // backends only if every fp32 operation is rounded on its own. Except for Philox, all hot loops run over plain
@@ -28,6 +28,7 @@ constexpr int64_t CHUNK = 64 * TILE;  // elements that a thread takes at a time
 
 constexpr uint32_t NORMAL_STREAM = 0;
 constexpr uint32_t DITHER_STREAM = 1;
+constexpr uint32_t RADEMACHER_STREAM = 2;
 
 template <typename To, typename From>
 inline To bit_cast(From value) {
@@ -140,31 +141,57 @@ inline int whole_vectors(int num_blocks) {
     return (num_blocks + BLOCK_MULTIPLE - 1) / BLOCK_MULTIPLE * BLOCK_MULTIPLE;
 }
 
-// z of all elements of `num_blocks` blocks.
-void fill_normals(float *__restrict__ z, Noise noise, uint64_t block, int num_blocks) {
-    TileWords words;
-    num_blocks = whole_vectors(num_blocks);
-    fill_words(words, noise, NORMAL_STREAM, block, num_blocks);
-    for (int i = 0; i < num_blocks; ++i) {
-        const float radius01 = std::sqrt(minus_two_log_uniform(static_cast<uint32_t>(words.word[0][i])));
-        const float radius23 = std::sqrt(minus_two_log_uniform(static_cast<uint32_t>(words.word[2][i])));
-        const SinCos angle01 = sin_cos(static_cast<uint32_t>(words.word[1][i]));
-        const SinCos angle23 = sin_cos(static_cast<uint32_t>(words.word[3][i]));
-        z[4 * i] = radius01 * angle01.cos;
-        z[4 * i + 1] = radius01 * angle01.sin;
-        z[4 * i + 2] = radius23 * angle23.cos;
-        z[4 * i + 3] = radius23 * angle23.sin;
-    }
-}
+// What is drawn for each element: `fill` draws all elements of `num_blocks` blocks, PER_BLOCK of each.
+struct Normal {
+    using Value = float;
+    static constexpr int PER_BLOCK = 4;
 
-// The dither words of all elements of `num_blocks` blocks.
-void fill_dither(uint32_t *__restrict__ dither, Noise noise, uint64_t block, int num_blocks) {
-    TileWords words;
-    num_blocks = whole_vectors(num_blocks);
-    fill_words(words, noise, DITHER_STREAM, block, num_blocks);
-    for (int i = 0; i < num_blocks; ++i)
-        for (int j = 0; j < 4; ++j) dither[4 * i + j] = static_cast<uint32_t>(words.word[j][i]);
-}
+    static void fill(float *__restrict__ z, Noise noise, uint64_t block, int num_blocks) {
+        TileWords words;
+        num_blocks = whole_vectors(num_blocks);
+        fill_words(words, noise, NORMAL_STREAM, block, num_blocks);
+        for (int i = 0; i < num_blocks; ++i) {
+            const float radius01 = std::sqrt(minus_two_log_uniform(static_cast<uint32_t>(words.word[0][i])));
+            const float radius23 = std::sqrt(minus_two_log_uniform(static_cast<uint32_t>(words.word[2][i])));
+            const SinCos angle01 = sin_cos(static_cast<uint32_t>(words.word[1][i]));
+            const SinCos angle23 = sin_cos(static_cast<uint32_t>(words.word[3][i]));
+            z[4 * i] = radius01 * angle01.cos;
+            z[4 * i + 1] = radius01 * angle01.sin;
+            z[4 * i + 2] = radius23 * angle23.cos;
+            z[4 * i + 3] = radius23 * angle23.sin;
+        }
+    }
+};
+
+struct Rademacher {
+    using Value = float;
+    static constexpr int PER_BLOCK = 128;
+
+    static void fill(float *__restrict__ z, Noise noise, uint64_t block, int num_blocks) {
+        TileWords words;
+        fill_words(words, noise, RADEMACHER_STREAM, block, whole_vectors(num_blocks));
+        for (int i = 0; i < num_blocks; ++i)
+            for (int j = 0; j < 4; ++j) {
+                const uint32_t word = static_cast<uint32_t>(words.word[j][i]);
+                // The bit becomes the sign bit of 1.
+                for (int bit = 0; bit < 32; ++bit)
+                    z[128 * i + 32 * j + bit] = bit_cast<float>(0x3F800000u | (word >> bit << 31));
+            }
+    }
+};
+
+struct Dither {
+    using Value = uint32_t;
+    static constexpr int PER_BLOCK = 4;
+
+    static void fill(uint32_t *__restrict__ dither, Noise noise, uint64_t block, int num_blocks) {
+        TileWords words;
+        num_blocks = whole_vectors(num_blocks);
+        fill_words(words, noise, DITHER_STREAM, block, num_blocks);
+        for (int i = 0; i < num_blocks; ++i)
+            for (int j = 0; j < 4; ++j) dither[4 * i + j] = static_cast<uint32_t>(words.word[j][i]);
+    }
+};
 
 // ---------------------------------------------------------------- Storage formats
 
@@ -265,40 +292,47 @@ struct Fp16 {
 
 // ---------------------------------------------------------------- Operations on a contiguous range
 
-// Calls body(position, length, block, offset) for each tile of the elements [start, start + count). `position` counts
-// from `start`; the first element of the tile is element `offset` of block `block`.
-template <typename Body>
+// Calls body(position, length) for each tile of the elements [start, start + count); `position` counts from `start`.
+// Tiles end where blocks of a distribution end, so that no block is drawn for two of them.
+template <typename Distribution, typename Body>
 void for_tiles(int64_t start, int64_t count, Body body) {
     for (int64_t position = 0; position < count;) {
-        const int64_t element = start + position;
-        const int offset = static_cast<int>(element % 4);
+        const int offset = static_cast<int>((start + position) % Distribution::PER_BLOCK);
         const int length = static_cast<int>(std::min<int64_t>(count - position, TILE - offset));
-        body(position, length, static_cast<uint64_t>(element / 4), offset);
+        body(position, length);
         position += length;
     }
 }
 
-inline int blocks_of(int offset, int length) { return (offset + length + 3) / 4; }
+// Draws the elements [element, element + length) of a tile into `buffer`, and returns the place of the first.
+template <typename Drawn>
+const typename Drawn::Value *draw(typename Drawn::Value *buffer, Noise noise, int64_t element, int length) {
+    const int offset = static_cast<int>(element % Drawn::PER_BLOCK);
+    const int num_blocks = (offset + length + Drawn::PER_BLOCK - 1) / Drawn::PER_BLOCK;
+    Drawn::fill(buffer, noise, static_cast<uint64_t>(element / Drawn::PER_BLOCK), num_blocks);
+    return buffer + offset;
+}
 
-void normal_range(float *out, int64_t start, int64_t count, Noise noise) {
-    alignas(64) float z[TILE];
-    for_tiles(start, count, [&](int64_t position, int length, uint64_t block, int offset) {
-        fill_normals(z, noise, block, blocks_of(offset, length));
-        std::memcpy(out + position, z + offset, static_cast<size_t>(length) * sizeof(float));
+template <typename Distribution>
+void draw_range(float *out, int64_t start, int64_t count, Noise noise) {
+    alignas(64) float buffer[TILE];
+    for_tiles<Distribution>(start, count, [&](int64_t position, int length) {
+        const float *z = draw<Distribution>(buffer, noise, start + position, length);
+        std::memcpy(out + position, z, static_cast<size_t>(length) * sizeof(float));
     });
 }
 
-template <typename Theta, typename Out>
+template <typename Distribution, typename Theta, typename Out>
 void perturb_range(const typename Theta::Stored *__restrict__ theta, typename Out::Stored *__restrict__ plus,
                    typename Out::Stored *__restrict__ minus, int64_t start, int64_t count, Noise noise, float scale) {
-    alignas(64) float z[TILE];
-    for_tiles(start, count, [&](int64_t position, int length, uint64_t block, int offset) {
-        fill_normals(z, noise, block, blocks_of(offset, length));
+    alignas(64) float buffer[TILE];
+    for_tiles<Distribution>(start, count, [&](int64_t position, int length) {
+        const float *z = draw<Distribution>(buffer, noise, start + position, length);
         for (int i = 0; i < length; ++i)
-            plus[position + i] = Out::nearest(Theta::load(theta[position + i]) + scale * z[offset + i]);
+            plus[position + i] = Out::nearest(Theta::load(theta[position + i]) + scale * z[i]);
         if (minus == nullptr) return;
         for (int i = 0; i < length; ++i)
-            minus[position + i] = Out::nearest(Theta::load(theta[position + i]) - scale * z[offset + i]);
+            minus[position + i] = Out::nearest(Theta::load(theta[position + i]) - scale * z[i]);
     });
 }
 
@@ -311,31 +345,30 @@ struct Update {
 enum Precision : int { NEAREST = 0, STOCHASTIC = 1, MASTER = 2 };
 
 // Applies all updates to one tile before the next tile, so that the tile stays in the cache.
-template <typename Storage, Precision precision>
+template <typename Distribution, typename Storage, Precision precision>
 void update_range(typename Storage::Stored *__restrict__ shard, int16_t *__restrict__ low, int64_t start,
                   int64_t count, uint32_t parameter_id, const Update *updates, int64_t num_updates) {
-    alignas(64) float z[TILE];
-    alignas(64) uint32_t dither[TILE];
-    for_tiles(start, count, [&](int64_t position, int length, uint64_t block, int offset) {
+    alignas(64) float buffer[TILE];
+    alignas(64) uint32_t dither_buffer[TILE];
+    for_tiles<Distribution>(start, count, [&](int64_t position, int length) {
         auto *__restrict__ tile = shard + position;
         auto *__restrict__ tile_low = low + position;
         for (const Update *update = updates; update < updates + num_updates; ++update) {
             const Noise noise{update->key, parameter_id};
             const float coefficient = update->coefficient, factor = update->factor;
-            fill_normals(z, noise, block, blocks_of(offset, length));
+            const float *z = draw<Distribution>(buffer, noise, start + position, length);
             if constexpr (precision == MASTER) {
                 for (int i = 0; i < length; ++i) {
-                    const float value = Storage::join(tile[i], tile_low[i]) * factor - coefficient * z[offset + i];
+                    const float value = Storage::join(tile[i], tile_low[i]) * factor - coefficient * z[i];
                     Storage::split(value, tile[i], tile_low[i]);
                 }
             } else if constexpr (precision == STOCHASTIC) {
-                fill_dither(dither, noise, block, blocks_of(offset, length));
+                const uint32_t *dither = draw<Dither>(dither_buffer, noise, start + position, length);
                 for (int i = 0; i < length; ++i)
-                    tile[i] = Storage::stochastic(Storage::load(tile[i]) * factor - coefficient * z[offset + i],
-                                                  dither[offset + i]);
+                    tile[i] = Storage::stochastic(Storage::load(tile[i]) * factor - coefficient * z[i], dither[i]);
             } else {
                 for (int i = 0; i < length; ++i)
-                    tile[i] = Storage::nearest(Storage::load(tile[i]) * factor - coefficient * z[offset + i]);
+                    tile[i] = Storage::nearest(Storage::load(tile[i]) * factor - coefficient * z[i]);
             }
         }
     });
@@ -380,9 +413,10 @@ void parallel_for(int64_t count, int64_t size, int num_threads, Body body) {
     for (std::thread &thread : threads) thread.join();
 }
 
-// ---------------------------------------------------------------- From run-time format codes to templates
+// ---------------------------------------------------------------- From run-time codes to templates
 
 enum Format : int { FP32 = 0, BF16 = 1, FP16 = 2 };
+enum DistributionCode : int { NORMAL = 0, RADEMACHER = 1 };
 
 template <typename Body>
 void with_format(int format, Body body) {
@@ -393,67 +427,86 @@ void with_format(int format, Body body) {
     }
 }
 
+template <typename Body>
+void with_distribution(int distribution, Body body) {
+    switch (distribution) {
+        case NORMAL: return body(Normal{});
+        case RADEMACHER: return body(Rademacher{});
+    }
+}
+
 }  // namespace
 
 // ---------------------------------------------------------------- C interface (see cpu.py)
 
 extern "C" {
 
-void lezo_normal(float *out, int64_t start, int64_t count, uint64_t key, uint32_t parameter_id, int num_threads) {
-    parallel_for(count, CHUNK, num_threads, [&](int64_t first, int64_t last) {
-        normal_range(out + first, start + first, last - first, {key, parameter_id});
+void lezo_draw(int distribution, float *out, int64_t start, int64_t count, uint64_t key, uint32_t parameter_id,
+               int num_threads) {
+    with_distribution(distribution, [&](auto tag) {
+        parallel_for(count, CHUNK, num_threads, [&](int64_t first, int64_t last) {
+            draw_range<decltype(tag)>(out + first, start + first, last - first, {key, parameter_id});
+        });
     });
 }
 
 // theta is the whole parameter. If `rows` is null, its first num_rows * width elements are perturbed; otherwise
 // those rows. `minus` may be null.
-void lezo_perturb(const void *theta, int theta_format, void *plus, void *minus, int out_format, const int64_t *rows,
-                  int64_t num_rows, int64_t width, uint64_t key, uint32_t parameter_id, float scale,
-                  int num_threads) {
+void lezo_perturb(int distribution, const void *theta, int theta_format, void *plus, void *minus, int out_format,
+                  const int64_t *rows, int64_t num_rows, int64_t width, uint64_t key, uint32_t parameter_id,
+                  float scale, int num_threads) {
     const Noise noise{key, parameter_id};
-    with_format(theta_format, [&](auto theta_tag) {
-        with_format(out_format, [&](auto out_tag) {
-            using Theta = decltype(theta_tag);
-            using Out = decltype(out_tag);
-            const auto *from = static_cast<const typename Theta::Stored *>(theta);
-            auto *to_plus = static_cast<typename Out::Stored *>(plus);
-            auto *to_minus = static_cast<typename Out::Stored *>(minus);
-            const auto range = [&](int64_t source, int64_t target, int64_t count) {
-                perturb_range<Theta, Out>(from + source, to_plus + target, to_minus ? to_minus + target : nullptr,
-                                          source, count, noise, scale);
-            };
-            if (rows == nullptr) {
-                parallel_for(num_rows * width, CHUNK, num_threads,
-                             [&](int64_t first, int64_t last) { range(first, first, last - first); });
-                return;
-            }
-            const int64_t rows_at_once = std::max<int64_t>(1, CHUNK / std::max<int64_t>(1, width));
-            parallel_for(num_rows, rows_at_once, num_threads, [&](int64_t first, int64_t last) {
-                for (int64_t i = first; i < last; ++i) range(rows[i] * width, i * width, width);
-            });
+    const auto perturb = [&](auto distribution_tag, auto theta_tag, auto out_tag) {
+        using Theta = decltype(theta_tag);
+        using Out = decltype(out_tag);
+        const auto *from = static_cast<const typename Theta::Stored *>(theta);
+        auto *to_plus = static_cast<typename Out::Stored *>(plus);
+        auto *to_minus = static_cast<typename Out::Stored *>(minus);
+        const auto range = [&](int64_t source, int64_t target, int64_t count) {
+            perturb_range<decltype(distribution_tag), Theta, Out>(
+                from + source, to_plus + target, to_minus ? to_minus + target : nullptr, source, count, noise, scale);
+        };
+        if (rows == nullptr) {
+            parallel_for(num_rows * width, CHUNK, num_threads,
+                         [&](int64_t first, int64_t last) { range(first, first, last - first); });
+            return;
+        }
+        const int64_t rows_at_once = std::max<int64_t>(1, CHUNK / std::max<int64_t>(1, width));
+        parallel_for(num_rows, rows_at_once, num_threads, [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; ++i) range(rows[i] * width, i * width, width);
+        });
+    };
+    with_distribution(distribution, [&](auto distribution_tag) {
+        with_format(theta_format, [&](auto theta_tag) {
+            with_format(out_format, [&](auto out_tag) { perturb(distribution_tag, theta_tag, out_tag); });
         });
     });
 }
 
 // `low` is null unless `precision` is MASTER, which does not exist for fp32.
-void lezo_update(void *shard, int format, int16_t *low, int precision, int64_t start, int64_t count,
+void lezo_update(int distribution, void *shard, int format, int16_t *low, int precision, int64_t start, int64_t count,
                  uint32_t parameter_id, const Update *updates, int64_t num_updates, int num_threads) {
-    with_format(format, [&](auto tag) {
-        using Storage = decltype(tag);
+    const auto update = [&](auto distribution_tag, auto storage_tag) {
+        using Distribution = decltype(distribution_tag);
+        using Storage = decltype(storage_tag);
         auto *whole = static_cast<typename Storage::Stored *>(shard);
         parallel_for(count, CHUNK, num_threads, [&](int64_t first, int64_t last) {
             auto *part = whole + first;
             const int64_t from = start + first, length = last - first;
             if constexpr (!std::is_same_v<Storage, Fp32>) {
                 if (precision == MASTER)
-                    return update_range<Storage, MASTER>(part, low + first, from, length, parameter_id, updates,
-                                                         num_updates);
+                    return update_range<Distribution, Storage, MASTER>(part, low + first, from, length, parameter_id,
+                                                                       updates, num_updates);
                 if (precision == STOCHASTIC)
-                    return update_range<Storage, STOCHASTIC>(part, nullptr, from, length, parameter_id, updates,
-                                                             num_updates);
+                    return update_range<Distribution, Storage, STOCHASTIC>(part, nullptr, from, length, parameter_id,
+                                                                           updates, num_updates);
             }
-            update_range<Storage, NEAREST>(part, nullptr, from, length, parameter_id, updates, num_updates);
+            update_range<Distribution, Storage, NEAREST>(part, nullptr, from, length, parameter_id, updates,
+                                                         num_updates);
         });
+    };
+    with_distribution(distribution, [&](auto distribution_tag) {
+        with_format(format, [&](auto storage_tag) { update(distribution_tag, storage_tag); });
     });
 }
 

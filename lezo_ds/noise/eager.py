@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lezo_ds.noise import gaussian
 from lezo_ds.noise.backend import NoiseBackend
+from lezo_ds.noise.draws import dither_words, draw, draw_rows
 from lezo_ds.noise.precision import join_master, store
+from lezo_ds.zo.distributions import Distribution
 from lezo_ds.zo.precision import UpdatePrecision
 from lezo_ds.zo.updates import Update
 
@@ -20,14 +21,23 @@ CHUNK = 1 << 18
 class EagerNoise(NoiseBackend):
     """`NoiseBackend` on any device, in plain PyTorch."""
 
-    def _normal(self, key: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
+    def _draw(
+        self,
+        distribution: Distribution,
+        key: int,
+        parameter_id: int,
+        start: int,
+        count: int,
+        device: torch.device,
+    ) -> Tensor:
         out = torch.empty(count, dtype=torch.float32, device=device)
         for first, last in _chunks(count, CHUNK):
-            out[first:last] = gaussian.normal(key, parameter_id, start + first, last - first, device)
+            out[first:last] = draw(distribution, key, parameter_id, start + first, last - first, device)
         return out
 
     def _perturb(
         self,
+        distribution: Distribution,
         theta: Tensor,
         rows: Tensor | None,
         key: int,
@@ -43,15 +53,16 @@ class EagerNoise(NoiseBackend):
         for first, last in _chunks(len(outs[0]), size):
             if rows is None:
                 values = theta[first:last]
-                z = gaussian.normal(key, parameter_id, first, last - first, theta.device)
+                z = draw(distribution, key, parameter_id, first, last - first, theta.device)
             else:
                 values = theta[rows[first:last]]
-                z = _normal_rows(rows[first:last], theta.shape[1], key, parameter_id)
+                z = draw_rows(distribution, key, parameter_id, rows[first:last], theta.shape[1])
             for out, signed in zip(outs, (scale, -scale), strict=False):
                 out[first:last] = values.to(torch.float32) + z * signed
 
     def _update(
         self,
+        distribution: Distribution,
         shard: Tensor,
         start: int,
         parameter_id: int,
@@ -65,18 +76,10 @@ class EagerNoise(NoiseBackend):
             part_low = None if low is None else low[first:last]
             where = (parameter_id, start + first, last - first, shard.device)
             for key, coefficient, factor in steps:
-                values = join_master(part, part_low) * factor - gaussian.normal(key, *where) * coefficient
-                words = gaussian.dither_words(key, *where) if dithered else None
+                z = draw(distribution, key, *where)
+                values = join_master(part, part_low) * factor - z * coefficient
+                words = dither_words(key, *where) if dithered else None
                 store(values, part, part_low, words)
-
-
-def _normal_rows(rows: Tensor, width: int, key: int, parameter_id: int) -> Tensor:
-    """Return z of the given rows of a parameter of that width: fp32 [len(rows), width]."""
-    starts = (rows * width)[:, None]
-    num_blocks = (width + 6) // 4  # a row touches at most this many blocks, wherever in a block it starts
-    blocks = starts // 4 + torch.arange(num_blocks, device=rows.device)
-    z = gaussian.normals_of_blocks(key, parameter_id, blocks).view(len(rows), -1)
-    return z.gather(1, starts % 4 + torch.arange(width, device=rows.device))
 
 
 def _chunks(count: int, size: int) -> Iterator[tuple[int, int]]:

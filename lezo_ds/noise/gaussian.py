@@ -1,13 +1,7 @@
-"""The noise z(key, parameter, element) as a pure function: the eager reference of every backend.
+"""Standard normals from Philox words by Box-Muller: the eager reference of every backend.
 
-Philox4x32-10 (Salmon et al. 2011) with
-
-    key     = (low word, high word) of the 64-bit key
-    counter = (block low word, block high word, parameter id, stream),   block = element // 4
-
-gives four 32-bit words per block, and Box-Muller turns them into four standard normals. Logarithm, sine and
-cosine are polynomials. They use only IEEE fp32 additions, multiplications and square roots, each rounded on
-its own, so that PyTorch, C++ and Triton produce the same bits.
+Logarithm, sine and cosine are polynomials. They use only IEEE fp32 additions, multiplications and square
+roots, each rounded on its own, so that PyTorch, C++ and Triton produce the same bits.
 """
 
 from __future__ import annotations
@@ -16,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lezo_ds.noise.philox import MASK32, Words, philox4x32_10
+from lezo_ds.noise.philox import MASK32, NORMAL_STREAM, words_of_blocks
 
-NORMAL_STREAM = 0
-DITHER_STREAM = 1
+ELEMENTS_PER_BLOCK = 4
 
 # Cephes logf: log(1 + x) = x - x**2/2 + x**3 P(x) on [sqrt(1/2) - 1, sqrt(2) - 1], highest power first.
 LOG_COEFFICIENTS = (
@@ -43,29 +36,11 @@ COS_COEFFICIENTS = (2.443315711809948e-5, -1.388731625493765e-3, 4.1666645682988
 QUARTER_PI_OVER_2_31 = 3.657291987e-10
 
 
-def words_of_blocks(key: int, parameter_id: int, blocks: Tensor, stream: int) -> Words:
-    """Return the four Philox words of each block.
-
-    Args:
-        key: unsigned 64-bit key of the noise.
-        parameter_id: unsigned 32-bit id, the third counter word.
-        blocks: int64 block indices (element // 4), any shape, 0 to 2**63 - 1.
-        stream: `NORMAL_STREAM` or `DITHER_STREAM`, the fourth counter word.
-
-    Returns:
-        Four int64 tensors of unsigned 32-bit words in the shape of `blocks`.
-
-    """
-    zero = torch.zeros((), dtype=torch.int64, device=blocks.device)
-    counter = (blocks & MASK32, (blocks >> 32) & MASK32, zero + parameter_id, zero + stream)
-    return philox4x32_10(counter, (key & MASK32, key >> 32))
-
-
 def normals_of_blocks(key: int, parameter_id: int, blocks: Tensor) -> Tensor:
     """Return the four standard normals of each block: fp32, the shape of `blocks` plus a last axis of 4.
 
-    The arguments are those of `words_of_blocks`. By Box-Muller, words 0 and 1 give z0 and z1; words 2 and 3
-    give z2 and z3. |z| is at most sqrt(-2 ln 2**-24) = 5.77.
+    The arguments are those of `words_of_blocks`; a block is four elements. By Box-Muller, words 0 and 1 give
+    z0 and z1; words 2 and 3 give z2 and z3. |z| is at most sqrt(-2 ln 2**-24) = 5.77.
     """
     words = words_of_blocks(key, parameter_id, blocks, NORMAL_STREAM)
     radius01 = _sqrt(_minus_two_log_uniform(words[0]))
@@ -73,26 +48,6 @@ def normals_of_blocks(key: int, parameter_id: int, blocks: Tensor) -> Tensor:
     sin01, cos01 = _sin_cos(words[1])
     sin23, cos23 = _sin_cos(words[3])
     return torch.stack([radius01 * cos01, radius01 * sin01, radius23 * cos23, radius23 * sin23], -1)
-
-
-def normal(key: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
-    """Return z of elements [start, start + count) of one parameter: fp32 [count]."""
-    blocks = _blocks(start, count, device)
-    return _slice(normals_of_blocks(key, parameter_id, blocks), start, count)
-
-
-def dither_words(key: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
-    """Return the dither words of elements [start, start + count): int64 [count], unsigned 32-bit values."""
-    words = words_of_blocks(key, parameter_id, _blocks(start, count, device), DITHER_STREAM)
-    return _slice(torch.stack(words, -1), start, count)
-
-
-def _blocks(start: int, count: int, device: torch.device) -> Tensor:
-    return torch.arange(start // 4, (start + count + 3) // 4, dtype=torch.int64, device=device)
-
-
-def _slice(values_of_blocks: Tensor, start: int, count: int) -> Tensor:
-    return values_of_blocks.reshape(-1)[start % 4 : start % 4 + count]
 
 
 def _minus_two_log_uniform(word: Tensor) -> Tensor:

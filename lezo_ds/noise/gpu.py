@@ -4,48 +4,81 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lezo_ds.noise import triton_kernels as kernels
 from lezo_ds.noise.backend import NoiseBackend, pack_updates
+from lezo_ds.zo.distributions import Distribution
 from lezo_ds.zo.precision import UpdatePrecision
 from lezo_ds.zo.updates import Update
 
+_DISTRIBUTIONS: dict[Distribution, int] = {
+    "normal": kernels.NORMAL.value,
+    "rademacher": kernels.RADEMACHER.value,
+}
 _PRECISIONS: dict[UpdatePrecision, int] = {
     "nearest": kernels.NEAREST.value,
     "stochastic": kernels.STOCHASTIC.value,
     "fp32_master": kernels.MASTER.value,
 }
 
-# A program handles 256 blocks of 4 elements on 4 warps; no bit depends on these numbers. They are not tuned:
-# no element is read twice, so a tile only sets how many programs there are. triton.autotune would time the
-# update on the weights themselves, with a copy of the shard in GPU memory (restore_value), during a step.
-NUM_BLOCKS = 256
+
+class Tile(NamedTuple):
+    """The share of one program on `NUM_WARPS` warps.
+
+    Attributes:
+        num_blocks: number of blocks, a power of two.
+        per_block: number of elements of a block, which the distribution gives.
+    """
+
+    num_blocks: int
+    per_block: int
+
+    def number(self, start: int, num_elements: int) -> int:
+        """Return how many tiles cover the elements [start, start + num_elements)."""
+        covered = start % self.per_block + num_elements
+        return -(-covered // (self.per_block * self.num_blocks)) if num_elements else 0
+
+
+# No bit depends on the numbers of blocks and warps. They are not tuned: no element is read twice, so a tile
+# only sets how many programs there are. triton.autotune would time the update on the weights themselves, with
+# a copy of the shard in GPU memory (restore_value), during a step.
+TILES: dict[Distribution, Tile] = {"normal": Tile(256, per_block=4), "rademacher": Tile(32, per_block=128)}
 NUM_WARPS = 4
 
 
 class TritonNoise(NoiseBackend):
     """`NoiseBackend` on CUDA devices. Rows out of range are not caught."""
 
-    def _normal(self, key: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
+    def _draw(
+        self,
+        distribution: Distribution,
+        key: int,
+        parameter_id: int,
+        start: int,
+        count: int,
+        device: torch.device,
+    ) -> Tensor:
         out = torch.empty(count, dtype=torch.float32, device=device)
         _launch(
-            kernels.normal_kernel,
-            _num_tiles(start, count),
+            kernels.draw_kernel,
+            distribution,
+            TILES[distribution].number(start, count),
             out_ptr=out,
             key=key,
             parameter_id=parameter_id,
             start=start,
             count=count,
-            aligned=start % 4 == 0,
+            aligned=start % TILES[distribution].per_block == 0,
         )
         return out
 
     def _perturb(
         self,
+        distribution: Distribution,
         theta: Tensor,
         rows: Tensor | None,
         key: int,
@@ -54,11 +87,13 @@ class TritonNoise(NoiseBackend):
         outs: Sequence[Tensor],
     ) -> None:
         num_rows, width = (1, theta.numel()) if rows is None else (len(rows), theta.shape[1])
-        aligned = rows is None or width % 4 == 0
+        tile = TILES[distribution]
+        aligned = rows is None or width % tile.per_block == 0
         # A row that starts within a block can touch one more tile.
-        tiles_per_row = _num_tiles(0 if aligned else 3, width)
+        tiles_per_row = tile.number(0 if aligned else tile.per_block - 1, width)
         _launch(
             kernels.perturb_kernel,
+            distribution,
             num_rows * tiles_per_row,
             theta_ptr=theta,
             rows_ptr=rows,
@@ -74,6 +109,7 @@ class TritonNoise(NoiseBackend):
 
     def _update(
         self,
+        distribution: Distribution,
         shard: Tensor,
         start: int,
         parameter_id: int,
@@ -84,7 +120,8 @@ class TritonNoise(NoiseBackend):
         updates = _on_device(pack_updates(steps).tobytes(), shard.device)
         _launch(
             kernels.update_kernel,
-            _num_tiles(start, shard.numel()),
+            distribution,
+            TILES[distribution].number(start, shard.numel()),
             shard_ptr=shard,
             low_ptr=low,
             keys_ptr=updates.view(torch.uint64),
@@ -94,7 +131,7 @@ class TritonNoise(NoiseBackend):
             start=start,
             count=shard.numel(),
             precision=_PRECISIONS["nearest" if shard.dtype == torch.float32 else precision],
-            aligned=start % 4 == 0,
+            aligned=start % TILES[distribution].per_block == 0,
         )
 
 
@@ -107,12 +144,7 @@ def _on_device(updates: bytes, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
-def _num_tiles(start: int, num_elements: int) -> int:
-    """Return how many tiles cover the elements [start, start + num_elements)."""
-    return -(-(start % 4 + num_elements) // (4 * NUM_BLOCKS)) if num_elements else 0
-
-
-def _launch(kernel: Any, num_programs: int, **arguments: Any) -> None:  # noqa: ANN401
+def _launch(kernel: Any, distribution: Distribution, num_programs: int, **arguments: Any) -> None:  # noqa: ANN401
     """Run a kernel on the device of its first argument."""
     if num_programs == 0:
         return
@@ -120,5 +152,9 @@ def _launch(kernel: Any, num_programs: int, **arguments: Any) -> None:  # noqa: 
     with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
         # enable_fp_fusion=False: a fused multiply-add rounds once where the other backends round twice.
         kernel[(num_programs,)](
-            **arguments, num_blocks=NUM_BLOCKS, num_warps=NUM_WARPS, enable_fp_fusion=False
+            **arguments,
+            distribution=_DISTRIBUTIONS[distribution],
+            **TILES[distribution]._asdict(),
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
         )

@@ -52,7 +52,7 @@ def _triton_noise() -> NoiseBackend:
 
         noise = TritonNoise()
         # The first launch builds Triton's launcher; a missing compiler must show now, not in a training step.
-        noise.normal(key=0, parameter_id=0, start=0, count=1, device=torch.device("cuda"))
+        noise.draw(key=0, parameter_id=0, start=0, count=1, device=torch.device("cuda"))
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise UserError(
             "Triton cannot run its kernels here",

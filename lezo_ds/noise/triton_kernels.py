@@ -1,4 +1,4 @@
-"""The noise operations as Triton kernels: the same bits as gaussian.py and precision.py, z in registers only.
+"""The noise operations as Triton kernels: the same bits as draws.py and precision.py, z in registers only.
 
 Launch them with enable_fp_fusion=False: the bits equal those of the other backends only if every fp32
 operation is rounded on its own.
@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+NORMAL = tl.constexpr(0)
+RADEMACHER = tl.constexpr(1)
 NEAREST = tl.constexpr(0)
 STOCHASTIC = tl.constexpr(1)
 MASTER = tl.constexpr(2)
@@ -108,10 +110,32 @@ def _normals(key: tl.tensor, parameter_id: tl.tensor, block: tl.tensor) -> tl.te
 
 
 @triton.jit
-def _dither(key: tl.tensor, parameter_id: tl.tensor, block: tl.tensor) -> tl.tensor:
-    """Return the dither words of all elements of the blocks: int32 [n, 4]."""
+def _signs(key: tl.tensor, parameter_id: tl.tensor, block: tl.tensor) -> tl.tensor:
+    """Return +1 or -1 for all elements of the blocks: fp32 [n, 128]; see `rademacher.signs_of_blocks`."""
+    word0, word1, word2, word3 = _words(key, parameter_id, block, 2)
+    words = _in_order(word0, word1, word2, word3)
+    bits = words[:, :, None] >> tl.arange(0, 32).to(tl.uint32)[None, None, :]
+    ones = (bits << 31) | 0x3F800000  # the bit becomes the sign bit of 1
+    return ones.to(tl.float32, bitcast=True).reshape(block.shape[0], 128)
+
+
+@triton.jit
+def _draw(key: tl.tensor, parameter_id: tl.tensor, block: tl.tensor, distribution: tl.constexpr) -> tl.tensor:
+    """Return z of all elements of the blocks: fp32 [n, elements of a block]."""
+    return (
+        _signs(key, parameter_id, block) if distribution == RADEMACHER else _normals(key, parameter_id, block)
+    )
+
+
+@triton.jit
+def _dither(key: tl.tensor, parameter_id: tl.tensor, block: tl.tensor, per_block: tl.constexpr) -> tl.tensor:
+    """Return the dither words of all elements of blocks of a distribution: int32 [n, per_block]."""
+    dither_blocks: tl.constexpr = per_block // 4
+    first = block[:, None] * dither_blocks + tl.arange(0, dither_blocks)[None, :]
+    block = first.reshape(block.shape[0] * dither_blocks)
     word0, word1, word2, word3 = _words(key, parameter_id, block, 1)
-    return _in_order(word0, word1, word2, word3).to(tl.int32, bitcast=True)
+    words = _in_order(word0, word1, word2, word3).to(tl.int32, bitcast=True)
+    return words.reshape(words.shape[0] // dither_blocks, per_block)
 
 
 @triton.jit
@@ -185,38 +209,47 @@ def _join_master(high: tl.tensor, low: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _tile(
-    tile: tl.tensor, start: tl.tensor, count: tl.tensor, aligned: tl.constexpr, num_blocks: tl.constexpr
+    tile: tl.tensor,
+    start: tl.tensor,
+    count: tl.tensor,
+    aligned: tl.constexpr,
+    num_blocks: tl.constexpr,
+    per_block: tl.constexpr,
 ) -> tl.tensor:
     """Return a tile's blocks [n], the positions of its elements from `start`, and a mask of those that exist.
 
-    Positions and mask are [n, 4]. Each thread holds whole blocks, so that no element moves between threads
-    from drawing to storing. `aligned` promises that `start` is a multiple of 4, which allows wide accesses.
+    Positions and mask are [n, per_block]. `aligned` promises that `start` is a multiple of `per_block`, which
+    allows wide accesses. With four elements a block, each thread holds whole blocks, so that no element moves
+    between threads from drawing to storing.
     """
     first = tile * num_blocks
-    block = start // 4 + first + tl.arange(0, num_blocks)
-    position = first * 4 + (tl.arange(0, num_blocks)[:, None] * 4 + tl.arange(0, 4)[None, :])
+    block = start // per_block + first + tl.arange(0, num_blocks)
+    elements = tl.arange(0, num_blocks)[:, None] * per_block + tl.arange(0, per_block)[None, :]
+    position = first * per_block + elements
     if aligned:
         inside = position < count
     else:
-        position = position - start % 4
+        position = position - start % per_block
         inside = (position >= 0) & (position < count)
     return block, position, inside
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
-def normal_kernel(
+def draw_kernel(
     out_ptr: tl.tensor,
     key: tl.uint64,
     parameter_id: tl.uint32,
     start: tl.int64,
     count: tl.int64,
+    distribution: tl.constexpr,
     aligned: tl.constexpr,
     num_blocks: tl.constexpr,
+    per_block: tl.constexpr,
 ) -> None:
     """out[i] = z of element start + i, for i < count."""
     tile = tl.program_id(0).to(tl.int64)
-    block, position, inside = _tile(tile, start, count, aligned, num_blocks)
-    tl.store(out_ptr + position, _normals(key, parameter_id, block), mask=inside)
+    block, position, inside = _tile(tile, start, count, aligned, num_blocks, per_block)
+    tl.store(out_ptr + position, _draw(key, parameter_id, block, distribution), mask=inside)
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
@@ -230,8 +263,10 @@ def perturb_kernel(
     scale: tl.float32,
     width: tl.int64,
     tiles_per_row: tl.int32,
+    distribution: tl.constexpr,
     aligned: tl.constexpr,
     num_blocks: tl.constexpr,
+    per_block: tl.constexpr,
 ) -> None:
     """Row i of plus (and minus) = theta[rows[i]] + (and -) scale * z.
 
@@ -243,9 +278,9 @@ def perturb_kernel(
     else:
         tile, target = (program % tiles_per_row).to(tl.int64), (program // tiles_per_row).to(tl.int64)
         source = tl.load(rows_ptr + target)
-    block, position, inside = _tile(tile, source * width, width, aligned, num_blocks)
+    block, position, inside = _tile(tile, source * width, width, aligned, num_blocks, per_block)
     theta = tl.load(theta_ptr + source * width + position, mask=inside).to(tl.float32)
-    z = _normals(key, parameter_id, block)
+    z = _draw(key, parameter_id, block, distribution)
     out = target * width + position
     plus = theta + scale * z
     tl.store(plus_ptr + out, _round_nearest(plus, plus_ptr.dtype.element_ty), mask=inside)
@@ -265,8 +300,10 @@ def update_kernel(
     start: tl.int64,
     count: tl.int64,
     precision: tl.constexpr,
+    distribution: tl.constexpr,
     aligned: tl.constexpr,
     num_blocks: tl.constexpr,
+    per_block: tl.constexpr,
 ) -> None:
     """Apply theta * factor - coefficient * z to the shard in place, for each step in order.
 
@@ -274,7 +311,7 @@ def update_kernel(
     and as fp32. The tile stays in registers between the steps.
     """
     tile = tl.program_id(0).to(tl.int64)
-    block, position, inside = _tile(tile, start, count, aligned, num_blocks)
+    block, position, inside = _tile(tile, start, count, aligned, num_blocks, per_block)
     stored = tl.load(shard_ptr + position, mask=inside)
     low = stored  # a loop needs its variables before it; unused unless `precision` is MASTER
     if precision == MASTER:
@@ -283,14 +320,15 @@ def update_kernel(
         key = tl.load(keys_ptr + 2 * step)
         coefficient = tl.load(multipliers_ptr + 4 * step + 2)
         factor = tl.load(multipliers_ptr + 4 * step + 3)
-        z = _normals(key, parameter_id, block)
+        z = _draw(key, parameter_id, block, distribution)
         if precision == MASTER:
             value = _join_master(stored, low) * factor - coefficient * z
             stored, low = _split_master(value, stored.dtype)
         else:
             value = stored.to(tl.float32) * factor - coefficient * z
             if precision == STOCHASTIC:
-                stored = _round_stochastic(value, _dither(key, parameter_id, block), stored.dtype)
+                dither = _dither(key, parameter_id, block, per_block)
+                stored = _round_stochastic(value, dither, stored.dtype)
             else:
                 stored = _round_nearest(value, stored.dtype)
     tl.store(shard_ptr + position, stored, mask=inside)

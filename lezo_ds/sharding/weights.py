@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lezo_ds import distributed
 from lezo_ds.errors import UserError
-from lezo_ds.noise import UpdatePrecision, noise_backend, split_master
+from lezo_ds.noise import Distribution, UpdatePrecision, noise_backend, split_master
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.checkpoint_files import WeightFiles
 from lezo_ds.sharding.digest import shard_digest
@@ -133,10 +133,14 @@ class ShardedWeights:
         tensor = parameter.parameter
         return self._precision == "fp32_master" and tensor.dtype != torch.float32 and tensor.requires_grad
 
-    def apply(self, updates: Sequence[StepUpdate]) -> None:
+    def apply(self, updates: Sequence[StepUpdate], distribution: Distribution = "normal") -> None:
         """Apply the updates of steps, in order.
 
         Training applies one step at a time, and a replay applies many at once. Both give the same bits.
+
+        Args:
+            updates: what the steps do.
+            distribution: of the steps' directions.
         """
         for parameter in self.parameters:
             if not parameter.parameter.requires_grad or parameter.count == 0:
@@ -154,6 +158,7 @@ class ShardedWeights:
                     steps=steps,
                     precision=self._precision,
                     low=low,
+                    distribution=distribution,
                 )
         zero3.finish_updates()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lezo_ds.noise import UpdatePrecision, noise_backend
+from lezo_ds.noise import Distribution, UpdatePrecision, noise_backend
 from lezo_ds.sharding.zero3 import ShardedParameter
 from lezo_ds.zo.updates import StepUpdate, updates_of_parameter
 
@@ -63,8 +63,8 @@ class Witness:
         self.samples = samples
         self._precision = precision
 
-    def follow(self, updates: Sequence[StepUpdate]) -> None:
-        """Apply the updates of steps to the samples."""
+    def follow(self, updates: Sequence[StepUpdate], distribution: Distribution = "normal") -> None:
+        """Apply the updates of steps, whose directions have that distribution, to the samples."""
         for sample in self.samples:
             named = sample.parameter.named
             noise_backend(sample.values.device).update_(
@@ -74,6 +74,7 @@ class Witness:
                 steps=updates_of_parameter(updates, named.block, decays=sample.parameter.decays),
                 precision=self._precision,
                 low=sample.low,
+                distribution=distribution,
             )
 
     def unlike(self, low_bits: Mapping[str, Tensor]) -> list[str]:

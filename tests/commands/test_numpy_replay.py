@@ -37,11 +37,13 @@ RUNS = {
     # After 20 steps, every second gradient or so is larger than the median, and its step is skipped.
     "one-sided, skipped steps": ("zo.estimator=one-sided", *OUTLIERS),
     "weight decay": (*SHORT, *DECAY, "zo.directions=2"),
+    "rademacher, bf16, fp32_master": (*BF16, "zo.noise_distribution=rademacher", "zo.directions=2"),
 }
 LONG_RUNS = {
     "bf16, nearest, window": (*BF16, "zo.update_precision=nearest", "zo.layer_policy=window"),
     "bf16, stochastic, weight decay": (*BF16, STOCHASTIC, *DECAY),
     "fp16, stochastic": (*FP16, STOCHASTIC),
+    "rademacher, fp16, stochastic": (*FP16, STOCHASTIC, "zo.noise_distribution=rademacher"),
     "fp16, fp32_master, weight decay": (*FP16, *DECAY),
     "LoRA": (*ADAPTER, "peft.kind=lora"),
     # B starts at 0 and stays so small that it is subnormal.
@@ -151,8 +153,10 @@ def test_the_values_on_the_page_are_those_of_the_program():
     key = numpy_replay.step_key(0, 0)
     parameter_id = numpy_replay.number("model.decoder.embed_tokens.weight", 4)
     normals = numpy_replay.normals(key, parameter_id, 4)
+    signs = numpy_replay.signs(key, parameter_id, 32)
     values = [key, numpy_replay.direction_key(key, 1), parameter_id]
     values.append(" ".join(f"{bits:08x}" for bits in normals.view(np.uint32)))
+    values.append("".join("+" if sign == 1 else "-" for sign in signs))
     values.append(" ".join(map(str, numpy_replay.dither(key, parameter_id, 4))))
     assert all(f"| {value} |" in PAGE for value in values)
 

@@ -111,9 +111,9 @@ def blocks_of(shapes):
 # Noise.
 
 
-def philox(key, parameter_id, num_elements, stream):
-    """Return the output words of the first `num_elements` elements of a parameter."""
-    block = np.arange(-(-num_elements // 4), dtype=u64)
+def philox(key, parameter_id, num_words, stream):
+    """Return the first `num_words` output words of a parameter's blocks."""
+    block = np.arange(-(-num_words // 4), dtype=u64)
     low = u64(0xFFFFFFFF)
     k0, k1 = key & 0xFFFFFFFF, key >> 32
     c0, c1, c2, c3 = block & low, block >> u64(32), u64(parameter_id), u64(stream)
@@ -121,7 +121,7 @@ def philox(key, parameter_id, num_elements, stream):
         p0, p1 = c0 * u64(0xD2511F53), c2 * u64(0xCD9E8D57)
         c0, c1, c2, c3 = p1 >> u64(32) ^ c1 ^ u64(k0), p1 & low, p0 >> u64(32) ^ c3 ^ u64(k1), p0 & low
         k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return np.stack([c0, c1, c2, c3], axis=1).astype(u32).reshape(-1)[:num_elements]
+    return np.stack([c0, c1, c2, c3], axis=1).astype(u32).reshape(-1)[:num_words]
 
 
 _LOG = (1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1)
@@ -158,6 +158,15 @@ def normals(key, parameter_id, num_elements):
     radius = np.sqrt(minus_two_log(words[:, 0]))
     sine, cosine = sin_cos(words[:, 1])
     return np.stack([radius * cosine, radius * sine], axis=1).reshape(-1)[:num_elements]
+
+
+def signs(key, parameter_id, num_elements):
+    words = philox(key, parameter_id, -(-num_elements // 32), stream=2)
+    bits = words[:, None] >> np.arange(32, dtype=u32) & u32(1)
+    return np.where(bits == 1, f32(-1), f32(1)).reshape(-1)[:num_elements]
+
+
+DISTRIBUTIONS = {"normal": normals, "rademacher": signs}
 
 
 def dither(key, parameter_id, num_elements):
@@ -239,11 +248,11 @@ class Weights:
         else:
             self.high[name] = nearest(values, self.dtype)
 
-    def apply(self, name, key, coefficient, factor, precision):
+    def apply(self, name, key, coefficient, factor, precision, distribution):
         """Do one update of one parameter."""
         high, low = self.high[name], self.low.get(name)
         theta = to_fp32(high, self.dtype) if low is None else join(high, low, self.dtype)
-        z = normals(key, self.ids[name], len(theta))
+        z = DISTRIBUTIONS[distribution](key, self.ids[name], len(theta))
         value = theta * f32(factor) - f32(coefficient) * z
         if precision == "stochastic":
             self.high[name] = stochastic(value, dither(key, self.ids[name], len(theta)), self.dtype)
@@ -372,6 +381,7 @@ def initial_weights(config, base, trained, frozen):
 def replay(weights, trained, config, steps):
     """Do steps of a journal on weights."""
     zo, blocks = config["zo"], blocks_of(weights.shapes)
+    distribution = zo.get("noise_distribution", "normal")
     weight_decay = 0.0
     if zo.get("update_rule", "sgd") == "sgd-weight-decay":
         weight_decay = zo["update_rule_options"].get("weight_decay", 0.01)
@@ -380,7 +390,7 @@ def replay(weights, trained, config, steps):
             if step["applied"] and blocks[name] not in step["dropped_layers"]:
                 own_decay = weight_decay if len(weights.shapes[name]) > 1 else 0.0
                 for update in updates_of(step, blocks[name], own_decay):
-                    weights.apply(name, *update, zo["update_precision"])
+                    weights.apply(name, *update, zo["update_precision"], distribution)
 
 
 def updates_of(step, block, weight_decay):

@@ -70,7 +70,7 @@ class ReferenceRun:
 
     def _normal(self, name, seed):
         shape = self.masters[name].shape
-        return self.noise.normal(seed, self.ids[name], 0, shape.numel(), torch.device("cpu")).view(shape)
+        return self.noise.draw(seed, self.ids[name], 0, shape.numel(), torch.device("cpu")).view(shape)
 
     def _loss_at(self, z, scale, batch):
         """Return the mean loss over the batch at theta + scale z.

@@ -58,7 +58,7 @@ def reference(model, trainable, change, dtype=torch.float32):
             if name not in names or names[name].block in change.dropped_layers:
                 continue
             theta = originals[name]
-            z = NOISE.normal(probe.key, names[name].parameter_id, 0, theta.numel(), CPU)
+            z = NOISE.draw(probe.key, names[name].parameter_id, 0, theta.numel(), CPU)
             value = theta.float() + probe.scale * z.view_as(theta)
             parameter.copy_(value if theta.dim() == 1 else value.to(theta.dtype))
     return perturbed
@@ -483,7 +483,7 @@ def run_module(module, hidden, only=("weight", "bias"), scale=1e-3):
     (plus, _) = run(PerturbedForward(model, trainable, NOISE), model, batch, change)
     exact = {}
     for parameter, named in trainable.items():
-        z = NOISE.normal(SEED, named.parameter_id, 0, parameter.numel(), CPU).view_as(parameter)
+        z = NOISE.draw(SEED, named.parameter_id, 0, parameter.numel(), CPU).view_as(parameter)
         exact[named.name] = parameter.detach().float() + scale * z
     return plus, exact
 
@@ -551,7 +551,7 @@ def gradient_estimates(model, batch, dropped, num_directions):
         plus, minus = run(perturbed, model, batch, change)
         slopes.append((loss(plus) - loss(minus)) / (2 * scale))
         z = [
-            NOISE.normal(seed, named.parameter_id, 0, parameter.numel(), CPU)
+            NOISE.draw(seed, named.parameter_id, 0, parameter.numel(), CPU)
             for parameter, named in trainable.items()
         ]
         directions.append(torch.cat(z))

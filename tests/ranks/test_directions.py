@@ -68,7 +68,7 @@ def _estimates(directory, num_directions, num_steps, name):
         estimate = torch.zeros(parameter.numel)
         for direction, gradient in enumerate(record.projected_grads):
             seed = direction_key(record.key, direction)
-            z = noise.normal(seed, parameter.named.parameter_id, 0, parameter.numel, CPU)
+            z = noise.draw(seed, parameter.named.parameter_id, 0, parameter.numel, CPU)
             estimate += gradient / num_directions * z
         estimates.append(estimate)
     return torch.stack(estimates)

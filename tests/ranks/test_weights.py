@@ -180,7 +180,7 @@ def _update_by_hand(directory, dtype):
     weights.apply(Sgd().step_updates([record], 0, 1))
     noise = noise_backend(torch.device("cpu"))
     z = {
-        p.name: noise.normal(record.key, p.named.parameter_id, 0, p.numel, torch.device("cpu")).view(p.shape)
+        p.name: noise.draw(record.key, p.named.parameter_id, 0, p.numel, torch.device("cpu")).view(p.shape)
         for p in weights.parameters
     }
     return before, gather(weights), record, z

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from ranks import run_ranks
 from tiny_runs import start_engine, train, zo_config
 
+from lezo_ds.zo.distributions import Distribution
 from lezo_ds.zo.estimators import ESTIMATORS
 from lezo_ds.zo.layers import LAYER_POLICIES
 from lezo_ds.zo.schedules import SCHEDULES
@@ -19,6 +22,7 @@ PARTS = {
     "layer_policy": LAYER_POLICIES,
     "update_rule": UPDATE_RULES,
     "lr_schedule": SCHEDULES,
+    "noise_distribution": get_args(Distribution),
 }
 
 

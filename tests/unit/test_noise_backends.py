@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
-from lezo_ds.noise import Update, eager, gaussian, noise_backend, split_master
+from lezo_ds.noise import Distribution, Update, eager, noise_backend, split_master
 from lezo_ds.noise.cpu import CpuNoise
+from lezo_ds.noise.draws import dither_words, draw
 from lezo_ds.noise.eager import EagerNoise
 
 CPU = torch.device("cpu")
@@ -24,6 +26,8 @@ PRECISIONS = ["stochastic", "fp32_master", "nearest"]
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "noise.json").read_text())
 TRITON = ["triton"] if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1" else []
 KEY, PARAMETER = 5, 6
+
+every_distribution = pytest.mark.parametrize("distribution", get_args(Distribution))
 
 
 @pytest.fixture(params=["eager", "cpu", *TRITON])
@@ -73,50 +77,59 @@ def stored(dtype, precision, device=CPU, count=1101):
 def test_the_noise_has_its_golden_bits(backend_and_device, case):
     noise, device = backend_and_device
     count = len(case["normal"])
-    z = noise.normal(case["seed"], case["parameter_id"], case["start"], count, device)
+    z = noise.draw(case["seed"], case["parameter_id"], case["start"], count, device)
     patterns = z.cpu().view(torch.int32)
     assert [f"{int(pattern) & 0xFFFFFFFF:08x}" for pattern in patterns] == case["normal"]
+    count = len(case["rademacher"])
+    signs = noise.draw(case["seed"], case["parameter_id"], case["start"], count, device, "rademacher")
+    assert "".join("+" if sign == 1 else "-" for sign in signs.tolist()) == case["rademacher"]
+    assert set(signs.tolist()) == {1.0, -1.0}
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["what"])
 def test_the_dither_has_its_golden_bits(case):
     where = (case["seed"], case["parameter_id"], case["start"], len(case["dither"]), CPU)
-    assert [f"{int(word):08x}" for word in gaussian.dither_words(*where)] == case["dither"]
+    assert [f"{int(word):08x}" for word in dither_words(*where)] == case["dither"]
 
 
-@pytest.mark.parametrize(("start", "count"), [(0, 0), (1, 1), (3, 2), (0, 1024), (1021, 1030), (5, 2055)])
-def test_normal_is_the_reference(backend_and_device, start, count):
+@every_distribution
+@pytest.mark.parametrize(
+    ("start", "count"), [(0, 0), (1, 1), (3, 2), (0, 1024), (1021, 1030), (5, 2055), (127, 9000)]
+)
+def test_a_draw_is_the_reference(backend_and_device, start, count, distribution):
     noise, device = backend_and_device
     key, parameter_id = 2**63 + 12345, 77
-    z = noise.normal(key, parameter_id, start, count, device)
-    assert_same_bits(z, REFERENCE.normal(key, parameter_id, start, count, CPU))
+    z = noise.draw(key, parameter_id, start, count, device, distribution)
+    assert_same_bits(z, REFERENCE.draw(key, parameter_id, start, count, CPU, distribution))
 
 
+@every_distribution
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("out_dtype", DTYPES)
-def test_each_perturbation_is_the_plain_formula_in_fp32(backend_and_device, dtype, out_dtype):
+def test_each_perturbation_is_the_plain_formula_in_fp32(backend_and_device, dtype, out_dtype, distribution):
     noise, device = backend_and_device
     theta = values_of_every_size(1071).to(dtype).view(7, 9, 17)
-    z = gaussian.normal(KEY, PARAMETER, 0, theta.numel(), CPU).view_as(theta)
+    z = draw(distribution, KEY, PARAMETER, 0, theta.numel(), CPU).view_as(theta)
     for scales in ([1e-3, -1e-3], [-0.01], [0.25, 1e-3, 0.0, -0.25]):
-        perturbed = noise.perturb(theta.to(device), KEY, PARAMETER, scales, out_dtype)
+        perturbed = noise.perturb(theta.to(device), KEY, PARAMETER, scales, out_dtype, distribution)
         for scale, actual in zip(scales, perturbed, strict=True):
             # The sum would turn -0.0 + 0.0 into 0.0.
             expected = theta if scale == 0 else theta.float() + z * scale
             assert_same_bits(actual, expected.to(out_dtype))
 
 
+@every_distribution
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [8, 13, 1, 1030])
-def test_perturbed_rows_are_those_of_the_whole(backend_and_device, dtype, width):
+@pytest.mark.parametrize("width", [8, 13, 1, 128, 1030])
+def test_perturbed_rows_are_those_of_the_whole(backend_and_device, dtype, width, distribution):
     noise, device = backend_and_device
     theta = values_of_every_size(11 * width).to(dtype).view(11, width)
     rows = torch.tensor([3, 0, 10, 3, 7])
     for out_dtype, scales in ((None, [1e-3, -1e-3]), (torch.float32, [0.0, 1e-3])):
         perturbed = noise.perturb_rows(
-            theta.to(device), rows.to(device), KEY, PARAMETER, scales, out_dtype=out_dtype
+            theta.to(device), rows.to(device), KEY, PARAMETER, scales, out_dtype, distribution
         )
-        expected = REFERENCE.perturb(theta, KEY, PARAMETER, scales, out_dtype)
+        expected = REFERENCE.perturb(theta, KEY, PARAMETER, scales, out_dtype, distribution)
         for actual, whole in zip(perturbed, expected, strict=True):
             assert_same_bits(actual, whole[rows])
 
@@ -124,7 +137,7 @@ def test_perturbed_rows_are_those_of_the_whole(backend_and_device, dtype, width)
 def test_opposite_scales_share_a_draw_and_a_scale_of_zero_draws_nothing(monkeypatch):
     drawn = []
 
-    def record(self, theta, rows, key, parameter_id, scale, outs):
+    def record(self, distribution, theta, rows, key, parameter_id, scale, outs):
         drawn.append([scale, -scale][: len(outs)])
 
     monkeypatch.setattr(EagerNoise, "_perturb", record)
@@ -153,90 +166,102 @@ def test_empty_inputs_are_accepted(backend_and_device):
     assert (ones == 1).all()
 
 
+@every_distribution
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     ("start", "coefficient", "factor"), [(0, 1e-3, 1.0), (4099, -0.7, 0.999), (2**34 + 2, 3e-7, 1 - 1e-6)]
 )
-def test_an_update_is_the_reference(backend_and_device, dtype, precision, start, coefficient, factor):
+def test_an_update_is_the_reference(
+    backend_and_device, dtype, precision, start, coefficient, factor, distribution
+):
     noise, device = backend_and_device
     expected, expected_low = stored(dtype, precision)
     actual, actual_low = stored(dtype, precision, device)
     steps = [Update(KEY, coefficient, factor)]
-    REFERENCE.update_(expected, start, PARAMETER, steps, precision, expected_low)
-    noise.update_(actual, start, PARAMETER, steps, precision, actual_low)
+    REFERENCE.update_(expected, start, PARAMETER, steps, precision, expected_low, distribution)
+    noise.update_(actual, start, PARAMETER, steps, precision, actual_low, distribution)
     assert_same_bits(actual, expected)
     assert_same_bits(actual_low, expected_low)
 
 
+@every_distribution
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("factor", [1.0, 0.99])
-def test_an_update_is_the_plain_formula_in_fp32(backend_and_device, dtype, factor):
+def test_an_update_is_the_plain_formula_in_fp32(backend_and_device, dtype, factor, distribution):
     noise, device = backend_and_device
     before, _ = stored(dtype, "nearest")
     shard = before.to(device, copy=True)
-    noise.update_(shard, 9, PARAMETER, [Update(KEY, 0.3, factor)], "nearest")
+    noise.update_(shard, 9, PARAMETER, [Update(KEY, 0.3, factor)], "nearest", distribution=distribution)
     values = before.float() if factor == 1.0 else before.float() * factor
-    z = gaussian.normal(KEY, PARAMETER, 9, len(before), CPU)
+    z = draw(distribution, KEY, PARAMETER, 9, len(before), CPU)
     assert_same_bits(shard, (values - z * 0.3).to(dtype))
 
 
+@every_distribution
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_many_updates_at_once_are_the_updates_one_by_one(backend_and_device, dtype, precision):
+def test_many_updates_at_once_are_the_updates_one_by_one(backend_and_device, dtype, precision, distribution):
     noise, device = backend_and_device
     steps = [Update(2**64 - 1, 1e-2), Update(0, -3e-4, 0.5), Update(12345678901234567890, 0.5, 1.001)]
     one_by_one, one_by_one_low = stored(dtype, precision, device)
     at_once, at_once_low = stored(dtype, precision, device)
     for step in steps:
-        noise.update_(one_by_one, 7, PARAMETER, [step], precision, one_by_one_low)
-    noise.update_(at_once, 7, PARAMETER, steps, precision, at_once_low)
+        noise.update_(one_by_one, 7, PARAMETER, [step], precision, one_by_one_low, distribution)
+    noise.update_(at_once, 7, PARAMETER, steps, precision, at_once_low, distribution)
     assert_same_bits(at_once, one_by_one)
     assert_same_bits(at_once_low, one_by_one_low)
 
 
+@every_distribution
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_updates_of_the_slices_are_the_slices_of_the_update(backend_and_device, precision):
+def test_updates_of_the_slices_are_the_slices_of_the_update(backend_and_device, precision, distribution):
     noise, device = backend_and_device
     steps = [Update(KEY, 0.01, 0.999)]
     whole, whole_low = stored(torch.bfloat16, precision, device)
     parts, parts_low = stored(torch.bfloat16, precision, device)
-    noise.update_(whole, 0, PARAMETER, steps, precision, whole_low)
+    noise.update_(whole, 0, PARAMETER, steps, precision, whole_low, distribution)
     for first, last in ((0, 367), (367, 734), (734, 1101)):
         part_low = None if parts_low is None else parts_low[first:last]
-        noise.update_(parts[first:last], first, PARAMETER, steps, precision, part_low)
+        noise.update_(parts[first:last], first, PARAMETER, steps, precision, part_low, distribution)
     assert_same_bits(parts, whole)
     assert_same_bits(parts_low, whole_low)
 
 
-def test_the_chunks_of_the_reference_change_no_bit(monkeypatch):
+@every_distribution
+def test_the_chunks_of_the_reference_change_no_bit(monkeypatch, distribution):
     theta = torch.randn(37, 29, generator=torch.Generator().manual_seed(0)).bfloat16()
     rows = torch.tensor([5, 3, 36, 0, 0, 11])
     found = []
     for chunk in (eager.CHUNK, 64):
         monkeypatch.setattr(eager, "CHUNK", chunk)
         shard = theta.view(-1).clone()
-        REFERENCE.update_(shard, 3, PARAMETER, [Update(KEY, 0.1)], "stochastic")
-        perturbed = REFERENCE.perturb(theta, KEY, PARAMETER, [0.1, -0.1])
-        of_rows = REFERENCE.perturb_rows(theta, rows, KEY, PARAMETER, [0.1])
-        found.append([shard, *perturbed, *of_rows, REFERENCE.normal(KEY, PARAMETER, 3, 200, CPU)])
+        drawn = {"distribution": distribution}
+        REFERENCE.update_(shard, 3, PARAMETER, [Update(KEY, 0.1)], "stochastic", **drawn)
+        perturbed = REFERENCE.perturb(theta, KEY, PARAMETER, [0.1, -0.1], **drawn)
+        of_rows = REFERENCE.perturb_rows(theta, rows, KEY, PARAMETER, [0.1], **drawn)
+        found.append([shard, *perturbed, *of_rows, REFERENCE.draw(KEY, PARAMETER, 3, 200, CPU, **drawn)])
     for actual, expected in zip(*found, strict=True):
         assert_same_bits(actual, expected)
 
 
 @pytest.mark.skipif(not TRITON, reason="no GPU; test_noise_triton.py runs it in the interpreter")
-def test_the_tile_of_triton_changes_no_bit(monkeypatch):
+@every_distribution
+def test_the_tile_of_triton_changes_no_bit(monkeypatch, distribution):
     from lezo_ds.noise import gpu
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = []
-    for num_blocks, num_warps in ((256, 4), (128, 4), (1024, 8)):
-        monkeypatch.setattr(gpu, "NUM_BLOCKS", num_blocks)
+    tile = gpu.TILES[distribution]
+    drawn = {"distribution": distribution}
+    for times, num_warps in ((1, 4), (0.5, 4), (4, 8)):
+        num_blocks = int(tile.num_blocks * times)
+        monkeypatch.setitem(gpu.TILES, distribution, tile._replace(num_blocks=num_blocks))
         monkeypatch.setattr(gpu, "NUM_WARPS", num_warps)
         shard, _ = stored(torch.bfloat16, "stochastic", device, count=5003)
-        perturbed = gpu.TritonNoise().perturb(shard, KEY, PARAMETER, [0.1, -0.1])
-        gpu.TritonNoise().update_(shard, 3, PARAMETER, [Update(KEY, -0.7)], "stochastic")
-        found.append([*perturbed, shard, gpu.TritonNoise().normal(KEY, PARAMETER, 9, 5003, device)])
+        perturbed = gpu.TritonNoise().perturb(shard, KEY, PARAMETER, [0.1, -0.1], **drawn)
+        gpu.TritonNoise().update_(shard, 3, PARAMETER, [Update(KEY, -0.7)], "stochastic", **drawn)
+        found.append([*perturbed, shard, gpu.TritonNoise().draw(KEY, PARAMETER, 9, 5003, device, **drawn)])
     for others in found[1:]:
         for actual, expected in zip(others, found[0], strict=True):
             assert_same_bits(actual, expected)
@@ -247,10 +272,10 @@ LOW = torch.zeros(8, dtype=torch.int16)
 ROW = torch.zeros(1, dtype=torch.int64)
 STEPS = [Update(0, 0.1)]
 MISTAKES = {
-    "key must be": lambda noise: noise.normal(-1, 0, 0, 4, CPU),
+    "key must be": lambda noise: noise.draw(-1, 0, 0, 4, CPU),
     "key must be an unsigned": lambda noise: noise.update_(SHARD, 0, 0, [Update(2**64, 0.1)], "nearest"),
-    "parameter_id must be": lambda noise: noise.normal(0, 2**32, 0, 4, CPU),
-    r"must lie in \[0, 2": lambda noise: noise.normal(0, 0, 2**40 - 3, 4, CPU),
+    "parameter_id must be": lambda noise: noise.draw(0, 2**32, 0, 4, CPU),
+    r"must lie in \[0, 2": lambda noise: noise.draw(0, 0, 2**40 - 3, 4, CPU),
     "must be fp32, bf16 or fp16": lambda noise: noise.perturb(SHARD.double(), 0, 0, [0.1]),
     "got 1-D and 1-D": lambda noise: noise.perturb_rows(SHARD, ROW, 0, 0, [0.1]),
     "1-D torch.int32": lambda noise: noise.perturb_rows(SHARD.view(2, 4), ROW.int(), 0, 0, [0.1]),
@@ -258,6 +283,7 @@ MISTAKES = {
     "and no low bits": lambda noise: noise.update_(SHARD, 0, 0, STEPS, "fp32_master"),
     "contiguous int16": lambda noise: noise.update_(SHARD, 0, 0, STEPS, "fp32_master", LOW[:4]),
     "and low bits": lambda noise: noise.update_(SHARD, 0, 0, STEPS, "stochastic", LOW),
+    "got 'uniform'": lambda noise: noise.draw(0, 0, 0, 4, CPU, "uniform"),
     "got 'rounded'": lambda noise: noise.update_(SHARD, 0, 0, STEPS, "rounded"),
 }
 

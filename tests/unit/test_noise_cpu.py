@@ -3,11 +3,12 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
-from lezo_ds.noise import Update, cpu, split_master
+from lezo_ds.noise import Distribution, Update, cpu, split_master
 from lezo_ds.noise.cpu import CpuNoise
 from lezo_ds.noise.eager import EagerNoise
 
@@ -19,7 +20,7 @@ logging.basicConfig(level=logging.INFO)
 from lezo_ds.noise import noise_backend
 for _ in range(2):
     noise = noise_backend(torch.device("cpu"))
-print(type(noise).__name__, noise.normal(1, 2, 3, 4, torch.device("cpu")).tolist())
+print(type(noise).__name__, noise.draw(1, 2, 3, 4, torch.device("cpu")).tolist())
 """
 
 
@@ -37,7 +38,7 @@ def start_python(cache, path=None):
 
 
 def expected_line(backend):
-    return f"{backend} {EagerNoise().normal(1, 2, 3, 4, CPU).tolist()}"
+    return f"{backend} {EagerNoise().draw(1, 2, 3, 4, CPU).tolist()}"
 
 
 def broken_compiler(folder):
@@ -88,13 +89,15 @@ def test_older_instruction_sets_give_the_same_bits(monkeypatch, tmp_path, instru
     cpu.load_kernels.cache_clear()
     assert len(list((tmp_path / "lezo_ds").iterdir())) == 1
     start, count = 2**34 - 1001, 5003
-    assert torch.equal(older.normal(1, 2, start, count, CPU), EagerNoise().normal(1, 2, start, count, CPU))
-    for dtype in (torch.bfloat16, torch.float16):
-        shard = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
-        expected = shard.clone()
-        older.update_(shard, start, 2, [Update(1, 0.01)], "stochastic")
-        EagerNoise().update_(expected, start, 2, [Update(1, 0.01)], "stochastic")
-        assert torch.equal(shard, expected)
+    for distribution in get_args(Distribution):
+        where = (1, 2, start, count, CPU, distribution)
+        assert torch.equal(older.draw(*where), EagerNoise().draw(*where))
+        for dtype in (torch.bfloat16, torch.float16):
+            shard = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
+            expected = shard.clone()
+            for noise, values in ((older, shard), (EagerNoise(), expected)):
+                noise.update_(values, start, 2, [Update(1, 0.01)], "stochastic", distribution=distribution)
+            assert torch.equal(shard, expected)
 
 
 @pytest.fixture
@@ -105,7 +108,8 @@ def restore_threads():
 
 
 @pytest.mark.usefixtures("restore_threads")
-def test_the_number_of_threads_changes_no_bit():
+@pytest.mark.parametrize("distribution", get_args(Distribution))
+def test_the_number_of_threads_changes_no_bit(distribution):
     noise = CpuNoise()
     count = 200_003
     theta = torch.randn(count, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -114,13 +118,14 @@ def test_the_number_of_threads_changes_no_bit():
     for num_threads in (1, 2, 3):
         torch.set_num_threads(num_threads)
         shard = theta.clone()
-        noise.update_(shard, 5, 2, [Update(1, 0.1)], "stochastic")
-        by_rows = noise.perturb_rows(theta[:200_000].view(200, 1000), rows, 1, 2, [0.1])
-        perturbed = noise.perturb(theta, 1, 2, [0.1])
-        results.append((noise.normal(1, 2, 3, count, CPU), shard, *perturbed, *by_rows))
+        drawn = {"distribution": distribution}
+        noise.update_(shard, 5, 2, [Update(1, 0.1)], "stochastic", **drawn)
+        by_rows = noise.perturb_rows(theta[:200_000].view(200, 1000), rows, 1, 2, [0.1], **drawn)
+        perturbed = noise.perturb(theta, 1, 2, [0.1], **drawn)
+        results.append((noise.draw(1, 2, 3, count, CPU, **drawn), shard, *perturbed, *by_rows))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-    assert torch.equal(results[0][0], EagerNoise().normal(1, 2, 3, count, CPU))
+    assert torch.equal(results[0][0], EagerNoise().draw(1, 2, 3, count, CPU, distribution))
 
 
 @pytest.fixture
@@ -148,7 +153,7 @@ def test_flushing_of_denormals_elsewhere_in_the_process_changes_no_bit():
 def converted_by_the_kernel(values, dtype):
     """The public `perturb` converts with PyTorch if the scale is 0."""
     out = torch.empty(len(values), dtype=dtype)
-    CpuNoise()._perturb(values, None, 0, 0, 0.0, [out])
+    CpuNoise()._perturb("normal", values, None, 0, 0, 0.0, [out])
     return out
 
 

@@ -134,7 +134,7 @@ def test_tiny_updates_survive_stochastic_and_master_storage_only(dtype, size, pr
 
     exact = torch.zeros(num_elements, dtype=torch.float64)
     for step in steps:
-        exact -= step.coefficient * noise.normal(step.key, 4, 0, num_elements, CPU).double()
+        exact -= step.coefficient * noise.draw(step.key, 4, 0, num_elements, CPU).double()
 
     if precision == "fp32_master":
         shard, low = split_master(start.float(), dtype)

@@ -14,7 +14,7 @@ from lezo_ds.config import PeftConfig
 from lezo_ds.errors import UserError
 from lezo_ds.model.adapters.base import Adapter
 from lezo_ds.model.blocks import BlockLayout
-from lezo_ds.noise import gaussian
+from lezo_ds.noise.philox import NORMAL_STREAM, words_of_blocks
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.keys import adapter_key
 
@@ -114,6 +114,6 @@ def uniform(key: int, parameter_id: int, start: int, count: int) -> Tensor:
     word (Salmon et al. 2011), which float32 holds exactly.
     """
     blocks = torch.arange(start // 4, -(-(start + count) // 4))
-    words = torch.stack(gaussian.words_of_blocks(key, parameter_id, blocks, gaussian.NORMAL_STREAM), 1)
+    words = torch.stack(words_of_blocks(key, parameter_id, blocks, NORMAL_STREAM), 1)
     wanted = words.reshape(-1)[start % 4 : start % 4 + count]
     return (wanted >> 8).to(torch.float32) * 2.0**-23 - 1

@@ -5,14 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import get_args
 
 import torch
-from torch import Tensor
 
 from lezo_ds import distributed
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding.checkpoint_files import DTYPES
 from lezo_ds.tools.benchmark.measure import Row, interleaved, time_columns
+from lezo_ds.zo.distributions import Distribution
 from lezo_ds.zo.precision import UpdatePrecision
 from lezo_ds.zo.updates import Update
 
@@ -56,31 +57,39 @@ def _operations(dtype: str, num_elements: int) -> dict[str, tuple[int, Callable[
     """Return by name: the bytes per element that an operation must read and write, and the operation."""
     device = distributed.device()
     noise = noise_backend(device)
-    theta = noise.normal(1, 0, 0, num_elements, device).to(DTYPES[dtype])
+    theta = noise.draw(1, 0, 0, num_elements, device).to(DTYPES[dtype])
     other = torch.empty_like(theta)
     low = torch.zeros(num_elements, dtype=torch.int16, device=device)
     generator = torch.Generator(device).manual_seed(1)
     size = theta.element_size()
 
-    def perturb(*scales: float) -> object:
-        return noise.perturb(theta, key=1, parameter_id=2, scales=scales)
+    def draw(distribution: Distribution) -> object:
+        return noise.draw(1, 2, 0, num_elements, device, distribution)
 
-    def update(num_steps: int, precision: UpdatePrecision, low: Tensor | None = None) -> None:
+    def perturb(distribution: Distribution, *scales: float) -> object:
+        return noise.perturb(theta, 1, 2, scales, distribution=distribution)
+
+    def update(distribution: Distribution, precision: UpdatePrecision, num_steps: int = 1) -> None:
         steps: Sequence[Update] = [Update(key, 1e-3) for key in range(num_steps)]
-        noise.update_(theta, 0, parameter_id=2, steps=steps, precision=precision, low=low)
+        low_bits = low if precision == "fp32_master" else None
+        noise.update_(theta, 0, 2, steps, precision, low_bits, distribution)
 
     operations: dict[str, tuple[int, Callable[[], object]]] = {
         "copy": (2 * size, lambda: other.copy_(theta)),
         REFERENCE: (4 * size, lambda: theta.add_(other.normal_(generator=generator), alpha=1e-9)),
-        "normal, fp32": (4, lambda: noise.normal(1, 2, 0, num_elements, device)),
-        "perturb": (2 * size, lambda: perturb(1e-3)),
-        "perturb_pair": (3 * size, lambda: perturb(1e-3, -1e-3)),
-        "update, nearest": (2 * size, lambda: update(1, "nearest")),
-        "update of 16 steps, nearest": (2 * size, lambda: update(16, "nearest")),
     }
-    if size == 2:
+    for distribution in get_args(Distribution):
+        suffix = "" if distribution == "normal" else f", {distribution}"
         operations |= {
-            "update, stochastic": (2 * size, lambda: update(1, "stochastic")),
-            "update, fp32_master": (8, lambda: update(1, "fp32_master", low)),
+            f"{distribution}, fp32": (4, partial(draw, distribution)),
+            f"perturb{suffix}": (2 * size, partial(perturb, distribution, 1e-3)),
+            f"perturb_pair{suffix}": (3 * size, partial(perturb, distribution, 1e-3, -1e-3)),
+            f"update, nearest{suffix}": (2 * size, partial(update, distribution, "nearest")),
+            f"update of 16 steps, nearest{suffix}": (2 * size, partial(update, distribution, "nearest", 16)),
         }
+        if size == 2:
+            operations |= {
+                f"update, stochastic{suffix}": (2 * size, partial(update, distribution, "stochastic")),
+                f"update, fp32_master{suffix}": (8, partial(update, distribution, "fp32_master")),
+            }
     return operations

@@ -168,6 +168,6 @@ def _fill_with_random_weights(engine: LezoEngine) -> None:
     noise = noise_backend(engine.device)
     for parameter in engine.weights.parameters:
         element = (parameter.named.parameter_id, parameter.start, parameter.count)
-        values = noise.normal(_WEIGHT_SEED, *element, engine.device).mul_(_STANDARD_DEVIATION)
+        values = noise.draw(_WEIGHT_SEED, *element, engine.device).mul_(_STANDARD_DEVIATION)
         engine.weights.fill(parameter, values.add_(1.0 if parameter.name.endswith("norm.weight") else 0.0))
     zero3.finish_updates()

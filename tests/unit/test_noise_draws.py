@@ -1,19 +1,26 @@
 import math
+from functools import partial
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lezo_ds.noise import gaussian
+from lezo_ds.noise import Distribution, gaussian
+from lezo_ds.noise.draws import dither_words, draw
+from lezo_ds.noise.philox import NORMAL_STREAM, RADEMACHER_STREAM, words_of_blocks
 
 CPU = torch.device("cpu")
 KEYS = st.integers(0, 2**64 - 1)
 PARAMETER_IDS = st.integers(0, 2**32 - 1)
 
 
-def million():
-    return gaussian.normal(2024, 5, 0, 1_000_000, CPU).double()
+every_distribution = pytest.mark.parametrize("distribution", get_args(Distribution))
+
+
+def million(distribution="normal"):
+    return draw(distribution, 2024, 5, 0, 1_000_000, CPU).double()
 
 
 @settings(deadline=None, max_examples=50)
@@ -21,7 +28,7 @@ def million():
 def test_any_slice_holds_the_values_of_the_whole(key, parameter_id, start, count, skip, data):
     skip = min(skip, count - 1)
     length = data.draw(st.integers(1, count - skip))
-    for function in (gaussian.normal, gaussian.dither_words):
+    for function in (partial(draw, "normal"), partial(draw, "rademacher"), dither_words):
         whole = function(key, parameter_id, start, count, CPU)
         part = function(key, parameter_id, start + skip, length, CPU)
         assert torch.equal(part, whole[skip : skip + length])
@@ -29,7 +36,7 @@ def test_any_slice_holds_the_values_of_the_whole(key, parameter_id, start, count
 
 def test_the_noise_is_box_muller_of_the_philox_words():
     blocks = torch.arange(1 << 18)
-    words = gaussian.words_of_blocks(3, 1, blocks, gaussian.NORMAL_STREAM)
+    words = words_of_blocks(3, 1, blocks, NORMAL_STREAM)
     uniform = ((words[0] >> 9) * 2 + 1).double() / 2**24
     signed = ((words[1] << 2) & 0xFFFFFFFF).to(torch.int32).double()
     angle = (words[1] >> 30).double() * (math.pi / 2) + signed * (math.pi / 4 / 2**31)
@@ -37,6 +44,19 @@ def test_the_noise_is_box_muller_of_the_philox_words():
     z = gaussian.normals_of_blocks(3, 1, blocks).double()
     assert (z[:, 0] - radius * angle.cos()).abs().max() < 4e-6
     assert (z[:, 1] - radius * angle.sin()).abs().max() < 4e-6
+
+
+def test_the_signs_are_the_bits_of_the_philox_words():
+    words = [int(word) for word in words_of_blocks(3, 1, torch.tensor(5), RADEMACHER_STREAM)]
+    number = sum(word << (32 * place) for place, word in enumerate(words))
+    signs = [-1.0 if number >> element & 1 else 1.0 for element in range(128)]
+    assert draw("rademacher", 3, 1, 5 * 128, 128, CPU).tolist() == signs
+
+
+def test_the_signs_are_fair():
+    assert abs(million("rademacher").mean()) < 4e-3
+    by_place = million("rademacher")[: 7812 * 128].view(-1, 128).mean(dim=0)
+    assert by_place.abs().max() < 4.5 / math.sqrt(7812)
 
 
 def test_the_moments_are_those_of_a_standard_normal():
@@ -61,25 +81,32 @@ def correlation(a, b):
     return float((a.double() * b.double()).mean())
 
 
+@every_distribution
 @pytest.mark.parametrize(
     ("key", "parameter_id"), [(2025, 5), (2024 + 2**32, 5), (2024, 6), (2024, 5 + 2**31)]
 )
-def test_other_keys_and_parameters_have_uncorrelated_noise(key, parameter_id):
-    other = gaussian.normal(key, parameter_id, 0, 1_000_000, CPU)
-    assert abs(correlation(million(), other)) < 4e-3
+def test_other_keys_and_parameters_have_uncorrelated_noise(key, parameter_id, distribution):
+    other = draw(distribution, key, parameter_id, 0, 1_000_000, CPU)
+    assert abs(correlation(million(distribution), other)) < 4e-3
 
 
-@pytest.mark.parametrize("lag", [1, 2, 3, 4, 7, 1024])
-def test_neighboring_elements_are_uncorrelated(lag):
-    z = million()
+def test_the_signs_are_uncorrelated_with_the_normals_of_the_same_key():
+    assert abs(correlation(million("rademacher"), million())) < 4e-3
+
+
+@every_distribution
+@pytest.mark.parametrize("lag", [1, 2, 3, 4, 7, 32, 128, 1024])
+def test_neighboring_elements_are_uncorrelated(lag, distribution):
+    z = million(distribution)
     assert abs(correlation(z[:-lag], z[lag:])) < 4e-3
     assert abs(correlation(z[:-lag] ** 2 - 1, z[lag:] ** 2 - 1)) < 4 * 2e-3
 
 
-def test_the_dither_is_uniform_and_uncorrelated_with_the_noise():
-    words = gaussian.dither_words(2024, 5, 0, 1_000_000, CPU)
+@every_distribution
+def test_the_dither_is_uniform_and_uncorrelated_with_the_noise(distribution):
+    words = dither_words(2024, 5, 0, 1_000_000, CPU)
     for num_bits in (13, 16, 20):  # the low bits that rounding uses
         uniform = (words & ((1 << num_bits) - 1)).double() / (1 << num_bits) - 0.5
         assert abs(uniform.mean()) < 4e-3 * math.sqrt(1 / 12)
         assert abs(uniform.var() - 1 / 12) < 1e-3
-        assert abs(correlation(uniform * math.sqrt(12), million())) < 4e-3
+        assert abs(correlation(uniform * math.sqrt(12), million(distribution))) < 4e-3
