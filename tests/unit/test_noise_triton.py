@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from commands import environment
 
 from lezo_ds.errors import UserError
-from lezo_ds.noise import noise_backend
+from lezo_ds.noise import Distribution, noise_backend
 
 pytest.importorskip("triton")
 
 from lezo_ds.noise import triton_kernels as kernels
-from lezo_ds.noise.gpu import TritonNoise
+from lezo_ds.noise.gpu import NUM_WARPS, TILES, TritonNoise
 
 REPOSITORY = Path(__file__).parents[2]
 TYPES = {
     "out_ptr": "*fp32",
-    "minus_ptr": "*fp32",
     "rows_ptr": "*i64",
     "low_ptr": "*i16",
     "keys_ptr": "*u64",
@@ -53,22 +54,46 @@ def test_the_triton_backend_passes_the_suite_in_the_interpreter():
     assert "passed" in result.stdout
 
 
-def ptx_for_hopper(kernel, storage, precision=None):
-    """The assembly that `kernel` becomes for compute capability 9.0; needs no GPU."""
+def compiled_for_hopper(kernel, storage, distribution, precision=None, *, wide=False):
+    """What `kernel` becomes for compute capability 9.0; needs no GPU.
+
+    `wide`: of tensors as nearly all are, which begin and end at multiples of 16 bytes.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    types = TYPES | dict.fromkeys(("theta_ptr", "shard_ptr", "plus_ptr"), f"*{storage}")
-    constants = {"aligned": False, "num_blocks": 256, "precision": precision}
     names = kernel.arg_names
+    types = TYPES | dict.fromkeys(("theta_ptr", "shard_ptr", "plus_ptr"), f"*{storage}")
+    types |= {"minus_ptr": f"*{storage}"}
+    constants = {"aligned": wide, "precision": precision, **TILES[distribution]._asdict()}
+    constants["distribution"] = {"normal": kernels.NORMAL, "rademacher": kernels.RADEMACHER}[
+        distribution
+    ].value
+    if wide:
+        constants["rows_ptr"] = None
+        types.pop("rows_ptr")
+    # As a launch finds them: addresses and sizes that are multiples of 16, which allow wide accesses.
+    sixteen = [name for name in names if name.endswith("_ptr") or name in ("width", "start", "count")]
     source = ASTSource(
         fn=kernel,
         signature={name: types.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items() if name in names},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in sixteen if wide and name in types},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
-    return compiled.asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False}).asm
+
+
+def instructions(cubin, tmp_path):
+    """The instructions of a compiled kernel, without the padding after its end."""
+    import triton
+
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(cubin)
+    command = [triton.knobs.nvidia.nvdisasm.path, "--print-code", str(path)]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+([^;]+);", listing)
+    return [instruction for instruction in found if not instruction.startswith("NOP")]
 
 
 needs_a_compiler = pytest.mark.skipif(
@@ -77,27 +102,49 @@ needs_a_compiler = pytest.mark.skipif(
 
 
 @needs_a_compiler
+@pytest.mark.parametrize("distribution", get_args(Distribution))
 @pytest.mark.parametrize("storage", ["fp32", "bf16", "fp16"])
-def test_the_kernels_compile_for_a_gpu_with_every_operation_rounded_on_its_own(storage):
+def test_the_kernels_compile_for_a_gpu_with_every_operation_rounded_on_its_own(storage, distribution):
     precisions = [kernels.NEAREST, kernels.STOCHASTIC, kernels.MASTER]
     updates = [
-        ptx_for_hopper(kernels.update_kernel, storage, precision.value)
+        compiled_for_hopper(kernels.update_kernel, storage, distribution, precision.value)["ptx"]
         for precision in precisions[: 1 if storage == "fp32" else 3]
     ]
-    perturb = ptx_for_hopper(kernels.perturb_kernel, storage)
-    for assembly in (ptx_for_hopper(kernels.normal_kernel, storage), perturb, *updates):
+    perturb, draw = (
+        compiled_for_hopper(kernel, storage, distribution)["ptx"]
+        for kernel in (kernels.perturb_kernel, kernels.draw_kernel)
+    )
+    for assembly in (draw, perturb, *updates):
         assert "fma.rn.f32" not in assembly  # a product and a sum that are rounded once
-        assert "sqrt.rn.f32" in assembly
+        assert ("sqrt.rn.f32" in assembly) == (distribution == "normal")
         assert ".approx" not in assembly
         assert ".ftz" not in assembly  # denormals flushed to zero
     if storage == "bf16":
         assert "cvt.rn.bf16" in updates[0]  # rounded to nearest by the hardware
 
 
+@needs_a_compiler
+@pytest.mark.parametrize(
+    ("kernel", "precision", "most"),
+    [
+        (kernels.perturb_kernel, None, 15),
+        (kernels.update_kernel, kernels.NEAREST, 15),
+    ],
+)
+@pytest.mark.parametrize("storage", ["fp32", "bf16", "fp16"])
+def test_signs_take_few_instructions_an_element(kernel, storage, precision, most, tmp_path):
+    precision = None if precision is None else precision.value
+    compiled = compiled_for_hopper(kernel, storage, "rademacher", precision, wide=True)
+    found = instructions(compiled["cubin"], tmp_path)
+    tile = TILES["rademacher"]
+    elements_of_thread = tile.num_blocks * tile.per_block / (32 * NUM_WARPS)
+    assert 1 < len(found) / elements_of_thread <= most
+
+
 def test_a_gpu_on_which_triton_cannot_build_is_refused_before_weights_load(monkeypatch):
     def fails(*_):
         raise RuntimeError("Failed to find C compiler")
 
-    monkeypatch.setattr(TritonNoise, "_normal", fails)
+    monkeypatch.setattr(TritonNoise, "_draw", fails)
     with pytest.raises(UserError, match=r"Triton cannot run .* got: RuntimeError: Failed to find C compiler"):
         noise_backend(torch.device("cuda"))
