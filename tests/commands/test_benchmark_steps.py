@@ -105,9 +105,10 @@ def _noise_rows():
 def test_the_noise_is_compared_with_a_copy_and_with_torch():
     (rows,) = run_ranks(_noise_rows, 1)
     found = table.to_frame(rows).set_index("variant")
-    assert {"copy", "normal, fp32", "perturb", "update, fp32_master", "update, stochastic"} <= set(
-        found.index
-    )
+    copies = {"copy", "copy to new memory"}
+    operations = {"perturb", "perturb_pair", "update, nearest", "update, stochastic", "update, fp32_master"}
+    signs = {f"{operation}, rademacher" for operation in operations}
+    assert copies | operations | signs | {"normal, fp32", "rademacher, fp32"} <= set(found.index)
     assert found.ratio[REFERENCE] == 1
     copied = 4 * 1000 / found.seconds_median["copy"]
     assert found.bytes_per_second["copy"] == pytest.approx(copied)

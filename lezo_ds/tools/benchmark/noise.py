@@ -76,6 +76,7 @@ def _operations(dtype: str, num_elements: int) -> dict[str, tuple[int, Callable[
 
     operations: dict[str, tuple[int, Callable[[], object]]] = {
         "copy": (2 * size, lambda: other.copy_(theta)),
+        "copy to new memory": (2 * size, theta.clone),  # as a perturbation's results are
         REFERENCE: (4 * size, lambda: theta.add_(other.normal_(generator=generator), alpha=1e-9)),
     }
     for distribution in get_args(Distribution):
