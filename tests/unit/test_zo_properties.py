@@ -27,9 +27,7 @@ DRAWS = {
 }
 
 every_estimator = pytest.mark.parametrize("estimator", ESTIMATORS.values(), ids=ESTIMATORS)
-every_draw = pytest.mark.parametrize(
-    "draw", map(DRAWS.get, get_args(Distribution)), ids=get_args(Distribution)
-)
+every_draw = pytest.mark.parametrize("draw", [DRAWS[name] for name in get_args(Distribution)], ids=DRAWS)
 every_policy = pytest.mark.parametrize("policy", LAYER_POLICIES.values(), ids=LAYER_POLICIES)
 every_rule = pytest.mark.parametrize("rule", UPDATE_RULES.values(), ids=UPDATE_RULES)
 
