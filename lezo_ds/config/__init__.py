@@ -29,6 +29,7 @@ from lezo_ds.config.schema import (
     AdamWConfig,
     DataConfig,
     Dtype,
+    GenerationConfig,
     Method,
     ModelConfig,
     PeftConfig,
@@ -37,7 +38,7 @@ from lezo_ds.config.schema import (
     TrainConfig,
     ZoConfig,
 )
-from lezo_ds.config.task import find_task
+from lezo_ds.config.task import described_task, find_task
 
 __all__ = [
     "RESUME_MAY_DIFFER",
@@ -46,6 +47,7 @@ __all__ = [
     "AdamWConfig",
     "DataConfig",
     "Dtype",
+    "GenerationConfig",
     "Method",
     "ModelConfig",
     "PeftConfig",
@@ -59,6 +61,7 @@ __all__ = [
     "config_to_dict",
     "copies_per_pass",
     "describe",
+    "described_task",
     "find_task",
     "flatten",
     "load_config",

@@ -58,6 +58,11 @@ class Choices:
 
 
 @dataclass(frozen=True)
+class ExactTexts:
+    """A key for texts takes each text as it is: a single one is not cut at commas, and there may be none."""
+
+
+@dataclass(frozen=True)
 class OptionsOf:
     """The key is an open section: it holds the options of a component that another key names.
 
@@ -93,6 +98,7 @@ class Key:
         default: MISSING if the key is required.
         optional: whether null is a value.
         may_map: whether a key for texts also accepts a map from text to text.
+        exact_texts: whether a key for texts takes each text as it is (see `ExactTexts`).
         range: the numbers that it accepts; None for all.
         choices: the texts that it accepts, or where they are registered; None for all.
         options: whose options an open section holds.
@@ -103,6 +109,7 @@ class Key:
     default: Any
     optional: bool = False
     may_map: bool = False
+    exact_texts: bool = False
     range: Range | None = None
     choices: Choices | None = None
     options: OptionsOf | None = None
@@ -123,6 +130,8 @@ class Key:
     def expected(self) -> str:
         """What the key accepts, in words."""
         words = f"one of {', '.join(self.choices.names)}" if self.choices else _TYPE_NAMES[self.kind]
+        if self.exact_texts:
+            words = "texts (a list, which may be empty, or one text)"
         if self.choices is not None and self.choices.code is not None:
             words += f" or package.module:{self.choices.code}"
         if self.may_map:
@@ -217,6 +226,7 @@ def _key(name: str, hint: object, default: object) -> Key:
         default=default,
         optional=optional,
         may_map=may_map,
+        exact_texts=any(isinstance(note, ExactTexts) for note in notes),
         range=limits,
         choices=choices,
         options=options,

@@ -241,12 +241,12 @@ def _is_choice(choices: Choices, value: Any) -> bool:  # noqa: ANN401 (of the ke
 def _check_texts(key: Key, value: object, where: str) -> list[str] | dict[str, str]:
     """Return the value of a key for texts: a list or, if the key accepts one, a map. Numbers become text."""
     if isinstance(value, str):
-        value = [text.strip() for text in value.split(",")]
+        value = [value] if key.exact_texts else [text.strip() for text in value.split(",")]
     found: list[object] = value if isinstance(value, list) else []
     if key.may_map and isinstance(value, Mapping):
         found = [*value.keys(), *value.values()]
     is_valid = all(type(text) in (str, int, float) and not _NOT_IN_FILES.search(str(text)) for text in found)
-    if found and is_valid:
+    if is_valid and (found or (key.exact_texts and value == [])):
         if isinstance(value, Mapping):
             return {str(name): str(text) for name, text in value.items()}
         return [str(text) for text in found]

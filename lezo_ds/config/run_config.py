@@ -12,9 +12,10 @@ from typing import Any
 from lezo_ds.config.algorithm import make_update_rule, num_passes
 from lezo_ds.config.keys import yaml_scalar
 from lezo_ds.config.reading import check_value, find_key, flatten_sections, parse_override, read, read_yaml
-from lezo_ds.config.schema import SCHEMA, TRAINED, ZEROTH_ORDER, RunConfig
+from lezo_ds.config.schema import SCHEMA, TRAINED, ZEROTH_ORDER, GenerationConfig, RunConfig
 from lezo_ds.config.task import check_data_keys
 from lezo_ds.errors import UserError
+from lezo_ds.registry import names_code
 from lezo_ds.tasks.custom import CUSTOM
 
 
@@ -59,7 +60,8 @@ def config_from_dict(
         flat.setdefault("data.task", CUSTOM)
     config: RunConfig = read(SCHEMA, flat, where, recorded=recorded)
     if not recorded:
-        check_data_keys(config.data)
+        check_data_keys(config.data, has_own_objective=names_code(config.train.objective))
+    _check_generation(config.generation, where)
     if config.data.calibration == "icl_sfc" and config.method != "icl":
         raise UserError(
             f"data.calibration=icl_sfc in {where} needs demonstrations",
@@ -125,6 +127,26 @@ def check_world(config: RunConfig, world_size: int) -> None:
         expected="train.batch_size a multiple of train.micro_batch_size times the number of ranks",
         fix=fix,
     )
+
+
+def _check_generation(generation: GenerationConfig, where: str) -> None:
+    if generation.stop is not None and not all(generation.stop):
+        raise UserError(
+            f"generation.stop in {where} has an empty text",
+            got=repr(list(generation.stop)),
+            expected='texts that end an answer, such as ["\\n"], or none: []',
+            fix="remove the empty text",
+        )
+    changed = {"num_samples": generation.num_samples > 1}
+    changed |= {"top_k": generation.top_k is not None, "top_p": generation.top_p is not None}
+    if generation.temperature == 0 and any(changed.values()):
+        name = next(name for name, is_changed in changed.items() if is_changed)
+        raise UserError(
+            f"generation.{name} in {where} needs a temperature",
+            got=f"generation.temperature=0, generation.{name}={getattr(generation, name)}",
+            expected="a temperature above 0: without one, all answers to a prompt are the same",
+            fix=f"set generation.temperature=1, or remove generation.{name}",
+        )
 
 
 def _check_zeroth_order(config: RunConfig, where: str) -> None:

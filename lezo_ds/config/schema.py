@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from lezo_ds.config.keys import Choices, OptionsOf, Range, Schema
+from lezo_ds.config.keys import Choices, ExactTexts, OptionsOf, Range, Schema
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Protocol
 from lezo_ds.tasks.custom import CUSTOM
@@ -52,6 +52,7 @@ RESUME_MAY_DIFFER: frozenset[str] = frozenset(
         "train.keep_snapshots",
         "train.check_every",
         "train.timeout_seconds",
+        "generation.keep_perturbed",
         "partition_size",
         "deepspeed",
     }
@@ -138,12 +139,14 @@ class DataConfig:
 
     completion: str | None = None
     """Generation: template of the text to write, such as {answer}. If it is one field that holds a list,
-    all its texts are right, and the first is trained on. A score reads the answer up to its first newline."""
+    all its texts are right, and the first is trained on. Without it, without data.labels and data.choices,
+    the records have no right answers, and train.objective must name a reward."""
 
     metric: Annotated[str | None, Choices(METRICS, code="function")] = None
     """The score: accuracy or macro_f1 (classification), accuracy (multiple choice), f1 (of words) or
-    exact_match (generation), or your own function (predictions, examples) -> 0 to 1 (see
-    lezo_ds/tasks/metrics.py). Null takes the task's own."""
+    exact_match (generation), reward (the mean of the reward that train.objective names), or your own function
+    (predictions, examples) -> 0 to 1 (see lezo_ds/tasks/metrics.py). Null takes the task's own: reward if
+    the records have no right answers."""
 
     protocol: Protocol = "clean"
     """Default split sizes: clean uses sizes that fit the task, mezo those of MeZO's published scripts. With
@@ -318,7 +321,8 @@ class TrainConfig:
 
     objective: str = "task"
     """What is minimized: the task's own loss (task), minus the mean F1 of generated answers (f1), or your own
-    function (package.module:function; see lezo_ds/data/objectives.py)."""
+    function (package.module:function), which may also be a reward of the answers, to be maximized (see
+    lezo_ds/data/objectives.py)."""
 
     snapshot_every: Annotated[int | None, Range(0)] = None
     """Number of steps between snapshots. Null uses eval_every; 0 writes only the last one."""
@@ -336,6 +340,36 @@ class TrainConfig:
     cpu_threads: Annotated[int, Range(1)] = 1
     """Number of threads per operation of each rank on a CPU. It affects the last bits of the results, so it
     does not follow the number of cores. A rank with a GPU uses at least its share of the cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """The answers that the model writes, in evaluations and for objectives that read answers."""
+
+    max_new_tokens: Annotated[int, Range(1)] = 50
+    """Maximum length of an answer, in tokens. The default is MeZO's."""
+
+    stop: Annotated[Sequence[str] | None, ExactTexts()] = None
+    """Texts that end an answer, each of one token or more. The model's end-of-sequence token always does. An
+    answer is read up to the first of them. Null is the first newline, as in MeZO's tasks."""
+
+    temperature: Annotated[float, Range(0)] = 0.0
+    """Temperature at which tokens are drawn in training. 0 takes the most probable token. Evaluations always
+    do."""
+
+    top_k: Annotated[int | None, Range(1)] = None
+    """Draw from this number of most probable tokens only. Null draws from all."""
+
+    top_p: Annotated[float | None, Range(0, 1, above=True)] = None
+    """Draw from the most probable tokens only that have this probability together. Null draws from all."""
+
+    num_samples: Annotated[int, Range(1)] = 1
+    """Number of answers that are drawn for each prompt of a training batch. More need a temperature."""
+
+    keep_perturbed: bool = False
+    """Whether training keeps the perturbed weights while it writes a batch of answers. The default makes them
+    again for every token, which gives the same results and is slower. Each rank then needs memory for whole
+    copies of the weights that a step perturbs, zo.probes_per_pass of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,6 +392,7 @@ class RunConfig:
     adamw: AdamWConfig
     peft: PeftConfig
     train: TrainConfig
+    generation: GenerationConfig
 
     partition_size: Annotated[int | None, Range(1)] = None
     """Number of ranks that share one copy of the weights. It must divide the number of ranks. Such groups

@@ -9,7 +9,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.registry import import_named, names_code
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Task
-from lezo_ds.tasks.custom import CUSTOM, Description, make_task
+from lezo_ds.tasks.custom import CUSTOM, Description, make_task, no_answers
 from lezo_ds.tasks.metrics import find_metric
 
 _DESCRIBING = ("prompt", "label_field", "labels", "choices", "completion")
@@ -68,15 +68,22 @@ def described_task(data: DataConfig) -> Task:
     )
 
 
-def check_data_keys(data: DataConfig) -> None:
+def check_data_keys(data: DataConfig, *, has_own_objective: bool) -> None:
     """Refuse keys of the section `data` that contradict each other. Nothing is imported.
+
+    Args:
+        data: the section.
+        has_own_objective: whether `train.objective` names a function of the user's, which may be a reward. A
+            task without right answers needs one.
 
     Raises:
         UserError: the description is not valid (see `described_task`), the keys both name a task and describe
             another one, or they give two locations for the data.
     """
     if data.task == CUSTOM:
-        described_task(data)
+        task = described_task(data)
+        if not (task.has_answers or has_own_objective):
+            raise no_answers()
     given = [f"data.{name}" for name in _DESCRIBING if getattr(data, name) is not None]
     if given and data.task != CUSTOM:
         raise UserError(

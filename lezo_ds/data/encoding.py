@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 OPT_BOS_ID = 0
 OPT_BOS_TOKEN = "<s>"
 
+NEWLINE = "\n"
+
 
 @dataclass(frozen=True)
 class PromptTokenizer:
@@ -47,23 +49,16 @@ class PromptTokenizer:
         )
         return text
 
-    def decode_answer(self, ids: Sequence[int]) -> str:
-        """Return the answer in generated ids: their text up to the first newline, stripped.
-
-        Args:
-            ids: generated ids, up to and including the first stop id.
-        """
-        return self.decode(ids).split("\n", 1)[0].strip()
-
-    def stop_ids(self) -> tuple[int, ...]:
-        """Return the ids that end an answer, sorted: EOS, and every token with a newline in its text.
+    def stop_ids(self, stops: Sequence[str] = (NEWLINE,)) -> tuple[int, ...]:
+        """Return the ids that end an answer, sorted: EOS, and every token with one of `stops` in its text.
 
         This decodes the whole vocabulary, so call it once.
 
         Raises:
-            UserError: the tokenizer has no EOS, or no token with a newline.
+            UserError: the tokenizer has no EOS; or no token with a newline, if it is one of `stops`.
         """
-        newlines = {token for token in range(len(self.backend)) if "\n" in self.backend.decode([token])}
+        texts = [self.backend.decode([token]) for token in range(len(self.backend))] if stops else []
+        found = {token for token, text in enumerate(texts) if any(stop in text for stop in stops)}
         if self.eos_id is None:
             raise UserError(
                 "the tokenizer has no end-of-sequence token, which generated answers need",
@@ -71,14 +66,14 @@ class PromptTokenizer:
                 expected="eos_token",
                 fix="set eos_token in the model's tokenizer_config.json",
             )
-        if not newlines:
+        if not found and NEWLINE in stops:
             raise UserError(
                 "the tokenizer has no token for a newline, which generated answers need",
                 got=f"{len(self.backend)} tokens without a newline",
                 expected="a token that decodes to a newline",
                 fix="choose another model, or a task that generates no answers",
             )
-        return tuple(sorted(newlines | {self.eos_id}))
+        return tuple(sorted(found | {self.eos_id}))
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,8 @@ class EncodedExample:
     """The candidates of one example as token sequences.
 
     Attributes:
-        sequences: BOS, prompt and candidate for each candidate, at most max_length tokens.
+        sequences: BOS, prompt and candidate for each candidate, at most max_length tokens. There are none if
+            the record has no right answer.
         option_lengths: number of tokens at the end of each sequence that belong to its candidate, at least 1.
         label: index of the right candidate; None if unknown.
         truncated: whether a prompt was cut on the left.
@@ -99,8 +95,8 @@ class EncodedExample:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the longest sequence."""
-        return max(map(len, self.sequences))
+        """Length of the longest sequence; 0 without sequences."""
+        return max(map(len, self.sequences), default=0)
 
     @property
     def gold(self) -> int:

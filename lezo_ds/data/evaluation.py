@@ -34,7 +34,7 @@ class EvaluationResult:
 
     Attributes:
         loss: mean of the training objective.
-        score: the task's metric, 0 to 1.
+        score: the task's metric, 0 to 1; or the mean reward, which may be any number.
         majority_class: accuracy of always predicting the most frequent label; None if there are no classes.
         predicted: index of the chosen candidate, or the generated answer, for each example in order.
     """
@@ -90,7 +90,10 @@ class _Evaluation:
             else:
                 loss = self._objective_loss(tokens)
             predicted = predictions(self._scores(sums))
-        score = find_metric(data.task.metric, data.task.kind).score(predicted, examples)
+        measure = find_metric(data.task.metric, data.task.kind).score
+        score = (
+            -loss if measure is None else measure(predicted, examples)
+        )  # the loss is minus the mean reward
         return EvaluationResult(
             loss=loss,
             score=score,

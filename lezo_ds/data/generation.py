@@ -1,4 +1,7 @@
-"""Generated answers: greedy, at most 50 tokens, up to a newline or EOS (Malladi et al. 2023)."""
+"""Generated answers: greedy or drawn, up to a maximum length, a text that ends them, or EOS.
+
+The defaults are those of Malladi et al. 2023: greedy, at most 50 tokens, up to the first newline.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,60 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from lezo_ds import distributed
-from lezo_ds.data.encoding import PromptTokenizer
-from lezo_ds.model.batch import GenerationSettings, MicroBatch
+from lezo_ds import config, distributed
+from lezo_ds.data.encoding import NEWLINE, PromptTokenizer
+from lezo_ds.model.batch import GenerationSettings, MicroBatch, Sampling
 
-MAX_NEW_TOKENS = 50
+SAMPLE_KEYS = "sample_keys"
+"""The input of a batch that holds the key of each row's random numbers."""
+
+
+def generation_settings(
+    tokenizer: PromptTokenizer, max_new_tokens: int, stops: Sequence[str] = (NEWLINE,)
+) -> GenerationSettings:
+    """Return the settings of greedy generation.
+
+    Args:
+        tokenizer: the model's.
+        max_new_tokens: maximum length of an answer, at least 1.
+        stops: texts that end an answer. EOS does, too.
+
+    Raises:
+        UserError: as `PromptTokenizer.stop_ids`.
+    """
+    # One ASCII character is always part of one token. A longer text may spread over several.
+    spread = tuple(stop for stop in stops if len(stop) > 1 or not stop.isascii())
+
+    def has_ended(ids: Sequence[int]) -> bool:
+        text = tokenizer.decode(ids)
+        return any(stop in text for stop in spread)
+
+    return GenerationSettings(
+        max_new_tokens=max_new_tokens,
+        stop_ids=tokenizer.stop_ids(stops),
+        pad_id=tokenizer.pad_id,
+        stops=tuple(stops),
+        has_ended=has_ended if spread else None,
+    )
+
+
+def find_sampling(keys: config.GenerationConfig) -> Sampling | None:
+    """Return how a configuration draws tokens in training; None if it takes the most probable ones."""
+    return Sampling(keys.temperature, keys.top_k, keys.top_p) if keys.temperature > 0 else None
 
 
 def prompt_batch(prompts: Sequence[tuple[int, ...]], settings: GenerationSettings) -> MicroBatch:
@@ -50,17 +98,25 @@ def runner(batch: MicroBatch, engine: Any) -> Callable[..., Any]:  # noqa: ANN40
     return partial(write_tokens, engine.module, batch.generation)
 
 
-def write_tokens(model: Any, settings: GenerationSettings, **inputs: Tensor) -> Tensor:  # noqa: ANN401
-    """Continue prompts greedily. A collective: every rank runs until the rows of all ranks have ended.
+def write_tokens(
+    model: Any,  # noqa: ANN401
+    settings: GenerationSettings,
+    *,
+    sample_keys: Tensor | None = None,
+    **inputs: Tensor,
+) -> Tensor:
+    """Continue prompts. A collective: every rank runs until the rows of all ranks have ended.
 
     Args:
         model: a causal language model of transformers. Its own generation settings are replaced.
-        settings: the maximum length, and the tokens that end a row.
-        inputs: the inputs of a `prompt_batch`.
+        settings: the maximum length, what ends a row, and how tokens are drawn.
+        sample_keys: int64 [rows], the key of each row's random numbers, if tokens are drawn.
+        inputs: the other inputs of a `prompt_batch`.
 
     Returns:
         int64 [rows, at most max_new_tokens], the new tokens, with padding after the end of each row.
     """
+    width = inputs["input_ids"].shape[1]
     # We replace the model's generation_config instead of passing ours to generate(): transformers fills
     # every option that an argument leaves open (penalties, sampling) from the model's own configuration.
     model.generation_config = GenerationConfig(
@@ -72,13 +128,99 @@ def write_tokens(model: Any, settings: GenerationSettings, **inputs: Tensor) -> 
         use_cache=True,
     )
     # A forward pass gathers ZeRO-3 shards from all ranks, so no rank may stop earlier than the others.
-    tokens: Tensor = model.generate(**inputs, synced_gpus=distributed.world_size() > 1)
-    return tokens[:, inputs["input_ids"].shape[1] :]
+    tokens: Tensor = model.generate(
+        **inputs,
+        synced_gpus=distributed.world_size() > 1,
+        logits_processor=_processors(settings.sampling, sample_keys, width),
+        stopping_criteria=StoppingCriteriaList(
+            [] if settings.has_ended is None else [_EndOfRows(settings.has_ended, width)]
+        ),
+    )
+    return tokens[:, width:]
+
+
+def _processors(sampling: Sampling | None, keys: Tensor | None, width: int) -> LogitsProcessorList:
+    """Return what changes the logits, so that the largest is the token to write."""
+    if sampling is None:
+        return LogitsProcessorList()
+    assert keys is not None, "a batch whose answers are drawn has keys"
+    found: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
+    if sampling.top_k is not None:
+        found.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p is not None:
+        found.append(TopPLogitsWarper(sampling.top_p))
+    return LogitsProcessorList([*found, _GumbelNoise(keys.tolist(), width)])
+
+
+class _GumbelNoise(LogitsProcessor):  # type: ignore[misc]  # transformers has no types
+    """Adds Gumbel noise to logits. The index of the largest sum is a sample of their softmax.
+
+    Unlike with draws from the distribution itself, two rows with the same noise and nearly the same logits
+    mostly get the same token (Maddison et al. 2014, "A* sampling"): the two losses of a direction then differ
+    by the weights and less by chance.
+
+    Args:
+        keys: of each row.
+        width: number of tokens of the prompts.
+    """
+
+    def __init__(self, keys: Sequence[int], width: int) -> None:
+        self._keys = keys
+        self._width = width
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores [rows, vocabulary] with noise."""
+        position = input_ids.shape[1] - self._width
+        drawn = {key: uniforms(key, position, scores.shape[1]) for key in set(self._keys)}
+        uniform = torch.from_numpy(np.stack([drawn[key] for key in self._keys])).to(scores.device)
+        return scores - torch.log(-torch.log(uniform))
+
+
+def uniforms(key: int, position: int, count: int) -> np.ndarray:
+    """Return float32 [count] between 0 and 1, both excluded: a pure function of the arguments.
+
+    Args:
+        key: of the answer, 0 to 2**63 - 1.
+        position: index of the token in the answer.
+        count: how many numbers, in units of 2**-23 plus 2**-24, which float32 holds exactly.
+    """
+    # NumPy guarantees the raw words of Philox4x64 across versions (see lezo_ds/data/sampling.py).
+    words = np.random.Philox(key=key + (position << 64)).random_raw(-(-count // 2))
+    halves = words.astype("<u8").view("<u4")[:count]
+    return ((halves >> 9).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
+
+
+class _EndOfRows(StoppingCriteria):  # type: ignore[misc]
+    """Ends rows by their text. transformers' own stop strings also look at the prompt.
+
+    Args:
+        has_ended: function (new tokens of a row) -> whether the row ends here.
+        width: number of tokens of the prompts.
+    """
+
+    def __init__(self, has_ended: Callable[[Sequence[int]], bool], width: int) -> None:
+        self._has_ended = has_ended
+        self._width = width
+
+    def __call__(self, input_ids: Tensor, scores: object, **_: object) -> Tensor:
+        """Return bool [rows]: which rows end here."""
+        rows = input_ids[:, self._width :].tolist()
+        return torch.tensor([self._has_ended(ids) for ids in rows], device=input_ids.device)
 
 
 def read_answers(tokens: Tensor, settings: GenerationSettings, tokenizer: PromptTokenizer) -> list[str]:
-    """Return the answers in new tokens [rows, n]: their text up to the first stop id or newline, stripped."""
-    return [tokenizer.decode_answer(_up_to_stop(ids, settings.stop_ids)) for ids in tokens.tolist()]
+    """Return the answers in new tokens [rows, n]: their text up to the first stop, stripped."""
+    written = [tokenizer.decode(_up_to_stop(ids, settings.stop_ids)) for ids in tokens.tolist()]
+    return [_up_to_text(text, settings.stops).strip() for text in written]
+
+
+def _up_to_text(text: str, stops: Sequence[str]) -> str:
+    """Return a text up to the first of the stops.
+
+    >>> _up_to_text("a; b, c", stops=[",", ";"])
+    'a'
+    """
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 
 
 def _up_to_stop(ids: Sequence[int], stop_ids: Sequence[int]) -> list[int]:

@@ -235,7 +235,7 @@ def _permutation(seed: int, num_records: int) -> list[int]:
 
 
 def _build_examples(task: Task, records: Sequence[Record], rows: Sequence[int]) -> tuple[Example, ...]:
-    return tuple(task.build_example(records[row], row) for row in rows)
+    return tuple(replace(task.build_example(records[row], row), record=records[row]) for row in rows)
 
 
 def _split_names(task: Task) -> tuple[str, str]:
@@ -282,7 +282,7 @@ def _answerable(task: Task, split: str, rows: Sequence[Row]) -> list[Record]:
     kept = []
     for number, (place, record) in enumerate(rows, start=1):
         where = f"record {number} of the {split} split of {task.name}{place}"
-        if _checked_label(task, where, record) is not None:
+        if _checked_label(task, where, record) is not None or not task.has_answers:
             kept.append(record)
     num_left_out = len(rows) - len(kept)
     if not kept:

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from lezo_ds.config import RunConfig, find_task
 from lezo_ds.data.encoding import (
+    NEWLINE,
     EncodedExample,
     PromptTokenizer,
     encode_examples,
@@ -20,7 +22,13 @@ from lezo_ds.data.encoding import (
     load_tokenizer,
     prompt_room,
 )
-from lezo_ds.data.generation import MAX_NEW_TOKENS, prompt_batch, read_answers
+from lezo_ds.data.generation import (
+    SAMPLE_KEYS,
+    find_sampling,
+    generation_settings,
+    prompt_batch,
+    read_answers,
+)
 from lezo_ds.data.objectives import Objective, load_objective
 from lezo_ds.data.packing import can_pack, pack
 from lezo_ds.data.records import (
@@ -36,6 +44,8 @@ from lezo_ds.errors import UserError
 from lezo_ds.model.batch import GenerationSettings, MicroBatch
 from lezo_ds.sharding.checkpoint_files import load_model_config, resolve_model
 from lezo_ds.tasks.base import Example, Record, Task
+from lezo_ds.tasks.metrics import REWARD
+from lezo_ds.zo.keys import sample_key
 
 MEZO_LOSS_BATCH = 8
 """Number of examples over which MeZO's code averages a validation loss: the default of transformers."""
@@ -50,19 +60,26 @@ class EncodedSplit:
         encoded: every candidate after its prompt.
         prompts: the prompts for the model to continue; empty if it generates no answers.
         null_encoded: every candidate after its null prompt; empty if scores are not calibrated.
+        reads_records: whether the objective reads the fields of the records.
     """
 
     examples: tuple[Example, ...]
     encoded: tuple[EncodedExample, ...]
     prompts: tuple[tuple[int, ...], ...] = ()
     null_encoded: tuple[EncodedExample, ...] = ()
+    reads_records: bool = False
 
     def fingerprint(self) -> str:
-        """Return a hash of all tokens, labels and reference answers, in their order: 32 hex digits."""
+        """Return a hash of all tokens, labels and reference answers, in their order: 32 hex digits.
+
+        The fields of the records count if the objective reads them.
+        """
         digest = hashlib.sha256()
         for example, encoded in zip(self.examples, self.encoded, strict=True):
             facts = (encoded.sequences, encoded.option_lengths, encoded.label, example.references)
             digest.update(json.dumps(facts).encode())
+            if self.reads_records:  # values of parquet files, such as dates, are hashed as text
+                digest.update(json.dumps(example.record, sort_keys=True, default=str).encode())
         digest.update(json.dumps((self.prompts, [null.sequences for null in self.null_encoded])).encode())
         return digest.hexdigest()[:32]
 
@@ -78,7 +95,8 @@ class TaskData:
         dev: the examples that select the best step.
         test: the examples of the final score.
         objective: the loss to minimize.
-        generation: how to generate answers; None if neither the task nor the objective needs any.
+        generation: how to generate answers in evaluations; None if neither the task nor the objective needs
+            any.
         packed: whether training examples share rows.
         loss_batch: number of examples in each part of a split whose validation loss is averaged first. The
             loss of the split is the mean of its parts, each weighted by its number of examples. None averages
@@ -102,15 +120,15 @@ class TaskData:
         # gives the ranks, which take micro-batches in turn, similar amounts of work at a time.
         rows = sorted(drawn, key=lambda row: (self._num_tokens(row), row))
         size = config.train.micro_batch_size
-        batches = [
-            self.objective_batch(self.train, rows[begin : begin + size])
-            for begin in range(0, len(rows), size)
-        ]
+        parts = [rows[begin : begin + size] for begin in range(0, len(rows), size)]
+        if self.objective.reads_answers:
+            return [self._answer_batch(config, step, part) for part in parts]
+        batches = [self.objective_batch(self.train, part) for part in parts]
         return [pack(batch) for batch in batches] if self.packed else batches
 
     def step_rows(self, config: RunConfig, step: int) -> list[int]:
         """Return the indices in `train` of a step's examples, in the order in which they are drawn."""
-        num_examples = len(self.train.encoded)
+        num_examples = len(self.train.examples)
         return batch_indices(config.seed, step, num_examples=num_examples, batch_size=config.train.batch_size)
 
     def _num_tokens(self, row: int) -> int:
@@ -130,6 +148,23 @@ class TaskData:
         assert self.generation is not None
         batch = prompt_batch([split.prompts[row] for row in rows], self.generation)
         return replace(batch, examples=tuple(split.examples[row] for row in rows))
+
+    def _answer_batch(self, config: RunConfig, step: int, rows: Sequence[int]) -> MicroBatch:
+        """Lay out training prompts for the model to continue, each as often as it is sampled."""
+        assert self.generation is not None
+        keys, samples = config.generation, range(config.generation.num_samples)
+        batch = self.prompt_batch(self.train, [row for row in rows for _ in samples])
+        sampling = find_sampling(keys)
+        settings = replace(self.generation, sampling=sampling, keep_perturbed=keys.keep_perturbed)
+        if sampling is None:
+            return replace(batch, generation=settings)
+        drawn = [
+            sample_key(config.seed, step, self.train.examples[row].index, sample)
+            for row in rows
+            for sample in samples
+        ]
+        inputs = {**batch.inputs, SAMPLE_KEYS: torch.tensor(drawn)}
+        return replace(batch, inputs=inputs, generation=settings)
 
     def answers(self, tokens: Tensor) -> list[str]:
         """Return the answers in the new tokens [examples, n] of a `prompt_batch`."""
@@ -156,27 +191,33 @@ def load_task_data(config: RunConfig) -> TaskData:
             expected="an objective that reads logits",
             fix="set train.objective=task, or method=lezo",
         )
+    _check_reward(config, task, objective)
     splits = _draw_splits(config, task)
     directory = resolve_model(config.model.path)
     tokenizer = load_tokenizer(str(directory))
     model_config = load_model_config(directory)
+    keys = config.generation
+    stops = (NEWLINE,) if keys.stop is None else keys.stop
     generation = None
     if task.kind == "generation" or objective.reads_answers:
-        generation = GenerationSettings(MAX_NEW_TOKENS, tokenizer.stop_ids(), tokenizer.pad_id)
+        generation = generation_settings(tokenizer, keys.max_new_tokens, stops)
 
     mezo_details, calibration = config.data.mezo_details, config.data.calibration
     length = config.data.max_length
     # MeZO's code cuts a text with its gold answer like a prompt whose answer is yet to come.
     shortened = mezo_details and task.kind == "generation"
-    encoded_length = prompt_room(length, MAX_NEW_TOKENS) if shortened else length
+    encoded_length = prompt_room(length, keys.max_new_tokens) if shortened else length
 
     def encode(examples: tuple[Example, ...], *, continued: bool, calibrated: bool) -> EncodedSplit:
         if mezo_details:
             examples = tuple(_without_space_before(example) for example in examples)
+        if keys.stop is not None and task.kind == "generation":
+            ending = keys.stop[0] if keys.stop else str(tokenizer.backend.eos_token)
+            examples = tuple(_ending_with(example, ending) for example in examples)
         return EncodedSplit(
             examples=examples,
             encoded=encode_examples(tokenizer, examples, encoded_length),
-            prompts=encode_prompts(tokenizer, examples, length, max_new_tokens=MAX_NEW_TOKENS)
+            prompts=encode_prompts(tokenizer, examples, length, max_new_tokens=keys.max_new_tokens)
             if continued
             else (),
             null_encoded=tuple(
@@ -185,6 +226,7 @@ def load_task_data(config: RunConfig) -> TaskData:
             )
             if calibrated
             else (),
+            reads_records=objective.is_reward,
         )
 
     scored = {"continued": generation is not None, "calibrated": calibration != "none"}
@@ -204,6 +246,25 @@ def load_task_data(config: RunConfig) -> TaskData:
     )
     _check_positions(data, getattr(model_config.get_text_config(), "max_position_embeddings", None))
     return data
+
+
+def _check_reward(config: RunConfig, task: Task, objective: Objective) -> None:
+    """Refuse a task or a metric that needs a reward if there is none, and a method that cannot use one."""
+    needs = "a task without right answers" if not task.has_answers else "data.metric=reward"
+    if (task.metric == REWARD or not task.has_answers) and not objective.is_reward:
+        raise UserError(
+            f"{needs} needs a reward",
+            got=f"train.objective={config.train.objective}",
+            expected="a function with the decorator `reward` (see lezo_ds/data/objectives.py)",
+            fix="set train.objective=package.module:function",
+        )
+    if config.method == "icl" and not task.has_answers:
+        raise UserError(
+            "method icl shows solved examples, and the task has none",
+            got="records without right answers",
+            expected="data.completion, data.labels or data.choices",
+            fix="set method=zero_shot",
+        )
 
 
 def _draw_splits(config: RunConfig, task: Task) -> Splits:
@@ -284,10 +345,18 @@ def _without_space_before(example: Example) -> Example:
     return example if example.demonstrations else replace(example, prompt=example.prompt.lstrip())
 
 
+def _ending_with(example: Example, ending: str) -> Example:
+    """End the gold text with what ends an answer, instead of a newline."""
+    texts = tuple(text.removesuffix(NEWLINE) + ending for text in example.candidates)
+    return replace(example, candidates=texts)
+
+
 def _check_positions(data: TaskData, num_positions: int | None) -> None:
     splits = (data.train, data.dev, data.test)
     lengths = [len(ids) for split in splits for example in split.encoded for ids in example.sequences]
-    lengths += [len(ids) + MAX_NEW_TOKENS for split in splits for ids in split.prompts]
+    if data.generation is not None:
+        new = data.generation.max_new_tokens
+        lengths += [len(ids) + new for split in splits for ids in split.prompts]
     longest = max(lengths)
     if num_positions is not None and longest > num_positions:
         raise UserError(

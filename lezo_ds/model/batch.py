@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -28,18 +28,43 @@ class LogitSelection:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Attributes:
+        temperature: divides the logits, above 0.
+        top_k: number of most probable tokens to draw from; None for all.
+        top_p: draw from the most probable tokens that have this probability together; None for all.
+    """
+
+    temperature: float
+    top_k: int | None = None
+    top_p: float | None = None
+
+
+@dataclass(frozen=True)
 class GenerationSettings:
-    """Settings of greedy generation.
+    """Settings of generation.
 
     Attributes:
         max_new_tokens: maximum number of new tokens, at least 1.
         stop_ids: a row ends at the first of these tokens.
         pad_id: fills rows on the left and after their end. It can be any id of the vocabulary.
+        stops: texts that end an answer, which is read up to the first of them.
+        has_ended: function (new tokens of a row) -> whether the row ends here, for ends of several tokens;
+            None if there are none.
+        sampling: how tokens are drawn; None takes the most probable token. A batch then needs the input
+            "sample_keys", int64 [rows]: the keys of the rows' random numbers.
+        keep_perturbed: whether perturbed weights are kept until all rows have ended.
     """
 
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     pad_id: int
+    stops: tuple[str, ...] = ("\n",)
+    has_ended: Callable[[Sequence[int]], bool] | None = None
+    sampling: Sampling | None = None
+    keep_perturbed: bool = False
 
 
 @dataclass(frozen=True)

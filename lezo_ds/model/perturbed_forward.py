@@ -49,6 +49,11 @@ class PerturbedForward:
         num_copies = 1 if perturbation is None else len(perturbation.probes)
         inputs = {name: torch.cat([value] * num_copies) for name, value in batch.inputs.items()}
         rows = next(iter(batch.inputs.values())).shape[0]
-        with self._modules.running(perturbation, rows), self._head.selecting(batch.selection):
+        keeps = batch.generation is not None and batch.generation.keep_perturbed
+        with (
+            self._modules.keeping_copies(keeps),
+            self._modules.running(perturbation, rows),
+            self._head.selecting(batch.selection),
+        ):
             output = call(**inputs)
         return tuple(getattr(output, "logits", output).chunk(num_copies))

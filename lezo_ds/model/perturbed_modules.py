@@ -78,6 +78,7 @@ class PerturbedModules:
         self._trainable = trainable
         self._noise = noise
         self._running: _Run | None = None
+        self._kept: dict[tuple[nn.Parameter, KeyedProbe], Tensor] | None = None
         for module in model.modules():
             if any(parameter in trainable for parameter in module.parameters(recurse=False)):
                 self._wrap(module)
@@ -108,6 +109,21 @@ class PerturbedModules:
         with self.running(None if self._running is None else self._running.perturbation, rows):
             yield
 
+    @contextmanager
+    def keeping_copies(self, keep: bool) -> Iterator[None]:
+        """Make each perturbed copy of a whole parameter once and keep it, until this context ends.
+
+        The weights must not change meanwhile.
+
+        Args:
+            keep: False makes a copy again for each run of a module.
+        """
+        self._kept = {} if keep else None
+        try:
+            yield
+        finally:
+            self._kept = None
+
     def active(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Return the module's own parameters that are perturbed now, by name."""
         if self._running is None:
@@ -124,6 +140,15 @@ class PerturbedModules:
 
     def copies(self, parameter: nn.Parameter) -> list[Tensor]:
         """Return the perturbed copies of an active parameter, one for each probe."""
+        assert self._running is not None, "copies are made while a perturbation is set"
+        if self._kept is None:
+            return self._new_copies(parameter)
+        places = [(parameter, probe) for probe in self._running.perturbation.probes]
+        if any(place not in self._kept for place in places):
+            self._kept.update(zip(places, self._new_copies(parameter), strict=True))
+        return [self._kept[place] for place in places]
+
+    def _new_copies(self, parameter: nn.Parameter) -> list[Tensor]:
 
         def perturb(key: int, scales: Sequence[float], distribution: Distribution) -> list[Tensor]:
             return self._noise.perturb(

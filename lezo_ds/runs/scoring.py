@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lezo_ds import distributed
-from lezo_ds.config import TRAINED, Dtype, Method, ModelConfig, PeftConfig, RunConfig, config_from_dict
+from lezo_ds.config import (
+    TRAINED,
+    Dtype,
+    Method,
+    ModelConfig,
+    PeftConfig,
+    RunConfig,
+    config_from_dict,
+    described_task,
+)
 from lezo_ds.data.evaluation import Model, evaluate
 from lezo_ds.data.objectives import OBJECTIVES
 from lezo_ds.data.predictions import answer_text
@@ -18,6 +27,8 @@ from lezo_ds.registry import names_code
 from lezo_ds.runs.restore import read_run, restore
 from lezo_ds.runs.trainer import make_engine, set_threads
 from lezo_ds.sharding.checkpoint_files import DTYPES, load_model_config, resolve_model
+from lezo_ds.tasks.custom import CUSTOM
+from lezo_ds.tasks.metrics import REWARD
 
 
 def score_run(path: Path, step: str, split: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -37,8 +48,8 @@ def score_run(path: Path, step: str, split: str, overrides: tuple[str, ...] = ()
         index of the chosen candidate, with its text, or the generated answer.
 
     Raises:
-        UserError: there is no such run or step, or the input is bad; or the task is in a module that no
-            override names.
+        UserError: there is no such run or step, or the input is bad; or the task, or the reward of a task
+            without right answers, is in a module that no override names.
     """
     distributed.init_distributed()
     run = distributed.on_rank_zero(lambda: read_run(path, overrides))
@@ -60,6 +71,15 @@ def _without_recorded_code(config: RunConfig, overrides: tuple[str, ...]) -> Run
             fix=f"if you trust this module, add data.task={config.data.task}",
         )
     if config.train.objective not in OBJECTIVES and "train.objective" not in given:
+        if config.data.task == CUSTOM and not described_task(config.data).has_answers:
+            raise UserError(
+                "the run's reward is in a module, which is imported only if you name it",
+                got=f"train.objective={config.train.objective}",
+                expected="train.objective=... on the command line",
+                fix=f"if you trust this module, add train.objective={config.train.objective}",
+            )
+        if config.data.metric == REWARD:
+            config = replace(config, data=replace(config.data, metric=None))
         config = replace(config, train=replace(config.train, objective="task"))
     if config.data.metric is not None and names_code(config.data.metric) and "data.metric" not in given:
         config = replace(config, data=replace(config.data, metric=None))

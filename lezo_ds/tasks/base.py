@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Record = Mapping[str, Any]
@@ -28,13 +28,14 @@ class Example:
     Attributes:
         prompt: the text that the model reads first.
         candidates: the possible continuations, each with its leading space or newline. A generation task
-            has only the gold text here, with the newline that ends it.
+            has only the gold text here, with the newline that ends it, or nothing if it has no gold texts.
         label: index of the right candidate, which is the one to train on; None if there is none.
         index: row of the record in its split, from 0.
         references: every text that counts as right, if candidates[label] is not the only one (ReCoRD's
             answers in the form of its candidates, the gold answers of SQuAD and DROP).
         null_prompt: the prompt without its content, for calibration; None if the task has none.
         demonstrations: solved examples that the model reads before the prompt, each followed by a blank line.
+        record: the record with all its fields, also those that the task does not read.
     """
 
     prompt: str
@@ -44,6 +45,7 @@ class Example:
     references: tuple[str, ...] = ()
     null_prompt: str | None = None
     demonstrations: str = ""
+    record: Record = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def solution(self) -> str:
@@ -74,6 +76,7 @@ class Task:
         fields: every field that `build_example` reads, with its type: str, int, bool or list[str]; object
             for any type. A dot leads into a nested field.
         build_example: function (record, row in its split) -> Example.
+        has_answers: whether records have right answers. If not, a reward alone judges the model's answers.
         metric: name of the score, a key of `lezo_ds.tasks.metrics.METRICS`.
         sizes: default split sizes of the clean protocol. The data set is large enough for them.
         mezo_sizes: split sizes in MeZO's scripts, which may ask for more than the data set has.
@@ -87,6 +90,7 @@ class Task:
     kind: TaskKind
     fields: Mapping[str, type]
     build_example: Callable[[Record, int], Example]
+    has_answers: bool = True
     metric: str = "accuracy"
     sizes: SplitSizes = SplitSizes()
     mezo_sizes: SplitSizes = SplitSizes()

@@ -9,6 +9,7 @@ from functools import partial
 
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example, Record, SplitSizes, Task, TaskKind
+from lezo_ds.tasks.metrics import REWARD
 from lezo_ds.tasks.template import Template, field_text, field_value, parse_template
 
 CUSTOM = "custom"
@@ -26,6 +27,7 @@ class Description:
             it. For multiple choice, they are the values in the order of the choices.
         choices: templates of the choices, or one template that is a field with a list of texts.
         completion: template of the text to generate. If it is a field with a list, all its texts are right.
+            Without it, labels and choices, the task generates texts that only a reward judges.
         metric: name of the score; None for the one that fits the kind of task.
     """
 
@@ -36,12 +38,27 @@ class Description:
     completion: str | None
     metric: str | None
 
+    @property
+    def has_only_prompts(self) -> bool:
+        """Whether the records have no right answers, so that only a reward can judge answers."""
+        return all(given is None for given in (self.completion, self.choices, self.labels, self.label_field))
+
+
+def no_answers() -> UserError:
+    """Return the error for a description that does not say what is right."""
+    return UserError(
+        "data.prompt alone does not say what the model shall answer",
+        got="neither data.labels, data.choices nor data.completion",
+        expected="data.labels (classification), data.choices (multiple choice), data.completion "
+        "(generation), or a reward: train.objective=package.module:function",
+        fix="add for instance data.label_field and data.labels",
+    )
+
 
 def make_task(described: Description) -> Task:
     """Return the task that a recipe describes.
 
-    It is classification if it has labels, multiple choice if it has choices, generation if it has a
-    completion.
+    It is classification if it has labels, multiple choice if it has choices, otherwise generation.
 
     Raises:
         UserError: a template is not valid, or keys are missing or contradict each other.
@@ -55,6 +72,7 @@ def make_task(described: Description) -> Task:
             fix="put the name of a field in braces",
         )
     kind, build, fields = _kind_of(described)(described, prompt)
+    metric = REWARD if described.has_only_prompts else "f1" if kind == "generation" else "accuracy"
     return Task(
         name=CUSTOM,
         hub_id=None,
@@ -62,7 +80,8 @@ def make_task(described: Description) -> Task:
         kind=kind,
         fields=dict.fromkeys((*prompt.fields, *fields), object),
         build_example=build,
-        metric=described.metric or ("f1" if kind == "generation" else "accuracy"),
+        has_answers=not described.has_only_prompts,
+        metric=described.metric or metric,
         sizes=SplitSizes(),
     )
 
@@ -89,14 +108,10 @@ def _kind_of(described: Description) -> Callable[[Description, Template], _Made]
                 fix="remove data.completion, or the others",
             )
         return _generation
+    if described.has_only_prompts:
+        return _prompts_only
     if described.choices is None and described.labels is None:
-        raise UserError(
-            "data.prompt alone does not say what the model shall answer",
-            got="neither data.labels, data.choices nor data.completion",
-            expected="data.labels (classification), data.choices (multiple choice) or data.completion "
-            "(generation)",
-            fix="add for instance data.label_field and data.labels",
-        )
+        raise no_answers()
     if described.label_field is None:
         raise UserError(
             "data.label_field is missing",
@@ -214,6 +229,14 @@ def _generation_example(record: Record, index: int, *, prompt: Template, complet
         references=answers,
         null_prompt=prompt.empty,
     )
+
+
+def _prompts_only(described: Description, prompt: Template) -> _Made:
+    return "generation", partial(_prompt_example, prompt=prompt), ()
+
+
+def _prompt_example(record: Record, index: int, *, prompt: Template) -> Example:
+    return Example(prompt=prompt.fill(record), candidates=(), label=None, index=index)
 
 
 def _texts(template: Template, record: Record) -> list[str]:

@@ -70,14 +70,17 @@ class Metric:
     Attributes:
         title: its name in texts.
         score: function (predictions, examples) -> 0 to 1. A prediction is the index of a candidate, or the
-            generated answer for a task of the kind "generation".
+            generated answer for a task of the kind "generation". None for REWARD.
         kinds: the kinds of task that it can score; empty for all.
     """
 
     title: str
-    score: Callable[[Sequence[Any], Sequence[Example]], float]
+    score: Callable[[Sequence[Any], Sequence[Example]], float] | None
     kinds: tuple[TaskKind, ...] = ()
 
+
+REWARD = "reward"
+"""The metric that is the mean of the run's own reward, which may be any number."""
 
 METRICS: Registry[Metric] = Registry("metric", "data.metric")
 """Metrics by the name that a task gives in `Task.metric`, or a recipe in `data.metric`."""
@@ -85,6 +88,7 @@ METRICS.add("accuracy", Metric("accuracy", accuracy, CHOOSING))
 METRICS.add("f1", Metric("token F1", mean_f1, ("generation",)))
 METRICS.add("macro_f1", Metric("macro-F1", macro_f1, ("classification",)))
 METRICS.add("exact_match", Metric("exact match", exact_match, ("generation",)))
+METRICS.add(REWARD, Metric("mean reward", None))
 
 
 def find_metric(name: str, kind: TaskKind) -> Metric:
@@ -117,13 +121,13 @@ def majority_class_rate(examples: Sequence[Example]) -> float | None:
     """Return the accuracy, 0 to 1, of always predicting the most frequent label.
 
     Returns:
-        None if there are no classes, because each example lists its own right answers (ReCoRD and all
-        generation tasks).
+        None if there are no classes, because each example lists its own right answers, if it has any (ReCoRD
+        and all generation tasks).
 
     >>> majority_class_rate([Example("", ("Yes", "No"), label, 0) for label in (1, 0, 1, 1)])
     0.75
     """
-    if any(example.references for example in examples):
+    if any(example.references or example.label is None for example in examples):
         return None
     return max(Counter(example.label for example in examples).values()) / len(examples)
 

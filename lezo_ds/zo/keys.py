@@ -50,6 +50,20 @@ def dropout_key(seed: int, step: int, micro_batch: int) -> int:
     return step_key(step_key(seed, step), micro_batch)
 
 
+def sample_key(seed: int, step: int, example: int, sample: int) -> int:
+    """Return the key of the random numbers with which one answer is drawn, 0 to 2**63 - 1.
+
+    It is the same for all probes of a step: they then differ in their weights only.
+
+    Args:
+        seed: of the run.
+        step: index of the step, from 0.
+        example: row of the record in its split.
+        sample: index of the answer among those of the example, from 0.
+    """
+    return _key(f"lezo_ds sample 1|{seed}|{step}|{example}|{sample}") >> 1  # it must fit into an int64 tensor
+
+
 def adapter_key(seed: int) -> int:
     """Return the key of the initial values of LoRA adapters."""
     return _key(f"lezo_ds adapter 1|{seed}")

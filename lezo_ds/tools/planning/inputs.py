@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from lezo_ds.config import TRAINED, RunConfig, find_task
 from lezo_ds.data.batching import PAD_MULTIPLE
-from lezo_ds.data.generation import MAX_NEW_TOKENS
 from lezo_ds.data.objectives import load_objective
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.tools.planning.model_sizes import ModelSizes
@@ -42,12 +41,15 @@ class InputSizes:
 def measured_inputs(config: RunConfig, data: TaskData) -> InputSizes:
     """Return the sizes of a run's longest inputs, from its examples."""
     splits = [data.train] if config.method in TRAINED else []
-    examples = [example for split in (*splits, data.dev, data.test) for example in split.encoded]
+    splits += [data.dev, data.test]
+    examples = [example for split in splits for example in split.encoded]
+    lengths = [example.num_tokens for example in examples]
+    lengths += [len(ids) for split in splits for ids in split.prompts]
     batch = data.objective_batch(data.train, [0])
     vocabulary = None if batch.selection is None else batch.selection.vocabulary
     return InputSizes(
-        length=_padded(max(example.num_tokens for example in examples)),
-        answer_tokens=max(length for example in examples for length in example.option_lengths),
+        length=_padded(max(lengths)),
+        answer_tokens=max((length for example in examples for length in example.option_lengths), default=1),
         num_labels=None if vocabulary is None else len(vocabulary),
         new_tokens=0 if data.generation is None else data.generation.max_new_tokens,
         trains_on_answers=data.objective.reads_answers,
@@ -76,7 +78,7 @@ def assumed_inputs(config: RunConfig, model: ModelSizes, length: int | None = No
         length=_padded(length or min(longest, model.max_length or longest)),
         answer_tokens=workload.candidate_tokens * (1 if by_label else LONGEST),
         num_labels=workload.num_candidates if by_label else None,
-        new_tokens=MAX_NEW_TOKENS if task.kind == "generation" or trains_on_answers else 0,
+        new_tokens=config.generation.max_new_tokens if task.kind == "generation" or trains_on_answers else 0,
         trains_on_answers=trains_on_answers,
         source="given" if length else source,
     )

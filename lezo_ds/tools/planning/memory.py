@@ -6,7 +6,7 @@ With b bytes a weight, R ranks that share the weights, and c perturbed copies a 
     low bits         2 x trained / R, if zo.update_precision is fp32_master and b is 2
     AdamW's states   (b + 12) x trained / R: gradients, fp32 weights, two moments; and its buckets
     gathered         b x 3 x largest module: stage3_max_live_parameters admits 2, and 1 more is in flight
-    copies           b x c x largest perturbed module
+    copies           b x c x largest perturbed module; or all perturbed blocks and the head, if they are kept
     activations      b x c x tokens x activation width; keys and values of written tokens
     logits           (b c + 8) x answers' tokens x vocabulary
     reserve          what the libraries need
@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, copies_per_pass
+from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, copies_per_pass, num_dropped
 from lezo_ds.ds_config import load_ds_config
 from lezo_ds.model.blocks import gathering_limits
 from lezo_ds.tools.planning.inputs import InputSizes
@@ -157,12 +157,18 @@ def _gathered(config: RunConfig, model: ModelSizes, zero: Mapping[str, Any]) -> 
 def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> int:
     if config.method not in ZEROTH_ORDER:
         return 0
+    if inputs.trains_on_answers and config.generation.keep_perturbed:
+        share = 1 - num_dropped(config.zo, model.num_blocks) / model.num_blocks
+        kept = model.head + round(model.blocks_trained * share)
+        return copies_per_pass(config) * kept * model.itemsize
     head = model.head if inputs.num_labels is None else 0
     return copies_per_pass(config) * max(model.largest_perturbed, head) * model.itemsize
 
 
 def _activations(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> int:
     train_rows = copies_per_pass(config) * config.train.micro_batch_size if config.method in TRAINED else 0
+    if inputs.trains_on_answers:
+        train_rows *= config.generation.num_samples
     eval_rows = config.train.eval_batch_size
     size = max(train_rows, eval_rows) * inputs.length * model.activation_width
     if inputs.new_tokens:
@@ -176,7 +182,8 @@ def _activations(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> in
 def _logits(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> int:
     train, copies = config.train, copies_per_pass(config)
     loss = 2 * _FP32_BYTES  # the loss makes two float32 tensors of the logits, one copy at a time
-    training = train.micro_batch_size * (copies * model.itemsize + loss)
+    rows = train.micro_batch_size * (config.generation.num_samples if inputs.trains_on_answers else 1)
+    training = rows * (copies * model.itemsize + loss)
     training *= inputs.num_labels or model.vocabulary_size
     scoring = train.eval_batch_size * (model.itemsize + loss) * model.vocabulary_size
     return inputs.answer_tokens * max(training if config.method in TRAINED else 0, scoring)

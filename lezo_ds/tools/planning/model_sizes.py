@@ -32,6 +32,7 @@ class ModelSizes:
         largest_module: size of the largest block, or of a larger module outside the blocks.
         largest_perturbed: trained size of the largest module that a step perturbs whole. Embedding tables do
             not count, because only the rows that are read are perturbed; nor does the output head.
+        blocks_trained: size of all trained parameters in the transformer blocks.
         head: trained size of the output head.
         activation_width: size of the activations of one token while a block runs. A block that keeps them for
             a backward pass needs about as much (Korthikanti et al. 2022).
@@ -48,6 +49,7 @@ class ModelSizes:
     num_trained: int
     largest_module: int
     largest_perturbed: int
+    blocks_trained: int
     head: int
     activation_width: int
     cached_width: int
@@ -102,6 +104,7 @@ def model_sizes(config: RunConfig, directory: Path | None = None) -> ModelSizes:
         num_trained=_trained(model),
         largest_module=largest_module(model, layout),
         largest_perturbed=max(_trained(module, recurse=False) for module in whole),
+        blocks_trained=_trained(blocks),
         head=_trained(head) if head else 0,
         activation_width=_HIDDEN_STATES * text.hidden_size + num_wide * max(widths),
         cached_width=_cached_width(text),
