@@ -38,7 +38,8 @@ class Range:
 
     def __str__(self) -> str:
         if self.maximum is not None:
-            return f"{self.minimum} to {self.maximum}"
+            first = f"above {self.minimum}, at most" if self.above else f"{self.minimum} to"
+            return f"{first} {self.maximum}"
         return f"{'above' if self.above else 'at least'} {self.minimum}"
 
 

@@ -8,7 +8,7 @@ that the model writes, `reward(answers, records) -> reward of each answer`, and 
 answers: a list of texts, written as `generation` in the recipe says. With generation.num_samples, those of
     one record come one after the other.
 records: a list with the record of each answer: a dict of all its fields, also those that no prompt reads.
-returns: a list of numbers, or a tensor [answers]. The loss is minus their mean over the whole batch of a step.
+returns: a list of numbers, or a tensor [answers]. The loss of a step is minus their mean over its batch.
 
 Any other function is a loss, `objective(outputs, batch) -> loss of each example`, and is minimized:
 

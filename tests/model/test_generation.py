@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,8 +13,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lezo_ds.data.encoding import PromptTokenizer
-from lezo_ds.data.generation import prompt_batch, read_answers, write_tokens
-from lezo_ds.model.batch import GenerationSettings
+from lezo_ds.data.generation import (
+    SAMPLE_KEYS,
+    generation_settings,
+    prompt_batch,
+    read_answers,
+    uniforms,
+    write_tokens,
+)
+from lezo_ds.model.batch import GenerationSettings, Sampling
 from lezo_ds.model.perturbed_forward import PerturbedForward
 
 PAD = 1
@@ -132,6 +140,96 @@ def test_both_signs_are_decoded_as_by_models_with_perturbed_weights(family, drop
     assert [ended(tokens, settings) for tokens in singles] == expected
 
 
+class CountingNoise:
+    """The noise of the other tests, and how often a whole parameter was perturbed."""
+
+    def __init__(self):
+        self.num_parameters = 0
+
+    def perturb(self, *arguments, **options):
+        self.num_parameters += 1
+        return NOISE.perturb(*arguments, **options)
+
+    def perturb_rows(self, *arguments, **options):
+        return NOISE.perturb_rows(*arguments, **options)
+
+
+@pytest.mark.parametrize("family", ["opt", "llama", "gpt2"])
+def test_kept_perturbed_weights_give_the_same_answers_and_are_drawn_once(family):
+    (model, settings), prompts = start(family), prompts_of()
+    noise = CountingNoise()
+    perturbed = PerturbedForward(model, tunable(model), noise)
+    at = perturbation(BOTH, (), SCALE)
+    found, counts = [], []
+    for keep in (False, True, True):
+        chosen = replace(settings, keep_perturbed=keep)
+
+        def write(chosen=chosen, **inputs):
+            return write_tokens(model, chosen, **inputs)
+
+        noise.num_parameters = 0
+        found.append(perturbed(prompt_batch(prompts, chosen), at, write))
+        counts.append(noise.num_parameters)
+    num_tokens = max(tokens.shape[1] for tokens in found[0])
+    assert num_tokens > 1
+    assert counts == [counts[1] * num_tokens, counts[1], counts[1]]
+    for tokens in found[1:]:
+        assert all(torch.equal(kept, plain) for kept, plain in zip(tokens, found[0], strict=True))
+
+
+def drawn(model, settings, prompts, keys, **sampling):
+    chosen = replace(settings, sampling=Sampling(**sampling))
+    batch = prompt_batch(prompts, chosen)
+    tokens = write_tokens(model, chosen, **batch.inputs, **{SAMPLE_KEYS: torch.tensor(keys)})
+    return ended(tokens, settings)
+
+
+def test_a_drawn_answer_depends_on_its_prompt_and_key_only():
+    (model, settings), prompts = start("llama"), prompts_of()
+    prompts, keys = prompts * 2, list(range(10, 20))
+    together = drawn(model, settings, prompts, keys, temperature=1.0)
+    alone = [
+        drawn(model, settings, [prompt], [key], temperature=1.0)[0]
+        for prompt, key in zip(prompts, keys, strict=True)
+    ]
+    assert together == alone
+    assert together[:5] != together[5:]
+
+
+def test_drawing_from_one_token_is_greedy():
+    (model, settings), prompts = start("llama"), prompts_of()
+    expected = ended(write_tokens(model, settings, **prompt_batch(prompts, settings).inputs), settings)
+    for limit in ({"top_k": 1}, {"top_p": 1e-6}):
+        assert drawn(model, settings, prompts, [1, 2, 3, 4, 5], temperature=2.0, **limit) == expected
+
+
+def test_drawn_tokens_have_the_models_probabilities():
+    """Pearson's statistic of the first token stays near its mean, the number of different tokens."""
+    model, settings = tiny_model("llama"), GenerationSettings(1, (), PAD)
+    prompt, num = prompts_of()[1], 4000
+    temperature = 0.5
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt])).logits[0, -1].double()
+    expected = num * (logits / temperature).softmax(dim=0)
+    rows = drawn(model, settings, [prompt] * num, list(range(num)), temperature=temperature)
+    counts = torch.bincount(torch.tensor([row[0] for row in rows]), minlength=len(expected)).double()
+    common = expected >= 5
+    counts = torch.cat([counts[common], counts[~common].sum().unsqueeze(0)])
+    expected = torch.cat([expected[common], expected[~common].sum().unsqueeze(0)])
+    assert len(counts) > 5
+    assert float(((counts - expected).square() / expected.clamp(min=1e-9)).sum()) < 2 * len(counts) + 40
+
+
+def test_uniform_numbers_are_a_function_of_key_and_position_and_never_0_or_1():
+    found = uniforms(7, 3, 100_001)
+    assert (uniforms(7, 3, 100_001) == found).all()
+    assert (uniforms(7, 3, 5) == found[:5]).all()
+    assert 0 < found.min() < 1e-4 < 1 - 1e-4 < found.max() < 1
+    assert abs(found.mean() - 0.5) < 0.005
+    for key, position in ((8, 3), (7, 4)):
+        assert (uniforms(key, position, 100_001) != found).mean() > 0.99
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     """A tokenizer of characters, but for one token that holds a letter and a newline."""
@@ -159,3 +257,45 @@ def test_an_answer_ends_at_a_newline_or_the_end_of_sequence_and_is_stripped(toke
     settings = GenerationSettings(6, tokenizer.stop_ids(), PAD)
     assert settings.stop_ids == (2, 4, 8)
     assert read_answers(torch.tensor([ids, ids]), settings, tokenizer) == [answer, answer]
+
+
+@pytest.mark.parametrize(
+    ("stops", "ids", "answer", "stop_ids"),
+    [
+        (("ab",), (7, 6, 7, 5, 6), "b", (2,)),
+        (("b", "\n"), (6, 6, 7, 6, 6), "aa", (2, 4, 7, 8)),
+        (("a b", "ba"), (6, 5, 7, 6, 6), "", (2,)),
+        ((), (6, 4, 7, 2, 6), "a\nb", (2,)),
+    ],
+    ids=["two tokens", "either", "the first of two", "end of sequence only"],
+)
+def test_an_answer_is_read_up_to_the_first_of_its_stops(tokenizer, stops, ids, answer, stop_ids):
+    settings = generation_settings(tokenizer, 5, stops)
+    assert settings.stop_ids == stop_ids
+    assert read_answers(torch.tensor([ids]), settings, tokenizer) == [answer]
+
+
+def test_a_row_ends_with_a_stop_of_several_tokens_in_what_was_written():
+    """The stop is two tokens that the model writes; the prompt's own tokens do not count."""
+    model, prompts = tiny_model("llama"), prompts_of()
+    free = [plain(model, prompt) for prompt in prompts]
+    words = [f"w{token:02}" for token in range(VOCABULARY)]
+    words[:3] = ["<s>", "<pad>", "</s>"]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<s>"))
+    backend.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    tokenizer = PromptTokenizer(fast, bos_id=None, pad_id=PAD, eos_id=2)
+    row = next(ids for ids in free if ids[1] != ids[2])
+    stop = words[row[1]] + words[row[2]]
+    settings = generation_settings(tokenizer, MAX_NEW_TOKENS, (stop,))
+    assert settings.stop_ids == (2,)
+    tokens = write_tokens(model, settings, **prompt_batch(prompts, settings).inputs)
+    answers = read_answers(tokens, settings, tokenizer)
+    assert answers == [tokenizer.decode(ids).split(stop)[0] for ids in free]
+    place = free.index(row)
+    alone = write_tokens(model, settings, **prompt_batch([prompts[place]], settings).inputs)
+    assert alone.shape[1] == 3 or tokenizer.decode(row[:2]).endswith(stop)
+    after = prompts[place] + tuple(row[:2])  # the stop's first token is the prompt's last one now
+    tokens = write_tokens(model, settings, **prompt_batch([after], settings).inputs)
+    written = tokenizer.decode(plain(model, after))
+    assert read_answers(tokens, settings, tokenizer) == [written.split(stop)[0]]

@@ -16,6 +16,7 @@ from lezo_ds.data.objectives import (
     load_objective,
     predictions,
     reads_answers,
+    reward,
     teacher_forcing_loss,
     training_objective,
 )
@@ -158,6 +159,36 @@ def plain_list(logits, batch):
     return [0.5] * len(batch.examples)
 
 
+@reward
+def as_long_as_asked(answers, records):
+    return [len(answer) == record["wanted"] for answer, record in zip(answers, records, strict=True)]
+
+
+@reward
+def text(answers, records):
+    return "abc"
+
+
+@reward
+def too_few(answers, records):
+    return [1.0]
+
+
+@reward
+def no_number(answers, records):
+    return [0.5, float("nan")]
+
+
+@reward
+def absent_field(answers, records):
+    return [record["absent"] for record in records]
+
+
+@reads_answers
+def not_finite(answers, batch):
+    return torch.tensor([float("inf"), 0.0])
+
+
 NOT_A_FUNCTION = 3
 
 
@@ -225,8 +256,36 @@ def test_an_objective_that_gives_no_loss_of_each_example_is_refused(name, got):
         objective.loss(torch.zeros(2), batch)
 
 
+def answered(*records):
+    return MicroBatch({}, len(records), examples=tuple(Example("", (), None, 0, record=r) for r in records))
+
+
+def test_a_reward_reads_the_records_and_is_maximized():
+    objective = load_objective("test_objectives:as_long_as_asked", SST2)
+    assert objective.reads_answers
+    assert objective.is_reward
+    batch = answered({"wanted": 3}, {"wanted": 3})
+    assert objective.loss(["abc", ""], batch).tolist() == [-1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("text", "did not return one reward per answer; got: str: abc; expected: a list of 2 numbers"),
+        ("too_few", r"did not return one reward per answer; got: list: \[1.0\]; .* 2 numbers"),
+        ("no_number", "gave a reward that is not a finite number; got: nan for the answer 'b'"),
+        ("absent_field", r"failed; got: KeyError: 'absent' \(.*test_objectives.py line \d+\)"),
+        ("not_finite", "gave a loss that is not a finite number; got: inf for the answer 'a'"),
+    ],
+)
+def test_a_function_of_answers_that_fails_is_named(name, message):
+    objective = load_objective(f"test_objectives:{name}", SST2)
+    with pytest.raises(UserError, match=f"train.objective=test_objectives:{name} {message}"):
+        objective.loss(["a", "b"], answered({}, {}))
+
+
 def test_the_worked_example_of_the_documentation_runs(tmp_path, monkeypatch):
-    code = objectives.__doc__.split("wordiness:\n\n")[1]
+    code = objectives.__doc__.split(":brevity:\n\n")[1]
     (tmp_path / "my_objectives.py").write_text(textwrap.dedent(code))
     monkeypatch.syspath_prepend(tmp_path)
     mistakes = load_objective("my_objectives:mistakes", SST2)
@@ -236,3 +295,5 @@ def test_the_worked_example_of_the_documentation_runs(tmp_path, monkeypatch):
     wordiness = load_objective("my_objectives:wordiness", SQUAD)
     assert wordiness.reads_answers
     assert wordiness.loss(["a b c", ""], batch).tolist() == [1.0, -1.0]
+    brevity = load_objective("my_objectives:brevity", SQUAD)
+    assert brevity.loss(["a b", "a b c"], answered(*[{"most_words": 2}] * 2)).tolist() == [-1.0, 0.0]

@@ -8,7 +8,7 @@ from ranks import run_ranks
 from tiny_runs import start_engine
 from tiny_tasks import task_config, write_tasks, write_writer
 
-from lezo_ds.data.objectives import reads_answers
+from lezo_ds.data.objectives import reads_answers, reward
 from lezo_ds.data.task_data import load_task_data
 
 NUM_STEPS = 2
@@ -25,6 +25,11 @@ def lengths(answers, batch):
     return torch.tensor([float(len(answer)) for answer in answers])
 
 
+@reward
+def longer_than_the_title(answers, records):
+    return [len(answer) - len(record["title"]) for answer, record in zip(answers, records, strict=True)]
+
+
 OBJECTIVES = {
     "candidates": ("cb", "task"),
     "teacher forcing": ("copa", "task"),
@@ -32,7 +37,16 @@ OBJECTIVES = {
     "f1": ("squad", "f1"),
     "own, of logits": ("copa", "test_train_objectives:squares"),
     "own, of answers": ("cb", "test_train_objectives:lengths"),
+    "reward of drawn answers": ("squad", "test_train_objectives:longer_than_the_title"),
 }
+DRAWN = {
+    "generation__temperature": 1.0,
+    "generation__top_k": 40,
+    "generation__num_samples": 2,
+    "generation__max_new_tokens": 12,
+    "generation__stop": ["xy", "zz"],
+}
+"""Keys of the objective that draws answers."""
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +57,13 @@ def assets(tmp_path_factory):
     return root
 
 
-def train(assets, num_ranks, forward, objective, micro_batch_size=2):
+def train(assets, num_ranks, forward, objective, micro_batch_size=2, **changes):
     """Return the records of some steps and the digest of the weights after them."""
     task, name = OBJECTIVES[objective]
     sizes = {"train__batch_size": BATCH_SIZE, "train__micro_batch_size": micro_batch_size}
-    config = task_config(assets / "writer", assets / "data", task, train__objective=name, **sizes)
+    drawn = DRAWN if "drawn" in objective else {}
+    keys = {"train__objective": name, **sizes, **drawn, **changes}
+    config = task_config(assets / "writer", assets / "data", task, **keys)
     data = load_task_data(config)
     engine = start_engine(
         assets / "writer",
@@ -62,6 +78,11 @@ def train(assets, num_ranks, forward, objective, micro_batch_size=2):
 
 def train_all(assets, num_ranks, forwards):
     return {(o, f): train(assets, num_ranks, f, o) for o in OBJECTIVES for f in forwards}
+
+
+def train_keeping(assets, num_ranks):
+    """Return what `train` does on drawn answers if it keeps perturbed weights."""
+    return train(assets, num_ranks, 2, "reward of drawn answers", generation__keep_perturbed=True)
 
 
 def train_micro_batches(assets):
@@ -82,6 +103,13 @@ def test_both_forwards_and_any_number_of_ranks_do_the_same_steps_bit_for_bit(by_
     results = [result for rank in found for (name, _), result in rank.items() if name == objective]
     assert len(results) == 4
     assert all(result == results[0] for result in results)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_kept_perturbed_weights_do_the_same_steps_bit_for_bit(assets, by_ranks, num_ranks):
+    expected = by_ranks[1][0]["reward of drawn answers", 2]
+    assert run_ranks(train_keeping, num_ranks, assets, num_ranks) == [expected] * num_ranks
 
 
 @pytest.mark.distributed
