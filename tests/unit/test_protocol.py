@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tasks import task_config, write_tasks, write_writer
 
-from lezo_ds.config import config_to_dict
+from lezo_ds.config import GenerationConfig, config_to_dict
 from lezo_ds.config.compatibility import recorded_config
 from lezo_ds.config.schema import SCHEMA
-from lezo_ds.data.generation import MAX_NEW_TOKENS
 from lezo_ds.data.records import draw_demonstrations, load_records
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
@@ -118,7 +117,7 @@ def test_a_text_with_its_gold_answer_is_cut_50_tokens_earlier_with_mezos_details
     squad = load(assets, "squad", data__max_length=70, data__mezo_details=details)
     for split in (squad.train, squad.dev):
         assert {example.num_tokens for example in split.encoded} == {20 if details else 70}
-    assert max(map(len, squad.test.prompts)) == 70 - MAX_NEW_TOKENS
+    assert max(map(len, squad.test.prompts)) == 70 - GenerationConfig().max_new_tokens
     copa = load(assets, "copa", data__max_length=40, data__mezo_details=details)
     assert max(example.num_tokens for example in copa.train.encoded) == 40
     with pytest.raises(UserError, match="leaves no room for a prompt before 50 new tokens; got: 51"):

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from tiny_runs import start_engine
 from tiny_tasks import NUM_POSITIONS, task_config, write_tasks, write_writer
 
-from lezo_ds.data.generation import MAX_NEW_TOKENS
+from lezo_ds.config import GenerationConfig
 from lezo_ds.data.objectives import reads_answers
 from lezo_ds.data.sampling import batch_indices
 from lezo_ds.data.task_data import load_task_data
@@ -118,7 +118,7 @@ def test_prompts_to_continue_are_made_for_the_splits_that_are_answered_only(asse
 
 def test_prompts_leave_room_for_the_answer(assets, caplog):
     data = load(assets, "squad", data__max_length=80)
-    assert max(map(len, data.test.prompts)) == 80 - MAX_NEW_TOKENS
+    assert max(map(len, data.test.prompts)) == 80 - GenerationConfig().max_new_tokens
     assert all(prompt[0] == 0 for prompt in data.test.prompts)
     assert "7 of 7 examples are longer than max_length 30 tokens and were cut on the left" in caplog.text
 
