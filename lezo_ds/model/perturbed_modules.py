@@ -145,7 +145,9 @@ class PerturbedModules:
             return self._new_copies(parameter)
         places = [(parameter, probe) for probe in self._running.perturbation.probes]
         if any(place not in self._kept for place in places):
-            self._kept.update(zip(places, self._new_copies(parameter), strict=True))
+            made = zip(places, self._new_copies(parameter), strict=True)
+            # At scale 0 a copy may be theta itself, which ZeRO-3 releases after this module.
+            self._kept |= {place: copy if place[1].scale else copy.clone() for place, copy in made}
         return [self._kept[place] for place in places]
 
     def _new_copies(self, parameter: nn.Parameter) -> list[Tensor]:

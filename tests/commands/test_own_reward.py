@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import os
 
 import pytest
 import yaml
-from assets import REPOSITORY
+from assets import REPOSITORY, write_records
 from commands import assert_one_error, run_forked, run_forked_well
 from own_data import own_values, write_byte_model, write_tickets
 from run_ends import results_of
@@ -18,9 +19,9 @@ import torch
 from lezo_ds.data.objectives import reward
 
 @reward
-def digits(answers, records):
+def characters(answers, records):
     assert {"id", "text", "topic"} <= records[0].keys()
-    return [sum(map(str.isdigit, a)) - len(r["topic"]) for a, r in zip(answers, records)]
+    return [sum(map(ord, a)) / 1000 - len(r["topic"]) for a, r in zip(answers, records)]
 
 def loss(answers, batch):
     return torch.zeros(len(answers))
@@ -43,7 +44,7 @@ def root(tmp_path_factory):
         num_dev=6,
         num_test=8,
     )
-    values["train"] |= {"objective": "my_reward:digits", "batch_size": 4, "micro_batch_size": 2}
+    values["train"] |= {"objective": "my_reward:characters", "batch_size": 4, "micro_batch_size": 2}
     values["generation"] = {"max_new_tokens": 6, "temperature": 1.0, "num_samples": 2, "stop": []}
     (directory / "recipe.yaml").write_text(yaml.safe_dump(values))
     (directory / "my_reward.py").write_text(REWARD)
@@ -103,8 +104,8 @@ def test_a_record_that_the_reward_reads_may_not_change(root, finished, tmp_path)
 def test_the_exported_model_scores_as_its_run_did(root, finished):
     path = path_with(root)
     unasked = run_forked(["--run", finished], program="evaluate.py", PYTHONPATH=path)
-    assert_one_error(unasked, 2, "the run's reward is in a module", "train.objective=my_reward:digits")
-    asked = ["--run", finished, "train.objective=my_reward:digits"]
+    assert_one_error(unasked, 2, "the run's reward is in a module", "train.objective=my_reward:characters")
+    asked = ["--run", finished, "train.objective=my_reward:characters"]
     of_run = json.loads(run_forked_well(asked, program="evaluate.py", PYTHONPATH=path).out)
     run_forked_well(["--run", finished, "--out", root / "exported"], program="export.py")
     arguments = ["--model", root / "exported", "--config", root / "recipe.yaml"]
@@ -122,6 +123,45 @@ def test_packs_and_reports_need_no_reward(root, finished):
     assert "reward" in run_forked_well([finished], program="report.py").out
 
 
+def test_the_recipe_of_keywords_trains_on_any_reviews(root, tmp_path):
+    records = [{"sentence": f"A warm, funny and well-made film number {n}.", "stars": n} for n in range(24)]
+    for name in ("train", "validation"):
+        write_records(tmp_path / f"{name}.jsonl", records)
+    recipes = REPOSITORY / "launch" / "recipes"
+    sizes = ["data.num_train=8", "data.num_dev=2", "data.num_test=3", "train.steps=1"]
+    places = {
+        "model.path": root / "model",
+        "data.train": tmp_path / "train.jsonl",
+        "data.test": tmp_path / "validation.jsonl",
+        "run_dir": tmp_path / "run",
+    }
+    paths = [f"{key}={path}" for key, path in places.items()]
+    batch = ["train.batch_size=2", "train.micro_batch_size=2"]
+    arguments = ["--config", recipes / "keywords.yaml", *sizes, *paths, *batch]
+    run_forked_well(arguments, PYTHONPATH=path_with(recipes))
+    assert results_of(tmp_path / "run")["metric"] == "keywords:share_in_form"
+
+
+@pytest.mark.parametrize(
+    ("answer", "mistakes"),
+    [
+        ("warm, funny, well-made", 0),
+        ("Film,  A, funny", 0),
+        ("warm, funny", 1),
+        ("warm, warm, film", 1),
+        ("warm, cold, film", 1),
+        ("a warm, funny, film", 1),
+        ("", 3),
+    ],
+)
+def test_the_reward_of_keywords_counts_mistakes(answer, mistakes, monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "launch" / "recipes")
+    keywords = importlib.import_module("keywords")
+    record = {"sentence": "A warm, funny and well-made film."}
+    assert keywords.num_mistakes(answer, record) == mistakes
+    assert keywords.three_words([answer], [record]) == [1 / (1 + mistakes)]
+
+
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
@@ -129,10 +169,10 @@ def test_packs_and_reports_need_no_reward(root, finished):
         (["train.objective=my_reward:loss"], ("a task without right answers needs a reward",)),
         (
             ["train.objective=my_reward:fails"],
-            ("train.objective=my_reward:fails failed", "KeyError", "line 17"),
+            ("train.objective=my_reward:fails failed", "KeyError", "line 15"),
         ),
         (
-            ["data.metric=reward", "train.objective=my_reward:loss", "data.completion={text}"],
+            ["data.metric=reward", "train.objective=my_reward:loss", "data.completion='{text}'"],
             ("needs a reward",),
         ),
         (["method=icl"], ("method icl shows solved examples",)),

@@ -26,8 +26,10 @@ def lengths(answers, batch):
 
 
 @reward
-def longer_than_the_title(answers, records):
-    return [len(answer) - len(record["title"]) for answer, record in zip(answers, records, strict=True)]
+def characters_beyond_the_title(answers, records):
+    return [
+        sum(map(ord, answer)) - len(record["title"]) for answer, record in zip(answers, records, strict=True)
+    ]
 
 
 OBJECTIVES = {
@@ -37,7 +39,7 @@ OBJECTIVES = {
     "f1": ("squad", "f1"),
     "own, of logits": ("copa", "test_train_objectives:squares"),
     "own, of answers": ("cb", "test_train_objectives:lengths"),
-    "reward of drawn answers": ("squad", "test_train_objectives:longer_than_the_title"),
+    "reward of drawn answers": ("squad", "test_train_objectives:characters_beyond_the_title"),
 }
 DRAWN = {
     "generation__temperature": 1.0,
