@@ -178,7 +178,7 @@ def test_the_reward_of_keywords_counts_mistakes(answer, mistakes, monkeypatch):
         (["method=icl"], ("method icl shows solved examples",)),
         (["data.label_field=topic"], ("data.prompt alone does not say",)),
         (["generation.temperature=0"], ("generation.num_samples", "needs a temperature")),
-        (["generation.stop=['']"], ("generation.stop", "has an empty text")),
+        (["generation.stop=''"], ("generation.stop", "has an empty text")),
         (["generation.top_p=0"], ("generation.top_p", "above 0")),
     ],
 )
