@@ -56,7 +56,7 @@ def config_from_dict(
         UserError: as `load_config`.
     """
     flat = flatten_sections(SCHEMA, values) | dict(parse_override(override) for override in overrides)
-    if flat.get("data.prompt") is not None:
+    if flat.get("data.prompt") is not None or flat.get("data.messages") is not None:
         flat.setdefault("data.task", CUSTOM)
     config: RunConfig = read(SCHEMA, flat, where, recorded=recorded)
     if not recorded:
@@ -68,6 +68,13 @@ def config_from_dict(
             got=f"method={config.method}",
             expected="method=icl",
             fix="set data.calibration=sfc, or method=icl",
+        )
+    if config.method == "icl" and (config.data.messages is not None or config.data.chat_template):
+        raise UserError(
+            f"method icl in {where} shows no examples in a chat template",
+            got="data.messages or data.chat_template",
+            expected="a task whose prompt is plain text",
+            fix="set method=zero_shot, or write the examples into the conversations",
         )
     if config.method in TRAINED:
         check_world(replace(config, partition_size=None), world_size=1)

@@ -102,8 +102,9 @@ class DataConfig:
     """The examples that the model is trained and scored on."""
 
     task: Annotated[str, Choices(TASK_NAMES, code="TASK")] = "sst2"
-    """Name of the task, in upper or lower case. The default is custom if data.prompt is given: a task that
-    the keys below describe. package.module:TASK is a Task of your own (see lezo_ds/tasks/base.py)."""
+    """Name of the task, in upper or lower case. The default is custom if data.prompt or data.messages is
+    given: a task that the keys below describe. package.module:TASK is a Task of your own (see
+    lezo_ds/tasks/base.py)."""
 
     path: str | None = None
     """Directory that holds the task's train and validation files (.jsonl or .parquet). Null reads them from
@@ -142,11 +143,23 @@ class DataConfig:
     all its texts are right, and the first is trained on. Without it, without data.labels and data.choices,
     the records have no right answers, and train.objective must name a reward."""
 
+    messages: str | None = None
+    """Chat: the field that holds a conversation, a list of {role, content} with the roles system (first),
+    user and assistant. The tokenizer's chat template writes it, and the loss is the mean over the tokens of
+    all turns of the assistant."""
+
+    chat_template: bool = False
+    """Whether the tokenizer's chat template writes data.prompt as the turn of a user, and data.completion as
+    that of the assistant."""
+
+    system_prompt: str | None = None
+    """First turn of each conversation, as the system, unless the record has one of its own."""
+
     metric: Annotated[str | None, Choices(METRICS, code="function")] = None
     """The score: accuracy or macro_f1 (classification), accuracy (multiple choice), f1 (of words) or
-    exact_match (generation), reward (the mean of the reward that train.objective names), or your own function
-    (predictions, examples) -> 0 to 1 (see lezo_ds/tasks/metrics.py). Null takes the task's own: reward if
-    the records have no right answers."""
+    exact_match (generation), token_accuracy (chat), reward (the mean of the reward that train.objective
+    names), or your own function (predictions, examples) -> 0 to 1 (see lezo_ds/tasks/metrics.py). Null takes
+    the task's own: reward if the records have no right answers."""
 
     protocol: Protocol = "clean"
     """Default split sizes: clean uses sizes that fit the task, mezo those of MeZO's published scripts. With
@@ -167,7 +180,8 @@ class DataConfig:
     """Maximum number of test examples, which give the final score. Null takes the protocol's number."""
 
     max_length: Annotated[int, Range(1)] = 2048
-    """Maximum length of an input, in tokens. Longer inputs are cut on the left."""
+    """Maximum length of an input, in tokens. Longer inputs are cut on the left, conversations (data.messages)
+    at their end."""
 
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     """Seed that selects the examples of each split."""

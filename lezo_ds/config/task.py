@@ -12,7 +12,10 @@ from lezo_ds.tasks.base import Task
 from lezo_ds.tasks.custom import CUSTOM, Description, make_task, no_answers
 from lezo_ds.tasks.metrics import find_metric
 
-_DESCRIBING = ("prompt", "label_field", "labels", "choices", "completion")
+_DESCRIBING = (
+    *("prompt", "label_field", "labels", "choices", "completion"),
+    *("messages", "chat_template", "system_prompt"),
+)
 
 
 def find_task(data: DataConfig) -> Task:
@@ -42,12 +45,13 @@ def described_task(data: DataConfig) -> Task:
     Raises:
         UserError: a template is not valid, or keys are missing or contradict each other.
     """
-    if data.prompt is None:
+    if data.prompt is None and data.messages is None:
         raise UserError(
-            f"data.task={CUSTOM} needs data.prompt",
+            f"data.task={CUSTOM} needs data.prompt or data.messages",
             got="null",
-            expected='a template of the text that the model reads, such as "{text} This ticket is about"',
-            fix="add data.prompt, or name one of the tasks",
+            expected='a template of the text that the model reads, such as "{text} This ticket is about", or '
+            "the field that holds a conversation",
+            fix="add data.prompt or data.messages, or name one of the tasks",
         )
     if data.train is None and data.path is None:
         raise UserError(
@@ -63,6 +67,9 @@ def described_task(data: DataConfig) -> Task:
             labels=data.labels,
             choices=data.choices,
             completion=data.completion,
+            messages=data.messages,
+            chat_template=data.chat_template,
+            system_prompt=data.system_prompt,
             metric=data.metric,
         )
     )
@@ -84,7 +91,7 @@ def check_data_keys(data: DataConfig, *, has_own_objective: bool) -> None:
         task = described_task(data)
         if not (task.has_answers or has_own_objective):
             raise no_answers()
-    given = [f"data.{name}" for name in _DESCRIBING if getattr(data, name) is not None]
+    given = [f"data.{name}" for name in _DESCRIBING if getattr(data, name) not in (None, False)]
     if given and data.task != CUSTOM:
         raise UserError(
             f"{', '.join(given)} cannot change data.task={data.task}",

@@ -47,9 +47,9 @@ def candidate_batch(
         )
         return MicroBatch({"input_ids": _pad(contexts, pad_id)}, len(examples), label, selection=selection)
     sequences = [ids for example in examples for ids in example.sequences]
-    lengths = [length for example in examples for length in example.option_lengths]
+    targets = [example.targets(place) for example in examples for place in range(len(example.sequences))]
     slots = {"candidate_slots": _slots([len(example.sequences) for example in examples])}
-    return _token_batch(sequences, lengths, pad_id, weight=len(examples), labels=label | slots)
+    return _token_batch(sequences, targets, pad_id, weight=len(examples), labels=label | slots)
 
 
 def teacher_forcing_batch(examples: Sequence[EncodedExample], pad_id: int) -> MicroBatch:
@@ -67,8 +67,8 @@ def teacher_forcing_batch(examples: Sequence[EncodedExample], pad_id: int) -> Mi
         ValueError: an example has no label.
     """
     sequences = [example.sequences[example.gold] for example in examples]
-    lengths = [example.option_lengths[example.gold] for example in examples]
-    return _token_batch(sequences, lengths, pad_id, weight=sum(lengths))
+    targets = [example.targets(example.gold) for example in examples]
+    return _token_batch(sequences, targets, pad_id, weight=sum(map(len, targets)))
 
 
 def scoring_batch(sequences: Sequence[tuple[int, ...]], lengths: Sequence[int], pad_id: int) -> MicroBatch:
@@ -85,7 +85,9 @@ def scoring_batch(sequences: Sequence[tuple[int, ...]], lengths: Sequence[int], 
         A batch whose weight is its number of scored tokens N. Its labels are "target_ids" int64 [N] and
         "token_slots" int64 [S, T], as in `candidate_batch`.
     """
-    return _token_batch(sequences, lengths, pad_id, weight=sum(lengths), share_rows=True)
+    pairs = zip(sequences, lengths, strict=True)
+    targets = [range(len(ids) - length, len(ids)) for ids, length in pairs]
+    return _token_batch(sequences, targets, pad_id, weight=sum(lengths), share_rows=True)
 
 
 def _shared_candidates(examples: Sequence[EncodedExample]) -> list[int] | None:
@@ -101,27 +103,27 @@ def _shared_candidates(examples: Sequence[EncodedExample]) -> list[int] | None:
 
 def _token_batch(
     sequences: Sequence[tuple[int, ...]],
-    lengths: Sequence[int],
+    targets: Sequence[Sequence[int]],
     pad_id: int,
     *,
     weight: int,
     labels: dict[str, Tensor] | None = None,
     share_rows: bool = False,
 ) -> MicroBatch:
-    """Feed each sequence without its last token; select the logits that predict its last `length` tokens."""
+    """Feed each sequence without its last token; select the logits that predict the tokens at its targets."""
     fed = [ids[:-1] for ids in sequences]
     row_of: Sequence[int] = range(len(fed))
     if share_rows:
         distinct = {ids: row for row, ids in enumerate(dict.fromkeys(fed))}
         fed, row_of = list(distinct), [distinct[ids] for ids in fed]
-    rows = [row for row, length in zip(row_of, lengths, strict=True) for _ in range(length)]
-    pairs = list(zip(sequences, lengths, strict=True))
-    positions = [position - 1 for ids, length in pairs for position in range(len(ids) - length, len(ids))]
-    targets = [target for ids, length in pairs for target in ids[-length:]]
+    rows = [row for row, places in zip(row_of, targets, strict=True) for _ in places]
+    positions = [place - 1 for places in targets for place in places]
+    target_ids = [ids[place] for ids, places in zip(sequences, targets, strict=True) for place in places]
+    token_slots = _slots([len(places) for places in targets])
     return MicroBatch(
         inputs={"input_ids": _pad(fed, pad_id)},
         weight=weight,
-        labels={"target_ids": torch.tensor(targets), "token_slots": _slots(lengths)} | (labels or {}),
+        labels={"target_ids": torch.tensor(target_ids), "token_slots": token_slots} | (labels or {}),
         selection=LogitSelection(torch.tensor(rows), torch.tensor(positions)),
     )
 

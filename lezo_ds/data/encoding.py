@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example
@@ -83,15 +85,26 @@ class EncodedExample:
     Attributes:
         sequences: BOS, prompt and candidate for each candidate, at most max_length tokens. There are none if
             the record has no right answer.
-        option_lengths: number of tokens at the end of each sequence that belong to its candidate, at least 1.
+        option_lengths: number of tokens of each sequence that belong to its candidate, at least 1. They are
+            at its end, unless `spans` says where they are.
         label: index of the right candidate; None if unknown.
         truncated: whether a prompt was cut on the left.
+        spans: the pairs (start, stop) of the assistant's turns in the only sequence of a conversation, which
+            ends with the last of them; empty for other examples.
     """
 
     sequences: tuple[tuple[int, ...], ...]
     option_lengths: tuple[int, ...]
     label: int | None
     truncated: bool
+    spans: tuple[tuple[int, int], ...] = ()
+
+    def targets(self, candidate: int) -> list[int]:
+        """Return the positions in a candidate's sequence of the tokens that belong to it, in order."""
+        if self.spans:
+            return [position for span in self.spans for position in range(*span)]
+        length = len(self.sequences[candidate])
+        return list(range(length - self.option_lengths[candidate], length))
 
     @property
     def num_tokens(self) -> int:
@@ -113,12 +126,20 @@ def load_tokenizer(path: str) -> PromptTokenizer:
         path: directory with the model's config.json and tokenizer, or a hub id.
 
     Raises:
-        UserError: there is no model or tokenizer, or id 0 of an OPT model is not `<s>`.
+        UserError: there is no model or tokenizer, a package that it needs is missing, or id 0 of an OPT model
+            is not `<s>`.
     """
     try:
         backend = AutoTokenizer.from_pretrained(path, use_fast=True, trust_remote_code=False)
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # transformers raises many unrelated types here
+        if _needs_sentencepiece(Path(path)):
+            raise UserError(
+                f"the tokenizer of {path} cannot be read without the package sentencepiece",
+                got="tokenizer.model, and no tokenizer.json",
+                expected="tokenizer.json, or the packages sentencepiece and protobuf",
+                fix="pip install sentencepiece protobuf",
+            ) from error
         raise UserError(
             f"cannot load the tokenizer of {path}",
             got=f"{type(error).__name__}: {error}".splitlines()[0],
@@ -141,6 +162,12 @@ def load_tokenizer(path: str) -> PromptTokenizer:
         pad_id=backend.pad_token_id if backend.pad_token_id in vocabulary else 0,
         eos_id=backend.eos_token_id if backend.eos_token_id in vocabulary else None,
     )
+
+
+def _needs_sentencepiece(directory: Path) -> bool:
+    """Return whether a tokenizer needs a package that is missing; transformers asks for another one."""
+    is_alone = (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").is_file()
+    return is_alone and not (is_sentencepiece_available() and is_protobuf_available())
 
 
 def _find_bos(path: str, backend: PreTrainedTokenizerBase, model_type: str) -> int | None:
@@ -182,14 +209,14 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
     for candidate, ids, length in zip(example.candidates, sequences, option_lengths, strict=True):
         if length < 1:
             raise UserError(
-                f"a candidate of example {example.index} adds no token",
+                f"a candidate of {example.where} adds no token",
                 got=repr(candidate),
                 expected="text after the prompt",
-                fix=f"fill in or remove record {example.index + 1} (records without an answer do not count)",
+                fix="fill in or remove the record (records without an answer do not count in its number)",
             )
         if length >= len(ids):
             raise UserError(
-                f"a candidate of example {example.index} leaves no token before it",
+                f"a candidate of {example.where} leaves no token before it",
                 got=f"{length} tokens of {len(ids)}",
                 expected=f"at least one token more than the {length} of the candidate",
                 fix=f"raise data.max_length={max_length}" if len(ids) == max_length else "give it a prompt",
@@ -202,7 +229,7 @@ def encode_examples(
 ) -> tuple[EncodedExample, ...]:
     """Encode each example (see `encode_example`), with one warning if any had to be cut."""
     encoded = tuple(encode_example(tokenizer, example, max_length) for example in examples)
-    _warn_of_cuts(sum(example.truncated for example in encoded), len(encoded), max_length)
+    warn_of_cuts(sum(example.truncated for example in encoded), len(encoded), max_length)
     return encoded
 
 
@@ -250,7 +277,7 @@ def encode_prompts(
     """
     room = prompt_room(max_length, max_new_tokens)
     prompts = [tokenizer.encode([e.demonstrations + e.prompt.strip(" ")])[0] for e in examples]
-    _warn_of_cuts(sum(len(ids) > room for ids in prompts), len(prompts), room)
+    warn_of_cuts(sum(len(ids) > room for ids in prompts), len(prompts), room)
     return tuple(_cut_left(tokenizer, ids, room) for ids in prompts)
 
 
@@ -270,10 +297,11 @@ def prompt_room(max_length: int, max_new_tokens: int) -> int:
     return max_length - max_new_tokens
 
 
-def _warn_of_cuts(num_cut: int, num_examples: int, max_length: int) -> None:
+def warn_of_cuts(num_cut: int, num_examples: int, max_length: int, where: str = "on the left") -> None:
+    """Log that some examples are longer than they may be, if there are any."""
     if num_cut:
-        text = "%d of %d examples are longer than max_length %d tokens and were cut on the left"
-        logger.warning(text, num_cut, num_examples, max_length)
+        text = "%d of %d examples are longer than max_length %d tokens and were cut %s"
+        logger.warning(text, num_cut, num_examples, max_length, where)
 
 
 def _cut_left(tokenizer: PromptTokenizer, ids: tuple[int, ...], max_length: int) -> tuple[int, ...]:

@@ -18,12 +18,17 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from lezo_ds import distributed
-from lezo_ds.data.batching import scoring_batch
+from lezo_ds.data.batching import scoring_batch, teacher_forcing_batch
 from lezo_ds.data.encoding import EncodedExample
-from lezo_ds.data.objectives import predictions, teacher_forcing_loss, training_objective
+from lezo_ds.data.objectives import (
+    count_right_tokens,
+    predictions,
+    teacher_forcing_loss,
+    training_objective,
+)
 from lezo_ds.data.task_data import EncodedSplit, TaskData
 from lezo_ds.model.batch import MicroBatch, to_device
-from lezo_ds.tasks.metrics import find_metric, majority_class_rate
+from lezo_ds.tasks.metrics import Prediction, TokenCounts, find_metric, majority_class_rate
 
 T = TypeVar("T")
 
@@ -36,13 +41,14 @@ class EvaluationResult:
         loss: mean of the training objective.
         score: the task's metric, 0 to 1; or the mean reward, which may be any number.
         majority_class: accuracy of always predicting the most frequent label; None if there are no classes.
-        predicted: index of the chosen candidate, or the generated answer, for each example in order.
+        predicted: index of the chosen candidate, the generated answer, or the TokenCounts of a conversation,
+            for each example in order.
     """
 
     loss: float
     score: float
     majority_class: float | None
-    predicted: tuple[int | str, ...]
+    predicted: tuple[Prediction, ...]
 
 
 class Model(Protocol):
@@ -78,11 +84,15 @@ class _Evaluation:
     def run(self) -> EvaluationResult:
         data, examples = self.data, self.split.examples
         tokens = self._new_tokens() if self.split.prompts else None
-        predicted: Sequence[int | str]
+        predicted: Sequence[Prediction]
         if data.task.kind == "generation":
             assert tokens is not None
             predicted = data.answers(tokens)
             loss = self._objective_loss(tokens)
+        elif data.task.kind == "chat":
+            losses, predicted = self._token_scores()
+            is_own = data.objective == training_objective("chat")
+            loss = self._mean(losses) if is_own else self._objective_loss(tokens)
         else:
             sums = self._log_probabilities(self.split.encoded)
             if data.objective == training_objective(data.task.kind):
@@ -154,6 +164,23 @@ class _Evaluation:
 
         found = dict(zip(distinct, self._share(groups, 1, score).squeeze(1), strict=True))
         return [torch.stack([found[pair] for pair in pairs]) for pairs in wanted]
+
+    def _token_scores(self) -> tuple[Tensor, list[TokenCounts]]:
+        """Return the summed loss of each conversation, float64 [examples], and its counts of right tokens."""
+        encoded = self.split.encoded
+
+        def score(group: Sequence[int]) -> Tensor:
+            batch = teacher_forcing_batch([encoded[row] for row in group], self.data.tokenizer.pad_id)
+            batch = to_device(batch, distributed.device())
+            logits = self.engine.forward(batch)
+            return torch.stack(
+                [teacher_forcing_loss(logits, batch), count_right_tokens(logits, batch)], 1
+            ).cpu()
+
+        groups = _groups([example.num_tokens for example in encoded], self.batch_size)
+        losses, right = self._share(groups, 2, score).unbind(dim=1)
+        totals = [example.option_lengths[example.gold] for example in encoded]
+        return losses, [TokenCounts(int(n), total) for n, total in zip(right, totals, strict=True)]
 
     def _new_tokens(self) -> Tensor:
         """Return the tokens that the model generates after each prompt, int64 [examples, max_new_tokens]."""

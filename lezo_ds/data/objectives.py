@@ -104,6 +104,15 @@ def teacher_forcing_loss(logits: Tensor, batch: MicroBatch) -> Tensor:
     return _gather(_token_losses(logits, batch), batch.labels["token_slots"], 0.0).sum(dim=1)
 
 
+def count_right_tokens(logits: Tensor, batch: MicroBatch) -> Tensor:
+    """Return how many gold tokens of each example are the model's first choice, float32 [E].
+
+    The arguments are those of `teacher_forcing_loss`.
+    """
+    right = logits.argmax(dim=1) == batch.labels["target_ids"]
+    return _gather(right.float(), batch.labels["token_slots"], 0.0).sum(dim=1)
+
+
 @dataclass(frozen=True)
 class Objective:
     """A loss to minimize, and the batches that it reads.

@@ -6,19 +6,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from lezo_ds.tasks.base import Example
+from lezo_ds.tasks.metrics import Prediction, TokenCounts
 
 
-def answer_text(example: Example, predicted: int | str) -> str:
-    """Return the text of a chosen candidate, without white space around it, or the generated answer."""
+def answer_text(example: Example, predicted: Prediction) -> str:
+    """Return a prediction as text.
+
+    That is a chosen candidate without white space around it, the generated answer, or how many of the
+    assistant's tokens in a conversation are the model's first choice.
+    """
+    if isinstance(predicted, TokenCounts):
+        return f"{predicted.right} of {predicted.total} tokens"
     return predicted if isinstance(predicted, str) else example.candidates[predicted].strip()
 
 
-def prediction_rows(examples: Sequence[Example], predicted: Sequence[int | str]) -> list[dict[str, Any]]:
+def prediction_rows(examples: Sequence[Example], predicted: Sequence[Prediction]) -> list[dict[str, Any]]:
     """Return a row for each example: its index, its prompt, the right answers and the answer of the model.
 
     Args:
         examples: examples of a split.
-        predicted: index of the chosen candidate, or the generated answer, for each example in order.
+        predicted: what the model made of each example, in order.
     """
     rows = []
     for example, found in zip(examples, predicted, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args, get_origin
@@ -52,7 +52,10 @@ def load_records(task: Task, path: Path | None) -> tuple[list[Record], list[Reco
     """
     names = _split_names(task)
     splits = _load_hub(task) if path is None else [_load_local(path, name) for name in names]
-    train, validation = (_answerable(task, name, rows) for name, rows in zip(names, splits, strict=True))
+    train, validation = (
+        [record for _, record in _answerable(task, name, rows)]
+        for name, rows in zip(names, splits, strict=True)
+    )
     return train, validation
 
 
@@ -156,16 +159,16 @@ def load_own_splits(
         for name, source in sources.items()
         if source is not None
     }
-    records = found["train"]
-    order, drawn = _permutation(seed, len(records)), {}
+    rows = found["train"]
+    order, drawn = _permutation(seed, len(rows)), {}
     for name, wanted, limit in (("test", num_test, MAX_DRAWN_TEST), ("validation", num_dev, MAX_DRAWN_DEV)):
         if name in found:
             drawn[name] = found[name], _permutation(seed, len(found[name]))[:wanted]
             continue
-        size = wanted or min(limit, max(1, len(records) // 5))
-        drawn[name], order = (records, order[:size]), order[size:]
+        size = wanted or min(limit, max(1, len(rows) // 5))
+        drawn[name], order = (rows, order[:size]), order[size:]
         text = "data.%s is not given: %d of the %d records of %s are drawn for it, by data.seed=%d"
-        logger.info(text, name, size, len(records), train, seed)
+        logger.info(text, name, size, len(rows), train, seed)
     if len(order) < (num_train or 1) or (num_dev or 0) > len(drawn["validation"][1]):
         raise UserError(
             "there are too few records for data.num_train, data.num_dev and data.num_test",
@@ -175,11 +178,11 @@ def load_own_splits(
         )
     order = order[:num_train]
     splits = Splits(
-        train=_build_examples(task, records, order),
-        dev=_build_examples(task, *drawn["validation"]),
-        test=_build_examples(task, *drawn["test"]),
+        train=_build_placed(task, rows, order),
+        dev=_build_placed(task, *drawn["validation"]),
+        test=_build_placed(task, *drawn["test"]),
     )
-    return splits, [records[row] for row in order]
+    return splits, [rows[row][1] for row in order]
 
 
 def draw_demonstrations(
@@ -238,6 +241,13 @@ def _build_examples(task: Task, records: Sequence[Record], rows: Sequence[int]) 
     return tuple(replace(task.build_example(records[row], row), record=records[row]) for row in rows)
 
 
+def _build_placed(task: Task, rows: Sequence[Row], order: Sequence[int]) -> tuple[Example, ...]:
+    """Return the examples of some rows, which know where they come from."""
+    places, records = [place for place, _ in rows], [record for _, record in rows]
+    examples = _build_examples(task, records, order)
+    return tuple(replace(example, place=places[example.index]) for example in examples)
+
+
 def _split_names(task: Task) -> tuple[str, str]:
     return task.train_split, task.validation_split
 
@@ -277,13 +287,13 @@ def _load_local(path: Path, split: str) -> list[Row]:
     return [row for table in tables for row in read_file(table)]
 
 
-def _answerable(task: Task, split: str, rows: Sequence[Row]) -> list[Record]:
-    """Check all records of a split. Return those that have a right answer."""
+def _answerable(task: Task, split: str, rows: Sequence[Row]) -> list[Row]:
+    """Check all records of a split. Return the rows of those that have a right answer."""
     kept = []
     for number, (place, record) in enumerate(rows, start=1):
         where = f"record {number} of the {split} split of {task.name}{place}"
         if _checked_label(task, where, record) is not None or not task.has_answers:
-            kept.append(record)
+            kept.append((place, record))
     num_left_out = len(rows) - len(kept)
     if not kept:
         raise UserError(
@@ -333,9 +343,17 @@ def _check_fields(task: Task, where: str, record: Record) -> None:
                 expected=str(expected_type) if get_args(expected_type) else expected_type.__name__,
                 fix=f"use the field types of {task.hub_id or 'the task'}",
             )
-        for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str):
-                _check_text(f"field {name} of {where}", text)
+        for text in _texts_in(value):
+            _check_text(f"field {name} of {where}", text)
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    """Yield every text in a value of a record, which may hold lists and sections."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts_in(item)
 
 
 def _fix_of_names(task: Task, found: object, wanted: str) -> str:

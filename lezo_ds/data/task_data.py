@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lezo_ds.config import RunConfig, find_task
+from lezo_ds.data.chat import encode_answers, encode_conversations, encode_questions
 from lezo_ds.data.encoding import (
     NEWLINE,
     EncodedExample,
@@ -76,7 +77,8 @@ class EncodedSplit:
         """
         digest = hashlib.sha256()
         for example, encoded in zip(self.examples, self.encoded, strict=True):
-            facts = (encoded.sequences, encoded.option_lengths, encoded.label, example.references)
+            facts = [encoded.sequences, encoded.option_lengths, encoded.label, example.references]
+            facts += [encoded.spans] if encoded.spans else []
             digest.update(json.dumps(facts).encode())
             if self.reads_records:  # values of parquet files, such as dates, are hashed as text
                 digest.update(json.dumps(example.record, sort_keys=True, default=str).encode())
@@ -214,12 +216,15 @@ def load_task_data(config: RunConfig) -> TaskData:
         if keys.stop is not None and task.kind == "generation":
             ending = keys.stop[0] if keys.stop else str(tokenizer.backend.eos_token)
             examples = tuple(_ending_with(example, ending) for example in examples)
+        examples, encoded = _encode(task, tokenizer, examples, encoded_length)
+        prompts: tuple[tuple[int, ...], ...] = ()
+        if continued:
+            encode_asked = encode_questions if examples[0].messages else encode_prompts
+            prompts = encode_asked(tokenizer, examples, length, keys.max_new_tokens)
         return EncodedSplit(
             examples=examples,
-            encoded=encode_examples(tokenizer, examples, encoded_length),
-            prompts=encode_prompts(tokenizer, examples, length, max_new_tokens=keys.max_new_tokens)
-            if continued
-            else (),
+            encoded=encoded,
+            prompts=prompts,
             null_encoded=tuple(
                 encode_null(tokenizer, example, length, with_demonstrations=calibration == "icl_sfc")
                 for example in examples
@@ -244,8 +249,21 @@ def load_task_data(config: RunConfig) -> TaskData:
         and can_pack(model_config, config.data.max_length),
         loss_batch=MEZO_LOSS_BATCH if mezo_details else None,
     )
-    _check_positions(data, getattr(model_config.get_text_config(), "max_position_embeddings", None))
+    text_config = model_config.get_text_config()
+    _check_positions(data, getattr(text_config, "max_position_embeddings", None))
+    _check_token_ids(data, text_config.vocab_size)
     return data
+
+
+def _encode(
+    task: Task, tokenizer: PromptTokenizer, examples: tuple[Example, ...], max_length: int
+) -> tuple[tuple[Example, ...], tuple[EncodedExample, ...]]:
+    """Return the examples that can be used, and their tokens."""
+    if task.kind == "chat":
+        return encode_conversations(tokenizer, examples, max_length)
+    if examples[0].messages and task.has_answers:
+        return examples, encode_answers(tokenizer, examples, max_length)
+    return examples, encode_examples(tokenizer, examples, max_length)
 
 
 def _check_reward(config: RunConfig, task: Task, objective: Objective) -> None:
@@ -365,3 +383,17 @@ def _check_positions(data: TaskData, num_positions: int | None) -> None:
             expected=f"at most {num_positions}",
             fix=f"set data.max_length={num_positions}",
         )
+
+
+def _check_token_ids(data: TaskData, num_embeddings: int) -> None:
+    """Refuse tokens that the model's embedding has no row for: they may have been added to the tokenizer."""
+    for split in (data.train, data.dev, data.test):
+        sequences = [ids for e in (*split.encoded, *split.null_encoded) for ids in e.sequences]
+        largest = max((max(ids) for ids in (*sequences, *split.prompts)), default=0)
+        if largest >= num_embeddings:
+            raise UserError(
+                "the tokenizer gives a token that the model's embedding has no row for",
+                got=f"id {largest}, {data.tokenizer.backend.convert_ids_to_tokens(largest)!r}",
+                expected=f"ids below {num_embeddings}, the vocab_size in config.json",
+                fix="use the tokenizer that the model was trained with, or resize the model's embedding",
+            )

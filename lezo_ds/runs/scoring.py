@@ -45,7 +45,8 @@ def score_run(path: Path, step: str, split: str, overrides: tuple[str, ...] = ()
 
     Returns:
         The score and what it belongs to. "predictions" has an entry for each example. A prediction is the
-        index of the chosen candidate, with its text, or the generated answer.
+        index of the chosen candidate, with its text, or the generated answer. For a conversation, it is the
+        numbers of right and of all tokens of the assistant.
 
     Raises:
         UserError: there is no such run or step, or the input is bad; or the task, or the reward of a task

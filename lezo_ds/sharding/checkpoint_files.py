@@ -47,11 +47,17 @@ def resolve_model(model: str) -> Path:
     """Return the local directory of a model: `model` itself, or the hub's copy, downloaded if needed.
 
     Raises:
-        UserError: `model` is a directory without a config.json, or the hub does not have it.
+        UserError: `model` is a directory without a config.json, or a GGUF file or a directory with nothing
+            else, or the hub does not have it.
         HubError: the hub cannot be reached, and the model is not in the local cache.
     """
     path = Path(model)
+    if path.is_file() and path.suffix == ".gguf":
+        raise _only_gguf(path)
     if path.is_dir():
+        if not (has_safetensors(path) or any(path.glob("pytorch_model*.bin"))):
+            for file in sorted(path.glob("*.gguf"))[:1]:
+                raise _only_gguf(file)
         if not (path / "config.json").is_file():
             raise UserError(
                 f"model.path {model} holds no config.json",
@@ -74,6 +80,16 @@ def resolve_model(model: str) -> Path:
             fix="check the name, or download the model first and set model.path to its directory",
         ) from error
     return found
+
+
+def _only_gguf(file: Path) -> UserError:
+    return UserError(
+        f"{file} is a model in GGUF, which cannot be read in slices",
+        got="no safetensors",
+        expected="a Hugging Face model directory",
+        fix=f'convert it: python -c "from lezo_ds.tools.gguf_models import convert_gguf; '
+        f"convert_gguf('{file}', 'DIRECTORY')\", and set model.path=DIRECTORY",
+    )
 
 
 def load_model_config(directory: Path) -> Any:  # noqa: ANN401

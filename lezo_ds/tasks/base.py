@@ -4,21 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Record = Mapping[str, Any]
 """One row of a data set, with the fields that its hub page describes."""
 
-TaskKind = Literal["classification", "multiple_choice", "generation"]
+TaskKind = Literal["classification", "multiple_choice", "generation", "chat"]
 """How a task is trained and scored (MeZO: Malladi et al. 2023).
 
 classification: trained by cross-entropy over candidates, scored by the best candidate.
 multiple_choice: trained by teacher forcing on the gold candidate, scored by the best candidate.
 generation: trained by teacher forcing on the gold text, scored on the text that the model generates.
+chat: trained by teacher forcing on every turn of the assistant in a conversation, scored on their tokens.
 """
 
 Protocol = Literal["clean", "mezo"]
 """Default split sizes: clean uses sizes that fit each task, mezo uses those of MeZO's published scripts."""
+
+
+class Message(NamedTuple):
+    """One turn of a conversation.
+
+    Attributes:
+        role: system, user or assistant.
+        content: what is said.
+    """
+
+    role: str
+    content: str
 
 
 @dataclass(frozen=True)
@@ -35,6 +48,10 @@ class Example:
             answers in the form of its candidates, the gold answers of SQuAD and DROP).
         null_prompt: the prompt without its content, for calibration; None if the task has none.
         demonstrations: solved examples that the model reads before the prompt, each followed by a blank line.
+        messages: the conversation, if the tokenizer's chat template writes the example. It ends with a turn
+            of the assistant, whose content is candidates[label], if the record has a right answer. The prompt
+            is the turn before it.
+        place: where the record is, such as " (train.jsonl line 3)"; "" if that is not known.
         record: the record with all its fields, also those that the task does not read.
     """
 
@@ -45,7 +62,14 @@ class Example:
     references: tuple[str, ...] = ()
     null_prompt: str | None = None
     demonstrations: str = ""
+    messages: tuple[Message, ...] = ()
     record: Record = field(default_factory=dict, compare=False, repr=False)
+    place: str = field(default="", compare=False)
+
+    @property
+    def where(self) -> str:
+        """The record, as an error names it: by its number in its split, and by its place."""
+        return f"record {self.index + 1}{self.place}"
 
     @property
     def solution(self) -> str:

@@ -7,7 +7,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lezo_ds.errors import UserError
 from lezo_ds.registry import Registry, import_named, names_code
@@ -59,6 +59,26 @@ def exact_match(answers: Sequence[str], examples: Sequence[Example]) -> float:
     return sum(right) / len(right)
 
 
+class TokenCounts(NamedTuple):
+    """How well a model predicts the assistant's turns of a conversation, each token after all before it.
+
+    Attributes:
+        right: number of tokens that are the model's first choice.
+        total: number of tokens, at least 1.
+    """
+
+    right: int
+    total: int
+
+
+def token_accuracy(predicted: Sequence[TokenCounts], examples: Sequence[Example]) -> float:
+    """Return the share of all tokens of the assistant, 0 to 1, that are the model's first choice."""
+    return sum(counts.right for counts in predicted) / sum(counts.total for counts in predicted)
+
+
+Prediction = int | str | TokenCounts
+"""What a model makes of an example: the index of a candidate, a generated answer, or counts of tokens."""
+
 CHOOSING: tuple[TaskKind, ...] = ("classification", "multiple_choice")
 """The kinds of task whose predictions are candidates."""
 
@@ -69,8 +89,9 @@ class Metric:
 
     Attributes:
         title: its name in texts.
-        score: function (predictions, examples) -> 0 to 1. A prediction is the index of a candidate, or the
-            generated answer for a task of the kind "generation". None for REWARD.
+        score: function (predictions, examples) -> 0 to 1. A prediction is the index of a candidate, the
+            generated answer for a task of the kind "generation", or TokenCounts for one of the kind "chat".
+            None for REWARD.
         kinds: the kinds of task that it can score; empty for all.
     """
 
@@ -88,6 +109,7 @@ METRICS.add("accuracy", Metric("accuracy", accuracy, CHOOSING))
 METRICS.add("f1", Metric("token F1", mean_f1, ("generation",)))
 METRICS.add("macro_f1", Metric("macro-F1", macro_f1, ("classification",)))
 METRICS.add("exact_match", Metric("exact match", exact_match, ("generation",)))
+METRICS.add("token_accuracy", Metric("token accuracy", token_accuracy, ("chat",)))
 METRICS.add(REWARD, Metric("mean reward", None))
 
 

@@ -14,6 +14,7 @@ from assets import NUM_BLOCKS, NUM_POSITIONS, write_reader, write_recipe_without
 from commands import assert_one_error, assert_refused, deepspeed, mpirun, python, run_forked, run_forked_well
 from tiny_tasks import NUM_POSITIONS as NUM_WRITER_POSITIONS
 from tiny_tasks import write_writer
+from transformers import AutoTokenizer
 
 GOOD = [{"sentence": "a great film .", "label": i % 2, "idx": i} for i in range(60)]
 UNLABELLED = [record | {"label": -1} for record in GOOD]
@@ -47,6 +48,13 @@ def inputs(tmp_path_factory):
         write_records(directory / name / "validation.jsonl", records)
     write_writer(directory / "no_eos", has_eos=False)
     (directory / "no_eos" / "model.safetensors").unlink()
+    write_writer(directory / "more_tokens")
+    (directory / "more_tokens" / "model.safetensors").unlink()
+    tokenizer = AutoTokenizer.from_pretrained(directory / "more_tokens")
+    tokenizer.add_tokens(["Ada ate"])
+    tokenizer.save_pretrained(directory / "more_tokens")
+    (directory / "gguf").mkdir()
+    (directory / "gguf" / "tiny.Q4_1.gguf").write_bytes(b"GGUF")
     (directory / "no_config").mkdir()
     for kind in ("t5", "vit"):
         shutil.copytree(directory / "model", directory / kind)
@@ -131,12 +139,21 @@ REFUSED = {
     ),
     "candidate_without_tokens": (
         ["data.task=copa", "data.path={inputs}/copa"],
-        ["a candidate of example", "adds no token; got: ' '"],
+        ["a candidate of record", "adds no token; got: ' '"],
     ),
     "no_end_of_sequence": (
         ["data.task=squad", "data.path={inputs}/answered", "model.path={inputs}/no_eos"],
         ["no end-of-sequence token", "eos_token"],
     ),
+    "token_without_a_row": (
+        ["data.task=squad", "data.path={inputs}/answered", "model.path={inputs}/more_tokens"],
+        ["a token that the model's embedding has no row for", "'Ada ate'", "the vocab_size in config.json"],
+    ),
+    "gguf_file": (
+        ["model.path={inputs}/gguf/tiny.Q4_1.gguf"],
+        ["gguf/tiny.Q4_1.gguf is a model in GGUF", "convert_gguf('{inputs}/gguf/tiny.Q4_1.gguf', "],
+    ),
+    "gguf_directory": (["model.path={inputs}/gguf"], ["gguf/tiny.Q4_1.gguf is a model in GGUF"]),
     "no_newline": (
         ["data.task=squad", "data.path={inputs}/answered"],
         ["no token for a newline"],

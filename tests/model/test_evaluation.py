@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from assets import write_data, write_reader
+from chats import PLAIN, write_conversations
 from ranks import run_ranks
 from tiny_runs import start_engine
 from tiny_tasks import task_config, write_tasks, write_writer
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from lezo_ds.data.evaluation import evaluate
 from lezo_ds.data.objectives import reads_answers
 from lezo_ds.data.task_data import load_task_data
-from lezo_ds.tasks.metrics import best_f1
+from lezo_ds.tasks.metrics import TokenCounts, best_f1
 
 BATCH_SIZES = {1: (2, 64), 2: (2,)}
 """By the number of ranks."""
@@ -43,6 +44,8 @@ class Case:
     changes: tuple[tuple[str, object], ...] = ()
 
 
+CONVERSATIONS = (("data__messages", "turns"), ("data__num_test", 9))
+
 CASES = {
     "one token": Case("sst2", "reader"),
     "one token, calibrated": Case("sst2", "reader", (("data__calibration", "sfc"),)),
@@ -67,6 +70,11 @@ CASES = {
     "generation": Case("squad"),
     "generation by a rotary model": Case("squad", "rotary"),
     "generation, F1 as the loss": Case("squad", "rotary", (("train__objective", "f1"),)),
+    "conversations": Case("custom", "rotary", CONVERSATIONS),
+    "conversations, MeZO's details": Case("custom", changes=(*CONVERSATIONS, ("data__mezo_details", True))),
+    "conversations, own objective of answers": Case(
+        "custom", changes=(*CONVERSATIONS, ("train__objective", "test_evaluation:lengths"))
+    ),
     "own objective of logits": Case("sst2", "reader", (("train__objective", "test_evaluation:misses"),)),
     "own objective of answers": Case("cb", "rotary", (("train__objective", "test_evaluation:lengths"),)),
 }
@@ -81,6 +89,11 @@ def assets(tmp_path_factory):
     write_writer(root / "rotary", "llama", seed=10)
     write_tasks(root / "data")
     write_data(root / "data" / "sst2")
+    (root / "data" / "custom").mkdir()
+    for split in ("train", "validation"):
+        write_conversations(root / "data" / "custom" / f"{split}.jsonl")
+    for model in ("writer", "rotary"):
+        (root / model / "chat_template.jinja").write_text(PLAIN)
     return root
 
 
@@ -119,10 +132,18 @@ def evaluate_all(assets, sizes):
 def token_logs(model, encoded):
     """Return the log-probability of every token of every candidate, by one full forward pass each."""
     found = []
-    for ids, length in zip(encoded.sequences, encoded.option_lengths, strict=True):
+    for place, ids in enumerate(encoded.sequences):
         logs = model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(dim=-1)
-        found.append([logs[i - 1, ids[i]].item() for i in range(len(ids) - length, len(ids))])
+        found.append([logs[i - 1, ids[i]].item() for i in encoded.targets(place)])
     return found
+
+
+@torch.no_grad()
+def right_tokens(model, encoded):
+    """Return whether each token of the assistant is the model's first choice."""
+    (ids,) = encoded.sequences
+    best = model(input_ids=torch.tensor([ids])).logits[0].argmax(dim=-1).tolist()
+    return [best[i - 1] == ids[i] for i in encoded.targets(0)]
 
 
 @torch.no_grad()
@@ -144,6 +165,10 @@ def one_at_a_time(assets, case):
     if data.task.kind == "generation":
         scores = [best_f1(a, e.references) for a, e in zip(answers, split.examples, strict=True)]
         predicted = answers
+    elif data.task.kind == "chat":
+        right = [right_tokens(model, encoded) for encoded in split.encoded]
+        predicted = [TokenCounts(sum(tokens), len(tokens)) for tokens in right]
+        scores = [is_right for tokens in right for is_right in tokens]
     else:
         predicted = choices(model, split, logs)
         pairs = list(zip(predicted, split.examples, strict=True))
@@ -208,7 +233,7 @@ def test_the_majority_class_rate_counts_the_examples_scored_where_there_are_clas
     for name, case in CASES.items():
         labels = [example.label for example in load(assets, case).test.examples]
         most = max(labels.count(label) for label in labels)
-        rate = None if case.task in ("record", "squad") else most / len(labels)
+        rate = None if case.task in ("record", "squad", "custom") else most / len(labels)
         assert by_ranks[1][0][name, 2].majority_class == rate
 
 

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GPT2Config, LlamaConfig, OPTConfig, PreTrainedTokenizerFast
+from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
 from lezo_ds.data.encoding import (
     encode_example,
@@ -104,7 +107,7 @@ def test_cut_examples_are_counted_in_one_warning(opt, caplog):
 
 @pytest.mark.parametrize("candidate", ["", "  "])
 def test_a_candidate_without_tokens_is_refused(opt, candidate):
-    with pytest.raises(UserError, match="candidate of example 3 adds no token"):
+    with pytest.raises(UserError, match="candidate of record 4 adds no token"):
         encode_example(opt, Example("a joy", (" great", candidate), 0, 3), 2048)
 
 
@@ -258,3 +261,36 @@ def test_a_broken_file_is_a_users_error(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match="cannot load the tokenizer of"):
         load_tokenizer(path)
+
+
+def test_a_tokenizer_in_sentencepiece_loads_or_the_missing_package_is_named(tmp_path):
+    """Real directories of Llama 2, Gemma and Mistral of this kind have no tokenizer.json."""
+    write_sentencepiece(tmp_path)
+    if not (is_sentencepiece_available() and is_protobuf_available()):
+        message = r"without the package sentencepiece; .* fix: pip install sentencepiece protobuf"
+        with pytest.raises(UserError, match=message):
+            load_tokenizer(str(tmp_path))
+        return
+    loads = (
+        f"from lezo_ds.data.encoding import load_tokenizer; print(load_tokenizer({str(tmp_path)!r})"
+        ".encode(['ab a'])[0])"
+    )
+    # A process of its own: one process cannot have transformers' and sentencepiece's classes of the format.
+    found = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "(1, 5, 4)"
+
+
+def write_sentencepiece(directory):
+    format_of = pytest.importorskip("transformers.utils.sentencepiece_model_pb2_new")
+    model = format_of.ModelProto()
+    model.pieces.add(piece="<unk>", score=0, type=2)
+    for special in ("<s>", "</s>"):
+        model.pieces.add(piece=special, score=0, type=3)
+    for rank, piece in enumerate(("▁", "▁a", "▁ab", "a", "b")):
+        model.pieces.add(piece=piece, score=-rank, type=1)
+    model.trainer_spec.model_type = 2
+    model.normalizer_spec.name = "identity"
+    (directory / "tokenizer.model").write_bytes(model.SerializeToString())
+    settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    LlamaConfig(vocab_size=len(model.pieces)).save_pretrained(directory)

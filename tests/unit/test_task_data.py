@@ -205,3 +205,9 @@ def test_inputs_longer_than_the_models_positions_are_refused(assets, task, lengt
     with pytest.raises(UserError, match=rf"longer than the model's positions; .*max_length={NUM_POSITIONS}"):
         load(assets, task, **changes)
     assert load(assets, task, **{**changes, "data__max_length": NUM_POSITIONS}).test.encoded[0].truncated
+
+
+def test_a_generating_task_of_ones_own_cannot_be_calibrated(assets):
+    own = {"data__prompt": "{question}", "data__completion": "{title}", "data__calibration": "sfc"}
+    with pytest.raises(UserError, match=r"data.calibration needs a task with a null prompt"):
+        load(assets, "squad", data__task="custom", **own)
