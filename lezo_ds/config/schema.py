@@ -271,6 +271,11 @@ class ZoConfig:
     estimator_options: EstimatorOptions = field(default_factory=dict)
     """Options of the estimator, as estimator_options.NAME."""
 
+    only_blocks: bool = False
+    """Whether only the transformer blocks are perturbed and updated. The embeddings, the output head and the
+    norm before it then stay as they are, and everything before the first block that a step perturbs is
+    computed once for all probes of a pass. The papers perturb all weights."""
+
     noise_distribution: Distribution = "normal"
     """Distribution of a direction's elements: normal (the papers'), or rademacher, which is +1 or -1 and much
     cheaper to draw."""

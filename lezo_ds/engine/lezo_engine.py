@@ -378,6 +378,7 @@ def initialize(
         seed=seed,
         peft=peft,
         partition_size=partition_size,
+        only_blocks=config.only_blocks,
     )
     num_blocks = sharded.layout.num_blocks
     trainable = {
@@ -389,11 +390,16 @@ def initialize(
     if dropped == num_blocks and all(named.block is not None for named in trainable.values()):
         raise UserError(
             "nothing is left to train: all trainable weights are in the blocks, and every block is dropped",
-            got=f"{dropped} of {num_blocks} blocks dropped per step, and an adapter in the blocks",
+            got=f"{dropped} of {num_blocks} blocks dropped per step",
             expected=f"at most {num_blocks - 1}",
-            fix="set zo.sparsity=0.5, or peft.kind=none",
+            fix="set zo.sparsity=0.5, or zo.only_blocks=false and peft.kind=none",
         )
-    blocks = sharded.module.get_submodule(sharded.layout.path).children()
+    blocks = list(sharded.module.get_submodule(sharded.layout.path).children())
     engine = zero3.start_forward_engine(sharded.module, blocks, sharded.ds_config)
-    perturbed = PerturbedForward(sharded.module, trainable, noise_backend(distributed.device()))
+    perturbed = PerturbedForward(
+        sharded.module,
+        trainable,
+        noise_backend(distributed.device()),
+        blocks=blocks if config.only_blocks else (),
+    )
     return LezoEngine(engine, perturbed, sharded, config=config, seed=seed, num_steps=num_steps)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from lezo_ds.model.batch import MicroBatch
 from lezo_ds.model.logit_selection import SelectiveHead
 from lezo_ds.model.perturbed_modules import KeyedProbe, Perturbation, PerturbedModules
+from lezo_ds.model.shared_start import SharedStart
 from lezo_ds.noise import NoiseBackend
 from lezo_ds.sharding.parameters import NamedParameter
 
@@ -24,13 +26,23 @@ class PerturbedForward:
         model: a causal language model of transformers (or one with the same interface), in eval mode.
         trainable: the parameters that may be perturbed; a parameter that is tied appears once.
         noise: draws z.
+        blocks: the transformer blocks, to compute what is before the first perturbed one once for all probes.
+            No parameter outside them may be trainable. Without blocks, all probes have everything of their
+            own.
     """
 
     def __init__(
-        self, model: nn.Module, trainable: Mapping[nn.Parameter, NamedParameter], noise: NoiseBackend
+        self,
+        model: nn.Module,
+        trainable: Mapping[nn.Parameter, NamedParameter],
+        noise: NoiseBackend,
+        blocks: Sequence[nn.Module] = (),
     ) -> None:
+        assert not blocks or all(named.block is not None for named in trainable.values())
         self._modules = PerturbedModules(model, trainable, noise)
         self._head = SelectiveHead(model, self._modules)
+        self._num_blocks = len(blocks)
+        self._shared = SharedStart(blocks)
 
     def __call__(
         self, batch: MicroBatch, perturbation: Perturbation | None, call: Callable[..., Any]
@@ -47,13 +59,29 @@ class PerturbedForward:
             For each probe the logits, or that tensor.
         """
         num_copies = 1 if perturbation is None else len(perturbation.probes)
-        inputs = {name: torch.cat([value] * num_copies) for name, value in batch.inputs.items()}
         rows = next(iter(batch.inputs.values())).shape[0]
         keeps = batch.generation is not None and batch.generation.keep_perturbed
+        first = self._first_perturbed(batch, perturbation)
+        if first is None:
+            inputs = {name: torch.cat([value] * num_copies) for name, value in batch.inputs.items()}
+            copying: AbstractContextManager[None] = nullcontext()
+        else:
+            inputs, copying = dict(batch.inputs), self._shared.copying(first, num_copies, rows)
         with (
             self._modules.keeping_copies(keeps),
             self._modules.running(perturbation, rows),
             self._head.selecting(batch.selection),
+            copying,
         ):
             output = call(**inputs)
         return tuple(getattr(output, "logits", output).chunk(num_copies))
+
+    def _first_perturbed(self, batch: MicroBatch, perturbation: Perturbation | None) -> int | None:
+        """Return the first block that probes have of their own; None if they share no part of the pass.
+
+        The probes write continuations of their own, and share nothing from their second token on.
+        """
+        if perturbation is None or len(perturbation.probes) == 1 or batch.generation is not None:
+            return None
+        perturbed = set(range(self._num_blocks)) - perturbation.dropped_layers
+        return min(perturbed, default=None)

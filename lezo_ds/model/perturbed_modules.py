@@ -199,8 +199,8 @@ class PerturbedModules:
         outputs = []
         for index, probe in enumerate(perturbation.probes):
             share = partial(_share, index=index, num_copies=num_copies, rows=rows)
-            share_args = [_map_tensors(share, value) for value in args]
-            share_kwargs = {name: _map_tensors(share, value) for name, value in (kwargs or {}).items()}
+            share_args = [map_tensors(share, value) for value in args]
+            share_kwargs = {name: map_tensors(share, value) for name, value in (kwargs or {}).items()}
             # Modules inside this one already run on one copy of the batch: they see its probe only.
             with self.running(replace(perturbation, probes=(probe,)), rows):
                 outputs.append(run(index, *share_args, **share_kwargs))
@@ -280,7 +280,8 @@ def _share(value: Any, index: int, num_copies: int, rows: int) -> Any:  # noqa: 
     )
 
 
-def _map_tensors(function: Callable[[Any], Any], value: Any) -> Any:  # noqa: ANN401
+def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:  # noqa: ANN401
+    """Return a value with `function` called on each tensor in it, and on each other leaf."""
     # Nearly all values are tensors, and tree_map alone would take a fifth of the host's time of a step.
     return function(value) if isinstance(value, Tensor) else tree_map(function, value)
 

@@ -133,6 +133,7 @@ def load_sharded_model(
     seed: int = 0,
     peft: PeftConfig | None = None,
     partition_size: int | None = None,
+    only_blocks: bool = False,
 ) -> ShardedModel:
     """Build a model, shard it and load the shards. A collective: each rank reads only its own slices.
 
@@ -144,6 +145,7 @@ def load_sharded_model(
         seed: of the run. It determines the initial values of an adapter.
         peft: the adapter to train. None trains all weights.
         partition_size: number of ranks that share one copy of the weights. None shares it among all ranks.
+        only_blocks: whether parameters outside the transformer blocks are not trained.
 
     Raises:
         UserError: the model does not exist or has no transformer blocks, or the weights or the adapter do not
@@ -159,6 +161,10 @@ def load_sharded_model(
     own_name = str if adapter is None else adapter.own_name
     aliases = parameter_names(module, own_name)
     ids = parameter_ids(aliases)
+    if only_blocks:
+        for name, parameter in module.named_parameters():
+            if layout.block_of(own_name(name)) is None:
+                parameter.requires_grad_(False)
     ds_config = _with_gathering_limits(ds_config, module, layout)
     zero3.shard_model(module, ds_config, partition_size)
     named = {
