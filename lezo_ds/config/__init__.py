@@ -4,6 +4,7 @@ It imports nothing heavy, so that a wrong key is refused at once.
 """
 
 from lezo_ds.config.algorithm import (
+    check_something_is_trained,
     copies_per_pass,
     make_estimator,
     make_layer_policy,
@@ -56,6 +57,7 @@ __all__ = [
     "TrainConfig",
     "ZoConfig",
     "check_overrides",
+    "check_something_is_trained",
     "check_world",
     "config_from_dict",
     "config_to_dict",

@@ -93,6 +93,27 @@ def copies_per_pass(config: RunConfig) -> int:
     return min(config.zo.probes_per_pass, make_estimator(config.zo).num_probes)
 
 
+def check_something_is_trained(zo: ZoConfig, num_layers: int, *, trains_outside: bool) -> None:
+    """Check that a step leaves something to train.
+
+    Args:
+        zo: the settings.
+        num_layers: number of the model's transformer blocks.
+        trains_outside: whether weights outside the blocks are trained.
+
+    Raises:
+        UserError: only weights in the blocks are trained, and every block is dropped.
+    """
+    dropped = num_dropped(zo, num_layers)
+    if dropped == num_layers and not trains_outside:
+        raise UserError(
+            "nothing is left to train: all trainable weights are in the blocks, and every block is dropped",
+            got=f"{dropped} of {num_layers} blocks dropped per step",
+            expected=f"at most {num_layers - 1}",
+            fix="set zo.sparsity=0.5, or zo.only_blocks=false and peft.kind=none",
+        )
+
+
 def num_dropped(zo: ZoConfig, num_layers: int) -> int:
     """Return how many of a model's `num_layers` transformer blocks a step drops.
 

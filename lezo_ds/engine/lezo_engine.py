@@ -22,11 +22,11 @@ from lezo_ds import distributed
 from lezo_ds.config import (
     PeftConfig,
     ZoConfig,
+    check_something_is_trained,
     make_estimator,
     make_layer_policy,
     make_schedule,
     make_update_rule,
-    num_dropped,
 )
 from lezo_ds.engine.agreement import Facts, batch_digest, disagreement, wrong_weights
 from lezo_ds.engine.model_engine import ModelEngine
@@ -386,14 +386,8 @@ def initialize(
         for parameter in sharded.weights.parameters
         if parameter.parameter.requires_grad
     }
-    dropped = num_dropped(config, num_blocks)
-    if dropped == num_blocks and all(named.block is not None for named in trainable.values()):
-        raise UserError(
-            "nothing is left to train: all trainable weights are in the blocks, and every block is dropped",
-            got=f"{dropped} of {num_blocks} blocks dropped per step",
-            expected=f"at most {num_blocks - 1}",
-            fix="set zo.sparsity=0.5, or zo.only_blocks=false and peft.kind=none",
-        )
+    trains_outside = any(named.block is None for named in trainable.values())
+    check_something_is_trained(config, num_blocks, trains_outside=trains_outside)
     blocks = list(sharded.module.get_submodule(sharded.layout.path).children())
     engine = zero3.start_forward_engine(sharded.module, blocks, sharded.ds_config)
     perturbed = PerturbedForward(

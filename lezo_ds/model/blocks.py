@@ -66,6 +66,14 @@ def find_blocks(model: nn.Module) -> BlockLayout:
     return BlockLayout(path, len(outermost[path]))
 
 
+def freeze_outside(model: nn.Module, layout: BlockLayout) -> None:
+    """Set all parameters outside the transformer blocks to not trained."""
+    inside = set(model.get_submodule(layout.path).parameters())
+    for parameter in model.parameters():
+        if parameter not in inside:
+            parameter.requires_grad_(False)
+
+
 def largest_module(model: nn.Module, layout: BlockLayout) -> int:
     """Return the number of elements of the largest block, or of a larger module outside the blocks."""
     blocks = model.get_submodule(layout.path)

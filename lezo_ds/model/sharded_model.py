@@ -13,7 +13,7 @@ from lezo_ds import distributed
 from lezo_ds.config import PeftConfig
 from lezo_ds.errors import LezoError
 from lezo_ds.model.adapters import Adapter, make_adapter
-from lezo_ds.model.blocks import BlockLayout, gathering_limits, largest_module
+from lezo_ds.model.blocks import BlockLayout, freeze_outside, gathering_limits, largest_module
 from lezo_ds.model.checkpoint import build_checked, check_files, open_weights, parameter_names
 from lezo_ds.model.snapshots import LOW_BITS_DIRECTORY, read_facts, write_snapshot
 from lezo_ds.noise import UpdatePrecision
@@ -162,9 +162,7 @@ def load_sharded_model(
     aliases = parameter_names(module, own_name)
     ids = parameter_ids(aliases)
     if only_blocks:
-        for name, parameter in module.named_parameters():
-            if layout.block_of(own_name(name)) is None:
-                parameter.requires_grad_(False)
+        freeze_outside(module, layout)
     ds_config = _with_gathering_limits(ds_config, module, layout)
     zero3.shard_model(module, ds_config, partition_size)
     named = {

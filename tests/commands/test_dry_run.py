@@ -11,7 +11,9 @@ from assets import NUM_BLOCKS, write_data, write_recipe
 from commands import deepspeed, mpirun, python, run, run_well
 
 from lezo_ds.config import load_config
+from lezo_ds.errors import UserError
 from lezo_ds.tools.planning.dry_run import describe_plan
+from lezo_ds.tools.planning.model_sizes import model_sizes
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +100,24 @@ def test_the_plan_of_a_large_model_needs_only_its_config(tmp_path, recipe):
     assert plan["blocks"] == ["48 in model.decoder.layers, 36 dropped per step"]
     assert ": shards 55.83, " in plan["memory a rank"][0]
     assert plan["data"] == ["sst2, protocol mezo: 1000 train, 500 dev, 30 test"]
+
+
+@pytest.mark.parametrize("override", ["zo.only_blocks=true", "peft.kind=lora", "peft.kind=prefix"])
+def test_a_run_that_drops_all_that_it_trains_is_refused(override, recipe):
+    config = load_config(str(recipe), ["zo.sparsity=1", override])
+    with pytest.raises(UserError, match=r"nothing is left to train: .* zo.only_blocks=false"):
+        describe_plan(config, world_size=1)
+
+
+def test_weights_outside_the_blocks_do_not_count_as_trained_if_only_blocks_are(recipe):
+    overrides = ["model.dtype=bf16", "zo.only_blocks=true"]
+    config = load_config(str(recipe), overrides)
+    plan = facts(describe_plan(config, world_size=1))
+    assert plan["method"][0].endswith("trains all weights of the blocks")
+    sizes = model_sizes(config), model_sizes(load_config(str(recipe), overrides[:1]))
+    assert [size.trains_outside for size in sizes] == [False, True]
+    assert sizes[0].num_trained < sizes[1].num_trained == sizes[0].num_parameters
+    assert sizes[0].head == 0 < sizes[1].head
 
 
 @pytest.mark.parametrize("override", ["data.path=none", "model.path=./none", "data.num_train=1000000"])

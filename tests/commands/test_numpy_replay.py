@@ -38,6 +38,7 @@ RUNS = {
     "one-sided, skipped steps": ("zo.estimator=one-sided", *OUTLIERS),
     "weight decay": (*SHORT, *DECAY, "zo.directions=2"),
     "rademacher, bf16, fp32_master": (*BF16, "zo.noise_distribution=rademacher", "zo.directions=2"),
+    "only blocks, bf16, fp32_master": (*BF16, "zo.only_blocks=true"),
 }
 LONG_RUNS = {
     "bf16, nearest, window": (*BF16, "zo.update_precision=nearest", "zo.layer_policy=window"),
@@ -98,6 +99,8 @@ def test_the_replayed_runs_have_what_they_are_there_for(run_of, recipe):
     assert all(len(step["dropped_layers"]) == 2 for step in runs["fp32"].steps)
     assert {len(step["projected_grads"]) for step in runs["weight decay"].steps} == {2}
     assert all(np.any(low) for low in runs["bf16, fp32_master"].last.low.values())
+    only_blocks = runs["only blocks, bf16, fp32_master"]
+    assert 0 < len(only_blocks.trained) < len(only_blocks.last.shapes)
     assert not any(run.last.low for name, run in runs.items() if "master" not in name)
 
 

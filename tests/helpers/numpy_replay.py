@@ -326,7 +326,12 @@ def replay_run(run_dir, base_model, snapshot=None):
         steps = steps[: read_manifest(snapshot)["step"]]
         trained = read_snapshot(snapshot)
     has_adapter = header["config"]["peft"]["kind"] != "none"
-    first = initial_weights(header["config"], base, trained, base if has_adapter else {})
+    frozen = base if has_adapter else {}
+    if header["config"]["zo"].get("only_blocks", False):
+        blocks = blocks_of({name: tensor.shape for name, tensor in {**trained, **frozen}.items()})
+        frozen = {**frozen, **{name: tensor for name, tensor in trained.items() if blocks[name] is None}}
+        trained = {name: tensor for name, tensor in trained.items() if blocks[name] is not None}
+    first = initial_weights(header["config"], base, trained, frozen)
     at_start = run_dir / "snapshots" / "step-00000000"  # a prefix has one
     for name, tensor in read_snapshot(at_start).items():
         first.high[name] = tensor.reshape(-1)

@@ -222,6 +222,73 @@ def test_with_all_blocks_dropped_and_nothing_outside_them_tunable_the_logits_do_
         assert_equal_to_rounding(logits, plain)
 
 
+def blocks_of(model):
+    return list(model.get_submodule(find_blocks(model).path).children())
+
+
+def in_blocks(model):
+    """The names of the parameters in the blocks."""
+    layout = find_blocks(model)
+    return {name for name, _ in model.named_parameters() if layout.block_of(name) is not None}
+
+
+def rows_of_blocks(model):
+    """A list to which each block adds the number of rows that it gives."""
+    rows = []
+    for block in blocks_of(model):
+        block.register_forward_hook(
+            lambda _module, _inputs, output: rows.append(
+                len(output if isinstance(output, torch.Tensor) else output[0])
+            )
+        )
+    return rows
+
+
+@pytest.mark.parametrize(("dropped", "first"), [((), 0), ((1,), 0), ((0,), 1), ((0, 1), 2)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_before_the_first_perturbed_one_run_on_one_copy_and_the_logits_stay(family, dropped, first):
+    model, batch = tiny_model(family), token_batch()
+    trainable = tunable(model, in_blocks(model))
+    expected = both_references(model, trainable, batch, dropped)
+    rows = rows_of_blocks(model)
+    perturbed = PerturbedForward(model, trainable, NOISE, blocks=blocks_of(model))
+    found = run(perturbed, model, batch, perturbation(BOTH, dropped))
+    assert rows == [ROWS if block < first else 2 * ROWS for block in range(NUM_BLOCKS)]
+    for logits, wanted in zip(found, expected, strict=True):
+        assert_equal_to_rounding(logits, wanted)
+    assert_equal_to_rounding(run(perturbed, model, batch)[0], plain_logits(model, batch))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masks_and_selections_fit_copies_that_are_made_at_a_block(family, rows):
+    model = tiny_model(family)
+    mask = torch.ones(rows, TOKENS, dtype=torch.int64)
+    mask[0, :4] = 0
+    selection = LogitSelection(torch.tensor([0, rows - 1, 0]), torch.tensor([9, 6, 5]), torch.tensor([40, 3]))
+    trainable = tunable(model, in_blocks(model))
+    probes = (KeyedProbe(7, SCALE), KeyedProbe(8, -SCALE), KeyedProbe(8, 0.0))
+    plain_batch = token_batch(attention_mask=mask, rows=rows)
+    singles = [Perturbation((probe,), frozenset({0})) for probe in probes]
+    expected = [plain_logits(reference(model, trainable, single), plain_batch) for single in singles]
+    perturbed = PerturbedForward(model, trainable, NOISE, blocks=blocks_of(model))
+    batch = token_batch(selection, mask, rows)
+    found = run(perturbed, model, batch, Perturbation(probes, frozenset({0})))
+    for logits, wanted in zip(found, expected, strict=True):
+        assert_equal_to_rounding(logits, select(wanted, selection))
+
+
+def test_with_as_many_rows_as_tokens_only_what_belongs_to_rows_is_copied():
+    for family in FAMILIES:
+        model, batch = tiny_model(family), token_batch(rows=TOKENS)
+        trainable = tunable(model, in_blocks(model))
+        expected = both_references(model, trainable, batch, (0,))
+        perturbed = PerturbedForward(model, trainable, NOISE, blocks=blocks_of(model))
+        found = run(perturbed, model, batch, perturbation(BOTH, (0,)))
+        for logits, wanted in zip(found, expected, strict=True):
+            assert_equal_to_rounding(logits, wanted)
+
+
 @pytest.mark.parametrize("family", ["opt", "gpt2", "llama", "gpt_neox", "gemma"])
 def test_left_padded_batches_with_a_mask_run_dual_too(family):
     mask = torch.ones(ROWS, TOKENS, dtype=torch.int64)

@@ -23,6 +23,7 @@ PARTS = {
     "update_rule": UPDATE_RULES,
     "lr_schedule": SCHEDULES,
     "noise_distribution": get_args(Distribution),
+    "only_blocks": (False, True),
 }
 
 
@@ -33,7 +34,7 @@ def _combine(number):
 
 
 CASES = [_combine(number) for number in range(max(map(len, PARTS.values())))]
-IDS = ["-".join(case[kind] for kind in PARTS) for case in CASES]
+IDS = ["-".join(str(case[kind]) for kind in PARTS) for case in CASES]
 
 
 def _run_all(directory, num_ranks, dtype, precision):

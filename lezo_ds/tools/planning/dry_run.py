@@ -7,7 +7,14 @@ from dataclasses import replace
 from typing import TypeVar
 
 from lezo_ds import distributed
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, check_world, num_dropped
+from lezo_ds.config import (
+    TRAINED,
+    ZEROTH_ORDER,
+    RunConfig,
+    check_something_is_trained,
+    check_world,
+    num_dropped,
+)
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.ds_config import load_ds_config, warn_of_idle_keys
 from lezo_ds.errors import HubError
@@ -37,7 +44,9 @@ def describe_plan(config: RunConfig, world_size: int) -> str:
     ds_config = load_ds_config(config.deepspeed, config.model.dtype, world_size, micro_batch_size)
     if config.method != "adamw":
         warn_of_idle_keys(ds_config)
-    trained = config.peft.kind if config.peft.kind != "none" else "all weights"
+    trained: str = config.peft.kind if config.peft.kind != "none" else "all weights"
+    if config.method in ZEROTH_ORDER and config.zo.only_blocks:
+        trained += " of the blocks"
     lines = [
         ("run directory", config.run_dir),
         ("method", f"{config.method}, trains {trained if config.method in TRAINED else 'nothing'}"),
@@ -92,7 +101,10 @@ def _training_lines(config: RunConfig, world_size: int) -> list[tuple[str, str]]
 
 
 def _model_lines(config: RunConfig, model: ModelSizes) -> list[tuple[str, str]]:
-    dropped = num_dropped(config.zo, model.num_blocks) if config.method in ZEROTH_ORDER else 0
+    dropped = 0
+    if config.method in ZEROTH_ORDER:
+        check_something_is_trained(config.zo, model.num_blocks, trains_outside=model.trains_outside)
+        dropped = num_dropped(config.zo, model.num_blocks)
     size = f"{model.num_parameters:,} parameters"
     return [
         ("model", f"{config.model.path}: {model.class_name}, {size}, {config.model.dtype}"),

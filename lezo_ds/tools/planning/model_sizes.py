@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from lezo_ds.config import TRAINED, RunConfig
+from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig
 from lezo_ds.model.adapters import make_adapter
-from lezo_ds.model.blocks import find_blocks, largest_module
+from lezo_ds.model.blocks import find_blocks, freeze_outside, largest_module
 from lezo_ds.model.checkpoint import build_checked
 from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta
 from lezo_ds.tools.opt_shapes import SHAPES, opt_config
@@ -29,6 +29,7 @@ class ModelSizes:
         num_blocks: number of transformer blocks.
         parameters: size of every parameter; a tied parameter appears once.
         num_trained: size of all trained parameters together.
+        trains_outside: whether parameters outside the transformer blocks are trained.
         largest_module: size of the largest block, or of a larger module outside the blocks.
         largest_perturbed: trained size of the largest module that a step perturbs whole. Embedding tables do
             not count, because only the rows that are read are perturbed; nor does the output head.
@@ -47,6 +48,7 @@ class ModelSizes:
     num_blocks: int
     parameters: tuple[int, ...]
     num_trained: int
+    trains_outside: bool
     largest_module: int
     largest_perturbed: int
     blocks_trained: int
@@ -89,6 +91,8 @@ def model_sizes(config: RunConfig, directory: Path | None = None) -> ModelSizes:
     adapter = make_adapter(config.peft if config.method in TRAINED else None)
     if adapter is not None:
         adapter.attach(model, layout)
+    if config.method in ZEROTH_ORDER and config.zo.only_blocks:
+        freeze_outside(model, layout)
     head = model.get_output_embeddings()
     blocks = model.get_submodule(layout.path)
     tables = [module for module in model.modules() if type(module).forward is nn.Embedding.forward]
@@ -102,6 +106,7 @@ def model_sizes(config: RunConfig, directory: Path | None = None) -> ModelSizes:
         num_blocks=layout.num_blocks,
         parameters=tuple(parameter.numel() for parameter in model.parameters()),
         num_trained=_trained(model),
+        trains_outside=_trained(model) > _trained(blocks),
         largest_module=largest_module(model, layout),
         largest_perturbed=max(_trained(module, recurse=False) for module in whole),
         blocks_trained=_trained(blocks),
