@@ -67,11 +67,23 @@ def find_blocks(model: nn.Module) -> BlockLayout:
 
 
 def freeze_outside(model: nn.Module, layout: BlockLayout) -> None:
-    """Set all parameters outside the transformer blocks to not trained."""
-    inside = set(model.get_submodule(layout.path).parameters())
+    """Set all parameters outside the transformer blocks to not trained.
+
+    Raises:
+        UserError: all trained parameters are outside the blocks, as those of an adapter may be.
+    """
+    blocks = model.get_submodule(layout.path)
+    inside = set(blocks.parameters())
     for parameter in model.parameters():
         if parameter not in inside:
             parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in inside):
+        raise UserError(
+            "zo.only_blocks leaves nothing to train",
+            got="an adapter outside the blocks",
+            expected=f"trained weights in {layout.path}",
+            fix="set zo.only_blocks=false",
+        )
 
 
 def largest_module(model: nn.Module, layout: BlockLayout) -> int:

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from lezo_ds import distributed
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, ZoConfig, check_world, num_dropped
+from lezo_ds.config import (
+    TRAINED,
+    ZEROTH_ORDER,
+    RunConfig,
+    ZoConfig,
+    check_something_is_trained,
+    check_world,
+)
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.ds_config import load_ds_config, warn_of_idle_keys
 from lezo_ds.engine.first_order_engine import FirstOrderEngine, initialize_first_order
@@ -128,7 +135,8 @@ def _ds_config(config: RunConfig) -> dict[str, Any]:
 def _check_model(config: RunConfig) -> None:
     _, layout = build_checked(resolve_model(config.model.path), config.model.dtype)
     if config.method in ZEROTH_ORDER:
-        num_dropped(config.zo, layout.num_blocks)
+        outside = not config.zo.only_blocks
+        check_something_is_trained(config.zo, layout.num_blocks, trains_outside=outside)
 
 
 def _check_before_loading(config: RunConfig, data: TaskData, directory: RunDirectory) -> None:

@@ -109,6 +109,12 @@ def test_a_run_that_drops_all_that_it_trains_is_refused(override, recipe):
         describe_plan(config, world_size=1)
 
 
+def test_an_adapter_outside_the_blocks_is_refused_if_only_blocks_are_trained(recipe):
+    overrides = ["zo.only_blocks=true", "peft.kind=lora", "peft.lora_targets=lm_head"]
+    with pytest.raises(UserError, match=r"zo\.only_blocks leaves nothing to train"):
+        describe_plan(load_config(str(recipe), overrides), world_size=1)
+
+
 def test_weights_outside_the_blocks_do_not_count_as_trained_if_only_blocks_are(recipe):
     overrides = ["model.dtype=bf16", "zo.only_blocks=true"]
     config = load_config(str(recipe), overrides)
