@@ -104,23 +104,23 @@ def test_the_plan_of_a_large_model_needs_only_its_config(tmp_path, recipe):
 
 @pytest.mark.parametrize("override", ["zo.only_blocks=true", "peft.kind=lora", "peft.kind=prefix"])
 def test_a_run_that_drops_all_that_it_trains_is_refused(override, recipe):
-    config = load_config(str(recipe), ["zo.sparsity=1", override])
+    config = load_config(recipe, ["run_dir=none", "zo.sparsity=1", override])
     with pytest.raises(UserError, match=r"nothing is left to train: .* zo.only_blocks=false"):
         describe_plan(config, world_size=1)
 
 
 def test_an_adapter_outside_the_blocks_is_refused_if_only_blocks_are_trained(recipe):
-    overrides = ["zo.only_blocks=true", "peft.kind=lora", "peft.lora_targets=lm_head"]
+    overrides = ["run_dir=none", "zo.only_blocks=true", "peft.kind=lora", "peft.lora_targets=lm_head"]
     with pytest.raises(UserError, match=r"zo\.only_blocks leaves nothing to train"):
-        describe_plan(load_config(str(recipe), overrides), world_size=1)
+        describe_plan(load_config(recipe, overrides), world_size=1)
 
 
 def test_weights_outside_the_blocks_do_not_count_as_trained_if_only_blocks_are(recipe):
-    overrides = ["model.dtype=bf16", "zo.only_blocks=true"]
-    config = load_config(str(recipe), overrides)
+    overrides = ["run_dir=none", "model.dtype=bf16", "zo.only_blocks=true"]
+    config = load_config(recipe, overrides)
     plan = facts(describe_plan(config, world_size=1))
     assert plan["method"][0].endswith("trains all weights of the blocks")
-    sizes = model_sizes(config), model_sizes(load_config(str(recipe), overrides[:1]))
+    sizes = model_sizes(config), model_sizes(load_config(recipe, overrides[:2]))
     assert [size.trains_outside for size in sizes] == [False, True]
     assert sizes[0].num_trained < sizes[1].num_trained == sizes[0].num_parameters
     assert sizes[0].head == 0 < sizes[1].head

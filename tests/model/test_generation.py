@@ -7,7 +7,17 @@ from functools import cache
 
 import pytest
 import torch
-from test_perturbed_forward import BOTH, MINUS, NOISE, PLUS, perturbation, reference, tunable
+from test_perturbed_forward import (
+    BOTH,
+    MINUS,
+    NOISE,
+    PLUS,
+    blocks_of,
+    in_blocks,
+    perturbation,
+    reference,
+    tunable,
+)
 from tiny_models import FAMILIES, VOCABULARY, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -118,6 +128,21 @@ def test_what_a_models_own_settings_ask_for_does_not_change_greedy_decoding():
     model.generation_config.eos_token_id = int(expected[3, 0])
     tokens = write_tokens(model, settings, **prompt_batch(prompts, settings).inputs)
     assert torch.equal(tokens, expected)
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_a_model_whose_probes_share_the_start_of_other_passes_is_decoded_the_same(family):
+    (model, settings), prompts = start(family), prompts_of()
+    trainable = tunable(model, in_blocks(model))
+    sides = [reference(model, trainable, perturbation(sign, (0,), SCALE)) for sign in (PLUS, MINUS)]
+    expected = [[plain(side, prompt, settings.stop_ids) for prompt in prompts] for side in sides]
+    perturbed = PerturbedForward(model, trainable, NOISE, blocks=blocks_of(model))
+    both = perturbed(
+        prompt_batch(prompts, settings),
+        perturbation(BOTH, (0,), SCALE),
+        lambda **inputs: write_tokens(model, settings, **inputs),
+    )
+    assert [ended(tokens, settings) for tokens in both] == expected
 
 
 @pytest.mark.parametrize("dropped", [(), (1,)])

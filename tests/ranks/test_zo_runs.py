@@ -89,6 +89,22 @@ def test_a_record_has_the_learning_rate_of_its_step(runs, schedule, shares):
     assert found
 
 
+def _only_blocks(directory, num_ranks):
+    settings = {"only_blocks": True, "noise_distribution": "rademacher", "layer_policy": "window"}
+    engine = start_engine(directory, dtype="bf16", num_ranks=num_ranks, directions=2, **settings)
+    return train(engine, NUM_STEPS), engine.weights.digest()
+
+
+def test_a_shared_start_and_signs_give_the_same_bits_on_one_two_and_four_ranks(opt_directory):
+    (records, digest), *others = [
+        result
+        for num_ranks in (1, 2, 4)
+        for result in run_ranks(_only_blocks, num_ranks, opt_directory, num_ranks)
+    ]
+    assert {0 in record.dropped_layers for record in records} == {True, False}
+    assert others == [(records, digest)] * 6
+
+
 def _one_pass(directory, probes_per_pass):
     engine = start_engine(directory, directions=4, probes_per_pass=probes_per_pass)
     return train(engine, 3, num_micro_batches=1)
