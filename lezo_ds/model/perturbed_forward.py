@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ class PerturbedForward:
         self._modules = PerturbedModules(model, trainable, noise)
         self._head = SelectiveHead(model, self._modules)
         self._num_blocks = len(blocks)
-        self._shared = SharedStart(blocks)
+        self._shared = SharedStart(self._modules, blocks)
 
     def __call__(
         self, batch: MicroBatch, perturbation: Perturbation | None, call: Callable[..., Any]
@@ -62,17 +61,13 @@ class PerturbedForward:
         rows = next(iter(batch.inputs.values())).shape[0]
         keeps = batch.generation is not None and batch.generation.keep_perturbed
         first = self._first_perturbed(batch, perturbation)
-        if first is None:
+        if perturbation is None or first is None:
             inputs = {name: torch.cat([value] * num_copies) for name, value in batch.inputs.items()}
-            copying: AbstractContextManager[None] = nullcontext()
+            running = self._modules.running(perturbation, rows)
         else:
-            inputs, copying = dict(batch.inputs), self._shared.copying(first, num_copies, rows)
-        with (
-            self._modules.keeping_copies(keeps),
-            self._modules.running(perturbation, rows),
-            self._head.selecting(batch.selection),
-            copying,
-        ):
+            inputs = dict(batch.inputs)
+            running = self._shared.running(first, perturbation, rows)
+        with self._modules.keeping_copies(keeps), running, self._head.selecting(batch.selection):
             output = call(**inputs)
         return tuple(getattr(output, "logits", output).chunk(num_copies))
 

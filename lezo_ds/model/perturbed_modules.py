@@ -103,6 +103,10 @@ class PerturbedModules:
         finally:
             self._running = before
 
+    def perturb_from_here(self, perturbation: Perturbation, rows: int) -> None:
+        """Go on at the probes of a perturbation, until the `running` around it ends."""
+        self._running = _Run(perturbation, rows)
+
     @contextmanager
     def running_on_rows(self, rows: int) -> Iterator[None]:
         """Go on at the same probes with copies of another number of rows."""

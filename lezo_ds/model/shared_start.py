@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lezo_ds.model.perturbed_modules import map_tensors
+from lezo_ds.model.perturbed_modules import Perturbation, PerturbedModules, map_tensors
 
 
 class _Copies:
@@ -22,14 +22,14 @@ class _Copies:
 
     Args:
         first: index of the first block that runs on the copies.
-        num_copies: number of copies, at least 2.
+        perturbation: at least two probes, each with a copy of its own.
         rows: number of rows of the batch.
     """
 
-    def __init__(self, first: int, num_copies: int, rows: int) -> None:
+    def __init__(self, first: int, perturbation: Perturbation, rows: int) -> None:
         self.first = first
-        self._num_copies = num_copies
-        self._rows = rows
+        self.perturbation = perturbation
+        self.rows = rows
         # By identity, and with the tensor itself, so that no other tensor gets its identity meanwhile.
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -38,7 +38,7 @@ class _Copies:
         if not isinstance(value, Tensor) or not self._is_batched(value):
             return value
         if id(value) not in self._made:
-            self._made[id(value)] = value, torch.cat([value] * self._num_copies)
+            self._made[id(value)] = value, torch.cat([value] * len(self.perturbation.probes))
         return self._made[id(value)][1]
 
     def of_later(self, value: Any) -> Any:  # noqa: ANN401
@@ -49,39 +49,42 @@ class _Copies:
         """
         if not isinstance(value, Tensor):
             return value
-        if id(value) in self._made or value.shape[:1] == (self._rows,):
+        if id(value) in self._made or value.shape[:1] == (self.rows,):
             return self.of_first(value)
         return value
 
     def _is_batched(self, value: Tensor) -> bool:
         # A tensor of one dimension, or of one row where the batch has more, is the same for all rows.
-        return value.dim() > 1 and value.shape[0] % self._rows == 0
+        return value.dim() > 1 and value.shape[0] % self.rows == 0
 
 
 class SharedStart:
     """Lets the blocks of a model begin with one copy of the batch.
 
     Args:
+        modules: the model's modules. Before the first perturbed block, they run at theta.
         blocks: the transformer blocks in order; their `forward` methods are replaced.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: PerturbedModules, blocks: Sequence[nn.Module]) -> None:
+        self._modules = modules
         self._copies: _Copies | None = None
         for index, block in enumerate(blocks):
             self._wrap(index, block)
 
     @contextmanager
-    def copying(self, first: int, num_copies: int, rows: int) -> Iterator[None]:
-        """Run a model on one copy of the batch, and each block from `first` on on all copies.
+    def running(self, first: int, perturbation: Perturbation, rows: int) -> Iterator[None]:
+        """Run a model on the batch at theta, and from a block on on a copy of the batch for each probe.
 
         Args:
             first: index of the first block that is perturbed.
-            num_copies: number of copies of the batch that the blocks run on from there, at least 2.
+            perturbation: at least two probes.
             rows: number of rows of the batch.
         """
-        self._copies = _Copies(first, num_copies, rows)
+        self._copies = _Copies(first, perturbation, rows)
         try:
-            yield
+            with self._modules.running(None, rows):
+                yield
         finally:
             self._copies = None
 
@@ -93,7 +96,10 @@ class SharedStart:
             copies = self._copies
             if copies is None or index < copies.first:
                 return original(*args, **kwargs)
-            copy = copies.of_first if index == copies.first else copies.of_later
+            copy = copies.of_later
+            if index == copies.first:
+                copy = copies.of_first
+                self._modules.perturb_from_here(copies.perturbation, copies.rows)
             copied = {name: map_tensors(copy, value) for name, value in kwargs.items()}
             return original(*(map_tensors(copy, value) for value in args), **copied)
 
