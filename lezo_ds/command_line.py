@@ -18,8 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from lezo_ds.config.overrides import as_overrides, is_key_option
 from lezo_ds.config.reading import nearest
+from lezo_ds.config.schema import SCHEMA
 from lezo_ds.errors import LezoError, UserError, end_with, launched_rank
+
+KEYS_HELP = "change a key of the recipe or run; --key value and --key=value do the same"
+"""The help of the positional argument that `parse_with_keys` fills."""
 
 _MIN_OPEN_FILES = 64
 """A rank of a small run needs 25. Messages between ranks and files of weights need more."""
@@ -96,12 +101,20 @@ def _end() -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that raises UserError, so that its errors are one line with exit code 2."""
+    """An argument parser that raises UserError, so that its errors are one line with exit code 2.
+
+    Attributes:
+        takes_keys: whether the arguments may be keys of a recipe; see `parse_with_keys`.
+    """
+
+    takes_keys = False
 
     def error(self, message: str) -> NoReturn:
-        unknown = [word for word in message.split() if word.startswith("-")]
-        near = nearest(unknown[0].partition("=")[0], self._option_string_actions) if unknown else []
+        unknown = [word.partition("=")[0] for word in message.split() if word.startswith("-")]
+        near = self._near(unknown[0]) if unknown else []
         hint = f"did you mean {near[0]}? " if near and near[0] not in message else ""
+        if self.takes_keys and unknown and is_key_option(unknown[0]):
+            hint = f"give its value, as in {unknown[0]} VALUE; "
         raise UserError(
             message,
             got=shlex.join(sys.argv[1:]),
@@ -109,8 +122,16 @@ class _Parser(argparse.ArgumentParser):
             fix=f"{hint}see {self.prog} --help",
         )
 
+    def _near(self, unknown: str) -> list[str]:
+        if not self.takes_keys:
+            return nearest(unknown, self._option_string_actions)
+        leaves = [f"--{key}" for key in SCHEMA.keys if key.rpartition(".")[2] == unknown.removeprefix("--")]
+        return leaves or nearest(
+            unknown, [*self._option_string_actions, *(f"--{key}" for key in SCHEMA.keys)]
+        )
 
-def parser(command: str | None, description: str) -> argparse.ArgumentParser:
+
+def parser(command: str | None, description: str) -> _Parser:
     """Return an argument parser that also accepts the argument that the DeepSpeed launcher adds.
 
     Its methods raise UserError for bad arguments.
@@ -127,3 +148,17 @@ def parser(command: str | None, description: str) -> argparse.ArgumentParser:
     )
     made.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     return made
+
+
+def parse_with_keys(parser: _Parser) -> argparse.Namespace:
+    """Return the arguments of a command that also takes keys of a recipe.
+
+    `--key value`, `--key=value` and `key=value` are the same (see `as_overrides`). All become `key=value`
+    words of a positional argument.
+
+    Raises:
+        UserError: an argument is unknown or not valid.
+    """
+    parser.takes_keys = True
+    lists = [option for action in parser._actions if action.nargs == "+" for option in action.option_strings]
+    return parser.parse_intermixed_args(as_overrides(sys.argv[1:], lists))

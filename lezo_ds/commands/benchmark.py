@@ -43,7 +43,7 @@ def main() -> None:
     add("--replay", action="store_true", help="also replay the timed steps of our variants")
     add("--noise", type=positive, metavar="N", help="also time the noise on N weights")
     add("--out", type=Path, metavar="FILE.csv", help="append the results to this table")
-    arguments = parser.parse_intermixed_args()
+    arguments = command_line.parse_with_keys(parser)
     job = read_job(arguments)
     from lezo_ds.tools.benchmark.command import run  # torch and DeepSpeed take seconds to import
 

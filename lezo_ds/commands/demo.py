@@ -18,8 +18,8 @@ def main() -> None:
     parser.add_argument(
         "--offline", action="store_true", help="make up the reviews and the model: nothing is fetched"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change a key of the recipe")
-    arguments = parser.parse_intermixed_args()
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=command_line.KEYS_HELP)
+    arguments = command_line.parse_with_keys(parser)
     check_overrides(arguments.overrides)
 
     from lezo_ds.tools.demo.command import demonstrate

@@ -26,8 +26,8 @@ def main() -> None:
     parser.add_argument("--step", default="best", help=step_help)
     parser.add_argument("--split", choices=("test", "dev"), default="test", help="examples to score")
     parser.add_argument("--predictions", type=Path, metavar="FILE", help="write all predictions as JSON")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change a key of the configuration")
-    arguments = parser.parse_intermixed_args()
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=command_line.KEYS_HELP)
+    arguments = command_line.parse_with_keys(parser)
     if arguments.run is not None and arguments.config is not None:
         parser.error("--config goes with --model; a run has its own configuration")
     overrides = tuple(arguments.overrides)

@@ -20,8 +20,8 @@ def main() -> None:
     source.add_argument("--pack", type=Path, metavar="FILE", help="a run that lezo-ds pack packed")
     parser.add_argument("--step", default="best", help="best (lowest validation loss), last, or a number")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change a key, such as model.path")
-    arguments = parser.parse_intermixed_args()
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=command_line.KEYS_HELP)
+    arguments = command_line.parse_with_keys(parser)
     overrides = tuple(arguments.overrides)
     check_overrides(overrides)
 

@@ -28,8 +28,8 @@ def main() -> None:
     gpu.add_argument("--gpu-memory", type=positive, metavar="GIB", help="memory of each GPU in GiB")
     length_help = "tokens of the longest input (default: assumed from the task)"
     add("--length", type=positive, metavar="N", help=length_help)
-    add("overrides", nargs="*", metavar="key=value", help="change a key of the recipe")
-    arguments = parser.parse_intermixed_args()
+    add("overrides", nargs="*", metavar="key=value", help=command_line.KEYS_HELP)
+    arguments = command_line.parse_with_keys(parser)
     recipe = load_recipe(arguments.config, arguments.overrides)
     gigabytes = arguments.gpu_memory or GPUS[arguments.gpu]
 

@@ -5,7 +5,7 @@ lezo-ds sweep --config opt-13b-sst2-lezo --out runs/sweep \
 
 The same command again skips finished runs and resumes the others. It writes results.csv (a row for each run)
 and summary.csv (mean and deviation over seeds; the lowest validation loss is best) to DIR. Keys that are
-separated by commas change together. key=value before --grid changes the recipe for all runs.
+separated by commas change together. --key value, or key=value before --grid, changes the recipe for all runs.
 launch/slurm/sweep.sbatch runs a sweep as a Slurm array.
 """
 
@@ -31,8 +31,8 @@ def main() -> None:
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--index", type=int, metavar="N", help="start only this run, and write no table")
     one.add_argument("--list", action="store_true", help="only list the runs and write the tables")
-    add("overrides", nargs="*", metavar="key=value", help="change a key of the recipe")
-    arguments = parser.parse_intermixed_args()
+    add("overrides", nargs="*", metavar="key=value", help=command_line.KEYS_HELP)
+    arguments = command_line.parse_with_keys(parser)
 
     from lezo_ds.tools.sweep import listing, plan_sweep, run_sweep, select_run, write_tables
 

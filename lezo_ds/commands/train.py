@@ -20,8 +20,8 @@ def main() -> None:
     add("--dry-run", action="store_true", help="check everything except the weights, and print the plan")
     add("--print-config", action="store_true", help="print the whole configuration as a YAML recipe")
     add("--list-recipes", action="store_true", help="print the names of all recipes")
-    add("overrides", nargs="*", metavar="key=value", help="change a key of the recipe")
-    arguments = parser.parse_intermixed_args()
+    add("overrides", nargs="*", metavar="key=value", help=command_line.KEYS_HELP)
+    arguments = command_line.parse_with_keys(parser)
     if arguments.list_recipes:
         print(list_recipes())
         return

@@ -172,8 +172,12 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     return values
 
 
-def parse_override(override: str) -> tuple[str, Any]:
-    """Return the key and the value of `key=value`, whose value is a YAML scalar.
+def parse_override(schema: Schema, override: str) -> tuple[str, Any]:
+    """Return the key and the value of `key=value`.
+
+    Args:
+        schema: all keys. Only a key for texts takes a list, such as data.labels=[yes, no], or a map.
+        override: the text. The value is written in YAML.
 
     Raises:
         UserError: it is not of that form.
@@ -183,7 +187,7 @@ def parse_override(override: str) -> tuple[str, Any]:
         raise UserError(
             "an argument is not an override",
             got=override,
-            expected="key=value, with a dotted key",
+            expected="key=value or --key value, with a dotted key",
             fix="write for instance zo.learning_rate=1e-6",
         )
     try:
@@ -195,7 +199,8 @@ def parse_override(override: str) -> tuple[str, Any]:
             expected="a number, text or null",
             fix=f"write it in quotes: {name}='\"...\"'",
         ) from error
-    if isinstance(value, dict | list):
+    takes_texts = name in schema.keys and schema.keys[name].kind is list
+    if isinstance(value, dict | list) and not takes_texts:
         raise UserError(
             f"the value of {name} on the command line is not a single value",
             got=shown(text),

@@ -55,7 +55,7 @@ def config_from_dict(
     Raises:
         UserError: as `load_config`.
     """
-    flat = flatten_sections(SCHEMA, values) | dict(parse_override(override) for override in overrides)
+    flat = flatten_sections(SCHEMA, values) | dict(parse_override(SCHEMA, text) for text in overrides)
     if flat.get("data.prompt") is not None or flat.get("data.messages") is not None:
         flat.setdefault("data.task", CUSTOM)
     config: RunConfig = read(SCHEMA, flat, where, recorded=recorded)
@@ -91,7 +91,8 @@ def check_overrides(overrides: Sequence[str]) -> None:
     Raises:
         UserError: an unknown key, or a value of the wrong type or out of range.
     """
-    for name, value in map(parse_override, overrides):
+    for override in overrides:
+        name, value = parse_override(SCHEMA, override)
         if name.rpartition(".")[0] not in SCHEMA.open_sections:
             check_value(find_key(SCHEMA, name, "the command line"), value, "the command line")
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, load_config
-from lezo_ds.config.reading import nearest, parse_override
+from lezo_ds.config.reading import nearest
 from lezo_ds.errors import UserError
 from lezo_ds.recipes.paper import PAPER_SCORES
 from lezo_ds.recipes.paper_recipes import paper_recipe, recipe_name
@@ -64,7 +64,7 @@ def recipe_text(source: str | None, overrides: Sequence[str] = ()) -> str:
         head += textwrap.wrap(
             text, _WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False
         )
-    changed = {parse_override(override)[0] for override in overrides}
+    changed = {override.partition("=")[0] for override in overrides}
     notes = {key: note for key, note in recipe.notes.items() if key not in changed}
     return "\n".join([*head, *_yaml_lines(config_to_dict(config), notes)]) + "\n"
 

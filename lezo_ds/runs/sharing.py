@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lezo_ds.config import flatten
+from lezo_ds.config.overrides import as_overrides
 from lezo_ds.config.schema import SCHEMA
 
 DATA_KEYS = ("data.path", "data.train", "data.validation", "data.test")
@@ -38,7 +39,7 @@ def shared_command(words: Sequence[str]) -> list[str]:
     """Return a command line as it may be shared.
 
     The name of the program, the recipe, and the overrides of config keys stay, with `shared_path` of their
-    values. Every other word becomes "...".
+    values. `--key value` becomes `key=value`. Every other word becomes "...".
 
     Args:
         words: the program and its arguments.
@@ -48,7 +49,7 @@ def shared_command(words: Sequence[str]) -> list[str]:
     """
     program, *arguments = words
     shared, previous = [Path(program).name], ""
-    for word in arguments:
+    for word in as_overrides(arguments):
         key, equals, value = word.partition("=")
         if word in ("--config", "--dry-run") or (previous == "--config" and not word.startswith("-")):
             shared.append(shared_path(word))

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from assets import REPOSITORY
 from commands import assert_refused, environment, free_port, python, run, run_well
 
@@ -123,11 +124,59 @@ def test_deepspeeds_launcher_starts_ranks_by_the_name_of_the_package(recipe, tmp
         (["export", "--run", "runs/x"], "--out"),
         (["export", "--run", "runs/x", "--out", "y", "model.path=3"], "expected: text"),
         (["demo", "seed=-1"], "0 to 18446744073709551615"),
+        (["demo", "--seed", "-1"], "0 to 18446744073709551615"),
+        (["train", "--config", "opt-13b-sst2-lezo", "--zo.sparsty", "1"], "did you mean zo.sparsity?"),
+        (["train", "--config", "opt-13b-sst2-lezo", "--learning_rate=1"], "did you mean --zo.learning_rate?"),
+        (["train", "--config", "opt-13b-sst2-lezo", "--train.step=1"], "did you mean train.steps?"),
+        (["train", "--config", "opt-13b-sst2-lezo", "--sed", "1"], "did you mean --seed?"),
+        (["train", "--config", "opt-13b-sst2-lezo", "--seed"], "give its value, as in --seed VALUE"),
+        (["train", "--seed", "--config", "opt-13b-sst2-lezo"], "give its value, as in --seed VALUE"),
+        (["evaluate", "--run", "runs/x", "--data.tsk", "sst2"], "did you mean data.task?"),
+        (["export", "--run", "runs/x", "--out", "y", "--model.path", "3"], "expected: text"),
+        (["plan", "--config", "opt-13b-sst2-lezo", "--gpus", "1", "--gpu", "h100", "--seed=x"], "got: 'x'"),
+        (["pack", "--run", "x", "--out", "y", "--seed", "1"], "unrecognized arguments: --seed 1"),
         (["sweep", "--config", "opt-13b-sst2-lezo", "--out", "x", "--grid", "sed=0"], "did you mean seed?"),
     ],
 )
 def test_a_typo_is_refused_without_torch(command, expected):
     assert_refused(light(*command), expected)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["zo.learning_rate=1e-7", "train.score_before=false", "seed=3", "data.max_length=100"],
+        ["--zo.learning_rate=1e-7", "--train.score_before=false", "--seed=3", "--data.max_length=100"],
+        ["--zo.learning_rate", "1e-7", "--train.score_before", "False", "--seed", "3", "data.max_length=100"],
+    ],
+    ids=["key=value", "--key=value", "--key value"],
+)
+def test_the_keys_of_a_recipe_are_options_too(words):
+    shown = run_well(
+        light("train", *words[:2], "--config", "opt-13b-sst2-lezo", *words[2:], "--print-config")
+    )
+    values = yaml.safe_load(shown.out)
+    assert (values["seed"], values["train"]["score_before"], values["data"]["max_length"]) == (3, False, 100)
+    assert values["zo"]["learning_rate"] == 1e-7
+    assert "# Changed:  zo.learning_rate=1e-7, " in shown.out
+
+
+def test_a_list_of_texts_is_a_value_of_the_command_line(tmp_path):
+    words = ["data.prompt='{text} It is'", "data.label_field=label", "--data.train", "x.csv"]
+    words += ["--data.labels", "[good, '-1']", "--config", "demo"]
+    shown = run_well(light("train", *words, "data.path=null", "data.task=custom", "--print-config")).out
+    assert yaml.safe_load(shown)["data"]["labels"] == ["good", "-1"]
+    mapped = [*words, "--data.labels={good: ' good', bad: ' bad'}"]
+    shown = run_well(light("train", *mapped, "data.path=null", "data.task=custom", "--print-config")).out
+    assert yaml.safe_load(shown)["data"]["labels"] == {"good": " good", "bad": " bad"}
+
+
+def test_keys_after_the_grid_of_a_sweep_do_not_belong_to_it(recipe, tmp_path):
+    words = ["--config", str(recipe), "--out", str(tmp_path), "--grid", "zo.sparsity=0.5,0.75", "seed=0,1"]
+    listed = run_well(python(*words, "--train.steps", "3", "--list", "--method=lezo", program="sweep.py")).out
+    assert listed.count("  new  ") == 4
+    assert "zo.sparsity=0.75,seed=1" in listed
+    assert "steps=3" not in listed.partition("zo.sparsity  ")[0]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,21 @@ def test_a_command_keeps_the_recipe_and_its_changes_and_no_other_word():
     assert shared_command(words) == shared
 
 
+def test_keys_that_are_given_as_options_are_kept_like_others():
+    words = [
+        "train.py",
+        "--seed",
+        "-1",
+        "--model.path",
+        "/data/alice/m",
+        "--hub.token",
+        "hf_x",
+        "--hub_token",
+    ]
+    shared = ["train.py", "seed=-1", "model.path=m", "...", "...", "..."]
+    assert shared_command([*words, "hf_x"]) == shared
+
+
 def test_an_environment_keeps_what_it_says_of_the_software_and_the_hardware():
     known = {"versions": {"torch": "2"}, "hardware": {"gpu": None}, "platform": "Linux", "world_size": 2}
     recorded = known | {"command": ["python", "/data/alice/train.py", "secret"], "user": "alice"}
