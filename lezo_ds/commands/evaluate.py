@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--step", default="best", help=step_help)
     parser.add_argument("--split", choices=("test", "dev"), default="test", help="examples to score")
     parser.add_argument("--predictions", type=Path, metavar="FILE", help="write all predictions as JSON")
+    parser.add_argument("--json", action="store_true", help="print the scores as JSON instead of a line")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=command_line.KEYS_HELP)
     arguments = command_line.parse_with_keys(parser)
     if arguments.run is not None and arguments.config is not None:
@@ -35,6 +36,7 @@ def main() -> None:
 
     from lezo_ds import distributed
     from lezo_ds.runs.scoring import score_model, score_run
+    from lezo_ds.runs.screen import scores_summary
 
     if arguments.run is not None:
         scores = score_run(arguments.run, arguments.step, arguments.split, overrides=overrides)
@@ -44,4 +46,4 @@ def main() -> None:
         if arguments.predictions is not None:
             arguments.predictions.write_text(json.dumps(scores, indent=1) + "\n")
         del scores["predictions"]
-        print(json.dumps(scores, indent=1))
+        print(json.dumps(scores, indent=1) if arguments.json else scores_summary(scores))

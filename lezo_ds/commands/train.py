@@ -20,6 +20,7 @@ def main() -> None:
     add("--dry-run", action="store_true", help="check everything except the weights, and print the plan")
     add("--print-config", action="store_true", help="print the whole configuration as a YAML recipe")
     add("--list-recipes", action="store_true", help="print the names of all recipes")
+    add("--json", action="store_true", help="print the results as JSON instead of a summary")
     add("overrides", nargs="*", metavar="key=value", help=command_line.KEYS_HELP)
     arguments = command_line.parse_with_keys(parser)
     if arguments.list_recipes:
@@ -31,6 +32,7 @@ def main() -> None:
         return
 
     from lezo_ds import distributed
+    from lezo_ds.runs.screen import run_summary
     from lezo_ds.runs.trainer import train
     from lezo_ds.tools.planning.dry_run import describe_plan
 
@@ -42,4 +44,5 @@ def main() -> None:
         return
     results = train(config)
     if distributed.rank() == 0:
-        print(json.dumps({"run_dir": config.run_dir, **results}, indent=1))
+        shown = {"run_dir": config.run_dir, **results}
+        print(json.dumps(shown, indent=1) if arguments.json else run_summary(config.run_dir, results))

@@ -47,6 +47,7 @@ RESUME_MAY_DIFFER: frozenset[str] = frozenset(
         "data.validation",
         "data.test",
         "train.steps",  # may grow, unless the learning rate depends on it: see `may_differ_on_resume`
+        "train.patience",
         "train.eval_batch_size",
         "train.snapshot_every",
         "train.keep_snapshots",
@@ -334,6 +335,10 @@ class TrainConfig:
 
     eval_every: Annotated[int | None, Range(1)] = None
     """Number of steps between evaluations. Null evaluates every tenth of the run, as in the papers."""
+
+    patience: Annotated[int | None, Range(1)] = None
+    """Stop early, after this number of evaluations in a row without a better validation loss. Null does all
+    steps."""
 
     score_before: bool = True
     """Score the test split before training, too. The runs of a grid can do without."""

@@ -40,6 +40,7 @@ class FirstOrderRun(Run[FirstOrderEngine]):
         """Load the checkpoint that training_state.json names, and remove everything newer."""
         self._state = distributed.on_rank_zero(self._open_state)
         self.evaluations = list(self._state.evaluations)
+        self._announce(self._state.step)
         if self._state.step > 0:
             self.engine.load_training_state(self.directory.checkpoints, self._state.step)
 

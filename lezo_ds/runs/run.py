@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import resource
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +12,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lezo_ds import distributed
@@ -28,10 +25,8 @@ from lezo_ds.model.batch import MicroBatch
 from lezo_ds.model.snapshots import prune_snapshots
 from lezo_ds.runs.launcher import LauncherWatch
 from lezo_ds.runs.run_directory import RunDirectory, library_versions
+from lezo_ds.runs.screen import Progress, evaluation_line
 from lezo_ds.runs.signals import on_stop_signals
-
-PROGRESS_VARIABLE = "LEZO_DS_PROGRESS"
-"""If this environment variable is set, a run shows its progress bar even where there is no terminal."""
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +145,11 @@ class Run(ABC, Generic[E]):
                 self._close()
             return results
 
+    def _announce(self, step: int) -> None:
+        """Say at which step the run resumes. Replaying it may take a while."""
+        if self.writes and step > 0:
+            logger.info("resuming at step %d of %d", step, self.num_steps)
+
     def _last_good_step(self) -> str:
         return f"last good step: {self._num_done - 1 if self._num_done else 'none'}"
 
@@ -157,9 +157,6 @@ class Run(ABC, Generic[E]):
         self._open()
         self._num_done = self.engine.global_steps
         if self.writes:
-            if self._num_done > self.num_steps:
-                text = "train.steps=%d, but the run already has %d steps: nothing is left to train"
-                logger.warning(text, self.num_steps, self._num_done)
             prune_snapshots(self.directory.snapshots, self.config.train.keep_snapshots, self._protected())
             self._seconds_before = self.directory.cut_metrics(self.engine.global_steps)
             facts = config_to_dict(self.config)
@@ -182,25 +179,33 @@ class Run(ABC, Generic[E]):
 
     def _train(self) -> None:
         """Do the remaining steps, with the checks, evaluations and snapshots that are due between them."""
-        with logging_redirect_tqdm(), self._progress() as bar:  # log lines go above the progress bar
+        progress = Progress(self.num_steps, self._num_done, self.data.task.metric, is_shown=self.writes)
+        with logging_redirect_tqdm(), progress:  # log lines go above the progress bar
             while True:
                 if self._num_done > 0 and self._num_done % self.config.train.check_every == 0:
                     self._check()
                 self._evaluate_if_due()
                 self._snapshot_if_due()
-                if self._num_done >= self.num_steps:
+                if self._num_done >= self.num_steps or self._has_lost_patience():
                     return
                 if self.engine.stop_agreed:
                     raise _Stopped
-                self._step(bar)
+                self._step(progress)
 
-    def _step(self, bar: Any) -> None:  # noqa: ANN401
+    def _has_lost_patience(self) -> bool:
+        stop = stopping_step(self.evaluations, self.config.train.patience)
+        return stop is not None and stop <= self._num_done
+
+    def _step(self, progress: Progress) -> None:
         self._look_for_requests()
+        started = time.monotonic()
         values = self._train_step()
+        seconds = time.monotonic() - started
         self._num_done = self.engine.global_steps
         self._log(values)
-        bar.set_postfix(values, refresh=False)
-        bar.update()
+        last = next((record for record in reversed(self.evaluations) if record.split == "dev"), None)
+        best = best_evaluation(self.evaluations)
+        progress.update(self._num_done, values["loss"], seconds, last=last, best=best)
 
     def _look_for_requests(self) -> None:
         """Turn a STOP or SAVE file, or the end of the launcher, into a request that all ranks vote on."""
@@ -254,7 +259,7 @@ class Run(ABC, Generic[E]):
         self.evaluations.append(record)
         self._log({f"{split}_loss": record.loss, f"{split}_{metric}": result.score})
         if self.writes:
-            logger.info("step %d: %s loss %s, %s %.4f", at, split, record.loss, metric, result.score)
+            logger.info("%s", evaluation_line(record, metric))
 
     def _found(self, split: str, step: int) -> EvaluationRecord | None:
         return next((e for e in self.evaluations if e.split == split and e.step == step), None)
@@ -267,7 +272,8 @@ class Run(ABC, Generic[E]):
         step, train = self.engine.global_steps, self.config.train
         every = self._eval_every if train.snapshot_every is None else train.snapshot_every
         asked = self.engine.snapshot_agreed or (self.saves_when_stopped and self.engine.stop_agreed)
-        due = step == self.num_steps or (every > 0 and step % every == 0) or asked
+        is_last = step == self.num_steps or self._has_lost_patience()
+        due = is_last or (every > 0 and step % every == 0) or asked
         if step == 0 or not due:
             return
         if not distributed.on_rank_zero(lambda: self._is_saved(step)):
@@ -283,6 +289,7 @@ class Run(ABC, Generic[E]):
         final = self._found("test", best.step) if best else None
         scored = final if self.config.method in TRAINED else before
         any_test = before or final
+        stopped_early = self._num_done < self.num_steps and self._has_lost_patience()
         metric = self.data.task.metric
         return {
             "task": self.data.task.name,
@@ -297,6 +304,7 @@ class Run(ABC, Generic[E]):
             "best_step": best.step if best else None,
             "best_dev_loss": best.loss if best else None,
             "steps": self._num_done,
+            "early_stop_step": self._num_done if stopped_early else None,
             "seed": self.config.seed,
             "seconds": round(self._seconds(), 3),
             "peak_memory_bytes": self._peak_memory_bytes(),
@@ -316,11 +324,6 @@ class Run(ABC, Generic[E]):
             peaks[engine.global_rank] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return int(max(distributed.sum_vector(peaks)))
 
-    def _progress(self) -> Any:  # noqa: ANN401
-        shown = self.writes and (sys.stderr.isatty() or PROGRESS_VARIABLE in os.environ)
-        done = self.engine.global_steps
-        return tqdm(total=self.num_steps, initial=done, disable=not shown, desc="training", smoothing=0.05)
-
 
 def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
     """Return the evaluation with the lowest validation loss, the criterion of the papers.
@@ -329,6 +332,31 @@ def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord
     """
     losses = [record for record in evaluations if record.split == "dev"]
     return min(losses, key=lambda record: math.inf if record.loss is None else record.loss, default=None)
+
+
+def stopping_step(evaluations: Sequence[EvaluationRecord], patience: int | None) -> int | None:
+    """Return the step at which training has gone on for too long without a better validation loss.
+
+    It is a pure function of the evaluations, so a run that resumes stops where it would have stopped.
+
+    Args:
+        evaluations: of a run so far, in order.
+        patience: the run stops after this number of evaluations in a row, at least 1, that are not better
+            than the best one before them. None never stops.
+
+    Returns:
+        The step of the last of these evaluations; None if training goes on.
+    """
+    lowest, num_worse = math.inf, 0
+    for record in evaluations:
+        if record.split != "dev":
+            continue
+        loss = math.inf if record.loss is None else record.loss
+        num_worse = 0 if loss < lowest else num_worse + 1
+        lowest = min(lowest, loss)
+        if num_worse == patience:
+            return record.step
+    return None
 
 
 class _Stopped(Exception):  # noqa: N818  # this is not an error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import ExitStack
 from typing import Any
@@ -28,6 +29,8 @@ from lezo_ds.runs.run import count_steps
 from lezo_ds.runs.run_directory import RunDirectory
 from lezo_ds.runs.zeroth_order_run import ZerothOrderRun, check_journal
 from lezo_ds.sharding.checkpoint_files import resolve_model
+
+logger = logging.getLogger(__name__)
 
 _SCORING_ONLY = ZoConfig(learning_rate=0.0, sparsity=0.0, update_precision="nearest")
 """Settings of an engine that updates nothing, and therefore stores no low bits of the weights."""
@@ -90,6 +93,7 @@ def make_first_order_engine(config: RunConfig, num_steps: int) -> FirstOrderEngi
         "train_batch_size": config.train.batch_size,
         "gradient_accumulation_steps": num_passes,
     }
+    logger.info("loading %s", config.model.path)
     return initialize_first_order(
         config.model.path,
         config.adamw,
@@ -108,6 +112,7 @@ def make_engine(config: RunConfig) -> LezoEngine:
     """
     zo = config.zo if config.method in ZEROTH_ORDER else _SCORING_ONLY
     peft = config.peft if config.method in TRAINED else None
+    logger.info("loading %s", config.model.path)
     return initialize(
         config.model.path,
         zo,

@@ -10,12 +10,14 @@ from lezo_ds.config import TRAINED, RunConfig, may_differ_on_resume
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.engine.step_plan import scalar_bytes
+from lezo_ds.errors import UserError
 from lezo_ds.journal import EvaluationRecord, Journal, JournalRecord
 from lezo_ds.model.snapshots import SnapshotOwner, read_manifest, snapshot_path
 from lezo_ds.runs.earlier_run import set_aside_earlier_run, set_aside_foreign_snapshots
 from lezo_ds.runs.header import assert_same_run, header_without_weights, journal_owner, make_header
 from lezo_ds.runs.run import Run
 from lezo_ds.runs.run_directory import RunDirectory
+from lezo_ds.runs.screen import number
 from lezo_ds.zo.records import StepRecord
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ class ZerothOrderRun(Run[LezoEngine]):
         records = distributed.on_rank_zero(self._open_journal)
         self._steps = [record for record in records if isinstance(record, StepRecord)]
         self.evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
+        self._announce(len(self._steps))
         self._load(None)
         self.engine.attach_journal(self._journal)
         self.engine.watch_weights()
@@ -82,9 +85,8 @@ class ZerothOrderRun(Run[LezoEngine]):
         gradients = record.projected_grads
         gradient = sum(gradients) / len(gradients) if gradients else None
         if not record.applied and self.writes:
-            logger.warning(
-                "step %d skipped: loss %s, projected gradient %s", record.step, record.loss, gradient
-            )
+            text = "step %d skipped: loss %s, projected gradient %s"
+            logger.warning(text, record.step, number(record.loss), number(gradient))
         return {"loss": record.loss, "projected_gradient": gradient, "applied": record.applied}
 
     def _record_evaluation(self, record: EvaluationRecord) -> None:
@@ -145,15 +147,23 @@ def check_journal(config: RunConfig, data: TaskData, directory: RunDirectory) ->
     """Refuse, before any weights are loaded, to resume a run with another configuration or other data.
 
     Raises:
-        UserError: the first item that differs.
+        UserError: the first item that differs; or the run has more steps than it is asked for.
     """
     if not directory.journal.exists():
         return
     with Journal.open(directory.journal) as journal:
         header = journal.header
+        num_done = sum(isinstance(record, StepRecord) for record in journal.records)
     assert_same_run(
         recorded=header,
         ours=header_without_weights(header, config, data),
         run_dir=directory.path,
         may_differ=may_differ_on_resume(config),
     )
+    if config.train.steps is not None and config.train.steps < num_done:
+        raise UserError(
+            f"run {directory.path} already has more steps than train.steps",
+            got=f"train.steps={config.train.steps}",
+            expected=f"at least {num_done}, the number of steps that are done",
+            fix=f"set train.steps={num_done} or more, or give another run_dir",
+        )

@@ -35,7 +35,7 @@ def export(run_dir, step, target, num_ranks=1):
 
 
 def scores(*arguments):
-    return json.loads(run_forked_well(arguments, program="evaluate.py").out)
+    return json.loads(run_forked_well([*arguments, "--json"], program="evaluate.py").out)
 
 
 @pytest.mark.distributed

@@ -145,9 +145,11 @@ def test_the_best_step_is_exported_and_scores_as_the_results_say(undisturbed, re
     exported = ["--run", undisturbed, "--step", "best", "--out", tmp_path / "model"]
     run_forked_well(exported, program="export.py")
     assert read_manifest(tmp_path / "model")["digest"] == results["weights_digest"]
-    of_run = json.loads(run_forked_well(["--run", undisturbed], program="evaluate.py").out)
+    of_run = json.loads(run_forked_well(["--run", undisturbed, "--json"], program="evaluate.py").out)
     assert (of_run["step"], of_run["score"]) == (results["best_step"], results["test"])
     data = [f"data.path={recipe.parent / 'data'}", "data.num_train=30", "data.num_dev=11", "data.num_test=13"]
-    of_model = json.loads(run_forked_well(["--model", tmp_path / "model", *data], program="evaluate.py").out)
+    of_model = json.loads(
+        run_forked_well(["--model", tmp_path / "model", *data, "--json"], program="evaluate.py").out
+    )
     assert of_model["score"] == of_run["score"]
     assert of_model["loss"] == pytest.approx(of_run["loss"], rel=1e-6)

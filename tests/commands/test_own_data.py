@@ -85,9 +85,9 @@ def test_a_changed_file_is_not_resumed(root, finished, tmp_path):
 
 def test_the_exported_model_scores_as_its_run_did(root, finished):
     run_dir, _ = finished
-    of_run = run_forked_well(["--run", run_dir], program="evaluate.py").out
+    of_run = run_forked_well(["--run", run_dir, "--json"], program="evaluate.py").out
     run_forked_well(["--run", run_dir, "--out", root / "exported"], program="export.py")
-    arguments = ["--model", root / "exported", "--config", root / "recipe.yaml"]
+    arguments = ["--model", root / "exported", "--config", root / "recipe.yaml", "--json"]
     of_model = run_forked_well(arguments, program="evaluate.py").out
     kept = ("score", "loss", "majority_class", "num_examples", "metric", "task")
     assert {name: json.loads(of_model)[name] for name in kept} == {
@@ -162,7 +162,7 @@ def test_code_that_the_command_names_is_used_and_that_of_a_record_is_not(root, t
     refused = run_forked(of_run, program="evaluate.py", PYTHONPATH=path_with(tmp_path))
     assert_one_error(refused, 2, "imported only if you name it", "add data.task=own_code:TASK")
     assert not marker.exists()
-    named = [*of_run, "data.task=own_code:TASK"]
+    named = [*of_run, "data.task=own_code:TASK", "--json"]
     scored = json.loads(run_forked_well(named, program="evaluate.py", PYTHONPATH=path_with(tmp_path)).out)
     assert (scored["metric"], scored["task"]) == ("accuracy", "mine")
 

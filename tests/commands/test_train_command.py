@@ -9,7 +9,7 @@ import stat
 import pytest
 import yaml
 from assets import NUM_BLOCKS, recipe_values, shared_asset
-from commands import deepspeed, mpirun, python, run_forked_well, run_well
+from commands import assert_one_error, deepspeed, mpirun, python, run_forked, run_forked_well, run_well
 from run_ends import digest_after, end, records_of, results_of
 
 from lezo_ds.journal import EvaluationRecord, read_journal
@@ -22,7 +22,8 @@ STEPS = 8
 def by_deepspeed(recipe, tmp_path_factory):
     """A run on two ranks, and what it printed."""
     run_dir = tmp_path_factory.mktemp("by_deepspeed") / "run"
-    finished = run_well(deepspeed(2, "--config", recipe, f"run_dir={run_dir}", "zo.perturbation_scale=2e-3"))
+    keys = [f"run_dir={run_dir}", "--zo.perturbation_scale", "2e-3"]
+    finished = run_well(deepspeed(2, "--config", recipe, *keys, "--json"))
     return run_dir, finished
 
 
@@ -32,6 +33,10 @@ def by_python(recipe, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("by_python") / "run"
     run_well(python("--config", recipe, f"run_dir={run_dir}", "zo.perturbation_scale=2e-3"))
     return run_dir
+
+
+def files_of(run_dir):
+    return sorted(path for path in run_dir.rglob("*") if path.is_file())
 
 
 @pytest.mark.distributed
@@ -172,13 +177,15 @@ def test_more_steps_continue_a_finished_run_as_if_they_had_been_asked_for_at_onc
     assert end(in_two).results == end(at_once).results
 
 
-def test_fewer_steps_than_a_run_has_are_said_to_change_nothing(recipe, by_python):
-    journal = (by_python / "journal.jsonl").read_bytes()
+def test_fewer_steps_than_a_run_has_are_refused_and_change_nothing(recipe, by_python):
+    before = {path: path.read_bytes() for path in files_of(by_python)}
     keys = [f"run_dir={by_python}", "zo.perturbation_scale=2e-3", "train.steps=6"]
-    finished = run_forked_well(["--config", recipe, *keys])
-    assert "train.steps=6, but the run already has 8 steps: nothing is left to train" in finished.err
-    assert (by_python / "journal.jsonl").read_bytes() == journal
-    assert results_of(by_python)["steps"] == 8
+    finished = run_forked(["--config", recipe, *keys])
+    assert_one_error(
+        finished, 2, "already has more steps than train.steps; got: train.steps=6; expected: at least 8"
+    )
+    assert "loading" not in finished.err
+    assert {path: path.read_bytes() for path in files_of(by_python)} == before
 
 
 def test_every_file_of_a_run_obeys_the_umask(recipe, tmp_path):

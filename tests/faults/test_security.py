@@ -143,7 +143,7 @@ def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target):
     commands = {
         "pack.py": [*of_run, "--out", pack],
         "report.py": [run_dir],
-        "evaluate.py": [*of_run, "--step", "last"],
+        "evaluate.py": [*of_run, "--step", "last", "--json"],
         "export.py": [*of_run, "--step", "last", "--out", inputs / "exported"],
     }
     path = f"{REPOSITORY}{os.pathsep}{inputs}"

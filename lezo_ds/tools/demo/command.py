@@ -17,8 +17,8 @@ import pandas as pd
 
 from lezo_ds.distributed import free_port
 from lezo_ds.errors import LezoError
-from lezo_ds.runs.run import PROGRESS_VARIABLE
 from lezo_ds.runs.run_directory import RunDirectory
+from lezo_ds.runs.screen import PROGRESS_VARIABLE
 from lezo_ds.shipped import deepspeed_command
 from lezo_ds.tools.demo.assets import make_assets
 from lezo_ds.tools.demo.offline.pretrain import make_demo_assets

@@ -1,0 +1,206 @@
+"""What a run shows on the screen: progress, and short summaries. Numbers are rounded; files keep all digits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tqdm import tqdm
+
+from lezo_ds.journal import EvaluationRecord
+
+PROGRESS_VARIABLE = "LEZO_DS_PROGRESS"
+"""If this environment variable is set, a run shows its progress bar even where there is no terminal."""
+
+SECONDS_BETWEEN_LINES = 20.0
+"""How often a run writes a line where it shows no progress bar."""
+
+logger = logging.getLogger(__name__)
+
+
+class Progress:
+    """Shows how far training is: a bar on a terminal, elsewhere a line every `SECONDS_BETWEEN_LINES`.
+
+    Args:
+        num_steps: number of steps of the whole run.
+        num_done: number of steps that are done already.
+        metric: name of the score.
+        is_shown: whether this rank shows anything.
+    """
+
+    def __init__(self, num_steps: int, num_done: int, metric: str, is_shown: bool) -> None:
+        is_bar = sys.stderr.isatty() or PROGRESS_VARIABLE in os.environ
+        self._bar = tqdm(
+            total=num_steps,
+            initial=num_done,
+            disable=not (is_shown and is_bar),
+            desc="training",
+            smoothing=0.05,
+        )
+        self._writes_lines = is_shown and not is_bar
+        self._num_steps = num_steps
+        self._num_before = num_done
+        self._metric = metric
+        self._started = self._last_line = time.monotonic()
+        self._losses: list[float] = []  # these two since the last line
+        self._step_seconds: list[float] = []
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def update(
+        self,
+        step: int,
+        loss: float | None,
+        seconds: float,
+        last: EvaluationRecord | None,
+        best: EvaluationRecord | None,
+    ) -> None:
+        """Show that a step is done.
+
+        Args:
+            step: number of steps done.
+            loss: loss of the step; None if it is not finite.
+            seconds: time that the step took.
+            last: the last evaluation of the validation examples.
+            best: the one with the lowest loss.
+        """
+        if loss is not None:
+            self._losses.append(loss)
+        self._step_seconds.append(seconds)
+        if not self._bar.disable:
+            shown = {"loss": number(loss)}
+            if last is not None:
+                shown[f"validation {self._metric}"] = score_text(last, self._metric)
+            self._bar.set_postfix(shown, refresh=False)
+            self._bar.update()
+        now = time.monotonic()
+        if self._writes_lines and now - self._last_line >= SECONDS_BETWEEN_LINES and step < self._num_steps:
+            logger.info("%s", self._line(step, now - self._started, last, best))
+            self._last_line = now
+            self._losses.clear()
+            self._step_seconds.clear()
+
+    def _line(
+        self, step: int, elapsed: float, last: EvaluationRecord | None, best: EvaluationRecord | None
+    ) -> str:
+        parts = [f"loss {number(mean(self._losses))}"]
+        if last is not None and best is not None:
+            at = (
+                "the best so far" if best is last else f"{score_text(best, self._metric)} at step {best.step}"
+            )
+            parts.append(f"validation {self._metric} {score_text(last, self._metric)} ({at})")
+        parts.append(speed(mean(self._step_seconds)))
+        # The evaluations between the steps so far count, too.
+        left = elapsed / (step - self._num_before) * (self._num_steps - step)
+        return f"step {step}/{self._num_steps}: {', '.join(parts)}, {duration(left)} left"
+
+
+def mean(values: list[float]) -> float | None:
+    """Return the mean; None if there are no values."""
+    return sum(values) / len(values) if values else None
+
+
+def number(value: float | None) -> str:
+    """Return a number with four significant digits.
+
+    >>> number(0.69314718), number(-1234567.0), number(None)
+    ('0.6931', '-1.235e+06', 'not finite')
+    """
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def score_text(record: EvaluationRecord, metric: str) -> str:
+    """Return the score of an evaluation with three decimals."""
+    return f"{record.metrics[metric]:.3f}"
+
+
+def speed(seconds: float | None) -> str:
+    """Return the speed of steps that take this many seconds each.
+
+    >>> speed(1.234), speed(0.04)
+    ('1.23 s/step', '25.0 steps/s')
+    """
+    if not seconds:
+        return "no speed yet"
+    return f"{seconds:.2f} s/step" if seconds >= 1 else f"{1 / seconds:.1f} steps/s"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the largest two units that it has.
+
+    >>> duration(7.4), duration(125), duration(7500), duration(200_000)
+    ('7 s', '2 min 5 s', '2 h 5 min', '2 d 7 h')
+    """
+    whole = round(seconds)
+    days, hours, minutes = whole // 86_400, whole // 3600 % 24, whole // 60 % 60
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
+
+
+def evaluation_line(record: EvaluationRecord, metric: str) -> str:
+    """Return the line that tells of an evaluation."""
+    split = {"dev": "validation"}.get(record.split, record.split)
+    is_measured = record.loss is not None or record.split == "dev"
+    loss = f"loss {number(record.loss)}, " if is_measured else ""
+    return f"step {record.step}: {split} {loss}{metric} {score_text(record, metric)}"
+
+
+def run_summary(run_dir: str, results: Mapping[str, Any]) -> str:
+    """Return what a user wants to know at the end of a run.
+
+    Args:
+        run_dir: directory of the run.
+        results: the content of its results.json.
+    """
+    steps, seconds = results["steps"], duration(results["seconds"])
+    if not results["finished"]:
+        return (
+            f"Stopped after step {steps} ({seconds}). The same command continues.\nRun directory: {run_dir}"
+        )
+    stop, trained = results["early_stop_step"], results["best_step"] is not None
+    lines = [f"Finished{f': {steps} steps' if trained else ''} in {seconds}."]
+    if stop is not None:
+        lines.append(f"Stopped early, at step {stop}: train.patience ran out.")
+    scores = [
+        f"{results[key]:.3f} {what}"
+        for key, what in (("zero_shot", "before"), ("test", "after"), ("majority_class", "majority class"))
+        if results[key] is not None and (trained or key != "zero_shot")
+    ]
+    if not trained:
+        scores = [score.replace(" after", "") for score in scores]
+    lines.append(f"Test {results['metric']}: {', '.join(scores)}.")
+    if trained:
+        loss = number(results["best_dev_loss"])
+        lines.append(f"Best step: {results['best_step']} (validation loss {loss}).")
+    skipped = results.get("skipped_steps")
+    if skipped:
+        lines.append(f"Skipped steps: {skipped}.")
+    lines.append(f"Run directory: {run_dir}")
+    return "\n".join(lines)
+
+
+def scores_summary(scores: Mapping[str, Any]) -> str:
+    """Return what `lezo_ds.runs.scoring` found, on one line.
+
+    Args:
+        scores: of `score_run` or `score_model`.
+    """
+    what = f"step {scores['step']} of {scores['run']}" if "run" in scores else scores["model"]
+    split = {"dev": "validation"}.get(scores["split"], scores["split"])
+    parts = [f"{scores['metric']} {scores['score']:.3f} on {scores['num_examples']} {split} examples"]
+    if scores["majority_class"] is not None:
+        parts.append(f"majority class {scores['majority_class']:.3f}")
+    if scores["loss"] == scores["loss"]:  # a loss that was not measured is NaN
+        parts.append(f"loss {number(scores['loss'])}")
+    return f"{what}: {', '.join(parts)}"
