@@ -23,10 +23,8 @@ lezo-ds benchmark --shape opt-13b --task squad --dtype bf16 --update-precision s
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from lezo_ds import command_line
-from lezo_ds.tools.arguments import positive
+from lezo_ds.tools.arguments import path, positive
 from lezo_ds.tools.benchmark.settings import add_arguments, read_job
 
 UNTIL_HELP = "train with each variant until the validation loss is at most LOSS, or for train.steps"
@@ -42,7 +40,7 @@ def main() -> None:
     add("--threads", type=positive, default=1, metavar="N", help="CPU threads per rank")
     add("--replay", action="store_true", help="also replay the timed steps of our variants")
     add("--noise", type=positive, metavar="N", help="also time the noise on N weights")
-    add("--out", type=Path, metavar="FILE.csv", help="append the results to this table")
+    add("--out", type=path, metavar="FILE.csv", help="append the results to this table")
     arguments = command_line.parse_with_keys(parser)
     job = read_job(arguments)
     from lezo_ds.tools.benchmark.command import run  # torch and DeepSpeed take seconds to import

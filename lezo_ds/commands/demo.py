@@ -6,13 +6,14 @@ from pathlib import Path
 
 from lezo_ds import command_line
 from lezo_ds.config import check_overrides
+from lezo_ds.tools.arguments import path
 
 
 def main() -> None:
     """Parse, build, run."""
     parser = command_line.parser("demo", __doc__ or "")
     parser.add_argument(
-        "--directory", type=Path, help="directory of all output (default: runs/demo, or runs/demo-offline)"
+        "--directory", type=path, help="directory of all output (default: runs/demo, or runs/demo-offline)"
     )
     parser.add_argument("--num-seeds", type=int, choices=range(1, 10), help="number of runs")
     parser.add_argument(

@@ -8,24 +8,25 @@ lezo-ds evaluate --model DIR --config RECIPE
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from lezo_ds import command_line
 from lezo_ds.config import check_overrides
+from lezo_ds.tools.arguments import path, path_or_name
 
 
 def main() -> None:
     """Parse, build, run."""
     parser = command_line.parser("evaluate", __doc__ or "")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", type=Path, metavar="DIR", help="directory of a run")
-    source.add_argument("--model", metavar="DIR", help="directory of a model, or its hub id")
+    source.add_argument("--run", type=path, metavar="DIR", help="directory of a run")
+    model_help = "directory of a model, or its hub id"
+    source.add_argument("--model", type=path_or_name, metavar="DIR", help=model_help)
     config_help = "with --model: take everything else, such as a task of your own, from this recipe"
     parser.add_argument("--config", metavar="RECIPE", help=config_help)
     step_help = "step of the run: best (lowest validation loss), last, or a number"
     parser.add_argument("--step", default="best", help=step_help)
     parser.add_argument("--split", choices=("test", "dev"), default="test", help="examples to score")
-    parser.add_argument("--predictions", type=Path, metavar="FILE", help="write all predictions as JSON")
+    parser.add_argument("--predictions", type=path, metavar="FILE", help="write all predictions as JSON")
     parser.add_argument("--json", action="store_true", help="print the scores as JSON instead of a line")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=command_line.KEYS_HELP)
     arguments = command_line.parse_with_keys(parser)

@@ -6,17 +6,18 @@ lezo-ds report RUN... --benchmark FILE.csv --html page.html
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from lezo_ds import command_line
+from lezo_ds.tools.arguments import path, path_or_name
 
 
 def main() -> None:
     """Parse, build, run."""
     parser = command_line.parser("report", __doc__ or "")
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="directory of a run, or a pattern: 'runs/*'")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page instead of a table")
-    parser.add_argument("--benchmark", type=Path, metavar="FILE", help="show this CSV of lezo-ds benchmark")
+    parser.add_argument(
+        "runs", nargs="*", type=path_or_name, metavar="RUN", help="directory of a run, or a pattern: 'runs/*'"
+    )
+    parser.add_argument("--html", type=path, metavar="FILE", help="write a page instead of a table")
+    parser.add_argument("--benchmark", type=path, metavar="FILE", help="show this CSV of lezo-ds benchmark")
     arguments = parser.parse_intermixed_args()
     # Importing pandas takes seconds, which neither --help nor a typo should wait for.
     from lezo_ds.files import failures_named, write_atomically

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import shlex
 import sys
-from pathlib import Path
 
 from lezo_ds import command_line
 from lezo_ds.shipped import TRAIN
+from lezo_ds.tools.arguments import path
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     parser = command_line.parser("sweep", __doc__ or "")
     add = parser.add_argument
     add("--config", required=True, metavar="RECIPE", help="name of a recipe, or a YAML file, for all runs")
-    add("--out", type=Path, required=True, metavar="DIR", help="directory of the sweep")
+    add("--out", type=path, required=True, metavar="DIR", help="directory of the sweep")
     add("--grid", nargs="+", required=True, metavar="KEY=VALUE,...", help="a key and its values")
     launcher_help = 'command that starts a run, such as "deepspeed --num_gpus 2"'
     add("--launcher", default=shlex.quote(sys.executable), help=launcher_help)

@@ -1,6 +1,9 @@
 """Fine-tune a model: deepspeed --module lezo_ds train --config RECIPE key=value ...
 
 RECIPE is a name, such as opt-13b-sst2-lezo, or a YAML file. The same command resumes a run that was stopped.
+
+In paths, ~ and $VAR are expanded. A path in a YAML file is taken from the folder of that file if it begins
+with ./ or ../ or, except for run_dir, if it exists there. Any other is taken from the working directory.
 """
 
 from __future__ import annotations

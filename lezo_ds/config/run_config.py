@@ -11,12 +11,15 @@ from typing import Any
 
 from lezo_ds.config.algorithm import make_update_rule, num_passes
 from lezo_ds.config.keys import yaml_scalar
+from lezo_ds.config.paths import with_places
 from lezo_ds.config.reading import check_value, find_key, flatten_sections, parse_override, read, read_yaml
 from lezo_ds.config.schema import SCHEMA, TRAINED, ZEROTH_ORDER, GenerationConfig, RunConfig
 from lezo_ds.config.task import check_data_keys
 from lezo_ds.errors import UserError
 from lezo_ds.registry import names_code
 from lezo_ds.tasks.custom import CUSTOM
+
+_COMMAND_LINE = "the command line"
 
 
 def load_config(path: Path | None, overrides: Sequence[str]) -> RunConfig:
@@ -32,8 +35,9 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> RunConfig:
             or out of range, or values that contradict each other.
     """
     values = {} if path is None else read_yaml(path)
-    sources = ([str(path)] if path else []) + (["the command line"] if overrides or not path else [])
-    return config_from_dict(values, " and ".join(sources), overrides)
+    sources = ([str(path)] if path else []) + ([_COMMAND_LINE] if overrides or not path else [])
+    folder = None if path is None else path.parent
+    return config_from_dict(values, " and ".join(sources), overrides, folder=folder)
 
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
@@ -42,7 +46,12 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def config_from_dict(
-    values: Mapping[str, Any], where: str, overrides: Sequence[str] = (), *, recorded: bool = False
+    values: Mapping[str, Any],
+    where: str,
+    overrides: Sequence[str] = (),
+    *,
+    recorded: bool = False,
+    folder: Path | None = None,
 ) -> RunConfig:
     """Return the configuration that nested plain dicts hold: the inverse of `config_to_dict`.
 
@@ -50,12 +59,16 @@ def config_from_dict(
         values: sections and keys; keys with a default may be left out.
         where: the source of the values, for messages.
         overrides: as in `load_config`.
-        recorded: whether a run recorded the values. Its task need not be known here.
+        recorded: whether a run recorded the values. Its task need not be known here, and its paths stay.
+        folder: the folder of the recipe that holds the values (see `with_places`); None if it is no file.
 
     Raises:
         UserError: as `load_config`.
     """
-    flat = flatten_sections(SCHEMA, values) | dict(parse_override(SCHEMA, text) for text in overrides)
+    flat = flatten_sections(SCHEMA, values)
+    if not recorded:
+        flat = with_places(flat, where, folder)
+    flat |= with_places(dict(parse_override(SCHEMA, text) for text in overrides), _COMMAND_LINE)
     if flat.get("data.prompt") is not None or flat.get("data.messages") is not None:
         flat.setdefault("data.task", CUSTOM)
     config: RunConfig = read(SCHEMA, flat, where, recorded=recorded)
@@ -94,7 +107,8 @@ def check_overrides(overrides: Sequence[str]) -> None:
     for override in overrides:
         name, value = parse_override(SCHEMA, override)
         if name.rpartition(".")[0] not in SCHEMA.open_sections:
-            check_value(find_key(SCHEMA, name, "the command line"), value, "the command line")
+            check_value(find_key(SCHEMA, name, _COMMAND_LINE), value, _COMMAND_LINE)
+        with_places({name: value}, _COMMAND_LINE)
 
 
 def describe() -> str:

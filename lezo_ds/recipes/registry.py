@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, load_config
+from lezo_ds.config.paths import expand
 from lezo_ds.config.reading import nearest
 from lezo_ds.errors import UserError
 from lezo_ds.recipes.paper import PAPER_SCORES
@@ -39,8 +40,11 @@ def load_recipe(source: str | None, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         UserError: there is no such recipe or file; or as `load_config`.
     """
-    if source is None or (path := _file(source)) is not None:
-        return load_config(None if source is None else path, overrides)
+    if source is None:
+        return load_config(None, overrides)
+    source = expand(source, "--config")
+    if (path := _file(source)) is not None:
+        return load_config(path, overrides)
     return config_from_dict(_find(source).values, _where(source, overrides), overrides)
 
 

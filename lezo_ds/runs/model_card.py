@@ -16,8 +16,8 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from lezo_ds.config import RunConfig, config_to_dict, flatten
+from lezo_ds.config.paths import DATA_KEYS, PATH_KEYS
 from lezo_ds.runs.restore import RecordedRun
-from lezo_ds.runs.sharing import DATA_KEYS, PATH_KEYS
 from lezo_ds.shipped import deepspeed_command
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.custom import CUSTOM

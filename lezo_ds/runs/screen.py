@@ -1,4 +1,4 @@
-"""What a run shows on the screen: progress, and short summaries. Numbers are rounded; files keep all digits."""
+"""What a run shows on the screen: progress, and short summaries with rounded numbers."""
 
 from __future__ import annotations
 

@@ -11,13 +11,8 @@ from typing import Any
 
 from lezo_ds.config import flatten
 from lezo_ds.config.overrides import as_overrides
+from lezo_ds.config.paths import PATH_KEYS
 from lezo_ds.config.schema import SCHEMA
-
-DATA_KEYS = ("data.path", "data.train", "data.validation", "data.test")
-"""Config keys that may hold a path of the data."""
-
-PATH_KEYS = ("run_dir", "model.path", *DATA_KEYS, "deepspeed")
-"""Config keys that may hold a path of this machine."""
 
 _ENVIRONMENT = ("versions", "hardware", "platform", "world_size", "threads")
 _HIDDEN = "..."

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from assets import REPOSITORY
-from commands import assert_refused, environment, free_port, python, run, run_well
+from commands import assert_one_error, assert_refused, environment, free_port, python, run, run_well
 
 from lezo_ds import __version__, command_line, commands
 from lezo_ds.commands import COMMANDS
@@ -169,6 +169,15 @@ def test_a_list_of_texts_is_a_value_of_the_command_line(tmp_path):
     mapped = [*words, "--data.labels={good: ' good', bad: ' bad'}"]
     shown = run_well(light("train", *mapped, "data.path=null", "data.task=custom", "--print-config")).out
     assert yaml.safe_load(shown)["data"]["labels"] == {"good": " good", "bad": " bad"}
+
+
+def test_options_expand_paths_themselves_where_a_shell_does_not(tmp_path):
+    for words in (["pack", "--run=$NO_SUCH/x", "--out=y"], ["evaluate", "--model=$NO_SUCH/x"]):
+        assert_refused(light(*words), "not set; got: $NO_SUCH/x")
+    packed = run(python("--run=$HOME/nothing", "--out=y", program="pack.py"), HOME=str(tmp_path))
+    assert_one_error(packed, 2, f"{tmp_path}/nothing")
+    shown = run_well(light("train", "--config", "opt-13b-sst2-lezo", "--print-config", "run_dir=~/runs/x"))
+    assert yaml.safe_load(shown.out)["run_dir"] == str(Path("~/runs/x").expanduser())
 
 
 def test_keys_after_the_grid_of_a_sweep_do_not_belong_to_it(recipe, tmp_path):
