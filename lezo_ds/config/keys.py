@@ -101,7 +101,8 @@ class Key:
         may_map: whether a key for texts also accepts a map from text to text.
         exact_texts: whether a key for texts takes each text as it is (see `ExactTexts`).
         range: the numbers that it accepts; None for all.
-        choices: the texts that it accepts, or where they are registered; None for all.
+        choices: the texts that it accepts, or where they are registered; None for all. A list of texts may
+            only hold these.
         options: whose options an open section holds.
     """
 
@@ -130,7 +131,9 @@ class Key:
     @property
     def expected(self) -> str:
         """What the key accepts, in words."""
-        words = f"one of {', '.join(self.choices.names)}" if self.choices else _TYPE_NAMES[self.kind]
+        words = _TYPE_NAMES[self.kind]
+        if self.choices is not None:
+            words = f"{'a list' if self.kind is list else 'one'} of {', '.join(self.choices.names)}"
         if self.exact_texts:
             words = "texts (a list, which may be empty, or one text)"
         if self.choices is not None and self.choices.code is not None:

@@ -254,7 +254,7 @@ def _check_texts(key: Key, value: object, where: str) -> list[str] | dict[str, s
     if is_valid and (found or (key.exact_texts and value == [])):
         if isinstance(value, Mapping):
             return {str(name): str(text) for name, text in value.items()}
-        return [str(text) for text in found]
+        return _check_choices(key, [str(text) for text in found], where)
     # YAML takes yes, no, on, off, true and false without quotes for truth values.
     is_boolean = any(isinstance(text, bool) for text in found)
     raise UserError(
@@ -263,6 +263,22 @@ def _check_texts(key: Key, value: object, where: str) -> list[str] | dict[str, s
         expected=key.expected,
         fix="write yes, no, true and false in quotes" if is_boolean else f"set {key.name} to texts",
     )
+
+
+def _check_choices(key: Key, texts: list[str], where: str) -> list[str]:
+    """Return a list of texts, each once and by its registered name if the key has choices."""
+    if key.choices is None:
+        return texts
+    known = {name.lower(): name for name in key.choices.names}
+    for text in texts:
+        if text.lower() not in known:
+            raise UserError(
+                f"{key.name} in {where} is not valid",
+                got=shown(text),
+                expected=key.expected,
+                fix=_fix_of_value(key, text),
+            )
+    return list(dict.fromkeys(known[text.lower()] for text in texts))
 
 
 def shown(value: object) -> str:

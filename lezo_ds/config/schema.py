@@ -11,6 +11,7 @@ from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Protocol
 from lezo_ds.tasks.custom import CUSTOM
 from lezo_ds.tasks.metrics import METRICS
+from lezo_ds.trackers import TRACKERS
 from lezo_ds.zo.distributions import Distribution
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy
@@ -48,6 +49,7 @@ RESUME_MAY_DIFFER: frozenset[str] = frozenset(
         "data.test",
         "train.steps",  # may grow, unless the learning rate depends on it: see `may_differ_on_resume`
         "train.patience",
+        "train.report_to",
         "train.eval_batch_size",
         "train.snapshot_every",
         "train.keep_snapshots",
@@ -353,6 +355,10 @@ class TrainConfig:
 
     keep_snapshots: Annotated[int, Range(1)] = 2
     """Number of snapshots to keep. The newest are kept."""
+
+    report_to: Annotated[Sequence[str] | None, Choices(TRACKERS)] = None
+    """Where the content of metrics.jsonl goes as well, such as [tensorboard, csv]. Their files are in trackers
+    in the run's directory (Trackio has its own place). The monitors of the DeepSpeed JSON work, too."""
 
     check_every: Annotated[int, Range(1)] = 100
     """Number of steps between checks that the weights of each rank are the result of the steps so far. They

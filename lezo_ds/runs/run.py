@@ -26,7 +26,10 @@ from lezo_ds.model.snapshots import prune_snapshots
 from lezo_ds.runs.launcher import LauncherWatch
 from lezo_ds.runs.run_directory import RunDirectory, library_versions
 from lezo_ds.runs.screen import Progress, evaluation_line
+from lezo_ds.runs.sharing import shared_config
 from lezo_ds.runs.signals import on_stop_signals
+from lezo_ds.runs.tracking import Trackers
+from lezo_ds.trackers import RunFacts
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +87,7 @@ class Run(ABC, Generic[E]):
         self._num_done = 0
         self._seconds_before = 0.0
         self._started = time.monotonic()
+        self._trackers: Trackers | None = None  # only rank 0 has them
 
     @abstractmethod
     def _open(self) -> None:
@@ -143,6 +147,8 @@ class Run(ABC, Generic[E]):
                 self.directory.write_results(results)
                 self.directory.stop_file.unlink(missing_ok=True)
                 self._close()
+                if self._trackers is not None:
+                    self._trackers.close()
             return results
 
     def _announce(self, step: int) -> None:
@@ -161,7 +167,18 @@ class Run(ABC, Generic[E]):
             self._seconds_before = self.directory.cut_metrics(self.engine.global_steps)
             facts = config_to_dict(self.config)
             self.directory.write_facts(facts, self.engine.world_size, str(self.engine.device))
+        distributed.on_rank_zero(self._open_trackers)
         self._started = time.monotonic()
+
+    def _open_trackers(self) -> None:
+        config, directory = self.config, self.directory
+        facts = RunFacts(
+            name=directory.path.name,
+            folder=directory.trackers,
+            config=shared_config(config_to_dict(config)),
+            step=self._num_done,
+        )
+        self._trackers = Trackers(config.train.report_to, facts)
 
     def _run_to_end(self) -> tuple[bool, EvaluationRecord | None]:
         """Do everything that is left; return whether the run finished, and the best step if it did."""
@@ -220,11 +237,14 @@ class Run(ABC, Generic[E]):
         if not self.writes:
             return
         step = self.engine.global_steps
-        self.directory.log_metrics({"step": step, **values, "seconds": round(self._seconds(), 3)})
+        seconds = round(self._seconds(), 3)
+        self.directory.log_metrics({"step": step, **values, "seconds": seconds})
+        numbers = {name: float(value) for name, value in values.items() if value is not None}
+        if self._trackers is not None:
+            self._trackers.log(step, numbers | {"seconds": seconds})
         monitor = self.engine.monitor
         if monitor.enabled:
-            events = [(f"train/{name}", float(v), step) for name, v in values.items() if v is not None]
-            monitor.write_events(events)
+            monitor.write_events([(f"train/{name}", value, step) for name, value in numbers.items()])
 
     def _seconds(self) -> float:
         return self._seconds_before + time.monotonic() - self._started

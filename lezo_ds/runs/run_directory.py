@@ -45,6 +45,7 @@ class RunDirectory:
         self.results = self.path / "results.json"
         self.stop_file = self.path / "STOP"
         self.save_file = self.path / "SAVE"
+        self.trackers = self.path / "trackers"
         self._predictions = self.path / "predictions"
         self._metrics = self.path / "metrics.jsonl"
         self._config = self.path / "config.yaml"
@@ -98,6 +99,7 @@ class RunDirectory:
     def outputs(self) -> list[Path]:
         """Return what a run left besides its journal or training state, or nothing if it has no output."""
         outputs = [self._metrics, self._predictions, self.results, self.snapshots, self.checkpoints]
+        outputs.append(self.trackers)
         if not any(path.exists() for path in outputs):
             return []
         return [path for path in (self._config, self._environment, *outputs) if path.exists()]

@@ -27,6 +27,7 @@ from lezo_ds.model.checkpoint import build_checked
 from lezo_ds.runs.first_order_run import FirstOrderRun, check_training_state
 from lezo_ds.runs.run import count_steps
 from lezo_ds.runs.run_directory import RunDirectory
+from lezo_ds.runs.tracking import check_trackers
 from lezo_ds.runs.zeroth_order_run import ZerothOrderRun, check_journal
 from lezo_ds.sharding.checkpoint_files import resolve_model
 
@@ -60,6 +61,7 @@ def _train(config: RunConfig) -> dict[str, Any]:
     with ExitStack() as lock:
 
         def prepare() -> None:
+            check_trackers(config.train.report_to)
             _check_model(config)
             directory.create()
             lock.enter_context(directory.locked())

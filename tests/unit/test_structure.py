@@ -89,7 +89,7 @@ FLOORS = (
     {"errors"},
     {"registry", "files", "shipped"},
     {"zo"},
-    {"noise", "tasks", "journal"},
+    {"noise", "tasks", "journal", "trackers"},
     {"config"},
     {"ds_config", "recipes"},
     {"distributed"},
@@ -132,7 +132,7 @@ def test_every_room_has_its_floor():
     assert {room_of(path) for path in PACKAGE} - {"__init__", "__main__"} == set().union(*FLOORS)
 
 
-LIGHT_ROOMS = ("errors", "registry", "zo", "tasks", "journal", "config", "recipes")
+LIGHT_ROOMS = ("errors", "registry", "zo", "tasks", "journal", "trackers", "config", "recipes")
 HEAVY_LIBRARIES = ("torch", "deepspeed", "transformers", "datasets", "pandas")
 
 

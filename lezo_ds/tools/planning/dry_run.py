@@ -18,6 +18,7 @@ from lezo_ds.config import (
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.ds_config import load_ds_config, warn_of_idle_keys
 from lezo_ds.errors import HubError
+from lezo_ds.runs.tracking import check_trackers
 from lezo_ds.sharding.checkpoint_files import resolve_model
 from lezo_ds.tools.planning.inputs import InputSizes, assumed_inputs, measured_inputs
 from lezo_ds.tools.planning.memory import rank_memory
@@ -40,6 +41,7 @@ def describe_plan(config: RunConfig, world_size: int) -> str:
     Raises:
         UserError: anything that is wrong and can be known now.
     """
+    check_trackers(config.train.report_to)
     micro_batch_size = config.train.micro_batch_size
     ds_config = load_ds_config(config.deepspeed, config.model.dtype, world_size, micro_batch_size)
     if config.method != "adamw":
