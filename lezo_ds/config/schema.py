@@ -357,7 +357,7 @@ class TrainConfig:
     """Number of snapshots to keep. The newest are kept."""
 
     report_to: Annotated[Sequence[str] | None, Choices(TRACKERS)] = None
-    """Where the content of metrics.jsonl goes as well, such as [tensorboard, csv]. Their files are in trackers
+    """Where the content of metrics.jsonl goes, too, such as [tensorboard, csv]. Their files are in trackers
     in the run's directory (Trackio has its own place). The monitors of the DeepSpeed JSON work, too."""
 
     check_every: Annotated[int, Range(1)] = 100

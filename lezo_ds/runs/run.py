@@ -265,7 +265,10 @@ class Run(ABC, Generic[E]):
         if self.engine.global_steps != at or self._found(split, at):
             return
         self._check()
-        result = self._score(self.data.dev if split == "dev" else self.data.test)
+        examples = self.data.dev if split == "dev" else self.data.test
+        if self.writes and split == "test":  # this may take as long as many steps
+            logger.info("scoring %d test examples", len(examples.examples))
+        result = self._score(examples)
         if self.writes and split == "test":
             rows = prediction_rows(self.data.test.examples, result.predicted)
             self.directory.write_predictions(at, rows)

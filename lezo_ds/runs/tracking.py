@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 
 from lezo_ds.errors import UserError
@@ -14,16 +16,17 @@ logger = logging.getLogger(__name__)
 
 
 def check_trackers(names: Sequence[str] | None) -> None:
-    """Refuse trackers whose libraries are not installed. Nothing is imported.
+    """Refuse trackers whose libraries are not installed, and those that would not open.
 
     Args:
         names: `train.report_to`.
 
     Raises:
-        UserError: the first library that is missing.
+        UserError: the first of them.
     """
     for name in names or ():
-        library = TRACKERS.find(name).library
+        tracker = TRACKERS.find(name)
+        library = tracker.library
         if library is not None and find_spec(library) is None:
             raise UserError(
                 f"train.report_to names {name}, which is not installed",
@@ -31,6 +34,8 @@ def check_trackers(names: Sequence[str] | None) -> None:
                 expected=f"the package {library}",
                 fix=f"pip install {library}, or remove {name} from train.report_to",
             )
+        with _failures_named(name):
+            tracker.check()
 
 
 class Trackers:
@@ -49,15 +54,8 @@ class Trackers:
         for name in names or ():
             with failures_named(run.folder):
                 make_directory(run.folder)
-            try:
+            with _failures_named(name):
                 self._open[name] = TRACKERS.find(name)(run)
-            except Exception as error:  # services raise many types
-                raise UserError(
-                    f"train.report_to names {name}, which cannot be opened",
-                    got=f"{type(error).__name__}: {error}",
-                    expected=f"a {name} that works",
-                    fix=f"set it up, or remove {name} from train.report_to",
-                ) from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Give the values of a step or an evaluation to all trackers."""
@@ -71,7 +69,8 @@ class Trackers:
         """Close all trackers."""
         for name, tracker in list(self._open.items()):
             try:
-                tracker.close()
+                with redirect_stdout(sys.stderr):
+                    tracker.close()
             except Exception as error:
                 self._drop(name, error)
         self._open.clear()
@@ -80,3 +79,17 @@ class Trackers:
         del self._open[name]
         text = "%s failed and gets no more metrics, which metrics.jsonl keeps: %s: %s"
         logger.warning(text, name, type(error).__name__, error)
+
+
+@contextmanager
+def _failures_named(name: str) -> Iterator[None]:
+    try:
+        with redirect_stdout(sys.stderr):  # stdout is for the results
+            yield
+    except Exception as error:  # services raise many types
+        raise UserError(
+            f"train.report_to names {name}, which cannot be opened",
+            got=f"{type(error).__name__}: {error}",
+            expected=f"a {name} that works",
+            fix=f"set it up, or remove {name} from train.report_to",
+        ) from error

@@ -15,7 +15,7 @@ from typing import Any
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.runs.signals import on_stop_signals
 
-SHOWN_LINES = ("loading ", "resuming ", "step ", "error: ")
+SHOWN_LINES = ("loading ", "resuming ", "scoring ", "step ", "error: ")
 """Prefixes of the lines that are shown. The log has all lines."""
 
 PROGRESS = "training: "

@@ -53,6 +53,11 @@ class Tracker(ABC):
 
     library: ClassVar[str | None] = None
 
+    @classmethod
+    def check(cls) -> None:
+        """Raise anything if the tracker could not be opened. Its library is installed."""
+        return
+
     @abstractmethod
     def __init__(self, run: RunFacts) -> None: ...
 

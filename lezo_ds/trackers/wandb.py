@@ -14,6 +14,15 @@ class Wandb(Tracker):
 
     library: ClassVar[str | None] = "wandb"
 
+    @classmethod
+    def check(cls) -> None:
+        """Refuse a service that nobody has logged in to."""
+        if os.environ.get("WANDB_MODE", "online") == "online":
+            import wandb
+
+            if not wandb.login(prompt=False):
+                raise RuntimeError("no API key; wandb login asks for it, and WANDB_MODE=offline needs none")
+
     def __init__(self, run: RunFacts) -> None:
         import wandb
 
