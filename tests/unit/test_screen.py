@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,7 +41,7 @@ def steps(progress, losses, **evaluations):
 def test_without_a_terminal_a_line_tells_of_the_steps_since_the_last(monkeypatch, caplog):
     caplog.set_level("INFO")
     seconds = iter([0.0, 10.0, 21.0, 30.0, 42.0, 50.0])
-    monkeypatch.setattr(screen.time, "monotonic", lambda: next(seconds))
+    monkeypatch.setattr(screen, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     best, last = dev(20, 0.5, 0.81239), dev(30, 0.6, 0.7)
     progress = Progress(num_steps=300, num_done=2, metric="accuracy", is_shown=True)
     steps(progress, [1.0, 2.0, None, 0.123456, 0.2], best=best, last=last)
