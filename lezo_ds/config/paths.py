@@ -83,4 +83,6 @@ def _placed(key: str, path: str, folder: Path | None) -> str:
     if Path(path).is_absolute() or not (is_relative or is_there):
         return path
     target = Path(os.path.abspath(base / path))  # noqa: PTH100  # resolve() would follow links
-    return str(target.relative_to(here)) if here in target.parents else str(target)
+    # Without its ./ a path that does not exist would be taken for a name on the hub.
+    is_path = key == "run_dir" or os.path.exists(target)  # noqa: PTH110
+    return str(target.relative_to(here)) if is_path and here in target.parents else str(target)

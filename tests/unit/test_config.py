@@ -286,7 +286,7 @@ def test_mezo_is_sparsity_0_and_refuses_any_other():
     sparsity=st.floats(0, 1),
     seed=st.integers(0, 2**64 - 1),
     num_train=st.none() | st.integers(1, 10**6),
-    path=st.text(st.characters(codec="ascii", exclude_characters="\0"), min_size=1),
+    path=st.text(st.characters(codec="ascii", exclude_characters="\0~$"), min_size=1),
 )
 def test_a_config_survives_dicts_and_yaml(learning_rate, sparsity, seed, num_train, path):
     values = REQUIRED | {"zo": {"learning_rate": learning_rate, "sparsity": sparsity}, "seed": seed}

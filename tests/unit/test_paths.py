@@ -68,8 +68,9 @@ def test_what_cannot_be_expanded_is_refused_with_its_key(given):
 @pytest.mark.parametrize(
     ("given", "in_recipe", "on_command_line"),
     [
-        ("./mine.csv", "recipes/mine.csv", "mine.csv"),
-        ("./not-there.csv", "recipes/not-there.csv", "not-there.csv"),
+        ("./mine.csv", "recipes/mine.csv", "{here}/mine.csv"),
+        ("./recipes/mine.csv", "{here}/recipes/recipes/mine.csv", "recipes/mine.csv"),
+        ("./facebook/opt-13b", "{here}/recipes/facebook/opt-13b", "{here}/facebook/opt-13b"),
         ("../models/tiny", "models/tiny", "{parent}/models/tiny"),
         ("mine.csv", "recipes/mine.csv", "mine.csv"),
         ("data", "recipes/data", "data"),
