@@ -172,14 +172,11 @@ def run_summary(run_dir: str, results: Mapping[str, Any]) -> str:
     lines = [f"Finished{f': {steps} steps' if trained else ''} in {seconds}."]
     if stop is not None:
         lines.append(f"Stopped early, at step {stop}: train.patience ran out.")
-    scores = [
-        f"{results[key]:.3f} {what}"
-        for key, what in (("zero_shot", "before"), ("test", "after"), ("majority_class", "majority class"))
-        if results[key] is not None and (trained or key != "zero_shot")
-    ]
-    if not trained:
-        scores = [score.replace(" after", "") for score in scores]
-    lines.append(f"Test {results['metric']}: {', '.join(scores)}.")
+    scores = [("zero_shot", " before"), ("test", " after")] if trained else [("test", "")]
+    shown = [f"{results[key]:.3f}{when}" for key, when in scores if results[key] is not None]
+    majority = results["majority_class"]
+    beside = "" if majority is None else f" (majority class {majority:.3f})"
+    lines.append(f"Test {results['metric']}: {', '.join(shown)}{beside}.")
     if trained:
         loss = number(results["best_dev_loss"])
         lines.append(f"Best step: {results['best_step']} (validation loss {loss}).")

@@ -97,7 +97,7 @@ def test_the_line_of_an_evaluation_has_rounded_numbers(record, line):
             {},
             [
                 "Finished: 200 steps in 7 min 37 s.",
-                "Test accuracy: 0.532 before, 0.733 after, 0.502 majority class.",
+                "Test accuracy: 0.532 before, 0.733 after (majority class 0.502).",
                 "Best step: 150 (validation loss 0.5123).",
             ],
         ),
@@ -119,7 +119,7 @@ def test_the_line_of_an_evaluation_has_rounded_numbers(record, line):
         ),
         (
             {"best_step": None, "best_dev_loss": None, "steps": 0, "skipped_steps": None},
-            ["Finished in 7 min 37 s.", "Test accuracy: 0.733, 0.502 majority class."],
+            ["Finished in 7 min 37 s.", "Test accuracy: 0.733 (majority class 0.502)."],
         ),
         (
             {"finished": False, "best_step": None, "test": None},
