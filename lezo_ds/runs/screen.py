@@ -39,6 +39,8 @@ class Progress:
             initial=num_done,
             disable=not (is_shown and is_bar),
             desc="training",
+            ncols=_columns(),
+            nrows=24,  # of a terminal without rows, tqdm would show nothing
             smoothing=0.05,
         )
         self._writes_lines = is_shown and not is_bar
@@ -101,6 +103,14 @@ class Progress:
         # The evaluations between the steps so far count, too.
         left = elapsed / (step - self._num_before) * (self._num_steps - step)
         return f"step {step}/{self._num_steps}: {', '.join(parts)}, {duration(left)} left"
+
+
+def _columns() -> int:
+    """Return the width of the terminal; 100 if there is none, or if it does not tell (as under `script`)."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 100
+    except (OSError, ValueError):
+        return 100
 
 
 def mean(values: list[float]) -> float | None:
