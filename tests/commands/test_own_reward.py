@@ -105,10 +105,10 @@ def test_the_exported_model_scores_as_its_run_did(root, finished):
     path = path_with(root)
     unasked = run_forked(["--run", finished], program="evaluate.py", PYTHONPATH=path)
     assert_one_error(unasked, 2, "the run's reward is in a module", "train.objective=my_reward:characters")
-    asked = ["--run", finished, "train.objective=my_reward:characters"]
+    asked = ["--run", finished, "train.objective=my_reward:characters", "--json"]
     of_run = json.loads(run_forked_well(asked, program="evaluate.py", PYTHONPATH=path).out)
     run_forked_well(["--run", finished, "--out", root / "exported"], program="export.py")
-    arguments = ["--model", root / "exported", "--config", root / "recipe.yaml"]
+    arguments = ["--model", root / "exported", "--config", root / "recipe.yaml", "--json"]
     of_model = json.loads(run_forked_well(arguments, program="evaluate.py", PYTHONPATH=path).out)
     assert (of_model["score"], of_model["loss"]) == (of_run["score"], of_run["loss"])
     assert of_run["score"] == results_of(finished)["test"]
