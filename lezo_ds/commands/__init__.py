@@ -7,6 +7,7 @@ A command is a module of this package whose function `main` reads `sys.argv`, an
 from __future__ import annotations
 
 COMMANDS: dict[str, str] = {
+    "init": "write a recipe for a model and a file of your own data",
     "train": "fine-tune a model, or check a recipe and print it",
     "evaluate": "score a model, or the weights of a run at any step",
     "export": "write the model of any step of a run or pack",

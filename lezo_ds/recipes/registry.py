@@ -59,18 +59,34 @@ def recipe_text(source: str | None, overrides: Sequence[str] = ()) -> str:
         return "\n".join([*head, *_yaml_lines(config_to_dict(config), {})]) + "\n"
     recipe = _find(source)
     command = [*deepspeed_command(recipe.num_gpus), "--config", source, *overrides]
-    head = [f"# {recipe.title}.", "#", f"# Command:  {' '.join(command)}"]
     about = {}
     if overrides:
         about["Changed"] = f"{', '.join(overrides)}. What follows is about the recipe without these changes."
-    for heading, text in (about | dict(recipe.about)).items():
+    changed = {override.partition("=")[0] for override in overrides}
+    notes = {key: note for key, note in recipe.notes.items() if key not in changed}
+    about |= recipe.about
+    return commented_recipe(recipe.title, " ".join(command), about, config_to_dict(config), notes)
+
+
+def commented_recipe(
+    title: str, command: str, about: Mapping[str, str], values: Mapping[str, Any], notes: Mapping[str, str]
+) -> str:
+    """Return a recipe as YAML that begins with comments.
+
+    Args:
+        title: one line that says what is run.
+        command: the command that runs it.
+        about: paragraphs by their heading.
+        values: sections and keys.
+        notes: a comment for each dotted key that needs one.
+    """
+    head = [f"# {title}.", "#", f"# Command:  {command}"]
+    for heading, text in about.items():
         first, others = f"# {heading + ':':{_INDENT}}", f"# {'':{_INDENT}}"
         head += textwrap.wrap(
             text, _WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False
         )
-    changed = {override.partition("=")[0] for override in overrides}
-    notes = {key: note for key, note in recipe.notes.items() if key not in changed}
-    return "\n".join([*head, *_yaml_lines(config_to_dict(config), notes)]) + "\n"
+    return "\n".join([*head, *_yaml_lines(values, notes)]) + "\n"
 
 
 def list_recipes() -> str:
@@ -120,11 +136,11 @@ def _find(name: str) -> Recipe:
 def _yaml_lines(values: Mapping[str, Any], notes: Mapping[str, str], prefix: str = "") -> list[str]:
     lines: list[str] = []
     for name, value in values.items():
+        note = f"  # {notes[prefix + name]}" if prefix + name in notes else ""
         if isinstance(value, Mapping) and value:
             section = _yaml_lines(value, notes, f"{prefix}{name}.")
-            lines += ["", f"{name}:", *(f"  {line}" for line in section), ""]
+            lines += ["", f"{name}:{note}", *(f"  {line}" for line in section), ""]
         else:
-            note = f"  # {notes[prefix + name]}" if prefix + name in notes else ""
             lines.append(_yaml_line(name, value) + note)
     return [line for i, line in enumerate(lines) if line or (i and lines[i - 1])]
 
