@@ -13,6 +13,7 @@ from lezo_ds.tools.first_recipe.guess import guess_task
 from lezo_ds.tools.first_recipe.recipe import _label_names, _other_files
 
 NUM_RECORDS = 60
+STARS = {"1": "terrible", "2": "bad", "3": "okay", "4": "good", "5": "great"}
 SENTENCES = tuple(
     f"{who} {does} the {thing} on {day}"
     for who in ("My sister", "The driver", "Nobody", "Our teacher")
@@ -110,13 +111,13 @@ def test_text_that_is_not_shown_is_named():
         ("spam", [True, False], {"false": "no", "true": "yes"}, "Spam (yes or no)"),
         ("is_spam", ["True", "False"], {"False": "no", "True": "yes"}, "Is spam (yes or no)"),
         ("is_spam", [0, 1], {"0": "no", "1": "yes"}, "Is spam"),
-        ("stars", [1, 2, 3, 4, 5], dict(zip("12345", ["terrible", "bad", "okay", "good", "great"])), "Stars"),
+        ("stars", [1, 2, 3, 4, 5], STARS, "Stars"),
         ("label", ["0", "1", "2"], {"0": "0", "1": "1", "2": "2"}, "Category"),
         ("label", ["10", "9"], {"9": "9", "10": "10"}, "Category"),
         ("intent", ["card_lost", "top_up"], {"card_lost": "card lost", "top_up": "top up"}, "Intent"),
         ("topic", ["a_b", "a b"], ["a b", "a_b"], "Topic"),
     ],
-)  # fmt: skip
+)
 def test_labels_get_texts_that_a_model_knows(field, values, labels, cue):
     guess = guessed(table(text=sentence, **{field: values}))
     assert guess.data["labels"] == labels
@@ -134,7 +135,10 @@ def test_uneven_labels_are_scored_by_macro_f1_and_missing_ones_are_counted():
 @pytest.mark.parametrize(
     ("fields", "data"),
     [
-        ({"prompt": sentence, "completion": other_sentence}, {"prompt": "{prompt}", "completion": "{completion}"}),
+        (
+            {"prompt": sentence, "completion": other_sentence},
+            {"prompt": "{prompt}", "completion": "{completion}"},
+        ),
         (
             {"instruction": sentence, "input": other_sentence, "output": long_text, "category": ["a", "b"]},
             {
@@ -153,9 +157,12 @@ def test_uneven_labels_are_scored_by_macro_f1_and_missing_ones_are_counted():
                 "completion": "{answers.text}",
             },
         ),
-        ({"article": long_text, "highlights": sentence}, {"prompt": "{article}\nHighlights:", "completion": "{highlights}"}),
+        (
+            {"article": long_text, "highlights": sentence},
+            {"prompt": "{article}\nHighlights:", "completion": "{highlights}"},
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_prompt_and_a_completion_are_generation(fields, data):
     assert guessed(table(id=str, **fields)).data == data
 
