@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 
 import pytest
 import yaml
@@ -182,3 +184,78 @@ def test_code_that_the_command_names_is_used_and_that_of_a_record_is_not(root, t
 )
 def test_bad_input_ends_a_dry_run_with_one_line(override, fragments, root):
     assert_one_error(train(root, "--dry-run", override, well=False), 2, *fragments)
+
+
+@pytest.fixture(scope="module")
+def looked_at(root):
+    """The recipe that init writes for the tickets, and the commands that it prints, by their headings."""
+    out = run_forked_well(
+        ["model", "tickets.csv", "--out", "first.yaml"], program="init.py", directory=root
+    ).out
+    summary, *lines = out.splitlines()
+    assert summary == "first.yaml: classification of topic from text"
+    return dict(line.split(maxsplit=1) for line in lines)
+
+
+def run_printed(command, root, *more):
+    """Run a command that another has printed, on as many forked ranks as it asks for."""
+    launcher, arguments = re.fullmatch(r"(.*--module lezo_ds|lezo-ds) (.*)", command).groups()
+    ranks = re.search(r"--num_gpus (\d+)", launcher)
+    return run_forked_well(
+        [*shlex.split(arguments), *more],
+        program=REPOSITORY / "lezo_ds" / "__main__.py",
+        num_ranks=int(ranks[1]) if ranks else 1,
+        directory=root,
+    )
+
+
+def test_tickets_become_a_model_by_the_commands_that_init_prints(root, looked_at):
+    recipe = yaml.safe_load((root / "first.yaml").read_text())
+    assert recipe["model"]["path"] == "model"
+    assert recipe["data"]["labels"] == sorted(SUBJECTS)
+    assert (recipe["data"]["max_length"], recipe["run_dir"]) == (256, "runs/tickets")
+    assert list(looked_at) == ["check", "train", "export", "report"]
+    plan = run_printed(looked_at["check"], root).out
+    assert f"custom, protocol clean: {300 - 2 * NUM_EACH} train, {NUM_EACH} dev, {NUM_EACH} test" in plan
+    run_printed(looked_at["train"], root, "train.steps=20", "train.eval_every=10")
+    results = results_of(root / "runs" / "tickets")
+    assert (results["finished"], results["steps"], results["task"]) == (True, 20, "custom")
+    run_printed(looked_at["export"], root)
+    assert AutoModelForCausalLM.from_pretrained(root / "runs" / "tickets-model").config.num_hidden_layers == 2
+    assert "tickets" in run_printed(looked_at["report"], root).out
+
+
+def test_the_first_recipe_says_what_it_rests_on(root, looked_at):
+    text = (root / "first.yaml").read_text()
+    assert f"# Command:  {looked_at['train']}\n" in text
+    head = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+    assert "topic is the label: 3 different values in 300 records:" in head
+    assert "Not used: id." in head
+    assert re.search(r"Hardware: (\d ranks?|\d GPUs?) .*GiB for each rank", head)
+    assert re.search(r"train: tickets.csv  # 180 records train; 60 for validation and 60 for test", text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (["model", "tickets.csv", "--out", "recipe.yaml"], ["recipe.yaml exists"]),
+        (["model", "tickets.csv", "--out", "none/new.yaml"], ["the folder of none/new.yaml does not exist"]),
+        (["model", "none.csv"], ["DATA is not a file", "none.csv, which is not there"]),
+        (["none", "tickets.csv"], ["model.path", "none"]),
+        (["model", "texts.csv"], ["got: the fields text", "does not show which field the model shall learn to write"]),
+        (
+            ["model", "tickets.csv", "--label", "tpoic"],
+            ["--label names no field of", "tpoic", "one of id, text"],
+        ),
+    ],
+)
+def test_init_refuses_what_it_cannot_use_and_writes_nothing(arguments, fragments, root):
+    (root / "texts.csv").write_text("text\n" + "\n".join(f"This is ticket {i}" for i in range(40)))
+    before = sorted(root.iterdir())
+    failed = run_forked(
+        [*arguments, *([] if "--out" in arguments else ["--out", "new.yaml"])],
+        program="init.py",
+        directory=root,
+    )
+    assert_one_error(failed, 2, *fragments)
+    assert sorted(root.iterdir()) == before

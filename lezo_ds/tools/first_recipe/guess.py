@@ -43,7 +43,7 @@ _TEXT_WORDS = _words(
     story abstract statement claim sentence1 sentence2 text1 text2 question1 question2"""
 )
 _PROMPT_WORDS = _words(
-    "prompt instruction input question context passage article document dialogue source text query"
+    "prompt instruction input question context passage article document dialogue source query"
 )
 _COMPLETION_WORDS = (
     "completion response output answer answers target summary reply translation highlights chosen"
