@@ -242,7 +242,10 @@ def test_the_first_recipe_says_what_it_rests_on(root, looked_at):
         (["model", "tickets.csv", "--out", "none/new.yaml"], ["the folder of none/new.yaml does not exist"]),
         (["model", "none.csv"], ["DATA is not a file", "none.csv, which is not there"]),
         (["none", "tickets.csv"], ["model.path", "none"]),
-        (["model", "texts.csv"], ["got: the fields text", "does not show which field the model shall learn to write"]),
+        (
+            ["model", "texts.csv"],
+            ["got: the fields text", "does not show which field the model shall learn to write"],
+        ),
         (
             ["model", "tickets.csv", "--label", "tpoic"],
             ["--label names no field of", "tpoic", "one of id, text"],
