@@ -117,7 +117,7 @@ def model_card(run: RecordedRun, step: int, digest: str) -> str:
         "fenced": _fenced,
     }
     metadata = ModelCardData(
-        base_model=_base_name(config),
+        base_model=_hub_id(config),  # the hub refuses a card that names another model than one of its own
         library_name=_LIBRARIES[config.peft.kind],
         pipeline_tag="text-generation",
         datasets=[task.hub_id] if task and task.hub_id and not _data_paths(config) else None,
@@ -136,11 +136,16 @@ def _read_environment(file: Path) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def _base_name(config: RunConfig) -> str:
-    """Return the base model's hub id, or the name of its directory without the rest of the path."""
+def _hub_id(config: RunConfig) -> str | None:
+    """Return the base model's hub id, if it is not a directory."""
     path = config.model.path
     is_hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) and not Path(path).exists()
-    return path if is_hub_id else Path(path).name
+    return path if is_hub_id else None
+
+
+def _base_name(config: RunConfig) -> str:
+    """Return the base model's hub id, or the name of its directory without the rest of the path."""
+    return _hub_id(config) or Path(config.model.path).name
 
 
 def _recipe(config: RunConfig) -> str:

@@ -64,7 +64,8 @@ IMAGES = {
         "--container-mounts=/data:/data",
         "--container-image=my images/lezo_ds.sif",
     ): "srun --kill-on-bad-exit=1 "
-    "apptainer exec --nv --bind HERE:HERE,HERE/launch:HERE/launch,/data:/data --pwd HERE my images/lezo_ds.sif "
+    "apptainer exec --nv --bind HERE:HERE,HERE/launch:HERE/launch,/data:/data --pwd HERE "
+    "my images/lezo_ds.sif "
     "python launch/train.py --config c",
 }
 """Options of a batch script, and the command of its ranks in the folder HERE."""
