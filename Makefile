@@ -6,6 +6,7 @@
 # make test-cluster  batch scripts, on a Slurm cluster and hosts made of namespaces (Linux, as root)
 # make soak          faults at length: some hours of kills, stops and full disks (Linux, as root)
 # make check         lint, format and types
+# make docs          the pages of docs/ as a site, in site/
 # make clean         remove the environment, caches and the demonstrations' runs
 #
 # Each target makes what it needs in .venv, from the exact versions in constraints.txt.
@@ -29,7 +30,7 @@ export OMP_NUM_THREADS ?= 1
 # puts those that start processes first, so that the workers end at about the same time.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadscope --no-loadscope-reorder
 
-.PHONY: demo demo-offline test test-long test-all test-cluster soak check clean
+.PHONY: demo demo-offline test test-long test-all test-cluster soak check docs clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python launch/demo.py
@@ -56,8 +57,11 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict --package lezo_ds
 
+docs: $(VENV)/.installed-dev
+	$(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) runs/demo runs/demo-offline build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site $(VENV) runs/demo runs/demo-offline build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find lezo_ds launch tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

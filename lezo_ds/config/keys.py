@@ -144,6 +144,12 @@ class Key:
             words += f" of {self.chooser}"
         return words + (f" {self.range}" if self.range else "") + (" or null" if self.optional else "")
 
+    @property
+    def accepted(self) -> str:
+        """What the key accepts, and its default, in words."""
+        default = "required" if self.required else f"default {yaml_scalar(self.default)}"
+        return f"{self.expected}; {default}"
+
 
 class Schema:
     """All keys of a configuration class.
@@ -170,17 +176,21 @@ class Schema:
         """The keys that hold options of a component."""
         return tuple(key.name for key in self.keys.values() if key.options is not None)
 
-    def describe(self) -> str:
-        """Return every key with its type, limits, default and meaning, as the command's help shows it."""
+    @cached_property
+    def meanings(self) -> dict[str, str]:
+        """What each key means, by dotted name."""
         texts = _field_docstrings(self.config_type, "")
         for name, section in self.sections.items():
             texts |= _field_docstrings(section, name + ".")
+        return texts
+
+    def describe(self) -> str:
+        """Return every key with its type, limits, default and meaning, as the command's help shows it."""
         lines = []
         for key in self.keys.values():
-            default = "required" if key.required else f"default {yaml_scalar(key.default)}"
-            head = f"{key.name}: {key.expected}; {default}"
+            head, meaning = f"{key.name}: {key.accepted}", self.meanings[key.name]
             lines.append(textwrap.fill(head, 96, subsequent_indent="    ", break_on_hyphens=False))
-            lines.append(textwrap.fill(texts[key.name], 96, initial_indent="    ", subsequent_indent="    "))
+            lines.append(textwrap.fill(meaning, 96, initial_indent="    ", subsequent_indent="    "))
         return "\n".join(lines)
 
     def _add(self, section: type, prefix: str) -> None:

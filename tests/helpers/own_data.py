@@ -33,8 +33,18 @@ def write_tickets(path, num_rows=300):
     return path
 
 
-def write_byte_model(directory, seed=0):
-    """Write a random OPT of 2 blocks x 16 whose tokens are bytes, so that any text has tokens."""
+OPT = OPTConfig(
+    hidden_size=16,
+    word_embed_proj_dim=16,
+    ffn_dim=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=256,
+)
+
+
+def write_byte_model(directory, seed=0, config=OPT):
+    """Write a random model, such as an OPT of 2 blocks x 16, whose tokens are bytes: any text has tokens."""
     words = (*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()))
     backend = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     split_all = pre_tokenizers.Split("", "isolated")
@@ -45,18 +55,8 @@ def write_byte_model(directory, seed=0):
         tokenizer_object=backend, bos_token="<s>", pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     )
     tokenizer.save_pretrained(directory)
-    config = OPTConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        word_embed_proj_dim=16,
-        ffn_dim=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-        bos_token_id=0,
-        pad_token_id=1,
-        eos_token_id=2,
-    )
+    special = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "vocab_size": len(words)}
+    config = type(config)(**{**config.to_dict(), **special})
     return write_model(config, directory, seed=seed)
 
 

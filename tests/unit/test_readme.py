@@ -12,6 +12,7 @@ import shutil
 import sys
 
 import pytest
+import yaml
 from assets import REPOSITORY
 from commands import MPI_ANYWHERE, free_port, run_forked_well, run_well
 from own_data import write_tickets
@@ -33,6 +34,8 @@ SHOWN = "".join(text for name, text in PAGES.items() if name == "README.md" or n
 SHORTENED = "train.steps=4 train.eval_every=2 data.num_train=64 data.num_dev=16 data.num_test=16"
 MORE_STEPS = 6
 PREPARED_RUN = "runs/first"
+WRITTEN = "written.yaml"
+"""What `lezo-ds init` writes here; the recipe that the page shows is there before."""
 
 
 def blocks(language):
@@ -51,7 +54,7 @@ def lines_with(*beginnings):
 STARTED = re.compile(r"(.*?)(launch/\S+|--module lezo_ds|lezo-ds)(?: (.*))?")
 """A command: its launcher, what is started, and the arguments."""
 TRAINS = re.compile(r"launch/(train|benchmark)\.py|lezo[-_]ds (train|benchmark)")
-RUN_HERE = lines_with("deepspeed ", "mpirun ", "python ", "lezo-ds ")
+RUN_HERE = list(dict.fromkeys(lines_with("deepspeed ", "mpirun ", "python ", "lezo-ds ")))
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +99,7 @@ def run_on_forked_ranks(root, line):
 
 def shortened(line):
     """Return a command that ends soon: few steps, or a dry run of what needs GPUs or the hub."""
-    line = line.replace(" seed=0,1", " seed=0")
+    line = line.replace(" seed=0,1", " seed=0").replace("--out tickets.yaml", f"--out {WRITTEN}")
     if not TRAINS.search(line) or "--help" in line or "--dry-run" in line:
         return line
     if "launch/evaluate.py --model" in line:
@@ -105,6 +108,20 @@ def shortened(line):
         return f"{line.split(' model.path=')[0]} --dry-run"
     line = re.sub(r"train\.steps=\d+", f"train.steps={MORE_STEPS}", line)
     return re.sub(r"(--config \S+)", rf"\1 {SHORTENED}", line)
+
+
+def test_the_recipe_of_the_page_is_the_one_that_init_writes(root):
+    (root / WRITTEN).unlink(missing_ok=True)
+    (line,) = [line for line in RUN_HERE if line.startswith("lezo-ds init runs")]
+    run_on_forked_ranks(root, line)
+    shown, written = (yaml.safe_load((root / name).read_text()) for name in ("tickets.yaml", WRITTEN))
+    (root / WRITTEN).unlink()
+    assert {name: keys.keys() for name, keys in shown.items() if isinstance(keys, dict)} == {
+        name: keys.keys() for name, keys in written.items() if isinstance(keys, dict)
+    }
+    written["data"]["max_length"] = 2048  # that model has fewer positions
+    assert shown["data"] == written["data"]
+    assert (shown["run_dir"], shown["model"]["path"]) == (written["run_dir"], written["model"]["path"])
 
 
 def test_every_command_is_of_a_kind_that_a_test_runs():

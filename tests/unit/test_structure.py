@@ -195,6 +195,11 @@ def test_every_requirement_is_pinned_to_one_version():
     wanted = [*ast.literal_eval(keywords["install_requires"]), *extras["dev"]]
     names = {re.split(r"[ ;>]", name)[0].lower().replace("_", "-") for name in wanted}
     assert names <= pins.keys()
-    bounded = [*ast.literal_eval(keywords["install_requires"]), *extras["demo"], *extras["report"]]
+    bounded = [
+        *ast.literal_eval(keywords["install_requires"]),
+        *extras["demo"],
+        *extras["docs"],
+        *extras["report"],
+    ]
     for name, bound in (requirement.lower().replace("_", "-").split(">=") for requirement in bounded):
         assert Version(bound) <= Version(pins[name]), f"{name} was never tried at {bound}"
