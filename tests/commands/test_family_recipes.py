@@ -1,4 +1,4 @@
-"""The recipes for Llama, Qwen and Mistral: tiny checkpoints of each family, and the memory that they state."""
+"""The recipes for Llama, Qwen and Mistral: tiny checkpoints of each family, and the memory they state."""
 
 from __future__ import annotations
 

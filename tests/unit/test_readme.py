@@ -25,6 +25,7 @@ PATHS = [
     REPOSITORY / "README.md",
     *sorted((REPOSITORY / "docs").glob("*.md")),
     REPOSITORY / "SECURITY.md",
+    REPOSITORY / "CONTRIBUTING.md",
     *sorted((REPOSITORY / "ds_configs").glob("*.json")),
 ]
 """The pages whose names of files are checked. The changelog also names files that are gone."""
