@@ -1,4 +1,4 @@
-"""The wheel: built from the clone, installed without network, and run in a folder outside the clone."""
+"""The wheel: built from what the Dockerfile copies, installed without network, run outside the clone."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ import pytest
 import yaml
 from assets import REPOSITORY
 from commands import assert_one_error, environment, free_port, run
+from test_project_files import copied
 
 from lezo_ds import __version__
 from lezo_ds.commands import COMMANDS
 from lezo_ds.config import config_to_dict
 from lezo_ds.recipes import load_recipe
-
-NOT_BUILT = shutil.ignore_patterns(".*", "runs", "tests", "build", "*.egg-info", "__pycache__")
-"""What the build does not need. Files of an earlier build would get into the wheel."""
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +26,10 @@ def wheel(tmp_path_factory):
     """The folder that the wheel is installed in."""
     directory = tmp_path_factory.mktemp("wheel")
     source, target = directory / "source", directory / "installed"
-    shutil.copytree(REPOSITORY, source, ignore=NOT_BUILT)
+    source.mkdir()
+    for name in copied():
+        copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy
+        copy(REPOSITORY / name, source / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     build = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", directory, source]
     subprocess.run([*pip, "wheel", *build], cwd=directory, check=True, timeout=120)

@@ -154,7 +154,7 @@ def _as_written(path: str, is_near: bool) -> str:
 
 
 def _configuration(values: Mapping[str, Any]) -> RunConfig:
-    return config_from_dict(_nested(values), "the recipe that was guessed")
+    return config_from_dict(values, "the recipe that was guessed")
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
