@@ -5,6 +5,7 @@ mkdocs calls this module for every page that it builds (hooks in mkdocs.yml).
 
 from __future__ import annotations
 
+import html
 import inspect
 import os
 import subprocess
@@ -32,8 +33,8 @@ def keys() -> str:
             about = inspect.getdoc(SCHEMA.sections.get(section)) if section else "Keys without a section."
             title = f"`{section}`" if section else "The run"
             lines += ["", f"### {title}", "", about or "", "", "| key | value | meaning |", "|---|---|---|"]
-        cells = (f"`{key.name}`", key.accepted, SCHEMA.meanings[key.name])
-        lines.append(f"| {' | '.join(' '.join(cell.split()).replace('|', '&#124;') for cell in cells)} |")
+        cells = (f"`{key.name}`", key.accepted, html.escape(SCHEMA.meanings[key.name], quote=False))
+        lines.append("".join(f"| {' '.join(cell.split()).replace('|', '&#124;')} " for cell in cells) + "|")
     return "\n".join(lines)
 
 
