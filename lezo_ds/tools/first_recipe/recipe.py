@@ -25,7 +25,7 @@ from lezo_ds.shipped import deepspeed_command
 from lezo_ds.tools.first_recipe.columns import read_columns
 from lezo_ds.tools.first_recipe.guess import Guess, guess_task
 from lezo_ds.tools.first_recipe.machine import Machine, this_machine
-from lezo_ds.tools.first_recipe.settings import first_settings, fitted, learning_rate, max_length, run_name
+from lezo_ds.tools.first_recipe.settings import first_settings, fitted, model_settings
 from lezo_ds.tools.planning.model_sizes import ModelSizes, model_sizes
 
 _OTHER_SPLITS = {"validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
@@ -76,7 +76,7 @@ def write_first_recipe(model: str, source: str, target: Path, *, label: str | No
     is_near = target.absolute().parent == Path.cwd()
     settings, notes = first_settings(machine)
     values = {
-        "run_dir": f"runs/{run_name(source)}",
+        "run_dir": f"runs/{_run_name(source)}",
         "model.path": _as_written(model, is_near),
         **{f"data.{split}": _as_written(found, is_near) for split, found in sources.items()},
         **{f"data.{key}": value for key, value in guess.data.items()},
@@ -84,7 +84,7 @@ def write_first_recipe(model: str, source: str, target: Path, *, label: str | No
     }
     config = _configuration(values)
     sizes = model_sizes(config, resolve_model(config.model.path))
-    values |= _model_settings(sizes)
+    values |= model_settings(sizes)
     data = load_task_data(_configuration(values))
     changed, memory = fitted(_configuration(values), data, sizes, machine)
     values |= changed
@@ -148,6 +148,12 @@ def _other_files(source: str) -> dict[str, str]:
     return found
 
 
+def _run_name(source: str) -> str:
+    """Return tickets for data/tickets.csv, and the data set's name for a split of the hub."""
+    hub_name, colon, _ = source.rpartition(":")
+    return Path(hub_name if colon else source).stem.replace(" ", "-") or "first"
+
+
 def _as_written(path: str, is_near: bool) -> str:
     """Return a path as the recipe has it: as it was given, or absolute for a recipe in another folder."""
     return path if is_near or not Path(path).exists() else os.path.abspath(path)  # noqa: PTH100 (links stay)
@@ -163,10 +169,6 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
         section, dot, name = key.rpartition(".")
         (nested[section] if dot else nested)[name] = value
     return {name: value for name, value in nested.items() if value != {}}
-
-
-def _model_settings(sizes: ModelSizes) -> dict[str, Any]:
-    return {"zo.learning_rate": learning_rate(sizes), "data.max_length": max_length(sizes)}
 
 
 def _model_notes(sizes: ModelSizes, data: TaskData, values: Mapping[str, Any]) -> dict[str, str]:

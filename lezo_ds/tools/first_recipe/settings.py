@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from lezo_ds.config import RunConfig, config_to_dict, flatten
@@ -56,15 +55,11 @@ def first_settings(machine: Machine) -> tuple[dict[str, Any], dict[str, str]]:
     return values, notes
 
 
-def learning_rate(sizes: ModelSizes) -> float:
-    """Return a learning rate to start with: larger models need smaller ones."""
-    return next((rate for limit, rate in _RATES if sizes.num_parameters < limit), _LARGE_RATE)
-
-
-def max_length(sizes: ModelSizes) -> int:
-    """Return the maximum length of an input in tokens: the default, or as many as the model has positions."""
-    default: int = SCHEMA.keys["data.max_length"].default
-    return min(default, sizes.max_length or default)
+def model_settings(sizes: ModelSizes) -> dict[str, Any]:
+    """Return the dotted keys that depend on the model: its size, and the number of its positions."""
+    rate = next((rate for limit, rate in _RATES if sizes.num_parameters < limit), _LARGE_RATE)
+    longest: int = SCHEMA.keys["data.max_length"].default
+    return {"zo.learning_rate": rate, "data.max_length": min(longest, sizes.max_length or longest)}
 
 
 def fitted(
@@ -107,9 +102,3 @@ def _smaller_batches(config: RunConfig) -> Iterator[RunConfig]:
             yield replace(
                 config, train=replace(config.train, micro_batch_size=size, eval_batch_size=eval_size)
             )
-
-
-def run_name(source: str) -> str:
-    """Return a name for a run on a file or a split of the hub: tickets for data/tickets.csv."""
-    hub_name, colon, _ = source.rpartition(":")
-    return Path(hub_name if colon else source).stem.replace(" ", "-") or "first"
