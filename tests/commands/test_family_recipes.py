@@ -53,7 +53,7 @@ def test_a_tiny_checkpoint_of_the_family_passes_the_dry_run(name, data, tmp_path
     plan = run_forked_well(arguments, directory=tmp_path).out
     assert type(config).__name__.replace("Config", "ForCausalLM") in plan
     assert "boolq, protocol clean: 20 train, 10 dev, 10 test" in plan
-    assert "3 of 4" in plan
+    assert "4 in model.layers, 3 dropped per step" in plan
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -169,9 +169,7 @@ def test_the_program_of_the_page_trains_and_saves(root):
 @pytest.mark.parametrize("page", PAGES)
 def test_every_file_that_a_page_names_exists(page):
     names = set(re.findall(r"\b(?:docs|launch|ds_configs|lezo_ds|tests)/[\w./-]*[\w/]", PAGES[page]))
-    links = {
-        link for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]) if "://" not in link and link[0] != "#"
-    }
+    links = {link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", PAGES[page]) if "://" not in link}
     assert [name for name in sorted(names) if not (REPOSITORY / name).exists()] == []
     assert [link for link in sorted(links) if not (REPOSITORY / page).parent.joinpath(link).exists()] == []
 
