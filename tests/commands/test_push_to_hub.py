@@ -31,7 +31,9 @@ class Requests(BaseHTTPRequestHandler):
     """The requests of whoami, create_repo and create_commit, for files that git stores without LFS."""
 
     def do_GET(self):
-        self.answer({"type": "user", "name": "me"})
+        if self.path == "/api/whoami-v2":
+            return self.answer({"type": "user", "name": "me"})
+        return self.answer({"error": "there is no such repository"}, code=404)
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -39,7 +41,7 @@ class Requests(BaseHTTPRequestHandler):
             asked = json.loads(body)
             if asked["name"] == "taken":
                 return self.answer({"error": "no"}, code=403)
-            self.server.private[f"me/{asked['name']}"] = asked.get("private", False)
+            self.server.private[f"me/{asked['name']}"] = asked.get("visibility") == "private"
             return self.answer({"url": f"{self.server.address}/me/{asked['name']}"})
         if self.path == "/api/validate-yaml":
             return self.answer({"errors": [], "warnings": []})
