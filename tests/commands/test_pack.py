@@ -14,7 +14,6 @@ import tarfile
 import tracemalloc
 import zlib
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import yaml
