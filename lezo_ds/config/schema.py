@@ -289,8 +289,8 @@ class ZoConfig:
 
     probes_per_pass: Annotated[int, Range(1)] = 2
     """Number of perturbed copies of the batch in one forward pass, which gathers each weight once. 2 runs
-    both signs of a direction in one pass; 1, the reference, runs one after the other. More need more
-    memory."""
+    both signs of a direction in one pass. All even numbers give the same results; larger ones need more
+    memory and fewer gathers (lezo-ds plan says how many fit). 1, the reference, differs in the last bits."""
 
     layer_policy: Annotated[str, Choices(LAYER_POLICIES)] = "uniform"
     """How the transformer blocks that a step drops are chosen. uniform is the paper's own policy."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -77,9 +77,10 @@ class SelectiveHead:
                 return original(hidden)
             if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
                 return original(hidden)[:, selection.vocabulary]
-            return self._run_entries(head, hidden, selection.vocabulary)
+            run = partial(self._run_entries, head, selection.vocabulary)
+            return self._modules.for_each_pair(run, (hidden,))
 
-    def _run_entries(self, head: nn.Linear, hidden: Tensor, entries: Tensor) -> Any:  # noqa: ANN401
+    def _run_entries(self, head: nn.Linear, entries: Tensor, hidden: Tensor) -> Any:  # noqa: ANN401
         """Run a linear head for some vocabulary entries: only their rows of its weight are perturbed."""
         active = self._modules.active(head)
         if not active:

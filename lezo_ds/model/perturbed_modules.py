@@ -1,18 +1,20 @@
 """Runs each module of a model at several probes of its weights, and leaves the stored weights alone.
 
-Every module that directly owns trainable parameters gets its `forward` wrapped. While a perturbation is set,
+Every module that directly owns parameters gets its `forward` wrapped. While a perturbation is set,
 the wrapper computes perturbed copies of the module's active parameters out of place, runs the module with
 them, and drops them: nothing has to be restored, so nothing drifts. Under ZeRO-3 the wrapper runs between
 DeepSpeed's hooks, which gather the module's parameters before it and release them after it.
 
 With k probes the batch is repeated k times, [x; x; ...]. A module with active parameters runs k times, each
-time on one copy of the batch with the weights of one probe, and all from one gather. Every other module runs
-once over the whole of it.
+time on one copy of the batch with the weights of one probe, and all from one gather. Its perturbed weights
+are made for two probes at a time. A module with other parameters runs on two copies at a time, because the
+bits of a matrix product depend on its number of rows: the losses of a pass are then those of passes of two
+probes. A module without parameters runs once over all copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, wraps
@@ -26,6 +28,10 @@ from lezo_ds.errors import UserError
 from lezo_ds.model.replaced_call import call_with_copies, copy_dtype
 from lezo_ds.noise import Distribution, NoiseBackend
 from lezo_ds.sharding.parameters import NamedParameter
+
+COPIES_AT_ONCE = 2
+"""How many copies of the batch a module with parameters runs on at a time. The two probes of a direction of
+SPSA need the same noise. The last bits of losses depend on this number."""
 
 
 class KeyedProbe(NamedTuple):
@@ -80,7 +86,7 @@ class PerturbedModules:
         self._running: _Run | None = None
         self._kept: dict[tuple[nn.Parameter, KeyedProbe], Tensor] | None = None
         for module in model.modules():
-            if any(parameter in trainable for parameter in module.parameters(recurse=False)):
+            if next(module.parameters(recurse=False), None) is not None:
                 self._wrap(module)
 
     @property
@@ -191,23 +197,48 @@ class PerturbedModules:
 
         return [found.view(*rows.shape, table.shape[-1]) for found in self._by_key(perturb)]
 
+    def for_each_pair(
+        self, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # noqa: ANN401
+        """Call run(...) on two copies of the batch at a time; concatenate the outputs.
+
+        While it is called, only the probes of these copies are set. With an odd number of probes, the last
+        call gets one copy.
+        """
+        if self.num_copies <= COPIES_AT_ONCE:
+            return run(*args, **(kwargs or {}))
+        starts = range(0, self.num_copies, COPIES_AT_ONCE)
+        parts = (range(start, min(start + COPIES_AT_ONCE, self.num_copies)) for start in starts)
+        return self._for_each_part(parts, lambda _, *args, **kwargs: run(*args, **kwargs), args, kwargs or {})
+
     def for_each_probe(
         self, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
     ) -> Any:  # noqa: ANN401
         """Call run(index of the probe, ...) on each copy of the batch; concatenate the outputs."""
+        if self.num_copies == 1:
+            return run(0, *args, **(kwargs or {}))
+        parts = (range(index, index + 1) for index in range(self.num_copies))
+        return self._for_each_part(parts, run, args, kwargs or {})
+
+    def _for_each_part(
+        self,
+        parts: Iterable[range],
+        run: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:  # noqa: ANN401
+        """Call run(first copy of the part, ...) on parts of the copies; concatenate the outputs."""
         assert self._running is not None, "a module is run at probes while a perturbation is set"
         perturbation, rows = self._running.perturbation, self._running.rows
-        num_copies = len(perturbation.probes)
-        if num_copies == 1:
-            return run(0, *args, **(kwargs or {}))
         outputs = []
-        for index, probe in enumerate(perturbation.probes):
-            share = partial(_share, index=index, num_copies=num_copies, rows=rows)
+        for part in parts:
+            share = partial(_share, part=part, num_copies=len(perturbation.probes), rows=rows)
             share_args = [map_tensors(share, value) for value in args]
-            share_kwargs = {name: map_tensors(share, value) for name, value in (kwargs or {}).items()}
-            # Modules inside this one already run on one copy of the batch: they see its probe only.
-            with self.running(replace(perturbation, probes=(probe,)), rows):
-                outputs.append(run(index, *share_args, **share_kwargs))
+            share_kwargs = {name: map_tensors(share, value) for name, value in kwargs.items()}
+            # Modules inside this one already run on these copies: they see their probes only.
+            probes = perturbation.probes[part.start : part.stop]
+            with self.running(replace(perturbation, probes=probes), rows):
+                outputs.append(run(part.start, *share_args, **share_kwargs))
         return _concatenate(outputs)
 
     def _by_key(self, perturb: Callable[[int, Sequence[float], Distribution], list[Tensor]]) -> list[Tensor]:
@@ -239,6 +270,12 @@ class PerturbedModules:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:  # noqa: ANN401
+        if self.num_copies > COPIES_AT_ONCE and (self.active(module) or _has_batch(args, kwargs)):
+
+            def run_pair(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+                return self._run(module, original, args, kwargs)
+
+            return self.for_each_pair(run_pair, args, kwargs)
         active = self.active(module)
         if not active:
             return original(*args, **kwargs)
@@ -262,21 +299,28 @@ class PerturbedModules:
         return self.for_each_probe(run, args, kwargs)
 
 
-def _share(value: Any, index: int, num_copies: int, rows: int) -> Any:  # noqa: ANN401
-    """Return one copy's share of a batched tensor: its first dimension is copies x rows (x tokens).
+def _has_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether any tensor is that of the batch, and not the same for all sequences."""
+    leaves, _ = tree_flatten((list(args), dict(kwargs)))
+    return any(isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.shape[0] > 1 for leaf in leaves)
+
+
+def _share(value: Any, part: range, num_copies: int, rows: int) -> Any:  # noqa: ANN401
+    """Return the share of some copies of a batched tensor: its first dimension is copies x rows (x tokens).
 
     A tensor that is the same for all sequences ([1, tokens] position ids, [1, 1, tokens, tokens] masks) is
-    expanded to the rows of a copy: models that index it by row would fail otherwise. A tensor of one
+    expanded to the rows of a single copy: models that index it by row would fail otherwise. A tensor of one
     dimension is refused, because a batch cannot be told from as many tokens.
     """
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     if value.dim() > 1 and value.shape[0] == 1:
-        return value.expand(rows, *value.shape[1:])
+        return value.expand(rows, *value.shape[1:]) if len(part) == 1 else value
     if value.dim() > 1 and value.shape[0] % (num_copies * rows) == 0:
-        return value.chunk(num_copies)[index]
+        size = value.shape[0] // num_copies
+        return value[part.start * size : part.stop * size]
     raise UserError(
-        "a module with trainable parameters is given a tensor without a batch dimension of its own",
+        "a module with parameters is given a tensor without a batch dimension of its own",
         got=f"shape {tuple(value.shape)}",
         expected=f"two dimensions or more, the first {num_copies * rows} (or a multiple): the batch, "
         f"{num_copies} times",

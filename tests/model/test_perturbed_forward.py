@@ -152,6 +152,29 @@ def test_a_pass_runs_any_list_of_probes_and_each_as_if_alone(family, selected):
         assert_equal_to_rounding(logits, wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_of_any_number_of_pairs_gives_the_bits_of_passes_of_one_pair(family, dtype):
+    model = tiny_model(family, dtype)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "up_proj" not in name and "fc1" not in name
+    perturbed = PerturbedForward(model, tunable(model), NOISE)
+    probes = tuple(KeyedProbe(key, sign * SCALE) for key in range(4) for sign in (1, -1))
+    dropped = frozenset({1})
+    for selection in (None, *SELECTIONS.values()):
+        batch = token_batch(selection)
+        expected = [
+            logits
+            for start in range(0, 8, 2)
+            for logits in run(perturbed, model, batch, Perturbation(probes[start : start + 2], dropped))
+        ]
+        for num_probes in (3, 4, 8):
+            found = run(perturbed, model, batch, Perturbation(probes[:num_probes], dropped))
+            assert len(found) == num_probes
+            in_pairs = num_probes // 2 * 2  # the last of 3 runs alone
+            assert list(map(torch.equal, found[:in_pairs], expected[:in_pairs])) == [True] * in_pairs
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_a_perturbation_the_model_gives_its_own_logits_bit_for_bit(family):
     model, batch = tiny_model(family), token_batch()

@@ -475,7 +475,7 @@ def test_a_step_that_the_journal_lacks_is_refused(opt_directory):
 # Bytes between ranks, by DeepSpeed's own count.
 
 
-def _count_bytes(directory, forward, num_micro_batches):
+def _count_bytes(directory, forward, num_micro_batches, directions):
     """Return {operation: (calls, bytes)} of two steps and of the ten after them, and the model's bytes.
 
     DeepSpeed's log holds the size of the tensor a rank puts in. For an all-gather that is its shard, padding
@@ -492,7 +492,9 @@ def _count_bytes(directory, forward, num_micro_batches):
             "memory_efficient_linear": False,
         },
     }
-    engine = start_engine(directory, num_ranks=2, ds_changes=changes, probes_per_pass=forward)
+    engine = start_engine(
+        directory, num_ranks=2, ds_changes=changes, probes_per_pass=forward, directions=directions
+    )
     counts = []
     for num_steps in (2, 10):
         comms_logger.reset_data()
@@ -511,21 +513,24 @@ def _count_bytes(directory, forward, num_micro_batches):
     return counts, model, model + padding
 
 
-@pytest.mark.parametrize(("probes_per_pass", "passes", "num_micro_batches"), [(2, 1, 2), (1, 2, 4)])
+@pytest.mark.parametrize(
+    ("directions", "probes_per_pass", "passes", "num_micro_batches"),
+    [(1, 2, 1, 2), (1, 1, 2, 4), (8, 16, 1, 2), (8, 4, 4, 2)],
+)
 def test_a_step_gathers_the_model_once_a_pass_and_sends_little_else(
-    opt_directory, probes_per_pass, passes, num_micro_batches
+    opt_directory, directions, probes_per_pass, passes, num_micro_batches
 ):
     own_passes = passes * num_micro_batches // 2
     tied = (VOCABULARY * 33 + 1) * 4
     for (first, ten), model, padded in run_ranks(
-        _count_bytes, 2, opt_directory, probes_per_pass, num_micro_batches
+        _count_bytes, 2, opt_directory, probes_per_pass, num_micro_batches, directions
     ):
         gathers, shards = ten.pop("all_gather_into_tensor")
         gathered = shards * 2 / 10 / own_passes
         other = sum(size for _, size in ten.values()) / 10
         print(
-            f"\n{probes_per_pass} probes a pass, {num_micro_batches} micro-batches on 2 ranks, "
-            f"{own_passes} passes of each: a pass "
+            f"\n{directions} directions, {probes_per_pass} probes a pass, "
+            f"{num_micro_batches} micro-batches on 2 ranks, {own_passes} passes of each: a pass "
             f"gathers {gathered:.0f} bytes = {gathered / model:.4f} x the model's {model}, in "
             f"{gathers / 10 / own_passes:.1f} calls; all else {other:.0f} bytes a step. "
             f"Ten steps: {ten}; the first two: {first}"
@@ -533,8 +538,8 @@ def test_a_step_gathers_the_model_once_a_pass_and_sends_little_else(
         assert gathered == padded
         assert padded < 1.002 * model
         assert {name: calls for name, (calls, _) in ten.items()} == {"broadcast": 10, "all_reduce": 10}
-        assert other == scalar_bytes(PlanFormat(NUM_BLOCKS, num_probes=2), num_micro_batches)
-        assert other <= 256 + 16 * num_micro_batches
+        assert other == scalar_bytes(PlanFormat(NUM_BLOCKS, num_probes=2 * directions), num_micro_batches)
+        assert other <= 232 + directions * (24 + 16 * num_micro_batches)
         # Of the first pass DeepSpeed takes a trace, and gathers the tied embedding for the head again; in the
         # second the ranks compare their traces.
         _, first_shards = first.pop("all_gather_into_tensor")

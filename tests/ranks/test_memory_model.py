@@ -150,6 +150,13 @@ def test_a_model_on_one_rank_gathers_nothing_and_copies_its_largest_layer_for_ea
     assert memory_of(zo__probes_per_pass=1).parts["copies"] == parts["copies"] / 2
 
 
+def test_more_probes_in_a_pass_need_more_activations_but_no_more_copies_of_weights():
+    few, many = (memory_of(zo__directions=8, zo__probes_per_pass=probes).parts for probes in (2, 16))
+    assert many["copies"] == few["copies"]
+    train_rows, eval_rows = 16, 8  # with 2 probes, the evaluation is larger
+    assert many["activations"] == few["activations"] * train_rows / eval_rows
+
+
 def test_shards_and_low_bits_shrink_with_the_ranks_and_three_blocks_are_gathered():
     parts = memory_of(4).parts
     assert parts["low bits"] == parts["shards"] == 2 * NUM_PARAMETERS // 4

@@ -105,13 +105,26 @@ def test_a_shared_start_and_signs_give_the_same_bits_on_one_two_and_four_ranks(o
     assert others == [(records, digest)] * 6
 
 
-def _one_pass(directory, probes_per_pass):
-    engine = start_engine(directory, directions=4, probes_per_pass=probes_per_pass)
-    return train(engine, 3, num_micro_batches=1)
+def _one_pass(directory, probes_per_pass, num_ranks=1, num_micro_batches=1):
+    engine = start_engine(directory, directions=8, probes_per_pass=probes_per_pass, num_ranks=num_ranks)
+    return train(engine, 3, num_micro_batches), engine.weights.digest()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_eight_directions_in_one_pass_give_the_bits_of_eight_passes(opt_directory, num_ranks, eight_passes):
+    for probes_per_pass in (6, 16):
+        for found in run_ranks(_one_pass, num_ranks, opt_directory, probes_per_pass, num_ranks, 4):
+            assert found == eight_passes
+
+
+@pytest.fixture(scope="module")
+def eight_passes(opt_directory):
+    """The records and digest of a run on one rank, with a pass for each direction."""
+    return run_ranks(_one_pass, 1, opt_directory, 2, 1, 4)[0]
 
 
 def test_all_probes_in_one_pass_are_those_of_passes_of_one(opt_directory):
-    (one,), (all_at_once,) = (run_ranks(_one_pass, 1, opt_directory, probes) for probes in (1, 8))
+    ((one, _),), ((all_at_once, _),) = (run_ranks(_one_pass, 1, opt_directory, probes) for probes in (1, 16))
     for left, right in zip(one, all_at_once, strict=True):
         assert right.projected_grads == pytest.approx(left.projected_grads, rel=1e-2, abs=1e-3)
         assert right.loss == pytest.approx(left.loss, rel=1e-5)

@@ -107,6 +107,28 @@ def test_each_forward_pass_gathers_what_other_ranks_hold():
     assert (one.traffic.from_host, two.traffic.from_host) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "gigabytes", "overrides", "probes_per_pass", "num_passes"),
+    [
+        (2, 40, ["zo.directions=8"], 8, 1),  # 2 passes in all, one on each rank
+        (2, 36.5, ["zo.directions=8"], 4, 2),
+        (2, 80, ["zo.directions=8", "zo.estimator=one-sided"], 10, 1),  # all 9 probes, of half of the batch
+        (2, 80, ["zo.directions=8", "zo.probes_per_pass=1"], 1, 8),  # its results would differ
+        (8, 40, ["zo.directions=8", "zo.probes_per_pass=16"], 2, 1),  # 8 passes in all
+        (1, 400, ["zo.directions=8"], 2, 8),  # nothing is gathered
+    ],
+)
+def test_a_pass_has_as_many_pairs_of_probes_as_fit_and_gathers_all_weights_once(
+    num_gpus, gigabytes, overrides, probes_per_pass, num_passes
+):
+    plan = plan_of("opt-30b-sst2-lezo", num_gpus, gigabytes, *overrides)
+    assert plan.chosen.config.zo.probes_per_pass == probes_per_pass
+    num_shards = plan.chosen.config.partition_size or num_gpus
+    share = (num_shards - 1) / num_shards
+    assert plan.chosen.traffic.gathered == num_passes * 2 * NUM_PARAMETERS * share
+    check_world(plan.chosen.config, num_gpus)
+
+
 def test_the_text_says_what_is_assumed_and_what_travels():
     plan = plan_of("opt-30b-sst2-lezo", 8, 24, OFFLOAD)
     text = plan_text(plan)

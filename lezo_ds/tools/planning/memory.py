@@ -1,12 +1,13 @@
 """The memory of one rank as a formula. Measured peaks hold it to 20 % (tests/ranks/test_memory_model.py).
 
-With b bytes a weight, R ranks that share the weights, and c perturbed copies a pass (2 for the dual forward):
+With b bytes a weight, R ranks that share the weights, and c copies of the batch a pass (zo.probes_per_pass):
 
     shards           b x parameters / R
     low bits         2 x trained / R, if zo.update_precision is fp32_master and b is 2
     AdamW's states   (b + 12) x trained / R: gradients, fp32 weights, two moments; and its buckets
     gathered         b x 3 x largest module: stage3_max_live_parameters admits 2, and 1 more is in flight
-    copies           b x c x largest perturbed module; or all perturbed blocks and the head, if they are kept
+    copies           b x min(c, 2) x largest perturbed module; b x c x all perturbed blocks and the head, if
+                     they are kept
     activations      b x c x tokens x activation width; keys and values of written tokens
     logits           (b c + 8) x answers' tokens x vocabulary
     reserve          what the libraries need
@@ -24,6 +25,7 @@ from typing import Any
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, copies_per_pass, num_dropped
 from lezo_ds.ds_config import load_ds_config
 from lezo_ds.model.blocks import gathering_limits
+from lezo_ds.model.perturbed_modules import COPIES_AT_ONCE
 from lezo_ds.tools.planning.inputs import InputSizes
 from lezo_ds.tools.planning.model_sizes import ModelSizes
 
@@ -162,7 +164,8 @@ def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> int:
         kept = model.head + round(model.blocks_trained * share)
         return copies_per_pass(config) * kept * model.itemsize
     head = model.head if inputs.num_labels is None else 0
-    return copies_per_pass(config) * max(model.largest_perturbed, head) * model.itemsize
+    num_copies = min(copies_per_pass(config), COPIES_AT_ONCE)
+    return num_copies * max(model.largest_perturbed, head) * model.itemsize
 
 
 def _activations(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> int:

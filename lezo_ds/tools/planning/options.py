@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, check_world, num_passes
+from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, check_world, make_estimator, num_passes
 from lezo_ds.errors import UserError
+from lezo_ds.model.perturbed_modules import COPIES_AT_ONCE
 from lezo_ds.tools.planning.inputs import InputSizes, assumed_inputs
 from lezo_ds.tools.planning.memory import GIB, RankMemory, rank_memory
 from lezo_ds.tools.planning.model_sizes import ModelSizes, model_sizes
@@ -68,9 +69,10 @@ def make_plan(
     """Compute every option to run a recipe, and choose one.
 
     The options differ in what does not change what the run learns from: the ranks that share the weights, the
-    precision of updates, the sizes of micro-batches, and whether the weights are offloaded. Options that keep
-    all bits of an update come first. Among those, the fewest ranks that share weights come first, because
-    gathered weights are most of the traffic. Weights are offloaded only if nothing fits otherwise.
+    precision of updates, the sizes of micro-batches, the number of pairs of probes in a pass, and whether the
+    weights are offloaded. Options that keep all bits of an update come first. Among those, the fewest ranks
+    that share weights come first, because gathered weights are most of the traffic. Weights are offloaded
+    only if nothing fits otherwise.
 
     Args:
         recipe: configuration of the run.
@@ -99,11 +101,13 @@ def make_plan(
         return PlanOption(config, memory, memory.total <= gpu_bytes, traffic)
 
     options: list[PlanOption] = []
-    for start in (recipe, replace(recipe, deepspeed=_OFFLOAD_CONFIG)):
+    smallest = _with_probes(recipe, COPIES_AT_ONCE)
+    for start in (smallest, replace(smallest, deepspeed=_OFFLOAD_CONFIG)):
         if not any(found.fits for found in options):
             offloads = option(start).memory.host > 0
             spreads = _spreads(start, num_gpus, offloads)
-            options += [_first_that_fits(map(option, _batches(spread, num_gpus))) for spread in spreads]
+            fitting = [_first_that_fits(map(option, _batches(spread, num_gpus))) for spread in spreads]
+            options += [_with_most_probes(found, option, num_gpus) for found in fitting]
     chosen = next((found for found in options if found.fits), None)
     if chosen is None:
         least = min((found.memory for found in options), key=lambda memory: memory.total)
@@ -122,6 +126,28 @@ def _first_that_fits(options: Iterable[PlanOption]) -> PlanOption:
         if option.fits:
             break
     return option
+
+
+def _with_probes(config: RunConfig, probes_per_pass: int) -> RunConfig:
+    """Return a configuration with another number of probes in a pass, if its results stay the same."""
+    if config.zo.probes_per_pass % COPIES_AT_ONCE:
+        return config
+    return replace(config, zo=replace(config.zo, probes_per_pass=probes_per_pass))
+
+
+def _with_most_probes(
+    found: PlanOption, option: Callable[[RunConfig], PlanOption], num_gpus: int
+) -> PlanOption:
+    """Return an option with the fewest passes in a step that fits, since each pass gathers all weights."""
+    if found.traffic is None or found.traffic.gathered + found.traffic.from_host == 0:
+        return found
+    num_pairs = -(-make_estimator(found.config.zo).num_probes // COPIES_AT_ONCE)
+    for num_parts in range(1, num_pairs):
+        pairs = -(-num_pairs // num_parts)  # about as many in each pass, since ranks wait for each other
+        more = option(_with_probes(found.config, COPIES_AT_ONCE * pairs))
+        if more.fits and num_passes(more.config) % num_gpus == 0:
+            return more
+    return found
 
 
 def _spreads(config: RunConfig, num_gpus: int, offloads: bool) -> list[RunConfig]:

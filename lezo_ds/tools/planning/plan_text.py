@@ -65,13 +65,14 @@ def _yaml(value: object) -> str:
 
 
 def _option_lines(plan: Plan) -> list[tuple[str, str]]:
-    rows = [["shared by", "updates    ", "micro-batch", "eval batch", "GiB a rank"]]
+    rows = [["shared by", "updates    ", "micro-batch", "probes a pass", "eval batch", "GiB a rank"]]
     for option in plan.options:
         config = option.config
         row = [
             str(config.partition_size or plan.num_gpus),
             config.zo.update_precision if config.method in ZEROTH_ORDER else "-",
             str(config.train.micro_batch_size) if config.method in TRAINED else "-",
+            str(config.zo.probes_per_pass) if config.method in ZEROTH_ORDER else "-",
             str(config.train.eval_batch_size),
             f"{option.memory.total / GIB:.2f}",
         ]

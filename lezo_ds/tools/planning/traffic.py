@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lezo_ds.config import RunConfig, copies_per_pass, num_passes
+from lezo_ds.config import RunConfig, num_passes
 from lezo_ds.tools.planning.memory import RankMemory
 from lezo_ds.tools.planning.model_sizes import ModelSizes
 
@@ -33,8 +33,7 @@ def step_traffic(config: RunConfig, model: ModelSizes, memory: RankMemory, world
         memory: the rank's memory, which tells whether its shards are on the host.
         world_size: number of ranks.
     """
-    # Both signs are run, together in one forward pass or one after the other.
-    num_forwards = num_passes(config) / world_size * 2 / copies_per_pass(config)
+    num_forwards = num_passes(config) / world_size  # each gathers a weight once for all of its probes
     num_shards = config.partition_size or world_size
     weights = num_forwards * model.num_parameters * model.itemsize
     return StepTraffic(
