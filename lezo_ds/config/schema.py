@@ -293,7 +293,10 @@ class ZoConfig:
     memory and fewer gathers (lezo-ds plan says how many fit). 1, the reference, differs in the last bits."""
 
     layer_policy: Annotated[str, Choices(LAYER_POLICIES)] = "uniform"
-    """How the transformer blocks that a step drops are chosen. uniform is the paper's own policy."""
+    """How the transformer blocks that a step drops are chosen. uniform is the paper's own policy. window
+    keeps adjacent blocks; fixed always the same; weighted each as often as its weight says; adalezo those
+    most often whose perturbation has changed the loss most. The last two multiply updates by factors that
+    make up for it."""
 
     layer_policy_options: LayerPolicyOptions = field(default_factory=dict)
     """Options of the layer policy, as layer_policy_options.NAME."""

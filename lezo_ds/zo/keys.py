@@ -8,6 +8,7 @@ sums such as seed + step collide between runs (run 0 at step 1 is run 1 at step 
 from __future__ import annotations
 
 import hashlib
+from fractions import Fraction
 
 
 def step_key(seed: int, step: int) -> int:
@@ -43,6 +44,16 @@ def layer_order(seed: int, step: int, num_layers: int) -> list[int]:
         return _digest(f"lezo_ds dropped layers 1|{seed}|{step}|{layer}", size=16)
 
     return sorted(range(num_layers), key=rank)
+
+
+def layer_start(seed: int, step: int) -> Fraction:
+    """Return a multiple of 2**-64, uniform in [0, 1), from which a step's blocks are sampled.
+
+    Args:
+        seed: of the run.
+        step: index of the step, from 0.
+    """
+    return Fraction(_key(f"lezo_ds sampled layers 1|{seed}|{step}"), 2**64)
 
 
 def dropout_key(seed: int, step: int, micro_batch: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from lezo_ds.errors import UserError
+
 Option = float | int | bool | str
 """The value of an option."""
 
@@ -19,3 +21,20 @@ def options_of(component: type, kind: type) -> dict[str, Option]:
     common = {field.name for field in dataclasses.fields(kind)}
     own: tuple[Any, ...] = dataclasses.fields(component)
     return {field.name: field.default for field in own if field.name not in common}
+
+
+def check_option(key: str, value: Option, valid: bool, *, expected: str, fix: str) -> None:
+    """Refuse the value of an option unless it is valid.
+
+    Args:
+        key: dotted key of the option.
+        value: its value.
+        valid: whether the component can use it.
+        expected: what it can use.
+        fix: what to do.
+
+    Raises:
+        UserError: the value is not valid.
+    """
+    if not valid:
+        raise UserError(f"{key} does not fit", got=value, expected=expected, fix=fix)

@@ -25,12 +25,13 @@ PARTS = {
     "noise_distribution": get_args(Distribution),
     "only_blocks": (False, True),
 }
+OPTIONS = {"weighted": {"layer_policy_options": {"weights": "1,2,3,6"}}}
 
 
 def _combine(number):
     """Return a case: part number `number` of each kind, in a circle."""
     names = {kind: list(parts)[number % len(parts)] for kind, parts in PARTS.items()}
-    return {"directions": 4, "warmup_steps": 2, **names}
+    return {"directions": 4, "warmup_steps": 2, **names, **OPTIONS.get(names["layer_policy"], {})}
 
 
 CASES = [_combine(number) for number in range(max(map(len, PARTS.values())))]

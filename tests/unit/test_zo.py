@@ -12,10 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_zo_properties import make_records
 
+from lezo_ds.errors import UserError
 from lezo_ds.zo.estimators import mean_losses
 from lezo_ds.zo.estimators.spsa import Spsa
 from lezo_ds.zo.keys import direction_key, layer_order, step_key
+from lezo_ds.zo.layers import LAYER_POLICIES
+from lezo_ds.zo.layers.adalezo import AdaLezo
+from lezo_ds.zo.layers.fixed import Fixed
+from lezo_ds.zo.layers.sampling import kept_probabilities, weighted_sample
 from lezo_ds.zo.layers.uniform import Uniform
+from lezo_ds.zo.layers.weighted import Weighted
 from lezo_ds.zo.outliers import is_outlier
 from lezo_ds.zo.passes import passes_of_step
 from lezo_ds.zo.records import StepRecord
@@ -168,3 +174,117 @@ def test_a_constant_rate_needs_no_number_of_steps_and_no_step_after_the_last_ris
     constant = LearningRates(SCHEDULES["constant"], peak=0.5, warmup_steps=1)
     assert [constant.at(step) for step in (0, 1, 10**6)] == [0.25, 0.5, 0.5]
     assert LearningRates(SCHEDULES["cosine"], peak=0.5, num_steps=8).at(9) == 0
+
+
+# Layer policies.
+
+
+@given(
+    st.lists(st.floats(0, 1e300), min_size=1, max_size=30).flatmap(
+        lambda weights: st.tuples(st.just(weights), st.integers(0, len(weights)))
+    )
+)
+def test_blocks_are_kept_with_probabilities_as_proportional_as_the_limit_of_1_allows(drawn):
+    weights, num_kept = drawn
+    found = kept_probabilities(weights, num_kept)
+    assert sum(found) == num_kept  # exactly
+    assert all(0 <= probability <= 1 for probability in found)
+    below = [(Fraction(w), p) for w, p in zip(weights, found, strict=True) if p < 1 and any(weights)]
+    for (w, p), (other_w, other_p) in combinations(below, 2):
+        assert w * other_p == other_w * p
+    certain = [w for w, p in zip(weights, found, strict=True) if p == 1]
+    assert not certain or not below or min(certain) >= max(w for w, _ in below)
+
+
+def test_a_sample_keeps_each_block_as_often_as_its_probability_says_and_weights_it_by_the_inverse():
+    probabilities = [Fraction(n, 20) for n in (1, 4, 20, 7, 8)]
+    num_draws = 4000
+    samples = [weighted_sample(3, step, probabilities) for step in range(num_draws)]
+    assert {len(sample.dropped) for sample in samples} == {3}
+    kept = Counter(layer for sample in samples for layer in set(range(5)) - set(sample.dropped))
+    for layer, probability in enumerate(map(float, probabilities)):
+        deviation = (num_draws * probability * (1 - probability)) ** 0.5
+        assert abs(kept[layer] - num_draws * probability) <= 3.5 * deviation
+    assert {sample.weights for sample in samples} == {tuple(float(Fraction(8, n)) for n in (1, 4, 20, 7, 8))}
+
+
+def test_any_two_blocks_of_any_distance_are_kept_together():
+    probabilities = [Fraction(2, 6)] * 6
+    samples = (weighted_sample(3, step, probabilities).dropped for step in range(500))
+    assert len({tuple(sorted(set(range(6)) - set(dropped))) for dropped in samples}) == 15
+
+
+def test_the_sampled_blocks_are_the_recorded_ones():
+    policy = Weighted(num_layers=8, num_dropped=5, weights="1, 1, 2, 2, 3, 3, 4, 8")
+    found = [policy.sample(0, make_records(step)).dropped for step in range(3)]
+    assert found == [(0, 1, 2, 3, 4), (0, 1, 2, 3, 4), (0, 2, 4, 5, 6)]
+
+
+def test_a_weighted_policy_makes_up_for_how_often_a_block_is_kept():
+    sample = Weighted(num_layers=4, num_dropped=2, weights="1,1,2,8").sample(0, ())
+    assert sample.weights == (2.0, 2.0, 1.0, 0.5)
+    assert 3 not in sample.dropped
+    assert Weighted(num_layers=4, num_dropped=2).sample(0, ()).weights == (1.0,) * 4
+
+
+@pytest.mark.parametrize(
+    ("blocks", "kept"), [("0, 2-3", {0, 2, 3}), ("3,1,0", {0, 1, 3}), (" ", {2, 3, 4}), ("2 - 4", {2, 3, 4})]
+)
+def test_a_fixed_policy_keeps_the_named_blocks_or_the_last_ones(blocks, kept):
+    policy = Fixed(num_layers=5, num_dropped=2, blocks=blocks)
+    assert {policy.sample(seed, make_records(step)).dropped for seed, step in ((0, 0), (1, 2))} == {
+        tuple(sorted(set(range(5)) - kept))
+    }
+
+
+def adalezo_records(gradients):
+    """Records of steps of four blocks that keep one block each: a pair of the block and its gradients."""
+    return [
+        StepRecord(step, 0, tuple(set(range(4)) - {kept}), found, 0.1, 1e-3, 1.0, True)
+        for step, (kept, found) in enumerate(gradients)
+    ]
+
+
+def test_adalezo_favors_the_blocks_of_large_projected_gradients():
+    policy = AdaLezo(num_layers=4, num_dropped=3, window=2, exploration=0.5)
+    assert policy.sample(0, ()).weights == (1.0,) * 4
+    gradients = [(0, (9.0,)), (0, (1.0, 1.0)), (1, (3.0, -3.0)), (0, (-1.0,)), (2, (2.0,)), (3, (2.0,))]
+    records = adalezo_records(gradients)
+    # The scores are 1 (the last two steps that kept block 0), 3, 2 and 2; p is half of score / 8, and 1 / 8.
+    expected = tuple(0.25 / (0.5 * score / 8 + 0.125) for score in (1, 3, 2, 2))
+    assert policy.sample(0, records).weights == pytest.approx(expected, rel=1e-15)
+    # A block that no step has kept counts as the mean of the others, and a skipped step does not count.
+    skipped = StepRecord(6, 0, (1, 2, 3), (1e9,), 0.1, 1e-3, 1.0, False)
+    assert policy.sample(0, [*records[:5], skipped]).weights == pytest.approx(expected, rel=1e-15)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.tuples(st.floats(-1e300, 1e300))), max_size=30))
+def test_adalezo_bounds_the_factors_whatever_the_gradients_are(gradients):
+    sample = AdaLezo(num_layers=4, num_dropped=1, exploration=0.25).sample(0, adalezo_records(gradients))
+    assert all(0.75 <= weight <= 4 for weight in sample.weights)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "message"),
+    [
+        (
+            "fixed",
+            {"blocks": "0,1"},
+            "got: 0,1; expected: 3 blocks, because 2 of 5 are dropped; fix: set zo.num_",
+        ),
+        ("fixed", {"blocks": "3-5"}, "expected: different blocks from 0 to 4"),
+        ("fixed", {"blocks": "1,1,2"}, "different blocks"),
+        ("fixed", {"blocks": "4-2"}, "different blocks"),
+        ("fixed", {"blocks": "one"}, "different blocks"),
+        ("weighted", {"weights": "1,2"}, "expected: 5 numbers above 0"),
+        ("weighted", {"weights": "1,2,3,4,0"}, "5 numbers above 0"),
+        ("weighted", {"weights": "1,2,3,4,inf"}, "5 numbers above 0"),
+        ("weighted", {"weights": "1,2,3,4,x"}, "5 numbers above 0"),
+        ("adalezo", {"window": 0}, "window does not fit; got: 0; expected: at least 1"),
+        ("adalezo", {"exploration": 0.0}, "exploration does not fit; got: 0.0; expected: above 0"),
+        ("adalezo", {"exploration": 1.5}, "at most 1"),
+    ],
+)
+def test_an_option_of_a_layer_policy_that_does_not_fit_is_refused(policy, options, message):
+    with pytest.raises(UserError, match=message):
+        LAYER_POLICIES[policy](num_layers=5, num_dropped=2, **options)

@@ -164,6 +164,22 @@ def test_a_policy_drops_as_many_sorted_layers_as_it_is_told_to(policy, num_dropp
 
 
 @every_policy
+def test_every_block_has_the_same_mean_update_or_the_bias_of_its_policy_is_stated(policy):
+    """The mean over seeds, at the same records: of what a projected gradient is multiplied by in a block."""
+    num_dropped, num_seeds, records = 3, 3000, make_records(12, skipped=(4,))
+    made = policy(num_layers=NUM_LAYERS, num_dropped=num_dropped)
+    factors = np.zeros((num_seeds, NUM_LAYERS))
+    for seed in range(num_seeds):
+        sample = made.sample(seed, records)
+        kept = [layer for layer in range(NUM_LAYERS) if layer not in sample.dropped]
+        factors[seed, kept] = np.array(sample.weights or (1.0,) * NUM_LAYERS)[kept]
+    deviation = np.maximum(factors.std(axis=0), 1e-9) / num_seeds**0.5
+    scores = (factors.mean(axis=0) - (1 - num_dropped / NUM_LAYERS)) / deviation
+    # The root mean square of NUM_LAYERS scores: above 2.03 once in a thousand times.
+    assert (np.sqrt((scores**2).mean()) < 2.03) != bool(made.bias)
+
+
+@every_policy
 @pytest.mark.parametrize("num_dropped", [-1, NUM_LAYERS + 1])
 def test_an_impossible_number_of_dropped_layers_is_our_own_bug(policy, num_dropped):
     with pytest.raises(ValueError, match="is not in"):

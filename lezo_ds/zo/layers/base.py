@@ -31,15 +31,22 @@ class LayerPolicy(ABC):
         num_layers: number of transformer blocks of the model.
         num_dropped: how many of them a step drops, 0 to num_layers.
         has_weights: whether its samples have weights.
+        bias: how the mean of a block's update, over the samples, depends on the block; empty if it does not.
     """
 
     num_layers: int
     num_dropped: int
     has_weights: ClassVar[bool] = False
+    bias: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_dropped <= self.num_layers:
             raise ValueError(f"num_dropped {self.num_dropped} is not in [0, {self.num_layers}]")
+
+    @property
+    def num_kept(self) -> int:
+        """Number of blocks that a step perturbs."""
+        return self.num_layers - self.num_dropped
 
     @abstractmethod
     def sample(self, seed: int, records: Sequence[StepRecord]) -> LayerSample:

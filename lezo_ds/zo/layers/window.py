@@ -22,6 +22,5 @@ class Window(LayerPolicy):
     def sample(self, seed: int, records: Sequence[StepRecord]) -> LayerSample:
         """Return the sample of the next step."""
         start = layer_order(seed, step=len(records), num_layers=self.num_layers)[0]
-        num_kept = self.num_layers - self.num_dropped
-        kept = {(start + offset) % self.num_layers for offset in range(num_kept)}
+        kept = {(start + offset) % self.num_layers for offset in range(self.num_kept)}
         return LayerSample(dropped=tuple(layer for layer in range(self.num_layers) if layer not in kept))
