@@ -302,7 +302,8 @@ class ZoConfig:
     """Options of the layer policy, as layer_policy_options.NAME."""
 
     update_rule: Annotated[str, Choices(UPDATE_RULES)] = "sgd"
-    """How projected gradients change the weights. sgd is the papers' own rule."""
+    """How projected gradients change the weights. sgd is the papers' own rule. sgd-weight-decay also shrinks
+    matrices. sgd-momentum also applies the directions of the steps before."""
 
     update_rule_options: UpdateRuleOptions = field(default_factory=dict)
     """Options of the update rule, as update_rule_options.NAME."""

@@ -27,6 +27,7 @@ BF16 = (*SHORT, "model.dtype=bf16")
 FP16 = (*SHORT, "model.dtype=fp16")
 STOCHASTIC = "zo.update_precision=stochastic"
 DECAY = ("zo.update_rule=sgd-weight-decay", "zo.update_rule_options.weight_decay=0.1")
+MOMENTUM = ("zo.update_rule=sgd-momentum", "zo.update_rule_options.window=3")
 ADAPTER = (*LENGTH, "zo.learning_rate=0.1", "model.dtype=bf16")
 OUTLIERS = ("zo.outlier_factor=1.01", "train.steps=26", "train.eval_every=26", "train.batch_size=4")
 RUNS = {
@@ -39,6 +40,7 @@ RUNS = {
     "weight decay": (*SHORT, *DECAY, "zo.directions=2"),
     "rademacher, bf16, fp32_master": (*BF16, "zo.noise_distribution=rademacher", "zo.directions=2"),
     "only blocks, bf16, fp32_master": (*BF16, "zo.only_blocks=true"),
+    "momentum, weighted layers": (*SHORT, *MOMENTUM, "zo.directions=2", "zo.layer_policy=adalezo"),
 }
 LONG_RUNS = {
     "bf16, nearest, window": (*BF16, "zo.update_precision=nearest", "zo.layer_policy=window"),
@@ -98,6 +100,8 @@ def test_the_replayed_runs_have_what_they_are_there_for(run_of, recipe):
     assert skipped and all(step["projected_grads"] for step in skipped)
     assert all(len(step["dropped_layers"]) == 2 for step in runs["fp32"].steps)
     assert {len(step["projected_grads"]) for step in runs["weight decay"].steps} == {2}
+    weighted = runs["momentum, weighted layers"].steps
+    assert len({factor for step in weighted for factor in step["layer_weights"]}) > 4
     assert all(np.any(low) for low in runs["bf16, fp32_master"].last.low.values())
     only_blocks = runs["only blocks, bf16, fp32_master"]
     assert 0 < len(only_blocks.trained) < len(only_blocks.last.shapes)

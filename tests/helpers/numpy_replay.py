@@ -387,30 +387,40 @@ def replay(weights, trained, config, steps):
     """Do steps of a journal on weights."""
     zo, blocks = config["zo"], blocks_of(weights.shapes)
     distribution = zo.get("noise_distribution", "normal")
-    weight_decay = 0.0
-    if zo.get("update_rule", "sgd") == "sgd-weight-decay":
-        weight_decay = zo["update_rule_options"].get("weight_decay", 0.01)
-    for step in steps:
+    rule, options = zo.get("update_rule", "sgd"), zo.get("update_rule_options", {})
+    weight_decay = options.get("weight_decay", 0.01) if rule == "sgd-weight-decay" else 0.0
+    momentum, window = (options["momentum"], options["window"]) if rule == "sgd-momentum" else (0.0, 1)
+    applied = [step for step in steps if step["applied"]]
+    for end in range(1, len(applied) + 1):
+        latest = applied[max(0, end - window) : end][::-1]
         for name in trained:
-            if step["applied"] and blocks[name] not in step["dropped_layers"]:
-                own_decay = weight_decay if len(weights.shapes[name]) > 1 else 0.0
-                for update in updates_of(step, blocks[name], own_decay):
-                    weights.apply(name, *update, zo["update_precision"], distribution)
+            decays = len(weights.shapes[name]) > 1 and blocks[name] not in latest[0]["dropped_layers"]
+            factor = 1 - latest[0]["learning_rate"] * weight_decay if decays else 1.0
+            for update in updates_of(latest, blocks[name], factor, momentum):
+                weights.apply(name, *update, zo["update_precision"], distribution)
 
 
-def updates_of(step, block, weight_decay):
-    """Return what a step does to a parameter that it does not drop: (key, coefficient, factor) in order."""
-    share = step["learning_rate"] / len(step["projected_grads"])
-    updates = []
-    for direction, gradient in enumerate(step["projected_grads"]):
-        coefficient = share * gradient
-        if block is not None and "layer_weights" in step:
-            coefficient = coefficient * step["layer_weights"][block]
-        if coefficient != 0:
-            updates.append((direction_key(step["seed"], direction), coefficient, 1.0))
-    factor = 1 - step["learning_rate"] * weight_decay
+def updates_of(steps, block, factor, momentum):
+    """Return what a step does to a parameter: (key, coefficient, factor) in order.
+
+    Args:
+        steps: the step itself, and the applied ones before it that count, from the latest.
+        block: of the parameter.
+        factor: multiplies the parameter.
+        momentum: how much less each step counts than the one after it.
+    """
+    updates, counts = [], 1.0
+    for step in steps:
+        share = counts * (steps[0]["learning_rate"] / len(step["projected_grads"]))
+        counts *= momentum
+        for direction, gradient in enumerate(step["projected_grads"]):
+            coefficient = share * gradient
+            if block is not None and "layer_weights" in step:
+                coefficient = coefficient * step["layer_weights"][block]
+            if coefficient != 0 and block not in step["dropped_layers"]:
+                updates.append((direction_key(step["seed"], direction), coefficient, 1.0))
     if factor != 1:
-        key, coefficient, _ = updates[0] if updates else (step["seed"], 0.0, 1.0)
+        key, coefficient, _ = updates[0] if updates else (steps[0]["seed"], 0.0, 1.0)
         updates[:1] = [(key, coefficient, factor)]
     return updates
 

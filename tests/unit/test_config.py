@@ -271,6 +271,24 @@ def test_an_estimator_that_compares_directions_needs_enough_of_them(estimator, l
     assert config_with(*enough, tmp_path=tmp_path).zo.directions == least
 
 
+@pytest.mark.parametrize(
+    ("rule", "option", "expected"),
+    [
+        (
+            "sgd-weight-decay",
+            "weight_decay=-0.01",
+            "got: -0.01; expected: at least 0; fix: set zo.update_rule",
+        ),
+        ("sgd-momentum", "momentum=1.0", "got: 1.0; expected: 0 to 1, 1 excluded"),
+        ("sgd-momentum", "momentum=-0.1", "got: -0.1; expected: 0 to 1"),
+        ("sgd-momentum", "window=0", "got: 0; expected: at least 1"),
+    ],
+)
+def test_an_option_of_an_update_rule_out_of_range_is_refused(rule, option, expected, tmp_path):
+    options = (f"zo.update_rule={rule}", f"zo.update_rule_options.{option}")
+    assert expected in message_of(*options, tmp_path=tmp_path)
+
+
 def test_mezo_is_sparsity_0_and_refuses_any_other():
     values = {**REQUIRED, "method": "mezo", "zo": {"learning_rate": 1e-6}}
     assert config_from_dict(values, "test").zo.sparsity == 0
