@@ -85,6 +85,7 @@ def measured_model(tmp_path_factory):
         (1, {"model__dtype": "bf16"}),  # loading takes the most
         (2, {"model__dtype": "bf16", "method": "adamw"}),
         (1, {"model__dtype": "fp32", "peft__kind": "prefix"}),
+        (2, {"model__dtype": "fp32", "zo__directions": 4, "zo__probes_per_pass": 8}),
     ],
     ids=str,
 )

@@ -59,7 +59,7 @@ def assets(tmp_path_factory):
     return root
 
 
-def train(assets, num_ranks, forward, objective, micro_batch_size=2, **changes):
+def train(assets, num_ranks, forward, objective, micro_batch_size=2, directions=1, **changes):
     """Return the records of some steps and the digest of the weights after them."""
     task, name = OBJECTIVES[objective]
     sizes = {"train__batch_size": BATCH_SIZE, "train__micro_batch_size": micro_batch_size}
@@ -71,6 +71,7 @@ def train(assets, num_ranks, forward, objective, micro_batch_size=2, **changes):
         assets / "writer",
         num_ranks=num_ranks,
         probes_per_pass=forward,
+        directions=directions,
         perturbation_scale=SCALE,
         num_dropped_layers=1,
     )
@@ -85,6 +86,13 @@ def train_all(assets, num_ranks, forwards):
 def train_keeping(assets, num_ranks):
     """Return what `train` does on drawn answers if it keeps perturbed weights."""
     return train(assets, num_ranks, 2, "reward of drawn answers", generation__keep_perturbed=True)
+
+
+def train_in_passes(assets):
+    """Return the results with two directions of written answers: in two passes, in one, and in one that keeps
+    perturbed weights."""
+    passes = [(2, {}), (4, {}), (4, {"generation__keep_perturbed": True})]
+    return [train(assets, 1, forward, "f1", directions=2, **changes) for forward, changes in passes]
 
 
 def train_micro_batches(assets):
@@ -132,3 +140,9 @@ def test_any_number_of_micro_batches_gives_the_estimate_of_one_batch(assets):
         # The difference of two float32 losses, over twice the perturbation scale.
         error = abs(parts.projected_grads[0] - whole.projected_grads[0])
         assert error <= 1e-6 * max(1, abs(whole.loss)) / SCALE
+
+
+@pytest.mark.distributed
+def test_written_answers_of_all_directions_in_one_pass_are_those_of_a_pass_for_each(assets):
+    ((two_passes, *one_pass),) = run_ranks(train_in_passes, 1, assets)
+    assert one_pass == [two_passes] * 2
