@@ -120,6 +120,10 @@ REFUSED = {
         ["zo.sparsity=null", f"zo.num_dropped_layers={NUM_BLOCKS + 1}"],
         ["zo.num_dropped_layers", f"got: {NUM_BLOCKS + 1}", f"0 to {NUM_BLOCKS}"],
     ),
+    "weights_of_other_blocks": (
+        ["zo.layer_policy=weighted", "zo.layer_policy_options.weights=1,2"],
+        ["zo.layer_policy_options.weights does not fit", "got: 1,2", f"{NUM_BLOCKS} numbers above 0"],
+    ),
     "eps_0": (["zo.perturbation_scale=0"], ["zo.perturbation_scale", "got: 0", "a number above 0"]),
     "undivided_batch": (["train.batch_size=7"], ["train.batch_size=7, train.micro_batch_size=2", "1, 7"]),
     "no_data": (["data.path={inputs}/none"], ["data directory does not exist", "{inputs}/none"]),

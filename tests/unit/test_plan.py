@@ -142,6 +142,15 @@ def test_the_text_says_what_is_assumed_and_what_travels():
     assert text.count("chosen") == 1
 
 
+def test_a_dry_run_refuses_blocks_that_the_model_does_not_have():
+    overrides = ["zo.layer_policy=fixed", "zo.layer_policy_options.blocks=37-48"]
+    with pytest.raises(UserError, match="got: 37-48; expected: different blocks from 0 to 47"):
+        describe_plan(load_recipe("opt-30b-sst2-lezo", overrides), 1)
+    overrides[1] = "zo.layer_policy_options.blocks=36-47"
+    described = describe_plan(load_recipe("opt-30b-sst2-lezo", overrides), 1)
+    assert "48 in model.decoder.layers, 36 dropped per step" in described
+
+
 def test_a_task_that_no_table_has_gets_a_default_length_and_is_said_to(monkeypatch):
     monkeypatch.setitem(tasks.TASKS._entries, "mine", replace(tasks.TASKS["rte"], name="mine"))
     plan = plan_of("opt-13b-rte-lezo", 1, 80, "data.task=mine")
