@@ -85,7 +85,10 @@ def measured_model(tmp_path_factory):
         (1, {"model__dtype": "bf16"}),  # loading takes the most
         (2, {"model__dtype": "bf16", "method": "adamw"}),
         (1, {"model__dtype": "fp32", "peft__kind": "prefix"}),
-        (2, {"model__dtype": "fp32", "zo__directions": 4, "zo__probes_per_pass": 8}),
+        pytest.param(
+            *(2, {"model__dtype": "fp32", "zo__directions": 4, "zo__probes_per_pass": 8}),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=str,
 )
