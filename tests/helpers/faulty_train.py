@@ -40,9 +40,9 @@ class Injector:
         snapshots.save_file = self._wrapped("save", snapshots.save_file)
         apply = weights.ShardedWeights.apply
 
-        def logged_apply(shards, records):
+        def logged_apply(*arguments):
             self._note("apply", "")
-            return apply(shards, records)
+            return apply(*arguments)
 
         weights.ShardedWeights.apply = logged_apply
 
