@@ -129,7 +129,7 @@ def test_a_run_and_what_follows_it(recipe, lezo_ds, tmp_path):
     assert results["finished"]
 
     lezo_ds("export", "--run", "runs/first", "--step", "last", "--out", "exported")
-    scores = json.loads(lezo_ds("evaluate", "--run", "runs/first", "--step", "best"))
+    scores = json.loads(lezo_ds("evaluate", "--run", "runs/first", "--step", "best", "--json"))
     assert scores["score"] == results["test"]
     assert list((tmp_path / "elsewhere" / "exported").glob("*.safetensors"))
 
