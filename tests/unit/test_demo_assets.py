@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lezo_ds.errors import LezoError
+from lezo_ds.recipes.registry import load_recipe
 from lezo_ds.tools.demo.command import make_real_assets
 from lezo_ds.tools.demo.packages import CannotFetchError, Package, fetch
 from lezo_ds.tools.demo.rated_sentences import NUM_VALIDATION, SOURCES, write_data_set
@@ -75,6 +77,12 @@ def test_clear_ratings_become_labels_and_a_fixed_random_order(tmp_path):
     assert found == {text: i % 2 for i, _, text in clear}
     numbers = [int(record["sentence"].split()[1]) for record in splits["validation"]]
     assert numbers != sorted(numbers)
+
+
+def test_the_recipe_names_the_model_and_the_sentences_that_are_written():
+    recipe = load_recipe("demo")
+    assert Path(recipe.model.path).name == MODEL_NAME
+    assert Path(recipe.data.path).name in SOURCES
 
 
 @pytest.mark.long

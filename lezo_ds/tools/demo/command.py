@@ -17,6 +17,7 @@ import pandas as pd
 
 from lezo_ds.distributed import free_port
 from lezo_ds.errors import LezoError
+from lezo_ds.recipes.registry import load_recipe
 from lezo_ds.runs.run_directory import RunDirectory
 from lezo_ds.runs.screen import PROGRESS_VARIABLE
 from lezo_ds.shipped import deepspeed_command
@@ -54,8 +55,8 @@ class Demonstration:
     Attributes:
         recipe: name of the recipe.
         title: what is fine-tuned on what.
-        make_assets: writes the model to ASSETS/model, and data sets, unless they exist already.
-        data: name of the data set's directory in ASSETS.
+        make_assets: writes the model and the data sets, unless they exist already, to directories in ASSETS
+            with the names that they have in the recipe.
         num_seeds: default number of runs.
         note: what a reader should know about the result.
         next_changes: changes to the recipe that are worth a try, for the assets in the given directory.
@@ -64,7 +65,6 @@ class Demonstration:
     recipe: str
     title: str
     make_assets: Callable[[Path], None]
-    data: str
     num_seeds: int
     note: str
     next_changes: Callable[[Path], Sequence[str]]
@@ -88,7 +88,6 @@ REAL = Demonstration(
     recipe="demo",
     title="SmolLM2-135M-Instruct on real film reviews",
     make_assets=make_real_assets,
-    data="reviews",
     num_seeds=1,
     note="The weights of the model were de-quantized from four bits, before and after alike.",
     next_changes=lambda assets: (f"data.path={assets / 'tweets'}", "run_dir=runs/tweets"),
@@ -98,7 +97,6 @@ OFFLINE = Demonstration(
     recipe="demo-offline",
     title="A small model that was pre-trained on the spot, on made-up film reviews",
     make_assets=make_demo_assets,
-    data="data",
     num_seeds=3,
     note="""\
 The pre-trained model can tell praise from blame, but it almost always answers "terrible", so its zero-shot
@@ -214,9 +212,11 @@ def _run(
 ) -> dict[str, Any]:
     run_dir, log = directory / f"seed-{seed}", directory / f"seed-{seed}.log"
     assets = directory / "assets"
+    recipe = load_recipe(demonstration.recipe)
+    assert recipe.data.path is not None, "a demonstration's recipe names its data"
     paths = [
-        f"model.path={assets / 'model'}",
-        f"data.path={assets / demonstration.data}",
+        f"model.path={assets / Path(recipe.model.path).name}",
+        f"data.path={assets / Path(recipe.data.path).name}",
         f"run_dir={run_dir}",
     ]
     logger.info("Seed %d (all output in %s):", seed, log)
