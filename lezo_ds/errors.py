@@ -14,6 +14,15 @@ _LOST_RANK_SECONDS = 3.0
 _ending = threading.Lock()
 
 
+def cut(text: str, limit: int) -> str:
+    """Return a text as an error shows it: cut off after `limit` characters.
+
+    >>> cut("abcdef", 3), cut("abc", 3)
+    ('abc...', 'abc')
+    """
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
 class LezoError(Exception):
     """Base class of the errors that this package raises on purpose. Commands exit with `exit_code`."""
 

@@ -12,15 +12,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from lezo_ds import command_line
+from lezo_ds.tools.arguments import path, path_or_name
 
 
 def main() -> None:
     """Parse, build, run."""
     parser = command_line.parser("init", __doc__ or "")
-    parser.add_argument("model", metavar="MODEL", help="directory of a model, or its hub id")
-    parser.add_argument("data", metavar="DATA", help="file of records, or a split on the hub")
+    parser.add_argument(
+        "model", type=path_or_name, metavar="MODEL", help="directory of a model, or its hub id"
+    )
+    parser.add_argument(
+        "data", type=path_or_name, metavar="DATA", help="file of records, or a split on the hub"
+    )
     out_help = "recipe to write (default: recipe.yaml)"
-    parser.add_argument("--out", type=Path, default=Path("recipe.yaml"), metavar="FILE", help=out_help)
+    parser.add_argument("--out", type=path, default=Path("recipe.yaml"), metavar="FILE", help=out_help)
     parser.add_argument(
         "--label", metavar="FIELD", help="the field with the right answer, if the guess is wrong"
     )

@@ -4,7 +4,7 @@ It imports nothing heavy, so that a wrong key is refused at once.
 """
 
 from lezo_ds.config.algorithm import (
-    check_something_is_trained,
+    checked_layer_policy,
     copies_per_pass,
     make_estimator,
     make_layer_policy,
@@ -57,8 +57,8 @@ __all__ = [
     "TrainConfig",
     "ZoConfig",
     "check_overrides",
-    "check_something_is_trained",
     "check_world",
+    "checked_layer_policy",
     "config_from_dict",
     "config_to_dict",
     "copies_per_pass",

@@ -93,8 +93,8 @@ def copies_per_pass(config: RunConfig) -> int:
     return min(config.zo.probes_per_pass, make_estimator(config.zo).num_probes)
 
 
-def check_something_is_trained(zo: ZoConfig, num_layers: int, *, trains_outside: bool) -> None:
-    """Check that a step leaves something to train.
+def checked_layer_policy(zo: ZoConfig, num_layers: int, *, trains_outside: bool) -> LayerPolicy:
+    """Return the layer policy of a run, as `make_layer_policy`, if its steps train something.
 
     Args:
         zo: the settings.
@@ -102,7 +102,8 @@ def check_something_is_trained(zo: ZoConfig, num_layers: int, *, trains_outside:
         trains_outside: whether weights outside the blocks are trained.
 
     Raises:
-        UserError: only weights in the blocks are trained, and every block is dropped.
+        UserError: only weights in the blocks are trained, and every block is dropped; or as
+            `make_layer_policy`.
     """
     dropped = num_dropped(zo, num_layers)
     if dropped == num_layers and not trains_outside:
@@ -112,6 +113,7 @@ def check_something_is_trained(zo: ZoConfig, num_layers: int, *, trains_outside:
             expected=f"at most {num_layers - 1}",
             fix="set zo.sparsity=0.5, or zo.only_blocks=false and peft.kind=none",
         )
+    return make_layer_policy(zo, num_layers)
 
 
 def num_dropped(zo: ZoConfig, num_layers: int) -> int:

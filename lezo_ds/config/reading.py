@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from lezo_ds.config.keys import Choices, Key, Schema, yaml_scalar
-from lezo_ds.errors import UserError
+from lezo_ds.errors import UserError, cut
 from lezo_ds.registry import names_code
 
 _MAX_YAML_DEPTH, _MAX_YAML_NODES = 10, 10_000
@@ -283,8 +283,7 @@ def _check_choices(key: Key, texts: list[str], where: str) -> list[str]:
 
 def shown(value: object) -> str:
     """Return a value as an error shows it: cut off if it is long."""
-    text = "null" if value is None else repr(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+    return cut("null" if value is None else repr(value), _MAX_SHOWN)
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 1) -> list[str]:

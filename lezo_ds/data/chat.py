@@ -14,7 +14,14 @@ from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
 
-from lezo_ds.data.encoding import EncodedExample, PromptTokenizer, prompt_room, warn_of_cuts
+from lezo_ds.data.encoding import (
+    EncodedExample,
+    PromptTokenizer,
+    cut_left,
+    num_kept_on_left,
+    prompt_room,
+    warn_of_cuts,
+)
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example, Message
 
@@ -27,7 +34,7 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for
 
 
 def encode_conversation(
-    tokenizer: PromptTokenizer, example: Example, max_length: int, *, cut_left: bool = False
+    tokenizer: PromptTokenizer, example: Example, max_length: int, *, keep_end: bool = False
 ) -> EncodedExample | None:
     """Tokenize a conversation up to the end of its last turn of the assistant.
 
@@ -35,11 +42,11 @@ def encode_conversation(
         tokenizer: the model's. Its chat template writes all special tokens, BOS included.
         example: its `messages` are used.
         max_length: maximum number of tokens.
-        cut_left: whether a longer conversation loses its first tokens, after the BOS, instead of its last.
+        keep_end: whether a longer conversation loses its first tokens, after the BOS, instead of its last.
 
     Returns:
         The sequence and the spans of its turns. None if no token of the assistant is within `max_length`, or
-        no token before its turn, with `cut_left`.
+        no token before its turn, with `keep_end`.
 
     Raises:
         UserError: the tokenizer has no chat template, or the template cannot write this conversation or does
@@ -52,11 +59,11 @@ def encode_conversation(
         ids, spans = _measured_turns(tokenizer.backend, example)
     ids = ids[: spans[-1][1]]
     truncated = len(ids) > max_length
-    if truncated and cut_left:
-        kept, num_cut = int(ids[0] == tokenizer.bos_id), len(ids) - max_length
-        ids = ids[:kept] + ids[kept + num_cut :]
+    if truncated and keep_end:
+        num_kept, num_cut = num_kept_on_left(tokenizer, ids), len(ids) - max_length
+        ids = list(cut_left(tokenizer, ids, max_length))
         spans = [(start - num_cut, stop - num_cut) for start, stop in spans]
-        if spans[0][0] <= kept:
+        if spans[0][0] <= num_kept:
             return None
     # The first token of a sequence has no logits that predict it.
     spans = [(max(start, 1), min(stop, max_length)) for start, stop in spans]
@@ -116,7 +123,7 @@ def encode_answers(
     """
     encoded = []
     for example in examples:
-        found = encode_conversation(tokenizer, example, max_length, cut_left=True)
+        found = encode_conversation(tokenizer, example, max_length, keep_end=True)
         if found is None:
             raise UserError(
                 f"the answer of {example.where} leaves no token before it",
@@ -143,11 +150,7 @@ def encode_questions(
         text = _render(tokenizer.backend, example, example.messages[:num_asked], opened=True)
         prompts.append(tokenizer.backend(text, add_special_tokens=False, verbose=False)["input_ids"])
     warn_of_cuts(sum(len(ids) > room for ids in prompts), len(prompts), room)
-    kept = [int(ids[:1] == [tokenizer.bos_id] and len(ids) > room) for ids in prompts]
-    return tuple(
-        (*ids[:first], *ids[max(len(ids) - room, 0) + first :])
-        for ids, first in zip(prompts, kept, strict=True)
-    )
+    return tuple(cut_left(tokenizer, ids, room) for ids in prompts)
 
 
 def _template(backend: PreTrainedTokenizerBase) -> str:

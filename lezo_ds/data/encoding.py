@@ -205,7 +205,7 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
     option_lengths = tuple(len(ids) - len(prompt_ids) for ids in full)
     if example.demonstrations:
         full = tokenizer.encode([example.demonstrations + text for text in texts])
-    sequences = tuple(_cut_left(tokenizer, ids, max_length) for ids in full)
+    sequences = tuple(cut_left(tokenizer, ids, max_length) for ids in full)
     for candidate, ids, length in zip(example.candidates, sequences, option_lengths, strict=True):
         if length < 1:
             raise UserError(
@@ -278,7 +278,7 @@ def encode_prompts(
     room = prompt_room(max_length, max_new_tokens)
     prompts = [tokenizer.encode([e.demonstrations + e.prompt.strip(" ")])[0] for e in examples]
     warn_of_cuts(sum(len(ids) > room for ids in prompts), len(prompts), room)
-    return tuple(_cut_left(tokenizer, ids, room) for ids in prompts)
+    return tuple(cut_left(tokenizer, ids, room) for ids in prompts)
 
 
 def prompt_room(max_length: int, max_new_tokens: int) -> int:
@@ -304,8 +304,13 @@ def warn_of_cuts(num_cut: int, num_examples: int, max_length: int, where: str = 
         logger.warning(text, num_cut, num_examples, max_length, where)
 
 
-def _cut_left(tokenizer: PromptTokenizer, ids: tuple[int, ...], max_length: int) -> tuple[int, ...]:
-    num_over = len(ids) - max_length
-    if num_over <= 0:
-        return ids
-    return ids[num_over:] if tokenizer.bos_id is None else ids[:1] + ids[1 + num_over :]
+def cut_left(tokenizer: PromptTokenizer, ids: Sequence[int], max_length: int) -> tuple[int, ...]:
+    """Return token ids without the first ones that are too many. A BOS stays."""
+    num_over = max(len(ids) - max_length, 0)
+    num_kept = num_kept_on_left(tokenizer, ids)
+    return (*ids[:num_kept], *ids[num_kept + num_over :])
+
+
+def num_kept_on_left(tokenizer: PromptTokenizer, ids: Sequence[int]) -> int:
+    """Return how many of the first tokens a cut on the left keeps: 1 if the first is a BOS, else 0."""
+    return int(tokenizer.bos_id in ids[:1])

@@ -101,9 +101,8 @@ class _Evaluation:
                 loss = self._objective_loss(tokens)
             predicted = predictions(self._scores(sums))
         measure = find_metric(data.task.metric, data.task.kind).score
-        score = (
-            -loss if measure is None else measure(predicted, examples)
-        )  # the loss is minus the mean reward
+        # Without a measure, the loss is minus the mean reward.
+        score = -loss if measure is None else measure(predicted, examples)
         return EvaluationResult(
             loss=loss,
             score=score,

@@ -154,7 +154,7 @@ def reads_answers(function: ObjectiveFunction) -> ObjectiveFunction:
 
 
 def reward(function: RewardFunction) -> RewardFunction:
-    """Mark a function that gives each generated answer a reward, which is to be maximized."""
+    """Mark a function that gives each generated answer a reward. Training maximizes the reward."""
     function.is_reward = True  # type: ignore[attr-defined]
     return function
 

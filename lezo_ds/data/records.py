@@ -13,7 +13,7 @@ from typing import get_args, get_origin
 import numpy as np
 
 from lezo_ds.data.record_files import Row, read_file, read_hub, read_source
-from lezo_ds.errors import UserError
+from lezo_ds.errors import UserError, cut
 from lezo_ds.tasks.base import Example, Protocol, Record, Task
 
 logger = logging.getLogger(__name__)
@@ -382,8 +382,7 @@ def _check_text(where: str, text: str) -> None:
 
 def _shown(value: object) -> str:
     """Return a value as an error shows it: cut off if it is long."""
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    return cut(value if isinstance(value, str) else repr(value), 200)
 
 
 def _has_type(value: object, expected_type: type) -> bool:

@@ -22,7 +22,7 @@ from lezo_ds import distributed
 from lezo_ds.config import (
     PeftConfig,
     ZoConfig,
-    check_something_is_trained,
+    checked_layer_policy,
     make_estimator,
     make_layer_policy,
     make_schedule,
@@ -387,7 +387,7 @@ def initialize(
         if parameter.parameter.requires_grad
     }
     trains_outside = any(named.block is None for named in trainable.values())
-    check_something_is_trained(config, num_blocks, trains_outside=trains_outside)
+    checked_layer_policy(config, num_blocks, trains_outside=trains_outside)
     blocks = list(sharded.module.get_submodule(sharded.layout.path).children())
     engine = zero3.start_forward_engine(sharded.module, blocks, sharded.ds_config)
     perturbed = PerturbedForward(

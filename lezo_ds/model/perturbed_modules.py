@@ -161,7 +161,6 @@ class PerturbedModules:
         return [self._kept[place] for place in places]
 
     def _new_copies(self, parameter: nn.Parameter) -> list[Tensor]:
-
         def perturb(key: int, scales: Sequence[float], distribution: Distribution) -> list[Tensor]:
             return self._noise.perturb(
                 parameter.data,

@@ -185,8 +185,8 @@ def run_summary(run_dir: str, results: Mapping[str, Any]) -> str:
     scores = [("zero_shot", " before"), ("test", " after")] if trained else [("test", "")]
     shown = [f"{results[key]:.3f}{when}" for key, when in scores if results[key] is not None]
     majority = results["majority_class"]
-    beside = "" if majority is None else f" (majority class {majority:.3f})"
-    lines.append(f"Test {results['metric']}: {', '.join(shown)}{beside}.")
+    suffix = "" if majority is None else f" (majority class {majority:.3f})"
+    lines.append(f"Test {results['metric']}: {', '.join(shown)}{suffix}.")
     if trained:
         loss = number(results["best_dev_loss"])
         lines.append(f"Best step: {results['best_step']} (validation loss {loss}).")

@@ -15,9 +15,8 @@ from lezo_ds.config import (
     ZEROTH_ORDER,
     RunConfig,
     ZoConfig,
-    check_something_is_trained,
     check_world,
-    make_layer_policy,
+    checked_layer_policy,
 )
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.ds_config import load_ds_config, warn_of_idle_keys
@@ -144,8 +143,7 @@ def _check_model(config: RunConfig) -> None:
     _, layout = build_checked(resolve_model(config.model.path), config.model.dtype)
     if config.method in ZEROTH_ORDER:
         outside = not config.zo.only_blocks
-        check_something_is_trained(config.zo, layout.num_blocks, trains_outside=outside)
-        make_layer_policy(config.zo, layout.num_blocks)  # refuses what the model has too few blocks for
+        checked_layer_policy(config.zo, layout.num_blocks, trains_outside=outside)
 
 
 def _check_before_loading(config: RunConfig, data: TaskData, directory: RunDirectory) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lezo_ds.errors import UserError
+from lezo_ds.errors import UserError, cut
 from lezo_ds.tasks.base import Message
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
@@ -79,7 +79,4 @@ def with_system(messages: tuple[Message, ...], system_prompt: str | None) -> tup
 
 
 def _shown(value: object) -> str:
-    if value is None:
-        return "null"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
+    return cut("null" if value is None else repr(value), 80)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lezo_ds.errors import UserError
+from lezo_ds.errors import UserError, cut
 from lezo_ds.tasks.base import Example, Message, Record, SplitSizes, Task, TaskKind
 from lezo_ds.tasks.conversation import ASSISTANT, USER, read_messages, with_system
 from lezo_ds.tasks.metrics import REWARD
@@ -29,7 +29,7 @@ class Description:
         choices: templates of the choices, or one template that is a field with a list of texts.
         completion: template of the text to generate. If it is a field with a list, all its texts are right.
             Without it, labels and choices, the task generates texts that only a reward judges.
-        messages: field with a conversation, whose turns of the assistant are to be learned.
+        messages: field with a conversation. The model learns the assistant's turns.
         chat_template: whether the prompt and the completion are the turns of a user and of the assistant.
         system_prompt: the first turn of each conversation that has no such turn of its own.
         metric: name of the score; None for the one that fits the kind of task.
@@ -362,7 +362,7 @@ def _label(field: str, value: object, values: Sequence[str]) -> int | None:
     near = difflib.get_close_matches(text, values, n=1)
     raise UserError(
         f"field {field} holds a label that data.labels does not list",
-        got=text if len(text) <= 80 else f"{text[:80]}...",
+        got=cut(text, 80),
         expected=f"one of {', '.join(values)}",
         fix=f"did you mean {near[0]}?" if near else "correct the record, or add the label to data.labels",
     )

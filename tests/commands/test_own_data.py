@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 
@@ -11,7 +10,7 @@ import pytest
 import yaml
 from assets import REPOSITORY
 from commands import assert_one_error, run_forked, run_forked_well
-from own_data import SUBJECTS, VERBALIZERS, own_values, write_byte_model, write_tickets
+from own_data import SUBJECTS, VERBALIZERS, own_values, path_with, write_byte_model, write_tickets
 from run_ends import results_of
 from transformers import AutoModelForCausalLM
 
@@ -40,10 +39,6 @@ def finished(root):
     """A run that stopped after 5 steps and was resumed, with its log."""
     first = train(root, "train.steps=5")
     return root / "run", first.err + train(root).err
-
-
-def path_with(directory):
-    return f"{REPOSITORY}{os.pathsep}{directory}"
 
 
 def train(root, *more, well=True):

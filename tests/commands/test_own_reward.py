@@ -5,13 +5,12 @@ from __future__ import annotations
 import csv
 import importlib
 import json
-import os
 
 import pytest
 import yaml
 from assets import REPOSITORY, write_records
 from commands import assert_one_error, run_forked, run_forked_well
-from own_data import own_values, write_byte_model, write_tickets
+from own_data import own_values, path_with, write_byte_model, write_tickets
 from run_ends import results_of
 
 REWARD = """
@@ -49,10 +48,6 @@ def root(tmp_path_factory):
     (directory / "recipe.yaml").write_text(yaml.safe_dump(values))
     (directory / "my_reward.py").write_text(REWARD)
     return directory
-
-
-def path_with(directory):
-    return f"{REPOSITORY}{os.pathsep}{directory}"
 
 
 def train(root, *more, run="run", well=True):

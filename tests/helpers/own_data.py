@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import random
 
 from assets import REPOSITORY
@@ -19,6 +20,11 @@ SUBJECTS = {
     "shipping": ("My parcel is late", "The box arrived open", "Where is my order"),
 }
 VERBALIZERS = {"billing": "an invoice", "bug": "a fault in the program", "shipping": "delivery"}
+
+
+def path_with(directory):
+    """Return a PYTHONPATH with this package and a folder of the user's own modules."""
+    return f"{REPOSITORY}{os.pathsep}{directory}"
 
 
 def write_tickets(path, num_rows=300):

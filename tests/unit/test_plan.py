@@ -110,11 +110,11 @@ def test_each_forward_pass_gathers_what_other_ranks_hold():
 @pytest.mark.parametrize(
     ("num_gpus", "gigabytes", "overrides", "probes_per_pass", "num_passes"),
     [
-        (2, 40, ["zo.directions=8"], 8, 1),  # 2 passes in all, one on each rank
+        (2, 40, ["zo.directions=8"], 8, 1),  # 2 passes in total, one on each rank
         (2, 36.5, ["zo.directions=8"], 4, 2),
         (2, 80, ["zo.directions=8", "zo.estimator=one-sided"], 10, 1),  # all 9 probes, of half of the batch
         (2, 80, ["zo.directions=8", "zo.probes_per_pass=1"], 1, 8),  # its results would differ
-        (8, 40, ["zo.directions=8", "zo.probes_per_pass=16"], 2, 1),  # 8 passes in all
+        (8, 40, ["zo.directions=8", "zo.probes_per_pass=16"], 2, 1),  # 8 passes in total
         (1, 400, ["zo.directions=8"], 2, 8),  # nothing is gathered
     ],
 )

@@ -14,7 +14,6 @@ from typing import Any
 from pyarrow.parquet import read_schema
 
 from lezo_ds.config import RunConfig, config_from_dict
-from lezo_ds.config.schema import SCHEMA
 from lezo_ds.data.record_files import read_source
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import UserError
@@ -64,13 +63,6 @@ def write_first_recipe(model: str, source: str, target: Path, *, label: str | No
     _refuse_existing(target)
     columns, unusable = read_columns([record for _, record in read_source("DATA", source)])
     guess = guess_task(columns, label=label, names=_label_names(source))
-    if "messages" in guess.data and "data.messages" not in SCHEMA.keys:
-        raise UserError(
-            f"{source} holds chats, which this version cannot train on",
-            got=f"field {guess.data['messages']} with lists of messages",
-            expected="a field with a prompt and one with an answer or a label",
-            fix="write one text for the prompt and one for the answer into each record",
-        )
     machine = this_machine()
     sources = {"train": source} | _other_files(source)
     is_near = target.absolute().parent == Path.cwd()
@@ -138,7 +130,7 @@ def _label_names(source: str) -> Mapping[str, Sequence[str]]:
 
 
 def _other_files(source: str) -> dict[str, str]:
-    """Return the files beside train.csv that are its validation and test splits by name."""
+    """Return the files next to train.csv whose names say that they are its validation and test splits."""
     path, found = Path(source), {}
     for split, names in _OTHER_SPLITS.items():
         for name in names:
@@ -173,7 +165,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _model_notes(sizes: ModelSizes, data: TaskData, values: Mapping[str, Any]) -> dict[str, str]:
     examples = [example for split in (data.train, data.dev, data.test) for example in split.encoded]
-    lengths = sorted(max(map(len, example.sequences)) for example in examples)
+    lengths = sorted(example.num_tokens for example in examples)
     limit = values["data.max_length"]
     note = f"the longest input has {lengths[-1]} tokens, half have at most {lengths[len(lengths) // 2]}"
     if num_cut := sum(length >= limit for length in lengths):

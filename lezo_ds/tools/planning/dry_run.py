@@ -11,9 +11,8 @@ from lezo_ds.config import (
     TRAINED,
     ZEROTH_ORDER,
     RunConfig,
-    check_something_is_trained,
     check_world,
-    make_layer_policy,
+    checked_layer_policy,
 )
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.ds_config import load_ds_config, warn_of_idle_keys
@@ -105,8 +104,8 @@ def _training_lines(config: RunConfig, world_size: int) -> list[tuple[str, str]]
 def _model_lines(config: RunConfig, model: ModelSizes) -> list[tuple[str, str]]:
     dropped = 0
     if config.method in ZEROTH_ORDER:
-        check_something_is_trained(config.zo, model.num_blocks, trains_outside=model.trains_outside)
-        dropped = make_layer_policy(config.zo, model.num_blocks).num_dropped
+        policy = checked_layer_policy(config.zo, model.num_blocks, trains_outside=model.trains_outside)
+        dropped = policy.num_dropped
     size = f"{model.num_parameters:,} parameters"
     return [
         ("model", f"{config.model.path}: {model.class_name}, {size}, {config.model.dtype}"),

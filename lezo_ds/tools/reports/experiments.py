@@ -91,7 +91,8 @@ def _settings(group: pd.DataFrame) -> pd.Series:
     """Return the name of each run's experiment among those of one model and title."""
     counts = group.groupby("task")[settings_columns(group)].nunique(dropna=False)
     varying = list(counts.columns[(counts > 1).any()])
-    for rate in set(RATES).intersection(varying):  # the other settings may tell which rate was used
+    for rate in [name for name in RATES if name in varying]:
+        # The other settings may tell which rate was used.
         others = ["task", *(name for name in varying if name != rate)]
         if group.groupby(others, dropna=False)[rate].nunique(dropna=False).max() == 1:
             varying.remove(rate)

@@ -116,9 +116,9 @@ def _scores_over(runs: pd.DataFrame, key: str) -> go.Figure:
     """
     runs = runs[runs["finished"] & runs["method"].isin(["lezo", "mezo"])].dropna(subset=[key])
     columns = [column for column in settings_columns(runs) if column != key]
-    others = [column for column in columns if column not in RATES]
-    if runs.groupby([*others, key], dropna=False)[RATES].nunique().le(1).all(axis=None):
-        columns = others  # each point has one learning rate, and that may be another one
+    without_rates = [column for column in columns if column not in RATES]
+    if runs.groupby([*without_rates, key], dropna=False)[RATES].nunique().le(1).all(axis=None):
+        columns = without_rates  # each point has one learning rate, and that may be another one
     runs = runs[runs.groupby(columns, dropna=False)[key].transform("nunique") > 1]
     if runs.empty:
         return go.Figure()

@@ -14,6 +14,7 @@ import yaml
 from lezo_ds.config import RESUME_MAY_DIFFER, config_to_dict, flatten, load_yaml
 from lezo_ds.config.compatibility import recorded_config
 from lezo_ds.errors import UserError
+from lezo_ds.registry import names_code
 from lezo_ds.tasks.custom import CUSTOM
 
 SEEDS = ["seed", "data.seed"]
@@ -184,7 +185,7 @@ def _task_name(config: Mapping[str, Any]) -> str:
     """Return the name of the task, or of the data, which may be other sentences in a benchmark's schema."""
     task: str = config["data.task"].lower()
     source = config.get("data.train") or config.get("data.path")
-    if not source or ":" in task:
+    if not source or names_code(task):
         return task
     name = Path(source).stem
     is_benchmark = task != CUSTOM and task in re.sub(r"[^a-z0-9]", "", name.lower())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from lezo_ds.zo.arithmetic import add_in_order
 from lezo_ds.zo.records import StepRecord
 
 
@@ -101,26 +100,3 @@ def mean_losses(sums: Sequence[float], num_probes: int, total_weight: float) -> 
         total_weight: number of terms of the mean loss over all micro-batches, > 0.
     """
     return [add_in_order(sums[probe::num_probes]) / total_weight for probe in range(num_probes)]
-
-
-def add_in_order(values: Sequence[float]) -> float:
-    """Return the sum, rounded after every addition.
-
-    The built-in `sum` compensates for rounding from Python 3.12 on, which gives other bits than before.
-    """
-    return functools.reduce(operator.add, values, 0.0)
-
-
-def deviation(values: Sequence[float], degrees_of_freedom: int) -> float:
-    """Return the standard deviation, with the same bits on every machine; NaN if a value is not finite.
-
-    Args:
-        values: at least one.
-        degrees_of_freedom: the sum of squares is divided by it: the number of values for that of a
-            population, one less for that of a sample.
-    """
-    if all(value == values[0] for value in values):  # their mean may be rounded to another value
-        return 0.0 if math.isfinite(values[0]) else math.nan
-    mean = add_in_order(values) / len(values)
-    squares = [(value - mean) * (value - mean) for value in values]
-    return math.sqrt(add_in_order(squares) / degrees_of_freedom)

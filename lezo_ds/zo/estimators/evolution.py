@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lezo_ds.zo.estimators.base import Estimate, Estimator, Probe, add_in_order, deviation
+from lezo_ds.zo.arithmetic import add_in_order, deviation, in_units_of
+from lezo_ds.zo.estimators.base import Estimate, Estimator, Probe
 from lezo_ds.zo.records import StepRecord
 
 
@@ -44,7 +45,7 @@ class EvolutionStrategies(Estimator):
         spread = deviation(losses, degrees_of_freedom=len(losses))
         return Estimate(
             loss=mean,
-            projected_grads=tuple(0.0 if spread == 0 else (loss - mean) / spread for loss in losses),
+            projected_grads=in_units_of(spread, [loss - mean for loss in losses]),
         )
 
 

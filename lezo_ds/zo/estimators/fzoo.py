@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lezo_ds.zo.estimators.base import Estimate, Probe, deviation
+from lezo_ds.zo.arithmetic import deviation, in_units_of
+from lezo_ds.zo.estimators.base import Estimate, Probe
 from lezo_ds.zo.estimators.one_sided import OneSided
 
 
@@ -36,5 +37,5 @@ class Fzoo(OneSided):
         spread = deviation(sides, degrees_of_freedom=len(sides) - 1)
         return Estimate(
             loss=base,
-            projected_grads=tuple(0.0 if spread == 0 else (side - base) / spread for side in sides),
+            projected_grads=in_units_of(spread, [side - base for side in sides]),
         )

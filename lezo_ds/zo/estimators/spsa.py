@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lezo_ds.zo.estimators.base import Estimate, Estimator, Probe, add_in_order
+from lezo_ds.zo.arithmetic import add_in_order
+from lezo_ds.zo.estimators.base import Estimate, Estimator, Probe
 from lezo_ds.zo.records import StepRecord
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
+from lezo_ds.zo.arithmetic import add_in_order
 from lezo_ds.zo.layers.base import LayerPolicy, LayerSample
 from lezo_ds.zo.layers.sampling import kept_probabilities, weighted_sample
 from lezo_ds.zo.options import check_option
@@ -27,8 +28,8 @@ class AdaLezo(LayerPolicy):
     Source: the idea is AdaLeZO's (the authors of LeZO, 2026): a bandit that learns from projected gradients
     which blocks matter, with importance weights. Its formulas were not at hand. This policy takes the
     probabilities with the least variance (those proportional to the root of the mean square, as in importance
-    sampling), a window in the place of whatever forgets there, and exploration by a mixture with the uniform
-    policy. All blocks of a step share its projected gradient, since that is all that is measured.
+    sampling), a window of steps, and exploration by a mixture with the uniform policy. All blocks of a step
+    share its projected gradient, since that is all that is measured.
 
     Its state is the step records. A block that no applied step has perturbed yet counts as the mean of the
     others; before the first applied step, all blocks are equal.
@@ -49,12 +50,16 @@ class AdaLezo(LayerPolicy):
         super().__post_init__()
         options = "zo.layer_policy_options."
         check_option(
-            *(options + "window", self.window, self.window >= 1),
+            options + "window",
+            self.window,
+            self.window >= 1,
             expected="at least 1",
             fix=f"set {options}window=20",
         )
         check_option(
-            *(options + "exploration", self.exploration, 0 < self.exploration <= 1),
+            options + "exploration",
+            self.exploration,
+            0 < self.exploration <= 1,
             expected="above 0, at most 1",
             fix=f"set {options}exploration=0.5",
         )
@@ -90,8 +95,5 @@ def _mean_square(values: Sequence[float]) -> float:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Return the mean, never infinite. It is rounded after every addition: the same bits everywhere."""
-    total = 0.0
-    for value in values:
-        total += value
-    return min(total / len(values), sys.float_info.max)
+    """Return the mean, never infinite."""
+    return min(add_in_order(values) / len(values), sys.float_info.max)

@@ -35,13 +35,17 @@ class Fixed(LayerPolicy):
         kept = self._kept()
         valid = kept is not None and set(kept) <= set(range(self.num_layers)) and len(set(kept)) == len(kept)
         check_option(
-            *(_KEY, self.blocks, valid),
+            _KEY,
+            self.blocks,
+            valid,
             expected=f'different blocks from 0 to {self.num_layers - 1}, such as "0, 2-3"',
             fix="leave it out for the last blocks",
         )
         assert kept is not None
         check_option(
-            *(_KEY, self.blocks, len(kept) == self.num_kept),
+            _KEY,
+            self.blocks,
+            len(kept) == self.num_kept,
             expected=f"{self.num_kept} blocks, because {self.num_dropped} of {self.num_layers} are dropped",
             fix=f"set zo.num_dropped_layers={self.num_layers - len(kept)} zo.sparsity=null",
         )

@@ -37,7 +37,9 @@ class Weighted(LayerPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_option(
-            *("zo.layer_policy_options.weights", self.weights, self._numbers is not None),
+            "zo.layer_policy_options.weights",
+            self.weights,
+            self._numbers is not None,
             expected=f"{self.num_layers} numbers above 0, with commas between them",
             fix="leave it out for equal weights",
         )

@@ -41,12 +41,16 @@ class SgdMomentum(UpdateRule):
     def __post_init__(self) -> None:
         options = "zo.update_rule_options."
         check_option(
-            *(options + "momentum", self.momentum, 0 <= self.momentum < 1),
+            options + "momentum",
+            self.momentum,
+            0 <= self.momentum < 1,
             expected="0 to 1, 1 excluded",
             fix=f"set {options}momentum=0.9",
         )
         check_option(
-            *(options + "window", self.window, self.window >= 1),
+            options + "window",
+            self.window,
+            self.window >= 1,
             expected="at least 1",
             fix=f"set {options}window=10",
         )
