@@ -95,9 +95,18 @@ def test_the_headline_is_the_setting_with_the_lowest_validation_loss(tmp_path):
     start = texts.index("SST-2, opt-13b")
     assert texts[start + 1 : start + 4] == [
         "LeZO, learning_rate=1e-06",
-        "90.0 ± 2.8 %",
+        "90.0 ± 2.8%",
         "accuracy, 2 of 2 runs, zero-shot 50.0, majority class 51.0",
     ]
+
+
+def test_a_reward_is_not_in_percent(tmp_path):
+    for seed, test in enumerate((12.5, 13.5)):
+        write_run(tmp_path / f"run-{seed}", f"seed={seed}", test=test, metric="reward", majority_class=None)
+    page = page_of(tmp_path / "*")
+    assert {"13.000 ± 0.707", "reward, 2 of 2 runs, zero-shot 0.500"} <= set(page.texts["p"])
+    assert {"12.500", "13.500"} <= set(page.texts["td"])
+    assert any("Not in percent: reward of SST-2." in text for text in page.texts["p"])
 
 
 def test_the_table_of_runs_has_a_row_for_each_run_and_a_caption_with_what_they_share(tmp_path):

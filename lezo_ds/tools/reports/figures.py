@@ -15,6 +15,7 @@ import plotly.graph_objects as go
 
 from lezo_ds.tools.reports.curves import mean_curves, speedups
 from lezo_ds.tools.reports.experiments import values_text
+from lezo_ds.tools.reports.paper_layout import shown_unit
 from lezo_ds.tools.reports.results_table import RATES, over_seeds, settings_columns, varying_columns
 
 Figure = tuple[str, go.Figure]
@@ -125,9 +126,12 @@ def _scores_over(runs: pd.DataFrame, key: str) -> go.Figure:
     values, others = sorted(runs[key].unique()), varying_columns(runs, columns)
     summary = over_seeds(runs, [key, *others]).sort_values(key)
     summary["setting"] = summary.apply(values_text, axis=1, keys=others) if others else "test"
-    percent = ["test", "test_deviation", "zero_shot", "majority_class"]
-    summary[percent] *= 100
-    labels = {key: key.rpartition(".")[2].replace("_", " "), "test": "test score, %"}
+    factor, sign = shown_unit(next(iter(runs["metric"].dropna()), None))
+    summary[["test", "test_deviation", "zero_shot", "majority_class"]] *= factor
+    labels = {
+        key: key.rpartition(".")[2].replace("_", " "),
+        "test": f"test score, {sign}" if sign else "test score",
+    }
     plot = _draw(
         px.line,
         summary,

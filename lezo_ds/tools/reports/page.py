@@ -14,7 +14,13 @@ from markupsafe import Markup
 from lezo_ds.tools.reports.curves import read_metrics, seconds_per_step
 from lezo_ds.tools.reports.experiments import best_rates, task_title
 from lezo_ds.tools.reports.figures import Figure, benchmark_figures, experiment_figures
-from lezo_ds.tools.reports.paper_layout import layout_note, paper_table, score_table, score_text
+from lezo_ds.tools.reports.paper_layout import (
+    layout_note,
+    paper_table,
+    score_table,
+    score_text,
+    shown_unit,
+)
 from lezo_ds.tools.reports.results_table import best_setting, over_seeds, varying_columns
 
 BEST_RATES = " Each method is shown at the learning rate with the lowest validation loss."
@@ -77,10 +83,26 @@ def _headline(runs: pd.DataFrame) -> dict[str, str]:
         return {"title": _title(runs), "method": "", "score": "-", "note": "no finished run"}
     row = summary.loc[best]
     levels = {"zero-shot": row["zero_shot"], "majority class": row["majority_class"]}
-    notes = [f"{runs['metric'].dropna().iloc[0]}, {row['finished']} of {row['runs']} runs"]
-    notes += [f"{name} {score_text(100 * level)}" for name, level in levels.items() if pd.notna(level)]
-    score = score_text(100 * row["test"], 100 * row["test_deviation"])
-    return {"title": _title(runs), "method": row["setting"], "score": f"{score} %", "note": ", ".join(notes)}
+    metric = runs["metric"].dropna().iloc[0]
+    factor, sign = shown_unit(metric)
+    notes = [f"{metric}, {row['finished']} of {row['runs']} runs"]
+    notes += [
+        f"{name} {score_text(factor * level, metric=metric)}"
+        for name, level in levels.items()
+        if pd.notna(level)
+    ]
+    score = score_text(factor * row["test"], factor * row["test_deviation"], metric=metric)
+    return {
+        "title": _title(runs),
+        "method": row["setting"],
+        "score": f"{score}{sign}",
+        "note": ", ".join(notes),
+    }
+
+
+def _test_text(run: pd.Series) -> str | None:
+    factor, sign = shown_unit(run["metric"])
+    return None if pd.isna(run["test"]) else score_text(factor * run["test"], metric=run["metric"]) + sign
 
 
 def _run_table(runs: pd.DataFrame, pace: pd.Series) -> tuple[str, pd.DataFrame]:
@@ -97,7 +119,7 @@ def _run_table(runs: pd.DataFrame, pace: pd.Series) -> tuple[str, pd.DataFrame]:
         "model": ("{}", runs["model"]),
         "task": ("{}", runs["task"].map(task_title)),
         "method": ("{}", runs["setting"]),
-        "test": ("{:.1%}", runs["test"]),
+        "test": ("{}", runs.apply(_test_text, axis=1)),
         "seed": ("{:.0f}", runs["seed"]),
         "validation loss": ("{:.5g}", runs["best_dev_loss"]),
         "steps": ("{:.0f}", runs["steps"]),

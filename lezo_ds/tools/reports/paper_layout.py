@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from lezo_ds.recipes import paper
+from lezo_ds.tasks.metrics import REWARD
 from lezo_ds.tools.reports.experiments import task_title
 from lezo_ds.tools.reports.results_table import over_seeds
 
@@ -21,8 +22,8 @@ def score_table(runs: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         Columns model; method (with settings where they differ; also "majority class"); task; metric;
-        source ("runs" or "paper"); mean and sample standard deviation over seeds, in percent; runs (their
-        number). The paper's rows, for its models, follow the rows of the same method.
+        source ("runs" or "paper"); mean and sample standard deviation over seeds, in the unit of
+        `shown_unit`; runs (their number). The paper's rows, for its models, follow those of the same method.
     """
     done = runs[runs["finished"]]
     parts = [pd.DataFrame(columns=_COLUMNS)]
@@ -40,30 +41,52 @@ def score_table(runs: pd.DataFrame) -> pd.DataFrame:
 def paper_table(scores: pd.DataFrame) -> pd.DataFrame:
     """Return the scores of one model as texts: a row for each method, a column for each task.
 
-    If there are several tasks, a column "average" has the mean over all, "-" if one is missing.
+    If there are several tasks with scores in percent, a column "average" has the mean over all, "-" if one is
+    missing.
     """
     methods, found = scores["method"].unique(), scores["task"].unique()
     tasks = sorted(found, key=[*paper.PAPER_TASKS, *found].index)
-    texts = scores.assign(text=[score_text(*row) for row in scores[["mean", "deviation", "runs"]].to_numpy()])
+    values = zip(scores["mean"], scores["deviation"], scores["runs"], scores["metric"], strict=True)
+    texts = scores.assign(
+        text=[score_text(mean, spread, runs, metric=metric) for mean, spread, runs, metric in values]
+    )
     table = texts.pivot(index="method", columns="task", values="text").reindex(methods)[tasks].fillna("-")
-    if len(tasks) > 1:
+    if len(tasks) > 1 and scores["metric"].dropna().map(is_share).all():
         means = scores.pivot(index="method", columns="task", values="mean").mean(axis=1, skipna=False)
         table["average"] = means.map(lambda mean: "-" if pd.isna(mean) else score_text(mean))
     return table.rename(columns=task_title).rename_axis(columns=None).reset_index()
 
 
-def score_text(mean: float, deviation: float | None = None, runs: float | None = None) -> str:
-    """Return a score as "mean ± deviation (runs)", without what is missing."""
+def is_share(metric: str | None) -> bool:
+    """Return whether a metric, by its name, is a share, which reports show in percent. A reward is not."""
+    return metric != REWARD
+
+
+def shown_unit(metric: str | None) -> tuple[float, str]:
+    """Return the factor and the sign with which reports show a metric."""
+    return (100.0, "%") if is_share(metric) else (1.0, "")
+
+
+def score_text(
+    mean: float, deviation: float | None = None, runs: float | None = None, *, metric: str | None = None
+) -> str:
+    """Return a score, in the unit of `shown_unit`, as "mean ± deviation (runs)", without what is missing."""
+    digits = 1 if is_share(metric) else 3
     # 75.35 as a float lies just below itself, but the paper rounds it up.
-    spread = "" if deviation is None or pd.isna(deviation) else f" ± {deviation + 1e-9:.1f}"
-    return f"{mean + 1e-9:.1f}{spread}" + ("" if runs is None or pd.isna(runs) else f" ({runs:.0f})")
+    spread = "" if deviation is None or pd.isna(deviation) else f" ± {deviation + 1e-9:.{digits}f}"
+    return f"{mean + 1e-9:.{digits}f}{spread}" + ("" if runs is None or pd.isna(runs) else f" ({runs:.0f})")
 
 
 def layout_note(scores: pd.DataFrame) -> str:
     """Return what the numbers of the tables mean."""
     by_metric = scores.dropna(subset=["metric"]).groupby("metric", sort=False)["task"].unique()
-    measures = [f"{metric} of {', '.join(map(task_title, tasks))}" for metric, tasks in by_metric.items()]
-    note = f"Percent: {'; '.join(measures)}. Mean ± sample standard deviation over seeds (number of runs)."
+    measures = {
+        metric: f"{metric} of {', '.join(map(task_title, tasks))}" for metric, tasks in by_metric.items()
+    }
+    shares = "; ".join(text for metric, text in measures.items() if is_share(metric))
+    parts = [f"Percent: {shares}."] if shares else []
+    parts += [f"Not in percent: {text}." for metric, text in measures.items() if not is_share(metric)]
+    note = " ".join([*parts, "Mean ± sample standard deviation over seeds (number of runs)."])
     has_paper = (scores["source"] == "paper").any()
     return note + (" (paper): Wang et al. 2024, five seeds where there is a deviation." if has_paper else "")
 
@@ -87,13 +110,14 @@ def _markdown_table(frame: pd.DataFrame) -> str:
 def _measured(runs: pd.DataFrame, column: str) -> pd.DataFrame:
     """Return the rows of a column over the seeds of each setting."""
     summary = over_seeds(runs, ["model", "setting", "task", "metric"]).dropna(subset=[column])
+    factors = summary["metric"].map(lambda metric: shown_unit(metric)[0]).astype(float)
     return pd.DataFrame(
         {
             **summary[["model", "task", "metric", "runs"]],
             "method": summary["setting"],
             "source": "runs",
-            "mean": 100 * summary[column],
-            "deviation": 100 * summary[f"{column}_deviation"],
+            "mean": factors * summary[column],
+            "deviation": factors * summary[f"{column}_deviation"],
         }
     )[_COLUMNS]
 
