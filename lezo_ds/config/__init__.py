@@ -6,6 +6,7 @@ It imports nothing heavy, so that a wrong key is refused at once.
 from lezo_ds.config.algorithm import (
     checked_layer_policy,
     copies_per_pass,
+    forward_passes_per_step,
     make_estimator,
     make_layer_policy,
     make_schedule,
@@ -66,6 +67,7 @@ __all__ = [
     "described_task",
     "find_task",
     "flatten",
+    "forward_passes_per_step",
     "load_config",
     "load_yaml",
     "make_estimator",

@@ -10,6 +10,9 @@ from lezo_ds.zo.passes import passes_of_step
 from lezo_ds.zo.schedules import SCHEDULES, LearningRates
 from lezo_ds.zo.updates import UPDATE_RULES, UpdateRule
 
+PASSES_OF_BACKPROPAGATION = 3
+"""Forward passes that a step of AdamW counts as: its backward pass takes about the time of two."""
+
 
 def make_estimator(zo: ZoConfig) -> Estimator:
     """Return the estimator of a run.
@@ -84,6 +87,17 @@ def num_passes(config: RunConfig) -> int:
     num_micro_batches = config.train.batch_size // config.train.micro_batch_size
     num_probes = make_estimator(config.zo).num_probes
     return len(passes_of_step(num_micro_batches, num_probes, config.zo.probes_per_pass))
+
+
+def forward_passes_per_step(config: RunConfig) -> int:
+    """Return how many times a step runs its batch through the model, in units of a forward pass.
+
+    A zeroth-order step has one for each probe. A step of AdamW counts as `PASSES_OF_BACKPROPAGATION`. Other
+    methods have no steps: 0.
+    """
+    if config.method in ZEROTH_ORDER:
+        return make_estimator(config.zo).num_probes
+    return PASSES_OF_BACKPROPAGATION if config.method == "adamw" else 0
 
 
 def copies_per_pass(config: RunConfig) -> int:

@@ -16,14 +16,11 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from lezo_ds.config import ZEROTH_ORDER, make_estimator
+from lezo_ds.config import forward_passes_per_step
 from lezo_ds.errors import UserError
 from lezo_ds.files import write_atomically
 from lezo_ds.tools.reports.results_table import over_seeds
 from lezo_ds.tools.sweep import SweepRun, plan_sweep, results_frame, run_sweep
-
-PASSES_OF_BACKPROPAGATION = 3
-"""Forward passes that a step of AdamW counts as: its backward pass takes about the time of two."""
 
 logger = logging.getLogger(__name__)
 
@@ -170,10 +167,7 @@ class _Cell:
         rate, tried = self._best_rate()
         runs = [self._planned(rate, seed) for seed in self.study.seeds[: self.method.num_seeds]]
         found = over_seeds(self._done(runs), []).iloc[0]
-        config = runs[0].config
-        passes = make_estimator(config.zo).num_probes if config.method in ZEROTH_ORDER else 0
-        if config.method == "adamw":
-            passes = PASSES_OF_BACKPROPAGATION
+        passes = forward_passes_per_step(runs[0].config)
         return {
             "task": self.task,
             "method": self.method.name,

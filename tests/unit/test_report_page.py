@@ -153,6 +153,21 @@ def test_seeds_are_one_line_in_a_band_and_the_axes_end_where_the_data_ends(tmp_p
     assert over_time.layout.xaxis.range == (15, 45)
 
 
+def test_methods_are_compared_by_forward_passes_where_their_steps_have_different_numbers(tmp_path):
+    write_run(tmp_path / "two-sided")
+    assert "Validation loss over forward passes" not in figures_of(tmp_path)
+    write_run(tmp_path / "fzoo", "zo.estimator=fzoo", "zo.directions=8")
+    write_run(tmp_path / "adamw", "method=adamw")
+    plot = figures_of(tmp_path)["Validation loss over forward passes"]
+    lines = {line.name: list(line.x) for line in plot.data if line.showlegend is not False}
+    passes = {
+        "FT (AdamW)": 3,
+        "LeZO, estimator=fzoo,<br>directions=8": 9,
+        "LeZO, estimator=spsa,<br>directions=1": 2,
+    }
+    assert lines == {name: [10 * each, 20 * each, 30 * each] for name, each in passes.items()}
+
+
 def test_a_setting_has_one_color_in_all_figures(tmp_path):
     write_run(tmp_path / "adamw", "method=adamw")
     write_run(tmp_path / "lezo")
@@ -167,7 +182,8 @@ def test_a_setting_has_one_color_in_all_figures(tmp_path):
 
 def test_a_long_curve_is_drawn_as_means_of_consecutive_steps():
     steps = range(1, 4 * MAX_POINTS + 1)
-    long = pd.DataFrame({"step": steps, "loss": steps, "seconds": 0.0, "directory": "a", "setting": "LeZO"})
+    long = pd.DataFrame({"step": steps, "loss": steps, "directory": "a", "setting": "LeZO"})
+    long = long.assign(seconds=0.0, forward_passes=2 * long["step"])
     assert mean_curves(long, "loss")["mean"].tolist() == [4 * place + 2.5 for place in range(MAX_POINTS)]
 
 

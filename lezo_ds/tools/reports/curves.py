@@ -30,19 +30,20 @@ def read_metrics(runs: pd.DataFrame) -> pd.DataFrame:
         runs: of `name_experiments`.
 
     Returns:
-        A table with the columns directory, method and setting of the run; step; seconds since its start;
-        and, where a row has them, loss (of the training batch), dev_loss and dev_METRIC. A last line that a
-        crash cut short is left out; infinite values become NaN.
+        A table with the columns directory, method and setting of the run; step; forward_passes and seconds
+        since its start; and, where a row has them, loss (of the training batch), dev_loss and dev_METRIC. A
+        last line that a crash cut short is left out; infinite values become NaN.
     """
     names = ["directory", "method", "setting"]
-    empty = pd.DataFrame(columns=["step", "seconds", "loss", "dev_loss"], dtype=float)
+    empty = pd.DataFrame(columns=["step", "forward_passes", "seconds", "loss", "dev_loss"], dtype=float)
     parts = [empty.assign(**dict.fromkeys(names, ""))]
-    for run in runs[names].to_dict("records"):
+    for run, passes in zip(runs[names].to_dict("records"), runs["passes_per_step"], strict=True):
         try:
             text = (Path(run["directory"]) / "metrics.jsonl").read_text(encoding="utf-8")
             rows = pd.DataFrame(map(json.loads, text[: text.rfind("\n") + 1].splitlines()))
             values = rows.filter(regex="^(step|seconds|loss|dev_.*)$").astype(float)
-            parts.append(values.replace([np.inf, -np.inf], np.nan).assign(**run))
+            values = values.assign(forward_passes=passes * values["step"], **run)
+            parts.append(values.replace([np.inf, -np.inf], np.nan))
         except DAMAGE as error:
             problem = f"its metrics.jsonl cannot be read ({error})"
             logger.warning("warning: no curves: %s: %s", run["directory"], problem)
@@ -64,15 +65,16 @@ def mean_curves(metrics: pd.DataFrame, value: str) -> pd.DataFrame:
         value: the column to average.
 
     Returns:
-        Columns setting, step, seconds, mean and deviation (over seeds, missing for fewer than two), by
-        rising step. If there are more than `MAX_POINTS` steps, a row is the mean of consecutive ones.
+        Columns setting, step, forward_passes, seconds, mean and deviation (over seeds, missing for fewer than
+        two), by rising step. With more than `MAX_POINTS` steps, a row is the mean of consecutive ones.
     """
     known = metrics.dropna(subset=[value])
     width = np.ceil(known["step"].nunique() / MAX_POINTS)
     group = ((known["step"].rank(method="dense") - 1) // width).rename("group")
-    by_run = known.groupby(["setting", group, "directory"], sort=False)[["step", "seconds", value]].mean()
+    places = ["step", "forward_passes", "seconds"]
+    by_run = known.groupby(["setting", group, "directory"], sort=False)[[*places, value]].mean()
     curves = by_run.groupby(["setting", "group"], sort=False).agg(
-        step=("step", "mean"), seconds=("seconds", "mean"), mean=(value, "mean"), deviation=(value, "std")
+        **{place: (place, "mean") for place in places}, mean=(value, "mean"), deviation=(value, "std")
     )
     return curves.reset_index("setting").sort_values("step", kind="stable")
 

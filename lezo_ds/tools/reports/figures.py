@@ -51,6 +51,10 @@ def experiment_figures(runs: pd.DataFrame, all_runs: pd.DataFrame, metrics: pd.D
         "Validation loss over steps": _curves(metrics, "dev_loss", "step", colors),
         f"Validation {metric} over steps": _curves(metrics, f"dev_{metric}", "step", colors),
         "Training loss over steps": _curves(metrics, "loss", "step", colors),
+        # With the same number of forward passes in all steps, this figure would repeat the first.
+        "Validation loss over forward passes": _curves(metrics, "dev_loss", "forward_passes", colors)
+        if runs["passes_per_step"].nunique() > 1
+        else go.Figure(),
         "Validation loss over training time": _curves(metrics, "dev_loss", "minutes", colors),
         f"Test {metric} over sparsity": _scores_over(runs, "zo.sparsity"),
         f"Test {metric} over learning rate": _scores_over(all_runs[same], "zo.learning_rate"),
@@ -85,7 +89,7 @@ def _curves(metrics: pd.DataFrame, value: str, over: str, colors: Mapping[str, s
     plot = _draw(
         px.line,
         curves,
-        labels={"mean": label},
+        labels={"mean": label, "forward_passes": "forward passes of the batch"},
         x=over,
         y="mean",
         color="setting",

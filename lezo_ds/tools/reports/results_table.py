@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from lezo_ds.config import RESUME_MAY_DIFFER, config_to_dict, flatten, load_yaml
+from lezo_ds.config import RESUME_MAY_DIFFER, config_to_dict, flatten, forward_passes_per_step, load_yaml
 from lezo_ds.config.compatibility import recorded_config
 from lezo_ds.errors import UserError
 from lezo_ds.registry import names_code
@@ -31,7 +31,7 @@ MEASURED = [
 
 _COLUMNS = [
     *("directory", "model", "task", "method", "peft", "sparsity", "learning_rate"),
-    *(*SEEDS, "metric", *MEASURED, "world_size", "finished", "problem"),
+    *(*SEEDS, "passes_per_step", "metric", *MEASURED, "world_size", "finished", "problem"),
 ]
 
 _NOT_SETTINGS = (
@@ -81,6 +81,7 @@ def read_runs(directories: Iterable[Path]) -> pd.DataFrame:
     - method: LeZO that drops no block is "mezo";
     - sparsity: share of dropped blocks from 0 to 1, for lezo and mezo; learning_rate: of the method;
     - every key of config.yaml under its dotted name, such as "zo.perturbation_scale" (`method` as above);
+    - passes_per_step: forward passes of the batch in a step (see `forward_passes_per_step`);
     - from results.json: metric (name of the score); test, zero_shot and majority_class, from 0 to 1;
       best_dev_loss, best_step, steps, seconds, peak_memory_bytes, world_size;
     - finished: whether the run has ended and has a test score;
@@ -90,7 +91,7 @@ def read_runs(directories: Iterable[Path]) -> pd.DataFrame:
     """
     frame = pd.DataFrame([_read_run(Path(directory)) for directory in directories])
     frame = frame.reindex(columns=[*_COLUMNS, *(name for name in frame if name not in _COLUMNS)])
-    numbers = [*MEASURED, "sparsity", "learning_rate"]
+    numbers = [*MEASURED, "sparsity", "learning_rate", "passes_per_step"]
     frame = frame.astype(dict.fromkeys(numbers, float) | {"finished": bool})
     return frame.assign(zero_shot=_fill_zero_shot(frame))
 
@@ -145,7 +146,8 @@ def _read_run(directory: Path) -> dict[str, Any]:
     if not config.is_file():
         return row | {"problem": "not a run directory (it has no config.yaml)"}
     try:
-        row |= _config_columns(_recorded_config(config))
+        values = load_yaml(config.read_text(encoding="utf-8"))
+        row |= _config_columns(values, str(config))
         if not results.is_file():
             return row | {"problem": "no results yet (the run was killed, or is still going)"}
         return row | _result_columns(json.loads(results.read_text(encoding="utf-8")))
@@ -154,16 +156,14 @@ def _read_run(directory: Path) -> dict[str, Any]:
         return row | {"problem": f"damaged {file} ({type(error).__name__}: {' '.join(str(error).split())})"}
 
 
-def _recorded_config(path: Path) -> dict[str, Any]:
-    values = load_yaml(path.read_text(encoding="utf-8"))
+def _config_columns(values: dict[str, Any], where: str) -> dict[str, Any]:
+    passes: int | None = None
     try:
-        found = flatten(config_to_dict(recorded_config(values, str(path), written_by=None)))
+        recorded = recorded_config(values, where, written_by=None)
+        values, passes = config_to_dict(recorded), forward_passes_per_step(recorded)
     except UserError:
-        found = flatten(values)  # a later version made the run: show what it recorded
-    return {key: str(value) if isinstance(value, list) else value for key, value in found.items()}
-
-
-def _config_columns(config: Mapping[str, Any]) -> dict[str, Any]:
+        pass  # a later version made the run: show what it recorded
+    config = {key: str(value) if isinstance(value, list) else value for key, value in flatten(values).items()}
     method, sparsity, rate = config["method"], None, None
     if method in ("lezo", "mezo"):
         sparsity, rate = config.get("zo.sparsity"), config["zo.learning_rate"]
@@ -178,6 +178,7 @@ def _config_columns(config: Mapping[str, Any]) -> dict[str, Any]:
         "peft": config.get("peft.kind", "none"),
         "sparsity": None if sparsity is None else float(sparsity),
         "learning_rate": None if rate is None else float(rate),
+        "passes_per_step": passes,
     }
 
 
