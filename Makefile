@@ -6,6 +6,7 @@
 # make test-cluster  batch scripts, on a Slurm cluster and hosts made of namespaces (Linux, as root)
 # make soak          faults at length: some hours of kills, stops and full disks (Linux, as root)
 # make check         lint, format and types
+# make gpu           bits, speed, launches and memory on a GPU, in ten minutes (without one: the CPU, a tiny model)
 # make docs          the pages of docs/ as a site, in site/
 # make clean         remove the environment, caches and the demonstrations' runs
 #
@@ -30,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 # puts those that start processes first, so that the workers end at about the same time.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadscope --no-loadscope-reorder
 
-.PHONY: demo demo-offline test test-long test-all test-cluster soak check docs clean
+.PHONY: demo demo-offline test test-long test-all test-cluster soak gpu check docs clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python launch/demo.py
@@ -51,6 +52,9 @@ test-cluster: $(VENV)/.installed-dev
 
 soak: $(VENV)/.installed-dev
 	$(BIN)/python tests/soak.py
+
+gpu: $(VENV)/.installed-demo
+	$(BIN)/python launch/gpu.py
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

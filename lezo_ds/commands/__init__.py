@@ -17,6 +17,7 @@ COMMANDS: dict[str, str] = {
     "sweep": "run every combination of a grid",
     "study": "compare methods, each at its best learning rate",
     "benchmark": "time variants of a step against each other",
+    "gpu": "check bits, speed and memory on a GPU",
     "demo": "fine-tune a real model on two CPU ranks",
 }
 """What each command does, by its name."""

@@ -41,7 +41,7 @@ def run(arguments: Namespace, job: Job) -> None:
         distributed.on_rank_zero(
             lambda: table.append(out, table.to_frame([]))
         )  # a bad file is found before the work
-    origin = _origin()
+    origin = origin_columns()
     rows: list[Row] = []
     if arguments.noise:
         rows += measure_noise(job.dtype, arguments.noise, rounds=rounds, threads=threads)
@@ -69,7 +69,7 @@ def _open_inputs(described: Setting | RunConfig) -> Inputs:
     return RandomInputs(described) if isinstance(described, Setting) else RecipeInputs(described)
 
 
-def _origin() -> Row:
+def origin_columns() -> Row:
     """Return when, on what and by which command rows were measured."""
     ranks = distributed.world_size()
     launcher = ["python"] if ranks == 1 else ["deepspeed", "--num_gpus", str(ranks)]

@@ -93,7 +93,7 @@ class RandomInputs(Inputs):
                 dtype=setting.dtype,
                 partition_size=setting.partition_size,
             )
-        _fill_with_random_weights(engine)
+        fill_with_random_weights(engine)
         return engine
 
 
@@ -163,7 +163,7 @@ def _examples(workload: Workload) -> list[EncodedExample]:
     return examples
 
 
-def _fill_with_random_weights(engine: LezoEngine) -> None:
+def fill_with_random_weights(engine: LezoEngine) -> None:
     """Give the model weights as OPT initializes them, the same for all shardings."""
     noise = noise_backend(engine.device)
     for parameter in engine.weights.parameters:

@@ -1,0 +1,106 @@
+"""`lezo-ds gpu` on a CPU: it starts, all parts run, and what is wrong is found."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import pytest
+import torch
+from assets import REPOSITORY
+from commands import run_well
+from ranks import run_ranks
+
+from lezo_ds import distributed
+from lezo_ds.errors import LezoError
+from lezo_ds.noise.eager import EagerNoise
+from lezo_ds.tools.benchmark.random_inputs import RandomInputs
+from lezo_ds.tools.gpu_check import bits, check
+from lezo_ds.tools.gpu_check.rows import Row
+
+
+class NoiseWithAFault(EagerNoise):
+    def _draw(self, *arguments):
+        found = super()._draw(*arguments)
+        found[-1] += 2.0**-20
+        return found
+
+
+def test_all_parts_run_and_are_as_they_must_be(tmp_path):
+    gpu = [sys.executable, str(REPOSITORY / "launch" / "gpu.py")]
+    text = run_well([*gpu, "--out", tmp_path / "gpu", "--rounds", "1"]).out
+    found = json.loads((tmp_path / "gpu" / "gpu.json").read_text())
+    assert found["device"] == "cpu"
+    assert {"machine", "torch", "deepspeed", "lezo_ds", "date", "command"} <= found.keys()
+    sections = [row["section"] for row in found["rows"]]
+    assert list(dict.fromkeys(sections)) == ["noise", "engine", "noise speed", "steps", "memory", "launches"]
+    passed = {row["passed"] for row in found["rows"] if row["section"] in ("noise", "engine")}
+    assert passed == {True}
+    assert {row["variant"] for row in found["benchmark"] if row["measured"] == "step"} == set(
+        check.speed.VARIANTS
+    )
+    assert "WRONG" not in text
+    assert all(row["what"] in text for row in found["rows"])
+
+
+def test_a_wrong_bit_of_the_noise_is_found(monkeypatch):
+    monkeypatch.setattr(bits, "noise_backend", lambda _: NoiseWithAFault())
+    wrong = [row for row in bits.noise_rows(torch.device("cpu")) if not row.passed]
+    assert [row.what for row in wrong] == ["draw, normal", "draw, rademacher"]
+    assert wrong[0].found == "0 of 12 results equal"
+
+
+def rows_of_an_engine_that_sees_another_batch():
+    """Return what is found if the second step of the second run gets another token."""
+    real, calls = RandomInputs.batches, []
+
+    def batches(self, step):
+        calls.append(step)
+        (batch,) = real(self, step)
+        if len(calls) == 6:
+            batch.inputs["input_ids"][0, 0] += 1
+        return [batch]
+
+    RandomInputs.batches = batches
+    distributed.init_distributed()
+    return bits.engine_rows(check.setting_of("opt-tiny", "fp32", "sst2"))
+
+
+@pytest.mark.distributed
+def test_a_run_that_is_not_repeatable_is_found():
+    (rows,) = run_ranks(rows_of_an_engine_that_sees_another_batch, 1)
+    assert rows[0].passed is False
+    assert rows[0].found == "losses NOT EQUAL, weights NOT EQUAL"
+
+
+def fails():
+    raise RuntimeError("no such\nkernel")
+
+
+def hangs():
+    time.sleep(60)
+
+
+def finds():
+    return [Row("noise", "draw", "12 of 12 results equal", passed=True)], []
+
+
+def test_a_part_that_fails_or_hangs_does_not_end_the_others(monkeypatch, tmp_path, capsys):
+    parts = {"first": fails, "second": finds, "third": hangs, "fourth": finds}
+    monkeypatch.setattr(check, "sections", lambda *_: parts.items())
+    with pytest.raises(
+        LezoError, match="3 of 4 findings are not as they must be; the first is first: failed"
+    ):
+        check.run_check([], tmp_path, minutes=0.5, rounds=1)
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert [(row["section"], row["passed"]) for row in rows] == [
+        ("first", False),
+        ("noise", True),
+        ("third", False),
+        ("fourth", False),
+    ]
+    assert rows[0]["found"] == "failed: RuntimeError: no such kernel"
+    assert rows[2]["found"] == "not finished when the time was over"
+    assert rows[3]["found"] == "not run, because the time is over"
+    assert "WRONG" in capsys.readouterr().out
