@@ -337,14 +337,19 @@ class Run(ABC, Generic[E]):
         }
 
     def _peak_memory_bytes(self) -> int:
-        """Return the largest peak memory of any rank: of its GPU if it has one, otherwise of its process."""
+        """Return the largest peak memory of any rank: of its GPU if it has one, otherwise of its process.
+
+        A process that resumes a finished run takes less than the one that trained, so that one counts, too.
+        """
         engine = self.engine
-        peaks = torch.zeros(engine.world_size, dtype=torch.float64, device=engine.device)
+        peaks = torch.zeros(engine.world_size + 1, dtype=torch.float64, device=engine.device)
         if engine.device.type == "cuda":
             peaks[engine.global_rank] = torch.cuda.max_memory_allocated(engine.device)
         else:
             # Linux counts KiB.
             peaks[engine.global_rank] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if self.writes:
+            peaks[-1] = self.directory.earlier_peak_bytes()
         return int(max(distributed.sum_vector(peaks)))
 
 

@@ -156,6 +156,13 @@ class RunDirectory:
             path.parent.mkdir(exist_ok=True)
         _write(path, "".join(json.dumps(row) + "\n" for row in rows))
 
+    def earlier_peak_bytes(self) -> int:
+        """Return the peak memory that an earlier process of this run wrote to results.json, 0 if none."""
+        try:
+            return int(json.loads(self.results.read_text(encoding="utf-8"))["peak_memory_bytes"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0  # no earlier process ended, or its file is damaged and is written anew
+
     def write_results(self, results: dict[str, Any]) -> None:
         """Write results.json."""
         _write(self.results, json.dumps(results, indent=1) + "\n")
