@@ -20,7 +20,10 @@ from lezo_ds.tools.reports.results_table import RATES, over_seeds, settings_colu
 
 Figure = tuple[str, go.Figure]
 
-COLORS = ["#3b82f6", "#f0801f", "#22a35a", "#c14ed8", "#e0476a", "#0fa3b5", "#8b7cf6", "#a3812b"]
+COLORS = [
+    *("#3b82f6", "#f0801f", "#22a35a", "#c14ed8", "#e0476a", "#0fa3b5", "#8b7cf6", "#a3812b"),
+    *("#84cc16", "#94a3b8", "#f472b6", "#b45309"),
+]
 """Legible on white and on black; more curves take them again."""
 
 _HEIGHT, _ROW = 320, 22  # pixels: of a line chart, and of a row of its legend or a bar
