@@ -1,8 +1,8 @@
 """The training engine: a ZeRO-3 sharded model and the zeroth-order step on it (LeZO, Algorithm 1).
 
 A step has five parts. Rank 0 broadcasts its plan. Each rank runs its share of the forward passes. One
-all-reduce gives every loss to every rank. Rank 0 appends the record to the journal and syncs it. Each rank
-updates its own shards.
+all-reduce gives every loss to every rank. Rank 0 appends the record to the journal. Each rank updates its own
+shards, while a thread syncs the record.
 """
 
 from __future__ import annotations
@@ -89,8 +89,26 @@ class LezoEngine(ModelEngine):
         return other
 
     def attach_journal(self, journal: Journal | None) -> None:
-        """From now on, write each step to this journal before it is applied. Only rank 0 passes a journal."""
+        """From now on, write each step to this journal before it is applied. Only rank 0 passes a journal.
+
+        A step's record is on the disk before the next step is applied, and before a model is written.
+        `finish_records` waits for it. Shards on a disk are updated only after that.
+        """
         self._journal = journal
+
+    def finish_records(self) -> None:
+        """Wait until the records of all steps are on the disk. Call this before anything that relies on them.
+
+        Raises:
+            JournalError: the record of the last step cannot be written.
+        """
+        if self._journal is not None:
+            self._journal.sync()
+
+    def write_model(self, target: Path, card: str = "", journal: str | None = None) -> None:
+        """Write the model as `ModelEngine.write_model` does, after the records of its steps. A collective."""
+        self.finish_records()
+        super().write_model(target, card, journal)
 
     def passes_of_step(self, num_micro_batches: int) -> list[Pass]:
         """Return the forward passes of a step on all ranks together."""
@@ -116,7 +134,8 @@ class LezoEngine(ModelEngine):
             DesyncError: the ranks do not have the same settings, do not work on the same step or batch, or
                 had different results in the step before. All ranks raise. The step is not done, and earlier
                 steps that may be wrong are cut off the journal.
-            JournalError: the journal cannot be written. The step is not applied.
+            JournalError: the record of this step, or of the step before, cannot be written. The step is not
+                applied.
         """
         if not self._settings_agreed:
             self._agree_on_settings(len(batch))
@@ -126,10 +145,10 @@ class LezoEngine(ModelEngine):
         losses = self._local_losses(plan, batch, passes=mine, loss_function=loss_function)
         facts = self._facts(plan, batch)  # hashed while a GPU still runs the forward passes
         record = self._record(plan, batch, self._sum_losses(losses, facts))
-        # The journal comes first, as in any write-ahead log. After a crash, the replay then never lacks a
-        # step that some shard has already applied.
+        # The journal comes first, as in any write-ahead log. Weights in memory are gone after a power cut, so
+        # they need not wait for the disk: only what is on a disk must never be ahead of the journal.
         if self._journal is not None:
-            self._journal.append(record)
+            self._journal.append(record, wait=self._sharded.is_on_disk)
         self._records.append(record)
         self._apply(self._records, plan.step, plan.step + 1)
         self.global_steps += 1
@@ -282,6 +301,7 @@ class LezoEngine(ModelEngine):
     def _check_divergence(self, record: StepRecord) -> None:
         num_skipped = _trailing_skips(self._records)
         if num_skipped >= self._config.max_skipped_steps:
+            self.finish_records()
             raise DivergenceError(
                 "the loss was not finite, or an outlier, in "
                 f"zo.max_skipped_steps={num_skipped} steps in a row; "

@@ -61,6 +61,12 @@ class ShardedModel:
     ds_config: Mapping[str, Any]
     adapter: Adapter | None
 
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether DeepSpeed keeps the shards in files, which outlive the process."""
+        offload = self.ds_config["zero_optimization"].get("offload_param") or {}
+        return bool(offload.get("device") == "nvme")
+
     def write(self, target: Path, step: int, card: str = "", journal: str | None = None) -> None:
         """Write the model, or its adapter, to the directory `target`. A collective.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from lezo_ds import distributed
 from lezo_ds.config import RunConfig
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.errors import UserError
+from lezo_ds.files import sync
 from lezo_ds.journal import EvaluationRecord, Header, read_journal
 from lezo_ds.model.snapshots import SnapshotOwner, read_manifest, snapshot_path, snapshot_steps
 from lezo_ds.noise import NOISE_VERSION
@@ -115,6 +117,10 @@ def read_run(path: Path, overrides: tuple[str, ...] = ()) -> RecordedRun:
         owner = state.owner
     elif directory.journal.is_file():
         header, records = read_journal(directory.journal)
+        with suppress(OSError):  # a disk that cannot be written has nothing to sync
+            sync(
+                directory.journal
+            )  # what the caller writes must not outlive the last line of a running process
         steps = tuple(record for record in records if isinstance(record, StepRecord))
         evaluations = tuple(record for record in records if isinstance(record, EvaluationRecord))
         num_steps = len(steps)

@@ -121,6 +121,10 @@ class Run(ABC, Generic[E]):
         """Return the steps whose snapshots must not be removed."""
         return ()
 
+    def _finish_records(self) -> None:
+        """Wait until what the run has recorded is on the disk. A file that relies on it is written next."""
+        return
+
     def _close(self) -> None:
         """Close what `_open` opened."""
         return
@@ -144,6 +148,7 @@ class Run(ABC, Generic[E]):
                 finished, best = self._run_to_end()
             results = self._results(best, finished)
             if self.writes:
+                self._finish_records()
                 self.directory.write_results(results)
                 self.directory.stop_file.unlink(missing_ok=True)
                 self._close()
@@ -270,6 +275,7 @@ class Run(ABC, Generic[E]):
             logger.info("scoring %d test examples", len(examples.examples))
         result = self._score(examples)
         if self.writes and split == "test":
+            self._finish_records()
             rows = prediction_rows(self.data.test.examples, result.predicted)
             self.directory.write_predictions(at, rows)
         metric = self.data.task.metric

@@ -108,6 +108,9 @@ class ZerothOrderRun(Run[LezoEngine]):
     def _restore(self, step: int) -> None:
         self._load(step)
 
+    def _finish_records(self) -> None:
+        self.engine.finish_records()
+
     def _close(self) -> None:
         if self._journal is not None:
             self._journal.close()

@@ -63,7 +63,14 @@ class Injector:
             self._strike()
             return result
 
-        return operation
+        def noted_at_its_end(*arguments, **keywords):
+            result = operation(*arguments, **keywords)
+            path = _path_of(name, arguments, keywords)
+            if path.startswith(self._root + os.sep):
+                self._note("synced", os.path.relpath(path, self._root))
+            return result
+
+        return noted_at_its_end if name == "fsync" else operation
 
     def _note(self, name, relative):
         if self._log is not None:

@@ -1,12 +1,16 @@
+import errno
 import json
 import logging
 import math
+import os
 import random
+import re
 import struct
 import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import zlib
 from contextlib import contextmanager
 from dataclasses import replace
@@ -471,6 +475,78 @@ def test_a_write_cut_short_by_the_kernel_is_taken_back(path):
     _, records = read_journal(path)
     assert records == [step_record(step) for step in range(len(records))]
     assert path.stat().st_size > 20_001
+
+
+class SlowDisk:
+    """A disk whose syncs take until `go_on` is set, and then fail if `fails` is."""
+
+    def __init__(self, monkeypatch):
+        self.go_on, self.fails, self.num_started = threading.Event(), False, 0
+        self._sync = os.fsync
+        monkeypatch.setattr(os, "fsync", self._slow_sync)
+
+    def _slow_sync(self, descriptor):
+        self.num_started += 1
+        if threading.current_thread() is not threading.main_thread():
+            assert self.go_on.wait(60)
+            if self.fails:
+                raise OSError(errno.EIO, "Input/output error")
+        self._sync(descriptor)
+
+
+@pytest.mark.parametrize("following", ["append", "sync", "cut", "close"])
+def test_a_record_that_is_not_waited_for_is_written_at_once_and_synced_before_what_follows(
+    path, monkeypatch, following
+):
+    write_journal(path, [])
+    journal, disk = Journal.open(path), SlowDisk(monkeypatch)
+    journal.append(step_record(0), wait=False)
+    assert read_journal(path)[1] == [step_record(0)]
+    ended = threading.Event()
+
+    def follow():
+        actions = {
+            "append": lambda: journal.append(step_record(1), wait=False),
+            "sync": journal.sync,
+            "cut": lambda: journal.cut(0),
+            "close": journal.close,
+        }
+        actions[following]()
+        ended.set()
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    assert not ended.wait(0.3)
+    assert len(read_journal(path)[1]) == 1 and disk.num_started == 1
+    disk.go_on.set()
+    assert ended.wait(60)
+    thread.join()
+    journal.close()
+    assert len(read_journal(path)[1]) == {"append": 2, "cut": 0}.get(following, 1)
+
+
+@pytest.mark.parametrize("following", ["append", "sync", "close"])
+def test_a_record_that_cannot_be_synced_is_taken_back_and_can_be_appended_again(path, monkeypatch, following):
+    write_journal(path, [step_record(0)])
+    whole = path.read_bytes()
+    journal, disk = Journal.open(path), SlowDisk(monkeypatch)
+    disk.fails = True
+    disk.go_on.set()
+    journal.append(step_record(1), wait=False)
+    error = f"{path} cannot be written: Input/output error; last good step: 0; fix: free space"
+    with pytest.raises(JournalError, match=re.escape(error)):
+        {"append": lambda: journal.append(step_record(2)), "sync": journal.sync, "close": journal.close}[
+            following
+        ]()
+    assert path.read_bytes() == whole
+    assert journal.records == (step_record(0),)
+    if following == "close":
+        return
+    disk.fails = False
+    journal.append(step_record(1), wait=False)
+    journal.append(step_record(2), wait=False)
+    journal.close()
+    assert read_journal(path)[1] == [step_record(step) for step in range(3)]
 
 
 APPEND_FOREVER = """

@@ -1,16 +1,17 @@
 """The journal: a write-ahead log from which the weights after every step can be rebuilt.
 
 A zeroth-order update is lr * g * z, and z is a pure function of a key (MeZO, Malladi et al. 2023, section
-2.1), so one short line per step is the whole training state besides the base weights. Rank 0 writes and syncs
-the line before any rank applies the update, so a crash loses no accepted step.
+2.1), so one short line per step is the whole training state besides the base weights. Rank 0 writes the line
+of a step before it applies the update, so a killed process loses no step that it applied. A power cut loses
+what is not synced, which is at most the last line (see `Journal.append`).
 
 The file is JSON lines: ASCII, sorted keys, the header first. Each line ends with the member "crc": eight
 hexadecimal digits of the CRC-32 of the line without that member, started from the crc of the previous line (0
 for the header). The checksums form a chain, so a changed, missing, repeated or moved line is noticed.
 
 A write that a crash cut short leaves a last line without its newline (or NUL bytes after a power cut). Such a
-line is dropped, because its step was never applied. Any other damage is an error. It is never repaired by a
-guess.
+line is dropped, because nothing on the disk depends on its step. Any other damage is an error. It is never
+repaired by a guess.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from lezo_ds.errors import JournalError, UserError
 from lezo_ds.files import write_atomically
+from lezo_ds.journal.background_sync import BackgroundSync
 from lezo_ds.zo.records import StepRecord, check_finite
 
 FORMAT_VERSION = 1
@@ -100,6 +102,8 @@ class Journal:
         self._descriptor = descriptor
         self._inode = os.fstat(descriptor).st_ino
         self._content = content
+        self._syncing = BackgroundSync(descriptor)
+        self._synced = content.end, content.crc
 
     @classmethod
     def create(cls, path: Path, header: Header) -> Self:
@@ -155,14 +159,21 @@ class Journal:
         """All records, oldest first."""
         return tuple(self._content.records)
 
-    def append(self, record: JournalRecord) -> None:
-        """Write one record and sync it. After this returns, no crash loses the record.
+    def append(self, record: JournalRecord, *, wait: bool = True) -> None:
+        """Write one record. At most one record, the last one, is ever written and not yet synced.
+
+        Args:
+            record: the next step, or an evaluation.
+            wait: whether to wait until the record is synced, so that no crash loses it. Otherwise a thread
+                syncs it while the caller goes on. A power cut may then lose it, but not one before it.
 
         Raises:
             ValueError: a step that is not the next one, or an evaluation of a step not yet taken.
-            JournalError: the record cannot be written, for example because the disk is full or another
-                process changed the file. The file still ends with the previous record.
+            JournalError: the record, or the one before it, cannot be written or synced, for example because
+                the disk is full or another process changed the file. The file ends with the last record that
+                was synced.
         """
+        self.sync()
         content = self._content
         _check_order(record, content.num_steps)
         line, crc = _encode_line(record, content.crc)
@@ -172,6 +183,24 @@ class Journal:
         except OSError as error:
             raise _write_error(self._path, error, content.num_steps) from error
         content.add(record, content.end + len(line), crc)
+        self._syncing.start()
+        if wait:
+            self.sync()
+
+    def sync(self) -> None:
+        """Wait until every record is synced. After this returns, no crash loses any of them.
+
+        Raises:
+            JournalError: the last record cannot be synced. It is taken back.
+        """
+        content = self._content
+        try:
+            self._syncing.wait()
+        except OSError as error:
+            content.remove_last(*self._synced)
+            self._take_back()
+            raise _write_error(self._path, error, content.num_steps) from error
+        self._synced = content.end, content.crc
 
     def cut(self, num_steps: int) -> None:
         """Keep the first steps and the evaluations up to them. Move the rest to `<name>.damaged`.
@@ -184,6 +213,7 @@ class Journal:
         Raises:
             JournalError: as for `append`.
         """
+        self.sync()
         num_kept = 0
         for record in self._content.records:
             if record.step + isinstance(record, StepRecord) > num_steps:
@@ -204,10 +234,20 @@ class Journal:
         except OSError as error:
             raise _write_error(self._path, error, self._content.num_steps) from error
         self._content = _parse(self._path, data[:end])
+        self._synced = self._content.end, self._content.crc
 
     def close(self) -> None:
-        """Close the file. The records stay readable, but nothing can be appended."""
-        if self._descriptor >= 0:
+        """Sync and close the file. The records stay readable, but nothing can be appended.
+
+        Raises:
+            JournalError: as for `sync`. The file is closed.
+        """
+        if self._descriptor < 0:
+            return
+        try:
+            self.sync()
+        finally:
+            self._syncing.close()
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -228,17 +268,20 @@ class Journal:
             )
 
     def _write(self, line: bytes) -> None:
-        """Write and sync a line. On an OSError, leave the file as it was."""
+        """Write a line. On an OSError, leave the file as it was."""
         try:
             rest = line
             while rest:  # on a full disk, the first write may be partial; the next one raises the error
                 rest = rest[os.write(self._descriptor, rest) :]
-            os.fsync(self._descriptor)
         except OSError:
-            with suppress(OSError):  # if this fails too, the next `open` drops the torn line
-                os.ftruncate(self._descriptor, self._content.end)
-                os.fsync(self._descriptor)
+            self._take_back()
             raise
+
+    def _take_back(self) -> None:
+        """Remove what was written after the valid records."""
+        with suppress(OSError):  # if this fails too, the next `open` drops a torn line
+            os.ftruncate(self._descriptor, self._content.end)
+            os.fsync(self._descriptor)
 
 
 def read_journal(path: Path) -> tuple[Header, list[JournalRecord]]:
@@ -294,6 +337,10 @@ class _Content:
     def add(self, record: JournalRecord, end: int, crc: int) -> None:
         self.records.append(record)
         self.num_steps += isinstance(record, StepRecord)
+        self.end, self.crc = end, crc
+
+    def remove_last(self, end: int, crc: int) -> None:
+        self.num_steps -= isinstance(self.records.pop(), StepRecord)
         self.end, self.crc = end, crc
 
 
