@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,17 @@ _ONLY_VALUES: tuple[tuple[str, tuple[object, ...], str], ...] = (
 )
 """Keys, the values that they may have (the first is the default), and the problem with other values."""
 
+_HOST_STALLS: tuple[tuple[str, Callable[[object], bool], str], ...] = (
+    ("zero_optimization.overlap_comm", operator.not_, "a gather waits for the computation before it"),
+    ("zero_optimization.stage3_prefetch_bucket_size", operator.not_, "no weight is gathered ahead"),
+    ("zero_optimization.prefetch_bucket_size", operator.not_, "no weight is gathered ahead"),
+    ("zero_optimization.offload_param.pin_memory", operator.not_, "each copy from the host is waited for"),
+    ("wall_clock_breakdown", bool, "each forward pass is waited for"),
+    ("comms_logger.enabled", bool, "each message is waited for"),
+    ("flops_profiler.enabled", bool, "each forward pass is waited for"),
+)
+"""Keys, the values of them with which the host waits for the GPU, and for what (DeepSpeed 0.19.8)."""
+
 
 def load_ds_config(
     path: str | Path | None, dtype: str, world_size: int, micro_batch_size: int
@@ -194,6 +206,25 @@ def warn_of_idle_keys(ds_config: Mapping[str, Any]) -> None:
     if idle:
         text = "keys in the DeepSpeed JSON without effect, because this method computes no gradients: %s"
         logger.warning(text, ", ".join(idle))
+
+
+def warn_of_host_stalls(ds_config: Mapping[str, Any]) -> None:
+    """Log one warning that names the keys which make the host wait for a GPU, if there are any.
+
+    Args:
+        ds_config: as `load_ds_config` returns it.
+    """
+    flat = flatten(ds_config)
+    if _section(ds_config, "zero_optimization.offload_param").get("device", "none") != "none":
+        flat.setdefault("zero_optimization.offload_param.pin_memory", False)  # DeepSpeed's default
+    stalls = [
+        f"{key} {json.dumps(flat[key])} ({what})"
+        for key, is_stall, what in _HOST_STALLS
+        if key in flat and is_stall(flat[key])
+    ]
+    if stalls:
+        text = "keys in the DeepSpeed JSON that make the host wait, and a step slower: %s"
+        logger.warning(text, "; ".join(stalls))
 
 
 def _section(config: Mapping[str, Any], section: str) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """The process group: how ranks join it, the device of each rank, and the scalars that ranks exchange."""
 
 from lezo_ds.distributed.accelerator import device, local_rank
+from lezo_ds.distributed.arithmetic import arithmetic_facts
 from lezo_ds.distributed.collectives import (
     barrier,
     broadcast_bytes,
@@ -23,6 +24,7 @@ from lezo_ds.distributed.start import (
 )
 
 __all__ = [
+    "arithmetic_facts",
     "barrier",
     "broadcast_bytes",
     "broadcast_object",

@@ -15,6 +15,7 @@ from torch.distributed import DistError
 
 from lezo_ds.distributed import heartbeat, rendezvous
 from lezo_ds.distributed.accelerator import adapt_to_cpu, take_device
+from lezo_ds.distributed.arithmetic import fix_arithmetic
 
 # Phrases that occur in gloo's errors and in no others. gloo raises a plain RuntimeError (torch 2.13).
 _LOST = re.compile(
@@ -25,7 +26,7 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PO
 
 
 def init_distributed(timeout_seconds: int = 1800) -> None:
-    """Join the process group. A second call does nothing.
+    """Join the process group, with the arithmetic of `fix_arithmetic`. A second call does nothing.
 
     The `deepspeed` launcher and torchrun set RANK and the other variables. For srun they are derived from
     SLURM_*, and for mpirun mpi4py provides them. A process that none of these started is the only rank.
@@ -36,6 +37,7 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
     Raises:
         UserError: this rank has no GPU of its own, or rank 0 cannot listen on MASTER_ADDR and MASTER_PORT.
     """
+    fix_arithmetic()
     if comm.is_initialized():
         return
     adapt_to_cpu()

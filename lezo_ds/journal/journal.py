@@ -23,7 +23,7 @@ import shlex
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
 from typing import Any, Self, get_args, get_origin, get_type_hints
@@ -76,6 +76,8 @@ class Header:
         parameter_table_hash: hash of the parameters' names, ids and shapes.
         config: the whole config of the run, with JSON's types (tuples become lists).
         libraries: library versions by name.
+        arithmetic: what else decides the last bits of the numbers, by name, such as the model of the GPU. It
+            is empty in journals of earlier versions. Another machine may resume, so it only serves warnings.
         format_version: version of the file format.
 
     Raises:
@@ -87,6 +89,7 @@ class Header:
     parameter_table_hash: str
     config: dict[str, Any]
     libraries: dict[str, str]
+    arithmetic: dict[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -429,6 +432,8 @@ def _fields_of(item: Header | JournalRecord) -> dict[str, Any]:
         fields = {_STORED_NAMES.get(name, name): value for name, value in fields.items()}
         if not item.layer_weights:  # older versions do not know this field
             del fields["layer_weights"]
+    if isinstance(item, Header) and not item.arithmetic:  # likewise; the checksum of their headers stays
+        del fields["arithmetic"]
     return fields
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lezo_ds import distributed
 from lezo_ds.config import RunConfig, config_to_dict, flatten
 from lezo_ds.config.compatibility import recorded_config
 from lezo_ds.data.task_data import TaskData
@@ -52,6 +53,7 @@ def make_header(config: RunConfig, data: TaskData, fingerprint: str, parameter_t
         parameter_table_hash=parameter_table,
         config={**_recorded_keys(config), **inputs},
         libraries=library_versions(),
+        arithmetic=distributed.arithmetic_facts(distributed.device()),
     )
 
 
@@ -75,7 +77,8 @@ def config_of(header: Header, run_dir: Path, overrides: Sequence[str] = ()) -> R
 def assert_same_run(recorded: Header, ours: Header, run_dir: Path, may_differ: Collection[str]) -> None:
     """Refuse to continue a run with another model, noise, data or configuration than it was started with.
 
-    Other library versions only cause a warning. So does an input that an earlier version did not record.
+    Other library versions and another processor only cause a warning. So does an input that an earlier
+    version did not record.
 
     Args:
         recorded: header of the run, which this version or an earlier one wrote.
@@ -108,7 +111,10 @@ def assert_same_run(recorded: Header, ours: Header, run_dir: Path, may_differ: C
             expected=old,
             fix="use the inputs that the journal was started with, or another run directory",
         )
-    for key, old, new in _differences(recorded.libraries, ours.libraries):
+    changed = _differences(recorded.libraries, ours.libraries)
+    if recorded.arithmetic:
+        changed += _differences(recorded.arithmetic, ours.arithmetic)
+    for key, old, new in changed:
         logger.warning("%s was %s when the journal was started and is %s now", key, old, new)
 
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import deepspeed
@@ -167,16 +168,27 @@ def shard_model(model: nn.Module, ds_config: Mapping[str, Any], partition_size: 
 
 @functools.cache
 def _partition_group(partition_size: int) -> Any:  # noqa: ANN401
-    """Return this rank's shard group: `partition_size` consecutive ranks. A collective on its first call."""
+    """Return this rank's shard group: `partition_size` consecutive ranks. A collective on its first call.
+
+    Every rank makes its own group only. A thousand ranks would otherwise make a thousand groups each.
+    """
     world_size, rank = comm.get_world_size(), comm.get_rank()
     if partition_size == world_size:
         return comm.get_world_group()
-    starts = range(0, world_size, partition_size)
-    # A new group has torch's default timeout, not the timeout of the world group. torch 2.13 has no public
-    # method that returns the latter.
-    timeout = dist.group.WORLD._get_backend(device()).options._timeout  # type: ignore[union-attr]
-    groups = [dist.new_group(range(start, start + partition_size), timeout=timeout) for start in starts]
-    return groups[rank // partition_size]
+    start = rank - rank % partition_size
+    ranks = range(start, start + partition_size)
+    # MPI cannot make a group without the other ranks. DeepSpeed uses NCCL on GPUs and gloo on CPUs.
+    return dist.new_group(ranks, timeout=_world_timeout(), use_local_synchronization=True)
+
+
+def _world_timeout() -> timedelta | None:
+    """Return how long a message of all ranks waits; None, torch's default, if torch does not tell.
+
+    A new group has torch's default timeout, not that of the world group. torch 2.13 has no public method that
+    returns the latter, and its fake process group has none.
+    """
+    backend = dist.group.WORLD._get_backend(device())  # type: ignore[union-attr]
+    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def sharded_parameters(

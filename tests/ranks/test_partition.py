@@ -39,6 +39,19 @@ def test_a_group_waits_as_long_for_its_ranks_as_all_do():
     assert run_ranks(_timeouts, 2) == [[77, 77], [77, 77]]
 
 
+def _groups_of(partition_size):
+    distributed.init_distributed()
+    before = set(torch.distributed.distributed_c10d._world.pg_map)
+    group = zero3._partition_group(partition_size)
+    made = set(torch.distributed.distributed_c10d._world.pg_map) - before
+    return torch.distributed.get_process_group_ranks(group), len(made)
+
+
+def test_a_rank_makes_no_group_but_its_own():
+    assert run_ranks(_groups_of, 4, 1) == [([rank], 1) for rank in range(4)]
+    assert run_ranks(_groups_of, 4, 2) == [([0, 1], 1), ([0, 1], 1), ([2, 3], 1), ([2, 3], 1)]
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "partition_size", "dtype"),
     [(2, 1, "fp32"), (4, 2, "bf16"), pytest.param(4, 1, "fp32", marks=pytest.mark.long)],

@@ -13,7 +13,14 @@ from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, get_zero_config
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig
 
-from lezo_ds.ds_config import _KEYS, _ONLY_WITH_GRADIENTS, load_ds_config, warn_of_idle_keys
+from lezo_ds.ds_config import (
+    _HOST_STALLS,
+    _KEYS,
+    _ONLY_WITH_GRADIENTS,
+    load_ds_config,
+    warn_of_host_stalls,
+    warn_of_idle_keys,
+)
 from lezo_ds.errors import UserError
 
 DS_CONFIGS = sorted((REPOSITORY / "ds_configs").glob("*.json"))
@@ -203,6 +210,36 @@ def test_keys_without_an_effect_are_named_in_one_warning(tmp_path, caplog):
 def test_a_shipped_json_has_no_key_without_an_effect(path, caplog):
     warn_of_idle_keys(load_ds_config(path, "fp16" if "fp16" in path.stem else "bf16", 2, 8))
     assert caplog.records == []
+
+
+def test_keys_that_make_the_host_wait_are_named_with_what_it_waits_for(tmp_path, caplog):
+    path = write_json(
+        tmp_path,
+        zero_optimization={"stage": 3, "overlap_comm": False, "offload_param": {"device": "cpu"}},
+        comms_logger={"enabled": True},
+        wall_clock_breakdown=False,
+    )
+    warn_of_host_stalls(load_ds_config(path, "bf16", 2, 8))
+    assert [record.message for record in caplog.records] == [
+        "keys in the DeepSpeed JSON that make the host wait, and a step slower: "
+        "zero_optimization.overlap_comm false (a gather waits for the computation before it); "
+        "zero_optimization.offload_param.pin_memory false (each copy from the host is waited for); "
+        "comms_logger.enabled true (each message is waited for)"
+    ]
+
+
+@pytest.mark.parametrize("path", [path for path in DS_CONFIGS if path.stem != "zero3_cpu"], ids=str)
+def test_a_shipped_json_for_gpus_makes_no_host_wait(path, caplog):
+    warn_of_host_stalls(load_ds_config(path, "fp16" if "fp16" in path.stem else "bf16", 2, 8))
+    warn_of_host_stalls(load_ds_config(None, "bf16", 2, 8))
+    assert caplog.records == []
+
+
+def test_keys_that_make_the_host_wait_are_deepspeeds():
+    for key, _, _ in _HOST_STALLS:
+        section, _, name = key.rpartition(".")
+        if section in _KEYS:
+            assert any(name in names.split() for names in _KEYS[section].values()), key
 
 
 DEEP = '{"csv_monitor": ' + "[" * 200_000 + "]" * 200_000 + "}"

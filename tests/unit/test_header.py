@@ -120,6 +120,14 @@ def test_keys_that_may_differ_and_library_versions_may_differ(caplog):
     assert caplog.messages == ["torch was absent when the journal was started and is '2.14.0' now"]
 
 
+def test_another_processor_may_resume_with_a_warning_unless_the_first_is_not_recorded(caplog):
+    ours = replace(RECORDED, arithmetic={"processor": "H200", "TF32": "off"})
+    check(ours)
+    assert caplog.messages == []
+    check(ours, recorded=replace(RECORDED, arithmetic={"processor": "H100", "TF32": "off"}))
+    assert caplog.messages == ["processor was 'H100' when the journal was started and is 'H200' now"]
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_number_of_steps_may_differ_unless_the_learning_rate_depends_on_it(schedule):
     key = f"zo.lr_schedule={schedule}"

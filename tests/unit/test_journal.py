@@ -121,6 +121,12 @@ def test_the_lines_of_format_1_never_change(path):
     ]
 
 
+def test_a_header_has_the_arithmetic_if_it_is_known(path):
+    known = replace(HEADER, arithmetic={"processor": "a GPU"})
+    assert b'{"arithmetic":{"processor":"a GPU"},' in write_journal(path, [], known)
+    assert read_journal(path)[0] == known
+
+
 def test_a_reopened_journal_continues_the_chain_of_an_uninterrupted_one(tmp_path):
     records = some_records(9)
     whole = write_journal(tmp_path / "whole", records)

@@ -15,7 +15,7 @@ from lezo_ds.config import (
     checked_layer_policy,
 )
 from lezo_ds.data.task_data import TaskData, load_task_data
-from lezo_ds.ds_config import load_ds_config, warn_of_idle_keys
+from lezo_ds.ds_config import load_ds_config, warn_of_host_stalls, warn_of_idle_keys
 from lezo_ds.errors import HubError
 from lezo_ds.runs.tracking import check_trackers
 from lezo_ds.sharding.checkpoint_files import resolve_model
@@ -45,6 +45,8 @@ def describe_plan(config: RunConfig, world_size: int) -> str:
     ds_config = load_ds_config(config.deepspeed, config.model.dtype, world_size, micro_batch_size)
     if config.method != "adamw":
         warn_of_idle_keys(ds_config)
+    if distributed.device().type != "cpu":
+        warn_of_host_stalls(ds_config)
     trained: str = config.peft.kind if config.peft.kind != "none" else "all weights"
     if config.method in ZEROTH_ORDER and config.zo.only_blocks:
         trained += " of the blocks"
