@@ -122,11 +122,13 @@ class Objective:
         loss: function (logits or answers, batch) -> summed loss of each example, float [examples]. The
             batch's weight is the number of terms in all these sums.
         is_reward: whether the loss is minus a reward that a function of the user's gives.
+        num_terms: function (example) -> its part of the batch's weight.
     """
 
     build_batch: Callable[[Sequence[EncodedExample], int], MicroBatch] | None
     loss: ObjectiveFunction
     is_reward: bool = False
+    num_terms: Callable[[EncodedExample], int] = lambda _: 1
 
     @property
     def reads_answers(self) -> bool:
@@ -138,7 +140,11 @@ def training_objective(kind: TaskKind) -> Objective:
     """Return the objective with which MeZO trains a kind of task."""
     if kind == "classification":
         return Objective(candidate_batch, classification_loss)
-    return Objective(teacher_forcing_batch, teacher_forcing_loss)
+    return Objective(teacher_forcing_batch, teacher_forcing_loss, num_terms=_num_gold_tokens)
+
+
+def _num_gold_tokens(example: EncodedExample) -> int:
+    return len(example.targets(example.gold))
 
 
 def f1_loss(answers: Sequence[str], batch: MicroBatch) -> Tensor:

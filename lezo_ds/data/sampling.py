@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 
@@ -37,6 +39,7 @@ def batch_indices(seed: int, step: int, num_examples: int, batch_size: int) -> l
     return batch
 
 
+@lru_cache(maxsize=2)  # a step reads at most two epochs, unless a batch is larger than the training set
 def _permutation(seed: int, epoch: int, num_examples: int) -> np.ndarray:
     # NumPy guarantees the raw words of Philox4x64 (Salmon et al. 2011) across versions, but not the result
     # of Generator.permutation. Sorting the words gives a permutation that never changes.

@@ -6,8 +6,10 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,6 +45,7 @@ from lezo_ds.data.records import (
 from lezo_ds.data.sampling import batch_indices
 from lezo_ds.errors import UserError
 from lezo_ds.model.batch import GenerationSettings, MicroBatch
+from lezo_ds.model.step_batch import StepBatch
 from lezo_ds.sharding.checkpoint_files import load_model_config, resolve_model
 from lezo_ds.tasks.base import Example, Record, Task
 from lezo_ds.tasks.metrics import REWARD
@@ -117,26 +120,44 @@ class TaskData:
 
     def batch(self, config: RunConfig, step: int) -> list[MicroBatch]:
         """Return the micro-batches of a step, which depend on the seed and the step only."""
-        drawn = self.step_rows(config, step)
+        return list(self.step_batch(config, step))
+
+    def step_batch(self, config: RunConfig, step: int) -> StepBatch:
+        """Return the micro-batches of `batch`, each of which is laid out when it is read."""
+        drawn = np.array(self.step_rows(config, step))
         # Sorting by length first reduces padding: a micro-batch is padded to its longest example. It also
         # gives the ranks, which take micro-batches in turn, similar amounts of work at a time.
-        rows = sorted(drawn, key=lambda row: (self._num_tokens(row), row))
+        rows = drawn[np.lexsort((drawn, self._lengths[drawn]))]
         size = config.train.micro_batch_size
-        parts = [rows[begin : begin + size] for begin in range(0, len(rows), size)]
+        weights = np.add.reduceat(self._num_terms[rows], np.arange(0, len(rows), size))
         if self.objective.reads_answers:
-            return [self._answer_batch(config, step, part) for part in parts]
-        batches = [self.objective_batch(self.train, part) for part in parts]
-        return [pack(batch) for batch in batches] if self.packed else batches
+            weights *= config.generation.num_samples
+
+        def build(index: int) -> MicroBatch:
+            part: list[int] = rows[index * size : (index + 1) * size].tolist()
+            if self.objective.reads_answers:
+                return self._answer_batch(config, step, part)
+            batch = self.objective_batch(self.train, part)
+            return pack(batch) if self.packed else batch
+
+        return StepBatch(weights.tolist(), build, content=rows.tobytes())
 
     def step_rows(self, config: RunConfig, step: int) -> list[int]:
         """Return the indices in `train` of a step's examples, in the order in which they are drawn."""
         num_examples = len(self.train.examples)
         return batch_indices(config.seed, step, num_examples=num_examples, batch_size=config.train.batch_size)
 
-    def _num_tokens(self, row: int) -> int:
+    @cached_property
+    def _lengths(self) -> np.ndarray:
+        """int64 [training examples], the tokens that a forward pass runs for each."""
         if self.objective.build_batch is None:
-            return len(self.train.prompts[row])
-        return self.train.encoded[row].num_tokens
+            return np.array([len(ids) for ids in self.train.prompts])
+        return np.array([example.num_tokens for example in self.train.encoded])
+
+    @cached_property
+    def _num_terms(self) -> np.ndarray:
+        """int64 [training examples], the weight of each in its micro-batch."""
+        return np.array([self.objective.num_terms(example) for example in self.train.encoded])
 
     def objective_batch(self, split: EncodedSplit, rows: Sequence[int]) -> MicroBatch:
         """Lay out some examples of a split for the objective."""

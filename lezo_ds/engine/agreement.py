@@ -3,23 +3,31 @@
 Ranks exchange only scalars (LeZO, Algorithm 1). A rank with another batch, seed or projected gradient would
 therefore train another model without any error. Each rank states the facts of its work, and a hash of the
 facts goes into the all-reduce of the losses. The sums of the hash numbers show whether all hashes are equal.
+
+No rank lays out the whole batch. All ranks state what it is made of. Each share of it is laid out and hashed
+by two ranks, the one that runs it and another one: one adds the hash, the other subtracts it, and the sum
+shows whether they agree. At the next step it is another pair, so any two ranks meet.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from lezo_ds.errors import DesyncError
 from lezo_ds.model.batch import MicroBatch
+from lezo_ds.model.step_batch import StepBatch
 
 Facts = Mapping[str, str]
 """What a rank works on at a step, by the names that error messages use."""
 
+BATCH = "batch"
+
 _PART_BITS = 20
+_SHARE_BITS = 40  # float64 holds the sum of such numbers of 8192 ranks exactly
 _MOST_SHOWN = 4
 
 
@@ -48,8 +56,43 @@ def all_agree(sums: Sequence[float], num_ranks: int) -> bool:
     return all(num_ranks * square == number * number for number, square in zip(numbers, squares, strict=True))
 
 
-def batch_digest(batch: Sequence[MicroBatch]) -> str:
-    """Return a hash of all tensors in a step's micro-batches and of the weights of the micro-batches."""
+def batch_facts(batch: StepBatch) -> dict[str, str]:
+    """Return what a rank can state of a step's batch without laying it out."""
+    digest = hashlib.blake2b(batch.content, digest_size=8)
+    digest.update(repr(list(batch.weights)).encode())
+    return {BATCH: digest.hexdigest()}
+
+
+def watched_rank(rank: int, num_ranks: int, step: int) -> int:
+    """Return the rank whose share of the batch this rank hashes, too. Each rank is watched by one other.
+
+    >>> [[watched_rank(rank, 3, step) for rank in range(3)] for step in range(2)]
+    [[1, 2, 0], [2, 0, 1]]
+    """
+    return (rank + 1 + step % max(1, num_ranks - 1)) % num_ranks
+
+
+def share_number(batch: StepBatch, mine: Iterable[int], watched: Iterable[int]) -> float:
+    """Return the hash of a rank's own share of a batch, minus that of the share that it watches.
+
+    Args:
+        batch: of the step.
+        mine: indices of the micro-batches in this rank's share.
+        watched: those in the share of its `watched_rank`.
+
+    Returns:
+        A whole number in (-2**40, 2**40). The sum over all ranks is 0 if each share has the same hash on both
+        of its ranks.
+    """
+
+    def number(share: Iterable[int]) -> int:
+        return int(batch_digest([batch[index] for index in share]), 16) >> 64 - _SHARE_BITS
+
+    return float(number(mine) - number(watched))
+
+
+def batch_digest(batch: Iterable[MicroBatch]) -> str:
+    """Return a hash of all tensors in micro-batches and of the weights of the micro-batches."""
     digest = hashlib.blake2b(digest_size=8)
     for micro_batch in batch:
         digest.update(repr(micro_batch.weight).encode())

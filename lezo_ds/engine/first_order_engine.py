@@ -21,13 +21,13 @@ from transformers import get_linear_schedule_with_warmup
 from lezo_ds import distributed
 from lezo_ds.config import AdamWConfig, PeftConfig
 from lezo_ds.data.generation import runner
-from lezo_ds.engine.agreement import batch_digest
 from lezo_ds.engine.model_engine import ModelEngine
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.model.batch import LossFunction, MicroBatch, to_device
 from lezo_ds.model.perturbed_forward import Perturbation, PerturbedForward
 from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.model.snapshots import snapshot_path
+from lezo_ds.model.step_batch import StepBatch
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding import zero3
 from lezo_ds.zo.keys import dropout_key
@@ -59,7 +59,7 @@ class FirstOrderEngine(ModelEngine):
         """Number of steps whose fp16 gradients overflowed. DeepSpeed skips them and lowers its loss scale."""
         return int(self._deepspeed.skipped_steps)
 
-    def train_batch(self, batch: Sequence[MicroBatch], loss_function: LossFunction) -> float:
+    def train_batch(self, batch: StepBatch | Sequence[MicroBatch], loss_function: LossFunction) -> float:
         """Do one step.
 
         Args:
@@ -75,8 +75,8 @@ class FirstOrderEngine(ModelEngine):
             DivergenceError: the loss is not finite. The weights have not changed.
             DesyncError: the ranks do not work on the same batch. The weights have not changed.
         """
-        share = self._my_share(len(batch))
-        total_weight = sum(micro_batch.weight for micro_batch in batch)
+        batch = StepBatch.of(batch)
+        share, total_weight = self._my_share(len(batch)), batch.total_weight
         losses = torch.zeros(len(batch), dtype=torch.float64, device=self.device)
         self._deepspeed.train()
         mine = {index: to_device(batch[index], self.device) for index in share}
@@ -87,13 +87,16 @@ class FirstOrderEngine(ModelEngine):
             self._deepspeed.backward(loss * (self.world_size / total_weight), scale_wrt_gas=False)
             if index != share[-1]:
                 self._deepspeed.step()  # counts the micro-batch; only the last call updates the weights
+
+        def share_of(rank: int) -> range:
+            return self._share_of(rank, len(batch))
+
         facts = {
             "step": str(self.global_steps),
             "learning rate": repr(self.learning_rate),
-            "batch": batch_digest(batch),
             "loss of the step before": repr(self._last_loss),
         }
-        mean = self._last_loss = sum(self._sum_losses(losses, facts)) / total_weight
+        mean = self._last_loss = sum(self._sum_losses(losses, facts, batch, share_of)) / total_weight
         if not math.isfinite(mean):
             raise DivergenceError(
                 f"the loss of step {self.global_steps} is not finite; got: {mean}; "

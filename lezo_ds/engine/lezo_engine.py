@@ -28,7 +28,7 @@ from lezo_ds.config import (
     make_schedule,
     make_update_rule,
 )
-from lezo_ds.engine.agreement import Facts, batch_digest, disagreement, wrong_weights
+from lezo_ds.engine.agreement import Facts, disagreement, wrong_weights
 from lezo_ds.engine.model_engine import ModelEngine
 from lezo_ds.engine.step_plan import StepPlan, plan_format_of
 from lezo_ds.errors import DivergenceError, UserError
@@ -37,6 +37,7 @@ from lezo_ds.model.batch import LossFunction, MicroBatch, to_device
 from lezo_ds.model.perturbed_forward import KeyedProbe, Perturbation, PerturbedForward
 from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.model.snapshots import SnapshotOwner, newest_snapshot, snapshot_path
+from lezo_ds.model.step_batch import StepBatch
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.witness import Witness
@@ -115,13 +116,13 @@ class LezoEngine(ModelEngine):
         return passes_of_step(num_micro_batches, self.plan_format.num_probes, self._config.probes_per_pass)
 
     @torch.no_grad()
-    def train_batch(self, batch: Sequence[MicroBatch], loss_function: LossFunction) -> StepRecord:
+    def train_batch(self, batch: StepBatch | Sequence[MicroBatch], loss_function: LossFunction) -> StepRecord:
         """Do one step.
 
         Args:
             batch: all micro-batches of the step, the same on every rank. Rank r runs the passes r,
-                r + world_size, ... of `passes_of_step`. A run with the same micro-batches gives the same
-                weights on any number of ranks.
+                r + world_size, ... of `passes_of_step`, and only reads their micro-batches and those of one
+                other rank. A run with the same micro-batches gives the same weights on any number of ranks.
             loss_function: (logits or generated tokens, micro-batch) -> summed loss of each example.
 
         Returns:
@@ -137,14 +138,20 @@ class LezoEngine(ModelEngine):
             JournalError: the record of this step, or of the step before, cannot be written. The step is not
                 applied.
         """
+        batch = StepBatch.of(batch)
         if not self._settings_agreed:
             self._agree_on_settings(len(batch))
         passes = self.passes_of_step(len(batch))
         mine = [passes[index] for index in self._my_share(len(passes))]
+
+        def share_of(rank: int) -> list[int]:
+            return sorted({passes[index].micro_batch for index in self._share_of(rank, len(passes))})
+
         plan = self._agree_on_plan()
         losses = self._local_losses(plan, batch, passes=mine, loss_function=loss_function)
-        facts = self._facts(plan, batch)  # hashed while a GPU still runs the forward passes
-        record = self._record(plan, batch, self._sum_losses(losses, facts))
+        # The batch is hashed while a GPU still runs the forward passes.
+        sums = self._sum_losses(losses, self._facts(plan), batch, share_of)
+        record = self._record(plan, batch, sums)
         # The journal comes first, as in any write-ahead log. Weights in memory are gone after a power cut, so
         # they need not wait for the disk: only what is on a disk must never be ahead of the journal.
         if self._journal is not None:
@@ -189,13 +196,12 @@ class LezoEngine(ModelEngine):
             probes=tuple(self._estimator.probes(self._records)),
         )
 
-    def _facts(self, plan: StepPlan, batch: Sequence[MicroBatch]) -> dict[str, str]:
-        """Return the facts that must be the same on all ranks."""
+    def _facts(self, plan: StepPlan) -> dict[str, str]:
+        """Return the facts that must be the same on all ranks, besides the batch."""
         return {
             "step": str(self.global_steps),
             "seed": str(self._seed),
             "plan": repr(plan),
-            "batch": batch_digest(batch),
             **self._last_result(),
         }
 
@@ -254,7 +260,7 @@ class LezoEngine(ModelEngine):
         raise wrong_weights(self.global_steps, found, self._num_checked)
 
     def _local_losses(
-        self, plan: StepPlan, batch: Sequence[MicroBatch], passes: Sequence[Pass], loss_function: LossFunction
+        self, plan: StepPlan, batch: StepBatch, passes: Sequence[Pass], loss_function: LossFunction
     ) -> Tensor:
         """Return float64 [micro-batches * probes]: the losses of this rank's passes, 0 for all others."""
         num_probes = len(plan.probes)
@@ -277,9 +283,8 @@ class LezoEngine(ModelEngine):
         ]
         return Perturbation(tuple(keyed), frozenset(plan.dropped_layers), self._config.noise_distribution)
 
-    def _record(self, plan: StepPlan, batch: Sequence[MicroBatch], sums: Sequence[float]) -> StepRecord:
-        total_weight = sum(micro_batch.weight for micro_batch in batch)
-        losses = mean_losses(sums, len(plan.probes), total_weight)
+    def _record(self, plan: StepPlan, batch: StepBatch, sums: Sequence[float]) -> StepRecord:
+        losses = mean_losses(sums, len(plan.probes), batch.total_weight)
         try:
             found = self._estimator.estimate(plan.probes, losses)
         except ArithmeticError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,12 +11,23 @@ from torch import Tensor
 
 from lezo_ds import distributed
 from lezo_ds.data.generation import runner
-from lezo_ds.engine.agreement import Facts, all_agree, disagreement, fact_numbers
+from lezo_ds.engine.agreement import (
+    BATCH,
+    Facts,
+    all_agree,
+    batch_digest,
+    batch_facts,
+    disagreement,
+    fact_numbers,
+    share_number,
+    watched_rank,
+)
 from lezo_ds.errors import UserError
 from lezo_ds.model.batch import MicroBatch, to_device
 from lezo_ds.model.perturbed_forward import Perturbation, PerturbedForward
 from lezo_ds.model.sharded_model import ShardedModel
 from lezo_ds.model.snapshots import snapshot_path
+from lezo_ds.model.step_batch import StepBatch
 from lezo_ds.sharding import zero3
 
 
@@ -130,7 +141,11 @@ class ModelEngine:
         self.global_steps = step
 
     def _my_share(self, num_passes: int) -> range:
-        """Return the indices of the forward passes of a step that this rank runs.
+        """Return the indices of the forward passes of a step that this rank runs. See `_share_of`."""
+        return self._share_of(self.global_rank, num_passes)
+
+    def _share_of(self, rank: int, num_passes: int) -> range:
+        """Return the indices of the forward passes of a step that a rank runs.
 
         Raises:
             UserError: the number of passes is not a multiple of the number of ranks.
@@ -142,26 +157,53 @@ class ModelEngine:
                 expected="a multiple of the number of ranks",
                 fix="change train.micro_batch_size or the number of ranks",
             )
-        return range(self.global_rank, num_passes, self.world_size)
+        return range(rank, num_passes, self.world_size)
 
     def _run(self, micro_batch: MicroBatch, perturbation: Perturbation | None) -> tuple[Tensor, ...]:
         outputs = self._perturbed(micro_batch, perturbation, runner(micro_batch, self._deepspeed))
         zero3.assert_released(self.weights.parameters)
         return outputs
 
-    def _sum_losses(self, losses: Tensor, facts: Facts) -> list[float]:
+    def _sum_losses(
+        self,
+        losses: Tensor,
+        facts: Facts,
+        batch: StepBatch,
+        share_of: Callable[[int], Iterable[int]],
+    ) -> list[float]:
         """Return the sums of float64 [n] over all ranks, and collect the votes. See `_sum_agreed`.
+
+        Args:
+            losses: this rank's losses, 0 for those of other ranks.
+            facts: what this rank works on, besides the batch.
+            batch: of the step.
+            share_of: function (rank) -> indices of the micro-batches that it runs.
 
         The votes are part of the all-reduce that every step has anyway. All ranks thus learn of a request at
         the same step, without another message.
         """
         votes = losses.new_tensor([float(self._stop_requested), float(self._snapshot_requested)])
         self._snapshot_requested = False
-        *sums, stop, snapshot = self._sum_agreed(torch.cat([losses, votes]), facts)
+        share = 0.0
+        if self.world_size > 1:
+            watched = watched_rank(self.global_rank, self.world_size, self.global_steps)
+            share = share_number(batch, share_of(self.global_rank), share_of(watched))
+        *sums, stop, snapshot = self._sum_agreed(
+            torch.cat([losses, votes]),
+            {**facts, **batch_facts(batch)},
+            share=share,
+            in_full=lambda: {**facts, BATCH: batch_digest(batch)},
+        )
         self.stop_agreed, self.snapshot_agreed = stop > 0, snapshot > 0
         return sums
 
-    def _sum_agreed(self, values: Tensor, facts: Facts) -> list[float]:
+    def _sum_agreed(
+        self,
+        values: Tensor,
+        facts: Facts,
+        share: float = 0.0,
+        in_full: Callable[[], Facts] | None = None,
+    ) -> list[float]:
         """Return the sums of float64 [n] over all ranks, and check that all ranks work on the same thing.
 
         There is one all-reduce. A sum is exact if its element is 0 on all ranks but one, or a small whole
@@ -170,13 +212,18 @@ class ModelEngine:
         Args:
             values: this rank's summands.
             facts: what this rank works on, and its result of the last step.
+            share: `share_number` of this rank.
+            in_full: function () -> the facts with all details. It is called if the ranks do not agree.
 
         Raises:
             DesyncError: the facts are not the same on all ranks. All ranks raise.
         """
-        found = distributed.sum_vector(torch.cat([values, values.new_tensor(fact_numbers(facts))]))
-        if not all_agree(found[len(values) :], self.world_size):
-            by_rank = distributed.gather_objects((self.global_steps, dict(facts)))
+        proof = values.new_tensor([share, *fact_numbers(facts)])
+        found = distributed.sum_vector(torch.cat([values, proof]))
+        difference, *numbers = found[len(values) :]
+        if difference or not all_agree(numbers, self.world_size):
+            theirs = facts if in_full is None else in_full()
+            by_rank = distributed.gather_objects((self.global_steps, dict(theirs)))
             self._disagree(by_rank[0][0], [theirs for _, theirs in by_rank])
         return found[: len(values)]
 

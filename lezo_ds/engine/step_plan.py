@@ -10,6 +10,7 @@ from lezo_ds.zo.layers import LayerPolicy
 
 NUM_FACT_NUMBERS = 4
 """Number of values in the all-reduce that prove that all ranks agree (see `agreement.fact_numbers`)."""
+_NUM_SHARE_NUMBERS = 1  # see `agreement.share_number`
 _NUM_VOTES = 2  # one to stop, one to take a snapshot
 
 _HEAD = struct.Struct("<qQdd")
@@ -113,7 +114,7 @@ def scalar_bytes(plan_format: PlanFormat, num_micro_batches: int) -> int:
         num_micro_batches: number of micro-batches of a step on all ranks together.
 
     >>> scalar_bytes(PlanFormat(num_layers=40, num_probes=2), num_micro_batches=1)
-    125
+    133
     """
     num_losses = plan_format.num_probes * num_micro_batches
-    return plan_format.num_bytes + 8 * (num_losses + _NUM_VOTES + NUM_FACT_NUMBERS)
+    return plan_format.num_bytes + 8 * (num_losses + _NUM_VOTES + NUM_FACT_NUMBERS + _NUM_SHARE_NUMBERS)

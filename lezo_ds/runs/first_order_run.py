@@ -59,7 +59,7 @@ class FirstOrderRun(Run[FirstOrderEngine]):
         return state
 
     def _train_step(self) -> dict[str, Any]:
-        batch = self.data.batch(self.config, self.engine.global_steps)
+        batch = self.data.step_batch(self.config, self.engine.global_steps)
         learning_rate, skipped = self.engine.learning_rate, self.engine.skipped_steps
         loss = self.engine.train_batch(batch, self.data.loss)
         applied = self.engine.skipped_steps == skipped

@@ -79,7 +79,7 @@ class ZerothOrderRun(Run[LezoEngine]):
         self.engine.load_checkpoint(self.directory.snapshots, self._steps, step, owner)
 
     def _train_step(self) -> dict[str, Any]:
-        batch = self.data.batch(self.config, self.engine.global_steps)
+        batch = self.data.step_batch(self.config, self.engine.global_steps)
         record = self.engine.train_batch(batch, self.data.loss)
         self._steps.append(record)
         gradients = record.projected_grads

@@ -13,6 +13,7 @@ from lezo_ds.data.objectives import classification_loss
 from lezo_ds.engine import lezo_engine
 from lezo_ds.errors import DesyncError
 from lezo_ds.journal import Header, Journal, read_journal
+from lezo_ds.model.step_batch import StepBatch
 from lezo_ds.noise import noise_backend
 
 pytestmark = pytest.mark.distributed
@@ -131,6 +132,43 @@ def test_of_four_ranks_the_one_that_differs_is_named_even_if_it_is_the_first(opt
     assert len(set(messages)) == 1
     assert "got: rank 0 has another result" in messages[0]
     assert not any(f"rank {rank} has" in messages[0] for rank in (1, 2, 3))
+    assert len(read_journal(journal)[1]) == FAULTY_STEP
+
+
+def _another_token_in_one_share(directory, journal):
+    """Train on batches whose micro-batch 2, which rank 2 runs, has another token there from a step on."""
+    engine = watched_engine(directory, journal, num_ranks=4)
+    laid_out = []
+
+    def batch_of(step):
+        whole = make_batch(step)
+        if step == FAULTY_STEP and engine.global_rank == 2:
+            whole[2].inputs["input_ids"][0, 0] += 1
+
+        def build(index):
+            laid_out.append(index)
+            return whole[index]
+
+        return StepBatch([micro_batch.weight for micro_batch in whole], build, content=b"the same rows")
+
+    def steps(num_steps):
+        for _ in range(num_steps):
+            engine.train_batch(batch_of(engine.global_steps), classification_loss)
+
+    steps(FAULTY_STEP)
+    by_step = laid_out[:]
+    return by_step, error_of(lambda: steps(1))
+
+
+def test_a_rank_lays_out_its_share_and_one_other_and_another_token_is_found_and_its_rank_named(
+    opt_directory, tmp_path
+):
+    journal = tmp_path / "journal.jsonl"
+    found = run_ranks(_another_token_in_one_share, 4, opt_directory, journal)
+    for rank, (laid_out, message) in enumerate(found):
+        assert laid_out == [index for other in (1, 2, 3) for index in (rank, (rank + other) % 4)]
+        assert "do not work on the same thing at step 3; got: rank 2 has another batch: " in message
+        assert message.count("has another") == 1
     assert len(read_journal(journal)[1]) == FAULTY_STEP
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import pytest
@@ -218,6 +218,36 @@ def _spoiled(engine, value, rank):
         return losses * value if engine.global_rank == rank else losses
 
     return loss
+
+
+def _syncs_before_updates(directory, journal_path):
+    """Return, for a step with its shards in memory and one with shards on a disk, what comes first."""
+    engine = start_engine(directory)
+    attach_new_journal(engine, journal_path)
+    found = []
+
+    def noted(name, action):
+        def both(*arguments):
+            result = action(*arguments)
+            found.append(name)
+            return result
+
+        return both
+
+    engine._apply = noted("update", engine._apply)
+    engine._journal.sync = noted("sync", engine._journal.sync)
+    train(engine, 1)
+    in_memory, found[:] = found[:], []
+    offload = {"zero_optimization": {"offload_param": {"device": "nvme"}}}
+    engine._sharded = replace(engine._sharded, ds_config=offload)
+    train(engine, 1)
+    return in_memory, found
+
+
+def test_shards_on_a_disk_are_updated_only_after_the_sync_of_their_line(opt_directory, tmp_path):
+    ((in_memory, on_disk),) = run_ranks(_syncs_before_updates, 1, opt_directory, tmp_path / "journal.jsonl")
+    assert in_memory == ["sync", "update"]  # of the line before
+    assert on_disk == ["sync", "sync", "update"]
 
 
 def _skip_steps(directory, journal_path):

@@ -6,12 +6,16 @@ import torch
 from lezo_ds.engine.agreement import (
     all_agree,
     batch_digest,
+    batch_facts,
     disagreement,
     fact_numbers,
+    share_number,
+    watched_rank,
     wrong_weights,
 )
 from lezo_ds.engine.step_plan import NUM_FACT_NUMBERS
 from lezo_ds.model.batch import MicroBatch
+from lezo_ds.model.step_batch import StepBatch
 
 FACTS = {"plan": "a", "batch": "b"}
 
@@ -68,6 +72,57 @@ def test_a_digest_of_a_batch_sees_tokens_labels_weights_and_order():
 def test_a_digest_of_a_batch_takes_any_dtype_and_layout():
     for tensor in (torch.zeros(2, 3, dtype=torch.bfloat16), torch.eye(3).t()[:, 1:], torch.tensor(True)):
         assert len(batch_digest([MicroBatch({"x": tensor}, 1.0)])) == 16
+
+
+def step_batch(laid_out, changed=None, num_micro_batches=12):
+    """Return a step's batch that notes which micro-batches are laid out; one may hold another token."""
+
+    def build(index):
+        laid_out.add(index)
+        return batch_of(index, index == changed)[0]
+
+    return StepBatch([1.0] * num_micro_batches, build, content=b"rows")
+
+
+def sum_of_shares(num_ranks, step, rank_with_another=None, changed=None):
+    """Return the sum of all ranks' numbers, and what each of them has laid out."""
+    numbers, seen = [], []
+    for rank in range(num_ranks):
+        seen.append(set())
+        batch = step_batch(seen[-1], changed if rank == rank_with_another else None)
+        mine, watched = (range(r, len(batch), num_ranks) for r in (rank, watched_rank(rank, num_ranks, step)))
+        numbers.append(share_number(batch, mine, watched))
+    assert all(number.is_integer() and abs(number) < 2**40 for number in numbers)
+    return sum(numbers), seen
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 6, 12])
+def test_another_token_in_the_share_of_a_rank_is_seen_by_the_one_that_watches_it(num_ranks):
+    for step in range(num_ranks):
+        total, seen = sum_of_shares(num_ranks, step)
+        assert total == 0
+        assert all(len(laid_out) == 2 * 12 // num_ranks for laid_out in seen)
+        for index in range(12):
+            # It is run with the wrong token, or its owner is told that the token is wrong.
+            owner = index % num_ranks
+            assert sum_of_shares(num_ranks, step, owner, index)[0] != 0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_each_rank_is_watched_by_one_other_and_by_every_other_in_turn(num_ranks):
+    watched = [[watched_rank(rank, num_ranks, step) for rank in range(num_ranks)] for step in range(10)]
+    assert all(sorted(ranks) == list(range(num_ranks)) for ranks in watched)
+    for rank in range(num_ranks):
+        assert {ranks[rank] for ranks in watched} == set(range(num_ranks)) - {rank}
+
+
+def test_what_a_rank_states_of_a_batch_needs_no_layout():
+    laid_out = set()
+    batch = step_batch(laid_out)
+    assert batch_facts(batch) == batch_facts(step_batch(set()))
+    assert batch_facts(batch) != batch_facts(step_batch(set(), num_micro_batches=11))
+    assert batch_facts(batch) != batch_facts(StepBatch(batch.weights, batch.__getitem__, b"other rows"))
+    assert laid_out == set()
 
 
 def test_the_rank_that_differs_from_most_is_named_even_if_it_is_the_first():
