@@ -29,6 +29,7 @@ SHAPES = {
     "opt-13b": Shape(40, 5120, 40),
     "opt-30b": Shape(48, 7168, 56),
     "opt-66b": Shape(64, 9216, 72),
+    "opt-175b": Shape(96, 12288, 96),
 }
 
 

@@ -8,16 +8,23 @@ import torch
 from lezo_ds.distributed.arithmetic import arithmetic_facts, fix_arithmetic
 
 CPU = torch.device("cpu")
+SWITCHES = [
+    (torch.backends.cuda.matmul, "allow_tf32"),
+    (torch.backends.cudnn, "allow_tf32"),
+    (torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+    (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+]
 
 
 @pytest.fixture
 def fast_and_loose(monkeypatch):
-    matmul = torch.backends.cuda.matmul
-    monkeypatch.setattr(matmul, "allow_tf32", True)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    monkeypatch.setattr(matmul, "allow_fp16_reduced_precision_reduction", True)
-    monkeypatch.setattr(matmul, "allow_bf16_reduced_precision_reduction", True)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = [getattr(module, name) for module, name in SWITCHES]
+    for module, name in SWITCHES:
+        setattr(module, name, True)
+    yield
+    for (module, name), value in zip(SWITCHES, before, strict=True):
+        setattr(module, name, value)
 
 
 def test_what_trades_precision_for_speed_is_switched_off_and_recorded(fast_and_loose):

@@ -17,7 +17,9 @@ from lezo_ds.errors import UserError
 from lezo_ds.recipes import load_recipe
 from lezo_ds.tools.opt_shapes import opt_config
 from lezo_ds.tools.planning.dry_run import describe_plan
+from lezo_ds.tools.planning.hardware import GPUS, Cluster
 from lezo_ds.tools.planning.memory import GIB
+from lezo_ds.tools.planning.model_sizes import model_sizes
 from lezo_ds.tools.planning.options import make_plan
 from lezo_ds.tools.planning.plan_text import plan_command, plan_text
 from lezo_ds.tools.workloads import DEFAULT_LENGTH
@@ -140,6 +142,103 @@ def test_the_text_says_what_is_assumed_and_what_travels():
     assert lines["traffic a step"].startswith(travels)
     assert lines["memory a rank"].startswith(f"{plan.chosen.memory.total / GIB:.2f} GiB: ")
     assert text.count("chosen") == 1
+
+
+# Times.
+
+H100S = Cluster(GPUS["h100"], gpus_per_node=8)
+
+
+@pytest.mark.parametrize(("node_link", "seconds"), [(25.0, 2.36), (50.0, 1.18), (None, 2.36)])
+def test_sharding_over_nodes_takes_the_time_of_the_links_between_them(node_link, seconds):
+    cluster = replace(H100S, node_link=node_link)
+    recipe = load_recipe("opt-30b-sst2-lezo", ["train.batch_size=64"])
+    plan = make_plan(recipe, num_gpus=64, gpu_bytes=80 * GIB, cluster=cluster)
+    by_size = {option.config.partition_size or 64: option for option in plan.options if option.fits}
+    assert by_size[64].time.parts["gathers"] == pytest.approx(seconds, rel=0.01)
+    assert by_size[64].time.longest == "gathers"
+    assert ("25 GB/s between nodes (--node-link)" in by_size[64].time.assumptions) == (node_link is None)
+    # A group inside a node only uses its links, and the plan prefers it.
+    assert by_size[8].time.parts["gathers"] == pytest.approx(7 / 8 * 2 * NUM_PARAMETERS / 360e9)
+    assert plan.chosen.config.partition_size <= 8
+    assert plan.chosen.time.total == min(
+        option.time.total
+        for option in plan.options
+        if option.fits and option.config.zo.update_precision == "fp32_master"
+    )
+
+
+def test_what_would_be_faster_is_said_with_its_factor_and_its_key():
+    recipe = load_recipe("opt-30b-sst2-lezo")
+    plan = make_plan(recipe, num_gpus=8, gpu_bytes=80 * GIB, cluster=H100S)
+    chosen, fastest = plan.chosen, plan.fastest
+    assert (chosen.config.zo.update_precision, fastest.config.zo.update_precision) == (
+        "fp32_master",
+        "stochastic",
+    )
+    factor = chosen.time.total / fastest.time.total
+    assert factor > 1.5
+    line = f"faster          zo.update_precision=stochastic would be {factor:.1f} times as fast: about "
+    assert line in plan_text(plan)
+
+
+def test_the_text_names_all_that_an_estimate_assumes_and_there_is_none_without_a_kind_of_gpu():
+    recipe = load_recipe("opt-30b-boolq-lezo", ["train.batch_size=16"])
+    plan = make_plan(recipe, num_gpus=16, gpu_bytes=24 * GIB, cluster=Cluster(GPUS["rtx-4090"]))
+    text = plan_text(plan)
+    assert "16 GPUs of 24 GiB, 8 on each of 2 nodes" in text
+    for assumption in (
+        "25 GB/s inside a node (--link)",
+        "8 GPUs on a node (--gpus-per-node)",
+        "inputs of 200 tokens",
+        "40% of what the GPU's data sheet says",
+        "ms of Python for a block, as on a CPU that was measured",
+        "Nothing of this was measured on a GPU.",
+    ):
+        assert assumption in text
+    given = replace(plan.cluster, gpus_per_node=8, link=20.0)
+    text = plan_text(make_plan(recipe, num_gpus=16, gpu_bytes=24 * GIB, cluster=given))
+    assert "--link" not in text and "--gpus-per-node" not in text
+    unknown = plan_text(plan_of("opt-30b-boolq-lezo", 8, 24))
+    assert "time a step     not estimated: give --gpu for an estimate" in unknown
+    answers = load_recipe("opt-13b-squad-mezo", ["train.objective=f1"])
+    unknown = plan_text(make_plan(answers, num_gpus=1, gpu_bytes=80 * GIB, cluster=H100S))
+    assert "time a step     not estimated: the answers' lengths are not known" in unknown
+
+
+def test_a_plan_of_several_nodes_has_a_command_for_them_and_refuses_nodes_that_are_not_full():
+    recipe = load_recipe("opt-30b-sst2-lezo")
+    plan = make_plan(recipe, num_gpus=16, gpu_bytes=80 * GIB, cluster=H100S)
+    command = plan_command(plan, "opt-30b-sst2-lezo", [])
+    assert command.startswith("deepspeed --num_gpus 8 --hostfile HOSTFILE launch/train.py ")
+    with pytest.raises(UserError, match="12 GPUs, 8 on each node; .* change --gpus or --gpus-per-node"):
+        make_plan(recipe, num_gpus=12, gpu_bytes=80 * GIB, cluster=H100S)
+
+
+PUBLISHED = {
+    "facebook/opt-66b": 65_719_701_504,
+    "facebook/opt-175b": 174_604_468_224,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+}
+"""Numbers of parameters by name, as the hub's pages of the models have them."""
+
+
+@pytest.mark.parametrize("path", PUBLISHED)
+def test_a_published_model_is_planned_for_without_the_hub(path):
+    recipe = load_recipe("opt-30b-sst2-lezo", [f"model.path={path}", "model.dtype=bf16"])
+    assert model_sizes(recipe).num_parameters == PUBLISHED[path]
+
+
+def test_a_directory_with_the_name_of_a_published_model_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    opt_config("opt-125m").save_pretrained("qwen3-8b")
+    recipe = load_recipe(str(REPOSITORY / "launch/recipes/demo.yaml"), ["model.path=qwen3-8b"])
+    assert model_sizes(recipe).class_name == "OPTForCausalLM"
 
 
 def test_a_dry_run_refuses_blocks_that_the_model_does_not_have():

@@ -21,7 +21,8 @@ from lezo_ds.runs.tracking import check_trackers
 from lezo_ds.sharding.checkpoint_files import resolve_model
 from lezo_ds.tools.planning.inputs import InputSizes, assumed_inputs, measured_inputs
 from lezo_ds.tools.planning.memory import rank_memory
-from lezo_ds.tools.planning.model_sizes import ModelSizes, is_published_opt, model_sizes
+from lezo_ds.tools.planning.model_sizes import ModelSizes, model_sizes
+from lezo_ds.tools.published_models import published_name
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ def describe_plan(config: RunConfig, world_size: int) -> str:
     unchecked: list[str] = []
     directory = _unless_on_hub(lambda: resolve_model(config.model.path), unchecked)
     data = _unless_on_hub(lambda: load_task_data(config), unchecked)
-    if directory is not None or is_published_opt(config.model.path):
+    if directory is not None or published_name(config.model.path):
         model = model_sizes(config, directory)
         inputs = assumed_inputs(config, model) if data is None else measured_inputs(config, data)
         lines += [*_model_lines(config, model), *_memory_lines(config, model, inputs, world_size)]

@@ -13,7 +13,7 @@ from lezo_ds.model.adapters import make_adapter
 from lezo_ds.model.blocks import find_blocks, freeze_outside, largest_module
 from lezo_ds.model.checkpoint import build_checked
 from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta
-from lezo_ds.tools.opt_shapes import SHAPES, opt_config
+from lezo_ds.tools.published_models import published_config, published_name
 
 _HIDDEN_STATES = 5  # held while a block runs: both embeddings, the block's input, the residual, the norm
 _WIDE_OUTPUTS = 2  # held besides a block's widest outputs: both copies joined, and a float32 bias added
@@ -65,17 +65,13 @@ class ModelSizes:
         return sum(self.parameters)
 
 
-def is_published_opt(path: str) -> bool:
-    """Return whether a model's configuration is known without the hub: facebook/opt-30b, or opt-30b."""
-    return path.removeprefix("facebook/") in SHAPES
-
-
 def model_sizes(config: RunConfig, directory: Path | None = None) -> ModelSizes:
     """Build a run's model without memory for its weights and return its sizes.
 
     Args:
         config: configuration of the run, which decides dtype and adapter.
-        directory: where the model's config.json is; None for model.path, unless that is a published OPT.
+        directory: where the model's config.json is; None for model.path, unless the sizes of that model are
+            known (see `published_name`).
 
     Raises:
         UserError: the model cannot be found, is not a causal language model, has no transformer blocks, or
@@ -83,8 +79,8 @@ def model_sizes(config: RunConfig, directory: Path | None = None) -> ModelSizes:
     """
     path, dtype = config.model.path, DTYPES[config.model.dtype]
     model: Any
-    if directory is None and is_published_opt(path):
-        model = build_on_meta(opt_config(path.removeprefix("facebook/")), dtype)
+    if directory is None and (name := published_name(path)):
+        model = build_on_meta(published_config(name), dtype)
         layout = find_blocks(model)
     else:
         model, layout = build_checked(directory or Path(path), config.model.dtype)

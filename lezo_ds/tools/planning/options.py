@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, check_world, make_estimator, num_passes
 from lezo_ds.errors import UserError
 from lezo_ds.model.perturbed_modules import COPIES_AT_ONCE
+from lezo_ds.tools.planning.hardware import Cluster
 from lezo_ds.tools.planning.inputs import InputSizes, assumed_inputs
 from lezo_ds.tools.planning.memory import GIB, RankMemory, rank_memory
 from lezo_ds.tools.planning.model_sizes import ModelSizes, model_sizes
+from lezo_ds.tools.planning.step_time import StepTime, step_time
 from lezo_ds.tools.planning.traffic import StepTraffic, step_traffic
 from lezo_ds.zo.precision import UpdatePrecision
 
@@ -28,12 +30,14 @@ class PlanOption:
         memory: memory of each rank.
         fits: whether a GPU has that much.
         traffic: traffic of a rank in a step; None for methods that are not zeroth-order.
+        time: an estimate of a step's time; None if there is none (see `step_time`).
     """
 
     config: RunConfig
     memory: RankMemory
     fits: bool
     traffic: StepTraffic | None
+    time: StepTime | None
 
 
 @dataclass(frozen=True)
@@ -44,19 +48,27 @@ class Plan:
         recipe: configuration that was planned for.
         num_gpus: number of GPUs, with one rank on each.
         gpu_bytes: memory of each GPU in bytes.
+        cluster: where the GPUs are.
         model: sizes of the model.
         inputs: sizes of the longest inputs.
         options: all options in the order of preference.
-        chosen: the first option that fits.
+        chosen: the fastest of the options that fit and keep as many bits of an update as the first of them;
+            the first if no times are known.
     """
 
     recipe: RunConfig
     num_gpus: int
     gpu_bytes: int
+    cluster: Cluster
     model: ModelSizes
     inputs: InputSizes
     options: tuple[PlanOption, ...]
     chosen: PlanOption
+
+    @property
+    def fastest(self) -> PlanOption:
+        """The fastest option that fits, however it keeps an update; the chosen one if no times are known."""
+        return _fastest([self.chosen, *(option for option in self.options if option.fits)])
 
 
 def make_plan(
@@ -65,24 +77,29 @@ def make_plan(
     num_gpus: int,
     gpu_bytes: int,
     length: int | None = None,
+    cluster: Cluster | None = None,
 ) -> Plan:
     """Compute every option to run a recipe, and choose one.
 
     The options differ in what does not change what the run learns from: the ranks that share the weights, the
     precision of updates, the sizes of micro-batches, the number of pairs of probes in a pass, and whether the
-    weights are offloaded. Options that keep all bits of an update come first. Among those, the fewest ranks
-    that share weights come first, because gathered weights are most of the traffic. Weights are offloaded
-    only if nothing fits otherwise.
+    weights are offloaded. Options that keep all bits of an update come first. Among those, the fastest is
+    chosen; without times, the one with the fewest ranks that share weights, because gathered weights are most
+    of the traffic. Weights are offloaded only if nothing fits otherwise.
 
     Args:
         recipe: configuration of the run.
         num_gpus: number of GPUs, with one rank on each.
         gpu_bytes: memory of each GPU in bytes.
         length: tokens of the longest input; None for an assumption from the task.
+        cluster: where the GPUs are, for the times; None if nothing is known.
 
     Raises:
-        UserError: the model cannot be found, the batch does not divide among the GPUs, or nothing fits.
+        UserError: the model cannot be found, the batch does not divide among the GPUs, the GPUs do not fill
+            whole nodes, or nothing fits.
     """
+    cluster = cluster or Cluster()
+    cluster.node_size(num_gpus)
     model = model_sizes(recipe)
     if length is not None and model.max_length is not None and length > model.max_length:
         raise UserError(
@@ -95,10 +112,11 @@ def make_plan(
 
     def option(config: RunConfig) -> PlanOption:
         memory = rank_memory(config, model, inputs, world_size=num_gpus)
-        traffic = None
+        traffic = time = None
         if config.method in ZEROTH_ORDER:
             traffic = step_traffic(config, model, memory, num_gpus)
-        return PlanOption(config, memory, memory.total <= gpu_bytes, traffic)
+            time = step_time(config, model, inputs, traffic, cluster=cluster, num_gpus=num_gpus)
+        return PlanOption(config, memory, memory.total <= gpu_bytes, traffic, time)
 
     options: list[PlanOption] = []
     smallest = _with_probes(recipe, COPIES_AT_ONCE)
@@ -106,10 +124,10 @@ def make_plan(
         if not any(found.fits for found in options):
             offloads = option(start).memory.host > 0
             spreads = _spreads(start, num_gpus, offloads)
-            fitting = [_first_that_fits(map(option, _batches(spread, num_gpus))) for spread in spreads]
-            options += [_with_most_probes(found, option, num_gpus) for found in fitting]
-    chosen = next((found for found in options if found.fits), None)
-    if chosen is None:
+            sized = [_first_that_fits(map(option, _batches(spread, num_gpus))) for spread in spreads]
+            options += [_with_most_probes(found, option, num_gpus) for found in sized]
+    fitting = [found for found in options if found.fits]
+    if not fitting:
         least = min((found.memory for found in options), key=lambda memory: memory.total)
         raise UserError(
             f"{recipe.model.path} does not fit, not even with its weights in the hosts' memory",
@@ -117,7 +135,14 @@ def make_plan(
             expected=f"at most {gpu_bytes / GIB:g} GiB",
             fix="use more or larger GPUs, a smaller model, or a shorter --length",
         )
-    return Plan(recipe, num_gpus, gpu_bytes, model, inputs, tuple(options), chosen)
+    precision = fitting[0].config.zo.update_precision
+    chosen = _fastest([found for found in fitting if found.config.zo.update_precision == precision])
+    return Plan(recipe, num_gpus, gpu_bytes, cluster, model, inputs, tuple(options), chosen)
+
+
+def _fastest(options: Sequence[PlanOption]) -> PlanOption:
+    """Return the first of the fastest options, or the first option if no times are known."""
+    return min(options, key=lambda option: option.time.total if option.time else 0.0)
 
 
 def _first_that_fits(options: Iterable[PlanOption]) -> PlanOption:

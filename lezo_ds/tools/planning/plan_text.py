@@ -20,6 +20,7 @@ from lezo_ds.tools.planning.options import Plan
 from lezo_ds.tools.planning.traffic import StepTraffic
 
 _GIGA = 1e9
+_NOTABLY = 1.1  # a smaller difference is less than what the estimate does not know
 
 
 def plan_text(plan: Plan) -> str:
@@ -31,7 +32,7 @@ def plan_text(plan: Plan) -> str:
     longest = f"at most {plan.inputs.length} tokens ({plan.inputs.source})"
     lines = [
         ("model", f"{config.model.path}: {model.class_name}, {size}, {config.model.dtype}"),
-        ("hardware", f"{gpus} of {plan.gpu_bytes / GIB:g} GiB"),
+        ("hardware", f"{gpus} of {plan.gpu_bytes / GIB:g} GiB{_nodes_text(plan)}"),
         ("inputs", f"{config.data.task}, {batch}, {longest}"),
         *_option_lines(plan),
         ("memory a rank", str(chosen.memory)),
@@ -41,6 +42,7 @@ def plan_text(plan: Plan) -> str:
         lines.append(("host memory", f"{hosts:.0f} GiB for all ranks together"))
     if chosen.traffic is not None:
         lines.append(("traffic a step", _traffic_text(plan, chosen.traffic)))
+        lines += _time_lines(plan)
     return "\n".join(f"{heading:15} {text}" for heading, text in lines)
 
 
@@ -52,7 +54,8 @@ def plan_command(plan: Plan, recipe: str | None, overrides: Sequence[str]) -> st
         recipe: name or file of the recipe that was planned for; None if everything is in the overrides.
         overrides: the overrides that were planned for.
     """
-    words = deepspeed_command(plan.num_gpus)
+    node_size = plan.cluster.node_size(plan.num_gpus)
+    words = deepspeed_command(node_size, ["--hostfile", "HOSTFILE"] if node_size < plan.num_gpus else ())
     words += [] if recipe is None else ["--config", recipe]
     asked, chosen = (flatten(config_to_dict(c)) for c in (plan.recipe, plan.chosen.config))
     changed = {key: value for key, value in chosen.items() if asked[key] != value}
@@ -65,7 +68,9 @@ def _yaml(value: object) -> str:
 
 
 def _option_lines(plan: Plan) -> list[tuple[str, str]]:
-    rows = [["shared by", "updates    ", "micro-batch", "probes a pass", "eval batch", "GiB a rank"]]
+    rows = [
+        ["shared by", "updates    ", "micro-batch", "probes a pass", "eval batch", "GiB a rank", "s a step"]
+    ]
     for option in plan.options:
         config = option.config
         row = [
@@ -75,12 +80,47 @@ def _option_lines(plan: Plan) -> list[tuple[str, str]]:
             str(config.zo.probes_per_pass) if config.method in ZEROTH_ORDER else "-",
             str(config.train.eval_batch_size),
             f"{option.memory.total / GIB:.2f}",
+            f"~{_seconds(option.time.total)}" if option.time else "-",
         ]
         remark = "chosen" if option is plan.chosen else "fits" if option.fits else "does not fit"
         rows.append([*row, remark + (", weights in the host's memory" if option.memory.host else "")])
     widths = [*map(len, rows[0]), 0]
     texts = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False)) for row in rows]
     return [("" if index else "options", text) for index, text in enumerate(texts)]
+
+
+def _nodes_text(plan: Plan) -> str:
+    node_size = plan.cluster.node_size(plan.num_gpus)
+    return f", {node_size} on each of {plan.num_gpus // node_size} nodes" if node_size < plan.num_gpus else ""
+
+
+def _time_lines(plan: Plan) -> list[tuple[str, str]]:
+    """Return the estimate of a step's time, what it assumes, and the faster option that was not chosen."""
+    time = plan.chosen.time
+    if time is None:
+        unknown = "the answers' lengths are not known" if plan.cluster.gpu else "give --gpu for an estimate"
+        return [("time a step", f"not estimated: {unknown}")]
+    parts = ", ".join(f"{name} {_seconds(seconds)} s" for name, seconds in time.parts.items())
+    lines = [
+        ("time a step", f"about {_seconds(time.total)} s, the longest of {parts}"),
+        ("", f"assumed: {'; '.join(time.assumptions)}. Nothing of this was measured on a GPU."),
+    ]
+    fastest = plan.fastest
+    assert fastest.time is not None
+    if time.total > _NOTABLY * fastest.time.total:
+        changes = f"zo.update_precision={fastest.config.zo.update_precision}"
+        text = f"{changes} would be {time.total / fastest.time.total:.1f} times as fast"
+        lines.append(("faster", f"{text}: about {_seconds(fastest.time.total)} s a step"))
+    return lines
+
+
+def _seconds(value: float) -> str:
+    """Return seconds with two digits that count, since more would promise too much.
+
+    >>> _seconds(1.184), _seconds(0.0123), _seconds(23.7)
+    ('1.2', '0.012', '24')
+    """
+    return f"{float(f'{value:.2g}'):g}"
 
 
 def _traffic_text(plan: Plan, traffic: StepTraffic) -> str:
