@@ -211,7 +211,7 @@ def test_a_plan_of_several_nodes_has_a_command_for_them_and_refuses_nodes_that_a
     plan = make_plan(recipe, num_gpus=16, gpu_bytes=80 * GIB, cluster=H100S)
     command = plan_command(plan, "opt-30b-sst2-lezo", [])
     assert command.startswith("deepspeed --num_gpus 8 --hostfile HOSTFILE launch/train.py ")
-    with pytest.raises(UserError, match="12 GPUs, 8 on each node; .* change --gpus or --gpus-per-node"):
+    with pytest.raises(UserError, match=r"12 GPUs, 8 on each node; .* change --gpus or --gpus-per-node"):
         make_plan(recipe, num_gpus=12, gpu_bytes=80 * GIB, cluster=H100S)
 
 
