@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from deepspeed import comm
 from deepspeed.comm.comm import comms_logger
 from ranks import run_ranks
 from tiny_runs import NUM_BLOCKS, full_weights, start_engine, train
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lezo_ds import distributed
 from lezo_ds.config import check_world, config_from_dict
+from lezo_ds.distributed.accelerator import adapt_to_cpu
 from lezo_ds.engine.step_plan import PlanFormat, scalar_bytes
 from lezo_ds.errors import UserError
 from lezo_ds.sharding import zero3
@@ -37,6 +40,17 @@ def _timeouts():
 
 def test_a_group_waits_as_long_for_its_ranks_as_all_do():
     assert run_ranks(_timeouts, 2) == [[77, 77], [77, 77]]
+
+
+def _group_on_torchs_fake_backend():
+    adapt_to_cpu()
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    comm.init_distributed(verbose=False)
+    return zero3._world_timeout(), torch.distributed.get_process_group_ranks(zero3._partition_group(2))
+
+
+def test_a_backend_that_does_not_tell_its_timeout_makes_groups_too():
+    assert run_ranks(_group_on_torchs_fake_backend, 1) == [(None, [0, 1])]
 
 
 def _groups_of(partition_size):
