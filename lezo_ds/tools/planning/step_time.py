@@ -27,8 +27,8 @@ HOST_MS_WHOLE, HOST_MS_SHARDED = 2.1, 4.9
 """Milliseconds of Python for a block in a pass, if this rank has the whole weights and if it gathers them.
 Measured on one core of a CPU, with 40 blocks of width 16 and sparsity 0.75. Other cores differ."""
 
-_FRACTION = 0.4
-"""Assumed share of the figures of a data sheet that a GPU reaches."""
+_PRODUCTS, _READING, _INSTRUCTIONS = 0.4, 0.8, 0.75
+"""Assumed shares of the figures of a data sheet that a GPU reaches."""
 
 _PAIR, _UPDATE, _UPDATE_LOW_BITS = 64, 60, 95
 """Instructions of an element: of a pair of perturbed weights, and of an update without and with low bits
@@ -128,8 +128,8 @@ def _gpu_seconds(
     num_forwards = num_passes(config) / num_gpus
     copies, length = copies_per_pass(config), typical_workload(find_task(config.data)).length
     tokens = copies * config.train.micro_batch_size * length
-    products = 2 * model.num_parameters * tokens / (gpu.teraflops * _TERA)
-    reading = model.num_parameters * model.itemsize / (gpu.bandwidth * _GIGA)
+    products = 2 * model.num_parameters * tokens / (_PRODUCTS * gpu.teraflops * _TERA)
+    reading = model.num_parameters * model.itemsize / (_READING * gpu.bandwidth * _GIGA)
     share = 1 - num_dropped(config.zo, model.num_blocks) / model.num_blocks
     trained = model.num_trained - model.blocks_trained + share * model.blocks_trained
     update = _UPDATE_LOW_BITS if keeps_low_bits(config, model) else _UPDATE
@@ -139,9 +139,12 @@ def _gpu_seconds(
     instructions = num_forwards * _PAIR * copies / 2
     instructions += update * num_directions / (config.partition_size or num_gpus)
     assumptions.append(f"inputs of {length} tokens")
-    assumptions.append(f"{_FRACTION:.0%} of what the GPU's data sheet says")
-    noise = trained * instructions / (gpu.teraops * _TERA)
-    return (num_forwards * max(products, reading) + noise) / _FRACTION
+    assumptions.append(
+        f"{_PRODUCTS:.0%} of the products, {_READING:.0%} of the memory's speed and {_INSTRUCTIONS:.0%} of the "
+        "instructions a second in the GPU's data sheet"
+    )
+    noise = trained * instructions / (_INSTRUCTIONS * gpu.teraops * _TERA)
+    return num_forwards * max(products, reading) + noise
 
 
 def _host_seconds(config: RunConfig, model: ModelSizes, num_gpus: int, assumptions: list[str]) -> float:
