@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from lezo_ds.config import RunConfig, copies_per_pass, find_task, num_dropped, num_passes
-from lezo_ds.tools.planning.hardware import DEFAULT_NODE_LINK, Cluster
+from lezo_ds.config import RunConfig, copies_per_pass, find_task, make_estimator, num_dropped, num_passes
+from lezo_ds.tools.planning.hardware import DEFAULT_NODE_LINK, Cluster, Gpu
 from lezo_ds.tools.planning.inputs import InputSizes
 from lezo_ds.tools.planning.memory import keeps_low_bits
 from lezo_ds.tools.planning.model_sizes import ModelSizes
@@ -85,13 +86,16 @@ def step_time(
     """
     if cluster.gpu is None or inputs.trains_on_answers:
         return None
-    assumptions: list[str] = []
     parts = {
-        "gathers": _gather_seconds(config, traffic, cluster, num_gpus, assumptions),
-        "GPU": _gpu_seconds(config, model, cluster, num_gpus, assumptions),
-        "host": _host_seconds(config, model, num_gpus, assumptions),
+        "gathers": _gathers(config, traffic, cluster, num_gpus),
+        "GPU": _gpu(config, model, cluster.gpu, num_gpus),
+        "host": _host(config, model, num_gpus),
     }
-    return StepTime({name: seconds for name, seconds in parts.items() if seconds}, tuple(assumptions))
+    needed = {name: part for name, part in parts.items() if part.seconds}
+    return StepTime(
+        parts={name: part.seconds for name, part in needed.items()},
+        assumptions=tuple(text for part in needed.values() for text in part.assumptions),
+    )
 
 
 def spans_nodes(config: RunConfig, cluster: Cluster, num_gpus: int) -> bool:
@@ -99,32 +103,30 @@ def spans_nodes(config: RunConfig, cluster: Cluster, num_gpus: int) -> bool:
     return cluster.node_size(num_gpus) % (config.partition_size or num_gpus) != 0
 
 
-def _gather_seconds(
-    config: RunConfig, traffic: StepTraffic, cluster: Cluster, num_gpus: int, assumptions: list[str]
-) -> float:
+class _Part(NamedTuple):
+    seconds: float
+    assumptions: tuple[str, ...]
+
+
+def _gathers(config: RunConfig, traffic: StepTraffic, cluster: Cluster, num_gpus: int) -> _Part:
     assert cluster.gpu is not None
-    seconds = 0.0
-    if traffic.gathered:
-        if spans_nodes(config, cluster, num_gpus):
-            link, default, name = cluster.node_link, DEFAULT_NODE_LINK, "between nodes (--node-link)"
-        else:
-            link, default, name = cluster.link, cluster.gpu.link, "inside a node (--link)"
-        if link is None:
-            assumptions.append(f"{default:g} GB/s {name}")
-        if num_gpus > cluster.node_size(num_gpus) and cluster.gpus_per_node is None:
-            assumptions.append(f"{cluster.node_size(num_gpus)} GPUs on a node (--gpus-per-node)")
-        seconds += traffic.gathered / _GIGA / (link or default)
+    if spans_nodes(config, cluster, num_gpus):
+        given, default, name = cluster.node_link, DEFAULT_NODE_LINK, "between nodes (--node-link)"
+    else:
+        given, default, name = cluster.link, cluster.gpu.link, "inside a node (--link)"
+    host_link, node_size = cluster.gpu.host_link, cluster.node_size(num_gpus)
+    seconds = traffic.gathered / _GIGA / (given or default) + traffic.from_host / _GIGA / host_link
+    assumptions = []
+    if traffic.gathered and given is None:
+        assumptions.append(f"{default:g} GB/s {name}")
+    if traffic.gathered and cluster.gpus_per_node is None and node_size < num_gpus:
+        assumptions.append(f"{node_size} GPUs on a node (--gpus-per-node)")
     if traffic.from_host:
-        assumptions.append(f"{cluster.gpu.host_link:g} GB/s from a host")
-        seconds += traffic.from_host / _GIGA / cluster.gpu.host_link
-    return seconds
+        assumptions.append(f"{host_link:g} GB/s from a host")
+    return _Part(seconds, tuple(assumptions))
 
 
-def _gpu_seconds(
-    config: RunConfig, model: ModelSizes, cluster: Cluster, num_gpus: int, assumptions: list[str]
-) -> float:
-    gpu = cluster.gpu
-    assert gpu is not None
+def _gpu(config: RunConfig, model: ModelSizes, gpu: Gpu, num_gpus: int) -> _Part:
     num_forwards = num_passes(config) / num_gpus
     copies, length = copies_per_pass(config), typical_workload(find_task(config.data)).length
     tokens = copies * config.train.micro_batch_size * length
@@ -133,22 +135,20 @@ def _gpu_seconds(
     share = 1 - num_dropped(config.zo, model.num_blocks) / model.num_blocks
     trained = model.num_trained - model.blocks_trained + share * model.blocks_trained
     update = _UPDATE_LOW_BITS if keeps_low_bits(config, model) else _UPDATE
-    num_directions = (
-        num_passes(config) * copies / 2 / (config.train.batch_size / config.train.micro_batch_size)
+    num_directions = make_estimator(config.zo).num_probes / 2
+    perturbing = num_forwards * _PAIR * copies / 2
+    updating = update * num_directions / (config.partition_size or num_gpus)
+    noise = trained * (perturbing + updating) / (_INSTRUCTIONS * gpu.teraops * _TERA)
+    assumptions = (
+        f"inputs of {length} tokens",
+        f"{_PRODUCTS:.0%} of the products, {_READING:.0%} of the memory's speed and {_INSTRUCTIONS:.0%} of "
+        "the instructions a second in the GPU's data sheet",
     )
-    instructions = num_forwards * _PAIR * copies / 2
-    instructions += update * num_directions / (config.partition_size or num_gpus)
-    assumptions.append(f"inputs of {length} tokens")
-    assumptions.append(
-        f"{_PRODUCTS:.0%} of the products, {_READING:.0%} of the memory's speed and {_INSTRUCTIONS:.0%} of the "
-        "instructions a second in the GPU's data sheet"
-    )
-    noise = trained * instructions / (_INSTRUCTIONS * gpu.teraops * _TERA)
-    return num_forwards * max(products, reading) + noise
+    return _Part(num_forwards * max(products, reading) + noise, assumptions)
 
 
-def _host_seconds(config: RunConfig, model: ModelSizes, num_gpus: int, assumptions: list[str]) -> float:
+def _host(config: RunConfig, model: ModelSizes, num_gpus: int) -> _Part:
     gathers = (config.partition_size or num_gpus) > 1
     milliseconds = HOST_MS_SHARDED if gathers else HOST_MS_WHOLE
-    assumptions.append(f"{milliseconds} ms of Python for a block, as on a CPU that was measured")
-    return num_passes(config) / num_gpus * model.num_blocks * milliseconds / 1e3
+    text = f"{milliseconds} ms of Python for a block, as on a CPU that was measured"
+    return _Part(num_passes(config) / num_gpus * model.num_blocks * milliseconds / 1e3, (text,))
