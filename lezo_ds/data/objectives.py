@@ -122,7 +122,7 @@ class Objective:
         loss: function (logits or answers, batch) -> summed loss of each example, float [examples]. The
             batch's weight is the number of terms in all these sums.
         is_reward: whether the loss is minus a reward that a function of the user's gives.
-        num_terms: function (example) -> its part of the batch's weight.
+        num_terms: function (example) -> its part of the batch's weight, which is 1 for a mean over examples.
     """
 
     build_batch: Callable[[Sequence[EncodedExample], int], MicroBatch] | None

@@ -192,7 +192,7 @@ class ModelEngine:
             torch.cat([losses, votes]),
             {**facts, **batch_facts(batch)},
             share=share,
-            in_full=lambda: {**facts, BATCH: batch_digest(batch)},
+            in_full=lambda: {**facts, BATCH: f"{batch_facts(batch)[BATCH]} {batch_digest(batch)}"},
         )
         self.stop_agreed, self.snapshot_agreed = stop > 0, snapshot > 0
         return sums

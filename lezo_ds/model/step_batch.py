@@ -13,7 +13,7 @@ class StepBatch:
 
     Args:
         weights: weight of each micro-batch, which is known before it is laid out.
-        build: function (index) -> the micro-batch, the same on every rank.
+        build: function (index) -> the micro-batch, the same on every rank. It has the weight given here.
         content: what the micro-batches are made of, such as the indices of their examples. Ranks compare it.
     """
 
@@ -35,8 +35,10 @@ class StepBatch:
 
     def __getitem__(self, index: int) -> MicroBatch:
         if index not in self._built:
-            built = self._built[index] = self._build(index)
-            assert built.weight == self.weights[index], "the weights are those of the micro-batches"
+            built = self._build(index)
+            if built.weight != self.weights[index]:
+                raise ValueError(f"micro-batch {index} has weight {built.weight}, not {self.weights[index]}")
+            self._built[index] = built
         return self._built[index]
 
     def __iter__(self) -> Iterator[MicroBatch]:

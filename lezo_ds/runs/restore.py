@@ -117,10 +117,9 @@ def read_run(path: Path, overrides: tuple[str, ...] = ()) -> RecordedRun:
         owner = state.owner
     elif directory.journal.is_file():
         header, records = read_journal(directory.journal)
+        # What the caller writes must not outlive the last line of a running process.
         with suppress(OSError):  # a disk that cannot be written has nothing to sync
-            sync(
-                directory.journal
-            )  # what the caller writes must not outlive the last line of a running process
+            sync(directory.journal)
         steps = tuple(record for record in records if isinstance(record, StepRecord))
         evaluations = tuple(record for record in records if isinstance(record, EvaluationRecord))
         num_steps = len(steps)
