@@ -19,6 +19,10 @@ On a GPU, with the noise against a copy, and replay:
 
 lezo-ds benchmark --shape opt-13b --task squad --dtype bf16 --update-precision stochastic \
     --noise 268435456 --replay --rounds 20 mezo_reference ours:0 ours:0.75 --out results.csv
+
+What a step costs the host (Python calls, messages, launches, CPU time), without a GPU or a second rank:
+
+lezo-ds benchmark --host --out host.json
 """
 
 from __future__ import annotations
@@ -40,7 +44,13 @@ def main() -> None:
     add("--threads", type=positive, default=1, metavar="N", help="CPU threads per rank")
     add("--replay", action="store_true", help="also replay the timed steps of our variants")
     add("--noise", type=positive, metavar="N", help="also time the noise on N weights")
-    add("--out", type=path, metavar="FILE.csv", help="append the results to this table")
+    add("--host", action="store_true", help="count what a step costs the host, and nothing else")
+    add(
+        "--out",
+        type=path,
+        metavar="FILE",
+        help="append the results to this CSV; with --host, write this JSON",
+    )
     arguments = command_line.parse_with_keys(parser)
     job = read_job(arguments)
     from lezo_ds.tools.benchmark.command import run  # torch and DeepSpeed take seconds to import

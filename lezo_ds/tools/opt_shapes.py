@@ -18,10 +18,13 @@ class Shape(NamedTuple):
     num_blocks: int
     width: int
     num_heads: int
+    vocabulary_size: int = VOCABULARY_SIZE
 
 
 SHAPES = {
     "opt-tiny": Shape(4, 32, 2),  # not published: small enough to try a command on any machine
+    # Not published: the modules of opt-13b with hardly any weights, to measure what a step costs the host.
+    "opt-13b-thin": Shape(40, 16, 2, vocabulary_size=512),
     "opt-125m": Shape(12, 768, 12),
     "opt-1.3b": Shape(24, 2048, 32),
     "opt-2.7b": Shape(32, 2560, 32),
@@ -44,7 +47,7 @@ def opt_config(shape: str, num_blocks: int | None = None) -> OPTConfig:
 
     size = SHAPES[shape]
     return OPTConfig(
-        vocab_size=VOCABULARY_SIZE,
+        vocab_size=size.vocabulary_size,
         hidden_size=size.width,
         word_embed_proj_dim=size.width,
         ffn_dim=4 * size.width,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 
 import pytest
@@ -13,13 +14,22 @@ from lezo_ds.tools.benchmark.settings import Variant, add_arguments, read_job
 from lezo_ds.tools.workloads import WORKLOADS, Workload
 
 BENCHMARK = [sys.executable, str(REPOSITORY / "launch" / "benchmark.py")]
+# Calls and messages do not depend on the machine. These are what a step needs, and some to spare.
+MOST = {
+    "Python calls, 1 rank, s=.75": 260_000,
+    "Python calls, 1 rank, dense": 340_000,
+    "Python calls, 2 ranks sharded, s=.75": 450_000,
+    "all-gathers, 2 ranks sharded, s=.75": 644,
+    "torch launches, bf16, s=.75": 1_382,
+    "noise launches, bf16, s=.75": 330,
+}
 TINY = ("--shape", "opt-tiny", "--layers", "2", "--batch", "4", "--rounds", "2")
 
 
 def read_whole(*arguments, **others):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    parser.set_defaults(**{"until_loss": None, "replay": False, "noise": None} | others)
+    parser.set_defaults(**{"until_loss": None, "replay": False, "noise": None, "host": False} | others)
     return read_job(parser.parse_intermixed_args(arguments))
 
 
@@ -83,6 +93,23 @@ def test_results_of_two_commands_are_in_one_table(tmp_path):
     assert {"copy", "perturb"} <= set(found[found.measured == "noise"].variant)
     assert list(found.command.str.split().str[0].unique()) == ["python", "deepspeed"]
     assert not found.command.str.contains("local_rank").any()
+
+
+def test_the_host_is_measured_alone():
+    with pytest.raises(UserError, match=r"got: dtype: bf16; expected: --host with no other options"):
+        read_whole("--dtype", "bf16", host=True)
+
+
+@pytest.mark.distributed
+@pytest.mark.long
+def test_what_a_step_costs_the_host_is_written_with_the_name_of_the_machine(tmp_path):
+    out = tmp_path / "new" / "host.json"
+    run = run_well([*BENCHMARK, "--host", "--rounds", "1", "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert found["machine"] and found["torch"]
+    assert all(name in run.out for name in found["figures"])
+    for name, most in MOST.items():
+        assert 0 < found["figures"][name] <= most, name
 
 
 @pytest.mark.distributed

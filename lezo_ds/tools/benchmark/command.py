@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import shlex
@@ -12,11 +13,14 @@ from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
+import pandas as pd
 import torch
 
 from lezo_ds import distributed
 from lezo_ds.config import RunConfig
+from lezo_ds.files import make_directory, write_atomically
 from lezo_ds.tools.benchmark import table
+from lezo_ds.tools.benchmark.host import measure_host
 from lezo_ds.tools.benchmark.inputs import Inputs
 from lezo_ds.tools.benchmark.measure import Row, measure_steps
 from lezo_ds.tools.benchmark.noise import measure_noise
@@ -35,6 +39,9 @@ _SHOWN = [
 
 def run(arguments: Namespace, job: Job) -> None:
     """Measure, print the rows, and append them to the CSV `arguments.out`. A collective."""
+    if arguments.host:
+        _run_host(arguments.out, arguments.rounds)
+        return
     distributed.init_distributed()
     out, rounds, threads = arguments.out, arguments.rounds, arguments.threads
     if out is not None:
@@ -63,6 +70,16 @@ def run(arguments: Namespace, job: Job) -> None:
             table.append(out, results)
         shown = results[_SHOWN].dropna(axis="columns", how="all").astype(object)
         print(shown.where(shown.notna(), "-").to_string(index=False, float_format="{:.4g}".format))
+
+
+def _run_host(out: Path | None, rounds: int) -> None:
+    """Print what a step costs the host, and write it to a JSON file."""
+    if out is not None:
+        make_directory(out.parent)
+    figures = {name: round(value, 2) for name, value in measure_host(rounds).items()}
+    print(pd.Series(figures, dtype=object).to_string())
+    if out is not None:
+        write_atomically(out, json.dumps(_origin() | {"figures": figures}, indent=2) + "\n")
 
 
 def _open_inputs(described: Setting | RunConfig) -> Inputs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,8 +50,9 @@ class RandomInputs(Inputs):
         micro_batches = setting.micro_batches or ranks
         self._setting = setting
         self._opt_config = opt_config(setting.shape, setting.layers)
-        self._batches = split_batch(setting.workload, micro_batches)
-        self._published_batches = split_batch(setting.workload, ranks, published=True)
+        split = partial(split_batch, setting.workload, vocabulary_size=self._opt_config.vocab_size)
+        self._batches = split(micro_batches)
+        self._published_batches = split(ranks, published=True)
         self.loss = loss_function(setting.workload)
         weights = build_on_meta(self._opt_config, torch.float32).parameters()
         self.columns = vars(setting) | {
@@ -130,28 +132,31 @@ def loss_function(workload: Workload) -> LossFunction:
     return classification_loss if workload.num_candidates > 1 else teacher_forcing_loss
 
 
-def split_batch(workload: Workload, count: int, *, published: bool = False) -> list[MicroBatch]:
+def split_batch(
+    workload: Workload, count: int, *, published: bool = False, vocabulary_size: int = VOCABULARY_SIZE
+) -> list[MicroBatch]:
     """Return a random batch in `count` equal parts, the same on all ranks.
 
     Args:
         workload: size of the batch.
         count: number of parts.
         published: use the layout of MeZO's code, with one sequence per candidate, instead of our trainer's.
+        vocabulary_size: all tokens are below it.
 
     Raises:
         UserError: `count` does not divide the batch.
     """
-    parts = equal_parts(_examples(workload), count)
+    parts = equal_parts(_examples(workload, vocabulary_size), count)
     if workload.num_candidates == 1:
         return [teacher_forcing_batch(part, _PAD) for part in parts]
     return [candidate_batch(part, _PAD, deduplicate=not published) for part in parts]
 
 
-def _examples(workload: Workload) -> list[EncodedExample]:
+def _examples(workload: Workload, vocabulary_size: int) -> list[EncodedExample]:
     generator = torch.Generator().manual_seed(workload.length)
 
     def tokens(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(_FIRST_WORD, VOCABULARY_SIZE, (count,), generator=generator).tolist())
+        return tuple(torch.randint(_FIRST_WORD, vocabulary_size, (count,), generator=generator).tolist())
 
     candidates = [tokens(workload.candidate_tokens) for _ in range(workload.num_candidates)]
     lengths = (workload.candidate_tokens,) * workload.num_candidates

@@ -146,12 +146,14 @@ def read_job(arguments: argparse.Namespace) -> Job:
     """Return what the command asks for.
 
     Args:
-        arguments: those of `add_arguments`, and noise, until_loss and replay.
+        arguments: those of `add_arguments`, and noise, until_loss, replay and host.
 
     Raises:
         UserError: an unknown variant, task, recipe or key; a length that does not fit; nothing to measure; or
             arguments that exclude each other.
     """
+    if arguments.host:
+        return _nothing_else(arguments)
     overrides = [text for text in arguments.variants if "=" in text]
     variants = tuple(Variant.parse(text) for text in arguments.variants if "=" not in text)
     if not variants and (arguments.until_loss is not None or not arguments.noise):
@@ -188,6 +190,20 @@ def read_job(arguments: argparse.Namespace) -> Job:
                 fix="change the recipe with key=value, such as train.batch_size=16",
             )
     return Job(load_recipe(arguments.config, overrides), variants)
+
+
+def _nothing_else(arguments: argparse.Namespace) -> Job:
+    """Return an empty job for --host, which has inputs and variants of its own."""
+    for name in ("variants", "config", "noise", "until_loss", "replay", *_RANDOM_INPUTS):
+        value = getattr(arguments, name)
+        if value:
+            raise UserError(
+                "--host measures fixed variants of a fixed model",
+                got=f"{name.replace('_', '-')}: {value}",
+                expected="--host with no other options than --rounds and --out",
+                fix="run two commands",
+            )
+    return Job(_read_setting(arguments), ())
 
 
 def _read_setting(arguments: argparse.Namespace) -> Setting:

@@ -1,0 +1,168 @@
+"""What a step costs the host: Python calls, messages, operator launches and CPU time.
+
+The model has the modules of OPT-13b, but so few weights that nearly all time of a step is the host's. Counts
+do not depend on the machine or its load. Times do, so they are compared in the same rounds.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import multiprocessing
+import pstats
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lezo_ds import distributed
+from lezo_ds.config import Dtype
+from lezo_ds.distributed.fake_group import join_fake_group
+from lezo_ds.model.batch import to_device
+from lezo_ds.tools.benchmark.measure import WARM_UP_STEPS
+from lezo_ds.tools.benchmark.random_inputs import RandomInputs
+from lezo_ds.tools.benchmark.settings import Setting, Variant
+from lezo_ds.tools.benchmark.steps import Steps, start_steps
+from lezo_ds.tools.opt_shapes import SHAPES
+
+Figures = dict[str, float]
+"""Numbers by what they count."""
+
+SHAPE = "opt-13b-thin"
+FAKE_RANKS = 2
+_SPARSITIES = {"s=.75": "ours:0.75", "dense": "ours:0"}
+_PUBLISHED = "mezo_reference"
+_NOISE_LAUNCHES = ("_draw", "_perturb", "_update")
+_NO_KERNELS = ("_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "lift_fresh", "new_empty")
+
+
+def measure_host(rounds: int) -> Figures:
+    """Return all figures. Each part runs in a process of its own, with one thread.
+
+    Args:
+        rounds: timed steps of each variant; the least time counts.
+    """
+    figures: Figures = {}
+    for part in (partial(_one_rank, rounds), _sharded, _launches):
+        # DeepSpeed and torch keep state for the whole process, such as the process group.
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            figures |= pool.submit(part).result()
+    return figures
+
+
+def _one_rank(rounds: int) -> Figures:
+    distributed.init_distributed()
+    inputs = _inputs("fp32")
+    steps = _start(inputs, _PUBLISHED, *_SPARSITIES.values())
+    model = inputs.plain_model()
+    (batch,) = [to_device(batch, distributed.device()) for batch in inputs.batches(0)]
+    figures: Figures = {"Python calls, plain forward": _profiled(partial(model, **batch.inputs)).total_calls}
+    for name, variant in _SPARSITIES.items():
+        figures[f"Python calls, 1 rank, {name}"] = _profiled(steps[variant].step).total_calls
+    milliseconds = _least_milliseconds({name: entry.step for name, entry in steps.items()}, rounds)
+    figures["CPU ms, MeZO's published loop"] = milliseconds[_PUBLISHED]
+    for name, variant in _SPARSITIES.items():
+        figures[f"CPU ms, 1 rank, {name}"] = milliseconds[variant]
+        figures[f"CPU ms over MeZO's, 1 rank, {name}"] = milliseconds[variant] / milliseconds[_PUBLISHED]
+    distributed.shut_down()
+    return figures
+
+
+def _sharded() -> Figures:
+    join_fake_group(FAKE_RANKS)
+    steps = _start(_inputs("fp32"), *_SPARSITIES.values())
+    figures: Figures = {}
+    for name, variant in _SPARSITIES.items():
+        found = _profiled(steps[variant].step)
+        where = f"{FAKE_RANKS} ranks sharded, {name}"
+        figures[f"Python calls, {where}"] = found.total_calls
+        figures[f"all-gathers, {where}"] = _num_calls(
+            found, "deepspeed/comm/comm.py", "all_gather_into_tensor"
+        )
+    return figures
+
+
+def _launches() -> Figures:
+    distributed.init_distributed()
+    steps = _start(_inputs("bf16"), *_SPARSITIES.values())
+    figures: Figures = {}
+    for name, variant in _SPARSITIES.items():
+        with _Operators() as operators:
+            steps[variant].step()
+        found = _profiled(steps[variant].step)
+        # The Triton backend launches one kernel for each of these calls.
+        noise = sum(_num_calls(found, "lezo_ds/noise/cpu.py", method) for method in _NOISE_LAUNCHES)
+        figures[f"torch launches, bf16, {name}"] = operators.count
+        figures[f"noise launches, bf16, {name}"] = noise
+    distributed.shut_down()
+    return figures
+
+
+def _inputs(dtype: Dtype) -> RandomInputs:
+    torch.set_num_threads(1)
+    batch = 2 * distributed.world_size()
+    return RandomInputs(
+        Setting(
+            shape=SHAPE,
+            layers=SHAPES[SHAPE].num_blocks,
+            ds_config=None,
+            partition_size=None,
+            dtype=dtype,
+            update_precision="fp32_master",
+            task="sst2",
+            length=8,
+            batch=batch,
+            micro_batches=None,
+        )
+    )
+
+
+def _start(inputs: RandomInputs, *variants: str) -> dict[str, Steps]:
+    plain, engine = cache(inputs.plain_model), cache(inputs.start_engine)
+    steps = {}
+    for text in variants:
+        steps[text] = start_steps(Variant.parse(text), inputs, plain=plain, engine=engine)
+        for _ in range(WARM_UP_STEPS):
+            steps[text].step()
+    return steps
+
+
+def _profiled(action: Callable[[], object]) -> Any:  # noqa: ANN401  # pstats.Stats, whose stub lacks total_calls
+    profile = cProfile.Profile()
+    profile.runcall(action)
+    return pstats.Stats(profile)
+
+
+def _num_calls(found: Any, file: str, function: str) -> int:  # noqa: ANN401
+    return sum(
+        calls
+        for (path, _, name), (_, calls, *_) in found.stats.items()
+        if name == function and Path(path).as_posix().endswith(file)
+    )
+
+
+def _least_milliseconds(actions: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    least = dict.fromkeys(actions, float("inf"))
+    for _ in range(rounds):
+        for name, action in actions.items():
+            start = time.thread_time()
+            action()
+            least[name] = min(least[name], 1e3 * (time.thread_time() - start))
+    return least
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operators that launch a kernel on a GPU: not views, and not those that only take memory."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        if not func.is_view and func.overloadpacket.__name__ not in _NO_KERNELS:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
