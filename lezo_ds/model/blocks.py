@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
@@ -95,15 +97,39 @@ def largest_module(model: nn.Module, layout: BlockLayout) -> int:
     return max(*own, *map(_num_parameters, blocks.children()))
 
 
-def gathering_limits(largest: int) -> dict[str, int]:
-    """Return default limits on the number of elements that ZeRO-3 gathers.
+class PartSizes(NamedTuple):
+    """What is gathered at a time: a block, or the parameters of a module outside the blocks.
 
-    While a module runs, the weights of the next one are gathered. The limit is two of the largest modules.
-
-    Args:
-        largest: number of elements of the largest module.
+    Attributes:
+        largest: number of elements of the largest part, tied parameters left out.
+        tied: number of elements of the parameters that several parts use. They stay gathered in a pass.
     """
-    return {"stage3_prefetch_bucket_size": largest, "stage3_max_live_parameters": 2 * largest}
+
+    largest: int
+    tied: int
+
+
+def part_sizes(model: nn.Module, layout: BlockLayout) -> PartSizes:
+    """Return the sizes of what is gathered at a time from a model that is not sharded yet."""
+    blocks = model.get_submodule(layout.path)
+    inside = set(blocks.modules())
+    parts = [set(block.parameters()) for block in blocks.children()]
+    parts += [set(module.parameters(recurse=False)) for module in model.modules() if module not in inside]
+    num_users = Counter(parameter for part in parts for parameter in part)
+    tied = {parameter for parameter, number in num_users.items() if number > 1}
+    sizes = [sum(parameter.numel() for parameter in part - tied) for part in parts]
+    return PartSizes(largest=max(sizes), tied=sum(parameter.numel() for parameter in tied))
+
+
+def gathering_limits(parts: PartSizes) -> dict[str, int]:
+    """Return default limits on the number of elements that are gathered.
+
+    While a block runs, the weights of the next one are gathered.
+    """
+    return {
+        "stage3_prefetch_bucket_size": parts.largest,
+        "stage3_max_live_parameters": parts.tied + 2 * parts.largest,
+    }
 
 
 def _num_parameters(module: nn.Module) -> int:

@@ -13,7 +13,7 @@ from lezo_ds import distributed
 from lezo_ds.config import PeftConfig
 from lezo_ds.errors import LezoError
 from lezo_ds.model.adapters import Adapter, make_adapter
-from lezo_ds.model.blocks import BlockLayout, freeze_outside, gathering_limits, largest_module
+from lezo_ds.model.blocks import BlockLayout, freeze_outside, gathering_limits, part_sizes
 from lezo_ds.model.checkpoint import build_checked, check_files, open_weights, parameter_names
 from lezo_ds.model.snapshots import LOW_BITS_DIRECTORY, read_facts, write_snapshot
 from lezo_ds.noise import UpdatePrecision
@@ -227,9 +227,8 @@ def _with_gathering_limits(
 ) -> dict[str, Any]:
     """Return the config with limits on gathering that fit the model, unless it sets its own."""
     numel = sum(parameter.numel() for parameter in module.parameters())
-    limits = gathering_limits(largest_module(module, layout))
-    # DeepSpeed 0.19.8 does not release a weight that the forward pass uses again within this distance. The
-    # distance covers the whole pass, so that a tied embedding is gathered once and not again for the head.
-    # Weights that the pass uses only once are released after their module, as usual.
+    limits = gathering_limits(part_sizes(module, layout))
+    # Where DeepSpeed's hooks gather (0.19.8), they do not release a weight that the forward pass uses again
+    # within this distance. It covers the whole pass, so that a tied embedding is gathered once.
     reuse = {"stage3_max_reuse_distance": 2 * numel}
     return {**ds_config, "zero_optimization": {**limits, **ds_config["zero_optimization"], **reuse}}

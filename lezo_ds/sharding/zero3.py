@@ -5,14 +5,16 @@ It relies on these facts about DeepSpeed 0.19.8, which tests/ranks/test_zero3.py
   row-major flattened parameter that starts at rank * ceil(numel / size). Rank and size are those in the
   process group that shares the parameter. Elements past the parameter's end are uninitialized memory.
 - `data` is empty while the parameter is not gathered.
+- If one rank holds the whole parameter, in memory of its device, its `data` is a view of `ds_tensor`
+  (`_keep_resident`, for forward passes only).
 - With NVMe offload, `ds_tensor` holds data only between a swap in and a swap out.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,16 +27,19 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lezo_ds.distributed.accelerator import device
+from lezo_ds.sharding.gather_ahead import GatherAhead
 from lezo_ds.sharding.parameters import NamedParameter
 
-GATHERING = (PartitionedParameterCoordinator, ("fetch_sub_module", "release_sub_module"))
-"""The class and its methods that gather a module's weights before it runs and release them after it runs.
+GATHERING: tuple[tuple[type, tuple[str, str]], ...] = (
+    (GatherAhead, ("gather", "release")),
+    (PartitionedParameterCoordinator, ("fetch_sub_module", "release_sub_module")),
+)
+"""The classes and their methods that gather a module's weights before it runs and release them after it runs.
 Profilers wrap these methods."""
 
 
@@ -80,27 +85,13 @@ class ShardedParameter:
     def _deepspeed(self) -> Any:  # noqa: ANN401  # the parameter, with the attributes that DeepSpeed adds
         return self.parameter
 
-    @contextmanager
-    def shard(self, *, write: bool = False) -> Iterator[Tensor]:
+    def shard(self, *, write: bool = False) -> _OpenShard:
         """Open this rank's shard: a flat view [count] of its valid elements, without the padding.
 
         Args:
             write: whether changes of the view are kept. With NVMe offload they are written back.
         """
-        stored = self._deepspeed.ds_tensor
-        # With NVMe offload the shard lives in a file. The swapper has no public methods for one parameter.
-        swapped_in = stored.status == PartitionedParamStatus.NOT_AVAILABLE
-        if swapped_in:
-            self._deepspeed.nvme_swapper.swap_in([self.parameter], async_op=False)
-        try:
-            yield stored.data.view(-1)[: self.count]
-        finally:
-            if swapped_in:
-                swapper = self._deepspeed.nvme_swapper
-                if write:
-                    swapper.swap_out_and_release([self.parameter])
-                else:
-                    swapper.remove_partition_and_release_buffers([self.parameter])
+        return _OpenShard(self.parameter, self.count, write=write)
 
     def gather(self) -> Tensor:
         """Return the full parameter on the CPU, on every rank. A collective: every rank must call it."""
@@ -125,6 +116,37 @@ class ShardedParameter:
     def numel(self) -> int:
         """Number of elements of the full parameter."""
         return int(self._deepspeed.ds_numel)
+
+
+class _OpenShard:
+    """The context of `ShardedParameter.shard`.
+
+    A step enters hundreds of them, and a generator would take twice the time.
+    """
+
+    def __init__(self, parameter: Any, count: int, *, write: bool) -> None:  # noqa: ANN401
+        self._parameter = parameter
+        self._count = count
+        self._write = write
+        self._swapped_in = False
+
+    def __enter__(self) -> Tensor:
+        stored = self._parameter.ds_tensor
+        # With NVMe offload the shard lives in a file. The swapper has no public methods for one parameter.
+        self._swapped_in = stored.status is PartitionedParamStatus.NOT_AVAILABLE
+        if self._swapped_in:
+            self._parameter.nvme_swapper.swap_in([self._parameter], async_op=False)
+        flat: Tensor = stored.data.view(-1)
+        return flat[: self._count]
+
+    def __exit__(self, *_: object) -> None:
+        if not self._swapped_in:
+            return
+        swapper = self._parameter.nvme_swapper
+        if self._write:
+            swapper.swap_out_and_release([self._parameter])
+        else:
+            swapper.remove_partition_and_release_buffers([self._parameter])
 
 
 def shard_range(numel: int, rank: int, partition_size: int) -> tuple[int, int]:
@@ -216,16 +238,26 @@ def sharded_parameters(
 
 
 def assert_released(parameters: Sequence[ShardedParameter]) -> None:
-    """Check that no parameter is gathered.
+    """Check that no parameter holds a gathered copy of its weights.
 
-    DeepSpeed reads a resident parameter as it is. After an update of the shards it would be a stale copy.
+    DeepSpeed and our forward pass read what a parameter holds as it is. After an update of the shards, a copy
+    would be stale. A parameter may hold nothing, or its own shard if that is the whole weight.
 
     Raises:
-        RuntimeError: a parameter is gathered.
+        RuntimeError: a parameter is gathered, or a resident one holds something else than its shard.
     """
-    held = [parameter.name for parameter in parameters if parameter.is_gathered]
-    if held:
-        raise RuntimeError(f"parameters still gathered after a forward pass: {held}")
+    tensors: list[Any] = [parameter.parameter for parameter in parameters]
+    shards = [tensor.ds_tensor for tensor in tensors]
+    # `map` keeps these hundreds of calls out of the interpreter.
+    held, owned = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.data_ptr, shards))
+    wanted = [
+        own if tensor.ds_status is ZeroParamStatus.AVAILABLE else 0
+        for tensor, own in zip(tensors, owned, strict=True)
+    ]
+    if held != wanted:
+        triples = zip(parameters, held, wanted, strict=True)
+        names = [parameter.name for parameter, is_at, must_be_at in triples if is_at != must_be_at]
+        raise RuntimeError(f"parameters still gathered after a forward pass: {names}")
 
 
 @contextmanager
@@ -262,32 +294,178 @@ def finish_updates() -> None:
     get_accelerator().synchronize()
 
 
-def start_forward_engine(model: nn.Module, blocks: Iterable[nn.Module], ds_config: Mapping[str, Any]) -> Any:  # noqa: ANN401
+class ForwardEngine:
+    """Runs a sharded model forward.
+
+    Args:
+        deepspeed_engine: on the model.
+        run: the engine itself, if DeepSpeed's hooks gather the weights; otherwise the model.
+
+    Attributes:
+        module: the model.
+        monitor: DeepSpeed's monitor.
+    """
+
+    def __init__(self, deepspeed_engine: Any, run: Callable[..., Any]) -> None:  # noqa: ANN401
+        self.module = deepspeed_engine.module
+        self.monitor = deepspeed_engine.monitor
+        self._deepspeed = deepspeed_engine  # what it holds ends with it
+        self._run = run
+
+    def __call__(self, **inputs: Any) -> Any:  # noqa: ANN401
+        """Return the model's output. A collective if the weights are sharded."""
+        return self._run(**inputs)
+
+
+def start_forward_engine(
+    model: nn.Module, blocks: Iterable[nn.Module], ds_config: Mapping[str, Any]
+) -> ForwardEngine:
     """Wrap a sharded model in a DeepSpeed engine without an optimizer, for forward passes only.
 
-    DeepSpeed puts hooks on every module, which would take half of the host's time in a step. This function
-    removes the hooks for backward passes. A block whose weights are whole on this rank's device gets hooks
-    only as a whole, because gathering all of it costs neither memory nor messages.
+    DeepSpeed makes and keeps the shards. Its hooks gather them, module by module, only if they are offloaded
+    from this rank's device: the hooks take two thirds of the host's time in a step. If the shards are on the
+    device, a block is gathered with one message. If they are whole weights, nothing is gathered at all.
 
     Args:
         model: from `shard_model`.
         blocks: its transformer blocks.
         ds_config: stage 3.
     """
-    ahead: list[nn.Module] = []
-    for block in blocks:
-        is_whole = all(map(_is_whole_here, block.parameters()))
-        set_z3_leaf_module(block, is_whole)  # a leaf is gathered at once (DeepSpeed pull request 4966)
-        if not is_whole and get_accelerator().device_name() != "cpu":
-            ahead.append(block)
-    keep_in_step(ahead)
+    blocks = list(blocks)
+    parameters: list[Any] = list(model.parameters())
+    is_here = all(map(_is_here, parameters))
+    is_whole = is_here and all(parameter.ds_zero_partition_world_size == 1 for parameter in parameters)
+    if not is_whole and get_accelerator().device_name() != "cpu":
+        keep_in_step(blocks)
     engine, *_ = deepspeed.initialize(model=model, config=dict(ds_config))
-    # Without an optimizer, `engine.optimizer` is DeepSpeedZeRoOffload (0.19.8). Its backward hooks are
-    # registered as forward hooks, so they cost time even if there is no backward pass.
-    for hook in engine.optimizer.backward_hooks:
-        hook.remove()
     engine.eval()
-    return engine
+    if not is_here:
+        # Without an optimizer, `engine.optimizer` is DeepSpeedZeRoOffload (0.19.8). Its backward hooks are
+        # registered as forward hooks, so they cost time even if there is no backward pass.
+        for hook in engine.optimizer.backward_hooks:
+            hook.remove()
+        return ForwardEngine(engine, run=engine)
+    _remove_hooks(engine)
+    if is_whole:
+        _keep_resident(parameters)
+    else:
+        stream = None if get_accelerator().is_synchronized_device() else get_accelerator().Stream()
+        ahead = engine.zero_max_live_parameters() if engine.zero_prefetch_bucket_size() > 0 else 0
+        GatherAhead(model, _parts_of(model, blocks, stream), max_numel=ahead)
+    return ForwardEngine(engine, run=model)
+
+
+def _is_here(parameter: Any) -> bool:  # noqa: ANN401  # the parameter, with what DeepSpeed adds
+    stored = parameter.ds_tensor
+    return bool(stored.status == PartitionedParamStatus.AVAILABLE and stored.device == device())
+
+
+def _remove_hooks(engine: Any) -> None:  # noqa: ANN401
+    """Remove all that DeepSpeed does while a model runs forward (0.19.8)."""
+    engine.optimizer.destroy()  # the hooks that gather and release
+    # These start timers that only a training engine reads, and let parameters gather themselves.
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    for module in engine.module.modules():
+        # DeepSpeed has put in its place a dict that gathers a parameter when it is read.
+        module._parameters = module.__dict__.pop("_original_parameters")
+
+
+def _keep_resident(parameters: Iterable[Any]) -> None:
+    """Let each parameter be its own shard, which is the whole weight."""
+    for parameter in parameters:
+        parameter.data = parameter.ds_tensor.data.view(parameter.ds_shape)
+        # With another status, DeepSpeed would gather a copy where it meets the parameter.
+        parameter.ds_status = ZeroParamStatus.AVAILABLE
+
+
+def _parts_of(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    stream: Any,  # noqa: ANN401
+) -> dict[nn.Module, list[_ShardedPart]]:
+    """Return the parts of each block, and of each module outside the blocks that has parameters."""
+    used_by = {block: list(block.parameters()) for block in blocks}
+    inside = {module for block in blocks for module in block.modules()}
+    for module in model.modules():
+        if module not in inside:
+            used_by[module] = list(module.parameters(recurse=False))
+            for child in module.children():
+                if isinstance(child, nn.ParameterDict | nn.ParameterList):  # they do not run themselves
+                    used_by[module] += child.parameters()
+    num_users = Counter(parameter for used in used_by.values() for parameter in used)
+    shared = {p: _ShardedPart([p], stream, is_shared=True) for p, users in num_users.items() if users > 1}
+    found: dict[nn.Module, list[_ShardedPart]] = {}
+    for module, used in used_by.items():
+        own = [parameter for parameter in used if parameter not in shared]
+        found[module] = [shared[parameter] for parameter in used if parameter in shared]
+        by_kind: dict[Any, list[Any]] = {}
+        for parameter in own:
+            by_kind.setdefault(parameter.dtype, []).append(parameter)
+        found[module] += [_ShardedPart(same, stream) for same in by_kind.values()]
+    return {module: parts for module, parts in found.items() if parts}
+
+
+class _ShardedPart:
+    """Parameters that are gathered with one message. It is a `gather_ahead.Part`.
+
+    The message has the shards of each rank one after the other. Each parameter is then copied to memory of
+    its own, whose alignment does not depend on its neighbors: matrix products may give other bits otherwise.
+
+    Args:
+        parameters: at least one, of one dtype.
+        stream: on a GPU, where messages and copies run, so that they overlap with the forward pass.
+        is_shared: see `gather_ahead.Part`.
+    """
+
+    def __init__(self, parameters: Sequence[Any], stream: Any, *, is_shared: bool = False) -> None:  # noqa: ANN401
+        self.numel = sum(parameter.ds_numel for parameter in parameters)
+        self.is_shared = is_shared
+        self._parameters = parameters
+        self._stream = stream
+        self._sizes = [parameter.ds_tensor.numel() for parameter in parameters]
+        first = parameters[0]
+        self._group = first.ds_process_group
+        self._rank, self._num_ranks = first.ds_zero_partition_rank, first.ds_zero_partition_world_size
+        self._like = {"dtype": first.dtype, "device": device()}
+        self._released = torch.empty(0, **self._like)
+        self._message: tuple[Tensor, Any] | None = None
+
+    def start(self) -> None:
+        """Send the message."""
+        shards = []
+        for parameter in self._parameters:
+            parameter.ds_status = ZeroParamStatus.INFLIGHT
+            shards.append(parameter.ds_tensor)
+        with get_accelerator().stream(self._stream):
+            flat = torch.empty(self._num_ranks, sum(self._sizes), **self._like)
+            mine = flat[self._rank]
+            torch.cat(shards, out=mine)
+            work = comm.all_gather_into_tensor(flat.view(-1), mine, group=self._group, async_op=True)
+        self._message = flat, work
+
+    def wait(self) -> None:
+        """Receive the message."""
+        assert self._message is not None, "a part is asked for before it is waited for"
+        flat, work = self._message
+        with get_accelerator().stream(self._stream):
+            work.wait()
+            whole = [torch.empty(self._num_ranks, size, **self._like) for size in self._sizes]
+            torch.split_with_sizes_copy(flat, self._sizes, dim=1, out=whole)
+        if self._stream is not None:
+            get_accelerator().current_stream().wait_stream(self._stream)
+        for parameter, padded in zip(self._parameters, whole, strict=True):
+            parameter.data = padded.view(-1)[: parameter.ds_numel].view(parameter.ds_shape)
+            parameter.ds_status = ZeroParamStatus.AVAILABLE
+        self._message = None
+
+    def release(self) -> None:
+        """Free the whole weights, as soon as the GPU is done with them."""
+        for parameter in self._parameters:
+            if self._stream is not None:
+                parameter.data.record_stream(get_accelerator().current_stream())
+            parameter.data = self._released
+            parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
 
 def keep_in_step(blocks: Iterable[nn.Module]) -> None:
@@ -307,12 +485,6 @@ def keep_in_step(blocks: Iterable[nn.Module]) -> None:
 
     for block in blocks:
         block.register_forward_hook(wait)
-
-
-def _is_whole_here(parameter: Any) -> bool:  # noqa: ANN401  # the parameter, with what DeepSpeed adds
-    stored = parameter.ds_tensor
-    is_in_memory = stored.status == PartitionedParamStatus.AVAILABLE
-    return bool(parameter.ds_zero_partition_world_size == 1 and is_in_memory and stored.device == device())
 
 
 def start_training_engine(

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.errors import UserError
-from lezo_ds.model.blocks import BlockLayout, find_blocks, largest_module
+from lezo_ds.model.blocks import BlockLayout, find_blocks, largest_module, part_sizes
 from lezo_ds.model.checkpoint import refuse_separate_experts
 
 
@@ -110,3 +110,7 @@ def test_the_largest_module_is_a_block_or_what_is_larger_outside(family):
     model = AutoModelForCausalLM.from_config(config)
     head = sum(p.numel() for p in model.get_output_embeddings().parameters())
     assert largest_module(model, layout) == head > block
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight.numel() if is_tied else 0
+    # A tied embedding stays gathered in a pass, and counts on its own.
+    assert part_sizes(model, layout) == (block if is_tied else head, tied)

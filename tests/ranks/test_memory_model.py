@@ -30,6 +30,7 @@ INPUTS = InputSizes(64, 1, 2, 0, False, "made up")
 NUM_PARAMETERS = 29_974_540_288  # of OPT-30B
 LAYER = 7168 * 4 * 7168
 BLOCK = 616_655_872
+HEAD = 50272 * 7168  # tied
 
 
 def recipe(path, **changes):
@@ -119,12 +120,12 @@ def most_gathered_at_once(config):
 
 
 @pytest.mark.distributed
-def test_no_more_is_gathered_at_once_than_two_of_the_largest_modules(tmp_path):
+def test_no_more_is_gathered_at_once_than_two_blocks_and_what_is_tied(tmp_path):
     write_model(opt(vocab_size=101, hidden_size=16, ffn_dim=4000, num_hidden_layers=12), tmp_path)
     config = recipe(tmp_path, model__dtype="fp32", train__micro_batch_size=4)
-    model = model_sizes(config)
+    largest, tied = model_sizes(config).parts
     for most in run_ranks(most_gathered_at_once, 2, config):
-        assert model.largest_module < most < 2 * model.largest_module + max(model.parameters)
+        assert most == tied + 2 * largest
 
 
 # Sums by hand, for OPT-30B
@@ -143,7 +144,8 @@ def with_offload(path, **offload):
 def test_the_sizes_of_opt_30b_are_the_published_ones():
     model = model_sizes(recipe("facebook/opt-30b"))
     assert model.num_parameters == model.num_trained == NUM_PARAMETERS
-    assert (model.num_blocks, model.largest_module, model.head) == (48, BLOCK, 50272 * 7168)
+    assert (model.num_blocks, model.largest_module, model.head) == (48, BLOCK, HEAD)
+    assert model.parts == (BLOCK, HEAD)
 
 
 def test_a_model_on_one_rank_gathers_nothing_and_copies_its_largest_layer_for_each_sign():
@@ -161,10 +163,10 @@ def test_more_probes_in_a_pass_need_more_activations_but_no_more_copies_of_weigh
     assert many["activations"] == few["activations"] * train_rows / eval_rows
 
 
-def test_shards_and_low_bits_shrink_with_the_ranks_and_three_blocks_are_gathered():
+def test_shards_and_low_bits_shrink_with_the_ranks_and_three_blocks_and_the_head_are_gathered():
     parts = memory_of(4).parts
     assert parts["low bits"] == parts["shards"] == 2 * NUM_PARAMETERS // 4
-    assert parts["gathered"] == 2 * 3 * BLOCK
+    assert parts["gathered"] == 2 * (3 * BLOCK + HEAD)
     assert memory_of(4, partition_size=2).parts["shards"] == NUM_PARAMETERS
 
 
@@ -179,7 +181,7 @@ def test_offloaded_weights_are_on_the_host_rounded_up_if_they_are_pinned(tmp_pat
     plain = memory_of(deepspeed=with_offload(tmp_path / "plain.json", device="cpu"))
     assert not plain.parts.keys() & {"shards", "low bits"}
     assert (plain.host, plain.disk) == (4 * NUM_PARAMETERS, 0)
-    assert plain.parts["gathered"] == 2 * 3 * BLOCK
+    assert plain.parts["gathered"] == 2 * (3 * BLOCK + HEAD)
     pinned = memory_of(deepspeed=with_offload(tmp_path / "pinned.json", device="cpu", pin_memory=True))
     assert pinned.host / (2 * NUM_PARAMETERS) == pytest.approx(1.31 + 1, abs=0.005)
 
@@ -192,9 +194,17 @@ def test_weights_on_a_disk_leave_buffers_in_memory(tmp_path):
     assert memory_of(deepspeed=path, on_gpu=False).parts["shards"] == 2 * 3 * 10**8
 
 
-def test_the_limit_of_gathered_weights_is_read_from_the_deepspeed_json(tmp_path):
+def test_the_limit_of_gathered_weights_is_read_from_the_deepspeed_json_where_deepspeed_gathers(tmp_path):
     (tmp_path / "ds.json").write_text(
-        json.dumps({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 10**9}})
+        json.dumps(
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "stage3_max_live_parameters": 10**9,
+                    "offload_param": {"device": "cpu"},
+                }
+            }
+        )
     )
     assert memory_of(2, deepspeed=str(tmp_path / "ds.json")).parts["gathered"] == 2 * (10**9 + BLOCK)
 

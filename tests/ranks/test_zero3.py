@@ -223,29 +223,117 @@ def test_broadcasts_gather_what_an_all_gather_does(dtype):
     assert run_ranks(_gather_both_ways, 4, dtype, 1001) == [[True] * 6] * 4
 
 
-def _gathered_modules(directory):
-    """Return how often a step gathers, the hooks of a module in a block, and how many modules there are."""
+def _hooks_of(model):
+    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+
+
+def _count_gathers(directory):
+    """Return the weights that each of two passes gathered by part, the hooks, and what stayed gathered."""
     engine = start_engine(directory)
-    owner, (fetch, _) = zero3.GATHERING
-    original, fetched = getattr(owner, fetch), []
-    setattr(
-        owner, fetch, lambda self, module, forward: (fetched.append(module), original(self, module, forward))
-    )
-    train(engine, 1, num_micro_batches=distributed.world_size())
-    setattr(owner, fetch, original)
-    inner = engine.module.model.decoder.layers[0].fc1
-    num_hooks = len(inner._forward_pre_hooks) + len(inner._forward_hooks)
-    num_inside = sum(1 for block in engine.module.model.decoder.layers for _ in block.modules()) - NUM_BLOCKS
-    return len(fetched), num_hooks, sum(1 for _ in engine.module.modules()), num_inside
+    owner, (gather, _) = zero3.GATHERING[0]
+    original, asked, started = getattr(owner, gather), [], []
+    setattr(owner, gather, lambda self, parts: (asked.append(len(parts)), original(self, parts)))
+    start = zero3._ShardedPart.start
+    zero3._ShardedPart.start = lambda self: (started.append(self.numel), start(self))
+    passes = []
+    for _ in range(2):
+        train(engine, 1, num_micro_batches=distributed.world_size())
+        passes.append((len(asked), list(started)))
+        asked.clear()
+        started.clear()
+    held = [p.name for p in engine.weights.parameters if p.parameter.numel()]
+    return passes, _hooks_of(engine.module), held, sum(p.numel for p in engine.weights.parameters)
 
 
 @pytest.mark.distributed
-def test_blocks_are_gathered_whole_where_that_costs_no_memory_and_nothing_waits_for_a_backward_pass(
-    opt_directory,
-):
-    ((num_fetched, num_hooks, num_modules, num_inside),) = run_ranks(_gathered_modules, 1, opt_directory)
-    assert num_hooks == 0
-    assert num_fetched <= num_modules - num_inside
-    for num_fetched, num_hooks, num_modules, num_inside in run_ranks(_gathered_modules, 2, opt_directory):
-        assert num_hooks == 2
-        assert num_modules - num_inside < num_fetched <= num_modules
+def test_a_block_is_one_message_and_every_weight_is_gathered_once_a_pass(opt_directory):
+    for passes, num_hooks, held, numel in run_ranks(_count_gathers, 2, opt_directory):
+        for num_modules, started in passes:
+            # Blocks, both embeddings, the last norm, and the head, which is tied.
+            assert (num_modules, len(started)) == (NUM_BLOCKS + 4, NUM_BLOCKS + 3)
+            assert sum(started) == numel
+        assert num_hooks == 2 * (NUM_BLOCKS + 4) + 2  # and the root's own
+        assert held == []
+
+
+def _look_at_resident_weights(directory):
+    engine = start_engine(directory)
+    train(engine, 1)
+    found = []
+    for parameter in engine.weights.parameters:
+        tensor = parameter.parameter
+        found.append(
+            (tensor.data_ptr() == tensor.ds_tensor.data_ptr(), tuple(tensor.shape) == parameter.shape)
+        )
+    return found, _hooks_of(engine.module), {type(m._parameters) for m in engine.module.modules()}
+
+
+@pytest.mark.distributed
+def test_whole_weights_are_their_own_shards_and_deepspeed_does_nothing_in_a_pass(opt_directory):
+    ((found, num_hooks, kinds),) = run_ranks(_look_at_resident_weights, 1, opt_directory)
+    assert set(found) == {(True, True)}
+    assert (num_hooks, kinds) == (0, {dict})
+
+
+def _spoil_resident_weights(directory):
+    """Return what a step says after each way to take a resident parameter away from its shard."""
+    engine = start_engine(directory)
+    before, parameter = engine.weights.digest(), engine.weights.parameters[5]
+    tensor = parameter.parameter
+
+    def copy():
+        tensor.data = tensor.data.clone()
+
+    def gather():
+        """What DeepSpeed does where it reads a parameter that it believes not gathered."""
+        tensor.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        tensor.data = tensor.ds_tensor.data.clone().view(tensor.ds_shape)
+
+    def forget():
+        tensor.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+    messages = []
+    for spoil in (copy, gather, forget):
+        spoil()
+        try:
+            train(engine, 1)
+        except RuntimeError as error:
+            messages.append(str(error))
+        zero3._keep_resident([tensor])
+    unchanged = engine.weights.digest() == before
+    tensor.partition()  # DeepSpeed releases it, and no module can run without it
+    try:
+        train(engine, 1)
+    except RuntimeError:
+        return messages, parameter.name, unchanged
+
+
+@pytest.mark.distributed
+def test_a_resident_parameter_that_is_not_its_shard_is_named_before_any_update(opt_directory):
+    ((messages, name, unchanged),) = run_ranks(_spoil_resident_weights, 1, opt_directory)
+    assert messages == [f"parameters still gathered after a forward pass: ['{name}']"] * 3
+    assert unchanged
+
+
+def _interrupt(directory):
+    """Return the records after a pass that ended in the middle, and those without it."""
+    engine = start_engine(directory)
+    num_passes = distributed.world_size()
+    expected = train(engine, 2, num_passes)
+    again = start_engine(directory)
+    train(again, 1, num_passes)
+
+    def fail(*_):
+        raise InterruptedError
+
+    hook = again.module.model.decoder.layers[1].fc1.register_forward_hook(fail)
+    try:
+        train(again, 1, num_passes)
+    except InterruptedError:
+        hook.remove()
+    return expected[1] == train(again, 1, num_passes)[0]
+
+
+@pytest.mark.distributed
+def test_a_pass_after_one_that_an_error_ended_is_as_any_other(opt_directory):
+    assert run_ranks(_interrupt, 2, opt_directory) == [True, True]

@@ -89,10 +89,9 @@ class EngineSteps:
 
 def _staged_methods(engine: LezoEngine) -> list[StagedMethod]:
     noise = noise_backend(engine.device)
-    owner, gathering = zero3.GATHERING
     return [
         (engine.module, "forward", "forward"),
         (engine.weights, "apply", "update"),
         *((noise, name, "perturb") for name in dir(noise) if name.startswith("perturb")),
-        *((owner, name, "gather") for name in gathering),
+        *((owner, name, "gather") for owner, names in zero3.GATHERING for name in names),
     ]

@@ -5,7 +5,9 @@ With b bytes a weight, R ranks that share the weights, and c copies of the batch
     shards           b x parameters / R
     low bits         2 x trained / R, if zo.update_precision is fp32_master and b is 2
     AdamW's states   (b + 12) x trained / R: gradients, fp32 weights, two moments; and its buckets
-    gathered         b x 3 x largest module: stage3_max_live_parameters admits 2, and 1 more is in flight
+    gathered         b x (2 x largest part + tied weights): the block that runs, and the message with the next
+                     one; on a GPU 1 part more, because the host runs ahead of it. Where DeepSpeed gathers
+                     (AdamW, offloaded weights): b x (stage3_max_live_parameters + largest module)
     copies           b x min(c, 2) x largest perturbed module; b x c x all perturbed blocks and the head, if
                      they are kept
     activations      b x c x tokens x activation width; keys and values of written tokens
@@ -107,7 +109,7 @@ def rank_memory(
     elif leaves_device and offload.get("pin_memory"):
         in_memory = _pinned(model, num_shards)
     running = {
-        "gathered": 0 if num_shards == 1 and not leaves_device else _gathered(config, model, zero),
+        "gathered": 0 if num_shards == 1 and not leaves_device else _gathered(config, model, zero, on_gpu),
         "copies": _copies(config, model, inputs),
         "activations": _activations(config, model, inputs),
         "logits": _logits(config, model, inputs),
@@ -147,11 +149,17 @@ def _nvme_buffers(offload: Mapping[str, Any]) -> int:
     return int(offload.get("buffer_count", _NUM_BUFFERS)) * int(offload.get("buffer_size", _BUFFER))
 
 
-def _gathered(config: RunConfig, model: ModelSizes, zero: Mapping[str, Any]) -> int:
-    limits = gathering_limits(model.largest_module)
+def _gathered(config: RunConfig, model: ModelSizes, zero: Mapping[str, Any], on_gpu: bool) -> int:
+    place = zero.get("offload_param", {}).get("device", "none")
+    is_offloaded = place == "nvme" or (place != "none" and on_gpu)
+    if config.method != "adamw" and not is_offloaded:
+        largest, tied = model.parts
+        num_parts = 3 if on_gpu else 2
+        return max(tied + num_parts * largest, 2 * tied) * model.itemsize
+    limits = gathering_limits(model.parts)
     default = _MAX_LIVE if config.method == "adamw" else limits["stage3_max_live_parameters"]
     max_live = int(zero.get("stage3_max_live_parameters", default))
-    # In flight is gloo's buffer on CPUs, and on a GPU the block that still runs when the host asks for the
+    # In flight is gloo's buffer on CPUs, and on a GPU the module that still runs when the host asks for the
     # next ones.
     return (min(max_live, model.num_parameters) + model.largest_module) * model.itemsize
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig
 from lezo_ds.model.adapters import make_adapter
-from lezo_ds.model.blocks import find_blocks, freeze_outside, largest_module
+from lezo_ds.model.blocks import PartSizes, find_blocks, freeze_outside, largest_module, part_sizes
 from lezo_ds.model.checkpoint import build_checked
 from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta
 from lezo_ds.tools.published_models import published_config, published_name
@@ -31,6 +31,7 @@ class ModelSizes:
         num_trained: size of all trained parameters together.
         trains_outside: whether parameters outside the transformer blocks are trained.
         largest_module: size of the largest block, or of a larger module outside the blocks.
+        parts: sizes of what is gathered at a time.
         largest_perturbed: trained size of the largest module that a step perturbs whole. Embedding tables do
             not count, because only the rows that are read are perturbed; nor does the output head.
         blocks_trained: size of all trained parameters in the transformer blocks.
@@ -50,6 +51,7 @@ class ModelSizes:
     num_trained: int
     trains_outside: bool
     largest_module: int
+    parts: PartSizes
     largest_perturbed: int
     blocks_trained: int
     head: int
@@ -104,6 +106,7 @@ def model_sizes(config: RunConfig, directory: Path | None = None) -> ModelSizes:
         num_trained=_trained(model),
         trains_outside=_trained(model) > _trained(blocks),
         largest_module=largest_module(model, layout),
+        parts=part_sizes(model, layout),
         largest_perturbed=max(_trained(module, recurse=False) for module in whole),
         blocks_trained=_trained(blocks),
         head=_trained(head) if head else 0,
