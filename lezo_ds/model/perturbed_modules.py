@@ -14,7 +14,7 @@ probes. A module without parameters runs once over all copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, wraps
@@ -56,17 +56,66 @@ class Perturbation:
     distribution: Distribution = "normal"
 
 
-@dataclass(frozen=True)
+class _Direction(NamedTuple):
+    """The probes of a run that have the same key.
+
+    Attributes:
+        key: of their noise.
+        places: their indices in the run.
+        scales: of each.
+    """
+
+    key: int
+    places: tuple[int, ...]
+    scales: tuple[float, ...]
+
+
 class _Run:
     """What the wrapped modules see while a model runs.
+
+    Every module asks for the same facts, so they are found once for a pass.
 
     Attributes:
         perturbation: of this run, or of the part of it that runs at one probe.
         rows: number of rows of one copy of the batch.
+        num_copies: number of copies of the batch.
+        directions: the probes by their keys.
     """
 
-    perturbation: Perturbation
-    rows: int
+    def __init__(self, perturbation: Perturbation, rows: int) -> None:
+        self.perturbation = perturbation
+        self.rows = rows
+        self.num_copies = len(perturbation.probes)
+        places: dict[int, list[int]] = {}
+        for place, probe in enumerate(perturbation.probes):
+            places.setdefault(probe.key, []).append(place)
+        scales = [probe.scale for probe in perturbation.probes]
+        self.directions = [
+            _Direction(key, tuple(found), tuple(scales[place] for place in found))
+            for key, found in places.items()
+        ]
+        self._parts: dict[tuple[int, int], _Run] = {}
+
+    def part(self, start: int, stop: int) -> _Run:
+        """Return the run on the copies `start` to `stop` - 1."""
+        if (start, stop) not in self._parts:
+            probes = self.perturbation.probes[start:stop]
+            self._parts[start, stop] = _Run(replace(self.perturbation, probes=probes), self.rows)
+        return self._parts[start, stop]
+
+
+class _Trained(NamedTuple):
+    """A parameter of a module that may be perturbed.
+
+    Attributes:
+        name: in the module.
+        parameter: the parameter itself.
+        named: its identity.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    named: NamedParameter
 
 
 class PerturbedModules:
@@ -92,7 +141,7 @@ class PerturbedModules:
     @property
     def num_copies(self) -> int:
         """How many copies of the batch the module that runs is given."""
-        return 1 if self._running is None else len(self._running.perturbation.probes)
+        return 1 if self._running is None else self._running.num_copies
 
     @contextmanager
     def running(self, perturbation: Perturbation | None, rows: int) -> Iterator[None]:
@@ -136,42 +185,49 @@ class PerturbedModules:
 
     def active(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Return the module's own parameters that are perturbed now, by name."""
-        if self._running is None:
-            return {}
+        return {trained.name: trained.parameter for trained in self._active(self._trained_in(module))}
+
+    def _trained_in(self, module: nn.Module) -> list[_Trained]:
+        return [
+            _Trained(name, parameter, self._trainable[parameter])
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter in self._trainable
+        ]
+
+    def _active(self, trained: Sequence[_Trained]) -> Sequence[_Trained]:
+        if self._running is None or not trained:
+            return ()
         dropped = self._running.perturbation.dropped_layers
-        active: dict[str, nn.Parameter] = {}
-        for name, parameter in module._parameters.items():
-            named = None if parameter is None else self._trainable.get(parameter)
-            if named is None or parameter is None:
-                continue
-            if named.block is None or named.block not in dropped:
-                active[name] = parameter
-        return active
+        return [entry for entry in trained if entry.named.block is None or entry.named.block not in dropped]
 
     def copies(self, parameter: nn.Parameter) -> list[Tensor]:
         """Return the perturbed copies of an active parameter, one for each probe."""
+        return self._copies(parameter, self._trainable[parameter].parameter_id)
+
+    def _copies(self, parameter: nn.Parameter, parameter_id: int) -> list[Tensor]:
         assert self._running is not None, "copies are made while a perturbation is set"
         if self._kept is None:
-            return self._new_copies(parameter)
+            return self._new_copies(self._running, parameter, parameter_id)
         places = [(parameter, probe) for probe in self._running.perturbation.probes]
         if any(place not in self._kept for place in places):
-            made = zip(places, self._new_copies(parameter), strict=True)
+            made = zip(places, self._new_copies(self._running, parameter, parameter_id), strict=True)
             # At scale 0 a copy may be theta itself, which ZeRO-3 releases after this module.
             self._kept |= {place: copy if place[1].scale else copy.clone() for place, copy in made}
         return [self._kept[place] for place in places]
 
-    def _new_copies(self, parameter: nn.Parameter) -> list[Tensor]:
-        def perturb(key: int, scales: Sequence[float], distribution: Distribution) -> list[Tensor]:
-            return self._noise.perturb(
+    def _new_copies(self, run: _Run, parameter: nn.Parameter, parameter_id: int) -> list[Tensor]:
+        found: dict[int, Tensor] = {}
+        for key, places, scales in run.directions:
+            made = self._noise.perturb(
                 parameter.data,
                 key=key,
-                parameter_id=self._trainable[parameter].parameter_id,
+                parameter_id=parameter_id,
                 scales=scales,
                 out_dtype=copy_dtype(parameter),
-                distribution=distribution,
+                distribution=run.perturbation.distribution,
             )
-
-        return self._by_key(perturb)
+            found.update(zip(places, made, strict=True))
+        return [found[place] for place in range(run.num_copies)]
 
     def rows_of_copies(self, table: nn.Parameter, rows: Tensor) -> list[Tensor]:
         """Return the given rows of an active parameter's perturbed copies, one tensor for each probe.
@@ -183,18 +239,20 @@ class PerturbedModules:
         Returns:
             Tensors of shape [*rows.shape, width].
         """
-
-        def perturb(key: int, scales: Sequence[float], distribution: Distribution) -> list[Tensor]:
-            return self._noise.perturb_rows(
+        run = self._running
+        assert run is not None, "copies are made while a perturbation is set"
+        found: dict[int, Tensor] = {}
+        for key, places, scales in run.directions:
+            made = self._noise.perturb_rows(
                 table.data,
                 rows.reshape(-1),
                 key=key,
                 parameter_id=self._trainable[table].parameter_id,
                 scales=scales,
-                distribution=distribution,
+                distribution=run.perturbation.distribution,
             )
-
-        return [found.view(*rows.shape, table.shape[-1]) for found in self._by_key(perturb)]
+            found.update(zip(places, made, strict=True))
+        return [found[place].view(*rows.shape, table.shape[-1]) for place in range(run.num_copies)]
 
     def for_each_pair(
         self, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
@@ -206,9 +264,11 @@ class PerturbedModules:
         """
         if self.num_copies <= COPIES_AT_ONCE:
             return run(*args, **(kwargs or {}))
-        starts = range(0, self.num_copies, COPIES_AT_ONCE)
-        parts = (range(start, min(start + COPIES_AT_ONCE, self.num_copies)) for start in starts)
-        return self._for_each_part(parts, lambda _, *args, **kwargs: run(*args, **kwargs), args, kwargs or {})
+
+        def run_pair(_: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            return run(*args, **kwargs)
+
+        return self._for_each_part(COPIES_AT_ONCE, run_pair, args, kwargs or {})
 
     def for_each_probe(
         self, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
@@ -216,49 +276,40 @@ class PerturbedModules:
         """Call run(index of the probe, ...) on each copy of the batch; concatenate the outputs."""
         if self.num_copies == 1:
             return run(0, *args, **(kwargs or {}))
-        parts = (range(index, index + 1) for index in range(self.num_copies))
-        return self._for_each_part(parts, run, args, kwargs or {})
+        return self._for_each_part(1, run, args, kwargs or {})
 
     def _for_each_part(
         self,
-        parts: Iterable[range],
+        size: int,
         run: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:  # noqa: ANN401
-        """Call run(first copy of the part, ...) on parts of the copies; concatenate the outputs."""
-        assert self._running is not None, "a module is run at probes while a perturbation is set"
-        perturbation, rows = self._running.perturbation, self._running.rows
+        """Call run(first copy of the part, ...) on `size` copies at a time; concatenate the outputs."""
+        whole = self._running
+        assert whole is not None, "a module is run at probes while a perturbation is set"
         outputs = []
-        for part in parts:
-            share = partial(_share, part=part, num_copies=len(perturbation.probes), rows=rows)
-            share_args = [map_tensors(share, value) for value in args]
-            share_kwargs = {name: map_tensors(share, value) for name, value in kwargs.items()}
-            # Modules inside this one already run on these copies: they see their probes only.
-            probes = perturbation.probes[part.start : part.stop]
-            with self.running(replace(perturbation, probes=probes), rows):
-                outputs.append(run(part.start, *share_args, **share_kwargs))
+        try:
+            for start in range(0, whole.num_copies, size):
+                stop = min(start + size, whole.num_copies)
+                share = partial(_share, start=start, stop=stop, num_copies=whole.num_copies, rows=whole.rows)
+                share_args = [map_tensors(share, value) for value in args]
+                share_kwargs = {name: map_tensors(share, value) for name, value in kwargs.items()}
+                # Modules inside this one already run on these copies: they see their probes only.
+                self._running = whole.part(start, stop)
+                outputs.append(run(start, *share_args, **share_kwargs))
+        finally:
+            self._running = whole
         return _concatenate(outputs)
 
-    def _by_key(self, perturb: Callable[[int, Sequence[float], Distribution], list[Tensor]]) -> list[Tensor]:
-        """Call perturb(key, scales, distribution) once for each key; return its tensors in probe order."""
-        assert self._running is not None, "copies are made while a perturbation is set"
-        indices: dict[int, list[int]] = {}
-        probes, distribution = self._running.perturbation.probes, self._running.perturbation.distribution
-        for index, probe in enumerate(probes):
-            indices.setdefault(probe.key, []).append(index)
-        found: dict[int, Tensor] = {}
-        for key, places in indices.items():
-            made = perturb(key, [probes[place].scale for place in places], distribution)
-            found.update(zip(places, made, strict=True))
-        return [found[index] for index in range(len(probes))]
-
     def _wrap(self, module: nn.Module) -> None:
-        original = module.forward
+        original, trained = module.forward, self._trained_in(module)
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            return self._run(module, original, args, kwargs)
+            if self._running is None:
+                return original(*args, **kwargs)
+            return self._run(module, original, trained, args, kwargs)
 
         module.forward = forward
 
@@ -266,21 +317,23 @@ class PerturbedModules:
         self,
         module: nn.Module,
         original: Callable[..., Any],
+        trained: Sequence[_Trained],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:  # noqa: ANN401
-        if self.num_copies > COPIES_AT_ONCE and (self.active(module) or _has_batch(args, kwargs)):
+        assert self._running is not None, "a module is run at probes while a perturbation is set"
+        active = self._active(trained)
+        if self._running.num_copies > COPIES_AT_ONCE and (active or _has_batch(args, kwargs)):
 
             def run_pair(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-                return self._run(module, original, args, kwargs)
+                return self._run(module, original, trained, args, kwargs)
 
             return self.for_each_pair(run_pair, args, kwargs)
-        active = self.active(module)
         if not active:
             return original(*args, **kwargs)
         if type(module).forward is nn.Embedding.forward:
-            return self._look_up(active["weight"], args, kwargs)
-        copies = {name: self.copies(parameter) for name, parameter in active.items()}
+            return self._look_up(active[0].parameter, args, kwargs)
+        copies = {name: self._copies(parameter, named.parameter_id) for name, parameter, named in active}
 
         def run(index: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             of_probe = {name: tensors[index] for name, tensors in copies.items()}
@@ -304,20 +357,21 @@ def _has_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.shape[0] > 1 for leaf in leaves)
 
 
-def _share(value: Any, part: range, num_copies: int, rows: int) -> Any:  # noqa: ANN401
+def _share(value: Any, start: int, stop: int, num_copies: int, rows: int) -> Any:  # noqa: ANN401
     """Return the share of some copies of a batched tensor: its first dimension is copies x rows (x tokens).
 
     A tensor that is the same for all sequences ([1, tokens] position ids, [1, 1, tokens, tokens] masks) is
     expanded to the rows of a single copy: models that index it by row would fail otherwise. A tensor of one
     dimension is refused, because a batch cannot be told from as many tokens.
     """
-    if not isinstance(value, Tensor) or value.dim() == 0:
+    if not isinstance(value, Tensor) or not value.shape:
         return value
-    if value.dim() > 1 and value.shape[0] == 1:
-        return value.expand(rows, *value.shape[1:]) if len(part) == 1 else value
-    if value.dim() > 1 and value.shape[0] % (num_copies * rows) == 0:
-        size = value.shape[0] // num_copies
-        return value[part.start * size : part.stop * size]
+    first, *others = value.shape
+    if others and first == 1:
+        return value.expand(rows, *others) if stop - start == 1 else value
+    if others and first % (num_copies * rows) == 0:
+        size = first // num_copies
+        return value[start * size : stop * size]
     raise UserError(
         "a module with parameters is given a tensor without a batch dimension of its own",
         got=f"shape {tuple(value.shape)}",

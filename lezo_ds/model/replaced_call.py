@@ -42,7 +42,9 @@ def call_with_copies(
         args: of the forward.
         kwargs: of the forward.
     """
-    dtype = next(parameter.dtype for name, parameter in _parameters(module).items() if name in copies)
+    parameter = module._parameters[next(iter(copies))]
+    assert parameter is not None, "copies are those of parameters"
+    dtype = parameter.dtype
     if dtype == torch.float32:
         return _call_replaced(module, original, copies, args, kwargs)
     if _holds_only_vectors(module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import get_args
@@ -16,6 +17,8 @@ from lezo_ds.zo.precision import UpdatePrecision
 from lezo_ds.zo.updates import Update
 
 _PACKED = np.dtype([("key", "<u8"), ("coefficient", "<f4"), ("factor", "<f4")])
+_DISTRIBUTIONS = get_args(Distribution)
+_PRECISIONS = get_args(UpdatePrecision)
 
 
 def pack_updates(steps: Sequence[Update]) -> np.ndarray:
@@ -131,8 +134,9 @@ class NoiseBackend(ABC):
         """
         check_distribution(distribution)
         check_update(shard, precision, low)
+        count = shard.numel()
         for step in steps:
-            check_range(step.key, parameter_id, start, shard.numel())
+            check_range(step.key, parameter_id, start, count)
         if steps:
             self._update(distribution, shard, start, parameter_id, steps, precision, low)
 
@@ -154,7 +158,7 @@ class NoiseBackend(ABC):
         theta = theta.contiguous()
         shape = theta.shape if rows is None else torch.Size((len(rows), theta.shape[1]))
         results: dict[int, Tensor] = {}
-        for places in _opposite_pairs(scales):
+        for places in _opposite_pairs(tuple(scales)):
             scale = scales[places[0]]
             if scale == 0:
                 unperturbed = (theta if rows is None else theta[rows]).to(out_dtype)
@@ -211,10 +215,11 @@ class NoiseBackend(ABC):
         """Implement `update_`; the arguments are checked."""
 
 
-def _opposite_pairs(scales: Sequence[float]) -> list[list[int]]:
+@functools.lru_cache(maxsize=4)  # all parameters of a pass have the same scales
+def _opposite_pairs(scales: tuple[float, ...]) -> list[list[int]]:
     """Return the indices of the scales in groups of two opposite scales, or of one without an opposite.
 
-    >>> _opposite_pairs([1.0, 2.0, -1.0, 1.0])
+    >>> _opposite_pairs((1.0, 2.0, -1.0, 1.0))
     [[0, 2], [1], [3]]
     """
     groups: list[list[int]] = []
@@ -239,8 +244,8 @@ def check_range(key: int, parameter_id: int, start: int, count: int) -> None:
 
 def check_distribution(distribution: Distribution) -> None:
     """Raise ValueError if there is no such distribution."""
-    if distribution not in get_args(Distribution):
-        raise ValueError(f"distribution must be one of {get_args(Distribution)}, got {distribution!r}")
+    if distribution not in _DISTRIBUTIONS:
+        raise ValueError(f"distribution must be one of {_DISTRIBUTIONS}, got {distribution!r}")
 
 
 def check_perturb(theta: Tensor, rows: Tensor | None, out_dtype: torch.dtype) -> None:
@@ -259,8 +264,8 @@ def check_update(shard: Tensor, precision: UpdatePrecision, low: Tensor | None) 
         raise ValueError(
             f"shard must be flat, contiguous fp32, bf16 or fp16, got {shard.dtype} {shard.shape}"
         )
-    if precision not in get_args(UpdatePrecision):
-        raise ValueError(f"precision must be one of {get_args(UpdatePrecision)}, got {precision!r}")
+    if precision not in _PRECISIONS:
+        raise ValueError(f"precision must be one of {_PRECISIONS}, got {precision!r}")
     if (low is not None) != (precision == "fp32_master" and shard.dtype != torch.float32):
         has_low = "no low bits" if low is None else "low bits"
         raise ValueError(

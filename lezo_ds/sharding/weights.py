@@ -16,7 +16,7 @@ from lezo_ds.sharding.checkpoint_files import WeightFiles
 from lezo_ds.sharding.digest import shard_digest
 from lezo_ds.sharding.witness import Sample, Witness
 from lezo_ds.sharding.zero3 import ShardedParameter
-from lezo_ds.zo.updates import StepUpdate, updates_of_parameter
+from lezo_ds.zo.updates import StepUpdate, Update, updates_of_parameter
 
 _LOW_STREAM = 0x80000000  # keeps the digest of the low bits apart from that of the shard they belong to
 
@@ -142,10 +142,17 @@ class ShardedWeights:
             updates: what the steps do.
             distribution: of the steps' directions.
         """
+        # The parameters of a block come one after the other and have the same updates, apart from the decay.
+        block, by_decay = None, dict[bool, list[Update]]()
         for parameter in self.parameters:
             if not parameter.parameter.requires_grad or parameter.count == 0:
                 continue
-            steps = updates_of_parameter(updates, parameter.named.block, decays=parameter.decays)
+            if parameter.named.block != block:
+                block, by_decay = parameter.named.block, {}
+            decays = parameter.decays
+            if decays not in by_decay:
+                by_decay[decays] = updates_of_parameter(updates, block, decays=decays)
+            steps = by_decay[decays]
             if not steps:
                 continue
             low = self.low_bits.get(parameter.name)
