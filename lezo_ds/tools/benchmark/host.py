@@ -36,6 +36,7 @@ SHAPE = "opt-13b-thin"
 FAKE_RANKS = 2
 _SPARSITIES = {"s=.75": "ours:0.75", "dense": "ours:0"}
 _PUBLISHED = "mezo_reference"
+_NOISE_FILES = ("lezo_ds/noise/cpu.py", "lezo_ds/noise/gpu.py")
 _NOISE_LAUNCHES = ("_draw", "_perturb", "_update")
 _NO_KERNELS = ("_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "lift_fresh", "new_empty")
 
@@ -95,7 +96,7 @@ def _launches() -> Figures:
             steps[variant].step()
         found = _profiled(steps[variant].step)
         # The Triton backend launches one kernel for each of these calls.
-        noise = sum(_num_calls(found, "lezo_ds/noise/cpu.py", method) for method in _NOISE_LAUNCHES)
+        noise = sum(_num_calls(found, file, method) for file in _NOISE_FILES for method in _NOISE_LAUNCHES)
         figures[f"torch launches, bf16, {name}"] = operators.count
         figures[f"noise launches, bf16, {name}"] = noise
     distributed.shut_down()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -194,6 +195,13 @@ def read_job(arguments: argparse.Namespace) -> Job:
 
 def _nothing_else(arguments: argparse.Namespace) -> Job:
     """Return an empty job for --host, which has inputs and variants of its own."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(
+            "--host needs one rank, and makes up the second one",
+            got=f"{os.environ['WORLD_SIZE']} ranks",
+            expected="a command without a launcher",
+            fix="run lezo-ds benchmark --host",
+        )
     for name in ("variants", "config", "noise", "until_loss", "replay", *_RANDOM_INPUTS):
         value = getattr(arguments, name)
         if value:
