@@ -79,7 +79,7 @@ def _run_host(out: Path | None, rounds: int) -> None:
     figures = {name: round(value, 2) for name, value in measure_host(rounds).items()}
     print(pd.Series(figures, dtype=object).to_string())
     if out is not None:
-        write_atomically(out, json.dumps(_origin() | {"figures": figures}, indent=2) + "\n")
+        write_atomically(out, json.dumps(origin_columns() | {"figures": figures}, indent=2) + "\n")
 
 
 def _open_inputs(described: Setting | RunConfig) -> Inputs:
