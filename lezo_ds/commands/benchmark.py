@@ -3,9 +3,10 @@ r"""Time variants of one step against each other, and the noise against a copy.
 lezo-ds benchmark mezo_reference naive_zero3 ours:0 ours:0.75 --out results.csv
 
 A variant is mezo_reference[:SPARSITY] (MeZO as published, in plain PyTorch), naive_zero3[:SPARSITY] (MeZO on
-ZeRO-3 as one would first write it) or ours[:SPARSITY[:PROBES_PER_PASS[:DIRECTIONS]]]. Times are compared in
-the same rounds of the same run. Without --config, weights are random, and all examples have the same length.
-Further commands append their rows to the same table:
+ZeRO-3 as one would first write it), ours[:SPARSITY[:PROBES_PER_PASS[:DIRECTIONS]]] (the papers' steps), or
+recipe (the step that a recipe describes), each with [@LEARNING_RATE]. Times are compared in the same rounds
+of the same run. Without --config, weights are random, and all examples have the same length. Further commands
+append their rows to the same table:
 
 deepspeed --num_gpus 2 --module lezo_ds benchmark --task boolq mezo_reference ours:0 --out results.csv
 

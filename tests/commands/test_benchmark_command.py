@@ -48,10 +48,18 @@ def test_a_setting_and_its_defaults_fill_columns_of_the_table():
 
 def test_a_variant_has_sparsity_probes_per_pass_and_directions():
     assert Variant.parse("ours:0.5:1:3") == Variant("ours:0.5:1:3", "ours", 0.5, 1, 3)
+    assert Variant.parse("mezo_reference@3e-5") == Variant(
+        "mezo_reference@3e-5", "mezo_reference", learning_rate=3e-5
+    )
+    recipe = Variant.parse("recipe")
+    assert (recipe.kind, recipe.learning_rate, recipe.sparsity == recipe.sparsity) == ("recipe", None, False)
     assert Variant.parse("naive_zero3") == Variant("naive_zero3", "naive_zero3", 0.0, 2, 1)
 
 
-UNKNOWN = ("", "mine", "ours:1.5", "ours:nan", "ours:x", "ours:0:2:0", "ours:0:0", "naive_zero3:0:2")
+UNKNOWN = (
+    *("", "mine", "ours:1.5", "ours:nan", "ours:x", "ours:0:2:0", "ours:0:0", "naive_zero3:0:2"),
+    *("recipe:0", "ours@0", "ours@x", "ours@inf", "ours@"),
+)
 
 
 @pytest.mark.parametrize("text", UNKNOWN)

@@ -158,6 +158,19 @@ def test_training_until_a_loss_is_the_training_of_the_run_and_ends_where_it_gets
     table.to_frame(rows)
 
 
+def test_the_step_that_a_recipe_describes_is_compared_with_mezo_at_a_rate_of_its_own(recipe, tmp_path):
+    zo = ["estimator=fzoo", "directions=4", "probes_per_pass=6", "only_blocks=true", "lr_schedule=linear"]
+    zo += ["learning_rate=1e-2", "noise_distribution=rademacher", "layer_policy=fixed"]
+    overrides = [*(f"zo.{setting}" for setting in zo), "train.steps=4", "train.eval_every=2"]
+    config = load_recipe(recipe, [*overrides, f"run_dir={tmp_path / 'run'}"])
+    losses = dev_losses(config, tmp_path)
+    (rows,) = run_ranks(_until, 1, config, -1.0, ["mezo_reference@1e-6", "mezo_reference", "recipe"])
+    assert [row["forward_passes"] for row in rows] == [8, 8, 20]
+    assert rows[0]["loss"] != rows[1]["loss"]
+    assert rows[2]["loss"] == pytest.approx(losses[4], rel=1e-6)
+    assert table.to_frame(rows)["sparsity"].isna().tolist() == [False, False, True]
+
+
 def test_a_loss_out_of_reach_ends_after_all_steps_without_a_ratio(recipe):
     config = load_recipe(recipe, ["train.steps=3", "train.eval_every=2"])
     names = ["ours:0.5", "naive_zero3", "mezo_reference"]
@@ -211,6 +224,10 @@ def test_a_command_measures_a_recipe_and_appends_to_an_old_table(recipe, tmp_pat
         (["--until-loss", "0.5", "--replay", "ours"], "--until-loss trains a recipe"),
         (["--until-loss", "0.5", "--noise", "10"], "nothing to measure"),
         (["train.stops=3", "ours"], "train.stops"),
+        (
+            ["zo.only_blocks=true", "recipe", "ours"],
+            "this recipe does not; got: zo.only_blocks=true",
+        ),
     ],
 )
 def test_arguments_that_exclude_each_other_are_refused(recipe, arguments, message):
@@ -220,6 +237,7 @@ def test_arguments_that_exclude_each_other_are_refused(recipe, arguments, messag
 def test_what_changes_a_recipe_needs_one():
     assert_refused([*BENCHMARK, "ours", "train.steps=3"], "there is none")
     assert_refused([*BENCHMARK, "ours", "--until-loss", "0.5"], "--until-loss trains a recipe")
+    assert_refused([*BENCHMARK, "recipe"], "a recipe's own step, but there is none")
 
 
 def test_a_task_whose_validation_generates_answers_is_not_trained_until_a_loss(recipe, monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 
@@ -34,7 +36,15 @@ def test_all_parts_run_and_are_as_they_must_be(tmp_path):
     assert found["device"] == "cpu"
     assert {"machine", "torch", "deepspeed", "lezo_ds", "date", "command"} <= found.keys()
     sections = [row["section"] for row in found["rows"]]
-    assert list(dict.fromkeys(sections)) == ["noise", "engine", "noise speed", "steps", "memory", "launches"]
+    assert list(dict.fromkeys(sections)) == [
+        "noise",
+        "engine",
+        "noise speed",
+        "host",
+        "steps",
+        "memory",
+        "launches",
+    ]
     passed = {row["passed"] for row in found["rows"] if row["section"] in ("noise", "engine")}
     assert passed == {True}
     assert {row["variant"] for row in found["benchmark"] if row["measured"] == "step"} == set(
@@ -78,6 +88,10 @@ def fails():
     raise RuntimeError("no such\nkernel")
 
 
+def crashes():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def hangs():
     time.sleep(60)
 
@@ -86,21 +100,27 @@ def finds():
     return [Row("noise", "draw", "12 of 12 results equal", passed=True)], []
 
 
-def test_a_part_that_fails_or_hangs_does_not_end_the_others(monkeypatch, tmp_path, capsys):
-    parts = {"first": fails, "second": finds, "third": hangs, "fourth": finds}
+def test_a_part_that_fails_or_crashes_does_not_end_the_others(monkeypatch, tmp_path, capsys):
+    parts = {"first": fails, "second": finds, "third": crashes}
     monkeypatch.setattr(check, "sections", lambda *_: parts.items())
-    with pytest.raises(
-        LezoError, match="3 of 4 findings are not as they must be; the first is first: failed"
-    ):
-        check.run_check([], tmp_path, minutes=0.5, rounds=1)
+    expected = "2 of 3 findings are not as they must be; the first is first: failed"
+    with pytest.raises(LezoError, match=expected):
+        check.run_check([], tmp_path, minutes=10, rounds=1)
     rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     assert [(row["section"], row["passed"]) for row in rows] == [
         ("first", False),
         ("noise", True),
         ("third", False),
-        ("fourth", False),
     ]
     assert rows[0]["found"] == "failed: RuntimeError: no such kernel"
-    assert rows[2]["found"] == "not finished when the time was over"
-    assert rows[3]["found"] == "not run, because the time is over"
+    assert rows[2]["found"] == "failed: the process ended with exit code -9"
     assert "WRONG" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0.1, "not finished when the time was over"), (-1, "not run, because the time is over")],
+)
+def test_no_part_takes_more_than_the_time_that_is_left(seconds, expected):
+    (row,), _ = check._run_section("part", hangs, time.monotonic() + seconds)
+    assert (row.found, row.passed) == (expected, False)

@@ -57,11 +57,17 @@ class Inputs(ABC):
         """Return our engine on the sharded model. A collective."""
 
     def zo_config(self, variant: Variant) -> ZoConfig:
-        """Return the settings of a step of a variant."""
-        return replace(
-            self.zo,
+        """Return the settings of a variant's step: for "recipe" as they are, otherwise the papers' step."""
+        rate = self.zo.learning_rate if variant.learning_rate is None else variant.learning_rate
+        if variant.kind == "recipe":
+            return replace(self.zo, learning_rate=rate)
+        return ZoConfig(
+            learning_rate=rate,
+            perturbation_scale=self.zo.perturbation_scale,
+            update_precision=self.zo.update_precision,
+            max_skipped_steps=self.zo.max_skipped_steps,
+            outlier_factor=self.zo.outlier_factor,
             sparsity=variant.sparsity,
-            num_dropped_layers=None,
             probes_per_pass=variant.probes_per_pass,
             directions=variant.directions,
         )

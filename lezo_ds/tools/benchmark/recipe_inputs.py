@@ -28,7 +28,8 @@ class RecipeInputs(Inputs):
     candidates of an example. MeZO's code runs the same examples in the order drawn, without any of this.
 
     Args:
-        config: the recipe. The variant replaces its sparsity, its probes per pass and its directions.
+        config: the recipe. Variants but "recipe" take only the scale, the precision and the learning rate of
+            its steps.
 
     Raises:
         UserError: data or model are missing; the recipe's method, adapter or objective is one that MeZO's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -16,7 +17,7 @@ from lezo_ds.tools.opt_shapes import MAX_LENGTH, SHAPES
 from lezo_ds.tools.workloads import Workload, typical_workload
 from lezo_ds.zo.precision import UpdatePrecision
 
-KINDS = ("mezo_reference", "naive_zero3", "ours")
+KINDS = ("mezo_reference", "naive_zero3", "ours", "recipe")
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,13 @@ class Variant:
     """One way to do a training step.
 
     Attributes:
-        text: as on the command line: KIND[:SPARSITY[:PROBES_PER_PASS[:DIRECTIONS]]], the last two for
-            "ours" only.
+        text: as on the command line: KIND[:SPARSITY[:PROBES_PER_PASS[:DIRECTIONS]]][@LEARNING_RATE]. Only
+            "ours" has the second and third number, and "recipe" has none.
         kind: one of KINDS.
-        sparsity: share of the blocks that a step drops, 0 to 1; 0 is MeZO.
+        sparsity: share of the blocks that a step drops, 0 to 1; 0 is MeZO. NaN for "recipe".
         probes_per_pass: perturbed copies of the batch in a forward pass, at least 1.
         directions: directions per step, at least 1.
+        learning_rate: None for that of the inputs.
     """
 
     text: str
@@ -37,37 +39,43 @@ class Variant:
     sparsity: float = 0.0
     probes_per_pass: int = 2
     directions: int = 1
+    learning_rate: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> Variant:
         """Read a variant.
 
-        >>> Variant.parse("ours:0.75:1")
-        Variant(text='ours:0.75:1', kind='ours', sparsity=0.75, probes_per_pass=1, directions=1)
+        >>> Variant.parse("ours:0.75:1@1e-6") == Variant("ours:0.75:1@1e-6", "ours", 0.75, 1, 1, 1e-6)
+        True
 
         Raises:
             UserError: there is no such variant.
         """
-        kind, *numbers = text.split(":")
+        named, at, rate = text.partition("@")
+        kind, *numbers = named.split(":")
         try:
+            learning_rate = float(rate) if at else None
             sparsity = float(numbers[0]) if numbers else 0.0
             probes_per_pass = int(numbers[1]) if len(numbers) > 1 else 2
             directions = int(numbers[2]) if len(numbers) > 2 else 1
         except ValueError:
             raise _unknown(text) from None
-        known = kind in KINDS and len(numbers) <= (3 if kind == "ours" else 1)
-        if not known or not 0 <= sparsity <= 1 or min(probes_per_pass, directions) < 1:
+        known = kind in KINDS and len(numbers) <= {"ours": 3, "recipe": 0}.get(kind, 1)
+        is_rate = learning_rate is None or 0 < learning_rate < math.inf
+        if not known or not is_rate or not 0 <= sparsity <= 1 or min(probes_per_pass, directions) < 1:
             raise _unknown(text)
-        return cls(text, kind, sparsity, probes_per_pass, directions)
+        if kind == "recipe":
+            sparsity = math.nan
+        return cls(text, kind, sparsity, probes_per_pass, directions, learning_rate)
 
 
 def _unknown(text: str) -> UserError:
     return UserError(
         "unknown variant",
         got=text,
-        expected=f"{', '.join(KINDS[:-1])} with [:SPARSITY], or "
-        "ours[:SPARSITY[:PROBES_PER_PASS[:DIRECTIONS]]]; "
-        "SPARSITY from 0 to 1, PROBES_PER_PASS and DIRECTIONS at least 1",
+        expected="mezo_reference or naive_zero3 with [:SPARSITY], recipe, or "
+        "ours[:SPARSITY[:PROBES_PER_PASS[:DIRECTIONS]]], each with [@LEARNING_RATE]; "
+        "SPARSITY from 0 to 1, PROBES_PER_PASS and DIRECTIONS at least 1, LEARNING_RATE above 0",
         fix="for example mezo_reference ours:0 ours:0.75 ours:0.75:1",
     )
 
@@ -179,6 +187,13 @@ def read_job(arguments: argparse.Namespace) -> Job:
                 expected="--config RECIPE",
                 fix="add --config, or use the options of random inputs (see --help)",
             )
+        if any(variant.kind == "recipe" for variant in variants):
+            raise UserError(
+                "the variant recipe is a recipe's own step, but there is none",
+                got="no --config",
+                expected="--config RECIPE",
+                fix="add --config, or use another variant",
+            )
         return Job(_read_setting(arguments), variants)
     for name in _RANDOM_INPUTS:
         value = getattr(arguments, name)
@@ -190,7 +205,16 @@ def read_job(arguments: argparse.Namespace) -> Job:
                 expected="one of them",
                 fix="change the recipe with key=value, such as train.batch_size=16",
             )
-    return Job(load_recipe(arguments.config, overrides), variants)
+    recipe = load_recipe(arguments.config, overrides)
+    others = [variant.text for variant in variants if variant.kind in ("naive_zero3", "ours")]
+    if recipe.zo.only_blocks and others:
+        raise UserError(
+            "the papers' steps also train weights outside the blocks, but this recipe does not",
+            got=f"zo.only_blocks=true and {others[0]}",
+            expected="recipe or mezo_reference",
+            fix="leave out the other variants, or set zo.only_blocks=false",
+        )
+    return Job(recipe, variants)
 
 
 def _nothing_else(arguments: argparse.Namespace) -> Job:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from lezo_ds.config import Dtype
 from lezo_ds.errors import LezoError
 from lezo_ds.files import failures_named, make_directory, write_atomically
 from lezo_ds.tools.benchmark.command import origin_columns
+from lezo_ds.tools.benchmark.host import measure_host
 from lezo_ds.tools.benchmark.measure import Row as Figures
 from lezo_ds.tools.benchmark.settings import Setting
 from lezo_ds.tools.gpu_check import bits, speed
@@ -86,6 +88,7 @@ def sections(shapes: Sequence[str], device: str, rounds: int) -> Iterator[Sectio
     for dtype in dtypes:
         yield f"engine: exact bits, {dtype}", partial(_engine_bits, setting_of(_SMALL, dtype, "sst2"))
     yield "noise: speed", partial(speed.noise_speed_rows, "bf16", _NOISE_ELEMENTS[device], rounds=rounds)
+    yield "host", partial(_host, rounds)
     for shape in shapes:
         for task in TASKS:
             setting = setting_of(shape, "bf16", task)
@@ -124,18 +127,47 @@ def _run_section(name: str, section: Callable[[], Found], end: float) -> Found:
         return [Row(name, "", "not run, because the time is over", passed=False)], []
     try:
         return _in_process(section, remaining)
-    except multiprocessing.TimeoutError:
+    except TimeoutError:
         return [Row(name, "", "not finished when the time was over", passed=False)], []
-    except Exception as error:  # what a GPU, a driver or a library raises; the other sections go on
-        problem = " ".join(f"{type(error).__name__}: {error}".split())
-        return [Row(name, "", f"failed: {problem}", passed=False)], []
+    except RuntimeError as error:
+        return [Row(name, "", f"failed: {error}", passed=False)], []
 
 
 def _in_process(function: Callable[[], T], seconds: float) -> T:
-    """Return what a function returns in a process of its own, which ends with all memory that it holds."""
-    # Not ProcessPoolExecutor, which cannot end a process that hangs.
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply_async(function).get(seconds)
+    """Return what a function returns in a process of its own, which ends with all memory that it holds.
+
+    Raises:
+        TimeoutError: it did not return in time. The process is killed.
+        RuntimeError: it raised an error, or the process crashed.
+    """
+    # A pool cannot end a process that hangs, or waits forever for one that crashed.
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(function, sender))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(seconds):
+            raise TimeoutError(f"no result after {seconds:.0f} seconds")
+        returned, problem = receiver.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"the process ended with exit code {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+    if problem:
+        raise RuntimeError(problem)
+    result: T = returned
+    return result
+
+
+def _send(function: Callable[[], object], sender: Connection) -> None:
+    try:
+        result = function(), ""
+    except Exception as error:  # what a GPU, a driver or a library raises; not all of them can be pickled
+        result = None, " ".join(f"{type(error).__name__}: {error}".split())
+    sender.send(result)
 
 
 def _about() -> dict[str, object]:
@@ -155,6 +187,10 @@ def _noise_bits() -> Found:
 def _engine_bits(setting: Setting) -> Found:
     distributed.init_distributed()
     return bits.engine_rows(setting), []
+
+
+def _host(rounds: int) -> Found:
+    return [Row("host", name, f"{value:g}") for name, value in measure_host(rounds).items()], []
 
 
 def _steps(setting: Setting, rounds: int) -> Found:
