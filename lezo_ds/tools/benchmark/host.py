@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lezo_ds import distributed
 from lezo_ds.config import Dtype
 from lezo_ds.distributed.fake_group import join_fake_group
-from lezo_ds.model.batch import to_device
+from lezo_ds.model.batch import MicroBatch, to_device
 from lezo_ds.tools.benchmark.measure import WARM_UP_STEPS
 from lezo_ds.tools.benchmark.random_inputs import RandomInputs
 from lezo_ds.tools.benchmark.settings import Setting, Variant
@@ -103,10 +103,22 @@ def _launches() -> Figures:
     return figures
 
 
+class _EqualShares(RandomInputs):
+    """Random inputs whose micro-batches are all the same.
+
+    The ranks of a fake group do not exist. They can agree only if each of them would have the same share.
+    """
+
+    def batches(self, step: int) -> list[MicroBatch]:
+        """Return the same micro-batch for each rank."""
+        micro_batches = super().batches(step)
+        return micro_batches[:1] * len(micro_batches)
+
+
 def _inputs(dtype: Dtype) -> RandomInputs:
     torch.set_num_threads(1)
     batch = 2 * distributed.world_size()
-    return RandomInputs(
+    return _EqualShares(
         Setting(
             shape=SHAPE,
             layers=SHAPES[SHAPE].num_blocks,
