@@ -35,7 +35,15 @@ setup(
     package_data={
         "lezo_ds": ["py.typed", "noise/*.cpp", "tools/reports/*.jinja"],
         "lezo_ds.shipped.ds_configs": ["*.json"],
-        "lezo_ds.shipped.launch": ["*.csv", "*.sh", "mpi/*", "recipes/*", "slurm/*", "studies/*.yaml"],
+        "lezo_ds.shipped.launch": [
+            "*.csv",
+            "*.json",
+            "*.sh",
+            "mpi/*",
+            "recipes/*",
+            "slurm/*",
+            "studies/*.yaml",
+        ],
     },
     entry_points={"console_scripts": ["lezo-ds = lezo_ds.__main__:main"]},
     python_requires=">=3.11",

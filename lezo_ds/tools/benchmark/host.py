@@ -48,7 +48,7 @@ def measure_host(rounds: int) -> Figures:
         rounds: timed steps of each variant; the least time counts.
     """
     figures: Figures = {}
-    for part in (partial(_one_rank, rounds), _sharded, _launches):
+    for part in (partial(_one_rank, rounds), partial(_sharded, rounds), _launches):
         # DeepSpeed and torch keep state for the whole process, such as the process group.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             figures |= pool.submit(part).result()
@@ -73,7 +73,7 @@ def _one_rank(rounds: int) -> Figures:
     return figures
 
 
-def _sharded() -> Figures:
+def _sharded(rounds: int) -> Figures:
     join_fake_group(FAKE_RANKS)
     steps = _start(_inputs("fp32"), *_SPARSITIES.values())
     figures: Figures = {}
@@ -84,6 +84,9 @@ def _sharded() -> Figures:
         figures[f"all-gathers, {where}"] = _num_calls(
             found, "deepspeed/comm/comm.py", "all_gather_into_tensor"
         )
+    milliseconds = _least_milliseconds({name: entry.step for name, entry in steps.items()}, rounds)
+    for name, variant in _SPARSITIES.items():
+        figures[f"CPU ms, {FAKE_RANKS} ranks sharded, {name}"] = milliseconds[variant]
     return figures
 
 

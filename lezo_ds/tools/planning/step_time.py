@@ -24,9 +24,10 @@ from lezo_ds.tools.planning.model_sizes import ModelSizes
 from lezo_ds.tools.planning.traffic import StepTraffic
 from lezo_ds.tools.workloads import typical_workload
 
-HOST_MS_WHOLE, HOST_MS_SHARDED = 2.1, 4.9
+HOST_MS_WHOLE, HOST_MS_SHARDED = 0.44, 0.60
 """Milliseconds of Python for a block in a pass, if this rank has the whole weights and if it gathers them.
-Measured on one core of a CPU, with 40 blocks of width 16 and sparsity 0.75. Other cores differ."""
+`lezo-ds benchmark --host` measured them on one core of a CPU, with 40 blocks of width 16 and sparsity 0.75.
+Other cores differ."""
 
 _PRODUCTS, _READING, _INSTRUCTIONS = 0.4, 0.8, 0.75
 """Assumed shares of the figures of a data sheet that a GPU reaches."""
