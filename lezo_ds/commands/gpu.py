@@ -12,7 +12,6 @@ model.
 
 from __future__ import annotations
 
-import glob
 from pathlib import Path
 
 from lezo_ds import command_line
@@ -30,9 +29,7 @@ def main() -> None:
     add("--minutes", type=positive, default=10, metavar="N", help="time for all parts together")
     add("--rounds", type=positive, default=5, metavar="N", help="timed steps or calls of each kind")
     arguments = parser.parse_args()
-    on_gpu = bool(glob.glob("/dev/nvidia[0-9]*"))  # noqa: PTH207
-    shapes = arguments.shapes or (["opt-1.3b", "opt-13b"] if on_gpu else ["opt-tiny"])
 
     from lezo_ds.tools.gpu_check.check import run_check
 
-    run_check(shapes, arguments.out, minutes=arguments.minutes, rounds=arguments.rounds)
+    run_check(arguments.shapes, arguments.out, minutes=arguments.minutes, rounds=arguments.rounds)

@@ -1,7 +1,7 @@
 """The process group: how ranks join it, the device of each rank, and the scalars that ranks exchange."""
 
 from lezo_ds.distributed.accelerator import device, local_rank
-from lezo_ds.distributed.arithmetic import arithmetic_facts
+from lezo_ds.distributed.arithmetic import arithmetic_facts, cpu_name
 from lezo_ds.distributed.collectives import (
     barrier,
     broadcast_bytes,
@@ -29,6 +29,7 @@ __all__ = [
     "broadcast_bytes",
     "broadcast_object",
     "counted_bytes",
+    "cpu_name",
     "device",
     "free_port",
     "gather_integers",

@@ -49,10 +49,11 @@ def _processor_name(device: torch.device) -> str:
     """Return the name of a GPU, or that of the CPU with the widest instructions that torch uses on it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
+    return f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Return the name of this machine's CPU, or of its architecture if Linux does not tell it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

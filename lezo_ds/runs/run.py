@@ -345,7 +345,8 @@ class Run(ABC, Generic[E]):
     def _peak_memory_bytes(self) -> int:
         """Return the largest peak memory of any rank: of its GPU if it has one, otherwise of its process.
 
-        A process that resumes a finished run takes less than the one that trained, so that one counts, too.
+        A process that resumes a finished run uses less memory than the process that trained it, so the larger
+        peak counts.
         """
         engine = self.engine
         peaks = torch.zeros(engine.world_size + 1, dtype=torch.float64, device=engine.device)

@@ -212,10 +212,12 @@ def environment(world_size: int, device: str) -> dict[str, Any]:
     """Return the versions, hardware, number of ranks and command (as it may be shared) of this process."""
     import torch  # imported here because tools that only read runs start faster without it
 
+    from lezo_ds.distributed import cpu_name
+
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "versions": library_versions(),
-        "hardware": {"device": device, "gpu": gpu, "cpu": platform.processor(), "cores": os.cpu_count()},
+        "hardware": {"device": device, "gpu": gpu, "cpu": cpu_name(), "cores": os.cpu_count()},
         "platform": platform.platform(),
         "world_size": world_size,
         "threads": torch.get_num_threads(),

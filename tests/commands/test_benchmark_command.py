@@ -14,7 +14,7 @@ from lezo_ds.tools.benchmark.settings import Variant, add_arguments, read_job
 from lezo_ds.tools.workloads import WORKLOADS, Workload
 
 BENCHMARK = [sys.executable, str(REPOSITORY / "launch" / "benchmark.py")]
-# Calls and messages do not depend on the machine. These are what a step needs, and some to spare.
+# The numbers of calls and messages do not depend on the machine. The bounds leave some headroom.
 MOST = {
     "Python calls, 1 rank, s=.75": 24_000,
     "Python calls, 1 rank, dense": 64_000,

@@ -6,7 +6,6 @@ import datetime
 import importlib.metadata
 import json
 import os
-import platform
 import shlex
 import sys
 from argparse import Namespace
@@ -102,6 +101,4 @@ def origin_columns() -> Row:
 def _machine() -> str:
     if distributed.device().type == "cuda":
         return torch.cuda.get_device_name()
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{[*names, platform.processor()][0]}, {os.cpu_count()} cores"
+    return f"{distributed.cpu_name()}, {os.cpu_count()} cores"

@@ -12,6 +12,7 @@ import pstats
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,8 @@ from lezo_ds.distributed.fake_group import join_fake_group
 from lezo_ds.model.batch import MicroBatch, to_device
 from lezo_ds.tools.benchmark.measure import WARM_UP_STEPS
 from lezo_ds.tools.benchmark.random_inputs import RandomInputs
-from lezo_ds.tools.benchmark.settings import Setting, Variant
+from lezo_ds.tools.benchmark.settings import Variant, typical_setting
 from lezo_ds.tools.benchmark.steps import Steps, start_steps
-from lezo_ds.tools.opt_shapes import SHAPES
 
 Figures = dict[str, float]
 """Numbers by what they count."""
@@ -121,20 +121,7 @@ class _EqualShares(RandomInputs):
 def _inputs(dtype: Dtype) -> RandomInputs:
     torch.set_num_threads(1)
     batch = 2 * distributed.world_size()
-    return _EqualShares(
-        Setting(
-            shape=SHAPE,
-            layers=SHAPES[SHAPE].num_blocks,
-            ds_config=None,
-            partition_size=None,
-            dtype=dtype,
-            update_precision="fp32_master",
-            task="sst2",
-            length=8,
-            batch=batch,
-            micro_batches=None,
-        )
-    )
+    return _EqualShares(replace(typical_setting(SHAPE, "sst2"), dtype=dtype, length=8, batch=batch))
 
 
 def _start(inputs: RandomInputs, *variants: str) -> dict[str, Steps]:

@@ -104,6 +104,23 @@ class Setting:
         return replace(typical_workload(TASKS.find(self.task)), length=self.length, batch_size=self.batch)
 
 
+def typical_setting(shape: str, task: str) -> Setting:
+    """Return fp32 weights of a shape, and inputs of a task's typical size, in any case of its letters."""
+    workload = typical_workload(TASKS.find(task))
+    return Setting(
+        shape=shape,
+        layers=SHAPES[shape].num_blocks,
+        ds_config=None,
+        partition_size=None,
+        dtype="fp32",
+        update_precision="fp32_master",
+        task=task.lower(),
+        length=workload.length,
+        batch=workload.batch_size,
+        micro_batches=None,
+    )
+
+
 @dataclass(frozen=True)
 class Job:
     """What a command measures.
@@ -239,25 +256,16 @@ def _nothing_else(arguments: argparse.Namespace) -> Job:
 
 
 def _read_setting(arguments: argparse.Namespace) -> Setting:
-    task, shape = arguments.task or "sst2", arguments.shape or "opt-125m"
-    typical = typical_workload(TASKS.find(task))
-    length = arguments.length or typical.length
-    if not typical.candidate_tokens < length <= MAX_LENGTH:
+    given = {
+        name: getattr(arguments, name) for name in _RANDOM_INPUTS if getattr(arguments, name) is not None
+    }
+    typical = typical_setting(given.pop("shape", "opt-125m"), given.pop("task", "sst2"))
+    setting = replace(typical, **given)
+    if not setting.workload.candidate_tokens < setting.length <= MAX_LENGTH:
         raise UserError(
             "--length does not fit",
-            got=str(length),
-            expected=f"{typical.candidate_tokens + 1} to {MAX_LENGTH} tokens",
+            got=str(setting.length),
+            expected=f"{setting.workload.candidate_tokens + 1} to {MAX_LENGTH} tokens",
             fix="give another --length",
         )
-    return Setting(
-        shape=shape,
-        layers=arguments.layers or SHAPES[shape].num_blocks,
-        ds_config=arguments.ds_config,
-        partition_size=arguments.partition_size,
-        dtype=arguments.dtype or "fp32",
-        update_precision=arguments.update_precision or "fp32_master",
-        task=task.lower(),
-        length=length,
-        batch=arguments.batch or typical.batch_size,
-        micro_batches=arguments.micro_batches,
-    )
+    return setting

@@ -17,7 +17,7 @@ import pandas as pd
 
 from lezo_ds.distributed import free_port
 from lezo_ds.errors import LezoError
-from lezo_ds.recipes.registry import load_recipe
+from lezo_ds.recipes import load_recipe
 from lezo_ds.runs.run_directory import RunDirectory
 from lezo_ds.runs.screen import PROGRESS_VARIABLE
 from lezo_ds.shipped import deepspeed_command

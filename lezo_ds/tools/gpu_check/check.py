@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,11 +21,9 @@ from lezo_ds.files import failures_named, make_directory, write_atomically
 from lezo_ds.tools.benchmark.command import origin_columns
 from lezo_ds.tools.benchmark.host import measure_host
 from lezo_ds.tools.benchmark.measure import Row as Figures
-from lezo_ds.tools.benchmark.settings import Setting
+from lezo_ds.tools.benchmark.settings import Setting, typical_setting
 from lezo_ds.tools.gpu_check import bits, speed
 from lezo_ds.tools.gpu_check.rows import Row
-from lezo_ds.tools.opt_shapes import SHAPES
-from lezo_ds.tools.workloads import WORKLOADS
 
 T = TypeVar("T")
 
@@ -38,16 +36,17 @@ Section = tuple[str, Callable[[], Found]]
 JSON_NAME = "gpu.json"
 TASKS = ("sst2", "boolq")
 _SMALL = "opt-tiny"
+_SHAPES = {"cuda": ("opt-1.3b", "opt-13b"), "cpu": (_SMALL,)}
 _NOISE_ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 18}
 
 
-def run_check(shapes: Sequence[str], out: Path, *, minutes: float, rounds: int) -> None:
+def run_check(shapes: Sequence[str] | None, out: Path, *, minutes: float, rounds: int) -> None:
     """Run all sections, print the table and write `out`/gpu.json.
 
     A section that fails does not end the others. A section that would start after `minutes` is not run.
 
     Args:
-        shapes: keys of SHAPES, whose steps are timed.
+        shapes: keys of SHAPES, whose steps are timed; None for those that suit the device.
         out: directory of the JSON, which is made.
         minutes: time after which no section starts, and the one that runs ends.
         rounds: timed steps or calls of each kind.
@@ -60,7 +59,8 @@ def run_check(shapes: Sequence[str], out: Path, *, minutes: float, rounds: int) 
     end = time.monotonic() + 60 * minutes
     rows, figures = [], []
     about = _in_process(_about, end - time.monotonic())
-    for name, section in sections(shapes, str(about["device"]), rounds):
+    device = str(about["device"])
+    for name, section in sections(shapes or _SHAPES[device], device, rounds):
         print(f"{name} ...", flush=True)
         found, measured = _run_section(name, section, end)
         rows += found
@@ -98,19 +98,8 @@ def sections(shapes: Sequence[str], device: str, rounds: int) -> Iterator[Sectio
 
 def setting_of(shape: str, dtype: Dtype, task: str) -> Setting:
     """Return random inputs of a task's typical size for one rank."""
-    workload = WORKLOADS[task]
-    return Setting(
-        shape=shape,
-        layers=SHAPES[shape].num_blocks,
-        ds_config=None,
-        partition_size=None,
-        dtype=dtype,
-        update_precision="stochastic",  # low bits leave no room for the reference next to a large model
-        task=task,
-        length=workload.length,
-        batch=workload.batch_size,
-        micro_batches=None,
-    )
+    # Low bits leave no room for the reference next to a large model.
+    return replace(typical_setting(shape, task), dtype=dtype, update_precision="stochastic")
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -100,6 +100,7 @@ def rank_memory(
     offload = zero.get("offload_param", {})
     place = offload.get("device", "none")
     leaves_device = place != "none" and on_gpu
+    is_offloaded = leaves_device or place == "nvme"
     num_shards = config.partition_size or world_size
     trained = model.num_trained // num_shards
     shards = in_memory = model.num_parameters * model.itemsize // num_shards
@@ -109,7 +110,9 @@ def rank_memory(
     elif leaves_device and offload.get("pin_memory"):
         in_memory = _pinned(model, num_shards)
     running = {
-        "gathered": 0 if num_shards == 1 and not leaves_device else _gathered(config, model, zero, on_gpu),
+        "gathered": 0
+        if num_shards == 1 and not leaves_device
+        else _gathered(config, model, zero, on_gpu=on_gpu, is_offloaded=is_offloaded),
         "copies": _copies(config, model, inputs),
         "activations": _activations(config, model, inputs),
         "logits": _logits(config, model, inputs),
@@ -149,9 +152,9 @@ def _nvme_buffers(offload: Mapping[str, Any]) -> int:
     return int(offload.get("buffer_count", _NUM_BUFFERS)) * int(offload.get("buffer_size", _BUFFER))
 
 
-def _gathered(config: RunConfig, model: ModelSizes, zero: Mapping[str, Any], on_gpu: bool) -> int:
-    place = zero.get("offload_param", {}).get("device", "none")
-    is_offloaded = place == "nvme" or (place != "none" and on_gpu)
+def _gathered(
+    config: RunConfig, model: ModelSizes, zero: Mapping[str, Any], *, on_gpu: bool, is_offloaded: bool
+) -> int:
     if config.method != "adamw" and not is_offloaded:
         largest, tied = model.parts
         num_parts = 3 if on_gpu else 2

@@ -7,7 +7,7 @@ Gathers, the GPU and the host work at the same time, so the longest of them deci
                weights once; and the instructions of the noise and the update
     host       Python, for each block of each pass
 
-A journal's sync runs beside the next step, so it costs nothing unless a step is shorter than the sync.
+The journal's sync overlaps with the next step. It costs nothing unless the step is shorter than the sync.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lezo_ds.config import RunConfig, copies_per_pass, find_task, make_estimator, num_dropped, num_passes
+from lezo_ds.config import RunConfig, copies_per_pass, find_task, num_dropped, num_passes
 from lezo_ds.tools.planning.hardware import DEFAULT_NODE_LINK, Cluster, Gpu
 from lezo_ds.tools.planning.inputs import InputSizes
 from lezo_ds.tools.planning.memory import keeps_low_bits
@@ -136,9 +136,8 @@ def _gpu(config: RunConfig, model: ModelSizes, gpu: Gpu, num_gpus: int) -> _Part
     share = 1 - num_dropped(config.zo, model.num_blocks) / model.num_blocks
     trained = model.num_trained - model.blocks_trained + share * model.blocks_trained
     update = _UPDATE_LOW_BITS if keeps_low_bits(config, model) else _UPDATE
-    num_directions = make_estimator(config.zo).num_probes / 2
     perturbing = num_forwards * _PAIR * copies / 2
-    updating = update * num_directions / (config.partition_size or num_gpus)
+    updating = update * config.zo.directions / (config.partition_size or num_gpus)
     noise = trained * (perturbing + updating) / (_INSTRUCTIONS * gpu.teraops * _TERA)
     assumptions = (
         f"inputs of {length} tokens",

@@ -19,6 +19,7 @@ from lezo_ds.tools.reports.paper_layout import (
     paper_table,
     score_table,
     score_text,
+    shown_score,
     shown_unit,
 )
 from lezo_ds.tools.reports.results_table import best_setting, over_seeds, varying_columns
@@ -84,25 +85,19 @@ def _headline(runs: pd.DataFrame) -> dict[str, str]:
     row = summary.loc[best]
     levels = {"zero-shot": row["zero_shot"], "majority class": row["majority_class"]}
     metric = runs["metric"].dropna().iloc[0]
-    factor, sign = shown_unit(metric)
+    factor, _ = shown_unit(metric)
     notes = [f"{metric}, {row['finished']} of {row['runs']} runs"]
     notes += [
         f"{name} {score_text(factor * level, metric=metric)}"
         for name, level in levels.items()
         if pd.notna(level)
     ]
-    score = score_text(factor * row["test"], factor * row["test_deviation"], metric=metric)
-    return {
-        "title": _title(runs),
-        "method": row["setting"],
-        "score": f"{score}{sign}",
-        "note": ", ".join(notes),
-    }
+    score = shown_score(row["test"], row["test_deviation"], metric=metric)
+    return {"title": _title(runs), "method": row["setting"], "score": score, "note": ", ".join(notes)}
 
 
 def _test_text(run: pd.Series) -> str | None:
-    factor, sign = shown_unit(run["metric"])
-    return None if pd.isna(run["test"]) else score_text(factor * run["test"], metric=run["metric"]) + sign
+    return None if pd.isna(run["test"]) else shown_score(run["test"], metric=run["metric"])
 
 
 def _run_table(runs: pd.DataFrame, pace: pd.Series) -> tuple[str, pd.DataFrame]:

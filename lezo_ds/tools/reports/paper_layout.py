@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pandas as pd
@@ -75,6 +76,12 @@ def score_text(
     # 75.35 as a float lies just below itself, but the paper rounds it up.
     spread = "" if deviation is None or pd.isna(deviation) else f" ± {deviation + 1e-9:.{digits}f}"
     return f"{mean + 1e-9:.{digits}f}{spread}" + ("" if runs is None or pd.isna(runs) else f" ({runs:.0f})")
+
+
+def shown_score(score: float, deviation: float = math.nan, *, metric: str | None) -> str:
+    """Return a measured score and its deviation in the unit of `shown_unit`, with its sign."""
+    factor, sign = shown_unit(metric)
+    return score_text(factor * score, factor * deviation, metric=metric) + sign
 
 
 def layout_note(scores: pd.DataFrame) -> str:
