@@ -115,6 +115,20 @@ _ONLY_WITH_GRADIENTS: Mapping[str, str] = {
 }
 """Keys by section that DeepSpeed reads only for gradients, optimizers, its checkpoints and data loaders."""
 
+_ONLY_WITH_HOOKS = frozenset(
+    [
+        "leaf_module",
+        "log_trace_cache_warnings",
+        "max_reuse_distance",
+        "module_granularity_threshold",
+        "stage3_max_reuse_distance",
+        "stage3_module_granularity_threshold",
+        "stage3_use_all_reduce_for_fetch_params",
+        "use_all_reduce_for_fetch_params",
+    ]
+)
+"""Keys of zero_optimization for the hooks with which DeepSpeed gathers weights, a module at a time."""
+
 _TWICE_THE_MEMORY = "gathered weights would take twice the memory"
 _ONLY_VALUES: tuple[tuple[str, tuple[object, ...], str], ...] = (
     # DeepSpeed keeps parameters below the threshold gathered, and never reads their updated shards.
@@ -192,31 +206,43 @@ def load_ds_config(
 
 
 def warn_of_idle_keys(ds_config: Mapping[str, Any]) -> None:
-    """Log one warning that names the keys which have no effect on a run without gradients, if there are any.
+    """Log a warning for each reason why keys have no effect on a run without gradients.
 
     Args:
         ds_config: as `load_ds_config` returns it.
     """
-    idle = [
-        f"{section}.{key}" if section else key
-        for section, keys in _ONLY_WITH_GRADIENTS.items()
-        for key in _section(ds_config, section)
-        if key in keys.split()
-    ]
-    if idle:
-        text = "keys in the DeepSpeed JSON without effect, because this method computes no gradients: %s"
-        logger.warning(text, ", ".join(idle))
+    idle = {
+        "this method computes no gradients": [
+            f"{section}.{key}" if section else key
+            for section, keys in _ONLY_WITH_GRADIENTS.items()
+            for key in _section(ds_config, section)
+            if key in keys.split()
+        ],
+        "whole blocks are gathered, without DeepSpeed's hooks": [
+            f"zero_optimization.{key}"
+            for key in _section(ds_config, "zero_optimization")
+            if key in _ONLY_WITH_HOOKS and not _is_offloaded(ds_config)
+        ],
+    }
+    for reason, keys in idle.items():
+        if keys:
+            text = "keys in the DeepSpeed JSON without effect, because %s: %s"
+            logger.warning(text, reason, ", ".join(keys))
 
 
-def warn_of_host_stalls(ds_config: Mapping[str, Any]) -> None:
+def warn_of_host_stalls(ds_config: Mapping[str, Any], *, has_gradients: bool) -> None:
     """Log one warning that names the keys which make the host wait for a GPU, if there are any.
 
     Args:
         ds_config: as `load_ds_config` returns it.
+        has_gradients: whether the method computes gradients. If not, and if the shards are on the GPU, no
+            weight is gathered by DeepSpeed's hooks, which read `overlap_comm`.
     """
     flat = flatten(ds_config)
-    if _section(ds_config, "zero_optimization.offload_param").get("device", "none") != "none":
+    if _is_offloaded(ds_config):
         flat.setdefault("zero_optimization.offload_param.pin_memory", False)  # DeepSpeed's default
+    elif not has_gradients:
+        flat.pop("zero_optimization.overlap_comm", None)
     stalls = [
         f"{key} {json.dumps(flat[key])} ({what})"
         for key, is_stall, what in _HOST_STALLS
@@ -225,6 +251,10 @@ def warn_of_host_stalls(ds_config: Mapping[str, Any]) -> None:
     if stalls:
         text = "keys in the DeepSpeed JSON that make the host wait, and a step slower: %s"
         logger.warning(text, "; ".join(stalls))
+
+
+def _is_offloaded(ds_config: Mapping[str, Any]) -> bool:
+    return bool(_section(ds_config, "zero_optimization.offload_param").get("device", "none") != "none")
 
 
 def _section(config: Mapping[str, Any], section: str) -> Mapping[str, Any]:

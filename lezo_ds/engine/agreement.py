@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from lezo_ds.errors import DesyncError
 from lezo_ds.model.batch import MicroBatch
@@ -96,11 +97,16 @@ def batch_digest(batch: Iterable[MicroBatch]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for micro_batch in batch:
         digest.update(repr(micro_batch.weight).encode())
-        for tensors in (micro_batch.inputs, micro_batch.labels):
+        for tensors in (micro_batch.inputs, micro_batch.labels, _selected(micro_batch)):
             for name, tensor in tensors.items():
                 digest.update(f"{name}{tuple(tensor.shape)}".encode())
                 digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _selected(micro_batch: MicroBatch) -> Mapping[str, Tensor]:
+    found = vars(micro_batch.selection) if micro_batch.selection is not None else {}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def disagreement(step: int, by_rank: Sequence[Facts], num_good: int) -> DesyncError:

@@ -134,10 +134,11 @@ def _ds_config(config: RunConfig) -> dict[str, Any]:
         world_size=distributed.world_size(),
         micro_batch_size=config.train.micro_batch_size,
     )
-    if config.method != "adamw":
+    has_gradients = config.method == "adamw"
+    if not has_gradients:
         warn_of_idle_keys(ds_config)
     if distributed.device().type != "cpu":
-        warn_of_host_stalls(ds_config)
+        warn_of_host_stalls(ds_config, has_gradients=has_gradients)
     return ds_config
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from lezo_ds.engine.agreement import (
     wrong_weights,
 )
 from lezo_ds.engine.step_plan import NUM_FACT_NUMBERS
-from lezo_ds.model.batch import MicroBatch
+from lezo_ds.model.batch import LogitSelection, MicroBatch
 from lezo_ds.model.step_batch import StepBatch
 
 FACTS = {"plan": "a", "batch": "b"}
@@ -56,7 +58,13 @@ def test_the_largest_numbers_are_exact_on_8192_ranks():
     assert not all_agree(numbers.sum(dim=0).tolist(), 8192)
 
 
-def test_a_digest_of_a_batch_sees_tokens_labels_weights_and_order():
+def selecting(position, vocabulary=None):
+    """Return a batch of one sequence that needs the logits at one position."""
+    selection = LogitSelection(torch.tensor([0]), torch.tensor([position]), vocabulary)
+    return [replace(batch_of(1, 2)[0], selection=selection)]
+
+
+def test_a_digest_of_a_batch_sees_tokens_labels_weights_order_and_the_needed_logits():
     batches = [
         batch_of(1, 2),
         batch_of(2, 1),
@@ -64,6 +72,9 @@ def test_a_digest_of_a_batch_sees_tokens_labels_weights_and_order():
         batch_of(1, 2, label=1),
         batch_of(1) + batch_of(2),
         batch_of(2) + batch_of(1),
+        selecting(0),
+        selecting(1),
+        selecting(1, torch.tensor([3])),
     ]
     assert len({batch_digest(batch) for batch in batches}) == len(batches)
     assert batch_digest(batch_of(1, 2)) == batch_digest(batch_of(1, 2))

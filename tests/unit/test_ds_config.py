@@ -17,6 +17,7 @@ from lezo_ds.ds_config import (
     _HOST_STALLS,
     _KEYS,
     _ONLY_WITH_GRADIENTS,
+    _ONLY_WITH_HOOKS,
     load_ds_config,
     warn_of_host_stalls,
     warn_of_idle_keys,
@@ -189,6 +190,7 @@ def test_the_known_keys_are_those_of_the_installed_deepspeed():
     assert set(AIO_DEFAULT_DICT) == known["aio"]
     assert known.keys() == models.keys() | {"", "aio"}
     assert all(set(keys.split()) <= known[section] for section, keys in _ONLY_WITH_GRADIENTS.items())
+    assert known["zero_optimization"] >= _ONLY_WITH_HOOKS
 
 
 def test_keys_without_an_effect_are_named_in_one_warning(tmp_path, caplog):
@@ -206,6 +208,25 @@ def test_keys_without_an_effect_are_named_in_one_warning(tmp_path, caplog):
     ]
 
 
+def test_keys_of_deepspeeds_hooks_have_no_effect_where_whole_blocks_are_gathered(tmp_path, caplog):
+    zero = {"stage": 3, "stage3_max_reuse_distance": 10, "overlap_comm": False}
+    path = write_json(tmp_path, zero_optimization=zero)
+    warn_of_idle_keys(load_ds_config(path, "bf16", 2, 8))
+    warn_of_host_stalls(load_ds_config(path, "bf16", 2, 8), has_gradients=False)
+    assert [record.message for record in caplog.records] == [
+        "keys in the DeepSpeed JSON without effect, because whole blocks are gathered, without DeepSpeed's "
+        "hooks: zero_optimization.stage3_max_reuse_distance"
+    ]
+    caplog.clear()
+    path = write_json(
+        tmp_path, zero_optimization={**zero, "offload_param": {"device": "nvme", "nvme_path": "."}}
+    )
+    warn_of_idle_keys(load_ds_config(path, "bf16", 2, 8))
+    assert caplog.records == []
+    warn_of_host_stalls(load_ds_config(path, "bf16", 2, 8), has_gradients=False)
+    assert "overlap_comm false" in caplog.records[0].message
+
+
 @pytest.mark.parametrize("path", DS_CONFIGS, ids=lambda path: path.stem)
 def test_a_shipped_json_has_no_key_without_an_effect(path, caplog):
     warn_of_idle_keys(load_ds_config(path, "fp16" if "fp16" in path.stem else "bf16", 2, 8))
@@ -219,7 +240,7 @@ def test_keys_that_make_the_host_wait_are_named_with_what_it_waits_for(tmp_path,
         comms_logger={"enabled": True},
         wall_clock_breakdown=False,
     )
-    warn_of_host_stalls(load_ds_config(path, "bf16", 2, 8))
+    warn_of_host_stalls(load_ds_config(path, "bf16", 2, 8), has_gradients=False)
     assert [record.message for record in caplog.records] == [
         "keys in the DeepSpeed JSON that make the host wait, and a step slower: "
         "zero_optimization.overlap_comm false (a gather waits for the computation before it); "
@@ -230,8 +251,10 @@ def test_keys_that_make_the_host_wait_are_named_with_what_it_waits_for(tmp_path,
 
 @pytest.mark.parametrize("path", [path for path in DS_CONFIGS if path.stem != "zero3_cpu"], ids=str)
 def test_a_shipped_json_for_gpus_makes_no_host_wait(path, caplog):
-    warn_of_host_stalls(load_ds_config(path, "fp16" if "fp16" in path.stem else "bf16", 2, 8))
-    warn_of_host_stalls(load_ds_config(None, "bf16", 2, 8))
+    warn_of_host_stalls(
+        load_ds_config(path, "fp16" if "fp16" in path.stem else "bf16", 2, 8), has_gradients=True
+    )
+    warn_of_host_stalls(load_ds_config(None, "bf16", 2, 8), has_gradients=True)
     assert caplog.records == []
 
 

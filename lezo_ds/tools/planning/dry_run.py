@@ -44,10 +44,11 @@ def describe_plan(config: RunConfig, world_size: int) -> str:
     check_trackers(config.train.report_to)
     micro_batch_size = config.train.micro_batch_size
     ds_config = load_ds_config(config.deepspeed, config.model.dtype, world_size, micro_batch_size)
-    if config.method != "adamw":
+    has_gradients = config.method == "adamw"
+    if not has_gradients:
         warn_of_idle_keys(ds_config)
     if distributed.device().type != "cpu":
-        warn_of_host_stalls(ds_config)
+        warn_of_host_stalls(ds_config, has_gradients=has_gradients)
     trained: str = config.peft.kind if config.peft.kind != "none" else "all weights"
     if config.method in ZEROTH_ORDER and config.zo.only_blocks:
         trained += " of the blocks"
