@@ -31,7 +31,8 @@ class Method:
 
     Attributes:
         name: as the table shows it.
-        changes: `key=value` changes to the study's recipe.
+        changes: `key=value` changes to the study's recipe. In the file, `like` names a method above this one,
+            whose changes come first.
         rate: dotted key of the learning rate; None for a method that has none.
         start: the value of the grid at which the search starts; None without a rate.
         num_seeds: how many of the study's seeds run at the best rate.
@@ -81,7 +82,7 @@ def read_study(path: Path) -> Study:
             seeds=tuple(values["seeds"]),
             grid=tuple(map(float, values["grid"])),
             tasks={name: tuple(changes) for name, changes in values["tasks"].items()},
-            methods=tuple(_method(entry) for entry in values["methods"]),
+            methods=_methods(values["methods"]),
         )
         for method in study.methods:
             if method.rate is not None and method.start not in study.grid:
@@ -140,11 +141,21 @@ def table(rows: pd.DataFrame) -> str:
     return text
 
 
-def _method(entry: Mapping[str, Any]) -> Method:
+def _methods(entries: Sequence[Mapping[str, Any]]) -> tuple[Method, ...]:
+    found: dict[str, Method] = {}
+    for entry in entries:
+        if "like" in entry and entry["like"] not in found:
+            raise ValueError(f"{entry['name']}: no method above it has the name {entry['like']}")
+        inherited = found[entry["like"]].changes if "like" in entry else ()
+        found[entry["name"]] = _method(entry, inherited)
+    return tuple(found.values())
+
+
+def _method(entry: Mapping[str, Any], inherited: tuple[str, ...]) -> Method:
     rate, start, tasks = entry.get("rate"), entry.get("start"), entry.get("tasks")
     return Method(
         name=entry["name"],
-        changes=tuple(entry["changes"]),
+        changes=(*inherited, *entry["changes"]),
         rate=rate,
         start=None if rate is None else float(entry["start"] if start is not None else "nan"),
         num_seeds=entry.get("num_seeds", 1),

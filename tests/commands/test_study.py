@@ -73,13 +73,22 @@ def test_a_run_that_is_not_done_is_started(tmp_path):
     assert not (tmp_path / "study.csv").exists()
 
 
-def test_the_study_of_the_repository_plans_valid_runs():
-    study = read_study(REPOSITORY / "launch" / "studies" / "smollm2.yaml")
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "launch" / "studies").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_the_study_of_the_repository_plans_valid_runs(path):
+    study = read_study(path)
     assert len(study.methods) >= 12
     for task in study.tasks.values():
         for method in study.methods:
             rate = [] if method.rate is None else [f"{method.rate}={method.start}"]
             load_recipe(str(REPOSITORY / study.recipe), [*study.changes, *task, *method.changes, *rate])
+
+
+def test_a_method_takes_the_changes_of_the_one_it_is_like_and_then_its_own():
+    study = read_study(REPOSITORY / "launch" / "studies" / "estimators.yaml")
+    by_name = {method.name: method.changes for method in study.methods}
+    assert by_name["SPSA 8"] == (*by_name["FZOO 15"], "zo.estimator=spsa", "zo.directions=8")
 
 
 @pytest.mark.parametrize(
@@ -93,6 +102,7 @@ def test_the_study_of_the_repository_plans_valid_runs():
             "a: start 2.0 is not in the grid",
         ),
         ({"methods": [{"name": "a", "changes": [], "rate": "b"}]}, "a: start nan is not in the grid"),
+        ({"methods": [{"name": "a", "like": "b", "changes": []}]}, "no method above it has the name b"),
     ],
     ids=str,
 )
