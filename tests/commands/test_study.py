@@ -88,7 +88,11 @@ def test_the_study_of_the_repository_plans_valid_runs(path):
 def test_a_method_takes_the_changes_of_the_one_it_is_like_and_then_its_own():
     study = read_study(REPOSITORY / "launch" / "studies" / "estimators.yaml")
     by_name = {method.name: method.changes for method in study.methods}
-    assert by_name["SPSA 8"] == (*by_name["FZOO 15"], "zo.estimator=spsa", "zo.directions=8")
+    assert by_name["SPSA 8, last 10"] == (
+        *by_name["FZOO 15, last 10"],
+        "zo.estimator=spsa",
+        "zo.directions=8",
+    )
 
 
 @pytest.mark.parametrize(
