@@ -1,5 +1,5 @@
 # An image with lezo_ds and the exact versions in constraints.txt, for Docker, Podman, Apptainer and enroot.
-# docs/clusters.md says how to build it, and how Slurm runs it. It was linted, but never built.
+# docs/clusters.md says how to build it, how Slurm runs it, and how it was tried.
 #
 #   docker build --tag lezo_ds .
 FROM python:3.11-slim-bookworm

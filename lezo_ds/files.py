@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,6 +80,16 @@ def write_atomically(path: Path, content: bytes | str) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync(path.parent)  # the rename itself survives a power cut only after this
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory, if it is there. A crash leaves no part of it under its name."""
+    if not path.is_dir():
+        return
+    removed = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(removed, ignore_errors=True)
+    path.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def sha256_file(path: Path) -> str:

@@ -177,7 +177,8 @@ def parse_override(schema: Schema, override: str) -> tuple[str, Any]:
 
     Args:
         schema: all keys. Only a key for texts takes a list, such as data.labels=[yes, no], or a map.
-        override: the text. The value is written in YAML.
+        override: the text. The value is written in YAML. The value of a key for a single text may also be
+            the text itself: data.prompt={text} It is
 
     Raises:
         UserError: it is not of that form.
@@ -190,17 +191,19 @@ def parse_override(schema: Schema, override: str) -> tuple[str, Any]:
             expected="key=value or --key value, with a dotted key",
             fix="write for instance zo.learning_rate=1e-6",
         )
+    kind = schema.keys[name].kind if name in schema.keys else None
+    if kind is str and _is_plain(text):
+        return name, _plain_text(name, text)
     try:
         value = load_yaml(text)
     except yaml.YAMLError as error:
         raise UserError(
             f"the value of {name} on the command line is not YAML",
             got=shown(text),
-            expected="a number, text or null",
-            fix=f"write it in quotes: {name}='\"...\"'",
+            expected="texts" if kind is list else "a number, text or null",
+            fix=f"put all of the argument in the shell's quotes: '{name}=...'",
         ) from error
-    takes_texts = name in schema.keys and schema.keys[name].kind is list
-    if isinstance(value, dict | list) and not takes_texts:
+    if isinstance(value, dict | list) and kind is not list:
         raise UserError(
             f"the value of {name} on the command line is not a single value",
             got=shown(text),
@@ -208,6 +211,27 @@ def parse_override(schema: Schema, override: str) -> tuple[str, Any]:
             fix="give each key separately, as section.key=value",
         )
     return name, value
+
+
+def _is_plain(text: str) -> bool:
+    """Return whether a value is the text itself: it is neither in the quotes of YAML nor null."""
+    return text.strip()[:1] not in ("'", '"') and text.strip().lower() not in ("", "~", "null")
+
+
+def _plain_text(name: str, text: str) -> str:
+    """Return a text from the command line.
+
+    Raises:
+        UserError: it has a line break as YAML writes it in quotes. Plain text would keep the backslash.
+    """
+    if "\\n" not in text:
+        return text
+    raise UserError(
+        f"{name} on the command line has a backslash and an n, which is no line break there",
+        got=shown(text),
+        expected="a line break as YAML writes it, in double quotes",
+        fix=f"write {name}='\"...\\n...\"', with both kinds of quotes, or set it in the recipe",
+    )
 
 
 def check_value(key: Key, value: object, where: str) -> Any:  # noqa: ANN401 (one of the key's type)
@@ -331,7 +355,7 @@ def _fix_of_value(key: Key, value: object) -> str:
     if isinstance(value, str) and _NOT_IN_FILES.search(value):
         return "remove null characters and lone surrogates"
     if key.kind is str and value is not None:
-        return f"write it in quotes ({key.name}='\"{value}\"' on the command line)"
+        return f'write it in quotes: "{value}"'
     if key.required or key.default is None:
         return f"set {key.name} to {key.expected}"
     return f"set {key.name}={yaml_scalar(key.default)}"

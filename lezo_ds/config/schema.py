@@ -357,8 +357,10 @@ class TrainConfig:
     snapshot_every: Annotated[int | None, Range(0)] = None
     """Number of steps between snapshots. Null uses eval_every; 0 writes only the last one."""
 
-    keep_snapshots: Annotated[int, Range(1)] = 2
-    """Number of snapshots to keep. The newest are kept."""
+    keep_snapshots: Annotated[int, Range(0)] = 2
+    """Number of snapshots to keep. The newest are kept. 0 keeps one until the run has finished, and no
+    weights after that: a replay of the journal gives them back, but those of adamw are gone. lezo-ds sweep
+    sets 0 for lezo and mezo, and lezo-ds study for all methods, unless they are given a number."""
 
     report_to: Annotated[Sequence[str] | None, Choices(TRACKERS)] = None
     """Where the content of metrics.jsonl goes, too, such as [tensorboard, csv]. Their files are in trackers

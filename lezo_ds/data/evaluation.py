@@ -28,7 +28,7 @@ from lezo_ds.data.objectives import (
 )
 from lezo_ds.data.task_data import EncodedSplit, TaskData
 from lezo_ds.model.batch import MicroBatch, to_device
-from lezo_ds.tasks.metrics import Prediction, TokenCounts, find_metric, majority_class_rate
+from lezo_ds.tasks.metrics import Prediction, TokenCounts, find_metric, majority_class_score
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class EvaluationResult:
     Attributes:
         loss: mean of the training objective.
         score: the task's metric, 0 to 1; or the mean reward, which may be any number.
-        majority_class: accuracy of always predicting the most frequent label; None if there are no classes.
+        majority_class: score of always predicting the most frequent label; None if there are no classes.
         predicted: index of the chosen candidate, the generated answer, or the TokenCounts of a conversation,
             for each example in order.
     """
@@ -106,7 +106,7 @@ class _Evaluation:
         return EvaluationResult(
             loss=loss,
             score=score,
-            majority_class=majority_class_rate(examples),
+            majority_class=majority_class_score(examples, measure),
             predicted=tuple(predicted),
         )
 

@@ -159,6 +159,7 @@ def _read_json(path: Path) -> list[Row]:
 def _read_table(path: Path, separator: str) -> list[Row]:
     """Return the rows of a table with a header. Blank lines are skipped.
 
+    If a header has semicolons and no commas, as where a comma is the decimal point, semicolons separate them.
     Every field is text: a number must reach the prompt as it is written, and "NA" is a word like others. We
     therefore use Python's own reader, which also knows the line of each row.
     """
@@ -167,25 +168,48 @@ def _read_table(path: Path, separator: str) -> list[Row]:
     line = 1
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
+            names = file.readline()
+            if separator not in names and ";" in names:
+                separator = ";"
+            file.seek(0)
             reader = csv.reader(file, delimiter=separator, strict=True)
             header = next(reader, [])
             if not header or len(set(header)) < len(header):
                 raise ValueError("the names of columns are missing or repeated")
             line = reader.line_num + 1
             for values in reader:
-                if values and len(values) != len(header):
+                is_blank = not any(value.strip() for value in values)
+                if len(values) != len(header) and not is_blank:
                     raise ValueError(f"{len(values)} values for {len(header)} columns")
-                if values:
+                if not is_blank:
                     rows.append((f" ({path} line {line})", dict(zip(header, values, strict=True))))
                 line = reader.line_num + 1  # a quoted value may have several lines
-    except (csv.Error, ValueError) as error:  # UnicodeDecodeError is a ValueError
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} line {_first_undecoded(path)} is not UTF-8",
+            got=" ".join(str(error).split()),
+            expected="a table in UTF-8",
+            fix='save it as UTF-8, which spreadsheet programs call "CSV UTF-8"',
+        ) from error
+    except (csv.Error, ValueError) as error:
         raise UserError(
             f"{path} line {line} cannot be read as a table with a header",
             got=f"{type(error).__name__}: {error}",
-            expected="UTF-8, and a value for each column of the header",
+            expected="a value for each column of the header",
             fix="correct the line, and put values with separators, quotes or line breaks in quotes",
         ) from error
     return rows
+
+
+def _first_undecoded(path: Path) -> int:
+    """Return the number of the first line that is not UTF-8, from 1."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 1
 
 
 def _numbered(path: Path, records: Sequence[Record]) -> list[Row]:

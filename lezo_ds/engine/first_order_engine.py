@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,10 @@ def initialize_first_order(
             fit.
     """
     distributed.init_distributed()
+    # DeepSpeed 0.19 calls it at every step, and torch 2.13 warns at every call.
+    warnings.filterwarnings(
+        "ignore", message=".*reduce_scatter_tensor. is deprecated", category=FutureWarning
+    )
     sharded = load_sharded_model(
         model, ds_config=ds_config, dtype=dtype, precision="nearest", seed=seed, peft=peft
     )

@@ -320,5 +320,14 @@ def prune_snapshots(root: Path, keep: int, protected: Iterable[int] = ()) -> Non
     unwanted = set(steps) - kept
     if unwanted and _newest_valid(root, kept) is None:
         unwanted -= {_newest_valid(root, unwanted)}
-    for step in unwanted:
+    _remove(root, unwanted)
+
+
+def remove_snapshots(root: Path, protected: Iterable[int] = ()) -> None:
+    """Remove all snapshots except those of the protected steps."""
+    _remove(root, set(snapshot_steps(root)) - set(protected))
+
+
+def _remove(root: Path, steps: Iterable[int]) -> None:
+    for step in steps:
         shutil.rmtree(snapshot_path(root, step), ignore_errors=True)

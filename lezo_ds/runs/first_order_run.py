@@ -13,13 +13,14 @@ from lezo_ds.config import RESUME_MAY_DIFFER, RunConfig
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine.first_order_engine import FirstOrderEngine
 from lezo_ds.errors import UserError
+from lezo_ds.files import remove_directory
 from lezo_ds.journal import EvaluationRecord, Header
-from lezo_ds.model.snapshots import read_manifest, snapshot_path, snapshot_steps
+from lezo_ds.model.snapshots import read_manifest, remove_snapshots, snapshot_path, snapshot_steps
 from lezo_ds.runs.earlier_run import set_aside_earlier_run, set_aside_foreign_snapshots
 from lezo_ds.runs.header import assert_same_run, header_without_weights, make_header
 from lezo_ds.runs.run import Run, best_evaluation
 from lezo_ds.runs.run_directory import RunDirectory
-from lezo_ds.runs.training_state import TrainingState, read_training_state
+from lezo_ds.runs.training_state import TrainingState, read_training_state, weights_removed
 
 RESUME_MAY_DIFFER_FIRST_ORDER = RESUME_MAY_DIFFER - {"train.steps"}  # the learning rate depends on it
 
@@ -99,6 +100,10 @@ class FirstOrderRun(Run[FirstOrderEngine]):
         best = best_evaluation(self.evaluations)
         return () if best is None else (best.step,)
 
+    def _drop_weights(self) -> None:
+        remove_directory(self.directory.checkpoints)
+        remove_snapshots(self.directory.snapshots)
+
     def _restore(self, step: int) -> None:
         self.engine.load_model(snapshot_path(self.directory.snapshots, step), step)
 
@@ -114,13 +119,15 @@ def check_training_state(config: RunConfig, data: TaskData, directory: RunDirect
     """Refuse, before any weights are loaded, to resume a run with other settings, data or numbers of ranks.
 
     Raises:
-        UserError: the first item that differs.
+        UserError: the first item that differs; or the run has finished, and its weights were removed.
     """
     if not directory.training_state.exists():
         return
     state = read_training_state(directory.training_state)
     ours = header_without_weights(state.header, config, data)
     _check_state(state, ours=ours, world_size=world_size, run_dir=directory.path)
+    if state.step > 0 and not snapshot_path(directory.checkpoints, state.step).is_dir():
+        raise weights_removed(directory.path)
 
 
 def _check_state(state: TrainingState, ours: Header, world_size: int, run_dir: Path) -> None:

@@ -21,7 +21,7 @@ from lezo_ds.runs.header import assert_same_model_config, config_of, journal_own
 from lezo_ds.runs.run import best_evaluation
 from lezo_ds.runs.run_directory import RunDirectory
 from lezo_ds.runs.trainer import make_engine
-from lezo_ds.runs.training_state import read_training_state
+from lezo_ds.runs.training_state import read_training_state, weights_removed
 from lezo_ds.zo.records import StepRecord
 
 logger = logging.getLogger(__name__)
@@ -53,11 +53,13 @@ class RecordedRun:
         """Return the number of updates for "best" (lowest validation loss), "last" or a number as text.
 
         Raises:
-            UserError: the run has no such step.
+            UserError: the run has no such step, or it is a first-order run whose weights were removed.
         """
         number = self._number_of(step)
         if self.config.method == "adamw":
             kept: Sequence[int] = self._snapshots()
+            if self.num_steps > 0 and not kept and not self.directory.checkpoints.is_dir():
+                raise weights_removed(self.directory.path)
             numbers = f"a step with a snapshot: {', '.join(map(str, kept)) or 'none yet'}"
         else:
             kept, numbers = range(self.num_steps + 1), f"0 to {self.num_steps}"
@@ -169,5 +171,8 @@ def restore(run: RecordedRun, step: int) -> LezoEngine:
     if run.config.method == "adamw":
         engine.load_model(snapshot_path(run.directory.snapshots, step), step)
     else:
+        if distributed.rank() == 0 and step > 0 and not snapshot_steps(run.directory.snapshots):
+            text = "the run keeps no snapshots: step %d is replayed from the base weights and the journal"
+            logger.info(text, step)
         engine.load_checkpoint(run.directory.snapshots, run.steps, step, run.owner)
     return engine

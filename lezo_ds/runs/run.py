@@ -22,7 +22,7 @@ from lezo_ds.data.task_data import EncodedSplit, TaskData
 from lezo_ds.engine.model_engine import ModelEngine
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.model.batch import MicroBatch
-from lezo_ds.model.snapshots import prune_snapshots
+from lezo_ds.model.snapshots import prune_snapshots, remove_snapshots
 from lezo_ds.runs.launcher import LauncherWatch
 from lezo_ds.runs.run_directory import RunDirectory, library_versions
 from lezo_ds.runs.screen import Progress, evaluation_line
@@ -121,6 +121,10 @@ class Run(ABC, Generic[E]):
         """Return the steps whose snapshots must not be removed."""
         return ()
 
+    def _drop_weights(self) -> None:
+        """Remove the weights of the run, which has finished, apart from those that nothing can make again."""
+        remove_snapshots(self.directory.snapshots, self._protected())
+
     def _finish_records(self) -> None:
         """Wait until what the run has recorded is on the disk. A file that relies on it is written next."""
         return
@@ -150,6 +154,8 @@ class Run(ABC, Generic[E]):
             if self.writes:
                 self._finish_records()
                 self.directory.write_results(results)
+                if finished and self.config.train.keep_snapshots == 0:
+                    self._drop_weights()
                 self.directory.stop_file.unlink(missing_ok=True)
                 self._close()
                 if self._trackers is not None:
@@ -168,7 +174,7 @@ class Run(ABC, Generic[E]):
         self._open()
         self._num_done = self.engine.global_steps
         if self.writes:
-            prune_snapshots(self.directory.snapshots, self.config.train.keep_snapshots, self._protected())
+            self._prune_snapshots()
             self._seconds_before = self.directory.cut_metrics(self.engine.global_steps)
             facts = config_to_dict(self.config)
             self.directory.write_facts(facts, self.engine.world_size, str(self.engine.device))
@@ -309,9 +315,13 @@ class Run(ABC, Generic[E]):
             self._check()
             self._save()
             if self.writes:
-                prune_snapshots(self.directory.snapshots, train.keep_snapshots, self._protected())
+                self._prune_snapshots()
         if self.writes and self.engine.snapshot_agreed:
             self.directory.save_file.unlink(missing_ok=True)
+
+    def _prune_snapshots(self) -> None:
+        keep = max(1, self.config.train.keep_snapshots)  # a run that goes on resumes from the newest
+        prune_snapshots(self.directory.snapshots, keep, self._protected())
 
     def _results(self, best: EvaluationRecord | None, finished: bool) -> dict[str, Any]:
         before = self._found("test", 0)

@@ -113,8 +113,8 @@ def score_model(
         config = load_recipe(recipe, ("run_dir=none", *overrides))
         method: Method = "zero_shot" if config.method in TRAINED else config.method
         config = replace(config, method=method, model=ModelConfig(path=model, dtype=dtype), peft=PeftConfig())
-    if split == "test" and config.method == "zero_shot":
-        # No training or validation example is used here, and the data may have only a few.
+    if split == "test" and config.method == "zero_shot" and config.data.train is None:
+        # No training or validation example is used here, and a directory may have only a few.
         config = replace(config, data=replace(config.data, num_train=1, num_dev=1))
     set_threads(config)
     return {"model": model, **_score(config, make_engine(config), split)}

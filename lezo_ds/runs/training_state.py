@@ -72,3 +72,14 @@ def read_training_state(path: Path) -> TrainingState:
             expected="the state that a first-order run wrote",
             fix="restore the file from a copy, or use another run_dir",
         ) from error
+
+
+def weights_removed(run_dir: Path) -> UserError:
+    """Return the error for a first-order run whose weights are wanted, but not there any more."""
+    return UserError(
+        f"run {run_dir} has no weights",
+        got="no checkpoint and no snapshot: train.keep_snapshots=0 removes them when a run has finished",
+        expected="a run of adamw that keeps them, since no journal can replay it",
+        fix=f"train again: lezo-ds train --config {run_dir / 'config.yaml'} run_dir=NEW "
+        "train.keep_snapshots=1",
+    )

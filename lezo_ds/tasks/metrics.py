@@ -139,19 +139,27 @@ def find_metric(name: str, kind: TaskKind) -> Metric:
     return metric
 
 
-def majority_class_rate(examples: Sequence[Example]) -> float | None:
-    """Return the accuracy, 0 to 1, of always predicting the most frequent label.
+def majority_class_score(
+    examples: Sequence[Example], score: Callable[[Sequence[Any], Sequence[Example]], float] | None
+) -> float | None:
+    """Return the score of always predicting the most frequent label.
+
+    Args:
+        examples: at least one.
+        score: as `Metric.score`.
 
     Returns:
         None if there are no classes, because each example lists its own right answers, if it has any (ReCoRD
-        and all generation tasks).
+        and all generation tasks); or if there is no score of predictions, but a reward.
 
-    >>> majority_class_rate([Example("", ("Yes", "No"), label, 0) for label in (1, 0, 1, 1)])
-    0.75
+    >>> examples = [Example("", ("Yes", "No"), label, 0) for label in (1, 0, 1, 1)]
+    >>> majority_class_score(examples, accuracy), round(majority_class_score(examples, macro_f1), 3)
+    (0.75, 0.429)
     """
-    if any(example.references or example.label is None for example in examples):
+    if score is None or any(example.references or example.label is None for example in examples):
         return None
-    return max(Counter(example.label for example in examples).values()) / len(examples)
+    ((label, _),) = Counter(example.label for example in examples).most_common(1)
+    return score([label] * len(examples), examples)
 
 
 def best_f1(answer: str, references: Sequence[str]) -> float:

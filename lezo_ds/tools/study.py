@@ -20,7 +20,7 @@ from lezo_ds.config import forward_passes_per_step
 from lezo_ds.errors import UserError
 from lezo_ds.files import write_atomically
 from lezo_ds.tools.reports.results_table import over_seeds
-from lezo_ds.tools.sweep import SweepRun, plan_sweep, results_frame, run_sweep
+from lezo_ds.tools.sweep import KEEP, SweepRun, plan_sweep, results_frame, run_sweep
 
 logger = logging.getLogger(__name__)
 
@@ -213,10 +213,13 @@ class _Cell:
         grid = [f"seed={seed}"]
         if rate is not None:
             grid.insert(0, f"{self.method.rate}={rate:g}")
+        changes = [*self.study.changes, *self.study.tasks[self.task], *self.method.changes]
+        if not any(change.startswith(f"{KEEP}=") for change in changes):
+            changes.append(f"{KEEP}=0")  # a study compares results; even one of a small model fills disks
         (run,) = plan_sweep(
             self.study.recipe,
             grid,
             self.directory / self.task / self.method.name.replace(" ", "-"),
-            overrides=[*self.study.changes, *self.study.tasks[self.task], *self.method.changes],
+            overrides=changes,
         )
         return run

@@ -7,13 +7,13 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
 
-from lezo_ds.config import RunConfig, config_to_dict, flatten, load_yaml
+from lezo_ds.config import ZEROTH_ORDER, RunConfig, config_to_dict, flatten, load_yaml
 from lezo_ds.config.compatibility import recorded_config
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.files import write_atomically
@@ -28,6 +28,8 @@ RESULTS = ["test", "zero_shot", "majority_class", "best_dev_loss", "best_step", 
 
 SUMMARY = ["runs", "finished", "best_dev_loss", "test", "test_deviation", "majority_class", "seconds"]
 """Columns of summary.csv after the settings: means over the finished runs of a setting."""
+
+KEEP = "train.keep_snapshots"
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +66,8 @@ class SweepRun:
             values = load_yaml((self.directory / "config.yaml").read_text())
             results = json.loads((self.directory / "results.json").read_text())
             version = results.get("versions", {}).get("lezo_ds")
-            if results["finished"] and recorded_config(values, str(self.directory), version) == self.config:
+            found = recorded_config(values, str(self.directory), version)
+            if results["finished"] and _without_snapshots(found) == _without_snapshots(self.config):
                 return "done"
         except (UserError, *DAMAGE):
             pass  # also if there is none: the run repairs it
@@ -75,6 +78,9 @@ def plan_sweep(
     recipe: str, grid: Sequence[str], directory: Path, overrides: Sequence[str] = ()
 ) -> tuple[SweepRun, ...]:
     """Return the runs of a grid; the last key changes fastest.
+
+    Runs of lezo and mezo keep no snapshots when they have finished, unless the grid or the overrides give
+    train.keep_snapshots: a journal gives back all weights.
 
     Args:
         recipe: name or YAML file of the recipe that the runs share.
@@ -111,6 +117,8 @@ def plan_sweep(
                 fix="remove one of the two values",
             )
         given.append(f"run_dir={directory / name}")
+        if found["method"] in ZEROTH_ORDER and KEEP not in keys:
+            given.append(f"{KEEP}=0")
         runs[name] = SweepRun(
             index=index,
             settings={key: found[key] for names, _ in axes for key in names},
@@ -198,6 +206,11 @@ def write_tables(runs: Sequence[SweepRun], directory: Path) -> str:
     marks = summary.pop("best").map({True: "lowest validation loss", False: ""})
     text = summary.assign(**{"": marks}).to_string(index=False, na_rep="-", float_format="{:.4g}".format)
     return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def _without_snapshots(config: RunConfig) -> RunConfig:
+    """Return a configuration without the number of snapshots, which changes no result."""
+    return replace(config, train=replace(config.train, keep_snapshots=0))
 
 
 def _parse_axis(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

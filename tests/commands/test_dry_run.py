@@ -50,6 +50,7 @@ def test_a_local_recipe_is_checked_whole_and_its_plan_printed(recipe, tmp_path):
     assert re.fullmatch(r"on a GPU [\d.]+ GiB: shards .*, reserve 2\.00, .*", on_gpu)
     assert re.fullmatch(r"on CPUs, as here, [\d.]+ GiB: shards .*, reserve 0\.53, .*", on_cpu)
     assert plan["data"] == "sst2, protocol clean: 30 train, 11 dev, 13 test"
+    assert re.fullmatch(r'"[^"]+" -> "[^"]+"', plan["first example"])
     tokens = r"[\d.]+ per example, padding included; [\d.]+ if each had a row of its own"
     assert re.fullmatch(tokens, plan["tokens"])
     assert not list(tmp_path.iterdir())

@@ -73,6 +73,17 @@ def test_a_run_that_is_not_done_is_started(tmp_path):
     assert not (tmp_path / "study.csv").exists()
 
 
+@pytest.mark.parametrize(("change", "kept"), [((), "0"), (("train.keep_snapshots=1",), "1")])
+def test_the_runs_of_a_study_keep_no_weights_unless_it_says_so(change, kept, tmp_path):
+    program = tmp_path / "program"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path / "started"}\n')
+    program.chmod(0o755)
+    method = replace(LEZO, changes=("method=adamw",), rate="adamw.learning_rate")
+    with pytest.raises(LezoError, match="runs failed"):
+        run_study(replace(STUDY, changes=change, methods=(method,)), tmp_path / "out", [str(program)])
+    assert (tmp_path / "started").read_text().split().count(f"train.keep_snapshots={kept}") == 1
+
+
 @pytest.mark.parametrize(
     "path", sorted((REPOSITORY / "launch" / "studies").glob("*.yaml")), ids=lambda path: path.stem
 )

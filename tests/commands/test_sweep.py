@@ -125,6 +125,16 @@ def test_a_run_that_was_done_with_other_settings_is_not_done(plan):
     assert (run.state(), longer.state()) == ("done", "begun")
 
 
+def test_finished_runs_keep_no_weights_that_a_journal_gives_back(plan):
+    lezo, adamw = plan("method=lezo,adamw")
+    assert (lezo.config.train.keep_snapshots, adamw.config.train.keep_snapshots) == (0, 2)
+    (asked,) = plan("seed=0", overrides=["train.keep_snapshots=3"])
+    assert asked.config.train.keep_snapshots == 3
+    finish(asked, test=0.9)
+    (not_asked,) = plan("seed=0")
+    assert (not_asked.directory, not_asked.state()) == (asked.directory, "done")
+
+
 def summary_of(runs):
     return summary_frame(results_frame(runs), list(runs[0].settings))
 

@@ -12,7 +12,7 @@ from lezo_ds.data.encoding import encode_example, encode_examples, load_tokenize
 from lezo_ds.data.objectives import candidate_scores, predictions
 from lezo_ds.data.records import load_records, sample_splits
 from lezo_ds.tasks import TASKS
-from lezo_ds.tasks.metrics import accuracy, majority_class_rate
+from lezo_ds.tasks.metrics import accuracy, majority_class_score
 
 MAX_LENGTH = 512
 BATCH_SIZE = 32
@@ -90,7 +90,7 @@ def test_a_published_record_becomes_the_text_and_tokens_of_the_protocol(data, to
 def test_the_majority_class_is_that_of_the_published_labels(data):
     task, _, validation = data
     examples = [task.build_example(record, row) for row, record in enumerate(validation)]
-    assert majority_class_rate(examples) == MAJORITY[task.name]
+    assert majority_class_score(examples, accuracy) == MAJORITY[task.name]
 
 
 @torch.inference_mode()

@@ -105,6 +105,34 @@ def test_text_that_looks_like_a_number_stays_text(tmp_path):
     assert config_with("run_dir=1e6", "model.path='2024'", tmp_path=tmp_path).run_dir == "1e6"
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("{text}", "{text}"),
+        ("{text} It is", "{text} It is"),
+        ("Review: {text} #1, [a] ", "Review: {text} #1, [a] "),
+        ("'{text}: '", "{text}: "),
+        ('"{text}\\nIt is"', "{text}\nIt is"),
+        ("{text}\nIt is", "{text}\nIt is"),
+    ],
+)
+def test_a_text_on_the_command_line_needs_no_quotes_but_those_of_the_shell(given, expected, tmp_path):
+    keys = ["data.task=custom", "data.train=t.csv", "data.labels=a,b", "data.label_field=c"]
+    found = config_with(*keys, f"data.prompt={given}", tmp_path=tmp_path).data.prompt
+    assert found == expected
+
+
+def test_a_text_without_quotes_may_look_like_anything(tmp_path):
+    assert config_with("run_dir=2024-01-01", "model.path=5", tmp_path=tmp_path).model.path == "5"
+    assert config_with("data.path=null", tmp_path=tmp_path).data.path is None
+
+
+def test_a_line_break_that_would_become_a_backslash_is_refused(tmp_path):
+    message = message_of("data.prompt={text}\\nIt is", tmp_path=tmp_path)
+    assert "data.prompt on the command line has a backslash and an n" in message
+    assert_whole(message)
+
+
 def test_an_equals_sign_in_a_value_is_kept(tmp_path):
     assert config_with("run_dir=runs/lr=1", tmp_path=tmp_path).run_dir == "runs/lr=1"
 
@@ -142,9 +170,7 @@ def test_an_empty_section_takes_its_defaults():
         ("data.seed=4294967296", "0 to 4294967295"),
         ("seed=-1", "0 to 18446744073709551615"),
         ("model.dtype=float16", "expected: one of fp32, bf16, fp16; fix: set model.dtype to one of these"),
-        ("model.path=5", "got: 5; expected: text; fix: write it in quotes"),
         ("run_dir=null", "got: null; expected: text"),
-        ("run_dir=2024-01-01", "expected: text"),
     ],
 )
 def test_a_wrong_value_is_refused(override, expected, tmp_path):
@@ -178,7 +204,7 @@ def test_an_unknown_key_is_refused_and_the_nearest_named(override, expected, tmp
     "argument",
     [
         *("steps", "=5", "--steps=5", "train..steps=5", "train.steps=[1, 2]", "zo={sparsity: 1}", "seed=@"),
-        *("run_dir=2001-99-99", "seed=!!int x", "seed=&a [*a]"),
+        *("seed=2001-99-99", "seed=!!int x", "seed=&a [*a]"),
     ],
 )
 def test_an_argument_that_is_no_override_is_refused(argument, tmp_path):
@@ -215,6 +241,8 @@ LAUGHS = "a0: &a0 {x: 1}\n" + "".join(
         (f"zo: {{learning_rate: {'1' * 400}}}", "zo.learning_rate in"),
         ('run_dir: "a\\0b"', "got: 'a\\x00b'; expected: text; fix: remove null characters"),
         ('run_dir: "\\ud800"', "got: '\\ud800'; expected: text; fix: remove null characters"),
+        ("run_dir: 5", 'got: 5; expected: text; fix: write it in quotes: "5"'),
+        ("run_dir: 2024-01-01", "expected: text"),
         ("seed: {}", "seed in"),
         ("zo: {estimator: {}}", "zo.estimator in"),
         ("- seed", "holds no keys"),

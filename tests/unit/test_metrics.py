@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Example
-from lezo_ds.tasks.metrics import accuracy, best_f1, majority_class_rate, mean_f1, token_f1
+from lezo_ds.tasks.metrics import accuracy, best_f1, majority_class_score, mean_f1, token_f1
 
 # (answer, golds, F1 worked out by hand)
 MADE_CASES = [
@@ -63,9 +63,9 @@ def test_accuracy_counts_the_label_and_every_reference():
 
 def test_the_majority_class_of_wsc_is_66_of_104():
     examples = [Example("", ("No", "Yes"), label, row) for row, label in enumerate([0] * 66 + [1] * 38)]
-    assert majority_class_rate(examples) == 66 / 104
+    assert majority_class_score(examples, accuracy) == 66 / 104
 
 
 def test_examples_with_right_answers_of_their_own_have_no_majority_class():
     examples = [Example("", (" Paris", " Rome"), 0, 0, references=(" Paris",))]
-    assert majority_class_rate(examples) is None
+    assert majority_class_score(examples, accuracy) is None

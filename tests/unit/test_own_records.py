@@ -10,6 +10,7 @@ from own_data import write_tickets
 
 from lezo_ds.config import config_from_dict, config_to_dict, find_task
 from lezo_ds.config.compatibility import recorded_config
+from lezo_ds.data.record_files import read_source
 from lezo_ds.data.records import MAX_CHARACTERS, load_own_splits
 from lezo_ds.errors import HubError, UserError
 from lezo_ds.tasks.base import Example
@@ -131,6 +132,14 @@ def test_every_kind_of_file_gives_the_same_examples(ending, tmp_path):
     ]
 
 
+def test_a_table_of_semicolons_and_lines_of_white_space_is_read(tmp_path):
+    lines = ["text;topic", '"a, b; c";bug', "  ", ";", "d;bug", "e;feature"]
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    rows = read_source("data.train", str(tmp_path / "t.csv"))
+    assert [record["text"] for _, record in rows] == ["a, b; c", "d", "e"]
+    assert [place.rpartition(" ")[2] for place, _ in rows] == ["2)", "5)", "6)"]
+
+
 def test_a_table_holds_text_only(tmp_path):
     write_csv(tmp_path / "t.csv", '"NA",1', "007,2", "true,1")
     splits, _ = splits_of(tmp_path / "t.csv", CLASSES | {"labels": ["1", "2"]})
@@ -241,7 +250,7 @@ def test_bad_json_lines_are_refused_with_file_and_line(content, message, tmp_pat
         ("none.csv", None, "which is not there"),
         ("a.xlsx", b"x", "a file that ends in .csv"),
         ("a.csv", b"", "cannot be read as a table"),
-        ("a.csv", b"text,topic\n\xff\xfe,bug\n", "cannot be read as a table"),
+        ("a.csv", b"text,topic\nx,bug\n\xff\xfe,bug\n", "a.csv line 3 is not UTF-8; .*CSV UTF-8"),
         ("a.json", b'[{"text": "x"}, 3]', "item 2 is not a JSON object"),
         ("a.json", b'[{"text": "x"}', "cannot be read as JSON"),
         ("a.parquet", b"x", "cannot be read as parquet"),

@@ -147,6 +147,15 @@ def test_a_task_that_is_not_registered_has_its_column_and_metric_with_bars_escap
     assert "Percent: accuracy of SST-2; f1 of reviews|new." in text
 
 
+def test_runs_that_are_scored_by_other_metrics_have_columns_of_their_own(tmp_path):
+    write_run(tmp_path / "a", task="tickets", metric="accuracy", test=0.8)
+    write_run(tmp_path / "b", task="tickets", metric="macro_f1", test=0.6)
+    write_run(tmp_path / "c", "seed=1", task="tickets", metric="macro_f1", test=0.4)
+    rows = markdown_rows(*sorted(tmp_path.iterdir()))
+    assert rows["method"] == ["tickets (accuracy)", "tickets (macro_f1)", "average"]
+    assert rows["LeZO"] == ["80.0 (1)", "50.0 ± 14.1 (2)", "65.0"]
+
+
 def test_experiments_that_differ_in_more_than_seeds_and_paths_have_rows_of_their_own(tmp_path):
     for seed in (0, 1):
         write_run(tmp_path / f"a{seed}", f"seed={seed}", f"train.micro_batch_size={2 * seed + 2}")

@@ -19,6 +19,8 @@ _RATES = ((4e8, 3e-5), (1e9, 1e-5), (4e9, 3e-6))
 """Pairs of a number of parameters and the learning rate of models below it, for LeZO with sparsity 0.75. The
 first is the demonstration's, the last the paper's for OPT-1.3B."""
 
+_SPARSITY = 0.75
+_FEWEST_BLOCKS = 4  # with fewer, this share can be all blocks
 _LARGE_RATE = 1e-6  # the paper's for OPT-13B and OPT-30B
 _STEPS, _NUM_EVALUATIONS = 1000, 10
 _BATCH = 16  # the papers' size
@@ -34,7 +36,7 @@ def first_settings(machine: Machine) -> tuple[dict[str, Any], dict[str, str]]:
         "model.dtype": machine.dtype,
         "zo.learning_rate": _LARGE_RATE,
         "zo.perturbation_scale": 1e-3,
-        "zo.sparsity": 0.75,
+        "zo.sparsity": _SPARSITY,
         "train.steps": _STEPS,
         "train.batch_size": batch,
         "train.micro_batch_size": num_each,
@@ -56,10 +58,12 @@ def first_settings(machine: Machine) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def model_settings(sizes: ModelSizes) -> dict[str, Any]:
-    """Return the dotted keys that depend on the model: its size, and the number of its positions."""
+    """Return the dotted keys that depend on the model: size, blocks and positions."""
     rate = next((rate for limit, rate in _RATES if sizes.num_parameters < limit), _LARGE_RATE)
     longest: int = SCHEMA.keys["data.max_length"].default
-    return {"zo.learning_rate": rate, "data.max_length": min(longest, sizes.max_length or longest)}
+    sparsity = _SPARSITY if sizes.num_blocks >= _FEWEST_BLOCKS else 0.5
+    max_length = min(longest, sizes.max_length or longest)
+    return {"zo.learning_rate": rate, "zo.sparsity": sparsity, "data.max_length": max_length}
 
 
 def fitted(

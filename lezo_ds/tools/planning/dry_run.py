@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -27,6 +28,8 @@ from lezo_ds.tools.published_models import published_name
 T = TypeVar("T")
 
 _STEPS_COUNTED = 10
+_MAX_SHOWN = 160
+"""Characters of a text that are shown."""
 
 
 def describe_plan(config: RunConfig, world_size: int) -> str:
@@ -132,7 +135,10 @@ def _memory_lines(
 
 def _data_lines(config: RunConfig, data: TaskData) -> list[tuple[str, str]]:
     sizes = f"{len(data.train.encoded)} train, {len(data.dev.encoded)} dev, {len(data.test.encoded)} test"
-    lines = [("data", f"{data.task.name}, protocol {config.data.protocol}: {sizes}")]
+    lines = [
+        ("data", f"{data.task.name}, protocol {config.data.protocol}: {sizes}"),
+        ("first example", _shown_example(data)),
+    ]
     if config.method in TRAINED and not data.objective.reads_answers:
         tokens = f"{_tokens_per_example(config, data):.1f} per example, padding included"
         if data.packed:
@@ -140,6 +146,24 @@ def _data_lines(config: RunConfig, data: TaskData) -> list[tuple[str, str]]:
             tokens += f"; {alone:.1f} if each had a row of its own"
         lines.append(("tokens", tokens))
     return lines
+
+
+def _shown_example(data: TaskData) -> str:
+    """Return the first training example as the model reads it, and the answer that it is trained on."""
+    split, encoded = data.train, data.train.encoded[0]
+    if not encoded.sequences:  # the record has no right answer
+        return _quoted(data, split.prompts[0])
+    candidate = encoded.label or 0
+    sequence, targets = encoded.sequences[candidate], encoded.targets(candidate)
+    start = encoded.spans[-1][0] if encoded.spans else targets[0]
+    return f"{_quoted(data, sequence[:start])} -> {_quoted(data, sequence[start : targets[-1] + 1])}"
+
+
+def _quoted(data: TaskData, ids: Sequence[int]) -> str:
+    """Return the text of tokens, cut on the left, with line breaks and special tokens to be seen."""
+    text: str = data.tokenizer.backend.decode(list(ids), clean_up_tokenization_spaces=False)
+    start = "" if len(text) <= _MAX_SHOWN else "[...] "
+    return start + json.dumps(text[-_MAX_SHOWN:], ensure_ascii=False)
 
 
 def _tokens_per_example(config: RunConfig, data: TaskData) -> float:

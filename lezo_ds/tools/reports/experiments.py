@@ -25,8 +25,9 @@ def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         The same columns, with `model` shortened where that is clear (a model of the paper has the paper's
-        name), and with title: method and adapter, such as "LeZO LoRA"; setting: the title and what else
-        tells apart the experiments on one task, such as "LeZO, sparsity=0.5".
+        name), and `task` followed by the metric where runs on it have several; and with title: method and
+        adapter, such as "LeZO LoRA"; setting: the title and what else tells apart the experiments on one
+        task, such as "LeZO, sparsity=0.5".
     """
     runs = runs.sort_values(
         ["peft", "method", "sparsity", "learning_rate"],
@@ -36,8 +37,11 @@ def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:
     names = runs["model"].map(lambda path: Path(path).name).astype("str")
     is_clear = runs["model"].groupby(names).transform("nunique") == 1
     is_paper = names.str.lower().isin(paper.PAPER_MODELS)
+    num_metrics = runs.groupby(["model", "task"])["metric"].transform("nunique")
+    is_apart = (num_metrics > 1) & runs["metric"].notna()
     runs = runs.assign(
         model=names.str.lower().where(is_paper, names.where(is_clear, runs["model"])),
+        task=runs["task"].where(~is_apart, runs["task"] + " (" + runs["metric"].astype("str") + ")"),
         title=runs["method"].replace(_METHODS) + runs["peft"].replace(_ADAPTERS),
     )
     settings = [_settings(group) for _, group in runs.groupby(["model", "title"], sort=False)]
