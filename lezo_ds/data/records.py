@@ -15,6 +15,7 @@ import numpy as np
 from lezo_ds.data.record_files import Row, read_file, read_hub, read_source
 from lezo_ds.errors import UserError, cut
 from lezo_ds.tasks.base import Example, Protocol, Record, Task
+from lezo_ds.tasks.template import field_path
 
 logger = logging.getLogger(__name__)
 
@@ -327,7 +328,7 @@ def _checked_label(task: Task, where: str, record: Record) -> int | None:
 def _check_fields(task: Task, where: str, record: Record) -> None:
     for name, expected_type in task.fields.items():
         value: object = record
-        for part in name.split("."):
+        for part in field_path(record, name):
             if not isinstance(value, Mapping) or part not in value:
                 raise UserError(
                     f"{where} has no field {name}",

@@ -354,11 +354,12 @@ def _texts(template: Template, record: Record) -> list[str]:
 
 def _label(field: str, value: object, values: Sequence[str]) -> int | None:
     """Return the index of a label among the values; None if the record has no label."""
-    if value is None or value == "":
+    if value is None or (isinstance(value, str) and not value.strip()):
         return None
     text = field_text(field, value)
-    if text in values:
-        return values.index(text)
+    for found in (text, text.strip()):  # spreadsheets hide spaces at the end of a cell
+        if found in values:
+            return values.index(found)
     near = difflib.get_close_matches(text, values, n=1)
     raise UserError(
         f"field {field} holds a label that data.labels does not list",

@@ -86,10 +86,18 @@ def parse_template(key: str, text: str) -> Template:
     return Template(tuple(parts))
 
 
+def field_path(record: Record, field: str) -> list[str]:
+    """Return the names that lead to a field, from the outside in.
+
+    A dot leads into a nested field, unless the record has a field with the whole name, as tables may have.
+    """
+    return [field] if field in record else field.split(".")
+
+
 def field_value(record: Record, field: str) -> object:
-    """Return the value of a field; a dot leads into a nested one. The field must be there."""
+    """Return the value of a field (see `field_path`), which must be there."""
     value: object = record
-    for part in field.split("."):
+    for part in field_path(record, field):
         assert isinstance(value, Mapping)
         value = value[part]
     return value

@@ -49,6 +49,15 @@ def guessed(records, label=None, names=None):
     return guess_task(columns, label=label, names=names)
 
 
+def test_names_with_dots_and_labels_with_spaces_after_them_are_read():
+    guess = guessed(table(**{"ticket.text": sentence, "ticket.topic": ["billing", "bug", "bug "]}))
+    assert guess.data == {
+        "prompt": "{ticket.text}\nTopic:",
+        "label_field": "ticket.topic",
+        "labels": ["billing", "bug"],
+    }
+
+
 def test_tickets_are_a_classification_and_their_ids_are_not_read():
     guess = guessed(table(id=str, text=sentence, topic=["billing", "bug", "shipping"]))
     assert guess.data == {

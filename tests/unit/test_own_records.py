@@ -140,6 +140,15 @@ def test_a_table_of_semicolons_and_lines_of_white_space_is_read(tmp_path):
     assert [place.rpartition(" ")[2] for place, _ in rows] == ["2)", "5)", "6)"]
 
 
+def test_a_column_may_have_a_dot_in_its_name_and_spaces_after_its_labels(tmp_path):
+    lines = ["meta.text,meta.topic", *[f"x{i},{'bug ' if i % 2 else 'feature'}" for i in range(10)], "y, "]
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    keys = {"prompt": "{meta.text}", "label_field": "meta.topic", "labels": ["bug", "feature"]}
+    splits, _ = splits_of(tmp_path / "t.csv", keys)
+    examples = (*splits.train, *splits.dev, *splits.test)
+    assert {example.prompt: example.label for example in examples} == {f"x{i}": 1 - i % 2 for i in range(10)}
+
+
 def test_a_table_holds_text_only(tmp_path):
     write_csv(tmp_path / "t.csv", '"NA",1', "007,2", "true,1")
     splits, _ = splits_of(tmp_path / "t.csv", CLASSES | {"labels": ["1", "2"]})

@@ -13,7 +13,7 @@ from lezo_ds.tasks.template import field_text
 
 _MAX_DEPTH = 3
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?")
-_NOT_IN_TEMPLATES = re.compile(r"[{}!:.]|^\s|\s$|^$")
+_NOT_IN_TEMPLATES = re.compile(r"[{}!:]|^\s|\s$|^$")
 _TRUTH = frozenset({"true", "false", "yes", "no"})
 
 
@@ -56,7 +56,7 @@ class Column:
         """Its values as text; empty if one of them is a list or a section."""
         if not all(isinstance(value, str | int | float) for value in self.values):
             return ()
-        return tuple(field_text(self.name, value) for value in self.values)
+        return tuple(field_text(self.name, value).strip() for value in self.values)
 
     @cached_property
     def counts(self) -> Counter[str]:
@@ -131,9 +131,9 @@ def _fields(
     record: Mapping[str, object], prefix: str, unusable: dict[str, None]
 ) -> Iterator[tuple[str, object]]:
     for name, value in record.items():
-        if _NOT_IN_TEMPLATES.search(name):
+        if _NOT_IN_TEMPLATES.search(name) or ("." in name and prefix):
             unusable[prefix + name] = None
-        elif isinstance(value, Mapping) and prefix.count(".") < _MAX_DEPTH:
+        elif isinstance(value, Mapping) and "." not in name and prefix.count(".") < _MAX_DEPTH:
             yield from _fields(value, f"{prefix}{name}.", unusable)
         else:
             yield prefix + name, value
