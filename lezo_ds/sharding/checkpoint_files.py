@@ -349,11 +349,13 @@ def _open_safetensors(path: Path) -> Any:  # noqa: ANN401
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
+        # safetensors says of a file without permission that there is none.
+        forbidden = path.exists() and not os.access(path, os.R_OK)
         raise UserError(
             f"{path} cannot be read",
-            got=_first_line(error),
+            got="no permission to read it" if forbidden else _first_line(error),
             expected="a complete safetensors file",
-            fix="download the model again",
+            fix="correct its permissions" if forbidden else "download the model again",
         ) from error
 
 
