@@ -2,6 +2,7 @@
 
 lezo-ds study STUDY.yaml --out DIR
 
+The finished runs keep results and journals, but no weights, unless the study sets train.keep_snapshots.
 The same command again skips finished runs and resumes the others. DIR/study.csv has a row for each task and
 method. lezo-ds report shows the runs: lezo-ds report 'DIR/*/*/*' --html study.html
 """

@@ -215,7 +215,9 @@ def parse_override(schema: Schema, override: str) -> tuple[str, Any]:
 
 def _is_plain(text: str) -> bool:
     """Return whether a value is the text itself: it is neither in the quotes of YAML nor null."""
-    return text.strip()[:1] not in ("'", '"') and text.strip().lower() not in ("", "~", "null")
+    inner = text.strip()
+    is_quoted = len(inner) > 1 and inner[0] == inner[-1] and inner[0] in "'\""
+    return not is_quoted and inner.lower() not in ("", "~", "null")
 
 
 def _plain_text(name: str, text: str) -> str:

@@ -112,6 +112,7 @@ def test_text_that_looks_like_a_number_stays_text(tmp_path):
         ("{text} It is", "{text} It is"),
         ("Review: {text} #1, [a] ", "Review: {text} #1, [a] "),
         ("'{text}: '", "{text}: "),
+        ('"Really" {text}', '"Really" {text}'),
         ('"{text}\\nIt is"', "{text}\nIt is"),
         ("{text}\nIt is", "{text}\nIt is"),
     ],
