@@ -6,8 +6,8 @@ lezo-ds sweep --config opt-13b-sst2-lezo --out runs/sweep \
 The same command again skips finished runs and resumes the others. It writes results.csv (a row for each run)
 and summary.csv (mean and deviation over seeds; the lowest validation loss is best) to DIR. Keys that are
 separated by commas change together. A finished run of lezo or mezo keeps no weights, since its journal gives
-them back: train.keep_snapshots=2 keeps two snapshots. --key value, or key=value before --grid, changes the recipe for all runs.
-launch/slurm/sweep.sbatch runs a sweep as a Slurm array.
+them back: train.keep_snapshots=2 keeps two snapshots. --key value, or key=value before --grid, changes the
+recipe for all runs. launch/slurm/sweep.sbatch runs a sweep as a Slurm array.
 """
 
 from __future__ import annotations
