@@ -118,6 +118,15 @@ def run_study(study: Study, directory: Path, launcher: Sequence[str]) -> str:
     return table(pd.DataFrame(rows))
 
 
+def changes_to_recipe(study: Study, task: str, method: Method) -> list[str]:
+    """Return the `key=value` changes for a method on a task, each key once: the last one counts.
+
+    The runs keep no weights unless a change says so: a study compares results, and weights would fill disks.
+    """
+    changes = [f"{KEEP}=0", *study.changes, *study.tasks[task], *method.changes]
+    return list({change.partition("=")[0]: change for change in changes}.values())
+
+
 def table(rows: pd.DataFrame) -> str:
     """Return rows of study.csv as a text table: scores in percent, with the deviation over seeds."""
     percent = rows[["test", "test_deviation"]] * 100
@@ -213,13 +222,10 @@ class _Cell:
         grid = [f"seed={seed}"]
         if rate is not None:
             grid.insert(0, f"{self.method.rate}={rate:g}")
-        changes = [*self.study.changes, *self.study.tasks[self.task], *self.method.changes]
-        if not any(change.startswith(f"{KEEP}=") for change in changes):
-            changes.append(f"{KEEP}=0")  # a study compares results; even one of a small model fills disks
         (run,) = plan_sweep(
             self.study.recipe,
             grid,
             self.directory / self.task / self.method.name.replace(" ", "-"),
-            overrides=changes,
+            overrides=changes_to_recipe(self.study, self.task, self.method),
         )
         return run

@@ -15,8 +15,7 @@ from commands import run, run_well
 
 from lezo_ds.config import config_to_dict
 from lezo_ds.errors import LezoError, UserError
-from lezo_ds.recipes import load_recipe
-from lezo_ds.tools.study import Method, Study, read_study, run_study
+from lezo_ds.tools.study import Method, Study, changes_to_recipe, read_study, run_study
 from lezo_ds.tools.sweep import plan_sweep
 
 GRID = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
@@ -87,13 +86,23 @@ def test_the_runs_of_a_study_keep_no_weights_unless_it_says_so(change, kept, tmp
 @pytest.mark.parametrize(
     "path", sorted((REPOSITORY / "launch" / "studies").glob("*.yaml")), ids=lambda path: path.stem
 )
-def test_the_study_of_the_repository_plans_valid_runs(path):
+def test_the_study_of_the_repository_plans_valid_runs(path, tmp_path):
     study = read_study(path)
     assert len(study.methods) >= 12
-    for task in study.tasks.values():
+    for task in study.tasks:
         for method in study.methods:
             rate = [] if method.rate is None else [f"{method.rate}={method.start}"]
-            load_recipe(str(REPOSITORY / study.recipe), [*study.changes, *task, *method.changes, *rate])
+            changes = changes_to_recipe(study, task, method)
+            (planned,) = plan_sweep(str(REPOSITORY / study.recipe), ["seed=0", *rate], tmp_path, changes)
+            assert planned.config.train.keep_snapshots == 0
+
+
+def test_the_last_change_of_a_key_counts():
+    method = replace(LEZO, changes=("zo.directions=3", "zo.sparsity=0.5", "zo.directions=4"))
+    changes = changes_to_recipe(replace(STUDY, changes=("train.keep_snapshots=1",)), "sst2", method)
+    assert changes == [
+        *("train.keep_snapshots=1", "data.num_test=500", "zo.directions=4", "zo.sparsity=0.5"),
+    ]
 
 
 def test_a_method_takes_the_changes_of_the_one_it_is_like_and_then_its_own():
