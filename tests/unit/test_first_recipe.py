@@ -50,7 +50,7 @@ def guessed(records, label=None, names=None):
 
 
 def test_names_with_dots_and_labels_with_spaces_after_them_are_read():
-    guess = guessed(table(**{"ticket.text": sentence, "ticket.topic": ["billing", "bug", "bug "]}))
+    guess = guessed(table(**{"ticket.text": sentence, "ticket.topic": ["billing", "bug", "billing", "bug "]}))
     assert guess.data == {
         "prompt": "{ticket.text}\nTopic:",
         "label_field": "ticket.topic",
