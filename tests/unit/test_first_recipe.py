@@ -260,9 +260,9 @@ def test_a_file_without_a_task_is_refused_with_its_fields(fields):
 
 
 def test_names_that_no_template_takes_are_told():
-    columns, unusable = read_columns(table(**{"a.b": sentence, "text ": sentence, "text": sentence}))
+    columns, unusable = read_columns(table(**{"a:b": sentence, "text ": sentence, "text": sentence}))
     assert [column.name for column in columns] == ["text"]
-    assert unusable == ["a.b", "text "]
+    assert unusable == ["a:b", "text "]
 
 
 def test_parquet_files_name_their_numbered_labels(tmp_path):
