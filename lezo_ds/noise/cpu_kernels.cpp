@@ -271,8 +271,8 @@ struct Fp16 {
         const uint32_t exponent = low_unit_exponent(high);
         const float per_unit = bit_cast<float>((254 - exponent) << 23);
         const float quotient = (value - load(high)) * per_unit;
-        // Adding 1.5 * 2**23 rounds the quotient to an integer in the low bits of the sum.
-        const uint32_t rounded = bit_cast<uint32_t>(quotient + 12582912.0f) - 0x4B400000;
+        // Adding 1.5 * 2**23 rounds the quotient to an integer in the low 16 bits of the sum.
+        const uint32_t rounded = bit_cast<uint32_t>(quotient + 12582912.0f);
         low = static_cast<int16_t>((high & 0x7FFF) < 0x7C00 ? rounded : 0u);
     }
 
