@@ -5,9 +5,9 @@ roots, each rounded on its own, so that PyTorch, C++ and Triton produce the same
 
 Fused multiply-adds would give other bits, and a second version of the noise. It was measured and left out.
 On an H100, it takes 44 instead of 52 instructions an element for a pair of perturbed weights in fp16, and 60
-instead of 67 for an update with low bits. On a CPU with AVX-512, the operations take 0 to 16% less
-time. Earlier runs could not be replayed with it, and neither PyTorch nor NumPy has a fused multiply-add on
-the CPU. Directions of +1 and -1 (rademacher.py) take 12 and 27 instructions.
+instead of 67 for an update with low bits. On a CPU with AVX-512, the operations take 0 to 16% less time.
+Earlier runs could not be replayed with it, and neither PyTorch nor NumPy has a fused multiply-add on the CPU.
+Directions of +1 and -1 (rademacher.py) take 12 and 27 instructions.
 """
 
 from __future__ import annotations
