@@ -96,32 +96,41 @@ inline void fill_words(TileWords &words, Noise noise, uint32_t stream, uint64_t 
 
 // ---------------------------------------------------------------- Box-Muller
 
+// The formulas of gaussian.py with fewer operations, as in triton_kernels.py. A factor that is a power of two
+// changes no other bit of a result, so it can move to the constants: those here are of the logarithm times -2.
 inline float minus_two_log_uniform(uint32_t word) {
-    const float odd = static_cast<float>(static_cast<int32_t>(((word >> 9) << 1) | 1));
-    const int32_t bits = bit_cast<int32_t>(odd);
-    const float mantissa = bit_cast<float>((bits & 0x7FFFFF) | 0x3F800000);
-    const bool above = mantissa > static_cast<float>(1.4142135381698608);
-    const float x = (above ? mantissa * 0.5f : mantissa) - 1.0f;
-    const float exponent = static_cast<float>((bits >> 23) - 127 + (above ? 1 : 0) - 24);
-    float polynomial = x * 7.0376836292e-2f + -1.1514610310e-1f;
-    polynomial = polynomial * x + 1.1676998740e-1f;
-    polynomial = polynomial * x + -1.2420140846e-1f;
-    polynomial = polynomial * x + 1.4249322787e-1f;
-    polynomial = polynomial * x + -1.6668057665e-1f;
-    polynomial = polynomial * x + 2.0000714765e-1f;
-    polynomial = polynomial * x + -2.4999993993e-1f;
-    polynomial = polynomial * x + 3.3333331174e-1f;
+    // 1 + k / 2**23 with k = word >> 9, less 1 - 2**-24, is u: all exact.
+    const float uniform = bit_cast<float>((word >> 9) | 0x3F800000u) - 0.999999940395355224609375f;
+    const int32_t bits = bit_cast<int32_t>(uniform);
+    // u = 2**e * m with m in (sqrt(1/2), sqrt(2)]; the first such m has the bits below. e comes as e << 23.
+    const int32_t power = (bits - 0x3F3504F4) & -0x800000;
+    const float x = bit_cast<float>(bits - power) - 1.0f;
+    const float exponent = static_cast<float>(power);
+    float polynomial = x * -1.40753672584e-1f + 2.3029220620e-1f;
+    polynomial = polynomial * x + -2.3353997480e-1f;
+    polynomial = polynomial * x + 2.4840281692e-1f;
+    polynomial = polynomial * x + -2.8498645574e-1f;
+    polynomial = polynomial * x + 3.3336115330e-1f;
+    polynomial = polynomial * x + -4.0001429530e-1f;
+    polynomial = polynomial * x + 4.9999987986e-1f;
+    polynomial = polynomial * x + -6.6666662348e-1f;
     const float square = x * x;
-    const float tail = polynomial * x * square + exponent * -2.12194440e-4f - square * 0.5f;
-    return ((x + tail) + exponent * 0.693359375f) * -2.0f;
+    const float tail = polynomial * x * square + exponent * (4.24388880e-4f / 0x1p23f) + square;
+    return (x * -2.0f + tail) + exponent * (-1.38671875f / 0x1p23f);
+}
+
+// sqrt(-2 ln u) of `word`, with the sign that half a turn of `angle` gives to sine and cosine.
+inline float signed_radius(uint32_t word, uint32_t angle) {
+    const float radius = std::sqrt(minus_two_log_uniform(word));
+    return bit_cast<float>(bit_cast<uint32_t>(radius) ^ (angle & 0x80000000u));
 }
 
 struct SinCos {
     float sin, cos;
 };
 
+// The first bit of `word` counts as 0.
 inline SinCos sin_cos(uint32_t word) {
-    const uint32_t quadrant = word >> 30;
     const float x = static_cast<float>(static_cast<int32_t>(word << 2)) * 3.657291987e-10f;
     const float square = x * x;
     const float sine =
@@ -129,12 +138,8 @@ inline SinCos sin_cos(uint32_t word) {
     const float cosine =
         ((square * 2.443315711809948e-5f + -1.388731625493765e-3f) * square + 4.166664568298827e-2f) *
             (square * square) - square * 0.5f + 1.0f;
-    // The quadrant chooses the sign bits without a branch.
-    const bool odd = (quadrant & 1) != 0;
-    const uint32_t sine_sign = (quadrant & 2) << 30;
-    const uint32_t cosine_sign = ((quadrant ^ (quadrant >> 1)) & 1) << 31;
-    return {bit_cast<float>(bit_cast<uint32_t>(odd ? cosine : sine) ^ sine_sign),
-            bit_cast<float>(bit_cast<uint32_t>(odd ? sine : cosine) ^ cosine_sign)};
+    const bool odd = (word & 0x40000000u) != 0;
+    return {odd ? cosine : sine, odd ? -sine : cosine};
 }
 
 inline int whole_vectors(int num_blocks) {
@@ -151,10 +156,9 @@ struct Normal {
         num_blocks = whole_vectors(num_blocks);
         fill_words(words, noise, NORMAL_STREAM, block, num_blocks);
         for (int i = 0; i < num_blocks; ++i) {
-            const float radius01 = std::sqrt(minus_two_log_uniform(static_cast<uint32_t>(words.word[0][i])));
-            const float radius23 = std::sqrt(minus_two_log_uniform(static_cast<uint32_t>(words.word[2][i])));
-            const SinCos angle01 = sin_cos(static_cast<uint32_t>(words.word[1][i]));
-            const SinCos angle23 = sin_cos(static_cast<uint32_t>(words.word[3][i]));
+            const auto word = [&](int j) { return static_cast<uint32_t>(words.word[j][i]); };
+            const float radius01 = signed_radius(word(0), word(1)), radius23 = signed_radius(word(2), word(3));
+            const SinCos angle01 = sin_cos(word(1)), angle23 = sin_cos(word(3));
             z[4 * i] = radius01 * angle01.cos;
             z[4 * i + 1] = radius01 * angle01.sin;
             z[4 * i + 2] = radius23 * angle23.cos;
@@ -267,8 +271,8 @@ struct Fp16 {
         const uint32_t exponent = low_unit_exponent(high);
         const float per_unit = bit_cast<float>((254 - exponent) << 23);
         const float quotient = (value - load(high)) * per_unit;
-        // Adding 1.5 * 2**23 rounds the quotient to an integer in the low bits of the sum.
-        const uint32_t rounded = bit_cast<uint32_t>(quotient + 12582912.0f) - 0x4B400000;
+        // Adding 1.5 * 2**23 rounds the quotient to an integer in the low 16 bits of the sum.
+        const uint32_t rounded = bit_cast<uint32_t>(quotient + 12582912.0f);
         low = static_cast<int16_t>((high & 0x7FFF) < 0x7C00 ? rounded : 0u);
     }
 

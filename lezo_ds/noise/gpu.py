@@ -46,7 +46,7 @@ class Tile(NamedTuple):
 # No bit depends on the numbers of blocks and warps. They are not tuned: no element is read twice, so a tile
 # only sets how many programs there are. triton.autotune would time the update on the weights themselves, with
 # a copy of the shard in GPU memory (restore_value), during a step.
-TILES: dict[Distribution, Tile] = {"normal": Tile(256, per_block=4), "rademacher": Tile(32, per_block=128)}
+TILES: dict[Distribution, Tile] = {"normal": Tile(512, per_block=4), "rademacher": Tile(32, per_block=128)}
 NUM_WARPS = 4
 
 

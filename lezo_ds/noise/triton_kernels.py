@@ -1,7 +1,9 @@
 """The noise operations as Triton kernels: the same bits as draws.py and precision.py, z in registers only.
 
 Launch them with enable_fp_fusion=False: the bits equal those of the other backends only if every fp32
-operation is rounded on its own.
+operation is rounded on its own. tl.fma stands where the product is exact, so that it rounds like the product
+and the sum; and in `_root`. The formulas are those of gaussian.py and precision.py with fewer instructions: a
+factor that is a power of two changes no other bit of a result, so it can move to the constants.
 """
 
 # mypy: disallow-untyped-decorators=False, warn-return-any=False
@@ -26,42 +28,86 @@ _NOT_SPECIALIZED = ["key", "parameter_id", "num_steps"]
 
 @triton.jit
 def _minus_two_log_uniform(word: tl.tensor) -> tl.tensor:
-    """See `gaussian._minus_two_log_uniform`."""
-    odd = (((word >> 9) << 1) | 1).to(tl.int32).to(tl.float32)
-    bits = odd.to(tl.int32, bitcast=True)
-    mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-    above = mantissa > 1.4142135381698608
-    x = tl.where(above, mantissa * 0.5, mantissa) - 1.0
-    exponent = ((bits >> 23) - 127 + above.to(tl.int32) - 24).to(tl.float32)
-    polynomial = x * 7.0376836292e-2 + -1.1514610310e-1
-    polynomial = polynomial * x + 1.1676998740e-1
-    polynomial = polynomial * x + -1.2420140846e-1
-    polynomial = polynomial * x + 1.4249322787e-1
-    polynomial = polynomial * x + -1.6668057665e-1
-    polynomial = polynomial * x + 2.0000714765e-1
-    polynomial = polynomial * x + -2.4999993993e-1
-    polynomial = polynomial * x + 3.3333331174e-1
+    """See `gaussian._minus_two_log_uniform`. The constants are those of the logarithm times -2."""
+    # 1 + k / 2**23 with k = word >> 9, less 1 - 2**-24, is u: all exact.
+    uniform = ((word >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
+    bits = uniform.to(tl.int32, bitcast=True)
+    # u = 2**e * m with m in (sqrt(1/2), sqrt(2)]; the first such m has the bits below. e comes as e << 23.
+    exponent = (bits - 0x3F3504F4) & -0x800000
+    x = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
+    exponent = exponent.to(tl.float32)
+    polynomial = x * -1.40753672584e-1 + 2.3029220620e-1
+    polynomial = polynomial * x + -2.3353997480e-1
+    polynomial = polynomial * x + 2.4840281692e-1
+    polynomial = polynomial * x + -2.8498645574e-1
+    polynomial = polynomial * x + 3.3336115330e-1
+    polynomial = polynomial * x + -4.0001429530e-1
+    polynomial = polynomial * x + 4.9999987986e-1
+    polynomial = polynomial * x + -6.6666662348e-1
     square = x * x
-    tail = polynomial * x * square + exponent * -2.12194440e-4 - square * 0.5
-    return ((x + tail) + exponent * 0.693359375) * -2.0
+    tail = polynomial * x * square + exponent * (4.24388880e-4 / 0x800000) + square
+    return tl.fma(exponent, -1.38671875 / 0x800000, tl.fma(x, -2.0, tail))
+
+
+@triton.jit
+def _root(x: tl.tensor) -> tl.tensor:
+    """Return the square root of x in [2**-24, 64], correctly rounded.
+
+    These are the instructions of sqrt.rn for all but very small and very large x. sqrt.rn tests for those,
+    and the branch costs as much as the root.
+    """
+    if INTERPRETED:
+        root = tl.sqrt_rn(x)
+    else:
+        inverse = tl.inline_asm_elementwise(
+            "rsqrt.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+        root = x * inverse
+        # Not -root, which Triton takes for 0 - root: one more instruction.
+        root = tl.fma(tl.fma(root * -1.0, root, x), inverse * 0.5, root)
+    return root
+
+
+@triton.jit
+def _radius(word: tl.tensor, angle: tl.tensor) -> tl.tensor:
+    """Return sqrt(-2 ln u) of `word`, with the sign that half a turn of `angle` gives to sine and cosine."""
+    radius = _root(_minus_two_log_uniform(word)).to(tl.uint32, bitcast=True)
+    return (radius ^ (angle & 0x80000000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _sin_cos(word: tl.tensor) -> tl.tensor:
-    """See `gaussian._sin_cos`."""
-    quadrant = (word >> 30).to(tl.int32)
+    """See `gaussian._sin_cos`; the first bit of `word` counts as 0."""
     x = (word << 2).to(tl.int32, bitcast=True).to(tl.float32) * 3.657291987e-10
     square = x * x
     sine = (square * -1.9515295891e-4 + 8.3321608736e-3) * square + -1.6666654611e-1
     sine = sine * square * x + x
     cosine = (square * 2.443315711809948e-5 + -1.388731625493765e-3) * square + 4.166664568298827e-2
-    cosine = cosine * (square * square) - square * 0.5 + 1.0
-    odd = (quadrant & 1) == 1
-    turned_sine = tl.where(odd, cosine, sine)
-    turned_cosine = tl.where(odd, sine, cosine)
-    turned_sine = tl.where(quadrant >= 2, -turned_sine, turned_sine)
-    turned_cosine = tl.where((quadrant == 1) | (quadrant == 2), -turned_cosine, turned_cosine)
-    return turned_sine, turned_cosine
+    cosine = tl.fma(square, -0.5, cosine * (square * square)) + 1.0
+    odd = (word & 0x40000000) != 0
+    # Not -sine, which Triton takes for 0 - sine: it is not -0 where the sine is 0.
+    return tl.where(odd, cosine, sine), tl.where(odd, sine * -1.0, cosine)
+
+
+@triton.jit
+def _product(word: tl.tensor, factor: tl.constexpr) -> tl.tensor:
+    """Return the high and the low half of word * factor, by one instruction.
+
+    LLVM multiplies twice for some of the products that are written in 64 bits.
+    """
+    if INTERPRETED:
+        product = word.to(tl.uint64) * factor
+        low, high = product.to(tl.uint32), (product >> 32).to(tl.uint32)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            "{.reg .b64 product; mul.wide.u32 product, $2, $3; mov.b64 {$0, $1}, product;}",
+            "=r,=r,r,r",
+            [word, tl.full([], factor, tl.uint32)],
+            dtype=(tl.uint32, tl.uint32),
+            is_pure=True,
+            pack=1,
+        )
+    return high, low
 
 
 @triton.jit
@@ -72,12 +118,10 @@ def _philox(
     key0 = key.to(tl.uint32)
     key1 = (key >> 32).to(tl.uint32)
     for _ in tl.static_range(10):
-        product0 = word0.to(tl.uint64) * 0xD2511F53
-        product1 = word2.to(tl.uint64) * 0xCD9E8D57
-        word0 = (product1 >> 32).to(tl.uint32) ^ word1 ^ key0
-        word1 = product1.to(tl.uint32)
-        word2 = (product0 >> 32).to(tl.uint32) ^ word3 ^ key1
-        word3 = product0.to(tl.uint32)
+        high0, low0 = _product(word0, 0xD2511F53)
+        high1, low1 = _product(word2, 0xCD9E8D57)
+        word0, word1 = high1 ^ word1 ^ key0, low1
+        word2, word3 = high0 ^ word3 ^ key1, low0
         key0 += 0x9E3779B9
         key1 += 0xBB67AE85
     return word0, word1, word2, word3
@@ -99,14 +143,20 @@ def _in_order(v0: tl.tensor, v1: tl.tensor, v2: tl.tensor, v3: tl.tensor) -> tl.
 
 
 @triton.jit
-def _normals(key: tl.tensor, parameter_id: tl.tensor, block: tl.tensor) -> tl.tensor:
-    """Return z of all elements of the blocks: fp32 [n, 4]."""
-    word0, word1, word2, word3 = _words(key, parameter_id, block, 0)
-    radius01 = tl.sqrt_rn(_minus_two_log_uniform(word0))
-    radius23 = tl.sqrt_rn(_minus_two_log_uniform(word2))
+def box_muller(word0: tl.tensor, word1: tl.tensor, word2: tl.tensor, word3: tl.tensor) -> tl.tensor:
+    """See `gaussian.box_muller`; fp32 [n, 4]."""
+    radius01 = _radius(word0, word1)
+    radius23 = _radius(word2, word3)
     sin01, cos01 = _sin_cos(word1)
     sin23, cos23 = _sin_cos(word3)
     return _in_order(radius01 * cos01, radius01 * sin01, radius23 * cos23, radius23 * sin23)
+
+
+@triton.jit
+def _normals(key: tl.tensor, parameter_id: tl.tensor, block: tl.tensor) -> tl.tensor:
+    """Return z of all elements of the blocks: fp32 [n, 4]."""
+    word0, word1, word2, word3 = _words(key, parameter_id, block, 0)
+    return box_muller(word0, word1, word2, word3)
 
 
 @triton.jit
@@ -171,10 +221,10 @@ def _round_stochastic(value: tl.tensor, dither: tl.tensor, dtype: tl.constexpr) 
 
 
 @triton.jit
-def _low_unit_exponent(high: tl.tensor) -> tl.tensor:
-    """See `precision._low_unit_exponent`."""
-    exponent = (high.to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 0xFF
-    return tl.maximum(exponent, 127 - 14) - 10 - 15
+def _low_unit(high: tl.tensor) -> tl.tensor:
+    """Return the fp32 bits of one unit of `low`; see `precision._low_unit_exponent`."""
+    power = high.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.maximum(power, (127 - 14) << 23) - ((10 + 15) << 23)
 
 
 @triton.jit
@@ -187,11 +237,10 @@ def _split_master(value: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
         high = high_bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         high = value.to(tl.float16)
-        per_unit = ((254 - _low_unit_exponent(high)) << 23).to(tl.float32, bitcast=True)
-        quotient = (value - high.to(tl.float32)) * per_unit
-        rounded = (quotient + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
-        finite = (high.to(tl.int16, bitcast=True) & 0x7FFF) < 0x7C00
-        low = tl.where(finite, rounded, 0).to(tl.int16)
+        per_unit = ((254 << 23) - _low_unit(high)).to(tl.float32, bitcast=True)
+        # The difference and its product are exact. An infinite or undefined difference becomes 0.
+        rounded = tl.maximum(tl.fma(value - high.to(tl.float32), per_unit, 12582912.0), 0.0)
+        low = rounded.to(tl.int32, bitcast=True).to(tl.int16)
     return high, low
 
 
@@ -202,8 +251,8 @@ def _join_master(high: tl.tensor, low: tl.tensor) -> tl.tensor:
         bits = (high.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low.to(tl.int32)
         value = bits.to(tl.float32, bitcast=True)
     else:
-        unit = (_low_unit_exponent(high) << 23).to(tl.float32, bitcast=True)
-        value = high.to(tl.float32) + low.to(tl.float32) * unit
+        unit = _low_unit(high).to(tl.float32, bitcast=True)
+        value = tl.fma(low.to(tl.float32), unit, high.to(tl.float32))
     return value
 
 

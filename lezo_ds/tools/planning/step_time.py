@@ -32,7 +32,7 @@ Other cores differ."""
 _PRODUCTS, _READING, _INSTRUCTIONS = 0.4, 0.8, 0.75
 """Assumed shares of the figures of a data sheet that a GPU reaches."""
 
-_PAIR, _UPDATE, _UPDATE_LOW_BITS = 64, 60, 95
+_PAIR, _UPDATE, _UPDATE_LOW_BITS = 52, 53, 67
 """Instructions of an element: of a pair of perturbed weights, and of an update without and with low bits
 (counted in the code that Triton makes for H100s)."""
 
