@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lezo_ds.errors import UserError
-from lezo_ds.model.replaced_call import call_with_copies, copy_dtype
+from lezo_ds.model.perturbed_linear import is_product, product_at_probes
+from lezo_ds.model.replaced_call import call_with_copies, cast_floats, copy_dtype, runs_in_float32
 from lezo_ds.noise import Distribution, NoiseBackend
 from lezo_ds.sharding.parameters import NamedParameter
 
@@ -271,12 +272,24 @@ class PerturbedModules:
         return self._for_each_part(COPIES_AT_ONCE, run_pair, args, kwargs or {})
 
     def for_each_probe(
-        self, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+        self,
+        run: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Any:  # noqa: ANN401
-        """Call run(index of the probe, ...) on each copy of the batch; concatenate the outputs."""
+        """Call run(index of the probe, ...) on each copy of the batch; concatenate the outputs.
+
+        Args:
+            run: what is called.
+            args: of it, for all copies.
+            kwargs: of it, for all copies.
+            dtype: what floating-point outputs are cast to; None leaves them as they are.
+        """
         if self.num_copies == 1:
-            return run(0, *args, **(kwargs or {}))
-        return self._for_each_part(1, run, args, kwargs or {})
+            output = run(0, *args, **(kwargs or {}))
+            return output if dtype is None else cast_floats(output, dtype)
+        return self._for_each_part(1, run, args, kwargs or {}, dtype)
 
     def _for_each_part(
         self,
@@ -284,6 +297,7 @@ class PerturbedModules:
         run: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        dtype: torch.dtype | None = None,
     ) -> Any:  # noqa: ANN401
         """Call run(first copy of the part, ...) on `size` copies at a time; concatenate the outputs."""
         whole = self._running
@@ -300,7 +314,7 @@ class PerturbedModules:
                 outputs.append(run(start, *share_args, **share_kwargs))
         finally:
             self._running = whole
-        return _concatenate(outputs)
+        return _concatenate(outputs, dtype)
 
     def _wrap(self, module: nn.Module) -> None:
         original, trained = module.forward, self._trained_in(module)
@@ -334,12 +348,19 @@ class PerturbedModules:
         if type(module).forward is nn.Embedding.forward:
             return self._look_up(active[0].parameter, args, kwargs)
         copies = {name: self._copies(parameter, named.parameter_id) for name, parameter, named in active}
+        num_copies = self._running.num_copies
+        if is_product(original, args, kwargs, rows=1 if num_copies == 1 else num_copies * self._running.rows):
+            return product_at_probes(module, copies, args[0], num_copies)
 
         def run(index: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             of_probe = {name: tensors[index] for name, tensors in copies.items()}
             return call_with_copies(module, original, of_probe, args, kwargs)
 
-        return self.for_each_probe(run, args, kwargs)
+        dtype = None
+        if runs_in_float32(module, active[0].parameter):
+            dtype = active[0].parameter.dtype
+            args, kwargs = cast_floats((list(args), dict(kwargs)), torch.float32)
+        return self.for_each_probe(run, args, kwargs, dtype)
 
     def _look_up(self, table: nn.Parameter, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
         """Run an embedding: only the rows that are read are perturbed."""
@@ -387,10 +408,22 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:  # noqa: ANN
     return function(value) if isinstance(value, Tensor) else tree_map(function, value)
 
 
-def _concatenate(outputs: Sequence[Any]) -> Any:  # noqa: ANN401
+def _concatenate(outputs: Sequence[Any], dtype: torch.dtype | None) -> Any:  # noqa: ANN401
     if isinstance(outputs[0], Tensor):
-        return torch.cat(list(outputs))
+        return _joined(outputs, dtype)
     leaves, structure = zip(*(tree_flatten(output) for output in outputs), strict=True)
     groups = zip(*leaves, strict=True)
-    merged = [torch.cat(group) if isinstance(group[0], Tensor) else group[0] for group in groups]
+    merged = [_joined(group, dtype) if isinstance(group[0], Tensor) else group[0] for group in groups]
     return tree_unflatten(merged, structure[0])
+
+
+def _joined(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
+    """Concatenate tensors; floating-point ones are cast to `dtype` on the way."""
+    first, *_ = tensors
+    if dtype is None or not first.is_floating_point():
+        return torch.cat(list(tensors))
+    sizes = [len(tensor) for tensor in tensors]
+    whole = torch.empty((sum(sizes), *first.shape[1:]), dtype=dtype, device=first.device)
+    for part, tensor in zip(torch.split(whole, sizes), tensors, strict=True):
+        part.copy_(tensor)
+    return whole

@@ -26,6 +26,23 @@ def pack_updates(steps: Sequence[Update]) -> np.ndarray:
     return np.array(list(steps), dtype=_PACKED)
 
 
+def stacked(copies: Sequence[Tensor]) -> Tensor:
+    """Return perturbed copies of a parameter as one tensor [n, *shape]: a view if their memory allows it.
+
+    Args:
+        copies: at least one, of one shape.
+    """
+    first, *others = copies
+    if not others:
+        return first[None]
+    if len(others) == 1 and first.is_contiguous() and others[0].is_contiguous():
+        is_shared = first.untyped_storage().data_ptr() == others[0].untyped_storage().data_ptr()
+        distance = others[0].storage_offset() - first.storage_offset()
+        if is_shared and distance > 0:
+            return first.as_strided((2, *first.shape), (distance, *first.stride()))
+    return torch.stack(list(copies))
+
+
 class NoiseBackend(ABC):
     """Operations on the noise z(key, parameter, element), which `lezo_ds.noise.draws` defines.
 
