@@ -18,6 +18,8 @@ from lezo_ds.noise import Distribution, noise_backend
 
 pytest.importorskip("triton")
 
+import triton.language as tl
+
 from lezo_ds.noise import triton_kernels as kernels
 from lezo_ds.noise.gpu import NUM_WARPS, TILES, TritonNoise
 
@@ -25,14 +27,16 @@ REPOSITORY = Path(__file__).parents[2]
 TYPES = {
     "out_ptr": "*fp32",
     "rows_ptr": "*i64",
-    "low_ptr": "*i16",
     "keys_ptr": "*u64",
     "multipliers_ptr": "*fp32",
     "key": "u64",
     "parameter_id": "u32",
     "scale": "fp32",
     "num_steps": "i32",
+    "low_ptr": "*i16",
     "start": "i64",
+    "table_ptr": "*i64",
+    "distance": "i64",
     "count": "i64",
     "width": "i64",
     "tiles_per_row": "i32",
@@ -64,17 +68,22 @@ def compiled_for_hopper(kernel, storage, distribution, precision=None, *, wide=F
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
-    types = TYPES | dict.fromkeys(("theta_ptr", "shard_ptr", "plus_ptr"), f"*{storage}")
-    types |= {"minus_ptr": f"*{storage}"}
-    constants = {"aligned": wide, "precision": precision, **TILES[distribution]._asdict()}
+    types = TYPES | dict.fromkeys(("theta_ptr", "plus_ptr", "minus_ptr", "shard_ptr"), f"*{storage}")
+    if kernel is kernels.perturb_kernel:
+        types["out_ptr"] = "*u8"
+    dtype = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}[storage]
+    constants = {
+        "aligned": wide,
+        "unit": 16 if wide else 1,
+        "precision": precision,
+        **TILES[distribution]._asdict(),
+    }
+    constants |= {"two_signs": True, "num_columns": 16, "out_dtype": dtype}
     constants["distribution"] = {"normal": kernels.NORMAL, "rademacher": kernels.RADEMACHER}[
         distribution
     ].value
-    if wide:
-        constants["rows_ptr"] = None
-        types.pop("rows_ptr")
     # As a launch finds them: addresses and sizes that are multiples of 16, which allow wide accesses.
-    sixteen = [name for name in names if name.endswith("_ptr") or name in ("width", "start", "count")]
+    sixteen = [name for name in names if name.endswith("_ptr") or name in ("distance", "start", "count")]
     source = ASTSource(
         fn=kernel,
         signature={name: types.get(name, "constexpr") for name in names},
@@ -110,11 +119,11 @@ def test_the_kernels_compile_for_a_gpu_with_every_operation_rounded_on_its_own(s
         compiled_for_hopper(kernels.update_kernel, storage, distribution, precision.value)["ptx"]
         for precision in precisions[: 1 if storage == "fp32" else 3]
     ]
-    perturb, draw = (
+    others = [
         compiled_for_hopper(kernel, storage, distribution)["ptx"]
-        for kernel in (kernels.perturb_kernel, kernels.draw_kernel)
-    )
-    for assembly in (draw, perturb, *updates):
+        for kernel in (kernels.draw_kernel, kernels.perturb_kernel, kernels.perturb_rows_kernel)
+    ]
+    for assembly in (*others, *updates):
         assert "fma.rn.f32" not in assembly  # a product and a sum that are rounded once
         assert ("sqrt.rn.f32" in assembly) == (distribution == "normal")
         assert ".approx" not in assembly
@@ -127,7 +136,7 @@ def test_the_kernels_compile_for_a_gpu_with_every_operation_rounded_on_its_own(s
 @pytest.mark.parametrize(
     ("kernel", "precision", "most"),
     [
-        (kernels.perturb_kernel, None, 15),
+        (kernels.perturb_kernel, None, 21),  # with those that vectors need: their copies are fp32
         (kernels.update_kernel, kernels.NEAREST, 15),
     ],
 )
