@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -51,6 +51,7 @@ class Tile(NamedTuple):
 TILES: dict[Distribution, Tile] = {"normal": Tile(256, per_block=4), "rademacher": Tile(32, per_block=128)}
 NUM_WARPS = 4
 
+_Kind = TypeVar("_Kind", bound=Hashable)
 _UNIT = 16
 _ALIGNMENT = 512
 """Of each parameter's copies in bytes, like that of torch's allocator: matrix products may depend on it."""
@@ -95,43 +96,41 @@ class TritonNoise(NoiseBackend):
     def _perturb_all(
         self, distribution: Distribution, wholes: Sequence[Whole], key: int, scale: float, num_signs: int
     ) -> list[list[Tensor]]:
-        groups: dict[tuple[torch.dtype, torch.dtype, int], list[int]] = {}
-        for place, (theta, _, out_dtype) in enumerate(wholes):
-            other = theta.dtype if out_dtype == torch.float32 else out_dtype
-            unit = _unit(theta.data_ptr(), theta.numel())
-            groups.setdefault((theta.dtype, other, unit), []).append(place)
         made: list[list[Tensor]] = [[theta for theta, _, _ in wholes] for _ in range(num_signs)]
-        for (_, other, unit), places in groups.items():
-            group = [wholes[place] for place in places]
-            parts = tuple(
-                (parameter_id, theta.numel(), theta.data_ptr(), out_dtype == torch.float32)
-                for theta, parameter_id, out_dtype in group
-            )
-            first = group[0].theta
-            layout = _perturb_layout(parts, other.itemsize, TILES[distribution], unit, first.device)
+        if not wholes:
+            return made
+        thetas, ids, out_dtypes = zip(*wholes, strict=True)
+        addresses, counts = tuple(map(Tensor.data_ptr, thetas)), tuple(map(Tensor.numel, thetas))
+        dtypes = tuple(theta.dtype for theta in thetas)
+        device, tile = thetas[0].device, TILES[distribution]
+        for group in _perturb_groups(addresses, counts, ids, dtypes, out_dtypes, tile, device):
             # All results in one piece of memory: those of plus, then those of minus.
-            out = torch.empty(num_signs * layout.num_bytes, dtype=torch.uint8, device=first.device)
+            out = torch.empty(num_signs * group.num_bytes, dtype=torch.uint8, device=device)
             _launch(
                 kernels.perturb_kernel,
                 distribution,
-                layout.num_programs,
-                theta_ptr=first,
+                group.num_programs,
+                theta_ptr=thetas[group.places[0]],
                 out_ptr=out,
-                table_ptr=layout.table,
+                table_ptr=group.table,
                 key=key,
                 scale=scale,
-                distance=layout.num_bytes,
+                distance=group.num_bytes,
                 two_signs=num_signs == 2,
-                out_dtype=_DTYPES[other],
-                unit=unit,
-                num_columns=layout.table.shape[1],
+                out_dtype=_DTYPES[group.out_dtype],
+                unit=group.unit,
+                num_columns=group.table.shape[1],
             )
-            as_dtype = {dtype: out.view(dtype) for dtype in {whole.out_dtype for whole in group}}
-            for sign, copies in enumerate(made):
-                for place, whole, offset in zip(places, group, layout.offsets, strict=True):
-                    start = (sign * layout.num_bytes + offset) // whole.out_dtype.itemsize
-                    shape, strides = whole.theta.shape, whole.theta.stride()
-                    copies[place] = as_dtype[whole.out_dtype].as_strided(shape, strides, start)
+            by_dtype = {dtype: out.view(dtype) for dtype in (torch.float32, group.out_dtype)}
+            for place, offset in zip(group.places, group.offsets, strict=True):
+                copies, shape, strides = (
+                    by_dtype[out_dtypes[place]],
+                    thetas[place].shape,
+                    thetas[place].stride(),
+                )
+                for sign in range(num_signs):
+                    start = (sign * group.num_bytes + offset) // copies.itemsize
+                    made[sign][place] = copies.as_strided(shape, strides, start)
         return made
 
     def _perturb(
@@ -174,35 +173,28 @@ class TritonNoise(NoiseBackend):
     ) -> None:
         if not shards:
             return
-        per_block = TILES[distribution].per_block
-        groups: dict[tuple[torch.dtype, bool, int], list[Shard]] = {}
-        for shard in shards:
-            values, start, _, low = shard
-            addresses = [tensor.data_ptr() for tensor in (values, low) if tensor is not None]
-            kind = (values.dtype, start % per_block == 0, _unit(values.numel(), *addresses))
-            groups.setdefault(kind, []).append(shard)
-        device = shards[0].values.device
+        values, starts, ids, lows = zip(*shards, strict=True)
+        addresses, counts = tuple(map(Tensor.data_ptr, values)), tuple(map(Tensor.numel, values))
+        low_addresses = tuple(0 if low is None else low.data_ptr() for low in lows)
+        dtypes = tuple(tensor.dtype for tensor in values)
+        device, tile = values[0].device, TILES[distribution]
         updates = _updates_on_device(pack_updates(steps).tobytes(), device)
-        for (dtype, aligned, unit), group in groups.items():
-            parts = tuple(
-                (parameter_id, len(values), values.data_ptr(), 0 if low is None else low.data_ptr(), start)
-                for values, start, parameter_id, low in group
-            )
-            table, num_programs = _update_table(parts, TILES[distribution], unit, device)
+        for group in _update_groups(addresses, low_addresses, counts, starts, ids, dtypes, tile, device):
+            first = group.places[0]
             _launch(
                 kernels.update_kernel,
                 distribution,
-                num_programs,
-                shard_ptr=group[0].values,
-                low_ptr=group[0].low,
-                table_ptr=table,
+                group.num_programs,
+                shard_ptr=values[first],
+                low_ptr=lows[first],
+                table_ptr=group.table,
                 keys_ptr=updates.view(torch.uint64),
                 multipliers_ptr=updates.view(torch.float32),
                 num_steps=len(steps),
-                precision=_PRECISIONS["nearest" if dtype == torch.float32 else precision],
-                aligned=aligned,
-                unit=unit,
-                num_columns=table.shape[1],
+                precision=_PRECISIONS["nearest" if dtypes[first] == torch.float32 else precision],
+                aligned=group.aligned,
+                unit=group.unit,
+                num_columns=group.table.shape[1],
             )
 
     def _update(
@@ -218,20 +210,109 @@ class TritonNoise(NoiseBackend):
         self._update_all(distribution, [Shard(shard, start, parameter_id, low)], steps, precision)
 
 
-class _Layout(NamedTuple):
-    """How the copies of parameters lie in memory.
+class _Perturbed(NamedTuple):
+    """Parameters that one kernel perturbs.
 
     Attributes:
-        table: for the kernel, on the device.
+        places: of the parameters in the call.
+        out_dtype: of the copies that are not fp32.
+        unit: of the table.
         offsets: of the copies of each parameter in bytes.
         num_bytes: of all copies at one sign.
+        table: for the kernel, on the device.
         num_programs: of the kernel.
     """
 
-    table: Tensor
-    offsets: tuple[int, ...]
+    places: list[int]
+    out_dtype: torch.dtype
+    unit: int
+    offsets: list[int]
     num_bytes: int
+    table: Tensor
     num_programs: int
+
+
+# Weights that stay where they are have the same tables at each step.
+@functools.lru_cache(maxsize=1024)
+def _perturb_groups(
+    addresses: Sequence[int],
+    counts: Sequence[int],
+    ids: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    out_dtypes: Sequence[torch.dtype],
+    tile: Tile,
+    device: torch.device,
+) -> list[_Perturbed]:
+    """Return what one kernel each perturbs; the arguments tell of each parameter."""
+    kinds = []
+    for address, count, dtype, out_dtype in zip(addresses, counts, dtypes, out_dtypes, strict=True):
+        other = dtype if out_dtype == torch.float32 else out_dtype
+        kinds.append((dtype, other, _unit(address, count)))
+    groups = []
+    for (_, other, unit), places in _grouped(kinds):
+        offsets, fields, end = [], [], 0
+        for place in places:
+            distance, is_fp32 = addresses[place] - addresses[places[0]], out_dtypes[place] == torch.float32
+            fields.append((ids[place], counts[place] // unit, distance // unit, end // unit, is_fp32))
+            offsets.append(end)
+            end += -(-counts[place] * out_dtypes[place].itemsize // _ALIGNMENT) * _ALIGNMENT
+        table, num_programs = _table([tile.number(0, counts[place]) for place in places], fields, device)
+        groups.append(_Perturbed(places, other, unit, offsets, end, table, num_programs))
+    return groups
+
+
+class _Updated(NamedTuple):
+    """Shards that one kernel updates.
+
+    Attributes:
+        places: of the shards in the call.
+        aligned: whether all start where a block of the noise does.
+        unit: of the table.
+        table: for the kernel, on the device.
+        num_programs: of the kernel.
+    """
+
+    places: list[int]
+    aligned: bool
+    unit: int
+    table: Tensor
+    num_programs: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _update_groups(
+    addresses: Sequence[int],
+    low_addresses: Sequence[int],
+    counts: Sequence[int],
+    starts: Sequence[int],
+    ids: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    tile: Tile,
+    device: torch.device,
+) -> list[_Updated]:
+    """Return what one kernel each updates; the arguments tell of each shard."""
+    kinds = [
+        (dtype, start % tile.per_block == 0, _unit(address, low, count))
+        for address, low, count, start, dtype in zip(
+            addresses, low_addresses, counts, starts, dtypes, strict=True
+        )
+    ]
+    groups = []
+    for (_, aligned, unit), places in _grouped(kinds):
+        first = places[0]
+        fields = [
+            (
+                ids[place],
+                counts[place] // unit,
+                (addresses[place] - addresses[first]) // unit,
+                (low_addresses[place] - low_addresses[first]) // unit,
+                starts[place],
+            )
+            for place in places
+        ]
+        tiles = [tile.number(starts[place], counts[place]) for place in places]
+        groups.append(_Updated(places, aligned, unit, *_table(tiles, fields, device)))
+    return groups
 
 
 def _unit(*values: int) -> int:
@@ -239,37 +320,12 @@ def _unit(*values: int) -> int:
     return _UNIT if all(value % _UNIT == 0 for value in values) else 1
 
 
-# Weights that stay where they are have the same table at each step.
-@functools.lru_cache(maxsize=1024)
-def _perturb_layout(
-    parts: tuple[tuple[int, int, int, bool], ...], itemsize: int, tile: Tile, unit: int, device: torch.device
-) -> _Layout:
-    """Return the layout of (parameter id, number of elements, address, whether copies are fp32)."""
-    offsets, end = [], 0
-    for _, count, _, is_fp32 in parts:
-        offsets.append(end)
-        size = count * (4 if is_fp32 else itemsize)
-        end += -(-size // _ALIGNMENT) * _ALIGNMENT
-    base = parts[0][2]
-    fields = [
-        (parameter_id, count // unit, (address - base) // unit, offset // unit, is_fp32)
-        for (parameter_id, count, address, is_fp32), offset in zip(parts, offsets, strict=True)
-    ]
-    table, num_programs = _table([tile.number(0, part[1]) for part in parts], fields, device)
-    return _Layout(table, tuple(offsets), end, num_programs)
-
-
-@functools.lru_cache(maxsize=1024)
-def _update_table(
-    parts: tuple[tuple[int, int, int, int, int], ...], tile: Tile, unit: int, device: torch.device
-) -> tuple[Tensor, int]:
-    """Return the table of (id, number of elements, two addresses, start), and the number of programs."""
-    _, _, base, low_base, _ = parts[0]
-    fields = [
-        (parameter_id, count // unit, (address - base) // unit, (low_address - low_base) // unit, start)
-        for parameter_id, count, address, low_address, start in parts
-    ]
-    return _table([tile.number(start, count) for _, count, *_, start in parts], fields, device)
+def _grouped(kinds: Sequence[_Kind]) -> Iterable[tuple[_Kind, list[int]]]:
+    """Return each kind with its places."""
+    found: dict[_Kind, list[int]] = {}
+    for place, kind in enumerate(kinds):
+        found.setdefault(kind, []).append(place)
+    return found.items()
 
 
 def _table(

@@ -14,12 +14,13 @@ import torch
 from commands import environment
 
 from lezo_ds.errors import UserError
-from lezo_ds.noise import Distribution, noise_backend
+from lezo_ds.noise import Distribution, Shard, Update, Whole, noise_backend
 
 pytest.importorskip("triton")
 
 import triton.language as tl
 
+from lezo_ds.noise import gpu
 from lezo_ds.noise import triton_kernels as kernels
 from lezo_ds.noise.gpu import NUM_WARPS, TILES, TritonNoise
 
@@ -148,6 +149,25 @@ def test_signs_take_few_instructions_an_element(kernel, storage, precision, most
     tile = TILES["rademacher"]
     elements_of_thread = tile.num_blocks * tile.per_block / (32 * NUM_WARPS)
     assert 1 < len(found) / elements_of_thread <= most
+
+
+@needs_a_compiler
+def test_alike_parameters_take_one_launch_and_others_one_for_each_kind(monkeypatch):
+    def count(kernel, *_, **arguments):
+        launched.append((kernel, arguments["unit"]))
+
+    monkeypatch.setattr(gpu, "_launch", count)
+    matrix, vector = torch.zeros(16, 16).bfloat16(), torch.zeros(16).bfloat16()
+    wholes = [Whole(matrix, 1, torch.bfloat16), Whole(vector, 2, torch.float32)]
+    odd, wide = Whole(torch.zeros(3).bfloat16(), 3, torch.float32), Whole(torch.zeros(16), 4, torch.float32)
+    for others, units in (([], [16]), ([odd], [16, 1]), ([odd, wide], [16, 1, 16])):
+        launched = []
+        TritonNoise().perturb_all([*wholes, *others], 5, [0.1, -0.1])
+        assert launched == [(kernels.perturb_kernel, unit) for unit in units]
+        launched = []
+        shards = [Shard(theta.view(-1), 0, number) for theta, number, _ in (*wholes, *others)]
+        TritonNoise().update_all_(shards, [Update(5, 0.1)], "stochastic")
+        assert launched == [(kernels.update_kernel, unit) for unit in units]
 
 
 def test_a_gpu_on_which_triton_cannot_build_is_refused_before_weights_load(monkeypatch):
