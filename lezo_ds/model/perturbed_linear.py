@@ -31,7 +31,7 @@ def is_product(
     (batch,) = args
     # For other inputs, torch may choose another kernel than that of a product of two matrices.
     is_known = isinstance(batch, Tensor) and batch.dim() in (2, 3) and batch.is_contiguous()
-    return is_known and len(batch) % rows == 0
+    return is_known and batch.shape[0] % rows == 0
 
 
 def product_at_probes(
@@ -56,7 +56,8 @@ def product_at_probes(
         weights = [weight.t() for weight in weights]
     num_outputs = weights[0].shape[1]
     output = batch.new_empty(*batch.shape[:-1], num_outputs)
-    batches, outputs = (tensor.view(num_copies, -1, tensor.shape[-1]) for tensor in (batch, output))
+    batches = batch.view(num_copies, -1, batch.shape[-1])
+    outputs = output.view(num_copies, -1, num_outputs)
     added: Sequence[Tensor] | None = None if bias is None else copies.get("bias", [bias] * num_copies)
     is_added_later = "bias" in copies and stored.dtype != torch.float32
     if is_added_later:

@@ -147,13 +147,18 @@ class NoiseBackend(ABC):
         for theta, parameter_id, out_dtype in wholes:
             check_perturb(theta, None, out_dtype)
             check_range(key, parameter_id, 0, theta.numel())
-        wholes = [whole._replace(theta=whole.theta.contiguous()) for whole in wholes]
+        if not (wholes and scales):
+            return [[] for _ in wholes]
+        wholes = [
+            whole if whole.theta.is_contiguous() else whole._replace(theta=whole.theta.contiguous())
+            for whole in wholes
+        ]
         by_scale = _by_pairs(
             scales,
             lambda: [theta.to(out_dtype) for theta, _, out_dtype in wholes],
             lambda scale, num_signs: self._perturb_all(distribution, wholes, key, scale, num_signs),
         )
-        return [[copies[place] for copies in by_scale] for place in range(len(wholes))]
+        return list(map(list, zip(*by_scale, strict=True)))
 
     def perturb_rows(
         self,
@@ -235,8 +240,8 @@ class NoiseBackend(ABC):
         for values, start, parameter_id, low in shards:
             check_update(values, precision, low)
             for step in steps:
-                check_range(step.key, parameter_id, start, len(values))
-        if steps:
+                check_range(step.key, parameter_id, start, values.numel())
+        if steps and shards:
             self._update_all(distribution, shards, steps, precision)
 
     @abstractmethod
@@ -256,14 +261,14 @@ class NoiseBackend(ABC):
     ) -> list[list[Tensor]]:
         """Return theta + scale * z of all parameters and, if there are two signs, theta - scale * z of all.
 
-        The arguments are checked. All parameters are contiguous.
+        The arguments are checked. There is at least one parameter, and all are contiguous.
         """
         made = []
         for theta, parameter_id, out_dtype in wholes:
             outs = [torch.empty(theta.shape, dtype=out_dtype, device=theta.device) for _ in range(num_signs)]
             self._perturb(distribution, theta, None, key, parameter_id, scale, outs)
             made.append(outs)
-        return [[outs[sign] for outs in made] for sign in range(num_signs)]
+        return list(map(list, zip(*made, strict=True)))
 
     def _update_all(
         self,
@@ -272,7 +277,7 @@ class NoiseBackend(ABC):
         steps: Sequence[Update],
         precision: UpdatePrecision,
     ) -> None:
-        """Implement `update_all_`; the arguments are checked."""
+        """Implement `update_all_`; the arguments are checked, and there is at least one shard and step."""
         for values, start, parameter_id, low in shards:
             self._update(distribution, values, start, parameter_id, steps, precision, low)
 

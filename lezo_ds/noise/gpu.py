@@ -97,8 +97,6 @@ class TritonNoise(NoiseBackend):
         self, distribution: Distribution, wholes: Sequence[Whole], key: int, scale: float, num_signs: int
     ) -> list[list[Tensor]]:
         made: list[list[Tensor]] = [[theta for theta, _, _ in wholes] for _ in range(num_signs)]
-        if not wholes:
-            return made
         thetas, ids, out_dtypes = zip(*wholes, strict=True)
         addresses, counts = tuple(map(Tensor.data_ptr, thetas)), tuple(map(Tensor.numel, thetas))
         dtypes = tuple(theta.dtype for theta in thetas)
@@ -171,8 +169,6 @@ class TritonNoise(NoiseBackend):
         steps: Sequence[Update],
         precision: UpdatePrecision,
     ) -> None:
-        if not shards:
-            return
         values, starts, ids, lows = zip(*shards, strict=True)
         addresses, counts = tuple(map(Tensor.data_ptr, values)), tuple(map(Tensor.numel, values))
         low_addresses = tuple(0 if low is None else low.data_ptr() for low in lows)
