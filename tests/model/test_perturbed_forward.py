@@ -18,7 +18,7 @@ from lezo_ds.model.perturbed_forward import KeyedProbe, Perturbation, PerturbedF
 from lezo_ds.noise import noise_backend
 from lezo_ds.noise.cpu import CpuNoise
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
-from lezo_ds.tools.benchmark.host import _Operators
+from lezo_ds.tools.benchmark.host import Operators
 
 CPU = torch.device("cpu")
 NOISE = noise_backend(CPU)
@@ -174,7 +174,7 @@ def test_a_perturbed_block_in_16_bits_launches_33_kernels_and_one_addition_of_bi
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
         perturbed = PerturbedForward(model, tunable(model), NOISE)
         run(perturbed, model, token_batch(), perturbation(BOTH))
-        with _Operators() as operators:
+        with Operators() as operators:
             run(perturbed, model, token_batch(), perturbation(BOTH))
         num_launches.append(operators.count)
     num_stacked = 6  # of biases; their copies lie next to each other where a block is perturbed at once

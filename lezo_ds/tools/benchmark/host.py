@@ -127,7 +127,7 @@ def _launches_without_a_gpu(rounds: int) -> Figures:
 def _count_launches(steps: Mapping[str, Steps]) -> Figures:
     figures: Figures = {}
     for name, variant in _SPARSITIES.items():
-        with _Operators() as operators:
+        with Operators() as operators:
             steps[variant].step()
         found = _profiled(steps[variant].step)
         figures[f"torch launches, bf16, {name}"] = operators.count
@@ -187,7 +187,7 @@ def _least_milliseconds(actions: Mapping[str, Callable[[], object]], rounds: int
     return least
 
 
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operators that launch a kernel on a GPU: not views, and not those that only take memory."""
 
     def __init__(self) -> None:
