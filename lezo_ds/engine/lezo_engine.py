@@ -415,10 +415,12 @@ def initialize(
     checked_layer_policy(config, num_blocks, trains_outside=trains_outside)
     blocks = list(sharded.module.get_submodule(sharded.layout.path).children())
     engine = zero3.start_forward_engine(sharded.module, blocks, sharded.ds_config)
+    noise = noise_backend(distributed.device())
     perturbed = PerturbedForward(
         sharded.module,
         trainable,
-        noise_backend(distributed.device()),
+        noise,
         blocks=blocks if config.only_blocks else (),
+        at_once=blocks if noise.takes_blocks and engine.has_whole_blocks else (),
     )
     return LezoEngine(engine, perturbed, sharded, config=config, seed=seed, num_steps=num_steps)

@@ -28,6 +28,7 @@ class PerturbedForward:
         blocks: the transformer blocks, to compute what is before the first perturbed one once for all probes.
             No parameter outside them may be trainable. Without blocks, all probes have everything of their
             own.
+        at_once: blocks whose parameters are all perturbed when the block begins; see `PerturbedModules`.
     """
 
     def __init__(
@@ -36,9 +37,10 @@ class PerturbedForward:
         trainable: Mapping[nn.Parameter, NamedParameter],
         noise: NoiseBackend,
         blocks: Sequence[nn.Module] = (),
+        at_once: Sequence[nn.Module] = (),
     ) -> None:
         assert not blocks or all(named.block is not None for named in trainable.values())
-        self._modules = PerturbedModules(model, trainable, noise)
+        self._modules = PerturbedModules(model, trainable, noise, at_once)
         self._head = SelectiveHead(model, self._modules)
         self._num_blocks = len(blocks)
         self._shared = SharedStart(self._modules, blocks)

@@ -10,11 +10,14 @@ time on one copy of the batch with the weights of one probe, and all from one ga
 are made for two probes at a time. A module with other parameters runs on two copies at a time, because the
 bits of a matrix product depend on its number of rows: the losses of a pass are then those of passes of two
 probes. A module without parameters runs once over all copies.
+
+On a GPU, each call of the noise is a kernel launch. There the perturbed weights of all modules of a block are
+made with one call when the block begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, wraps
@@ -25,8 +28,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lezo_ds.errors import UserError
-from lezo_ds.model.replaced_call import call_with_copies, copy_dtype
-from lezo_ds.noise import Distribution, NoiseBackend
+from lezo_ds.model.perturbed_linear import is_product, product_at_probes
+from lezo_ds.model.replaced_call import call_with_copies, cast_floats, copy_dtype, runs_in_float32
+from lezo_ds.noise import Distribution, NoiseBackend, Whole
 from lezo_ds.sharding.parameters import NamedParameter
 
 COPIES_AT_ONCE = 2
@@ -125,18 +129,26 @@ class PerturbedModules:
         model: in eval mode; its modules' `forward` methods are replaced.
         trainable: the parameters that may be perturbed; a parameter that is tied appears once.
         noise: draws z.
+        at_once: blocks whose parameters are perturbed when the block begins. They must be available then.
     """
 
     def __init__(
-        self, model: nn.Module, trainable: Mapping[nn.Parameter, NamedParameter], noise: NoiseBackend
+        self,
+        model: nn.Module,
+        trainable: Mapping[nn.Parameter, NamedParameter],
+        noise: NoiseBackend,
+        at_once: Iterable[nn.Module] = (),
     ) -> None:
         self._trainable = trainable
         self._noise = noise
         self._running: _Run | None = None
         self._kept: dict[tuple[nn.Parameter, KeyedProbe], Tensor] | None = None
+        self._of_block: dict[nn.Parameter, dict[KeyedProbe, Tensor]] = {}
         for module in model.modules():
             if next(module.parameters(recurse=False), None) is not None:
                 self._wrap(module)
+        for block in at_once:
+            self._wrap_block(block)
 
     @property
     def num_copies(self) -> int:
@@ -202,32 +214,67 @@ class PerturbedModules:
 
     def copies(self, parameter: nn.Parameter) -> list[Tensor]:
         """Return the perturbed copies of an active parameter, one for each probe."""
-        return self._copies(parameter, self._trainable[parameter].parameter_id)
+        (copies,) = self._copies([parameter])
+        return copies
 
-    def _copies(self, parameter: nn.Parameter, parameter_id: int) -> list[Tensor]:
-        assert self._running is not None, "copies are made while a perturbation is set"
+    def _copies(self, parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
+        run = self._running
+        assert run is not None, "copies are made while a perturbation is set"
+        probes = run.perturbation.probes
+        if self._of_block and all(parameter in self._of_block for parameter in parameters):
+            return [[self._of_block[parameter][probe] for probe in probes] for parameter in parameters]
         if self._kept is None:
-            return self._new_copies(self._running, parameter, parameter_id)
-        places = [(parameter, probe) for probe in self._running.perturbation.probes]
-        if any(place not in self._kept for place in places):
-            made = zip(places, self._new_copies(self._running, parameter, parameter_id), strict=True)
-            # At scale 0 a copy may be theta itself, which ZeRO-3 releases after this module.
-            self._kept |= {place: copy if place[1].scale else copy.clone() for place, copy in made}
-        return [self._kept[place] for place in places]
+            return self._new_copies(run, parameters)
+        missing = [
+            parameter
+            for parameter in parameters
+            if any((parameter, probe) not in self._kept for probe in probes)
+        ]
+        if missing:
+            for parameter, made in zip(missing, self._new_copies(run, missing), strict=True):
+                for probe, copy in zip(probes, made, strict=True):
+                    # At scale 0 a copy may be theta itself, which ZeRO-3 releases after this module.
+                    self._kept[parameter, probe] = copy if probe.scale else copy.clone()
+        return [[self._kept[parameter, probe] for probe in probes] for parameter in parameters]
 
-    def _new_copies(self, run: _Run, parameter: nn.Parameter, parameter_id: int) -> list[Tensor]:
-        found: dict[int, Tensor] = {}
-        for key, places, scales in run.directions:
-            made = self._noise.perturb(
-                parameter.data,
-                key=key,
-                parameter_id=parameter_id,
-                scales=scales,
-                out_dtype=copy_dtype(parameter),
-                distribution=run.perturbation.distribution,
-            )
-            found.update(zip(places, made, strict=True))
-        return [found[place] for place in range(run.num_copies)]
+    def _new_copies(self, run: _Run, parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
+        """Return the perturbed copies of each parameter."""
+        wholes = [
+            Whole(parameter.data, self._trainable[parameter].parameter_id, copy_dtype(parameter))
+            for parameter in parameters
+        ]
+        distribution = run.perturbation.distribution
+        made = [
+            self._noise.perturb_all(wholes, key, scales, distribution) for key, _, scales in run.directions
+        ]
+        if len(made) == 1:
+            return made[0]
+        found = []
+        for place in range(len(parameters)):
+            by_probe: dict[int, Tensor] = {}
+            for direction, copies in zip(run.directions, made, strict=True):
+                by_probe.update(zip(direction.places, copies[place], strict=True))
+            found.append([by_probe[probe] for probe in range(run.num_copies)])
+        return found
+
+    @contextmanager
+    def _perturbed_at_once(self, trained: Sequence[_Trained]) -> Iterator[None]:
+        """Make the copies of active parameters, which modules use until this context ends."""
+        run, active = self._running, self._active(trained)
+        # More copies would take more memory than a module's two, and those that are kept are made once.
+        if run is None or not active or run.num_copies > COPIES_AT_ONCE or self._kept is not None:
+            yield
+            return
+        parameters = list(dict.fromkeys(entry.parameter for entry in active))
+        probes = run.perturbation.probes
+        self._of_block = {
+            parameter: dict(zip(probes, copies, strict=True))
+            for parameter, copies in zip(parameters, self._new_copies(run, parameters), strict=True)
+        }
+        try:
+            yield
+        finally:
+            self._of_block = {}
 
     def rows_of_copies(self, table: nn.Parameter, rows: Tensor) -> list[Tensor]:
         """Return the given rows of an active parameter's perturbed copies, one tensor for each probe.
@@ -271,12 +318,24 @@ class PerturbedModules:
         return self._for_each_part(COPIES_AT_ONCE, run_pair, args, kwargs or {})
 
     def for_each_probe(
-        self, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+        self,
+        run: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Any:  # noqa: ANN401
-        """Call run(index of the probe, ...) on each copy of the batch; concatenate the outputs."""
+        """Call run(index of the probe, ...) on each copy of the batch; concatenate the outputs.
+
+        Args:
+            run: what is called.
+            args: of it, for all copies.
+            kwargs: of it, for all copies.
+            dtype: what floating-point outputs are cast to; None leaves them as they are.
+        """
         if self.num_copies == 1:
-            return run(0, *args, **(kwargs or {}))
-        return self._for_each_part(1, run, args, kwargs or {})
+            output = run(0, *args, **(kwargs or {}))
+            return output if dtype is None else cast_floats(output, dtype)
+        return self._for_each_part(1, run, args, kwargs or {}, dtype)
 
     def _for_each_part(
         self,
@@ -284,6 +343,7 @@ class PerturbedModules:
         run: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        dtype: torch.dtype | None = None,
     ) -> Any:  # noqa: ANN401
         """Call run(first copy of the part, ...) on `size` copies at a time; concatenate the outputs."""
         whole = self._running
@@ -300,7 +360,18 @@ class PerturbedModules:
                 outputs.append(run(start, *share_args, **share_kwargs))
         finally:
             self._running = whole
-        return _concatenate(outputs)
+        return _concatenate(outputs, dtype)
+
+    def _wrap_block(self, block: nn.Module) -> None:
+        original = block.forward
+        trained = [entry for module in _modules_that_run(block) for entry in self._trained_in(module)]
+
+        @wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            with self._perturbed_at_once(trained):
+                return original(*args, **kwargs)
+
+        block.forward = forward
 
     def _wrap(self, module: nn.Module) -> None:
         original, trained = module.forward, self._trained_in(module)
@@ -333,13 +404,21 @@ class PerturbedModules:
             return original(*args, **kwargs)
         if type(module).forward is nn.Embedding.forward:
             return self._look_up(active[0].parameter, args, kwargs)
-        copies = {name: self._copies(parameter, named.parameter_id) for name, parameter, named in active}
+        made = self._copies([entry.parameter for entry in active])
+        copies = {entry.name: tensors for entry, tensors in zip(active, made, strict=True)}
+        num_copies = self._running.num_copies
+        if is_product(original, args, kwargs, rows=1 if num_copies == 1 else num_copies * self._running.rows):
+            return product_at_probes(module, copies, args[0], num_copies)
 
         def run(index: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             of_probe = {name: tensors[index] for name, tensors in copies.items()}
             return call_with_copies(module, original, of_probe, args, kwargs)
 
-        return self.for_each_probe(run, args, kwargs)
+        dtype = None
+        if runs_in_float32(module, active[0].parameter):
+            dtype = active[0].parameter.dtype
+            args, kwargs = cast_floats((list(args), dict(kwargs)), torch.float32)
+        return self.for_each_probe(run, args, kwargs, dtype)
 
     def _look_up(self, table: nn.Parameter, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
         """Run an embedding: only the rows that are read are perturbed."""
@@ -349,6 +428,18 @@ class PerturbedModules:
             return rows
 
         return self.for_each_probe(run, args, kwargs)
+
+
+def _modules_that_run(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and those in it that run whenever it does, and that need whole weights.
+
+    A list, such as that of experts, may have modules that do not run. Of an embedding, a few rows are read.
+    """
+    if isinstance(module, nn.ModuleList) or type(module).forward is nn.Embedding.forward:
+        return
+    yield module
+    for child in module.children():
+        yield from _modules_that_run(child)
 
 
 def _has_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -387,10 +478,22 @@ def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:  # noqa: ANN
     return function(value) if isinstance(value, Tensor) else tree_map(function, value)
 
 
-def _concatenate(outputs: Sequence[Any]) -> Any:  # noqa: ANN401
+def _concatenate(outputs: Sequence[Any], dtype: torch.dtype | None) -> Any:  # noqa: ANN401
     if isinstance(outputs[0], Tensor):
-        return torch.cat(list(outputs))
+        return _joined(outputs, dtype)
     leaves, structure = zip(*(tree_flatten(output) for output in outputs), strict=True)
     groups = zip(*leaves, strict=True)
-    merged = [torch.cat(group) if isinstance(group[0], Tensor) else group[0] for group in groups]
+    merged = [_joined(group, dtype) if isinstance(group[0], Tensor) else group[0] for group in groups]
     return tree_unflatten(merged, structure[0])
+
+
+def _joined(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
+    """Concatenate tensors; floating-point ones are cast to `dtype` on the way."""
+    first, *_ = tensors
+    if dtype is None or not first.is_floating_point():
+        return torch.cat(list(tensors))
+    sizes = [len(tensor) for tensor in tensors]
+    whole = torch.empty((sum(sizes), *first.shape[1:]), dtype=dtype, device=first.device)
+    for part, tensor in zip(torch.split(whole, sizes), tensors, strict=True):
+        part.copy_(tensor)
+    return whole

@@ -8,7 +8,7 @@
 True
 """
 
-from lezo_ds.noise.backend import NoiseBackend
+from lezo_ds.noise.backend import NoiseBackend, Shard, Whole, stacked
 from lezo_ds.noise.precision import join_master, split_master
 from lezo_ds.noise.select import NOISE_VERSION, noise_backend
 from lezo_ds.zo.distributions import Distribution
@@ -19,9 +19,12 @@ __all__ = [
     "NOISE_VERSION",
     "Distribution",
     "NoiseBackend",
+    "Shard",
     "Update",
     "UpdatePrecision",
+    "Whole",
     "join_master",
     "noise_backend",
     "split_master",
+    "stacked",
 ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import get_args
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from lezo_ds.zo.distributions import Distribution
 from lezo_ds.zo.precision import UpdatePrecision
 from lezo_ds.zo.updates import Update
 
+_Made = TypeVar("_Made")
 _PACKED = np.dtype([("key", "<u8"), ("coefficient", "<f4"), ("factor", "<f4")])
 _DISTRIBUTIONS = get_args(Distribution)
 _PRECISIONS = get_args(UpdatePrecision)
@@ -26,6 +27,54 @@ def pack_updates(steps: Sequence[Update]) -> np.ndarray:
     return np.array(list(steps), dtype=_PACKED)
 
 
+class Whole(NamedTuple):
+    """A parameter to perturb.
+
+    Attributes:
+        theta: the whole parameter, any shape; elements are indexed in row-major order.
+        parameter_id: its id.
+        out_dtype: dtype of its perturbed copies.
+    """
+
+    theta: Tensor
+    parameter_id: int
+    out_dtype: torch.dtype
+
+
+class Shard(NamedTuple):
+    """A part of a parameter to update.
+
+    Attributes:
+        values: contiguous [n], the elements [start, start + n) of the parameter.
+        start: index of its first element.
+        parameter_id: the parameter's id.
+        low: contiguous int16 [n], the low bits that `split_master` returns. Required if the precision is
+            "fp32_master" and `values` has 16 bits; otherwise None.
+    """
+
+    values: Tensor
+    start: int
+    parameter_id: int
+    low: Tensor | None = None
+
+
+def stacked(copies: Sequence[Tensor]) -> Tensor:
+    """Return perturbed copies of a parameter as one tensor [n, *shape]: a view if their memory allows it.
+
+    Args:
+        copies: at least one, of one shape.
+    """
+    first, *others = copies
+    if not others:
+        return first[None]
+    if len(others) == 1 and first.is_contiguous() and others[0].is_contiguous():
+        is_shared = first.untyped_storage().data_ptr() == others[0].untyped_storage().data_ptr()
+        distance = others[0].storage_offset() - first.storage_offset()
+        if is_shared and distance > 0:
+            return first.as_strided((2, *first.shape), (distance, *first.stride()))
+    return torch.stack(list(copies))
+
+
 class NoiseBackend(ABC):
     """Operations on the noise z(key, parameter, element), which `lezo_ds.noise.draws` defines.
 
@@ -34,7 +83,13 @@ class NoiseBackend(ABC):
     Scales, coefficients and factors are rounded to fp32. Tensors are fp32, bf16 or fp16. `distribution` is
     that of z.
     All methods raise ValueError for wrong arguments.
+
+    Attributes:
+        takes_blocks: whether one call for all parameters of a block is so much faster than a call for each,
+            as it is where a call is a kernel launch, that it is worth the memory for all their copies.
     """
+
+    takes_blocks: ClassVar[bool] = False
 
     def draw(
         self,
@@ -76,7 +131,34 @@ class NoiseBackend(ABC):
             One tensor of theta's shape per scale. For scale 0 it may be theta itself: do not write to it.
 
         """
-        return self._perturbed(distribution, theta, None, key, parameter_id, scales, out_dtype)
+        whole = Whole(theta, parameter_id, out_dtype or theta.dtype)
+        (copies,) = self.perturb_all([whole], key, scales, distribution)
+        return copies
+
+    def perturb_all(
+        self,
+        wholes: Sequence[Whole],
+        key: int,
+        scales: Sequence[float],
+        distribution: Distribution = "normal",
+    ) -> list[list[Tensor]]:
+        """Return what `perturb` returns for each parameter, all on one device."""
+        check_distribution(distribution)
+        for theta, parameter_id, out_dtype in wholes:
+            check_perturb(theta, None, out_dtype)
+            check_range(key, parameter_id, 0, theta.numel())
+        if not (wholes and scales):
+            return [[] for _ in wholes]
+        wholes = [
+            whole if whole.theta.is_contiguous() else whole._replace(theta=whole.theta.contiguous())
+            for whole in wholes
+        ]
+        by_scale = _by_pairs(
+            scales,
+            lambda: [theta.to(out_dtype) for theta, _, out_dtype in wholes],
+            lambda scale, num_signs: self._perturb_all(distribution, wholes, key, scale, num_signs),
+        )
+        return list(map(list, zip(*by_scale, strict=True)))
 
     def perturb_rows(
         self,
@@ -103,7 +185,19 @@ class NoiseBackend(ABC):
             One tensor [n, width] per scale.
 
         """
-        return self._perturbed(distribution, theta, rows.contiguous(), key, parameter_id, scales, out_dtype)
+        out_dtype = out_dtype or theta.dtype
+        check_distribution(distribution)
+        check_perturb(theta, rows, out_dtype)
+        check_range(key, parameter_id, 0, theta.numel())
+        theta, rows = theta.contiguous(), rows.contiguous()
+
+        def perturbed(scale: float, num_signs: int) -> list[Tensor]:
+            shape = (len(rows), theta.shape[1])
+            outs = [torch.empty(shape, dtype=out_dtype, device=theta.device) for _ in range(num_signs)]
+            self._perturb(distribution, theta, rows, key, parameter_id, scale, outs)
+            return outs
+
+        return _by_pairs(scales, lambda: theta[rows].to(out_dtype), perturbed)
 
     def update_(
         self,
@@ -132,42 +226,23 @@ class NoiseBackend(ABC):
             distribution: of z.
 
         """
-        check_distribution(distribution)
-        check_update(shard, precision, low)
-        count = shard.numel()
-        for step in steps:
-            check_range(step.key, parameter_id, start, count)
-        if steps:
-            self._update(distribution, shard, start, parameter_id, steps, precision, low)
+        self.update_all_([Shard(shard, start, parameter_id, low)], steps, precision, distribution)
 
-    def _perturbed(
+    def update_all_(
         self,
-        distribution: Distribution,
-        theta: Tensor,
-        rows: Tensor | None,
-        key: int,
-        parameter_id: int,
-        scales: Sequence[float],
-        out_dtype: torch.dtype | None,
-    ) -> list[Tensor]:
-        """Perturb the given rows of theta, or all of it if `rows` is None."""
-        out_dtype = out_dtype or theta.dtype
+        shards: Sequence[Shard],
+        steps: Sequence[Update],
+        precision: UpdatePrecision,
+        distribution: Distribution = "normal",
+    ) -> None:
+        """Apply the same updates to several shards, all on one device; see `update_`."""
         check_distribution(distribution)
-        check_perturb(theta, rows, out_dtype)
-        check_range(key, parameter_id, 0, theta.numel())
-        theta = theta.contiguous()
-        shape = theta.shape if rows is None else torch.Size((len(rows), theta.shape[1]))
-        results: dict[int, Tensor] = {}
-        for places in _opposite_pairs(tuple(scales)):
-            scale = scales[places[0]]
-            if scale == 0:
-                unperturbed = (theta if rows is None else theta[rows]).to(out_dtype)
-                results |= dict.fromkeys(places, unperturbed)
-                continue
-            outs = [torch.empty(shape, dtype=out_dtype, device=theta.device) for _ in places]
-            self._perturb(distribution, theta, rows, key, parameter_id, scale, outs)
-            results |= zip(places, outs, strict=True)
-        return [results[place] for place in range(len(scales))]
+        for values, start, parameter_id, low in shards:
+            check_update(values, precision, low)
+            for step in steps:
+                check_range(step.key, parameter_id, start, values.numel())
+        if steps and shards:
+            self._update_all(distribution, shards, steps, precision)
 
     @abstractmethod
     def _draw(
@@ -180,6 +255,31 @@ class NoiseBackend(ABC):
         device: torch.device,
     ) -> Tensor:
         """Implement `draw`; the arguments are checked."""
+
+    def _perturb_all(
+        self, distribution: Distribution, wholes: Sequence[Whole], key: int, scale: float, num_signs: int
+    ) -> list[list[Tensor]]:
+        """Return theta + scale * z of all parameters and, if there are two signs, theta - scale * z of all.
+
+        The arguments are checked. There is at least one parameter, and all are contiguous.
+        """
+        made = []
+        for theta, parameter_id, out_dtype in wholes:
+            outs = [torch.empty(theta.shape, dtype=out_dtype, device=theta.device) for _ in range(num_signs)]
+            self._perturb(distribution, theta, None, key, parameter_id, scale, outs)
+            made.append(outs)
+        return list(map(list, zip(*made, strict=True)))
+
+    def _update_all(
+        self,
+        distribution: Distribution,
+        shards: Sequence[Shard],
+        steps: Sequence[Update],
+        precision: UpdatePrecision,
+    ) -> None:
+        """Implement `update_all_`; the arguments are checked, and there is at least one shard and step."""
+        for values, start, parameter_id, low in shards:
+            self._update(distribution, values, start, parameter_id, steps, precision, low)
 
     @abstractmethod
     def _perturb(
@@ -194,6 +294,7 @@ class NoiseBackend(ABC):
     ) -> None:
         """Write theta + scale * z to outs[0] and, if there are two outs, theta - scale * z to outs[1].
 
+        Of theta, the given rows are perturbed, or all of it if `rows` is None.
         The arguments are checked, except for the values of `rows`. All tensors are contiguous.
 
         Raises:
@@ -212,7 +313,27 @@ class NoiseBackend(ABC):
         precision: UpdatePrecision,
         low: Tensor | None,
     ) -> None:
-        """Implement `update_`; the arguments are checked."""
+        """Update one shard; the arguments are checked."""
+
+
+def _by_pairs(
+    scales: Sequence[float],
+    unperturbed: Callable[[], _Made],
+    perturbed: Callable[[float, int], Sequence[_Made]],
+) -> list[_Made]:
+    """Return what is made for each scale; two opposite scales are made together.
+
+    Args:
+        scales: the signed perturbation scales.
+        unperturbed: makes it for scale 0.
+        perturbed: is given a scale, and 2 to make it for that scale and its opposite, or 1.
+    """
+    found: dict[int, _Made] = {}
+    for places in _opposite_pairs(tuple(scales)):
+        scale = scales[places[0]]
+        made = perturbed(scale, len(places)) if scale else [unperturbed()] * len(places)
+        found |= zip(places, made, strict=True)
+    return [found[place] for place in range(len(scales))]
 
 
 @functools.lru_cache(maxsize=4)  # all parameters of a pass have the same scales

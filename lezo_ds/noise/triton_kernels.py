@@ -301,8 +301,83 @@ def draw_kernel(
     tl.store(out_ptr + position, _draw(key, parameter_id, block, distribution), mask=inside)
 
 
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+@triton.jit
+def _part(table_ptr: tl.tensor, program: tl.tensor, num_columns: tl.constexpr) -> tl.tensor:
+    """Return the place of the program's part in a table, and the number of the program's tile in that part.
+
+    A table is int64 [fields, num_columns], with a column for each part. The first field is the number of the
+    part's first program; it is out of reach in columns without a part.
+    """
+    first = tl.load(table_ptr + tl.arange(0, num_columns))
+    place = tl.sum((first <= program).to(tl.int32), axis=0) - 1
+    return place, program - tl.load(table_ptr + place)
+
+
+@triton.jit
+def _moved(pointer: tl.tensor, distance: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Return a pointer to `dtype` that lies a distance in bytes after another pointer."""
+    return (pointer.to(tl.pointer_type(tl.uint8)) + distance).to(tl.pointer_type(dtype))
+
+
+@triton.jit
+def _store_perturbed(
+    out_ptr: tl.tensor,
+    position: tl.tensor,
+    value: tl.tensor,
+    inside: tl.tensor,
+    is_fp32: tl.tensor,
+    out_dtype: tl.constexpr,
+) -> None:
+    """Store fp32 values as fp32 or as `out_dtype`."""
+    if is_fp32 != 0:
+        tl.store(_moved(out_ptr, 0, tl.float32) + position, value, mask=inside)
+    else:
+        rounded = _round_nearest(value, out_dtype)
+        tl.store(_moved(out_ptr, 0, out_dtype) + position, rounded, mask=inside)
+
+
+@triton.jit(do_not_specialize=["key"])
 def perturb_kernel(
+    theta_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    key: tl.uint64,
+    scale: tl.float32,
+    distance: tl.int64,
+    two_signs: tl.constexpr,
+    out_dtype: tl.constexpr,
+    unit: tl.constexpr,
+    num_columns: tl.constexpr,
+    distribution: tl.constexpr,
+    num_blocks: tl.constexpr,
+    per_block: tl.constexpr,
+) -> None:
+    """For whole parameters, plus = theta + scale * z and, if there are two signs, minus = theta - scale * z.
+
+    The table has these fields: first program, parameter id, number of elements, distance of theta from
+    `theta_ptr` and of plus from `out_ptr` in bytes, and whether plus is fp32 instead of `out_dtype`. minus
+    lies `distance` bytes after plus. The number and the distances are given in units: the compiler uses wide
+    accesses where it can see that they are multiples of 16.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    place, tile = _part(table_ptr, program, num_columns)
+    column = table_ptr + place
+    parameter_id = tl.load(column + num_columns)
+    count = tl.load(column + 2 * num_columns) * unit
+    theta_ptr = _moved(theta_ptr, tl.load(column + 3 * num_columns) * unit, theta_ptr.dtype.element_ty)
+    out_ptr += tl.load(column + 4 * num_columns) * unit
+    is_fp32 = tl.load(column + 5 * num_columns)
+    block, position, inside = _tile(tile, 0, count, True, num_blocks, per_block)
+    theta = tl.load(theta_ptr + position, mask=inside).to(tl.float32)
+    change = scale * _draw(key, parameter_id, block, distribution)
+    plus = theta + change
+    _store_perturbed(out_ptr, position, plus, inside, is_fp32, out_dtype)
+    if two_signs:
+        _store_perturbed(out_ptr + distance, position, theta - change, inside, is_fp32, out_dtype)
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+def perturb_rows_kernel(
     theta_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     plus_ptr: tl.tensor,
@@ -317,16 +392,10 @@ def perturb_kernel(
     num_blocks: tl.constexpr,
     per_block: tl.constexpr,
 ) -> None:
-    """Row i of plus (and minus) = theta[rows[i]] + (and -) scale * z.
-
-    If `rows_ptr` is None, theta is one row. `minus_ptr` may be None.
-    """
+    """Row i of plus (and minus) = theta[rows[i]] + (and -) scale * z. `minus_ptr` may be None."""
     program = tl.program_id(0)
-    if rows_ptr is None:
-        tile, source, target = program.to(tl.int64), 0, 0
-    else:
-        tile, target = (program % tiles_per_row).to(tl.int64), (program // tiles_per_row).to(tl.int64)
-        source = tl.load(rows_ptr + target)
+    tile, target = (program % tiles_per_row).to(tl.int64), (program // tiles_per_row).to(tl.int64)
+    source = tl.load(rows_ptr + target)
     block, position, inside = _tile(tile, source * width, width, aligned, num_blocks, per_block)
     theta = tl.load(theta_ptr + source * width + position, mask=inside).to(tl.float32)
     z = _draw(key, parameter_id, block, distribution)
@@ -338,32 +407,42 @@ def perturb_kernel(
         tl.store(minus_ptr + out, _round_nearest(minus, minus_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=["num_steps"])
 def update_kernel(
     shard_ptr: tl.tensor,
     low_ptr: tl.tensor,
+    table_ptr: tl.tensor,
     keys_ptr: tl.tensor,
     multipliers_ptr: tl.tensor,
     num_steps: tl.int32,
-    parameter_id: tl.uint32,
-    start: tl.int64,
-    count: tl.int64,
     precision: tl.constexpr,
-    distribution: tl.constexpr,
     aligned: tl.constexpr,
+    unit: tl.constexpr,
+    num_columns: tl.constexpr,
+    distribution: tl.constexpr,
     num_blocks: tl.constexpr,
     per_block: tl.constexpr,
 ) -> None:
-    """Apply theta * factor - coefficient * z to the shard in place, for each step in order.
+    """Apply theta * factor - coefficient * z to shards in place, for each step in order.
 
-    `keys_ptr` and `multipliers_ptr` are the same memory, the output of `backend.pack_updates`, read as uint64
-    and as fp32. The tile stays in registers between the steps.
+    The table has these fields: first program, parameter id, number of elements, distance of the shard from
+    `shard_ptr` and of its low bits from `low_ptr` in bytes, and index of the shard's first element. The
+    number and the distances are given in units, as in `perturb_kernel`. `aligned` is that of `_tile`.
+    `low_ptr` may be None. `keys_ptr` and `multipliers_ptr` are the same memory, the output of
+    `backend.pack_updates`, read as uint64 and as fp32. The tile stays in registers between the steps.
     """
-    tile = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    place, tile = _part(table_ptr, program, num_columns)
+    column = table_ptr + place
+    parameter_id = tl.load(column + num_columns)
+    count = tl.load(column + 2 * num_columns) * unit
+    shard_ptr = _moved(shard_ptr, tl.load(column + 3 * num_columns) * unit, shard_ptr.dtype.element_ty)
+    start = tl.load(column + 5 * num_columns)
     block, position, inside = _tile(tile, start, count, aligned, num_blocks, per_block)
     stored = tl.load(shard_ptr + position, mask=inside)
     low = stored  # a loop needs its variables before it; unused unless `precision` is MASTER
     if precision == MASTER:
+        low_ptr = _moved(low_ptr, tl.load(column + 4 * num_columns) * unit, tl.int16)
         low = tl.load(low_ptr + position, mask=inside)
     for step in range(num_steps):
         key = tl.load(keys_ptr + 2 * step)

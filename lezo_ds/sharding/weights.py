@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from lezo_ds import distributed
 from lezo_ds.errors import UserError
-from lezo_ds.noise import Distribution, UpdatePrecision, noise_backend, split_master
+from lezo_ds.noise import Distribution, Shard, UpdatePrecision, noise_backend, split_master
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.checkpoint_files import WeightFiles
 from lezo_ds.sharding.digest import shard_digest
@@ -142,32 +143,40 @@ class ShardedWeights:
             updates: what the steps do.
             distribution: of the steps' directions.
         """
-        # The parameters of a block come one after the other and have the same updates, apart from the decay.
-        block, by_decay = None, dict[bool, list[Update]]()
-        for parameter in self.parameters:
-            if not parameter.parameter.requires_grad or parameter.count == 0:
-                continue
-            if parameter.named.block != block:
-                block, by_decay = parameter.named.block, {}
-            decays = parameter.decays
-            if decays not in by_decay:
-                by_decay[decays] = updates_of_parameter(updates, block, decays=decays)
-            steps = by_decay[decays]
-            if not steps:
-                continue
-            low = self.low_bits.get(parameter.name)
-            with parameter.shard(write=True) as shard:
-                # The backend follows the shard: an offloaded shard is updated on the CPU.
-                noise_backend(shard.device).update_(
-                    shard,
-                    start=parameter.start,
-                    parameter_id=parameter.named.parameter_id,
-                    steps=steps,
-                    precision=self._precision,
-                    low=low,
-                    distribution=distribution,
-                )
+        trained = (p for p in self.parameters if p.parameter.requires_grad and p.count)
+        for block, group in itertools.groupby(trained, key=lambda parameter: parameter.named.block):
+            parameters = list(group)
+            # The parameters of a block have the same updates, apart from the decay.
+            matrices, vectors = (
+                updates_of_parameter(updates, block, decays=decays) for decays in (True, False)
+            )
+            if matrices == vectors:
+                self._update(parameters, matrices, distribution)
+            else:
+                self._update([p for p in parameters if p.decays], matrices, distribution)
+                self._update([p for p in parameters if not p.decays], vectors, distribution)
         zero3.finish_updates()
+
+    def _update(
+        self, parameters: Iterable[ShardedParameter], steps: Sequence[Update], distribution: Distribution
+    ) -> None:
+        """Apply the same updates to the shards of parameters, with one call for those in memory."""
+        if not steps:
+            return
+        in_memory: dict[torch.device, list[Shard]] = {}
+        for parameter in parameters:
+            is_on_disk = parameter.is_on_disk
+            low = self.low_bits.get(parameter.name)
+            with parameter.shard(write=True) as values:
+                shard = Shard(values, parameter.start, parameter.named.parameter_id, low)
+                # The backend follows the shard: an offloaded shard is updated on the CPU.
+                if is_on_disk:
+                    noise = noise_backend(values.device)
+                    noise.update_all_([shard], steps, self._precision, distribution)
+                else:
+                    in_memory.setdefault(values.device, []).append(shard)
+        for device, shards in in_memory.items():
+            noise_backend(device).update_all_(shards, steps, self._precision, distribution)
 
     def unlike_replicas(self) -> list[tuple[int, str]]:
         """Return (rank, name) of each shard that differs from the same shard in the first shard group.

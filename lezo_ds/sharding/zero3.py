@@ -82,6 +82,11 @@ class ShardedParameter:
         return bool(self._deepspeed.ds_status != ZeroParamStatus.NOT_AVAILABLE)
 
     @property
+    def is_on_disk(self) -> bool:
+        """Whether this rank's shard is in a file now, and in memory only while it is open."""
+        return self._deepspeed.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE
+
+    @property
     def _deepspeed(self) -> Any:  # noqa: ANN401  # the parameter, with the attributes that DeepSpeed adds
         return self.parameter
 
@@ -304,9 +309,12 @@ class ForwardEngine:
     Attributes:
         module: the model.
         monitor: DeepSpeed's monitor.
+        has_whole_blocks: whether all weights of a block are there when the block begins. DeepSpeed's hooks
+            gather those of one module at a time.
     """
 
     def __init__(self, deepspeed_engine: Any, run: Callable[..., Any]) -> None:  # noqa: ANN401
+        self.has_whole_blocks = run is not deepspeed_engine
         self.module = deepspeed_engine.module
         self.monitor = deepspeed_engine.monitor
         self._deepspeed = deepspeed_engine  # what it holds ends with it

@@ -7,6 +7,7 @@ import torch
 from tiny_models import FAMILIES, MIXTURES, NUM_BLOCKS, VOCABULARY, tiny_model
 from torch import nn
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.pytorch_utils import Conv1D
 
@@ -15,7 +16,9 @@ from lezo_ds.model.batch import LogitSelection, MicroBatch
 from lezo_ds.model.blocks import find_blocks
 from lezo_ds.model.perturbed_forward import KeyedProbe, Perturbation, PerturbedForward
 from lezo_ds.noise import noise_backend
+from lezo_ds.noise.cpu import CpuNoise
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
+from lezo_ds.tools.benchmark.host import Operators
 
 CPU = torch.device("cpu")
 NOISE = noise_backend(CPU)
@@ -126,6 +129,56 @@ def test_the_dual_forward_and_two_single_ones_equal_a_model_with_perturbed_weigh
             assert_equal_to_rounding(found, wanted)
             assert (found - plain).abs().max() > 1e-2
     assert_same_weights(model, before)
+
+
+class CountedNoise(CpuNoise):
+    """Counts its calls for whole parameters."""
+
+    num_calls = 0
+
+    def perturb_all(self, *arguments, **options):
+        self.num_calls += 1
+        return super().perturb_all(*arguments, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_block_perturbed_at_once_gives_the_same_bits_with_one_call(family, dtype):
+    change, batch = perturbation(BOTH, dropped=(1,)), token_batch()
+    found = []
+    for is_at_once in (False, True):
+        model, noise = tiny_model(family).to(dtype), CountedNoise()
+        blocks = list(model.get_submodule(find_blocks(model).path).children())
+        inside = {named.name for named in tunable(model).values() if named.block is not None}
+        perturbed = PerturbedForward(
+            model, tunable(model, only=inside), noise, at_once=blocks if is_at_once else ()
+        )
+        found.append(run(perturbed, model, batch, change))
+        if is_at_once:
+            num_experts = sum(
+                isinstance(module, nn.ModuleList) for block in blocks for module in block.modules()
+            )
+            assert noise.num_calls == NUM_BLOCKS - 1 or num_experts
+            one_by_one = perturbation(BOTH * 2, dropped=(1,))  # more probes than copies at once
+            run(perturbed, model, batch, one_by_one)
+            assert noise.num_calls > 4 * NUM_BLOCKS
+    for one_by_one, at_once in zip(*found, strict=True):
+        assert torch.equal(one_by_one, at_once)
+
+
+def test_a_perturbed_block_in_16_bits_launches_33_kernels_and_one_addition_of_biases_for_each_product():
+    num_launches = []
+    for num_layers in (1, 2):
+        config, _ = FAMILIES["opt"]
+        config = type(config)(**{**config.to_dict(), "num_hidden_layers": num_layers})
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        perturbed = PerturbedForward(model, tunable(model), NOISE)
+        run(perturbed, model, token_batch(), perturbation(BOTH))
+        with Operators() as operators:
+            run(perturbed, model, token_batch(), perturbation(BOTH))
+        num_launches.append(operators.count)
+    num_stacked = 6  # of biases; their copies lie next to each other where a block is perturbed at once
+    assert num_launches[1] - num_launches[0] == 33 + num_stacked
 
 
 @pytest.mark.parametrize("family", ["opt", "llama", "gpt2", "gemma2"])

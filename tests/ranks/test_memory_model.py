@@ -148,17 +148,21 @@ def test_the_sizes_of_opt_30b_are_the_published_ones():
     assert model.parts == (BLOCK, HEAD)
 
 
-def test_a_model_on_one_rank_gathers_nothing_and_copies_its_largest_layer_for_each_sign():
+def test_a_model_on_one_rank_gathers_nothing_and_copies_a_block_for_each_sign():
     parts = memory_of(zo__update_precision="stochastic").parts
     assert parts["shards"] == 2 * NUM_PARAMETERS
-    assert parts["copies"] == 2 * 2 * (LAYER + 4 * 7168)
+    assert parts["copies"] == 2 * 2 * BLOCK
     assert not parts.keys() & {"gathered", "low bits"}
     assert memory_of(zo__probes_per_pass=1).parts["copies"] == parts["copies"] / 2
 
 
-def test_more_probes_in_a_pass_need_more_activations_but_no_more_copies_of_weights():
+def test_a_cpu_copies_the_largest_layer_for_each_sign():
+    assert memory_of(on_gpu=False).parts["copies"] == 2 * 2 * (LAYER + 4 * 7168)
+
+
+def test_more_probes_in_a_pass_need_more_activations_and_copies_of_one_layer_at_a_time():
     few, many = (memory_of(zo__directions=8, zo__probes_per_pass=probes).parts for probes in (2, 16))
-    assert many["copies"] == few["copies"]
+    assert (few["copies"], many["copies"]) == (2 * 2 * BLOCK, 2 * 2 * (LAYER + 4 * 7168))
     train_rows, eval_rows = 16, 8  # with 2 probes, the evaluation is larger
     assert many["activations"] == few["activations"] * train_rows / eval_rows
 

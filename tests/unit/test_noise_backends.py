@@ -14,7 +14,16 @@ from typing import get_args
 import pytest
 import torch
 
-from lezo_ds.noise import Distribution, Update, eager, noise_backend, split_master
+from lezo_ds.noise import (
+    Distribution,
+    Shard,
+    Update,
+    Whole,
+    eager,
+    noise_backend,
+    split_master,
+    stacked,
+)
 from lezo_ds.noise.cpu import CpuNoise
 from lezo_ds.noise.draws import dither_words, draw
 from lezo_ds.noise.eager import EagerNoise
@@ -116,6 +125,49 @@ def test_each_perturbation_is_the_plain_formula_in_fp32(backend_and_device, dtyp
             # The sum would turn -0.0 + 0.0 into 0.0.
             expected = theta if scale == 0 else theta.float() + z * scale
             assert_same_bits(actual, expected.to(out_dtype))
+
+
+@every_distribution
+@pytest.mark.parametrize("scales", [[1e-3, -1e-3], [0.25], [0.0, 0.1]])
+def test_parameters_perturbed_at_once_are_those_perturbed_one_by_one(
+    backend_and_device, scales, distribution
+):
+    noise, device = backend_and_device
+    shapes = [(16, 8), (16,), (5, 13), (0, 3), (2048,), (3,), (64, 33)]
+    wholes = []
+    for parameter_id, shape in enumerate(shapes):
+        theta = torch.randn(shape, generator=torch.Generator().manual_seed(parameter_id))
+        dtype = DTYPES[parameter_id % 2]
+        out_dtype = torch.float32 if theta.dim() == 1 else dtype
+        wholes.append(Whole(theta.to(dtype).to(device), parameter_id, out_dtype))
+    wholes.append(wholes[0]._replace(out_dtype=torch.float16))
+    found = noise.perturb_all(wholes, KEY, scales, distribution)
+    for (theta, parameter_id, out_dtype), copies in zip(wholes, found, strict=True):
+        expected = REFERENCE.perturb(theta.cpu(), KEY, parameter_id, scales, out_dtype, distribution)
+        assert len(copies) == len(scales)
+        for actual, wanted in zip(copies, expected, strict=True):
+            assert_same_bits(actual, wanted)
+        assert_same_bits(stacked(copies), torch.stack(expected))
+    assert noise.perturb_all([], KEY, scales, distribution) == []
+
+
+@every_distribution
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_shards_updated_at_once_are_those_updated_one_by_one(backend_and_device, precision, distribution):
+    noise, device = backend_and_device
+    steps = [Update(KEY, 0.01, 0.999), Update(KEY + 1, -0.3)]
+    shards, expected = [], []
+    for place, (count, start) in enumerate([(1104, 0), (1101, 0), (1040, 4096), (30, 7), (1056, 2**34 + 2)]):
+        dtype = DTYPES[place % 3 if place < 3 else 1]
+        values, low = stored(dtype, precision, device, count)
+        shards.append(Shard(values, start, place, low))
+        expected.append(stored(dtype, precision, CPU, count))
+        REFERENCE.update_(expected[-1][0], start, place, steps, precision, expected[-1][1], distribution)
+    noise.update_all_(shards, steps, precision, distribution)
+    for shard, (values, low) in zip(shards, expected, strict=True):
+        assert_same_bits(shard.values, values)
+        assert_same_bits(shard.low, low)
+    noise.update_all_([], steps, precision, distribution)
 
 
 @every_distribution

@@ -7,6 +7,8 @@ do not depend on the machine or its load. Times do, so they are compared in the 
 from __future__ import annotations
 
 import cProfile
+import importlib.util
+import logging
 import multiprocessing
 import pstats
 import time
@@ -16,6 +18,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +27,7 @@ from lezo_ds import distributed
 from lezo_ds.config import Dtype
 from lezo_ds.distributed.fake_group import join_fake_group
 from lezo_ds.model.batch import MicroBatch, to_device
+from lezo_ds.noise import select
 from lezo_ds.tools.benchmark.measure import WARM_UP_STEPS
 from lezo_ds.tools.benchmark.random_inputs import RandomInputs
 from lezo_ds.tools.benchmark.settings import Variant, typical_setting
@@ -32,12 +36,12 @@ from lezo_ds.tools.benchmark.steps import Steps, start_steps
 Figures = dict[str, float]
 """Numbers by what they count."""
 
+logger = logging.getLogger(__name__)
+
 SHAPE = "opt-13b-thin"
 FAKE_RANKS = 2
 _SPARSITIES = {"s=.75": "ours:0.75", "dense": "ours:0"}
 _PUBLISHED = "mezo_reference"
-_NOISE_FILES = ("lezo_ds/noise/cpu.py", "lezo_ds/noise/gpu.py")
-_NOISE_LAUNCHES = ("_draw", "_perturb", "_update")
 _NO_KERNELS = ("_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "lift_fresh", "new_empty")
 
 
@@ -48,7 +52,7 @@ def measure_host(rounds: int) -> Figures:
         rounds: timed steps of each variant; the least time counts.
     """
     figures: Figures = {}
-    for part in (partial(_one_rank, rounds), partial(_sharded, rounds), _launches):
+    for part in (partial(_one_rank, rounds), partial(_sharded, rounds), partial(_launches, rounds)):
         # DeepSpeed and torch keep state for the whole process, such as the process group.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             figures |= pool.submit(part).result()
@@ -90,19 +94,44 @@ def _sharded(rounds: int) -> Figures:
     return figures
 
 
-def _launches() -> Figures:
+def _launches(rounds: int) -> Figures:
     distributed.init_distributed()
-    steps = _start(_inputs("bf16"), *_SPARSITIES.values())
+    if distributed.device().type == "cuda":
+        figures = _count_launches(_start(_inputs("bf16"), *_SPARSITIES.values()))
+    elif importlib.util.find_spec("triton") is None:
+        logger.warning("launches are not counted: they are those of the noise on GPUs; pip install triton")
+        figures = {}
+    else:
+        figures = _launches_without_a_gpu(rounds)
+    distributed.shut_down()
+    return figures
+
+
+def _launches_without_a_gpu(rounds: int) -> Figures:
+    from lezo_ds.tools.benchmark.faked_triton import FakedTritonNoise  # CPUs often do not have Triton
+
+    noise = FakedTritonNoise()
+    with patch.object(select, "_backend_of", lambda _: noise):
+        steps = _start(_inputs("bf16"), *_SPARSITIES.values())
+        figures = _count_launches(steps)
+        for name, variant in _SPARSITIES.items():
+            seconds = []
+            for _ in range(rounds):
+                before = noise.seconds
+                steps[variant].step()
+                seconds.append(noise.seconds - before)
+            figures[f"CPU ms, Triton's launches, driver faked, {name}"] = 1e3 * min(seconds)
+    return figures
+
+
+def _count_launches(steps: Mapping[str, Steps]) -> Figures:
     figures: Figures = {}
     for name, variant in _SPARSITIES.items():
-        with _Operators() as operators:
+        with Operators() as operators:
             steps[variant].step()
         found = _profiled(steps[variant].step)
-        # The Triton backend launches one kernel for each of these calls.
-        noise = sum(_num_calls(found, file, method) for file in _NOISE_FILES for method in _NOISE_LAUNCHES)
         figures[f"torch launches, bf16, {name}"] = operators.count
-        figures[f"noise launches, bf16, {name}"] = noise
-    distributed.shut_down()
+        figures[f"noise launches, bf16, {name}"] = _num_calls(found, "lezo_ds/noise/gpu.py", "_launch")
     return figures
 
 
@@ -158,7 +187,7 @@ def _least_milliseconds(actions: Mapping[str, Callable[[], object]], rounds: int
     return least
 
 
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operators that launch a kernel on a GPU: not views, and not those that only take memory."""
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lezo_ds.config import ZoConfig
 from lezo_ds.engine.lezo_engine import LezoEngine
-from lezo_ds.noise import NoiseBackend, noise_backend
+from lezo_ds.noise import NoiseBackend, Shard, Whole, noise_backend
 from lezo_ds.noise.eager import EagerNoise
 from lezo_ds.noise.precision import STORAGE_DTYPES
 from lezo_ds.tools.benchmark.random_inputs import RandomInputs, fill_with_random_weights
@@ -56,6 +56,17 @@ def _perturbed(noise: NoiseBackend, device: torch.device, distribution: Distribu
         )
 
 
+def _perturbed_at_once(
+    noise: NoiseBackend, device: torch.device, distribution: Distribution
+) -> Iterator[Tensor]:
+    wholes = [
+        Whole(_theta(size, dtype, device), _PARAMETER + place, torch.float32 if place % 2 else dtype)
+        for place, (dtype, size) in enumerate(product(STORAGE_DTYPES, _SIZES))
+    ]
+    for copies in noise.perturb_all(wholes, _KEY, _SCALES, distribution):
+        yield from copies
+
+
 def _rows_perturbed(
     noise: NoiseBackend, device: torch.device, distribution: Distribution
 ) -> Iterator[Tensor]:
@@ -67,21 +78,48 @@ def _rows_perturbed(
 
 def _updated(noise: NoiseBackend, device: torch.device, distribution: Distribution) -> Iterator[Tensor]:
     for dtype, precision, start in product(STORAGE_DTYPES, get_args(UpdatePrecision), _STARTS):
-        shard = _theta(4099, dtype, device)
-        low = None
-        if precision == "fp32_master" and dtype != torch.float32:
-            low = (torch.arange(4099) * 7 % 65536 - 32768).to(torch.int16).to(device)
-        noise.update_(shard, start, _PARAMETER, _STEPS, precision, low, distribution)
-        yield shard
-        if low is not None:
-            yield low
+        yield from _updated_shards(
+            noise, [_shard(4099, dtype, precision, start, device)], precision, distribution
+        )
+
+
+def _updated_at_once(
+    noise: NoiseBackend, device: torch.device, distribution: Distribution
+) -> Iterator[Tensor]:
+    for precision in get_args(UpdatePrecision):
+        shards = [
+            _shard(size, dtype, precision, start, device)
+            for dtype, start, size in product(STORAGE_DTYPES, _STARTS, _SIZES[:-1])
+        ]
+        yield from _updated_shards(noise, shards, precision, distribution)
+
+
+def _updated_shards(
+    noise: NoiseBackend, shards: Sequence[Shard], precision: UpdatePrecision, distribution: Distribution
+) -> Iterator[Tensor]:
+    noise.update_all_(shards, _STEPS, precision, distribution)
+    for shard in shards:
+        yield shard.values
+        if shard.low is not None:
+            yield shard.low
+
+
+def _shard(
+    size: int, dtype: torch.dtype, precision: UpdatePrecision, start: int, device: torch.device
+) -> Shard:
+    low = None
+    if precision == "fp32_master" and dtype != torch.float32:
+        low = (torch.arange(size) * 7 % 65536 - 32768).to(torch.int16).to(device)
+    return Shard(_theta(size, dtype, device), start, _PARAMETER, low)
 
 
 _OPERATIONS: dict[str, Callable[[NoiseBackend, torch.device, Distribution], Iterator[Tensor]]] = {
     "draw": _draws,
     "perturb": _perturbed,
+    "perturb at once": _perturbed_at_once,
     "perturb rows": _rows_perturbed,
     "update": _updated,
+    "update at once": _updated_at_once,
 }
 
 

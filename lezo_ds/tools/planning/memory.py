@@ -8,8 +8,9 @@ With b bytes a weight, R ranks that share the weights, and c copies of the batch
     gathered         b x (2 x largest part + tied weights): the block that runs, and the message with the next
                      one; on a GPU 1 part more, because the host runs ahead of it. Where DeepSpeed gathers
                      (AdamW, offloaded weights): b x (stage3_max_live_parameters + largest module)
-    copies           b x min(c, 2) x largest perturbed module; b x c x all perturbed blocks and the head, if
-                     they are kept
+    copies           b x min(c, 2) x largest perturbed module; on a GPU, b x c x perturbed weights of a block,
+                     if c is at most 2 and no weights are offloaded; b x c x all perturbed blocks and the
+                     head, if they are kept
     activations      b x c x tokens x activation width; keys and values of written tokens
     logits           (b c + 8) x answers' tokens x vocabulary
     reserve          what the libraries need
@@ -113,7 +114,7 @@ def rank_memory(
         "gathered": 0
         if num_shards == 1 and not leaves_device
         else _gathered(config, model, zero, on_gpu=on_gpu, is_offloaded=is_offloaded),
-        "copies": _copies(config, model, inputs),
+        "copies": _copies(config, model, inputs, at_once=on_gpu and not is_offloaded),
         "activations": _activations(config, model, inputs),
         "logits": _logits(config, model, inputs),
     }
@@ -167,7 +168,7 @@ def _gathered(
     return (min(max_live, model.num_parameters) + model.largest_module) * model.itemsize
 
 
-def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> int:
+def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes, *, at_once: bool) -> int:
     if config.method not in ZEROTH_ORDER:
         return 0
     if inputs.trains_on_answers and config.generation.keep_perturbed:
@@ -176,7 +177,10 @@ def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> int:
         return copies_per_pass(config) * kept * model.itemsize
     head = model.head if inputs.num_labels is None else 0
     num_copies = min(copies_per_pass(config), COPIES_AT_ONCE)
-    return num_copies * max(model.largest_perturbed, head) * model.itemsize
+    block = (
+        model.blocks_trained // model.num_blocks if at_once and num_copies == copies_per_pass(config) else 0
+    )
+    return num_copies * max(model.largest_perturbed, block, head) * model.itemsize
 
 
 def _activations(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> int:
