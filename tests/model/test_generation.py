@@ -171,9 +171,11 @@ class CountingNoise:
     def __init__(self):
         self.num_parameters = 0
 
-    def perturb(self, *arguments, **options):
-        self.num_parameters += 1
-        return NOISE.perturb(*arguments, **options)
+    takes_blocks = NOISE.takes_blocks
+
+    def perturb_all(self, wholes, *arguments, **options):
+        self.num_parameters += len(wholes)
+        return NOISE.perturb_all(wholes, *arguments, **options)
 
     def perturb_rows(self, *arguments, **options):
         return NOISE.perturb_rows(*arguments, **options)
