@@ -171,8 +171,6 @@ class CountingNoise:
     def __init__(self):
         self.num_parameters = 0
 
-    takes_blocks = NOISE.takes_blocks
-
     def perturb_all(self, wholes, *arguments, **options):
         self.num_parameters += len(wholes)
         return NOISE.perturb_all(wholes, *arguments, **options)

@@ -41,7 +41,9 @@ def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:
     is_apart = (num_metrics > 1) & runs["metric"].notna()
     runs = runs.assign(
         model=names.str.lower().where(is_paper, names.where(is_clear, runs["model"])),
-        task=runs["task"].where(~is_apart, runs["task"] + " (" + runs["metric"].astype("str") + ")"),
+        task=runs["task"].where(
+            ~is_apart, runs["task"].astype("str") + " (" + runs["metric"].astype("str") + ")"
+        ),
         title=runs["method"].replace(_METHODS) + runs["peft"].replace(_ADAPTERS),
     )
     settings = [_settings(group) for _, group in runs.groupby(["model", "title"], sort=False)]
