@@ -15,7 +15,7 @@ from lezo_ds.tools.sweep import plan_sweep
 from lezo_ds.zo.records import StepRecord
 
 # With a learning rate of 0, no evaluation is better than the first, at step 2.
-SETTINGS = ["train.steps=20", "train.eval_every=2", "train.patience=2"]
+SETTINGS = ["train.steps=20", "train.eval_every=2", "train.patience=2", "train.keep_snapshots=2"]
 RATES = {"lezo": "zo.learning_rate=0", "adamw": "adamw.learning_rate=0"}
 
 

@@ -252,19 +252,20 @@ def _update_wrongly(directory):
     name = FC1.format(2)
     parameter = next(p for p in engine.weights.parameters if p.name == name)
     noise = noise_backend(engine.device)
-    own = noise.update_
+    own = noise.update_all_
 
-    def update(shard, **arguments):
-        own(shard, **arguments)
-        if arguments["parameter_id"] == parameter.named.parameter_id:
-            shard *= 1 + 1e-6
+    def update(shards, *arguments):
+        own(shards, *arguments)
+        for shard in shards:
+            if shard.parameter_id == parameter.named.parameter_id:
+                shard.values.mul_(1 + 1e-6)
 
     if engine.global_rank == 1:
-        noise.update_ = update
+        noise.update_all_ = update
     try:
         train(engine, 1)
     finally:
-        vars(noise).pop("update_", None)
+        vars(noise).pop("update_all_", None)
     return name, error_of(engine.check_weights)
 
 
