@@ -194,7 +194,7 @@ class NoiseBackend(ABC):
         def perturbed(scale: float, num_signs: int) -> list[Tensor]:
             shape = (len(rows), theta.shape[1])
             outs = [torch.empty(shape, dtype=out_dtype, device=theta.device) for _ in range(num_signs)]
-            self._perturb(distribution, theta, rows, key, parameter_id, scale, outs)
+            self._perturb_rows(distribution, theta, rows, key, parameter_id, scale, outs)
             return outs
 
         return _by_pairs(scales, lambda: theta[rows].to(out_dtype), perturbed)
@@ -256,6 +256,7 @@ class NoiseBackend(ABC):
     ) -> Tensor:
         """Implement `draw`; the arguments are checked."""
 
+    @abstractmethod
     def _perturb_all(
         self, distribution: Distribution, wholes: Sequence[Whole], key: int, scale: float, num_signs: int
     ) -> list[list[Tensor]]:
@@ -263,13 +264,28 @@ class NoiseBackend(ABC):
 
         The arguments are checked. There is at least one parameter, and all are contiguous.
         """
-        made = []
-        for theta, parameter_id, out_dtype in wholes:
-            outs = [torch.empty(theta.shape, dtype=out_dtype, device=theta.device) for _ in range(num_signs)]
-            self._perturb(distribution, theta, None, key, parameter_id, scale, outs)
-            made.append(outs)
-        return list(map(list, zip(*made, strict=True)))
 
+    @abstractmethod
+    def _perturb_rows(
+        self,
+        distribution: Distribution,
+        theta: Tensor,
+        rows: Tensor,
+        key: int,
+        parameter_id: int,
+        scale: float,
+        outs: Sequence[Tensor],
+    ) -> None:
+        """Write rows of theta + scale * z to outs[0] and, with two outs, of theta - scale * z to outs[1].
+
+        The arguments are checked, except for the values of `rows`. All tensors are contiguous.
+
+        Raises:
+            ValueError: theta is on a device that this backend does not serve, or (on CPUs only) a row is out
+                of range.
+        """
+
+    @abstractmethod
     def _update_all(
         self,
         distribution: Distribution,
@@ -278,8 +294,42 @@ class NoiseBackend(ABC):
         precision: UpdatePrecision,
     ) -> None:
         """Implement `update_all_`; the arguments are checked, and there is at least one shard and step."""
-        for values, start, parameter_id, low in shards:
-            self._update(distribution, values, start, parameter_id, steps, precision, low)
+
+
+class OneByOneNoise(NoiseBackend):
+    """A backend that perturbs and updates one parameter at a time, whole parameters and rows alike."""
+
+    def _perturb_all(
+        self, distribution: Distribution, wholes: Sequence[Whole], key: int, scale: float, num_signs: int
+    ) -> list[list[Tensor]]:
+        made = []
+        for theta, parameter_id, out_dtype in wholes:
+            outs = [torch.empty(theta.shape, dtype=out_dtype, device=theta.device) for _ in range(num_signs)]
+            self._perturb(distribution, theta, None, key, parameter_id, scale, outs)
+            made.append(outs)
+        return list(map(list, zip(*made, strict=True)))
+
+    def _perturb_rows(
+        self,
+        distribution: Distribution,
+        theta: Tensor,
+        rows: Tensor,
+        key: int,
+        parameter_id: int,
+        scale: float,
+        outs: Sequence[Tensor],
+    ) -> None:
+        self._perturb(distribution, theta, rows, key, parameter_id, scale, outs)
+
+    def _update_all(
+        self,
+        distribution: Distribution,
+        shards: Sequence[Shard],
+        steps: Sequence[Update],
+        precision: UpdatePrecision,
+    ) -> None:
+        for shard in shards:
+            self._update(distribution, shard, steps, precision)
 
     @abstractmethod
     def _perturb(
@@ -292,26 +342,11 @@ class NoiseBackend(ABC):
         scale: float,
         outs: Sequence[Tensor],
     ) -> None:
-        """Write theta + scale * z to outs[0] and, if there are two outs, theta - scale * z to outs[1].
-
-        Of theta, the given rows are perturbed, or all of it if `rows` is None.
-        The arguments are checked, except for the values of `rows`. All tensors are contiguous.
-
-        Raises:
-            ValueError: theta is on a device that this backend does not serve, or (on CPUs only) a row is out
-                of range.
-        """
+        """Do what `_perturb_rows` does for the given rows, or for all of theta if `rows` is None."""
 
     @abstractmethod
     def _update(
-        self,
-        distribution: Distribution,
-        shard: Tensor,
-        start: int,
-        parameter_id: int,
-        steps: Sequence[Update],
-        precision: UpdatePrecision,
-        low: Tensor | None,
+        self, distribution: Distribution, shard: Shard, steps: Sequence[Update], precision: UpdatePrecision
     ) -> None:
         """Update one shard; the arguments are checked."""
 

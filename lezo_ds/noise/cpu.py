@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lezo_ds.noise.backend import NoiseBackend, pack_updates
+from lezo_ds.noise.backend import OneByOneNoise, Shard, pack_updates
 from lezo_ds.zo.distributions import Distribution
 from lezo_ds.zo.precision import UpdatePrecision
 from lezo_ds.zo.updates import Update
@@ -39,7 +39,7 @@ class BuildError(Exception):
     """The C++ kernels cannot be built or loaded here."""
 
 
-class CpuNoise(NoiseBackend):
+class CpuNoise(OneByOneNoise):
     """`NoiseBackend` on the CPU, on `torch.get_num_threads()` threads; their number changes no bit.
 
     Raises:
@@ -105,25 +105,19 @@ class CpuNoise(NoiseBackend):
         )
 
     def _update(
-        self,
-        distribution: Distribution,
-        shard: Tensor,
-        start: int,
-        parameter_id: int,
-        steps: Sequence[Update],
-        precision: UpdatePrecision,
-        low: Tensor | None,
+        self, distribution: Distribution, shard: Shard, steps: Sequence[Update], precision: UpdatePrecision
     ) -> None:
-        _check_cpu(shard.device)
+        values, start, parameter_id, low = shard
+        _check_cpu(values.device)
         updates = pack_updates(steps)
         self._kernels.lezo_update(
             _DISTRIBUTIONS[distribution],
-            shard.data_ptr(),
-            _FORMATS[shard.dtype],
+            values.data_ptr(),
+            _FORMATS[values.dtype],
             None if low is None else low.data_ptr(),
             _PRECISIONS[precision],
             start,
-            shard.numel(),
+            values.numel(),
             parameter_id,
             updates.ctypes.data,
             len(updates),

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lezo_ds.noise.backend import NoiseBackend
+from lezo_ds.noise.backend import OneByOneNoise, Shard
 from lezo_ds.noise.draws import dither_words, draw, draw_rows
 from lezo_ds.noise.precision import join_master, store
 from lezo_ds.zo.distributions import Distribution
@@ -18,7 +18,7 @@ from lezo_ds.zo.updates import Update
 CHUNK = 1 << 18
 
 
-class EagerNoise(NoiseBackend):
+class EagerNoise(OneByOneNoise):
     """`NoiseBackend` on any device, in plain PyTorch."""
 
     def _draw(
@@ -61,25 +61,19 @@ class EagerNoise(NoiseBackend):
                 out[first:last] = values.to(torch.float32) + z * signed
 
     def _update(
-        self,
-        distribution: Distribution,
-        shard: Tensor,
-        start: int,
-        parameter_id: int,
-        steps: Sequence[Update],
-        precision: UpdatePrecision,
-        low: Tensor | None,
+        self, distribution: Distribution, shard: Shard, steps: Sequence[Update], precision: UpdatePrecision
     ) -> None:
-        dithered = precision == "stochastic" and shard.dtype != torch.float32
-        for first, last in _chunks(shard.numel(), CHUNK):
-            part = shard[first:last]
+        values, start, parameter_id, low = shard
+        dithered = precision == "stochastic" and values.dtype != torch.float32
+        for first, last in _chunks(values.numel(), CHUNK):
+            part = values[first:last]
             part_low = None if low is None else low[first:last]
-            where = (parameter_id, start + first, last - first, shard.device)
+            where = (parameter_id, start + first, last - first, values.device)
             for key, coefficient, factor in steps:
                 z = draw(distribution, key, *where)
-                values = join_master(part, part_low) * factor - z * coefficient
+                master = join_master(part, part_low) * factor - z * coefficient
                 words = dither_words(key, *where) if dithered else None
-                store(values, part, part_low, words)
+                store(master, part, part_low, words)
 
 
 def _chunks(count: int, size: int) -> Iterator[tuple[int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -80,87 +80,58 @@ class TritonNoise(NoiseBackend):
         device: torch.device,
     ) -> Tensor:
         out = torch.empty(count, dtype=torch.float32, device=device)
-        _launch(
-            kernels.draw_kernel,
-            distribution,
-            TILES[distribution].number(start, count),
-            out_ptr=out,
-            key=key,
-            parameter_id=parameter_id,
-            start=start,
-            count=count,
-            aligned=start % TILES[distribution].per_block == 0,
+        tile = TILES[distribution]
+        aligned = start % tile.per_block == 0
+        launch = Launch(
+            kernels.draw_kernel, distribution, tile, tile.number(start, count), {"aligned": aligned}
         )
+        launch.run(out, key, parameter_id, start, count)
         return out
 
     def _perturb_all(
         self, distribution: Distribution, wholes: Sequence[Whole], key: int, scale: float, num_signs: int
     ) -> list[list[Tensor]]:
-        made: list[list[Tensor]] = [[theta for theta, _, _ in wholes] for _ in range(num_signs)]
         thetas, ids, out_dtypes = zip(*wholes, strict=True)
-        addresses, counts = tuple(map(Tensor.data_ptr, thetas)), tuple(map(Tensor.numel, thetas))
-        dtypes = tuple(theta.dtype for theta in thetas)
-        device, tile = thetas[0].device, TILES[distribution]
-        for group in _perturb_groups(addresses, counts, ids, dtypes, out_dtypes, tile, device):
+        made: list[list[Tensor]] = [list(thetas) for _ in range(num_signs)]
+        groups = _perturb_groups(
+            tuple([theta.data_ptr() for theta in thetas]),
+            tuple([theta.shape for theta in thetas]),
+            ids,
+            tuple([theta.dtype for theta in thetas]),
+            out_dtypes,
+            num_signs,
+            distribution,
+            TILES[distribution],
+            thetas[0].device,
+        )
+        for group in groups:
             # All results in one piece of memory: those of plus, then those of minus.
-            out = torch.empty(num_signs * group.num_bytes, dtype=torch.uint8, device=device)
-            _launch(
-                kernels.perturb_kernel,
-                distribution,
-                group.num_programs,
-                theta_ptr=thetas[group.places[0]],
-                out_ptr=out,
-                table_ptr=group.table,
-                key=key,
-                scale=scale,
-                distance=group.num_bytes,
-                two_signs=num_signs == 2,
-                out_dtype=_DTYPES[group.out_dtype],
-                unit=group.unit,
-                num_columns=group.table.shape[1],
-            )
-            by_dtype = {dtype: out.view(dtype) for dtype in (torch.float32, group.out_dtype)}
-            for place, offset in zip(group.places, group.offsets, strict=True):
-                copies, shape, strides = (
-                    by_dtype[out_dtypes[place]],
-                    thetas[place].shape,
-                    thetas[place].stride(),
-                )
-                for sign in range(num_signs):
-                    start = (sign * group.num_bytes + offset) // copies.itemsize
-                    made[sign][place] = copies.as_strided(shape, strides, start)
+            out = torch.empty(group.num_bytes, dtype=torch.uint8, device=group.table.device)
+            group.launch.run(thetas[group.first], out, group.table, key, scale)
+            by_dtype = {dtype: out.view(dtype) for dtype in group.out_dtypes}
+            for sign, place, out_dtype, view in group.copies:
+                made[sign][place] = by_dtype[out_dtype].as_strided(*view)
         return made
 
-    def _perturb(
+    def _perturb_rows(
         self,
         distribution: Distribution,
         theta: Tensor,
-        rows: Tensor | None,
+        rows: Tensor,
         key: int,
         parameter_id: int,
         scale: float,
         outs: Sequence[Tensor],
     ) -> None:
-        assert rows is not None, "whole parameters are those of _perturb_all"
         tile, width = TILES[distribution], theta.shape[1]
         aligned = width % tile.per_block == 0
         # A row that starts within a block can touch one more tile.
         tiles_per_row = tile.number(0 if aligned else tile.per_block - 1, width)
-        _launch(
-            kernels.perturb_rows_kernel,
-            distribution,
-            len(rows) * tiles_per_row,
-            theta_ptr=theta,
-            rows_ptr=rows,
-            plus_ptr=outs[0],
-            minus_ptr=outs[1] if len(outs) > 1 else None,
-            key=key,
-            parameter_id=parameter_id,
-            scale=scale,
-            width=width,
-            tiles_per_row=tiles_per_row,
-            aligned=aligned,
+        launch = Launch(
+            kernels.perturb_rows_kernel, distribution, tile, len(rows) * tiles_per_row, {"aligned": aligned}
         )
+        plus, minus = outs if len(outs) == 2 else (outs[0], None)
+        launch.run(theta, rows, plus, minus, key, parameter_id, scale, width, tiles_per_row)
 
     def _update_all(
         self,
@@ -170,76 +141,103 @@ class TritonNoise(NoiseBackend):
         precision: UpdatePrecision,
     ) -> None:
         values, starts, ids, lows = zip(*shards, strict=True)
-        addresses, counts = tuple(map(Tensor.data_ptr, values)), tuple(map(Tensor.numel, values))
-        low_addresses = tuple(0 if low is None else low.data_ptr() for low in lows)
-        dtypes = tuple(tensor.dtype for tensor in values)
-        device, tile = values[0].device, TILES[distribution]
-        updates = _updates_on_device(pack_updates(steps).tobytes(), device)
-        for group in _update_groups(addresses, low_addresses, counts, starts, ids, dtypes, tile, device):
-            first = group.places[0]
-            _launch(
-                kernels.update_kernel,
-                distribution,
-                group.num_programs,
-                shard_ptr=values[first],
-                low_ptr=lows[first],
-                table_ptr=group.table,
-                keys_ptr=updates.view(torch.uint64),
-                multipliers_ptr=updates.view(torch.float32),
-                num_steps=len(steps),
-                precision=_PRECISIONS["nearest" if dtypes[first] == torch.float32 else precision],
-                aligned=group.aligned,
-                unit=group.unit,
-                num_columns=group.table.shape[1],
-            )
+        groups = _update_groups(
+            tuple([tensor.data_ptr() for tensor in values]),
+            tuple([0 if low is None else low.data_ptr() for low in lows]),
+            tuple([tensor.numel() for tensor in values]),
+            starts,
+            ids,
+            tuple([tensor.dtype for tensor in values]),
+            precision,
+            distribution,
+            TILES[distribution],
+            values[0].device,
+        )
+        keys, multipliers = _updates_on_device(pack_updates(steps).tobytes(), values[0].device)
+        for first, table, launch in groups:
+            launch.run(values[first], lows[first], table, keys, multipliers, len(steps))
 
-    def _update(
+
+class Launch:
+    """A launch of a kernel, to be run again and again.
+
+    Triton looks at all arguments to find the kernel that is compiled for them, which takes longer than the
+    launch. It looks at the types, and at which addresses and integers are multiples of 16, unless a kernel
+    says `do_not_specialize`. Runs of one launch must not differ in these, so only the first looks.
+
+    Args:
+        kernel: a Triton kernel.
+        distribution: of z.
+        tile: the share of one program.
+        num_programs: number of programs; with 0, nothing runs.
+        constants: arguments that are the same in all runs, by name: the last of the kernel's, except for
+            distribution and tile.
+    """
+
+    def __init__(
         self,
+        kernel: Any,  # noqa: ANN401
         distribution: Distribution,
-        shard: Tensor,
-        start: int,
-        parameter_id: int,
-        steps: Sequence[Update],
-        precision: UpdatePrecision,
-        low: Tensor | None,
+        tile: Tile,
+        num_programs: int,
+        constants: Mapping[str, Any],
     ) -> None:
-        self._update_all(distribution, [Shard(shard, start, parameter_id, low)], steps, precision)
+        self._kernel = kernel
+        self._grid = (num_programs, 1, 1)
+        values = {**constants, "distribution": _DISTRIBUTIONS[distribution], **tile._asdict()}
+        self._constants = [values[name] for name in kernel.arg_names[-len(values) :]]
+        self._compiled: Any = None
+
+    def run(self, first: Tensor, *others: object) -> None:
+        """Run the kernel on its arguments before the constants, on the device of the first."""
+        if self._grid[0] == 0:
+            return
+        with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
+            if self._compiled is not None:
+                self._compiled[self._grid](first, *others, *self._constants)
+                return
+            # enable_fp_fusion=False: a fused multiply-add rounds once where the other backends round twice.
+            # The interpreter returns None.
+            self._compiled = self._kernel[self._grid](
+                first, *others, *self._constants, num_warps=NUM_WARPS, enable_fp_fusion=False
+            )
 
 
 class _Perturbed(NamedTuple):
     """Parameters that one kernel perturbs.
 
     Attributes:
-        places: of the parameters in the call.
-        out_dtype: of the copies that are not fp32.
-        unit: of the table.
-        offsets: of the copies of each parameter in bytes.
-        num_bytes: of all copies at one sign.
+        first: place in the call of the first parameter.
+        num_bytes: of all copies.
+        out_dtypes: of the copies.
+        copies: sign, place of the parameter in the call, dtype, and (shape, strides, offset) of each copy.
         table: for the kernel, on the device.
-        num_programs: of the kernel.
+        launch: of the kernel.
     """
 
-    places: list[int]
-    out_dtype: torch.dtype
-    unit: int
-    offsets: list[int]
+    first: int
     num_bytes: int
+    out_dtypes: Sequence[torch.dtype]
+    copies: Sequence[tuple[int, int, torch.dtype, tuple[Sequence[int], Sequence[int], int]]]
     table: Tensor
-    num_programs: int
+    launch: Launch
 
 
 # Weights that stay where they are have the same tables at each step.
 @functools.lru_cache(maxsize=1024)
-def _perturb_groups(
+def _perturb_groups(  # noqa: PLR0913 (they are the key of the cache)
     addresses: Sequence[int],
-    counts: Sequence[int],
+    shapes: Sequence[torch.Size],
     ids: Sequence[int],
     dtypes: Sequence[torch.dtype],
     out_dtypes: Sequence[torch.dtype],
+    num_signs: int,
+    distribution: Distribution,
     tile: Tile,
     device: torch.device,
 ) -> list[_Perturbed]:
-    """Return what one kernel each perturbs; the arguments tell of each parameter."""
+    """Return what one kernel each perturbs; the first arguments tell of each parameter."""
+    counts = [shape.numel() for shape in shapes]
     kinds = []
     for address, count, dtype, out_dtype in zip(addresses, counts, dtypes, out_dtypes, strict=True):
         other = dtype if out_dtype == torch.float32 else out_dtype
@@ -252,8 +250,23 @@ def _perturb_groups(
             fields.append((ids[place], counts[place] // unit, distance // unit, end // unit, is_fp32))
             offsets.append(end)
             end += -(-counts[place] * out_dtypes[place].itemsize // _ALIGNMENT) * _ALIGNMENT
+        copies = []
+        for sign in range(num_signs):
+            for place, offset in zip(places, offsets, strict=True):
+                dtype, shape = out_dtypes[place], shapes[place]
+                strides = torch.empty(shape, device="meta").stride()
+                copies.append((sign, place, dtype, (shape, strides, (sign * end + offset) // dtype.itemsize)))
         table, num_programs = _table([tile.number(0, counts[place]) for place in places], fields, device)
-        groups.append(_Perturbed(places, other, unit, offsets, end, table, num_programs))
+        constants = {
+            "distance": end,
+            "two_signs": num_signs == 2,
+            "out_dtype": _DTYPES[other],
+            "unit": unit,
+            "num_columns": table.shape[1],
+        }
+        launch = Launch(kernels.perturb_kernel, distribution, tile, num_programs, constants)
+        used = tuple({out_dtypes[place] for place in places})
+        groups.append(_Perturbed(places[0], num_signs * end, used, copies, table, launch))
     return groups
 
 
@@ -261,32 +274,30 @@ class _Updated(NamedTuple):
     """Shards that one kernel updates.
 
     Attributes:
-        places: of the shards in the call.
-        aligned: whether all start where a block of the noise does.
-        unit: of the table.
+        first: place in the call of the first shard.
         table: for the kernel, on the device.
-        num_programs: of the kernel.
+        launch: of the kernel.
     """
 
-    places: list[int]
-    aligned: bool
-    unit: int
+    first: int
     table: Tensor
-    num_programs: int
+    launch: Launch
 
 
 @functools.lru_cache(maxsize=1024)
-def _update_groups(
+def _update_groups(  # noqa: PLR0913 (they are the key of the cache)
     addresses: Sequence[int],
     low_addresses: Sequence[int],
     counts: Sequence[int],
     starts: Sequence[int],
     ids: Sequence[int],
     dtypes: Sequence[torch.dtype],
+    precision: UpdatePrecision,
+    distribution: Distribution,
     tile: Tile,
     device: torch.device,
 ) -> list[_Updated]:
-    """Return what one kernel each updates; the arguments tell of each shard."""
+    """Return what one kernel each updates; the first arguments tell of each shard."""
     kinds = [
         (dtype, start % tile.per_block == 0, _unit(address, low, count))
         for address, low, count, start, dtype in zip(
@@ -294,7 +305,7 @@ def _update_groups(
         )
     ]
     groups = []
-    for (_, aligned, unit), places in _grouped(kinds):
+    for (dtype, aligned, unit), places in _grouped(kinds):
         first = places[0]
         fields = [
             (
@@ -307,7 +318,15 @@ def _update_groups(
             for place in places
         ]
         tiles = [tile.number(starts[place], counts[place]) for place in places]
-        groups.append(_Updated(places, aligned, unit, *_table(tiles, fields, device)))
+        table, num_programs = _table(tiles, fields, device)
+        constants = {
+            "precision": _PRECISIONS["nearest" if dtype == torch.float32 else precision],
+            "aligned": aligned,
+            "unit": unit,
+            "num_columns": table.shape[1],
+        }
+        launch = Launch(kernels.update_kernel, distribution, tile, num_programs, constants)
+        groups.append(_Updated(first, table, launch))
     return groups
 
 
@@ -345,27 +364,12 @@ def _table(
 
 # All blocks of a step have the same updates, so one copy to the GPU serves them all.
 @functools.lru_cache(maxsize=4)
-def _updates_on_device(updates: bytes, device: torch.device) -> Tensor:
-    """Return packed updates on a device: int64 [2 n]."""
-    return _on_device(torch.frombuffer(bytearray(updates), dtype=torch.int64), device)
+def _updates_on_device(updates: bytes, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return packed updates on a device, read as uint64 and as fp32."""
+    packed = _on_device(torch.frombuffer(bytearray(updates), dtype=torch.int64), device)
+    return packed.view(torch.uint64), packed.view(torch.float32)
 
 
 def _on_device(values: Tensor, device: torch.device) -> Tensor:
     # Pinned memory and non_blocking let the host go on before the copy is done.
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
-
-
-def _launch(kernel: Any, distribution: Distribution, num_programs: int, **arguments: Any) -> None:  # noqa: ANN401
-    """Run a kernel on the device of its first argument."""
-    if num_programs == 0:
-        return
-    first: Tensor = next(iter(arguments.values()))
-    with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
-        # enable_fp_fusion=False: a fused multiply-add rounds once where the other backends round twice.
-        kernel[(num_programs,)](
-            **arguments,
-            distribution=_DISTRIBUTIONS[distribution],
-            **TILES[distribution]._asdict(),
-            num_warps=NUM_WARPS,
-            enable_fp_fusion=False,
-        )

@@ -290,8 +290,8 @@ def draw_kernel(
     parameter_id: tl.uint32,
     start: tl.int64,
     count: tl.int64,
-    distribution: tl.constexpr,
     aligned: tl.constexpr,
+    distribution: tl.constexpr,
     num_blocks: tl.constexpr,
     per_block: tl.constexpr,
 ) -> None:
@@ -387,8 +387,8 @@ def perturb_rows_kernel(
     scale: tl.float32,
     width: tl.int64,
     tiles_per_row: tl.int32,
-    distribution: tl.constexpr,
     aligned: tl.constexpr,
+    distribution: tl.constexpr,
     num_blocks: tl.constexpr,
     per_block: tl.constexpr,
 ) -> None:

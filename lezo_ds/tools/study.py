@@ -153,6 +153,8 @@ def table(rows: pd.DataFrame) -> str:
 def _methods(entries: Sequence[Mapping[str, Any]]) -> tuple[Method, ...]:
     found: dict[str, Method] = {}
     for entry in entries:
+        if entry["name"] in found:
+            raise ValueError(f"two methods have the name {entry['name']}")
         if "like" in entry and entry["like"] not in found:
             raise ValueError(f"{entry['name']}: no method above it has the name {entry['like']}")
         inherited = found[entry["like"]].changes if "like" in entry else ()

@@ -127,6 +127,7 @@ def test_a_method_takes_the_changes_of_the_one_it_is_like_and_then_its_own():
         ),
         ({"methods": [{"name": "a", "changes": [], "rate": "b"}]}, "a: start nan is not in the grid"),
         ({"methods": [{"name": "a", "like": "b", "changes": []}]}, "no method above it has the name b"),
+        ({"methods": [{"name": "a", "changes": []}] * 2}, "two methods have the name a"),
     ],
     ids=str,
 )

@@ -6,20 +6,19 @@ What is left out is the part of a launch that is not Python: Triton's launcher i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from lezo_ds.noise import Distribution, Shard, Update, UpdatePrecision, Whole
 from lezo_ds.noise.cpu import CpuNoise
-from lezo_ds.noise.gpu import TritonNoise
+from lezo_ds.noise.gpu import Launch, TritonNoise
 
 _MAX_SHARED_MEMORY = 227 * 1024
 _MAX_THREADS = 1024
@@ -40,7 +39,13 @@ class _FakeDriver:
 
     launcher_cls = _NoLauncher
     utils = SimpleNamespace(
-        load_binary=lambda *_: (None, None, 0, 0, _MAX_THREADS),
+        load_binary=lambda *_: (
+            "module",
+            "function",
+            0,
+            0,
+            _MAX_THREADS,
+        ),  # None would load it at each launch
         get_device_properties=lambda _: {"max_shared_mem": _MAX_SHARED_MEMORY},
     )
 
@@ -58,65 +63,50 @@ class FakedTritonNoise(TritonNoise):
     """`TritonNoise` whose launches do nothing, with the results of `CpuNoise`.
 
     Attributes:
-        seconds: CPU time of the launches so far, with the memory and the tables that they need.
+        launch_seconds: CPU time of the launches so far.
+        seconds: the same with all else that the backend does: tables, memory for copies, and their views.
     """
 
     def __init__(self) -> None:
         driver.set_active(_FakeDriver())
         self.seconds = 0.0
+        self.launch_seconds = 0.0
         self._results = CpuNoise()
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        start = time.thread_time()
-        yield
-        self.seconds += time.thread_time() - start
+        run = Launch.run
 
-    def _draw(
-        self,
-        distribution: Distribution,
-        key: int,
-        parameter_id: int,
-        start: int,
-        count: int,
-        device: torch.device,
-    ) -> Tensor:
-        return self._results._draw(distribution, key, parameter_id, start, count, device)
+        def timed_run(launch: Launch, *arguments: Any) -> None:  # noqa: ANN401
+            start = time.thread_time()
+            run(launch, *arguments)
+            self.launch_seconds += time.thread_time() - start
 
-    def _perturb_all(
-        self, distribution: Distribution, wholes: Sequence[Whole], key: int, scale: float, num_signs: int
-    ) -> list[list[Tensor]]:
+        with patch.object(Launch, "run", timed_run):
+            start = time.thread_time()
+            yield
+            self.seconds += time.thread_time() - start
+
+    def _draw(self, *arguments: Any) -> Tensor:  # noqa: ANN401
+        return self._results._draw(*arguments)
+
+    def _perturb_all(self, *arguments: Any) -> list[list[Tensor]]:  # noqa: ANN401
         with self._timed():
-            made = super()._perturb_all(distribution, wholes, key, scale, num_signs)
+            made = super()._perturb_all(*arguments)
         with _disable_current_modes():
-            for (theta, parameter_id, _), outs in zip(wholes, zip(*made, strict=True), strict=True):
-                self._results._perturb(distribution, theta, None, key, parameter_id, scale, outs)
+            for copies, results in zip(made, self._results._perturb_all(*arguments), strict=True):
+                for copy, result in zip(copies, results, strict=True):
+                    copy.copy_(result)
         return made
 
-    def _perturb(
-        self,
-        distribution: Distribution,
-        theta: Tensor,
-        rows: Tensor | None,
-        key: int,
-        parameter_id: int,
-        scale: float,
-        outs: Sequence[Tensor],
-    ) -> None:
-        arguments = (distribution, theta, rows, key, parameter_id, scale, outs)
+    def _perturb_rows(self, *arguments: Any) -> None:  # noqa: ANN401
         with self._timed():
-            super()._perturb(*arguments)
+            super()._perturb_rows(*arguments)
         with _disable_current_modes():
-            self._results._perturb(*arguments)
+            self._results._perturb_rows(*arguments)
 
-    def _update_all(
-        self,
-        distribution: Distribution,
-        shards: Sequence[Shard],
-        steps: Sequence[Update],
-        precision: UpdatePrecision,
-    ) -> None:
+    def _update_all(self, *arguments: Any) -> None:  # noqa: ANN401
         with self._timed():
-            super()._update_all(distribution, shards, steps, precision)
+            super()._update_all(*arguments)
         with _disable_current_modes():
-            self._results._update_all(distribution, shards, steps, precision)
+            self._results._update_all(*arguments)
