@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
 import shlex
@@ -18,6 +17,7 @@ import torch
 from lezo_ds import distributed
 from lezo_ds.config import RunConfig
 from lezo_ds.files import make_directory, write_atomically
+from lezo_ds.runs.run_directory import library_versions
 from lezo_ds.tools.benchmark import table
 from lezo_ds.tools.benchmark.host import measure_host
 from lezo_ds.tools.benchmark.inputs import Inputs
@@ -89,12 +89,13 @@ def origin_columns() -> Row:
     """Return when, on what and by which command rows were measured."""
     ranks = distributed.world_size()
     launcher = ["python"] if ranks == 1 else ["deepspeed", "--num_gpus", str(ranks)]
+    versions = library_versions()
     own = [argument for argument in sys.argv if not argument.startswith("--local_rank")]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join([*launcher, *own]),
         "machine": _machine(),
-        **{name: importlib.metadata.version(name) for name in _LIBRARIES},
+        **{name: versions[name] for name in _LIBRARIES},
     }
 
 
