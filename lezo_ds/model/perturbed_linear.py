@@ -1,6 +1,8 @@
 """Runs a linear module at all probes: one matrix product for each, and one kernel that adds all biases.
 
-The outputs of the probes are written next to each other, so that nothing has to be concatenated.
+The outputs of the probes are written next to each other, so that nothing has to be concatenated. A perturbed
+bias of a 16-bit model is not left to the product, because cuBLAS adds biases of the output's dtype only, and
+16 bits are too coarse for theta + mu z (see `replaced_call.copy_dtype`).
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lezo_ds.errors import UserError
 from lezo_ds.model.perturbed_linear import is_product, product_at_probes
+from lezo_ds.model.perturbed_norm import is_fused, norm_at_probes
 from lezo_ds.model.replaced_call import call_with_copies, cast_floats, copy_dtype, runs_in_float32
 from lezo_ds.noise import Distribution, NoiseBackend, Whole
 from lezo_ds.sharding.parameters import NamedParameter
@@ -407,8 +408,11 @@ class PerturbedModules:
         made = self._copies([entry.parameter for entry in active])
         copies = {entry.name: tensors for entry, tensors in zip(active, made, strict=True)}
         num_copies = self._running.num_copies
-        if is_product(original, args, kwargs, rows=1 if num_copies == 1 else num_copies * self._running.rows):
+        rows = 1 if num_copies == 1 else num_copies * self._running.rows
+        if is_product(original, args, kwargs, rows):
             return product_at_probes(module, copies, args[0], num_copies)
+        if is_fused(module, original, args, kwargs, rows):
+            return norm_at_probes(module, copies, args[0], num_copies)
 
         def run(index: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             of_probe = {name: tensors[index] for name, tensors in copies.items()}

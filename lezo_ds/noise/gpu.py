@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lezo_ds.noise import triton_kernels as kernels
 from lezo_ds.noise.backend import NoiseBackend, Shard, Whole, pack_updates
+from lezo_ds.noise.launch import Launch
 from lezo_ds.zo.distributions import Distribution
 from lezo_ds.zo.precision import UpdatePrecision
 from lezo_ds.zo.updates import Update
@@ -82,7 +83,7 @@ class TritonNoise(NoiseBackend):
         out = torch.empty(count, dtype=torch.float32, device=device)
         tile = TILES[distribution]
         aligned = start % tile.per_block == 0
-        launch = Launch(
+        launch = _launch_of(
             kernels.draw_kernel, distribution, tile, tile.number(start, count), {"aligned": aligned}
         )
         launch.run(out, key, parameter_id, start, count)
@@ -127,7 +128,7 @@ class TritonNoise(NoiseBackend):
         aligned = width % tile.per_block == 0
         # A row that starts within a block can touch one more tile.
         tiles_per_row = tile.number(0 if aligned else tile.per_block - 1, width)
-        launch = Launch(
+        launch = _launch_of(
             kernels.perturb_rows_kernel, distribution, tile, len(rows) * tiles_per_row, {"aligned": aligned}
         )
         plus, minus = outs if len(outs) == 2 else (outs[0], None)
@@ -158,49 +159,16 @@ class TritonNoise(NoiseBackend):
             launch.run(values[first], lows[first], table, keys, multipliers, len(steps))
 
 
-class Launch:
-    """A launch of a kernel, to be run again and again.
-
-    Triton looks at all arguments to find the kernel that is compiled for them, which takes longer than the
-    launch. It looks at the types, and at which addresses and integers are multiples of 16, unless a kernel
-    says `do_not_specialize`. Runs of one launch must not differ in these, so only the first looks.
-
-    Args:
-        kernel: a Triton kernel.
-        distribution: of z.
-        tile: the share of one program.
-        num_programs: number of programs; with 0, nothing runs.
-        constants: arguments that are the same in all runs, by name: the last of the kernel's, except for
-            distribution and tile.
-    """
-
-    def __init__(
-        self,
-        kernel: Any,  # noqa: ANN401
-        distribution: Distribution,
-        tile: Tile,
-        num_programs: int,
-        constants: Mapping[str, Any],
-    ) -> None:
-        self._kernel = kernel
-        self._grid = (num_programs, 1, 1)
-        values = {**constants, "distribution": _DISTRIBUTIONS[distribution], **tile._asdict()}
-        self._constants = [values[name] for name in kernel.arg_names[-len(values) :]]
-        self._compiled: Any = None
-
-    def run(self, first: Tensor, *others: object) -> None:
-        """Run the kernel on its arguments before the constants, on the device of the first."""
-        if self._grid[0] == 0:
-            return
-        with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
-            if self._compiled is not None:
-                self._compiled[self._grid](first, *others, *self._constants)
-                return
-            # enable_fp_fusion=False: a fused multiply-add rounds once where the other backends round twice.
-            # The interpreter returns None.
-            self._compiled = self._kernel[self._grid](
-                first, *others, *self._constants, num_warps=NUM_WARPS, enable_fp_fusion=False
-            )
+def _launch_of(
+    kernel: Any,  # noqa: ANN401
+    distribution: Distribution,
+    tile: Tile,
+    num_programs: int,
+    constants: Mapping[str, Any],
+) -> Launch:
+    """Return a launch of a kernel of the noise, with the constants that all of them have."""
+    common = {"distribution": _DISTRIBUTIONS[distribution], **tile._asdict()}
+    return Launch(kernel, num_programs, {**constants, **common}, NUM_WARPS)
 
 
 class _Perturbed(NamedTuple):
@@ -264,7 +232,7 @@ def _perturb_groups(  # noqa: PLR0913 (they are the key of the cache)
             "unit": unit,
             "num_columns": table.shape[1],
         }
-        launch = Launch(kernels.perturb_kernel, distribution, tile, num_programs, constants)
+        launch = _launch_of(kernels.perturb_kernel, distribution, tile, num_programs, constants)
         used = tuple({out_dtypes[place] for place in places})
         groups.append(_Perturbed(places[0], num_signs * end, used, copies, table, launch))
     return groups
@@ -325,7 +293,7 @@ def _update_groups(  # noqa: PLR0913 (they are the key of the cache)
             "unit": unit,
             "num_columns": table.shape[1],
         }
-        launch = Launch(kernels.update_kernel, distribution, tile, num_programs, constants)
+        launch = _launch_of(kernels.update_kernel, distribution, tile, num_programs, constants)
         groups.append(_Updated(first, table, launch))
     return groups
 

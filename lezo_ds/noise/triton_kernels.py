@@ -189,7 +189,7 @@ def _dither(key: tl.tensor, parameter_id: tl.tensor, block: tl.tensor, per_block
 
 
 @triton.jit
-def _round_nearest(value: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def round_nearest(value: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Round to nearest, ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = value.to(tl.int32, bitcast=True)
@@ -332,7 +332,7 @@ def _store_perturbed(
     if is_fp32 != 0:
         tl.store(_moved(out_ptr, 0, tl.float32) + position, value, mask=inside)
     else:
-        rounded = _round_nearest(value, out_dtype)
+        rounded = round_nearest(value, out_dtype)
         tl.store(_moved(out_ptr, 0, out_dtype) + position, rounded, mask=inside)
 
 
@@ -401,10 +401,10 @@ def perturb_rows_kernel(
     z = _draw(key, parameter_id, block, distribution)
     out = target * width + position
     plus = theta + scale * z
-    tl.store(plus_ptr + out, _round_nearest(plus, plus_ptr.dtype.element_ty), mask=inside)
+    tl.store(plus_ptr + out, round_nearest(plus, plus_ptr.dtype.element_ty), mask=inside)
     if minus_ptr is not None:
         minus = theta - scale * z
-        tl.store(minus_ptr + out, _round_nearest(minus, minus_ptr.dtype.element_ty), mask=inside)
+        tl.store(minus_ptr + out, round_nearest(minus, minus_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_steps"])
@@ -458,7 +458,7 @@ def update_kernel(
                 dither = _dither(key, parameter_id, block, per_block)
                 stored = _round_stochastic(value, dither, stored.dtype)
             else:
-                stored = _round_nearest(value, stored.dtype)
+                stored = round_nearest(value, stored.dtype)
     tl.store(shard_ptr + position, stored, mask=inside)
     if precision == MASTER:
         tl.store(low_ptr + position, low, mask=inside)

@@ -16,6 +16,7 @@ from lezo_ds.config.compatibility import recorded_config
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
 from lezo_ds.journal import Header, JournalRecord, step_checksums
+from lezo_ds.model.perturbed_norm import norm_facts
 from lezo_ds.model.snapshots import SnapshotOwner
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.run_directory import library_versions
@@ -41,6 +42,7 @@ def make_header(config: RunConfig, data: TaskData, fingerprint: str, parameter_t
         parameter_table: digest of the names, ids and shapes of the parameters.
     """
     model = resolve_model(config.model.path)
+    device = distributed.device()
     splits = {"train": data.train, "dev": data.dev, "test": data.test}
     inputs = {
         "tokenizer": _tokenizer_hash(model),
@@ -53,7 +55,7 @@ def make_header(config: RunConfig, data: TaskData, fingerprint: str, parameter_t
         parameter_table_hash=parameter_table,
         config={**_recorded_keys(config), **inputs},
         libraries=library_versions(),
-        arithmetic=distributed.arithmetic_facts(distributed.device()),
+        arithmetic={**distributed.arithmetic_facts(device), **norm_facts(device)},
     )
 
 

@@ -25,7 +25,11 @@ from lezo_ds.noise import triton_kernels as kernels
 from lezo_ds.noise.gpu import NUM_WARPS, TILES, TritonNoise
 
 REPOSITORY = Path(__file__).parents[2]
-INTERPRETED = ("tests/unit/test_noise_backends.py", "tests/unit/test_noise_box_muller.py")
+INTERPRETED = (
+    "tests/unit/test_noise_backends.py",
+    "tests/unit/test_noise_box_muller.py",
+    "tests/model/test_perturbed_norm.py",
+)
 TYPES = {
     "out_ptr": "*fp32",
     "rows_ptr": "*i64",
@@ -171,9 +175,8 @@ def test_an_element_takes_few_instructions(storage, distribution, tmp_path):
 @needs_a_compiler
 def test_alike_parameters_take_one_launch_and_others_one_for_each_kind(monkeypatch):
     class Counted(gpu.Launch):
-        def __init__(self, kernel, *others):
-            super().__init__(kernel, *others)
-            self.counted = kernel, others[-1]["unit"]
+        def __init__(self, kernel, num_programs, constants, num_warps):
+            self.counted = kernel, constants["unit"]
 
         def run(self, *_):
             launched.append(self.counted)

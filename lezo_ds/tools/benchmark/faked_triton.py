@@ -1,4 +1,4 @@
-"""The Triton backend without a GPU: all that Python does to launch its kernels, which then do not run.
+"""Triton's kernels without a GPU: all that Python does to launch them. They do not run.
 
 What is left out is the part of a launch that is not Python: Triton's launcher in C, and CUDA's driver.
 """
@@ -6,19 +6,23 @@ What is left out is the part of a launch that is not Python: Triton's launcher i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from lezo_ds.model import perturbed_modules, perturbed_norm
+from lezo_ds.model.replaced_call import call_with_copies
 from lezo_ds.noise.cpu import CpuNoise
-from lezo_ds.noise.gpu import Launch, TritonNoise
+from lezo_ds.noise.gpu import TritonNoise
+from lezo_ds.noise.launch import Launch
 
 _MAX_SHARED_MEMORY = 227 * 1024
 _MAX_THREADS = 1024
@@ -63,7 +67,7 @@ class FakedTritonNoise(TritonNoise):
     """`TritonNoise` whose launches do nothing, with the results of `CpuNoise`.
 
     Attributes:
-        launch_seconds: CPU time of the launches so far.
+        launch_seconds: CPU time of the launches so far, and of those of norms.
         seconds: the same with all else that the backend does: tables, memory for copies, and their views.
     """
 
@@ -110,3 +114,26 @@ class FakedTritonNoise(TritonNoise):
             super()._update_all(*arguments)
         with _disable_current_modes():
             self._results._update_all(*arguments)
+
+    @contextmanager
+    def with_norms(self) -> Iterator[None]:
+        """Launch the kernel of perturbed LayerNorms, too, with results of torch on the CPU."""
+        with (
+            patch.object(perturbed_norm, "is_on_gpu", lambda _: True),
+            patch.object(perturbed_modules, "norm_at_probes", self._norm_at_probes),
+        ):
+            yield
+
+    def _norm_at_probes(
+        self, module: nn.Module, copies: Mapping[str, Sequence[Tensor]], batch: Tensor, num_copies: int
+    ) -> Tensor:
+        with self._timed():
+            output = perturbed_norm.norm_at_probes(module, copies, batch, num_copies)
+        with _disable_current_modes():
+            for probe, (result, share) in enumerate(
+                zip(output.chunk(num_copies), batch.chunk(num_copies), strict=True)
+            ):
+                of_probe = {name: vectors[probe] for name, vectors in copies.items()}
+                forward = partial(nn.LayerNorm.forward, cast(nn.LayerNorm, module))
+                result.copy_(call_with_copies(module, forward, of_probe, [share.float()], {}))
+        return output

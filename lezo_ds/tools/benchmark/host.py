@@ -111,7 +111,7 @@ def _launches_without_a_gpu(rounds: int) -> Figures:
     from lezo_ds.tools.benchmark.faked_triton import FakedTritonNoise  # CPUs often do not have Triton
 
     noise = FakedTritonNoise()
-    with patch.object(select, "_backend_of", lambda _: noise):
+    with patch.object(select, "_backend_of", lambda _: noise), noise.with_norms():
         steps = _start(_inputs("bf16"), *_SPARSITIES.values())
         figures = _count_launches(steps)
         for name, variant in _SPARSITIES.items():
@@ -133,7 +133,7 @@ def _count_launches(steps: Mapping[str, Steps]) -> Figures:
             steps[variant].step()
         found = _profiled(steps[variant].step)
         figures[f"torch launches, bf16, {name}"] = operators.count
-        figures[f"noise launches, bf16, {name}"] = _num_calls(found, "lezo_ds/noise/gpu.py", "run")
+        figures[f"Triton launches, bf16, {name}"] = _num_calls(found, "lezo_ds/noise/launch.py", "run")
     return figures
 
 

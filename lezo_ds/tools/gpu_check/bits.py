@@ -1,4 +1,4 @@
-"""Exact bits: the device's noise against plain PyTorch on the CPU, and the engine against itself."""
+"""Bits: noise against plain PyTorch on the CPU, norms against float64, and the engine against itself."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from lezo_ds.config import ZoConfig
 from lezo_ds.engine.lezo_engine import LezoEngine
+from lezo_ds.model.perturbed_norm import norm_at_probes
 from lezo_ds.noise import NoiseBackend, Shard, Whole, noise_backend
 from lezo_ds.noise.eager import EagerNoise
 from lezo_ds.noise.precision import STORAGE_DTYPES
@@ -30,6 +32,8 @@ _STARTS = (0, 5, 1 << 33)
 _SCALES = (1e-3, -1e-3, 2e-3, 0.0)
 _STEPS = tuple(Update(_KEY + step, 0.01 * (step + 1), 1 - 1e-3 * step) for step in range(3))
 _NUM_STEPS, _RESUMED_AT = 4, 2
+_NORM_WIDTH = 5120
+_MOST_UNITS = 0.51  # half a unit for the last rounding, and a little for those of float32
 
 
 def noise_rows(device: torch.device) -> list[Row]:
@@ -41,6 +45,29 @@ def noise_rows(device: torch.device) -> list[Row]:
         num_equal = sum(torch.equal(a.cpu(), b) for a, b in zip(ours, theirs, strict=True))
         found = f"{num_equal} of {len(theirs)} results equal"
         rows.append(Row("noise", f"{name}, {distribution}", found, num_equal == len(theirs)))
+    return rows
+
+
+def norm_rows(device: torch.device) -> list[Row]:
+    """Compare the fused LayerNorm of GPUs with float64, which is rounded once."""
+    rows = []
+    for dtype in (torch.bfloat16, torch.float16):
+        module = nn.LayerNorm(_NORM_WIDTH).to(device, dtype)
+        copies = {
+            name: [_theta(_NORM_WIDTH, torch.float32, device) + probe for probe in (1, 2)]
+            for name in ("weight", "bias")
+        }
+        batch = (100 * _theta(8 * _NORM_WIDTH, dtype, device)).view(8, _NORM_WIDTH)
+        found = norm_at_probes(module, copies, batch, 2)
+        exact = []
+        for probe, share in enumerate(batch.chunk(2)):
+            weight, bias = (vectors[probe].double() for vectors in copies.values())
+            exact.append(functional.layer_norm(share.double(), (_NORM_WIDTH,), weight, bias, module.eps))
+        expected = torch.cat(exact)
+        unit = torch.finfo(dtype).eps
+        error = float(((found - expected).abs() / (expected.abs() + unit)).max()) / unit
+        text = f"at most {error:.2f} units in the last place from float64"
+        rows.append(Row("norm", f"LayerNorm at two probes, {dtype}", text, error < _MOST_UNITS))
     return rows
 
 

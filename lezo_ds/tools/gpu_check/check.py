@@ -84,7 +84,9 @@ def sections(shapes: Sequence[str], device: str, rounds: int) -> Iterator[Sectio
         rounds: timed steps or calls of each kind.
     """
     dtypes: tuple[Dtype, ...] = ("fp32", "bf16")
-    yield "noise: exact bits", _noise_bits
+    yield "noise: exact bits", partial(_bits, bits.noise_rows)
+    if device == "cuda":  # a CPU runs norms with torch's own operators
+        yield "norm: rounded once", partial(_bits, bits.norm_rows)
     for dtype in dtypes:
         yield f"engine: exact bits, {dtype}", partial(_engine_bits, setting_of(_SMALL, dtype, "sst2"))
     yield "noise: speed", partial(speed.noise_speed_rows, "bf16", _NOISE_ELEMENTS[device], rounds=rounds)
@@ -168,9 +170,9 @@ def _about() -> dict[str, object]:
     return facts
 
 
-def _noise_bits() -> Found:
+def _bits(rows: Callable[[torch.device], list[Row]]) -> Found:
     distributed.init_distributed()
-    return bits.noise_rows(distributed.device()), []
+    return rows(distributed.device()), []
 
 
 def _engine_bits(setting: Setting) -> Found:
