@@ -100,6 +100,27 @@ def test_the_headline_is_the_setting_with_the_lowest_validation_loss(tmp_path):
     ]
 
 
+LONG = ("zo.estimator=one-sided", "zo.directions=15", "zo.probes_per_pass=16", "zo.lr_schedule=linear")
+
+
+def names_of_experiments(pattern):
+    return sorted(set(name_experiments(read_runs(pattern))["setting"]))
+
+
+def test_experiments_with_many_settings_have_the_names_of_their_folders(tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path / "plain" / f"seed={seed}", f"seed={seed}")
+        write_run(tmp_path / "15 directions" / f"seed={seed}", f"seed={seed}", *LONG)
+    runs = sorted(tmp_path.glob("*/*"))
+    assert names_of_experiments(runs) == ["15 directions", "plain"]
+    # A folder of two experiments names neither, and two folders of one do not either.
+    write_run(tmp_path / "plain" / "rate", "zo.learning_rate=7e-7")
+    assert names_of_experiments(runs) == ["15 directions", "plain"]
+    assert not {"15 directions", "plain"} & set(names_of_experiments([*runs, tmp_path / "plain" / "rate"]))
+    write_run(tmp_path / "again" / "seed=2", "seed=2")
+    assert not {"again", "plain"} & set(names_of_experiments([*runs, tmp_path / "again" / "seed=2"]))
+
+
 def test_a_reward_is_not_in_percent(tmp_path):
     for seed, test in enumerate((12.5, 13.5)):
         write_run(tmp_path / f"run-{seed}", f"seed={seed}", test=test, metric="reward", majority_class=None)

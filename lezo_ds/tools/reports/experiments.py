@@ -16,6 +16,8 @@ _ORDER = {name: place for names in (_METHODS, _ADAPTERS) for place, name in enum
 MAX_SETTINGS = 8
 """Number of experiments on a task above which a report shows only the best learning rate of each method."""
 
+_LONGEST_SETTING = 60
+
 
 def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:
     """Return runs with names to show, in the order of the paper's rows.
@@ -27,7 +29,8 @@ def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:
         The same columns, with `model` shortened where that is clear (a model of the paper has the paper's
         name), and `task` followed by the metric where runs on it have several; and with title: method and
         adapter, such as "LeZO LoRA"; setting: the title and what else tells apart the experiments on one
-        task, such as "LeZO, sparsity=0.5".
+        task, such as "LeZO, sparsity=0.5". Where that gets long, it is the name of the folder around the
+        directories of the experiment's runs, if each experiment has its own, as in a study.
     """
     runs = runs.sort_values(
         ["peft", "method", "sparsity", "learning_rate"],
@@ -47,7 +50,8 @@ def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:
         title=runs["method"].replace(_METHODS) + runs["peft"].replace(_ADAPTERS),
     )
     settings = [_settings(group) for _, group in runs.groupby(["model", "title"], sort=False)]
-    return runs.assign(setting=pd.concat(settings) if settings else None)
+    runs = runs.assign(setting=pd.concat(settings) if settings else None)
+    return runs.assign(setting=_shortened(runs)) if len(runs) else runs
 
 
 def drop_repeats(runs: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
@@ -104,3 +108,13 @@ def _settings(group: pd.DataFrame) -> pd.Series:
             varying.remove(rate)
     values = group.apply(values_text, axis=1, keys=varying)
     return group["title"] + values.where(values == "", ", " + values)
+
+
+def _shortened(runs: pd.DataFrame) -> pd.Series:
+    """Return the names of the runs' experiments, or those of their folders (see `name_experiments`)."""
+    folders = runs["directory"].map(lambda directory: Path(directory).absolute().parent.name)
+    pairs = pd.DataFrame({"setting": runs["setting"], "folder": folders}).drop_duplicates()
+    is_long = runs["setting"].str.len().max() > _LONGEST_SETTING
+    return (
+        folders if is_long and pairs["setting"].is_unique and pairs["folder"].is_unique else runs["setting"]
+    )
