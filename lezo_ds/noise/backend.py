@@ -297,7 +297,7 @@ class NoiseBackend(ABC):
 
 
 class OneByOneNoise(NoiseBackend):
-    """A backend that perturbs and updates one parameter at a time, whole parameters and rows alike."""
+    """A backend that perturbs one parameter at a time, whole parameters and rows alike."""
 
     def _perturb_all(
         self, distribution: Distribution, wholes: Sequence[Whole], key: int, scale: float, num_signs: int
@@ -321,16 +321,6 @@ class OneByOneNoise(NoiseBackend):
     ) -> None:
         self._perturb(distribution, theta, rows, key, parameter_id, scale, outs)
 
-    def _update_all(
-        self,
-        distribution: Distribution,
-        shards: Sequence[Shard],
-        steps: Sequence[Update],
-        precision: UpdatePrecision,
-    ) -> None:
-        for shard in shards:
-            self._update(distribution, shard, steps, precision)
-
     @abstractmethod
     def _perturb(
         self,
@@ -343,12 +333,6 @@ class OneByOneNoise(NoiseBackend):
         outs: Sequence[Tensor],
     ) -> None:
         """Do what `_perturb_rows` does for the given rows, or for all of theta if `rows` is None."""
-
-    @abstractmethod
-    def _update(
-        self, distribution: Distribution, shard: Shard, steps: Sequence[Update], precision: UpdatePrecision
-    ) -> None:
-        """Update one shard; the arguments are checked."""
 
 
 def _by_pairs(

@@ -104,25 +104,30 @@ class CpuNoise(OneByOneNoise):
             torch.get_num_threads(),
         )
 
-    def _update(
-        self, distribution: Distribution, shard: Shard, steps: Sequence[Update], precision: UpdatePrecision
+    def _update_all(
+        self,
+        distribution: Distribution,
+        shards: Sequence[Shard],
+        steps: Sequence[Update],
+        precision: UpdatePrecision,
     ) -> None:
-        values, start, parameter_id, low = shard
-        _check_cpu(values.device)
         updates = pack_updates(steps)
-        self._kernels.lezo_update(
-            _DISTRIBUTIONS[distribution],
-            values.data_ptr(),
-            _FORMATS[values.dtype],
-            None if low is None else low.data_ptr(),
-            _PRECISIONS[precision],
-            start,
-            values.numel(),
-            parameter_id,
-            updates.ctypes.data,
-            len(updates),
-            torch.get_num_threads(),
-        )
+        address, num_threads = updates.ctypes.data, torch.get_num_threads()
+        for values, start, parameter_id, low in shards:
+            _check_cpu(values.device)
+            self._kernels.lezo_update(
+                _DISTRIBUTIONS[distribution],
+                values.data_ptr(),
+                _FORMATS[values.dtype],
+                None if low is None else low.data_ptr(),
+                _PRECISIONS[precision],
+                start,
+                values.numel(),
+                parameter_id,
+                address,
+                len(updates),
+                num_threads,
+            )
 
 
 @functools.cache

@@ -60,20 +60,24 @@ class EagerNoise(OneByOneNoise):
             for out, signed in zip(outs, (scale, -scale), strict=False):
                 out[first:last] = values.to(torch.float32) + z * signed
 
-    def _update(
-        self, distribution: Distribution, shard: Shard, steps: Sequence[Update], precision: UpdatePrecision
+    def _update_all(
+        self,
+        distribution: Distribution,
+        shards: Sequence[Shard],
+        steps: Sequence[Update],
+        precision: UpdatePrecision,
     ) -> None:
-        values, start, parameter_id, low = shard
-        dithered = precision == "stochastic" and values.dtype != torch.float32
-        for first, last in _chunks(values.numel(), CHUNK):
-            part = values[first:last]
-            part_low = None if low is None else low[first:last]
-            where = (parameter_id, start + first, last - first, values.device)
-            for key, coefficient, factor in steps:
-                z = draw(distribution, key, *where)
-                master = join_master(part, part_low) * factor - z * coefficient
-                words = dither_words(key, *where) if dithered else None
-                store(master, part, part_low, words)
+        for values, start, parameter_id, low in shards:
+            dithered = precision == "stochastic" and values.dtype != torch.float32
+            for first, last in _chunks(values.numel(), CHUNK):
+                part = values[first:last]
+                part_low = None if low is None else low[first:last]
+                where = (parameter_id, start + first, last - first, values.device)
+                for key, coefficient, factor in steps:
+                    z = draw(distribution, key, *where)
+                    master = join_master(part, part_low) * factor - z * coefficient
+                    words = dither_words(key, *where) if dithered else None
+                    store(master, part, part_low, words)
 
 
 def _chunks(count: int, size: int) -> Iterator[tuple[int, int]]:
