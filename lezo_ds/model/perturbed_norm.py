@@ -79,7 +79,7 @@ def norm_at_probes(
     tensors = (output, batch, weight, bias)
     launch = _launch(num_rows, width, tuple(map(_seen_by_triton, tensors)), batch.device)
     rows_of_copy = num_rows // num_copies
-    launch.run(*tensors, rows_of_copy, weight_distance, bias_distance, getattr(module, "eps"))  # noqa: B009
+    launch.run(*tensors, rows_of_copy, weight_distance, bias_distance, module.eps)
     return output
 
 
@@ -100,9 +100,8 @@ def _seen_by_triton(tensor: Tensor | None) -> tuple[torch.dtype, bool] | None:
 @functools.lru_cache(maxsize=1024)
 def _launch(num_rows: int, width: int, _seen: object, _device: torch.device) -> Launch:
     """Return a launch for rows of a width. Launches differ if Triton sees something else in the tensors."""
-    from lezo_ds.model.norm_kernel import (
-        layer_norm_kernel,
-    )  # CPUs do not need Triton and often do not have it
+    # CPUs do not need Triton and often do not have it.
+    from lezo_ds.model.norm_kernel import layer_norm_kernel
 
     width_power = 1 << (width - 1).bit_length()
     num_warps = min(max(width_power // _ELEMENTS_PER_WARP, 1), _MOST_WARPS)

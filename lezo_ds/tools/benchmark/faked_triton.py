@@ -43,13 +43,8 @@ class _FakeDriver:
 
     launcher_cls = _NoLauncher
     utils = SimpleNamespace(
-        load_binary=lambda *_: (
-            "module",
-            "function",
-            0,
-            0,
-            _MAX_THREADS,
-        ),  # None would load it at each launch
+        # With None for a module, Triton would load it again at each launch.
+        load_binary=lambda *_: ("module", "function", 0, 0, _MAX_THREADS),
         get_device_properties=lambda _: {"max_shared_mem": _MAX_SHARED_MEMORY},
     )
 

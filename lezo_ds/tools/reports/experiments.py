@@ -115,6 +115,5 @@ def _shortened(runs: pd.DataFrame) -> pd.Series:
     folders = runs["directory"].map(lambda directory: Path(directory).absolute().parent.name)
     pairs = pd.DataFrame({"setting": runs["setting"], "folder": folders}).drop_duplicates()
     is_long = runs["setting"].str.len().max() > _LONGEST_SETTING
-    return (
-        folders if is_long and pairs["setting"].is_unique and pairs["folder"].is_unique else runs["setting"]
-    )
+    have_folders = pairs["setting"].is_unique and pairs["folder"].is_unique
+    return folders if is_long and have_folders else runs["setting"]
