@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -19,6 +20,12 @@ from lezo_ds.model.batch import MicroBatch
 _WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
 _MIXERS = ("alibi", "mamba", "ssm", "conv", "linear", "recurrent")
 """Words in config keys of models that locate or mix tokens by other means than position ids and attention."""
+
+DEALING = {"dealing of examples to micro-batches": "version 1"}
+"""The way of `deal`, which decides the last bits of losses. Journals record it."""
+
+FEWEST_DEALT = 4
+"""Deal at least this many examples to a micro-batch. Two or three of different lengths rarely share a row."""
 
 _MAX_ROWS = 0.75
 """Pack only if at most this share of the rows is left: a [W, W] mask takes memory that padding does not."""
@@ -86,6 +93,27 @@ def pack(batch: MicroBatch) -> MicroBatch:
     )
     inputs = {"input_ids": packed, "position_ids": positions, "attention_mask": mask}
     return replace(batch, inputs=inputs, selection=moved)
+
+
+def deal(rows: np.ndarray, num_micro_batches: int) -> np.ndarray:
+    """Deal examples to micro-batches that have about the same number of tokens.
+
+    Ranks run different micro-batches and then wait for each other, so one with all long examples would keep
+    the others waiting.
+
+    Args:
+        rows: the examples, sorted by length; a multiple of `num_micro_batches`.
+        num_micro_batches: each gets the same number of examples.
+
+    Returns:
+        The examples of the first micro-batch, then those of the second, and so on.
+
+    >>> deal(np.array([10, 11, 12, 13, 14, 15]), 2).tolist()
+    [15, 12, 11, 14, 13, 10]
+    """
+    rounds = rows[::-1].reshape(-1, num_micro_batches).copy()
+    rounds[1::2] = rounds[1::2, ::-1].copy()  # back and forth, as the first of a round gets the longest
+    return rounds.T.reshape(-1)
 
 
 def _first_fit(lengths: Sequence[int], width: int) -> tuple[list[int], list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +33,7 @@ from lezo_ds.data.generation import (
     read_answers,
 )
 from lezo_ds.data.objectives import Objective, load_objective
-from lezo_ds.data.packing import can_pack, pack
+from lezo_ds.data.packing import DEALING, FEWEST_DEALT, can_pack, deal, pack
 from lezo_ds.data.records import (
     Splits,
     draw_demonstrations,
@@ -124,11 +124,11 @@ class TaskData:
 
     def step_batch(self, config: RunConfig, step: int) -> StepBatch:
         """Return the micro-batches of `batch`, each of which is laid out when it is read."""
-        drawn = np.array(self.step_rows(config, step))
-        # Sorting by length first reduces padding: a micro-batch is padded to its longest example. It also
-        # gives the ranks, which take micro-batches in turn, similar amounts of work at a time.
+        drawn, size = np.array(self.step_rows(config, step)), config.train.micro_batch_size
+        # Sorting by length first reduces padding: a micro-batch is padded to its longest example.
         rows = drawn[np.lexsort((drawn, self._lengths[drawn]))]
-        size = config.train.micro_batch_size
+        if self._deals(config):
+            rows = deal(rows, len(rows) // size)
         weights = np.add.reduceat(self._num_terms[rows], np.arange(0, len(rows), size))
         if self.objective.reads_answers:
             weights *= config.generation.num_samples
@@ -141,6 +141,16 @@ class TaskData:
             return pack(batch) if self.packed else batch
 
         return StepBatch(weights.tolist(), build, content=rows.tobytes())
+
+    def _deals(self, config: RunConfig) -> bool:
+        """Return whether each micro-batch gets long and short examples."""
+        train = config.train
+        shares_rows = self.packed and not self.objective.reads_answers
+        return shares_rows and FEWEST_DEALT <= train.micro_batch_size < train.batch_size
+
+    def layout_facts(self, config: RunConfig) -> Mapping[str, str]:
+        """Return, by name, what decides the last bits of losses besides the configuration."""
+        return DEALING if self._deals(config) else {}
 
     def step_rows(self, config: RunConfig, step: int) -> list[int]:
         """Return the indices in `train` of a step's examples, in the order in which they are drawn."""

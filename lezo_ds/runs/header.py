@@ -13,6 +13,7 @@ from typing import Any
 from lezo_ds import distributed
 from lezo_ds.config import RunConfig, config_to_dict, flatten
 from lezo_ds.config.compatibility import recorded_config
+from lezo_ds.data.packing import DEALING
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
 from lezo_ds.journal import Header, JournalRecord, step_checksums
@@ -55,7 +56,11 @@ def make_header(config: RunConfig, data: TaskData, fingerprint: str, parameter_t
         parameter_table_hash=parameter_table,
         config={**_recorded_keys(config), **inputs},
         libraries=library_versions(),
-        arithmetic={**distributed.arithmetic_facts(device), **norm_facts(device)},
+        arithmetic={
+            **distributed.arithmetic_facts(device),
+            **norm_facts(device),
+            **data.layout_facts(config),
+        },
     )
 
 
@@ -114,8 +119,9 @@ def assert_same_run(recorded: Header, ours: Header, run_dir: Path, may_differ: C
             fix="use the inputs that the journal was started with, or another run directory",
         )
     changed = _differences(recorded.libraries, ours.libraries)
-    if recorded.arithmetic:
-        changed += _differences(recorded.arithmetic, ours.arithmetic)
+    # Version 0.1.0 recorded no arithmetic, but it is known not to have dealt examples.
+    arithmetic = recorded.arithmetic or {k: v for k, v in ours.arithmetic.items() if k not in DEALING}
+    changed += _differences(arithmetic, ours.arithmetic)
     for key, old, new in changed:
         logger.warning("%s was %s when the journal was started and is %s now", key, old, new)
 

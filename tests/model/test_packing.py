@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from assets import write_records
@@ -14,7 +15,7 @@ from transformers import BloomConfig, FalconConfig, FalconH1Config, JambaConfig,
 from lezo_ds.data.batching import candidate_batch, teacher_forcing_batch
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.objectives import classification_loss, teacher_forcing_loss
-from lezo_ds.data.packing import can_pack, pack
+from lezo_ds.data.packing import DEALING, can_pack, deal, pack
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.model.batch import LogitSelection, MicroBatch
 
@@ -48,6 +49,15 @@ def tokens_seen(batch):
         visible = batch.inputs["attention_mask"][row, 0, position].nonzero().flatten()
         seen.append((ids[visible].tolist(), batch.inputs["position_ids"][row, visible].tolist()))
     return seen
+
+
+@given(lengths=st.lists(st.integers(1, 99), min_size=1, max_size=12), num_micro_batches=st.integers(1, 6))
+def test_dealt_micro_batches_differ_by_at_most_one_example(lengths, num_micro_batches):
+    lengths = np.sort(np.repeat(lengths, num_micro_batches) + np.arange(len(lengths) * num_micro_batches))
+    rows = deal(np.arange(len(lengths)), num_micro_batches)
+    assert sorted(rows.tolist()) == list(range(len(lengths)))
+    tokens = lengths[rows].reshape(num_micro_batches, -1).sum(1)
+    assert tokens.max() - tokens.min() <= lengths[-1] - lengths[0]
 
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12), candidates=st.integers(1, 3))
@@ -195,3 +205,21 @@ def test_training_is_packed_unless_it_is_switched_off_or_there_is_a_prefix(asset
     assert rows()[0] < 18
     assert rows(train__packed=False) == [24]
     assert rows(peft__kind="prefix") == [24]
+
+
+def test_micro_batches_on_packed_rows_get_long_and_short_examples(assets):
+    def laid_out(**changes):
+        sizes = {"train__micro_batch_size": 6, "train__batch_size": 24} | changes
+        config = task_config(assets / "writer", assets / "data", "sst2", **sizes)
+        data = load_task_data(config)
+        lengths = [[len(example.prompt) for example in batch.examples] for batch in data.batch(config, 0)]
+        return [sum(part) for part in lengths], data.layout_facts(config)
+
+    dealt, facts = laid_out()
+    assert max(dealt) < 1.2 * min(dealt)
+    assert facts == DEALING
+    for changes in ({"train__packed": False}, {"train__micro_batch_size": 3}):
+        by_length, facts = laid_out(**changes)
+        assert max(by_length) > 3 * min(by_length)
+        assert facts == {}
+    assert laid_out(train__micro_batch_size=24)[1] == {}

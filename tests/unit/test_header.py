@@ -10,6 +10,7 @@ from assets import REPOSITORY
 
 import lezo_ds
 from lezo_ds.config import RESUME_MAY_DIFFER, config_from_dict, config_to_dict, may_differ_on_resume
+from lezo_ds.data.packing import DEALING
 from lezo_ds.errors import UserError
 from lezo_ds.journal import Header
 from lezo_ds.runs import first_order_run
@@ -126,6 +127,16 @@ def test_another_processor_may_resume_with_a_warning_unless_the_first_is_not_rec
     assert caplog.messages == []
     check(ours, recorded=replace(RECORDED, arithmetic={"processor": "H100", "TF32": "off"}))
     assert caplog.messages == ["processor was 'H100' when the journal was started and is 'H200' now"]
+
+
+@pytest.mark.parametrize("arithmetic", [{}, {"processor": "H100"}])
+def test_a_run_whose_examples_were_not_dealt_may_resume_with_a_warning(arithmetic, caplog):
+    ours = replace(RECORDED, arithmetic={"processor": "H100", **DEALING})
+    check(ours, recorded=replace(RECORDED, arithmetic=arithmetic))
+    (name,) = DEALING
+    assert caplog.messages == [f"{name} was absent when the journal was started and is 'version 1' now"]
+    check(ours, recorded=ours)
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

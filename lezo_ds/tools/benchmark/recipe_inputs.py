@@ -24,7 +24,7 @@ from lezo_ds.tools.benchmark.inputs import Inputs, equal_parts
 class RecipeInputs(Inputs):
     """A recipe's model and its batches: real sentences of unequal lengths.
 
-    Our trainer sorts a batch by length, lets examples share rows, and runs one row for all one-token
+    Our trainer lays out micro-batches by length, lets examples share rows, and runs one row for all one-token
     candidates of an example. MeZO's code runs the same examples in the order drawn, without any of this.
 
     Args:
