@@ -123,6 +123,18 @@ class _Trained(NamedTuple):
     named: NamedParameter
 
 
+class _Owned(NamedTuple):
+    """The parameters that may be perturbed of a module, or of all modules of a block.
+
+    Attributes:
+        entries: the parameters.
+        blocks: the transformer blocks that they are in; None stands for those outside all blocks.
+    """
+
+    entries: Sequence[_Trained]
+    blocks: frozenset[int | None]
+
+
 class PerturbedModules:
     """The wrapped modules of a model.
 
@@ -198,20 +210,24 @@ class PerturbedModules:
 
     def active(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Return the module's own parameters that are perturbed now, by name."""
-        return {trained.name: trained.parameter for trained in self._active(self._trained_in(module))}
+        return {trained.name: trained.parameter for trained in self._active(self._owned_by([module]))}
 
-    def _trained_in(self, module: nn.Module) -> list[_Trained]:
-        return [
+    def _owned_by(self, modules: Iterable[nn.Module]) -> _Owned:
+        entries = [
             _Trained(name, parameter, self._trainable[parameter])
+            for module in modules
             for name, parameter in module._parameters.items()
             if parameter is not None and parameter in self._trainable
         ]
+        return _Owned(entries, frozenset(entry.named.block for entry in entries))
 
-    def _active(self, trained: Sequence[_Trained]) -> Sequence[_Trained]:
-        if self._running is None or not trained:
+    def _active(self, owned: _Owned) -> Sequence[_Trained]:
+        if self._running is None:
             return ()
         dropped = self._running.perturbation.dropped_layers
-        return [entry for entry in trained if entry.named.block is None or entry.named.block not in dropped]
+        if dropped.isdisjoint(owned.blocks):
+            return owned.entries
+        return [entry for entry in owned.entries if entry.named.block not in dropped]
 
     def copies(self, parameter: nn.Parameter) -> list[Tensor]:
         """Return the perturbed copies of an active parameter, one for each probe."""
@@ -259,9 +275,9 @@ class PerturbedModules:
         return found
 
     @contextmanager
-    def _perturbed_at_once(self, trained: Sequence[_Trained]) -> Iterator[None]:
+    def _perturbed_at_once(self, owned: _Owned) -> Iterator[None]:
         """Make the copies of active parameters, which modules use until this context ends."""
-        run, active = self._running, self._active(trained)
+        run, active = self._running, self._active(owned)
         # More copies would take more memory than a module's two, and those that are kept are made once.
         if run is None or not active or run.num_copies > COPIES_AT_ONCE or self._kept is not None:
             yield
@@ -364,24 +380,23 @@ class PerturbedModules:
         return _concatenate(outputs, dtype)
 
     def _wrap_block(self, block: nn.Module) -> None:
-        original = block.forward
-        trained = [entry for module in _modules_that_run(block) for entry in self._trained_in(module)]
+        original, owned = block.forward, self._owned_by(_modules_that_run(block))
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            with self._perturbed_at_once(trained):
+            with self._perturbed_at_once(owned):
                 return original(*args, **kwargs)
 
         block.forward = forward
 
     def _wrap(self, module: nn.Module) -> None:
-        original, trained = module.forward, self._trained_in(module)
+        original, owned = module.forward, self._owned_by([module])
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             if self._running is None:
                 return original(*args, **kwargs)
-            return self._run(module, original, trained, args, kwargs)
+            return self._run(module, original, owned, args, kwargs)
 
         module.forward = forward
 
@@ -389,16 +404,16 @@ class PerturbedModules:
         self,
         module: nn.Module,
         original: Callable[..., Any],
-        trained: Sequence[_Trained],
+        owned: _Owned,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:  # noqa: ANN401
         assert self._running is not None, "a module is run at probes while a perturbation is set"
-        active = self._active(trained)
+        active = self._active(owned)
         if self._running.num_copies > COPIES_AT_ONCE and (active or _has_batch(args, kwargs)):
 
             def run_pair(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-                return self._run(module, original, trained, args, kwargs)
+                return self._run(module, original, owned, args, kwargs)
 
             return self.for_each_pair(run_pair, args, kwargs)
         if not active:

@@ -101,8 +101,9 @@ class NoiseBackend(ABC):
         distribution: Distribution = "normal",
     ) -> Tensor:
         """Return z of the elements [start, start + count): fp32 [count]."""
-        check_range(key, parameter_id, start, count)
         check_distribution(distribution)
+        check_key(key)
+        check_range(parameter_id, start, count)
         return self._draw(distribution, key, parameter_id, start, count, device)
 
     def perturb(
@@ -144,9 +145,10 @@ class NoiseBackend(ABC):
     ) -> list[list[Tensor]]:
         """Return what `perturb` returns for each parameter, all on one device."""
         check_distribution(distribution)
+        check_key(key)
         for theta, parameter_id, out_dtype in wholes:
             check_perturb(theta, None, out_dtype)
-            check_range(key, parameter_id, 0, theta.numel())
+            check_range(parameter_id, 0, theta.numel())
         if not (wholes and scales):
             return [[] for _ in wholes]
         wholes = [
@@ -187,8 +189,9 @@ class NoiseBackend(ABC):
         """
         out_dtype = out_dtype or theta.dtype
         check_distribution(distribution)
+        check_key(key)
         check_perturb(theta, rows, out_dtype)
-        check_range(key, parameter_id, 0, theta.numel())
+        check_range(parameter_id, 0, theta.numel())
         theta, rows = theta.contiguous(), rows.contiguous()
 
         def perturbed(scale: float, num_signs: int) -> list[Tensor]:
@@ -237,10 +240,11 @@ class NoiseBackend(ABC):
     ) -> None:
         """Apply the same updates to several shards, all on one device; see `update_`."""
         check_distribution(distribution)
+        for step in steps:
+            check_key(step.key)
         for values, start, parameter_id, low in shards:
             check_update(values, precision, low)
-            for step in steps:
-                check_range(step.key, parameter_id, start, values.numel())
+            check_range(parameter_id, start, values.numel())
         if steps and shards:
             self._update_all(distribution, shards, steps, precision)
 
@@ -372,10 +376,14 @@ def _opposite_pairs(scales: tuple[float, ...]) -> list[list[int]]:
     return groups
 
 
-def check_range(key: int, parameter_id: int, start: int, count: int) -> None:
-    """Raise ValueError if the key, the parameter id or an element is outside the counter's range."""
+def check_key(key: int) -> None:
+    """Raise ValueError if the key of a direction is out of range."""
     if not 0 <= key < 2**64:
         raise ValueError(f"key must be an unsigned 64-bit integer, got {key}")
+
+
+def check_range(parameter_id: int, start: int, count: int) -> None:
+    """Raise ValueError if the parameter id or an element is outside the counter's range."""
     if not 0 <= parameter_id < 2**32:
         raise ValueError(f"parameter_id must be an unsigned 32-bit integer, got {parameter_id}")
     if start < 0 or count < 0 or start + count > 2**40:

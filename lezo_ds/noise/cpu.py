@@ -59,7 +59,8 @@ class CpuNoise(OneByOneNoise):
         count: int,
         device: torch.device,
     ) -> Tensor:
-        _check_cpu(device)
+        if device.type != "cpu":
+            raise _wrong_device(device)
         out = torch.empty(count, dtype=torch.float32)
         self._kernels.lezo_draw(
             _DISTRIBUTIONS[distribution],
@@ -82,7 +83,8 @@ class CpuNoise(OneByOneNoise):
         scale: float,
         outs: Sequence[Tensor],
     ) -> None:
-        _check_cpu(theta.device)
+        if not theta.is_cpu:
+            raise _wrong_device(theta.device)
         num_rows, width = 1, theta.numel()
         if rows is not None:
             num_rows, width = len(rows), theta.shape[1]
@@ -114,7 +116,8 @@ class CpuNoise(OneByOneNoise):
         updates = pack_updates(steps)
         address, num_threads = updates.ctypes.data, torch.get_num_threads()
         for values, start, parameter_id, low in shards:
-            _check_cpu(values.device)
+            if not values.is_cpu:
+                raise _wrong_device(values.device)
             self._kernels.lezo_update(
                 _DISTRIBUTIONS[distribution],
                 values.data_ptr(),
@@ -193,6 +196,5 @@ def _processor() -> str:
     return platform.machine() + "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _check_cpu(device: torch.device) -> None:
-    if device.type != "cpu":
-        raise ValueError(f"CpuNoise works on CPU tensors, got {device}")
+def _wrong_device(device: torch.device) -> ValueError:
+    return ValueError(f"CpuNoise works on CPU tensors, got {device}")

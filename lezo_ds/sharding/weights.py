@@ -53,6 +53,10 @@ class ShardedWeights:
         self._precision = precision
         self.low_bits: dict[str, Tensor] = {}
         self._initial: list[tuple[ShardedParameter, Tensor, Tensor | None]] = []
+        trained = (p for p in parameters if p.parameter.requires_grad and p.count)
+        self._trained_by_block = [
+            (block, list(group)) for block, group in itertools.groupby(trained, key=lambda p: p.named.block)
+        ]
 
     @property
     def stored_parameters(self) -> Sequence[ShardedParameter]:
@@ -143,9 +147,7 @@ class ShardedWeights:
             updates: what the steps do.
             distribution: of the steps' directions.
         """
-        trained = (p for p in self.parameters if p.parameter.requires_grad and p.count)
-        for block, group in itertools.groupby(trained, key=lambda parameter: parameter.named.block):
-            parameters = list(group)
+        for block, parameters in self._trained_by_block:
             # The parameters of a block have the same updates, apart from the decay.
             matrices, vectors = (
                 updates_of_parameter(updates, block, decays=decays) for decays in (True, False)
