@@ -227,6 +227,8 @@ class PerturbedModules:
         dropped = self._running.perturbation.dropped_layers
         if dropped.isdisjoint(owned.blocks):
             return owned.entries
+        if dropped.issuperset(owned.blocks):
+            return ()
         return [entry for entry in owned.entries if entry.named.block not in dropped]
 
     def copies(self, parameter: nn.Parameter) -> list[Tensor]:

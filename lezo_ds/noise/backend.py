@@ -308,7 +308,7 @@ class OneByOneNoise(NoiseBackend):
     ) -> list[list[Tensor]]:
         made = []
         for theta, parameter_id, out_dtype in wholes:
-            outs = [torch.empty(theta.shape, dtype=out_dtype, device=theta.device) for _ in range(num_signs)]
+            outs = [torch.empty_like(theta, dtype=out_dtype) for _ in range(num_signs)]
             self._perturb(distribution, theta, None, key, parameter_id, scale, outs)
             made.append(outs)
         return list(map(list, zip(*made, strict=True)))

@@ -167,16 +167,17 @@ class ShardedWeights:
             return
         in_memory: dict[torch.device, list[Shard]] = {}
         for parameter in parameters:
-            is_on_disk = parameter.is_on_disk
-            low = self.low_bits.get(parameter.name)
+            named, low = parameter.named, self.low_bits.get(parameter.name)
+            values = parameter.shard_in_memory
+            if values is not None:
+                shard = Shard(values, parameter.start, named.parameter_id, low)
+                in_memory.setdefault(values.device, []).append(shard)
+                continue
             with parameter.shard(write=True) as values:
-                shard = Shard(values, parameter.start, parameter.named.parameter_id, low)
-                # The backend follows the shard: an offloaded shard is updated on the CPU.
-                if is_on_disk:
-                    noise = noise_backend(values.device)
-                    noise.update_all_([shard], steps, self._precision, distribution)
-                else:
-                    in_memory.setdefault(values.device, []).append(shard)
+                shard = Shard(values, parameter.start, named.parameter_id, low)
+                noise = noise_backend(values.device)
+                noise.update_all_([shard], steps, self._precision, distribution)
+        # The backend follows the shards: offloaded ones are updated on the CPU.
         for device, shards in in_memory.items():
             noise_backend(device).update_all_(shards, steps, self._precision, distribution)
 

@@ -82,9 +82,12 @@ class ShardedParameter:
         return bool(self._deepspeed.ds_status != ZeroParamStatus.NOT_AVAILABLE)
 
     @property
-    def is_on_disk(self) -> bool:
-        """Whether this rank's shard is in a file now, and in memory only while it is open."""
-        return self._deepspeed.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE
+    def shard_in_memory(self) -> Tensor | None:
+        """Shard of this rank, as `shard` gives it. None if it is in a file, and in memory only while open."""
+        stored = self._deepspeed.ds_tensor
+        if stored.status is PartitionedParamStatus.NOT_AVAILABLE:
+            return None
+        return _without_padding(stored, self.count)
 
     @property
     def _deepspeed(self) -> Any:  # noqa: ANN401  # the parameter, with the attributes that DeepSpeed adds
@@ -141,8 +144,7 @@ class _OpenShard:
         self._swapped_in = stored.status is PartitionedParamStatus.NOT_AVAILABLE
         if self._swapped_in:
             self._parameter.nvme_swapper.swap_in([self._parameter], async_op=False)
-        flat: Tensor = stored.data.view(-1)
-        return flat[: self._count]
+        return _without_padding(stored, self._count)
 
     def __exit__(self, *_: object) -> None:
         if not self._swapped_in:
@@ -152,6 +154,11 @@ class _OpenShard:
             swapper.swap_out_and_release([self._parameter])
         else:
             swapper.remove_partition_and_release_buffers([self._parameter])
+
+
+def _without_padding(stored: Tensor, count: int) -> Tensor:
+    flat: Tensor = stored.data.view(-1)
+    return flat[:count]
 
 
 def shard_range(numel: int, rank: int, partition_size: int) -> tuple[int, int]:
