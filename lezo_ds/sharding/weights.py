@@ -93,7 +93,7 @@ class ShardedWeights:
             end = parameter.start + parameter.count
             values = files.read_parameter(source, parameter.start, end) if parameter.count else torch.empty(0)
             low = None
-            if low_bits and parameter.count:
+            if low_bits and parameter.count and self._keeps_low_bits(parameter):
                 low = low_bits.read_range(parameter.name, parameter.start, end)
             self.fill(parameter, values, low)
             # The files are memory-mapped: pages that were read count as this process's memory until the file

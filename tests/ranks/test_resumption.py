@@ -14,14 +14,14 @@ STEPS = 6
 SAVED_AT = 2
 POINTS = (0, 1, STEPS // 2, STEPS - 1, STEPS)
 MORE_STEPS = 2  # that are done after each of them, as far as there are so many
-KINDS, DTYPES = ("full", "lora", "prefix"), ("fp32", "bf16", "fp16")
+KINDS, DTYPES = ("full", "blocks", "lora", "prefix"), ("fp32", "bf16", "fp16")
 CASES = [(kind, dtype) for kind in KINDS for dtype in DTYPES]
-FEW_CASES = list(zip(KINDS, DTYPES, strict=True))
+FEW_CASES = list(zip(KINDS, (*DTYPES, "bf16"), strict=True))
 
 
 def _engine(directory, kind, dtype, num_ranks):
-    if kind == "full":
-        return tiny_runs.start_engine(directory, dtype, num_ranks)
+    if kind in ("full", "blocks"):
+        return tiny_runs.start_engine(directory, dtype, num_ranks, only_blocks=kind == "blocks")
     return tiny_adapters.start_engine(directory, tiny_adapters.peft_config(kind), dtype, num_ranks)
 
 
@@ -45,7 +45,7 @@ def _resume(directory, root, num_ranks, undisturbed):
     found = {}
     for (kind, dtype), (records, _) in undisturbed.items():
         engine = _engine(directory, kind, dtype, num_ranks)
-        for point in POINTS:  # after the first, each means to go back
+        for point in reversed(POINTS):  # after the first, each means to go back
             engine.load_checkpoint(root / f"{kind}-{dtype}", records[:point])
             digest = engine.weights.digest()
             later = train(engine, min(MORE_STEPS, STEPS - point))
