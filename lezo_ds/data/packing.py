@@ -112,7 +112,7 @@ def deal(rows: np.ndarray, num_micro_batches: int) -> np.ndarray:
     [15, 12, 11, 14, 13, 10]
     """
     rounds = rows[::-1].reshape(-1, num_micro_batches).copy()
-    rounds[1::2] = rounds[1::2, ::-1].copy()  # back and forth, as the first of a round gets the longest
+    rounds[1::2] = rounds[1::2, ::-1]  # back and forth, as the first of a round gets the longest
     return rounds.T.reshape(-1)
 
 
