@@ -29,7 +29,7 @@ Method = Literal["lezo", "mezo", "adamw", "zero_shot", "icl"]
 ZEROTH_ORDER: frozenset[Method] = frozenset({"lezo", "mezo"})
 TRAINED: frozenset[Method] = ZEROTH_ORDER | {"adamw"}
 
-# The adapters are in lezo_ds.model.adapters. This module does not import them, because that loads torch.
+# The adapters are in lezo_ds.forward.adapters. This module does not import them, because that loads torch.
 PeftKind = Literal["none", "lora", "prefix"]
 """What is trained: all weights, low-rank adapters, or key and value vectors before every sequence."""
 

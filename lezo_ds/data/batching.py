@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lezo_ds.data.encoding import EncodedExample
-from lezo_ds.model.batch import LogitSelection, MicroBatch
+from lezo_ds.forward.batch import LogitSelection, MicroBatch
 
 PAD_MULTIPLE = 8  # MeZO's value; tensor cores are fastest on multiples of 8
 

@@ -27,7 +27,7 @@ from lezo_ds.data.objectives import (
     training_objective,
 )
 from lezo_ds.data.task_data import EncodedSplit, TaskData
-from lezo_ds.model.batch import MicroBatch, to_device
+from lezo_ds.forward.batch import MicroBatch, to_device
 from lezo_ds.tasks.metrics import Prediction, TokenCounts, find_metric, majority_class_score
 
 T = TypeVar("T")

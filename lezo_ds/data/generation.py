@@ -26,7 +26,7 @@ from transformers import (
 
 from lezo_ds import config, distributed
 from lezo_ds.data.encoding import NEWLINE, PromptTokenizer
-from lezo_ds.model.batch import GenerationSettings, MicroBatch, Sampling
+from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Sampling
 
 SAMPLE_KEYS = "sample_keys"
 """The input of a batch that holds the key of each row's random numbers."""

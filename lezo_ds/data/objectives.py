@@ -58,7 +58,7 @@ from torch.nn import functional as F
 from lezo_ds.data.batching import candidate_batch, teacher_forcing_batch
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.errors import LezoError, UserError
-from lezo_ds.model.batch import MicroBatch
+from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.registry import Registry, import_named
 from lezo_ds.tasks.base import Record, Task, TaskKind
 from lezo_ds.tasks.metrics import best_f1

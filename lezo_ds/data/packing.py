@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from lezo_ds.model.batch import MicroBatch
+from lezo_ds.forward.batch import MicroBatch
 
 _WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
 _MIXERS = ("alibi", "mamba", "ssm", "conv", "linear", "recurrent")

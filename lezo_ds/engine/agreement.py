@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from lezo_ds.errors import DesyncError
-from lezo_ds.model.batch import MicroBatch
-from lezo_ds.model.step_batch import StepBatch
+from lezo_ds.forward.batch import MicroBatch
+from lezo_ds.forward.step_batch import StepBatch
 
 Facts = Mapping[str, str]
 """What a rank works on at a step, by the names that error messages use."""

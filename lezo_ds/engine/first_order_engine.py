@@ -24,11 +24,11 @@ from lezo_ds.config import AdamWConfig, PeftConfig
 from lezo_ds.data.generation import runner
 from lezo_ds.engine.model_engine import ModelEngine
 from lezo_ds.errors import DivergenceError, UserError
-from lezo_ds.model.batch import LossFunction, MicroBatch, to_device
-from lezo_ds.model.perturbed_forward import Perturbation, PerturbedForward
+from lezo_ds.forward.batch import LossFunction, MicroBatch, to_device
+from lezo_ds.forward.perturbed_forward import Perturbation, PerturbedForward
+from lezo_ds.forward.step_batch import StepBatch
 from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.model.snapshots import snapshot_path
-from lezo_ds.model.step_batch import StepBatch
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding import zero3
 from lezo_ds.zo.keys import dropout_key
@@ -170,7 +170,7 @@ def initialize_first_order(
         model: hub id, or directory with config.json and safetensors files. A .bin file is converted once.
         config: settings of the optimizer.
         num_steps: number of steps over which the learning rate falls to 0.
-        ds_config: DeepSpeed config as a dict, from `lezo_ds.ds_config.load_ds_config`, with
+        ds_config: DeepSpeed config as a dict, from `lezo_ds.config.deepspeed.load_ds_config`, with
             gradient_accumulation_steps, the number of micro-batches of a step that a rank runs.
         dtype: "fp32", "bf16" or "fp16". Updates of 16-bit weights go to an fp32 copy.
         seed: seed of the run. Dropout depends on (seed, step, micro-batch), an adapter's start on the seed.

@@ -32,12 +32,12 @@ from lezo_ds.engine.agreement import Facts, disagreement, wrong_weights
 from lezo_ds.engine.model_engine import ModelEngine
 from lezo_ds.engine.step_plan import StepPlan, plan_format_of
 from lezo_ds.errors import DivergenceError, UserError
+from lezo_ds.forward.batch import LossFunction, MicroBatch, to_device
+from lezo_ds.forward.perturbed_forward import KeyedProbe, Perturbation, PerturbedForward
+from lezo_ds.forward.step_batch import StepBatch
 from lezo_ds.journal import Journal
-from lezo_ds.model.batch import LossFunction, MicroBatch, to_device
-from lezo_ds.model.perturbed_forward import KeyedProbe, Perturbation, PerturbedForward
 from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.model.snapshots import SnapshotOwner, newest_snapshot, snapshot_path
-from lezo_ds.model.step_batch import StepBatch
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.witness import Witness
@@ -382,7 +382,7 @@ def initialize(
     Args:
         model: hub id, or directory with config.json and safetensors files. A .bin file is converted once.
         config: settings of the zeroth-order optimizer.
-        ds_config: DeepSpeed config as a dict, from `lezo_ds.ds_config.load_ds_config`.
+        ds_config: DeepSpeed config as a dict, from `lezo_ds.config.deepspeed.load_ds_config`.
         dtype: "fp32", "bf16" or "fp16".
         seed: seed of the run. Noise and dropped layers depend on (seed, step), an adapter's start on seed.
         peft: the adapter to train, or None to train all weights.

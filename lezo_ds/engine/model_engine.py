@@ -23,11 +23,11 @@ from lezo_ds.engine.agreement import (
     watched_rank,
 )
 from lezo_ds.errors import UserError
-from lezo_ds.model.batch import MicroBatch, to_device
-from lezo_ds.model.perturbed_forward import Perturbation, PerturbedForward
+from lezo_ds.forward.batch import MicroBatch, to_device
+from lezo_ds.forward.perturbed_forward import Perturbation, PerturbedForward
+from lezo_ds.forward.step_batch import StepBatch
 from lezo_ds.model.sharded_model import ShardedModel
 from lezo_ds.model.snapshots import snapshot_path
-from lezo_ds.model.step_batch import StepBatch
 from lezo_ds.sharding import zero3
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from lezo_ds.errors import UserError
-from lezo_ds.model.blocks import BlockLayout, find_blocks
+from lezo_ds.forward.blocks import BlockLayout, find_blocks
 from lezo_ds.sharding.checkpoint_files import (
     DTYPES,
     WeightFiles,

@@ -12,8 +12,8 @@ from torch import nn
 from lezo_ds import distributed
 from lezo_ds.config import PeftConfig
 from lezo_ds.errors import LezoError
-from lezo_ds.model.adapters import Adapter, make_adapter
-from lezo_ds.model.blocks import BlockLayout, freeze_outside, gathering_limits, part_sizes
+from lezo_ds.forward.adapters import Adapter, make_adapter
+from lezo_ds.forward.blocks import BlockLayout, freeze_outside, gathering_limits, part_sizes
 from lezo_ds.model.checkpoint import build_checked, check_files, open_weights, parameter_names
 from lezo_ds.model.snapshots import LOW_BITS_DIRECTORY, read_facts, write_snapshot
 from lezo_ds.noise import UpdatePrecision
@@ -145,7 +145,7 @@ def load_sharded_model(
 
     Args:
         model: hub id, or directory with config.json and safetensors (or .bin, which is converted once).
-        ds_config: DeepSpeed config as a dict, from `lezo_ds.ds_config.load_ds_config`.
+        ds_config: DeepSpeed config as a dict, from `lezo_ds.config.deepspeed.load_ds_config`.
         dtype: of the weights: "fp32", "bf16" or "fp16".
         precision: how updates will be stored.
         seed: of the run. It determines the initial values of an adapter.

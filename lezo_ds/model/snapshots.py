@@ -17,7 +17,7 @@ from torch import Tensor
 from lezo_ds import distributed
 from lezo_ds.errors import LezoError
 from lezo_ds.files import make_directory, sha256_file, sync, write_atomically
-from lezo_ds.model.adapters import Adapter
+from lezo_ds.forward.adapters import Adapter
 from lezo_ds.sharding.weights import ShardedWeights
 
 logger = logging.getLogger(__name__)

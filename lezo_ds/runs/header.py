@@ -16,8 +16,8 @@ from lezo_ds.config.compatibility import recorded_config
 from lezo_ds.data.packing import DEALING
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
+from lezo_ds.forward.perturbed_norm import norm_facts
 from lezo_ds.journal import Header, JournalRecord, step_checksums
-from lezo_ds.model.perturbed_norm import norm_facts
 from lezo_ds.model.snapshots import SnapshotOwner
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.run_directory import library_versions

@@ -18,8 +18,8 @@ from lezo_ds.config import (
     check_world,
     checked_layer_policy,
 )
+from lezo_ds.config.deepspeed import load_ds_config, warn_of_host_stalls, warn_of_idle_keys
 from lezo_ds.data.task_data import TaskData, load_task_data
-from lezo_ds.ds_config import load_ds_config, warn_of_host_stalls, warn_of_idle_keys
 from lezo_ds.engine.first_order_engine import FirstOrderEngine, initialize_first_order
 from lezo_ds.engine.lezo_engine import LezoEngine, initialize
 from lezo_ds.errors import UserError

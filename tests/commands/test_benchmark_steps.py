@@ -11,7 +11,7 @@ import torch
 from ranks import run_ranks
 
 from lezo_ds import distributed
-from lezo_ds.model.blocks import find_blocks
+from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.tools.benchmark import table
 from lezo_ds.tools.benchmark.measure import measure_steps
 from lezo_ds.tools.benchmark.noise import REFERENCE, measure_noise

@@ -31,8 +31,8 @@ from lezo_ds.data.generation import (
     uniforms,
     write_tokens,
 )
-from lezo_ds.model.batch import GenerationSettings, Sampling
-from lezo_ds.model.perturbed_forward import PerturbedForward
+from lezo_ds.forward.batch import GenerationSettings, Sampling
+from lezo_ds.forward.perturbed_forward import PerturbedForward
 
 PAD = 1
 MAX_NEW_TOKENS = 12

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.errors import UserError
-from lezo_ds.model.blocks import BlockLayout, find_blocks, largest_module, part_sizes
+from lezo_ds.forward.blocks import BlockLayout, find_blocks, largest_module, part_sizes
 from lezo_ds.model.checkpoint import refuse_separate_experts
 
 

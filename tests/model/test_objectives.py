@@ -21,7 +21,7 @@ from lezo_ds.data.objectives import (
     training_objective,
 )
 from lezo_ds.errors import UserError
-from lezo_ds.model.batch import MicroBatch
+from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.copa import COPA
 from lezo_ds.tasks.squad import SQUAD

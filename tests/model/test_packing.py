@@ -17,7 +17,7 @@ from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.objectives import classification_loss, teacher_forcing_loss
 from lezo_ds.data.packing import DEALING, can_pack, deal, pack
 from lezo_ds.data.task_data import load_task_data
-from lezo_ds.model.batch import LogitSelection, MicroBatch
+from lezo_ds.forward.batch import LogitSelection, MicroBatch
 
 PAD = 1
 LENGTHS = (5, 21, 3, 9, 11, 2, 7, 14)

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from lezo_ds.config import PeftConfig, PeftKind
 from lezo_ds.errors import UserError
-from lezo_ds.model.adapters import ADAPTERS, make_adapter
-from lezo_ds.model.adapters.lora import matching_modules, uniform
-from lezo_ds.model.blocks import find_blocks
+from lezo_ds.forward.adapters import ADAPTERS, make_adapter
+from lezo_ds.forward.adapters.lora import matching_modules, uniform
+from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.zo.keys import adapter_key
 
 FAMILIES = ("opt", "llama", "gpt_neox", "gpt2")

@@ -12,9 +12,9 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.errors import UserError
-from lezo_ds.model.batch import LogitSelection, MicroBatch
-from lezo_ds.model.blocks import find_blocks
-from lezo_ds.model.perturbed_forward import KeyedProbe, Perturbation, PerturbedForward
+from lezo_ds.forward.batch import LogitSelection, MicroBatch
+from lezo_ds.forward.blocks import find_blocks
+from lezo_ds.forward.perturbed_forward import KeyedProbe, Perturbation, PerturbedForward
 from lezo_ds.noise import noise_backend
 from lezo_ds.noise.cpu import CpuNoise
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids

@@ -9,11 +9,11 @@ import torch
 from tiny_models import tiny_model
 from torch import nn
 
-from lezo_ds.model import perturbed_norm
-from lezo_ds.model.batch import MicroBatch
-from lezo_ds.model.blocks import find_blocks
-from lezo_ds.model.perturbed_forward import KeyedProbe, Perturbation, PerturbedForward
-from lezo_ds.model.perturbed_norm import is_fused, norm_at_probes, norm_facts
+from lezo_ds.forward.batch import MicroBatch
+from lezo_ds.forward.blocks import find_blocks
+from lezo_ds.forward.perturbed_forward import KeyedProbe, Perturbation, PerturbedForward
+from lezo_ds.forward.perturbed_norm import is_fused, norm_at_probes, norm_facts
+from lezo_ds.forward import perturbed_norm
 from lezo_ds.noise import noise_backend
 from lezo_ds.noise.launch import Launch
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
@@ -154,7 +154,7 @@ def test_the_kernel_compiles_for_a_gpu(width, bias):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lezo_ds.model.norm_kernel import layer_norm_kernel
+    from lezo_ds.forward.norm_kernel import layer_norm_kernel
 
     types = {
         **{"out_ptr": "*bf16", "in_ptr": "*bf16", "weight_ptr": "*fp32"},

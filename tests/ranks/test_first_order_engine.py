@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.config import AdamWConfig
+from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.objectives import classification_loss
-from lezo_ds.ds_config import load_ds_config
 from lezo_ds.engine.first_order_engine import initialize_first_order
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.zo.keys import dropout_key

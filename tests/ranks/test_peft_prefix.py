@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig
 
 from lezo_ds.data.generation import prompt_batch
 from lezo_ds.errors import UserError
-from lezo_ds.model.adapters import load_prefix, make_adapter
-from lezo_ds.model.adapters.prefix import initial_ids
-from lezo_ds.model.batch import GenerationSettings, MicroBatch
-from lezo_ds.model.blocks import find_blocks
-from lezo_ds.model.perturbed_forward import KeyedProbe, Perturbation
+from lezo_ds.forward.adapters import load_prefix, make_adapter
+from lezo_ds.forward.adapters.prefix import initial_ids
+from lezo_ds.forward.batch import GenerationSettings, MicroBatch
+from lezo_ds.forward.blocks import find_blocks
+from lezo_ds.forward.perturbed_forward import KeyedProbe, Perturbation
 
 FAMILIES_TESTED = ("opt", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt2", "phi", "gemma")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

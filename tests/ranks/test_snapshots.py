@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from lezo_ds.errors import LezoError
 from lezo_ds.files import sha256_file
+from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.model import snapshots
-from lezo_ds.model.batch import MicroBatch
 from lezo_ds.model.snapshots import (
     LOW_BITS_DIRECTORY,
     MANIFEST,

@@ -13,7 +13,7 @@ from transformers import OPTConfig
 
 from lezo_ds import distributed
 from lezo_ds.errors import UserError
-from lezo_ds.model.blocks import find_blocks
+from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.model.sharded_model import load_weights
 from lezo_ds.noise import join_master, noise_backend
 from lezo_ds.sharding import zero3

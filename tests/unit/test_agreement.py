@@ -16,8 +16,8 @@ from lezo_ds.engine.agreement import (
     wrong_weights,
 )
 from lezo_ds.engine.step_plan import NUM_FACT_NUMBERS
-from lezo_ds.model.batch import LogitSelection, MicroBatch
-from lezo_ds.model.step_batch import StepBatch
+from lezo_ds.forward.batch import LogitSelection, MicroBatch
+from lezo_ds.forward.step_batch import StepBatch
 
 FACTS = {"plan": "a", "batch": "b"}
 

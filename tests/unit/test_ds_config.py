@@ -13,7 +13,7 @@ from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, get_zero_config
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig
 
-from lezo_ds.ds_config import (
+from lezo_ds.config.deepspeed import (
     _HOST_STALLS,
     _KEYS,
     _ONLY_WITH_GRADIENTS,

@@ -12,7 +12,7 @@ from commands import assert_refused, run_well
 
 from lezo_ds import tasks
 from lezo_ds.config import check_world
-from lezo_ds.ds_config import load_ds_config
+from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.errors import UserError
 from lezo_ds.recipes import load_recipe
 from lezo_ds.tools.opt_shapes import opt_config

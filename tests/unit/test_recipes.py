@@ -10,7 +10,7 @@ from assets import REPOSITORY
 from commands import assert_refused, python, run_well
 
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, check_world, config_to_dict, load_config, num_dropped
-from lezo_ds.ds_config import load_ds_config
+from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.errors import UserError
 from lezo_ds.recipes import RECIPES, list_recipes, load_recipe, recipe_text
 from lezo_ds.recipes.paper import PAPER_MODELS, PAPER_SCORES, PAPER_TASKS, Experiment, hyperparameters

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from lezo_ds.model import perturbed_modules, perturbed_norm
-from lezo_ds.model.replaced_call import call_with_copies
+from lezo_ds.forward import perturbed_modules, perturbed_norm
+from lezo_ds.forward.replaced_call import call_with_copies
 from lezo_ds.noise.cpu import CpuNoise
 from lezo_ds.noise.gpu import TritonNoise
 from lezo_ds.noise.launch import Launch

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lezo_ds import distributed
 from lezo_ds.config import Dtype
 from lezo_ds.distributed.fake_group import join_fake_group
-from lezo_ds.model.batch import MicroBatch, to_device
+from lezo_ds.forward.batch import MicroBatch, to_device
 from lezo_ds.noise import select
 from lezo_ds.tools.benchmark.measure import WARM_UP_STEPS
 from lezo_ds.tools.benchmark.random_inputs import RandomInputs

@@ -12,7 +12,7 @@ from torch import nn
 from lezo_ds.config import ZoConfig
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.errors import UserError
-from lezo_ds.model.batch import LossFunction, MicroBatch
+from lezo_ds.forward.batch import LossFunction, MicroBatch
 from lezo_ds.tools.benchmark.settings import Variant
 
 T = TypeVar("T")

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, OPTConfig
 
 from lezo_ds import distributed
 from lezo_ds.config import ZoConfig
+from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.batching import candidate_batch, teacher_forcing_batch
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.objectives import classification_loss, teacher_forcing_loss
-from lezo_ds.ds_config import load_ds_config
 from lezo_ds.engine.lezo_engine import LezoEngine, initialize
-from lezo_ds.model.batch import LossFunction, MicroBatch
+from lezo_ds.forward.batch import LossFunction, MicroBatch
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta

@@ -14,7 +14,7 @@ from lezo_ds.data.evaluation import Model, evaluate
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.errors import UserError
-from lezo_ds.model.batch import MicroBatch
+from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.model.checkpoint import build_checked
 from lezo_ds.runs.trainer import make_engine
 from lezo_ds.sharding.checkpoint_files import DTYPES, resolve_model, with_safetensors

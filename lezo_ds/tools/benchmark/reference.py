@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lezo_ds import distributed
-from lezo_ds.model.batch import MicroBatch, to_device
-from lezo_ds.model.blocks import find_blocks
+from lezo_ds.forward.batch import MicroBatch, to_device
+from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.tools.benchmark.inputs import Inputs
 from lezo_ds.tools.benchmark.settings import Variant
 from lezo_ds.tools.benchmark.stages import StagedMethod, stage

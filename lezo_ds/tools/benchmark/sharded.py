@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lezo_ds.config import make_update_rule
 from lezo_ds.engine.lezo_engine import LezoEngine
-from lezo_ds.model.batch import MicroBatch
+from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding import zero3
 from lezo_ds.tools.benchmark.inputs import Inputs

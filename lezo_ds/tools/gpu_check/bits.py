@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from lezo_ds.config import ZoConfig
 from lezo_ds.engine.lezo_engine import LezoEngine
-from lezo_ds.model.perturbed_norm import norm_at_probes
+from lezo_ds.forward.perturbed_norm import norm_at_probes
 from lezo_ds.noise import NoiseBackend, Shard, Whole, noise_backend
 from lezo_ds.noise.eager import EagerNoise
 from lezo_ds.noise.precision import STORAGE_DTYPES

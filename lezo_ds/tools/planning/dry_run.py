@@ -15,8 +15,8 @@ from lezo_ds.config import (
     check_world,
     checked_layer_policy,
 )
+from lezo_ds.config.deepspeed import load_ds_config, warn_of_host_stalls, warn_of_idle_keys
 from lezo_ds.data.task_data import TaskData, load_task_data
-from lezo_ds.ds_config import load_ds_config, warn_of_host_stalls, warn_of_idle_keys
 from lezo_ds.errors import HubError
 from lezo_ds.runs.tracking import check_trackers
 from lezo_ds.sharding.checkpoint_files import resolve_model

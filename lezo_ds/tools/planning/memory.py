@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, copies_per_pass, num_dropped
-from lezo_ds.ds_config import load_ds_config
-from lezo_ds.model.blocks import gathering_limits
-from lezo_ds.model.perturbed_modules import COPIES_AT_ONCE
+from lezo_ds.config.deepspeed import load_ds_config
+from lezo_ds.forward.blocks import gathering_limits
+from lezo_ds.forward.perturbed_modules import COPIES_AT_ONCE
 from lezo_ds.tools.planning.inputs import InputSizes
 from lezo_ds.tools.planning.model_sizes import ModelSizes
 

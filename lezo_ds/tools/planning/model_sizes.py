@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig
-from lezo_ds.model.adapters import make_adapter
-from lezo_ds.model.blocks import PartSizes, find_blocks, freeze_outside, largest_module, part_sizes
+from lezo_ds.forward.adapters import make_adapter
+from lezo_ds.forward.blocks import PartSizes, find_blocks, freeze_outside, largest_module, part_sizes
 from lezo_ds.model.checkpoint import build_checked
 from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta
 from lezo_ds.tools.published_models import published_config, published_name

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lezo_ds.errors import UserError
-from lezo_ds.model.batch import LogitSelection
-from lezo_ds.model.perturbed_modules import PerturbedModules
+from lezo_ds.forward.batch import LogitSelection
+from lezo_ds.forward.perturbed_modules import PerturbedModules
 
 
 class SelectiveHead:

@@ -22,8 +22,8 @@ from transformers.masking_utils import sdpa_mask
 
 from lezo_ds import distributed
 from lezo_ds.errors import UserError
-from lezo_ds.model.adapters.base import Adapter
-from lezo_ds.model.blocks import BlockLayout, find_blocks
+from lezo_ds.forward.adapters.base import Adapter
+from lezo_ds.forward.blocks import BlockLayout, find_blocks
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.sharding.zero3 import ShardedParameter

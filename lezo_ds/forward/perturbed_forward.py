@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lezo_ds.model.batch import MicroBatch
-from lezo_ds.model.logit_selection import SelectiveHead
-from lezo_ds.model.perturbed_modules import KeyedProbe, Perturbation, PerturbedModules
-from lezo_ds.model.shared_start import SharedStart
+from lezo_ds.forward.batch import MicroBatch
+from lezo_ds.forward.logit_selection import SelectiveHead
+from lezo_ds.forward.perturbed_modules import KeyedProbe, Perturbation, PerturbedModules
+from lezo_ds.forward.shared_start import SharedStart
 from lezo_ds.noise import NoiseBackend
 from lezo_ds.sharding.parameters import NamedParameter
 

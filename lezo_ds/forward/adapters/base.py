@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from lezo_ds.model.blocks import BlockLayout
+from lezo_ds.forward.blocks import BlockLayout
 from lezo_ds.sharding.weights import ShardedWeights
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lezo_ds.model.perturbed_modules import Perturbation, PerturbedModules, map_tensors
+from lezo_ds.forward.perturbed_modules import Perturbation, PerturbedModules, map_tensors
 
 
 class _Copies:

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lezo_ds.errors import UserError
-from lezo_ds.model.perturbed_linear import is_product, product_at_probes
-from lezo_ds.model.perturbed_norm import is_fused, norm_at_probes
-from lezo_ds.model.replaced_call import call_with_copies, cast_floats, copy_dtype, runs_in_float32
+from lezo_ds.forward.perturbed_linear import is_product, product_at_probes
+from lezo_ds.forward.perturbed_norm import is_fused, norm_at_probes
+from lezo_ds.forward.replaced_call import call_with_copies, cast_floats, copy_dtype, runs_in_float32
 from lezo_ds.noise import Distribution, NoiseBackend, Whole
 from lezo_ds.sharding.parameters import NamedParameter
 

@@ -101,7 +101,7 @@ def _seen_by_triton(tensor: Tensor | None) -> tuple[torch.dtype, bool] | None:
 def _launch(num_rows: int, width: int, _seen: object, _device: torch.device) -> Launch:
     """Return a launch for rows of a width. Launches differ if Triton sees something else in the tensors."""
     # CPUs do not need Triton and often do not have it.
-    from lezo_ds.model.norm_kernel import layer_norm_kernel
+    from lezo_ds.forward.norm_kernel import layer_norm_kernel
 
     width_power = 1 << (width - 1).bit_length()
     num_warps = min(max(width_power // _ELEMENTS_PER_WARP, 1), _MOST_WARPS)

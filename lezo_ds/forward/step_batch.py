@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
-from lezo_ds.model.batch import MicroBatch
+from lezo_ds.forward.batch import MicroBatch
 
 
 class StepBatch:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lezo_ds.model.replaced_call import BIAS_LAST, zero_bias
+from lezo_ds.forward.replaced_call import BIAS_LAST, zero_bias
 from lezo_ds.noise import stacked
 
 

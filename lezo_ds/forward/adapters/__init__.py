@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lezo_ds.config import PeftConfig
-from lezo_ds.model.adapters.base import Adapter
-from lezo_ds.model.adapters.lora import LoraAdapter
-from lezo_ds.model.adapters.prefix import PrefixAdapter, load_prefix
+from lezo_ds.forward.adapters.base import Adapter
+from lezo_ds.forward.adapters.lora import LoraAdapter
+from lezo_ds.forward.adapters.prefix import PrefixAdapter, load_prefix
 from lezo_ds.registry import Registry
 
 __all__ = ["ADAPTERS", "Adapter", "load_prefix", "make_adapter"]

@@ -1,0 +1,1 @@
+"""Forward passes at perturbed weights, and the adapters that they train."""
