@@ -9,11 +9,11 @@ import torch
 from tiny_models import tiny_model
 from torch import nn
 
+from lezo_ds.forward import perturbed_norm
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.forward.perturbed_forward import KeyedProbe, Perturbation, PerturbedForward
 from lezo_ds.forward.perturbed_norm import is_fused, norm_at_probes, norm_facts
-from lezo_ds.forward import perturbed_norm
 from lezo_ds.noise import noise_backend
 from lezo_ds.noise.launch import Launch
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
