@@ -8,7 +8,7 @@ from lezo_ds.zo.estimators import ESTIMATORS, Estimator
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy, num_dropped_from_sparsity
 from lezo_ds.zo.passes import passes_of_step
 from lezo_ds.zo.schedules import SCHEDULES, LearningRates
-from lezo_ds.zo.updates import UPDATE_RULES, UpdateRule
+from lezo_ds.zo.updates import Sgd, SgdWeightDecay, UpdateRule
 
 PASSES_OF_BACKPROPAGATION = 3
 """Forward passes that a step of AdamW counts as: its backward pass takes about the time of two."""
@@ -46,7 +46,7 @@ def make_layer_policy(zo: ZoConfig, num_layers: int) -> LayerPolicy:
 
 def make_update_rule(zo: ZoConfig) -> UpdateRule:
     """Return the update rule of a run."""
-    return UPDATE_RULES.find(zo.update_rule)(**zo.update_rule_options)
+    return SgdWeightDecay(zo.weight_decay) if zo.weight_decay else Sgd()
 
 
 def make_schedule(zo: ZoConfig, num_steps: int | None) -> LearningRates:
@@ -131,19 +131,6 @@ def checked_layer_policy(zo: ZoConfig, num_layers: int, *, trains_outside: bool)
 
 
 def num_dropped(zo: ZoConfig, num_layers: int) -> int:
-    """Return how many of a model's `num_layers` transformer blocks a step drops.
-
-    Raises:
-        UserError: more than the model has.
-    """
-    if zo.num_dropped_layers is None:
-        assert zo.sparsity is not None, "exactly one of the two is given"
-        return num_dropped_from_sparsity(zo.sparsity, num_layers)
-    if zo.num_dropped_layers > num_layers:
-        raise UserError(
-            "zo.num_dropped_layers is more than the model has transformer blocks",
-            got=zo.num_dropped_layers,
-            expected=f"0 to {num_layers}",
-            fix=f"set zo.num_dropped_layers={num_dropped_from_sparsity(0.75, num_layers)} (sparsity 0.75)",
-        )
-    return zo.num_dropped_layers
+    """Return how many of a model's `num_layers` transformer blocks a step drops."""
+    assert zo.sparsity is not None, "zeroth-order training has a sparsity"
+    return num_dropped_from_sparsity(zo.sparsity, num_layers)

@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lezo_ds.config.algorithm import make_update_rule, num_passes
-from lezo_ds.config.keys import yaml_scalar
+from lezo_ds.config.algorithm import num_passes
 from lezo_ds.config.paths import with_places
 from lezo_ds.config.reading import check_value, find_key, flatten_sections, parse_override, read, read_yaml
 from lezo_ds.config.schema import SCHEMA, TRAINED, ZEROTH_ORDER, GenerationConfig, RunConfig
@@ -75,26 +74,16 @@ def config_from_dict(
     if not recorded:
         check_data_keys(config.data, has_own_objective=names_code(config.train.objective))
     _check_generation(config.generation, where)
-    if config.data.calibration == "icl_sfc" and config.method != "icl":
+    if config.method.startswith("icl") and (config.data.messages is not None or config.data.chat_template):
         raise UserError(
-            f"data.calibration=icl_sfc in {where} needs demonstrations",
-            got=f"method={config.method}",
-            expected="method=icl",
-            fix="set data.calibration=sfc, or method=icl",
-        )
-    if config.method == "icl" and (config.data.messages is not None or config.data.chat_template):
-        raise UserError(
-            f"method icl in {where} shows no examples in a chat template",
+            f"method {config.method} in {where} shows no examples in a chat template",
             got="data.messages or data.chat_template",
             expected="a task whose prompt is plain text",
             fix="set method=zero_shot, or write the examples into the conversations",
         )
     if config.method in TRAINED:
         check_world(replace(config, partition_size=None), world_size=1)
-    if config.method in ZEROTH_ORDER:
-        _check_zeroth_order(config, where)
-    if config.method == "mezo":
-        return replace(config, zo=replace(config.zo, sparsity=0.0, num_dropped_layers=None))
+        _check_training(config, where)
     return config
 
 
@@ -160,7 +149,7 @@ def _check_generation(generation: GenerationConfig, where: str) -> None:
             fix="remove the empty text",
         )
     changed = {"num_samples": generation.num_samples > 1}
-    changed |= {"top_k": generation.top_k is not None, "top_p": generation.top_p is not None}
+    changed |= {"top_p": generation.top_p is not None}
     if generation.temperature == 0 and any(changed.values()):
         name = next(name for name, is_changed in changed.items() if is_changed)
         raise UserError(
@@ -171,9 +160,12 @@ def _check_generation(generation: GenerationConfig, where: str) -> None:
         )
 
 
-def _check_zeroth_order(config: RunConfig, where: str) -> None:
-    zo = config.zo
-    for key, value in (("zo.learning_rate", zo.learning_rate), ("train.steps", config.train.steps)):
+def _check_training(config: RunConfig, where: str) -> None:
+    zo, steps = config.zo, config.train.steps
+    needed: dict[str, object] = {"train.steps": steps}
+    if config.method in ZEROTH_ORDER:
+        needed = {"zo.learning_rate": zo.learning_rate, "zo.sparsity": zo.sparsity} | needed
+    for key, value in needed.items():
         if value is None:
             raise UserError(
                 f"missing in {where}: {key}",
@@ -181,28 +173,10 @@ def _check_zeroth_order(config: RunConfig, where: str) -> None:
                 expected=f"{SCHEMA.keys[key].expected.removesuffix(' or null')}, with method {config.method}",
                 fix=f"add it to the file, or {key}=... on the command line",
             )
-    make_update_rule(zo)  # refuses options that are out of range
-    if config.train.steps is not None and zo.warmup_steps >= config.train.steps:
+    if config.method in ZEROTH_ORDER and steps is not None and zo.warmup_steps >= steps:
         raise UserError(
             f"the warm-up in {where} is as long as the run",
-            got=f"zo.warmup_steps={zo.warmup_steps}, train.steps={config.train.steps}",
+            got=f"zo.warmup_steps={zo.warmup_steps}, train.steps={steps}",
             expected="zo.warmup_steps below train.steps",
             fix="set zo.warmup_steps=0",
-        )
-    got = (
-        f"zo.sparsity={yaml_scalar(zo.sparsity)}, zo.num_dropped_layers={yaml_scalar(zo.num_dropped_layers)}"
-    )
-    if config.method == "mezo" and (zo.sparsity or zo.num_dropped_layers):
-        raise UserError(
-            f"method mezo in {where} drops no transformer blocks",
-            got=got,
-            expected="zo.sparsity 0 or null",
-            fix="set zo.sparsity=0, or method=lezo",
-        )
-    if config.method == "lezo" and (zo.sparsity is None) == (zo.num_dropped_layers is None):
-        raise UserError(
-            f"{where} must give either zo.sparsity or zo.num_dropped_layers",
-            got=got,
-            expected="exactly one of the two",
-            fix="give one and leave the other out (or null): zo.sparsity=0.75 zo.num_dropped_layers=null",
         )

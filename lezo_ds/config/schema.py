@@ -18,26 +18,19 @@ from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy
 from lezo_ds.zo.options import Option, options_of
 from lezo_ds.zo.precision import UpdatePrecision
 from lezo_ds.zo.schedules import SCHEDULES
-from lezo_ds.zo.updates import UPDATE_RULES, UpdateRule
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 """The type in which the weights are stored, gathered and multiplied."""
 
-Method = Literal["lezo", "mezo", "adamw", "zero_shot", "icl"]
-"""The rows of the papers' tables; zero_shot and icl (in-context learning) train nothing."""
+Method = Literal["lezo", "adamw", "zero_shot", "icl", "zero_shot_sfc", "icl_sfc"]
+"""The rows of the papers' tables. Only lezo and adamw train."""
 
-ZEROTH_ORDER: frozenset[Method] = frozenset({"lezo", "mezo"})
+ZEROTH_ORDER: frozenset[Method] = frozenset({"lezo"})
 TRAINED: frozenset[Method] = ZEROTH_ORDER | {"adamw"}
 
 # The adapters are in lezo_ds.forward.adapters. This module does not import them, because that loads torch.
 PeftKind = Literal["none", "lora", "prefix"]
 """What is trained: all weights, low-rank adapters, or key and value vectors before every sequence."""
-
-Demonstrations = Literal["fixed", "per_question"]
-"""Whether all questions of in-context learning get the same solved examples."""
-
-Calibration = Literal["none", "sfc", "icl_sfc"]
-"""How scores are calibrated, by the names of MeZO's options --sfc and --icl_sfc."""
 
 RESUME_MAY_DIFFER: frozenset[str] = frozenset(
     {
@@ -53,9 +46,7 @@ RESUME_MAY_DIFFER: frozenset[str] = frozenset(
         "train.eval_batch_size",
         "train.snapshot_every",
         "train.keep_snapshots",
-        "train.check_every",
         "train.timeout_seconds",
-        "generation.keep_perturbed",
         "partition_size",
         "deepspeed",
     }
@@ -70,7 +61,6 @@ def _options(components: Mapping[str, type], kind: type) -> Callable[[str], Mapp
 Options = Mapping[str, Option]
 EstimatorOptions = Annotated[Options, OptionsOf("estimator", _options(ESTIMATORS, Estimator))]
 LayerPolicyOptions = Annotated[Options, OptionsOf("layer_policy", _options(LAYER_POLICIES, LayerPolicy))]
-UpdateRuleOptions = Annotated[Options, OptionsOf("update_rule", _options(UPDATE_RULES, UpdateRule))]
 
 
 class _TaskNames(Collection[str]):
@@ -165,13 +155,10 @@ class DataConfig:
     the task's own: reward if the records have no right answers."""
 
     protocol: Protocol = "clean"
-    """Default split sizes: clean uses sizes that fit the task, mezo those of MeZO's published scripts. With
-    data.train, all records are used."""
-
-    mezo_details: bool = False
-    """Whether to follow MeZO's code in three details that rarely matter: white space before a text, the
-    maximum length of a text with its gold answer, and how the validation loss is averaged (see
-    docs/protocol.md)."""
+    """clean uses split sizes that fit the task. mezo does what MeZO's published scripts do: split sizes,
+    demonstrations drawn for each question, and three details that rarely matter: white space before a text,
+    the maximum length of a text with its gold answer, and how the validation loss is averaged (see
+    docs/protocol.md). With data.train, all records are used."""
 
     num_train: Annotated[int | None, Range(1)] = None
     """Number of training examples. Null takes the protocol's number."""
@@ -190,16 +177,8 @@ class DataConfig:
     """Seed that selects the examples of each split."""
 
     num_demonstrations: Annotated[int, Range(1)] = 32
-    """Number of solved examples shown before each question, with method icl."""
-
-    demonstrations: Demonstrations = "fixed"
-    """Which solved examples method icl shows: the first training examples, before every question (fixed), or
-    records of the training file that are drawn for each question, as MeZO's icl.sh does (per_question)."""
-
-    calibration: Calibration = "none"
-    """What is subtracted from a candidate's summed log-probability to score it: its summed log-probability
-    after a prompt without content (sfc), or after the demonstrations and such a prompt (icl_sfc). With none,
-    the score is the mean log-probability of the candidate's tokens."""
+    """Number of solved examples shown before each question, with method icl: the first training examples, or
+    others for each question with data.protocol mezo."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,16 +212,13 @@ class AdamWConfig:
     weight_decay: Annotated[float, Range(0)] = 0.0
     """Coefficient of the decoupled weight decay."""
 
-    epochs: Annotated[int, Range(1)] = 5
-    """Number of passes over the training examples if train.steps is null."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ZoConfig:
-    """The zeroth-order optimizer (LeZO, Algorithm 1). Give exactly one of sparsity and num_dropped_layers."""
+    """The zeroth-order optimizer (LeZO, Algorithm 1)."""
 
     learning_rate: Annotated[float | None, Range(0)] = None
-    """Learning rate eta. Methods lezo and mezo need it. zo.lr_schedule changes it over the run."""
+    """Learning rate eta. Method lezo needs it. zo.lr_schedule changes it over the run."""
 
     lr_schedule: Annotated[str, Choices(SCHEDULES)] = "constant"
     """How the learning rate changes after the warm-up. linear and cosine let it fall to 0 over train.steps;
@@ -256,11 +232,8 @@ class ZoConfig:
     theta + mu z and theta - mu z."""
 
     sparsity: Annotated[float | None, Range(0, 1)] = None
-    """Share of the transformer blocks that each step drops. 0 is MeZO. With 1, only the weights outside the
-    blocks are tuned."""
-
-    num_dropped_layers: Annotated[int | None, Range(0)] = None
-    """Number of transformer blocks that each step drops."""
+    """Share of the transformer blocks that each step drops, rounded to whole blocks: 0.6667 drops 20 of 30.
+    Method lezo needs it. 0 is MeZO. With 1, only the weights outside the blocks are tuned."""
 
     update_precision: UpdatePrecision = "fp32_master"
     """How an update is stored in 16-bit weights. fp32_master also keeps the 16 low bits, which takes 2 more
@@ -301,20 +274,8 @@ class ZoConfig:
     layer_policy_options: LayerPolicyOptions = field(default_factory=dict)
     """Options of the layer policy, as layer_policy_options.NAME."""
 
-    update_rule: Annotated[str, Choices(UPDATE_RULES)] = "sgd"
-    """How projected gradients change the weights. sgd is the papers' own rule. sgd-weight-decay also shrinks
-    matrices. sgd-momentum also applies the directions of the steps before."""
-
-    update_rule_options: UpdateRuleOptions = field(default_factory=dict)
-    """Options of the update rule, as update_rule_options.NAME."""
-
-    outlier_factor: Annotated[float | None, Range(1, above=True)] = None
-    """Skip a step if |projected gradient| exceeds this multiple of the running median over the last 100
-    applied steps (once there are 20). Null skips no step for this reason."""
-
-    max_skipped_steps: Annotated[int, Range(1)] = 10
-    """End the run after this number of consecutive skipped steps. A step is skipped if a loss is not finite
-    or if its projected gradient is an outlier."""
+    weight_decay: Annotated[float, Range(0)] = 0.0
+    """Coefficient of the decoupled weight decay of matrices. Blocks that a step drops do not decay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,7 +283,7 @@ class TrainConfig:
     """Length of the run, batch sizes, and what happens between steps."""
 
     steps: Annotated[int | None, Range(1)] = None
-    """Number of steps of the whole run. Methods lezo and mezo need it; adamw can use adamw.epochs instead."""
+    """Number of steps of the whole run. Methods lezo and adamw need it."""
 
     batch_size: Annotated[int, Range(1)] = 16
     """Number of examples in a step, summed over all ranks."""
@@ -330,10 +291,6 @@ class TrainConfig:
     micro_batch_size: Annotated[int, Range(1)] = 16
     """Number of examples in one forward pass of one rank. It must divide batch_size. It affects the last bits
     of the losses; the number of ranks does not."""
-
-    packed: bool = True
-    """Whether examples of a forward pass share rows to reduce padding, if the model can keep them apart (see
-    lezo_ds/data/packing.py). It affects the last bits of the losses."""
 
     eval_batch_size: Annotated[int, Range(1)] = 16
     """Number of sequences in one forward pass of an evaluation. A sequence is a prompt, or a prompt with one
@@ -346,9 +303,6 @@ class TrainConfig:
     """Stop early, after this number of evaluations in a row without a better validation loss. Null does all
     steps."""
 
-    score_before: bool = True
-    """Score the test split before training, too. The runs of a grid can do without."""
-
     objective: str = "task"
     """What is minimized: the task's own loss (task), minus the mean F1 of generated answers (f1), or your own
     function (package.module:function), which may also be a reward of the answers, to be maximized (see
@@ -360,22 +314,14 @@ class TrainConfig:
     keep_snapshots: Annotated[int, Range(0)] = 2
     """Number of snapshots to keep. The newest are kept. 0 keeps one until the run has finished, and no
     weights after that: a replay of the journal gives them back, but those of adamw are gone. lezo-ds sweep
-    sets 0 for lezo and mezo, and lezo-ds study for all methods, unless they are given a number."""
+    sets 0 for lezo unless it is set."""
 
     report_to: Annotated[Sequence[str] | None, Choices(TRACKERS)] = None
     """Where the content of metrics.jsonl goes, too, such as [tensorboard, csv]. Their files are in trackers
     in the run's directory (Trackio has its own place). The monitors of the DeepSpeed JSON work, too."""
 
-    check_every: Annotated[int, Range(1)] = 100
-    """Number of steps between checks that the weights of each rank are the result of the steps so far. They
-    are also checked before each evaluation and snapshot. The ranks' inputs are compared at every step."""
-
     timeout_seconds: Annotated[int, Range(1)] = 1800
     """End the run if a rank does not answer for this many seconds. Writing a snapshot must take less time."""
-
-    cpu_threads: Annotated[int, Range(1)] = 1
-    """Number of threads per operation of each rank on a CPU. It affects the last bits of the results, so it
-    does not follow the number of cores. A rank with a GPU uses at least its share of the cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,19 +339,11 @@ class GenerationConfig:
     """Temperature at which tokens are drawn in training. 0 takes the most probable token. Evaluations always
     do."""
 
-    top_k: Annotated[int | None, Range(1)] = None
-    """Draw from this number of most probable tokens only. Null draws from all."""
-
     top_p: Annotated[float | None, Range(0, 1, above=True)] = None
     """Draw from the most probable tokens only that have this probability together. Null draws from all."""
 
     num_samples: Annotated[int, Range(1)] = 1
     """Number of answers that are drawn for each prompt of a training batch. More need a temperature."""
-
-    keep_perturbed: bool = False
-    """Whether training keeps the perturbed weights while it writes a batch of answers. The default makes them
-    again for every token, which gives the same results and is slower. Each rank then needs memory for whole
-    copies of the weights that a step perturbs, zo.probes_per_pass of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,8 +357,10 @@ class RunConfig:
     """Seed of the noise, of the dropped transformer blocks and of the order of the examples."""
 
     method: Method = "lezo"
-    """lezo, mezo (which is lezo without dropped blocks), adamw (first-order), zero_shot or icl (neither
-    trains)."""
+    """lezo (zo.sparsity=0 is MeZO), adamw (first-order), or one that does not train: zero_shot, icl
+    (in-context learning), zero_shot_sfc and icl_sfc. The last two are MeZO's options --sfc and --icl_sfc: the
+    log-probability of an answer after a prompt without content is subtracted (icl_sfc: after the
+    demonstrations and such a prompt)."""
 
     model: ModelConfig
     data: DataConfig

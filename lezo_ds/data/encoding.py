@@ -249,10 +249,10 @@ def encode_null(
     """
     if example.null_prompt is None:
         raise UserError(
-            "data.calibration needs a task with a null prompt",
+            "calibrated scores (method zero_shot_sfc or icl_sfc) need a task with a null prompt",
             got="a task that generates answers",
             expected="a task with candidates",
-            fix="set data.calibration=none",
+            fix="set method=zero_shot",
         )
     shown = example.demonstrations if with_demonstrations else ""
     null = replace(example, prompt=example.null_prompt, demonstrations=shown)

@@ -20,7 +20,6 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
-    TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
@@ -63,7 +62,7 @@ def generation_settings(
 
 def find_sampling(keys: config.GenerationConfig) -> Sampling | None:
     """Return how a configuration draws tokens in training; None if it takes the most probable ones."""
-    return Sampling(keys.temperature, keys.top_k, keys.top_p) if keys.temperature > 0 else None
+    return Sampling(keys.temperature, keys.top_p) if keys.temperature > 0 else None
 
 
 def prompt_batch(prompts: Sequence[tuple[int, ...]], settings: GenerationSettings) -> MicroBatch:
@@ -145,8 +144,6 @@ def _processors(sampling: Sampling | None, keys: Tensor | None, width: int) -> L
         return LogitsProcessorList()
     assert keys is not None, "a batch whose answers are drawn has keys"
     found: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
-    if sampling.top_k is not None:
-        found.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p is not None:
         found.append(TopPLogitsWarper(sampling.top_p))
     return LogitsProcessorList([*found, _GumbelNoise(keys.tolist(), width)])

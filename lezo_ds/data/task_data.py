@@ -188,7 +188,7 @@ class TaskData:
         keys, samples = config.generation, range(config.generation.num_samples)
         batch = self.prompt_batch(self.train, [row for row in rows for _ in samples])
         sampling = find_sampling(keys)
-        settings = replace(self.generation, sampling=sampling, keep_perturbed=keys.keep_perturbed)
+        settings = replace(self.generation, sampling=sampling)
         if sampling is None:
             return replace(batch, generation=settings)
         drawn = [
@@ -235,14 +235,14 @@ def load_task_data(config: RunConfig) -> TaskData:
     if task.kind == "generation" or objective.reads_answers:
         generation = generation_settings(tokenizer, keys.max_new_tokens, stops)
 
-    mezo_details, calibration = config.data.mezo_details, config.data.calibration
+    follows_mezo = config.data.protocol == "mezo"
     length = config.data.max_length
     # MeZO's code cuts a text with its gold answer like a prompt whose answer is yet to come.
-    shortened = mezo_details and task.kind == "generation"
+    shortened = follows_mezo and task.kind == "generation"
     encoded_length = prompt_room(length, keys.max_new_tokens) if shortened else length
 
     def encode(examples: tuple[Example, ...], *, continued: bool, calibrated: bool) -> EncodedSplit:
-        if mezo_details:
+        if follows_mezo:
             examples = tuple(_without_space_before(example) for example in examples)
         if keys.stop is not None and task.kind == "generation":
             ending = keys.stop[0] if keys.stop else str(tokenizer.backend.eos_token)
@@ -257,7 +257,7 @@ def load_task_data(config: RunConfig) -> TaskData:
             encoded=encoded,
             prompts=prompts,
             null_encoded=tuple(
-                encode_null(tokenizer, example, length, with_demonstrations=calibration == "icl_sfc")
+                encode_null(tokenizer, example, length, with_demonstrations=config.method == "icl_sfc")
                 for example in examples
             )
             if calibrated
@@ -265,7 +265,7 @@ def load_task_data(config: RunConfig) -> TaskData:
             reads_records=objective.is_reward,
         )
 
-    scored = {"continued": generation is not None, "calibrated": calibration != "none"}
+    scored = {"continued": generation is not None, "calibrated": config.method.endswith("_sfc")}
     data = TaskData(
         task=task,
         tokenizer=tokenizer,
@@ -275,10 +275,8 @@ def load_task_data(config: RunConfig) -> TaskData:
         objective=objective,
         generation=generation,
         # The mask of packed rows has no columns for the keys of a prefix.
-        packed=config.train.packed
-        and config.peft.kind != "prefix"
-        and can_pack(model_config, config.data.max_length),
-        loss_batch=MEZO_LOSS_BATCH if mezo_details else None,
+        packed=config.peft.kind != "prefix" and can_pack(model_config, config.data.max_length),
+        loss_batch=MEZO_LOSS_BATCH if follows_mezo else None,
     )
     text_config = model_config.get_text_config()
     _check_positions(data, getattr(text_config, "max_position_embeddings", None))
@@ -307,9 +305,9 @@ def _check_reward(config: RunConfig, task: Task, objective: Objective) -> None:
             expected="a function with the decorator `reward` (see lezo_ds/data/objectives.py)",
             fix="set train.objective=package.module:function",
         )
-    if config.method == "icl" and not task.has_answers:
+    if config.method.startswith("icl") and not task.has_answers:
         raise UserError(
-            "method icl shows solved examples, and the task has none",
+            f"method {config.method} shows solved examples, and the task has none",
             got="records without right answers",
             expected="data.completion, data.labels or data.choices",
             fix="set method=zero_shot",
@@ -343,7 +341,7 @@ def _draw_splits(config: RunConfig, task: Task) -> Splits:
             num_test=data.num_test,
         )
         own_rows = [question.index for question in splits.dev]
-    if config.method != "icl":
+    if not config.method.startswith("icl"):
         return splits
     return _with_demonstrations(config, task, splits, records=records, own_rows=own_rows)
 
@@ -360,7 +358,7 @@ def _with_demonstrations(
         records: the records that are drawn for each question, if the configuration asks for that.
         own_rows: the row of each dev question among these records; empty if it is not there.
     """
-    wanted, per_question = config.data.num_demonstrations, config.data.demonstrations == "per_question"
+    wanted, per_question = config.data.num_demonstrations, config.data.protocol == "mezo"
     # A dev question comes from the same records, and its own answer is not shown to it.
     available = len(records) - 1 if per_question else len(splits.train)
     if wanted > available:

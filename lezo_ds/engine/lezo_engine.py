@@ -43,11 +43,13 @@ from lezo_ds.sharding import zero3
 from lezo_ds.sharding.witness import Witness
 from lezo_ds.zo.estimators import Estimate, mean_losses
 from lezo_ds.zo.keys import direction_key, step_key
-from lezo_ds.zo.outliers import is_outlier
 from lezo_ds.zo.passes import Pass, passes_of_step
 from lezo_ds.zo.records import StepRecord
 
 logger = logging.getLogger(__name__)
+
+MAX_SKIPPED_STEPS = 10
+"""A run ends after this number of consecutive steps whose loss was not finite."""
 
 _LAST_RESULT = "result of the step before"
 
@@ -126,12 +128,12 @@ class LezoEngine(ModelEngine):
             loss_function: (logits or generated tokens, micro-batch) -> summed loss of each example.
 
         Returns:
-            The record of the step. If a loss was not finite or was an outlier, `applied` is false and the
+            The record of the step. If a loss was not finite, `applied` is false and the
             weights have not changed.
 
         Raises:
             UserError: the passes cannot be shared evenly among the ranks.
-            DivergenceError: `max_skipped_steps` steps in a row were skipped.
+            DivergenceError: `MAX_SKIPPED_STEPS` steps in a row were skipped.
             DesyncError: the ranks do not have the same settings, do not work on the same step or batch, or
                 had different results in the step before. All ranks raise. The step is not done, and earlier
                 steps that may be wrong are cut off the journal.
@@ -299,17 +301,16 @@ class LezoEngine(ModelEngine):
             learning_rate=plan.learning_rate,
             perturbation_scale=plan.perturbation_scale,
             loss=found.loss if found.is_finite else None,
-            applied=found.is_finite and not is_outlier(gradients, self._records, self._config.outlier_factor),
+            applied=found.is_finite,
             layer_weights=plan.layer_weights,
         )
 
     def _check_divergence(self, record: StepRecord) -> None:
         num_skipped = _trailing_skips(self._records)
-        if num_skipped >= self._config.max_skipped_steps:
+        if num_skipped >= MAX_SKIPPED_STEPS:
             self.finish_records()
             raise DivergenceError(
-                "the loss was not finite, or an outlier, in "
-                f"zo.max_skipped_steps={num_skipped} steps in a row; "
+                f"the loss was not finite in {num_skipped} steps in a row; "
                 f"got: the last at step {record.step}, loss {record.loss}; "
                 "fix: lower zo.learning_rate, or use bf16 or fp32 instead of fp16"
             )

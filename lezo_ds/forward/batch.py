@@ -33,12 +33,10 @@ class Sampling:
 
     Attributes:
         temperature: divides the logits, above 0.
-        top_k: number of most probable tokens to draw from; None for all.
         top_p: draw from the most probable tokens that have this probability together; None for all.
     """
 
     temperature: float
-    top_k: int | None = None
     top_p: float | None = None
 
 

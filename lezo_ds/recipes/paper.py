@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from lezo_ds.config import Method, PeftKind
+from lezo_ds.config import PeftKind
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Experiment:
 
     model: str
     task: str
-    method: Method
+    method: str
     peft: PeftKind = "none"
 
 
@@ -132,7 +132,7 @@ def _read_table(model: str, text: str) -> dict[Experiment, Score]:
         method, _, peft = name.partition("+")
         for task, entry in zip(header, entries, strict=True):
             if entry != "-":
-                experiment = Experiment(model, task, cast("Method", method), cast("PeftKind", peft or "none"))
+                experiment = Experiment(model, task, method, cast("PeftKind", peft or "none"))
                 scores[experiment] = Score(*map(float, entry.split("/")))
     return scores
 
@@ -144,7 +144,7 @@ PAPER_SCORES: Mapping[Experiment, Score] = {
 }
 """Every cell of the paper's tables, with its score."""
 
-_LEARNING_RATES: Mapping[tuple[Method, PeftKind], Mapping[str, tuple[float, ...]]] = {
+_LEARNING_RATES: Mapping[tuple[str, PeftKind], Mapping[str, tuple[float, ...]]] = {
     ("lezo", "none"): {"": (1e-6, 7e-7), "opt-1.3b": (3e-6, 1e-6)},
     ("mezo", "none"): {"": (1e-6, 1e-7), "rte": (1e-6, 5e-7, 1e-7), "squad": (1e-6, 5e-7, 1e-7)},
     ("lezo", "prefix"): {"": (3e-2, 1e-2)},

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from lezo_ds.config import TRAINED, ZEROTH_ORDER
 from lezo_ds.recipes.paper import PAPER_MODELS, PAPER_SCORES, PAPER_TASKS, Experiment, hyperparameters
 from lezo_ds.recipes.recipe import Recipe
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.metrics import METRICS
 from lezo_ds.zo.layers import num_dropped_from_sparsity
+
+ZEROTH_ORDER = ("lezo", "mezo")
+TRAINED = (*ZEROTH_ORDER, "adamw")
 
 _LONG_INPUTS = frozenset({"boolq", "multirc", "record", "squad", "drop"})
 """Tasks whose inputs contain a passage: hundreds of tokens, while the others have tens."""
@@ -59,12 +61,11 @@ def paper_recipe(experiment: Experiment) -> Recipe:
     dtype = "bf16" if experiment.method == "adamw" else "fp16"
     values: dict[str, Any] = {
         "run_dir": f"runs/{recipe_name(experiment)}",
-        "method": experiment.method,
+        "method": "lezo" if experiment.method == "mezo" else experiment.method,
         "model.path": f"facebook/{experiment.model}",
         "model.dtype": dtype,
         "data.task": experiment.task,
         "data.protocol": "mezo",
-        "data.mezo_details": True,
         "train.eval_batch_size": _LARGEST_LONG_BATCH if is_long else 16,
         "deepspeed": f"ds_configs/zero3_{dtype}.json",
     }
@@ -73,7 +74,7 @@ def paper_recipe(experiment: Experiment) -> Recipe:
     values |= {f"peft.{name}": value for name, value in _PEFT_VALUES[experiment.peft].items()}
     if experiment.method == "icl":
         # 32 demonstrations fill most of 2048 tokens.
-        values |= {"data.num_demonstrations": 32, "data.demonstrations": "per_question"}
+        values |= {"data.num_demonstrations": 32}
         values["train.eval_batch_size"] = 2
     if experiment.method in TRAINED:
         _add_training(experiment, hardware, values, notes)
@@ -117,11 +118,15 @@ def _add_training(
     micro = min(share, _LARGEST_LONG_BATCH) if experiment.task in _LONG_INPUTS else share
     values["train.micro_batch_size"] = micro
     if experiment.method == "adamw":
-        values |= {"adamw.weight_decay": 0, "adamw.epochs": found.epochs}
+        assert found.epochs is not None
+        steps = found.epochs * PAPER_TASKS[experiment.task].num_train // found.batch_size
+        values |= {"adamw.weight_decay": 0, "train.steps": steps}
         return
     assert found.steps is not None
     values["zo.perturbation_scale"] = found.perturbation_scale
     values |= {"train.steps": found.steps, "train.eval_every": found.steps // 10}
+    if experiment.method == "mezo":
+        values["zo.sparsity"] = 0
     if experiment.method == "lezo":
         assert found.sparsity is not None
         num_blocks = PAPER_MODELS[experiment.model].num_blocks

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lezo_ds import distributed
-from lezo_ds.config import RunConfig, config_to_dict, flatten
-from lezo_ds.config.compatibility import recorded_config
+from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, flatten
 from lezo_ds.data.packing import DEALING
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
@@ -73,12 +72,11 @@ def config_of(header: Header, run_dir: Path, overrides: Sequence[str] = ()) -> R
         overrides: `key=value` changes.
 
     Raises:
-        UserError: this version cannot read the configuration; see `recorded_config`.
+        UserError: this version cannot read the configuration; see `config_from_dict`.
     """
     values = {key: value for key, value in header.config.items() if key not in _INPUTS}
     values["run_dir"] = str(run_dir)
-    written_by = header.libraries.get("lezo_ds")
-    return recorded_config(values, f"run {run_dir}", written_by, overrides=overrides)
+    return config_from_dict(values, f"run {run_dir}", overrides, recorded=True)
 
 
 def assert_same_run(recorded: Header, ours: Header, run_dir: Path, may_differ: Collection[str]) -> None:

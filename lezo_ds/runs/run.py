@@ -34,6 +34,9 @@ from lezo_ds.trackers import RunFacts
 logger = logging.getLogger(__name__)
 
 
+_CHECK_EVERY = 100
+"""Steps between checks that the weights of each rank are the result of the steps so far."""
+
 E = TypeVar("E", bound=ModelEngine)
 
 
@@ -46,9 +49,8 @@ def count_steps(config: RunConfig, num_train: int) -> int:
     """
     if config.method not in TRAINED:
         return 0
-    if config.train.steps is not None:
-        return config.train.steps
-    return max(1, config.adamw.epochs * num_train // config.train.batch_size)
+    assert config.train.steps is not None
+    return config.train.steps
 
 
 def eval_interval(config: RunConfig, num_steps: int) -> int:
@@ -194,8 +196,7 @@ class Run(ABC, Generic[E]):
     def _run_to_end(self) -> tuple[bool, EvaluationRecord | None]:
         """Do everything that is left; return whether the run finished, and the best step if it did."""
         try:
-            if self.config.train.score_before or self.config.method not in TRAINED:
-                self._evaluate("test", at=0)
+            self._evaluate("test", at=0)
             self._train()
             best = best_evaluation(self.evaluations)
             if best is not None:
@@ -210,7 +211,7 @@ class Run(ABC, Generic[E]):
         progress = Progress(self.num_steps, self._num_done, self.data.task.metric, is_shown=self.writes)
         with logging_redirect_tqdm(), progress:  # log lines go above the progress bar
             while True:
-                if self._num_done > 0 and self._num_done % self.config.train.check_every == 0:
+                if self._num_done > 0 and self._num_done % _CHECK_EVERY == 0:
                     self._check()
                 self._evaluate_if_due()
                 self._snapshot_if_due()
@@ -330,6 +331,7 @@ class Run(ABC, Generic[E]):
         any_test = before or final
         stopped_early = self._num_done < self.num_steps and self._has_lost_patience()
         metric = self.data.task.metric
+        is_zero_shot = self.config.method in {*TRAINED, "zero_shot"}
         return {
             "task": self.data.task.name,
             "method": self.config.method,
@@ -337,7 +339,7 @@ class Run(ABC, Generic[E]):
             "metric": metric,
             "protocol": self.config.data.protocol,
             "finished": finished,
-            "zero_shot": before.metrics[metric] if before and self.config.method != "icl" else None,
+            "zero_shot": before.metrics[metric] if before and is_zero_shot else None,
             "test": scored.metrics.get(metric) if scored else None,
             "majority_class": any_test.metrics.get("majority_class") if any_test else None,
             "best_step": best.step if best else None,

@@ -56,7 +56,7 @@ def score_run(path: Path, step: str, split: str, overrides: tuple[str, ...] = ()
     run = distributed.on_rank_zero(lambda: read_run(path, overrides))
     number = run.find_step(step)
     config = _without_recorded_code(run.config, overrides)
-    set_threads(config)
+    set_threads()
     engine = restore(run, number)
     return {"run": str(path), "step": number, **_score(config, engine, split)}
 
@@ -116,7 +116,7 @@ def score_model(
     if split == "test" and config.method == "zero_shot" and config.data.train is None:
         # No training or validation example is used here, and a directory may have only a few.
         config = replace(config, data=replace(config.data, num_train=1, num_dev=1))
-    set_threads(config)
+    set_threads()
     return {"model": model, **_score(config, make_engine(config), split)}
 
 

@@ -55,7 +55,7 @@ def _train(config: RunConfig) -> dict[str, Any]:
     distributed.init_distributed(config.train.timeout_seconds)
     if config.method in TRAINED:
         check_world(config, distributed.world_size())
-    set_threads(config)
+    set_threads()
     data = load_task_data(config)
     directory = RunDirectory(config.run_dir)
     with ExitStack() as lock:
@@ -74,13 +74,13 @@ def _train(config: RunConfig) -> dict[str, Any]:
         return ZerothOrderRun(config, data=data, directory=directory, engine=make_engine(config)).execute()
 
 
-def set_threads(config: RunConfig) -> None:
-    """Set the number of threads of a CPU operation to `train.cpu_threads`.
+def set_threads() -> None:
+    """Set the number of threads of a CPU operation to OMP_NUM_THREADS (default 1: it affects the last bits).
 
     With a GPU, no result depends on the number of CPU threads. They update offloaded weights, so they are at
     least this rank's share of the cores.
     """
-    num_threads = config.train.cpu_threads
+    num_threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1
     if distributed.device().type != "cpu":
         num_cores = len(os.sched_getaffinity(0))
         num_threads = max(num_threads, num_cores // torch.accelerator.device_count())

@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from lezo_ds.config import ZEROTH_ORDER, RunConfig, config_to_dict, flatten, load_yaml
-from lezo_ds.config.compatibility import recorded_config
+from lezo_ds.config import ZEROTH_ORDER, RunConfig, config_from_dict, config_to_dict, flatten, load_yaml
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.files import write_atomically
 from lezo_ds.recipes import load_recipe
@@ -65,8 +64,7 @@ class SweepRun:
         try:
             values = load_yaml((self.directory / "config.yaml").read_text())
             results = json.loads((self.directory / "results.json").read_text())
-            version = results.get("versions", {}).get("lezo_ds")
-            found = recorded_config(values, str(self.directory), version)
+            found = config_from_dict(values, str(self.directory), recorded=True)
             if results["finished"] and _without_snapshots(found) == _without_snapshots(self.config):
                 return "done"
         except (UserError, *DAMAGE):

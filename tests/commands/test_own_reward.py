@@ -131,7 +131,7 @@ def test_the_recipe_of_keywords_trains_on_any_reviews(root, tmp_path):
         "run_dir": tmp_path / "run",
     }
     paths = [f"{key}={path}" for key, path in places.items()]
-    batch = ["train.batch_size=2", "train.micro_batch_size=2", "zo.num_dropped_layers=1"]  # of its 2 blocks
+    batch = ["train.batch_size=2", "train.micro_batch_size=2", "zo.sparsity=0.5"]  # of its 2 blocks
     arguments = ["--config", recipes / "keywords.yaml", *sizes, *paths, *batch]
     run_forked_well(arguments, PYTHONPATH=path_with(recipes))
     assert results_of(tmp_path / "run")["metric"] == "keywords:share_in_form"

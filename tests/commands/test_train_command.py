@@ -53,20 +53,6 @@ def test_the_answers_to_the_test_examples_give_the_scores_before_and_after(by_de
 
 
 @pytest.mark.distributed
-def test_a_run_that_does_not_score_before_training_trains_and_scores_alike(by_python, recipe, tmp_path):
-    run_dir = tmp_path / "run"
-    arguments = ["--config", recipe, f"run_dir={run_dir}", "zo.perturbation_scale=2e-3"]
-    run_forked_well([*arguments, "train.score_before=false"])
-    with_score, without = results_of(by_python), results_of(run_dir)
-    assert without["zero_shot"] is None
-    for key in ("test", "majority_class", "weights_digest", "best_dev_loss"):
-        assert without[key] == with_score[key]
-    assert [path.name for path in (run_dir / "predictions").iterdir()] == [
-        f"step-{without['best_step']:08}.jsonl"
-    ]
-
-
-@pytest.mark.distributed
 def test_deepspeed_on_two_ranks_leaves_a_whole_run_directory(by_deepspeed):
     run_dir, _ = by_deepspeed
     assert sorted(path.name for path in run_dir.iterdir()) == [

@@ -247,7 +247,7 @@ def test_any_flipped_bit_is_found_by_comparison_with_the_replica(opt_directory, 
 
 def _update_wrongly(directory):
     """On rank 1, scale what an update writes to one parameter."""
-    engine = watched_engine(directory, num_ranks=2, num_dropped_layers=0)
+    engine = watched_engine(directory, num_ranks=2, sparsity=0.0)
     train(engine, 2)
     name = FC1.format(2)
     parameter = next(p for p in engine.weights.parameters if p.name == name)
@@ -305,39 +305,3 @@ def test_sound_runs_pass_all_checks_with_the_same_results_on_any_number_of_ranks
             found += run_ranks(_train_and_check, num_ranks, *settings)
         assert all(same for same, _ in found)
         assert all(end == found[0][1] for _, end in found)
-
-
-# Outliers.
-
-
-def _meet_outliers(directory, journal):
-    """Train until the median means something, then meet a loss of one rank that is out of all proportion."""
-    engine = watched_engine(directory, journal, num_ranks=2, outlier_factor=1000.0)
-
-    def huge(logits, batch):
-        losses = classification_loss(logits, batch)
-        return losses * 1e6 if engine.global_rank == 1 else losses
-
-    early = engine.train_batch(make_batch(0), classification_loss)
-    train(engine, 20)
-    before = engine.weights.digest()
-    outlier = engine.train_batch(make_batch(0), huge)
-    same = engine.weights.digest() == before
-    after = train(engine, 2)
-    live = engine.weights.digest()
-    resumed = start_engine(directory, num_ranks=2, outlier_factor=1000.0)
-    journaled = read_journal(journal)[1]
-    resumed.load_checkpoint(directory / "none", journaled)
-    skipped_again = resumed.train_batch(make_batch(0), huge).applied is False
-    return outlier, same, after, live == resumed.weights.digest(), early.applied, skipped_again
-
-
-def test_an_outlier_is_skipped_by_all_ranks_journaled_and_replayed_as_skipped(opt_directory, tmp_path):
-    results = run_ranks(_meet_outliers, 2, opt_directory, tmp_path / "journal.jsonl")
-    assert results[0] == results[1]
-    outlier, same, after, replayed, early_applied, skipped_again = results[0]
-    assert not outlier.applied
-    assert math.isfinite(outlier.loss)
-    assert math.isfinite(outlier.projected_grads[0])
-    assert same and replayed and early_applied and skipped_again
-    assert all(record.applied for record in after)

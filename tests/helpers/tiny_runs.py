@@ -63,7 +63,7 @@ def make_batch(step, num_micro_batches=4, examples=2, vocabulary=VOCABULARY):
 
 def zo_config(**changes):
     """Return the optimizer's settings for the tiny models: half of the blocks dropped, a step that shows."""
-    defaults = {"learning_rate": 1e-3, "perturbation_scale": 1e-3, "num_dropped_layers": 2}
+    defaults = {"learning_rate": 1e-3, "perturbation_scale": 1e-3, "sparsity": 0.5}
     return ZoConfig(**(defaults | changes))
 
 

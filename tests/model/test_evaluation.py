@@ -48,30 +48,28 @@ CONVERSATIONS = (("data__messages", "turns"), ("data__num_test", 9))
 
 CASES = {
     "one token": Case("sst2", "reader"),
-    "one token, calibrated": Case("sst2", "reader", (("data__calibration", "sfc"),)),
+    "one token, calibrated": Case("sst2", "reader", (("method", "zero_shot_sfc"),)),
     "one token, one example": Case("sst2", "reader", (("data__num_test", 1),)),
     "many tokens": Case("cb", "rotary"),
-    "many tokens, calibrated": Case("cb", changes=(("data__calibration", "sfc"),)),
+    "many tokens, calibrated": Case("cb", changes=(("method", "zero_shot_sfc"),)),
     "multiple choice": Case("copa"),
     "many candidates": Case("record"),
-    "many candidates, calibrated": Case("record", changes=(("data__calibration", "sfc"),)),
+    "many candidates, calibrated": Case("record", changes=(("method", "zero_shot_sfc"),)),
     "demonstrations": Case("sst2", "writer", (("method", "icl"), ("data__num_demonstrations", 3))),
     "demonstrations for each question, calibrated with them": Case(
         *("cb", "writer"),
         (
-            *(("method", "icl"), ("data__num_demonstrations", 1), ("data__max_length", 256)),
-            *(("data__demonstrations", "per_question"), ("data__calibration", "icl_sfc")),
+            *(("method", "icl_sfc"), ("data__num_demonstrations", 1), ("data__max_length", 256)),
+            ("data__protocol", "mezo"),
         ),
     ),
-    "MeZO's details": Case("copa", changes=(("data__mezo_details", True), ("data__num_test", 21))),
-    "MeZO's details, generation": Case(
-        "squad", changes=(("data__mezo_details", True), ("data__num_test", 9))
-    ),
+    "MeZO's details": Case("copa", changes=(("data__protocol", "mezo"), ("data__num_test", 21))),
+    "MeZO's details, generation": Case("squad", changes=(("data__protocol", "mezo"), ("data__num_test", 9))),
     "generation": Case("squad"),
     "generation by a rotary model": Case("squad", "rotary"),
     "generation, F1 as the loss": Case("squad", "rotary", (("train__objective", "f1"),)),
     "conversations": Case("custom", "rotary", CONVERSATIONS),
-    "conversations, MeZO's details": Case("custom", changes=(*CONVERSATIONS, ("data__mezo_details", True))),
+    "conversations, MeZO's details": Case("custom", changes=(*CONVERSATIONS, ("data__protocol", "mezo"))),
     "conversations, own objective of answers": Case(
         "custom", changes=(*CONVERSATIONS, ("train__objective", "test_evaluation:lengths"))
     ),
@@ -119,7 +117,7 @@ def evaluate_all(assets, sizes):
     """Evaluate on every rank; what each rank gets."""
     results = {}
     for model in ("reader", "writer", "rotary"):
-        engine = start_engine(assets / model, num_dropped_layers=0)
+        engine = start_engine(assets / model, sparsity=0.0)
         for name, case in CASES.items():
             if case.model == model:
                 data = load(assets, case)

@@ -179,29 +179,6 @@ class CountingNoise:
         return NOISE.perturb_rows(*arguments, **options)
 
 
-@pytest.mark.parametrize("family", ["opt", "llama", "gpt2"])
-def test_kept_perturbed_weights_give_the_same_answers_and_are_drawn_once(family):
-    (model, settings), prompts = start(family), prompts_of()
-    noise = CountingNoise()
-    perturbed = PerturbedForward(model, tunable(model), noise)
-    at = perturbation(BOTH, (), SCALE)
-    found, counts = [], []
-    for keep in (False, True, True):
-        chosen = replace(settings, keep_perturbed=keep)
-
-        def write(chosen=chosen, **inputs):
-            return write_tokens(model, chosen, **inputs)
-
-        noise.num_parameters = 0
-        found.append(perturbed(prompt_batch(prompts, chosen), at, write))
-        counts.append(noise.num_parameters)
-    num_tokens = max(tokens.shape[1] for tokens in found[0])
-    assert num_tokens > 1
-    assert counts == [counts[1] * num_tokens, counts[1], counts[1]]
-    for tokens in found[1:]:
-        assert all(torch.equal(kept, plain) for kept, plain in zip(tokens, found[0], strict=True))
-
-
 def drawn(model, settings, prompts, keys, **sampling):
     chosen = replace(settings, sampling=Sampling(**sampling))
     batch = prompt_batch(prompts, chosen)
@@ -224,8 +201,7 @@ def test_a_drawn_answer_depends_on_its_prompt_and_key_only():
 def test_drawing_from_one_token_is_greedy():
     (model, settings), prompts = start("llama"), prompts_of()
     expected = ended(write_tokens(model, settings, **prompt_batch(prompts, settings).inputs), settings)
-    for limit in ({"top_k": 1}, {"top_p": 1e-6}):
-        assert drawn(model, settings, prompts, [1, 2, 3, 4, 5], temperature=2.0, **limit) == expected
+    assert drawn(model, settings, prompts, [1, 2, 3, 4, 5], temperature=2.0, top_p=1e-6) == expected
 
 
 def test_drawn_tokens_have_the_models_probabilities():

@@ -162,7 +162,7 @@ def test_attention_that_takes_no_mask_of_booleans_is_not_packed():
 
 
 def _steps(directory, forward, packed):
-    engine = start_engine(directory, num_ranks=2, probes_per_pass=forward, num_dropped_layers=1)
+    engine = start_engine(directory, num_ranks=2, probes_per_pass=forward, sparsity=0.25)
     found = []
     for step in range(3):
         examples = examples_of(LENGTHS, vocabulary=VOCABULARY, seed=step)

@@ -58,7 +58,7 @@ def test_two_passes_equal_the_plain_reference_bit_for_bit(opt_directory):
 
 def _estimates(directory, num_directions, num_steps, name):
     """Return the gradient estimates of one parameter at weights that stay as they are: [steps, numel]."""
-    engine = start_engine(directory, directions=num_directions, learning_rate=0.0, num_dropped_layers=0)
+    engine = start_engine(directory, directions=num_directions, learning_rate=0.0, sparsity=0.0)
     parameter = next(p for p in engine.weights.parameters if p.name == name)
     noise = noise_backend(CPU)
     batch = make_batch(0, 1)

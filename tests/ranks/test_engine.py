@@ -22,6 +22,7 @@ from tiny_runs import (
 )
 
 from lezo_ds.data.objectives import classification_loss
+from lezo_ds.engine import lezo_engine
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.engine.step_plan import PlanFormat, scalar_bytes
 from lezo_ds.errors import DesyncError, DivergenceError, UserError
@@ -129,7 +130,7 @@ def test_the_dual_forward_equals_two_passes_over_a_whole_run(runs):
 
 
 def _mezo(directory):
-    changes = {"num_dropped_layers": None, "sparsity": 0.0}
+    changes = {"sparsity": 0.0}
     return {f: finish(start_engine(directory, num_ranks=2, probes_per_pass=f, **changes)) for f in (2, 1)}
 
 
@@ -251,7 +252,8 @@ def test_shards_on_a_disk_are_updated_only_after_the_sync_of_their_line(opt_dire
 
 
 def _skip_steps(directory, journal_path):
-    engine = start_engine(directory, num_ranks=2, max_skipped_steps=4)
+    lezo_engine.MAX_SKIPPED_STEPS = 4
+    engine = start_engine(directory, num_ranks=2)
     attach_new_journal(engine, journal_path)
     train(engine, 1)
     before = engine.weights.digest()
@@ -285,7 +287,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all_and_too_many_en
         record.loss is None and record.projected_grads == () for record in records if not record.applied
     )
     assert error is not None and error[1] == 4
-    assert "max_skipped_steps=4 steps in a row" in error[0]
+    assert "not finite in 4 steps in a row" in error[0]
     _, journaled = read_journal(journal)
     assert journaled[1:-1] == records
     assert [record.step for record in journaled] == list(range(9))
@@ -363,7 +365,7 @@ def test_the_first_second_and_third_forward_are_equal(opt_directory, num_ranks):
 
 
 def _tune_what_is_outside_the_blocks(directory, num_ranks):
-    changes = {"num_dropped_layers": None, "sparsity": 1.0, "probes_per_pass": 1}
+    changes = {"sparsity": 1.0, "probes_per_pass": 1}
     return finish(start_engine(directory, num_ranks=num_ranks, **changes), 3)
 
 
@@ -475,9 +477,10 @@ def test_the_replay_of_many_steps_equals_live_weights_bit_for_bit(
 
 
 def _resume_after_skips(directory):
-    engine = start_engine(directory, max_skipped_steps=3)
+    lezo_engine.MAX_SKIPPED_STEPS = 3
+    engine = start_engine(directory)
     records = [engine.train_batch(make_batch(0), _spoiled(engine, math.nan, 0)) for _ in range(2)]
-    resumed = start_engine(directory, max_skipped_steps=3)
+    resumed = start_engine(directory)
     resumed.load_checkpoint(directory / "none", records)
     try:
         resumed.train_batch(make_batch(0), _spoiled(resumed, math.nan, 0))

@@ -12,7 +12,6 @@ from lezo_ds.zo.distributions import Distribution
 from lezo_ds.zo.estimators import ESTIMATORS
 from lezo_ds.zo.layers import LAYER_POLICIES
 from lezo_ds.zo.schedules import SCHEDULES
-from lezo_ds.zo.updates import UPDATE_RULES
 
 pytestmark = pytest.mark.distributed
 
@@ -20,7 +19,7 @@ NUM_STEPS = 6
 PARTS = {
     "estimator": ESTIMATORS,
     "layer_policy": LAYER_POLICIES,
-    "update_rule": UPDATE_RULES,
+    "weight_decay": (0.0, 0.1),
     "lr_schedule": SCHEDULES,
     "noise_distribution": get_args(Distribution),
     "only_blocks": (False, True),

@@ -134,7 +134,7 @@ def test_a_null_prompt_replaces_the_prompt_and_keeps_the_candidates(opt, null_pr
 
 
 def test_a_task_without_a_null_prompt_is_refused(opt):
-    with pytest.raises(UserError, match=r"data.calibration needs .* fix: set data.calibration=none"):
+    with pytest.raises(UserError, match=r"need a task with a null prompt; .* fix: set method=zero_shot"):
         encode_null(opt, Example("a joy", (" Paris\n",), 0, 0), 2048, with_demonstrations=False)
 
 

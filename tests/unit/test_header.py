@@ -149,4 +149,4 @@ def test_the_number_of_steps_may_differ_unless_the_learning_rate_depends_on_it(s
     else:
         with pytest.raises(UserError, match=r"config train.steps differs .* got: 300; expected: 100"):
             check(longer, header(key), may_differ)
-    check(header(key, "train.check_every=7"), header(key), may_differ)
+    check(header(key, "train.patience=7"), header(key), may_differ)

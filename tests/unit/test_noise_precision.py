@@ -5,9 +5,6 @@ from hypothesis import strategies as st
 
 from lezo_ds.noise import Update, join_master, noise_backend, split_master
 from lezo_ds.noise.precision import round_stochastic
-from lezo_ds.zo.records import StepRecord
-from lezo_ds.zo.updates import updates_of_parameter
-from lezo_ds.zo.updates.momentum import SgdMomentum
 
 CPU = torch.device("cpu")
 SIXTEEN_BITS = [torch.bfloat16, torch.float16]
@@ -149,30 +146,3 @@ def test_tiny_updates_survive_stochastic_and_master_storage_only(dtype, size, pr
     with capsys.disabled():
         print(f"\n{dtype} {precision}: {kept:.4f} of the update signal kept", end="")
     assert least <= kept <= most
-
-
-@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
-def test_stochastic_storage_of_momentum_has_no_bias_although_each_direction_is_applied_ten_times(dtype):
-    num_elements, num_steps = 50_000, 200
-    noise = noise_backend(CPU)
-    generator = torch.Generator().manual_seed(0)
-    start = (0.02 * torch.randn(num_elements, generator=generator)).to(dtype)
-    gradients = torch.randn(num_steps, generator=generator).tolist()
-    records = [
-        StepRecord(step, 1000 + step, (), (gradient,), 3e-7, 1e-3, 1.0, True)
-        for step, gradient in enumerate(gradients)
-    ]
-    steps = updates_of_parameter(SgdMomentum().step_updates(records, 0, num_steps), None, decays=True)
-    exact = start.float()
-    noise.update_(exact, 0, 4, steps, "nearest")
-    sign = (exact - start.float()).sign()
-
-    def score(precision):
-        """How many standard errors the weights have moved too far."""
-        shard = start.clone()
-        noise.update_(shard, 0, 4, steps, precision)
-        error = (shard.float() - exact).double() * sign
-        return float(error.mean() / (error.std() / num_elements**0.5))
-
-    assert abs(score("stochastic")) < 3.5
-    assert score("nearest") < -30  # the updates are lost

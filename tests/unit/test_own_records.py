@@ -9,7 +9,6 @@ import pytest
 from own_data import write_tickets
 
 from lezo_ds.config import config_from_dict, config_to_dict, find_task
-from lezo_ds.config.compatibility import recorded_config
 from lezo_ds.data.record_files import read_source
 from lezo_ds.data.records import MAX_CHARACTERS, load_own_splits
 from lezo_ds.errors import HubError, UserError
@@ -302,7 +301,7 @@ def test_a_metric_that_does_not_fit_the_kind_of_task_is_refused(name, kind):
 def test_a_recorded_task_need_not_be_known_here():
     recorded = config_to_dict(config_of({"task": "sst2"}))
     recorded["data"] |= {"task": "theirs", "metric": "their_module:score"}
-    config = recorded_config(recorded, "run", "0.2.0")
+    config = config_from_dict(recorded, "run", recorded=True)
     assert (config.data.task, config.data.metric) == ("theirs", "their_module:score")
     with pytest.raises(UserError, match="unknown task"):
         find_task(config.data)
@@ -312,7 +311,7 @@ def test_a_list_or_a_map_survives_a_record():
     for labels in (["bug", "billing"], {"bug": "a bug", "a.b": "c"}):
         config = config_of(CLASSES | {"labels": labels})
         recorded = json.loads(json.dumps(config_to_dict(config), sort_keys=True))
-        assert recorded_config(recorded, "run", "0.2.0") == config
+        assert config_from_dict(recorded, "run", recorded=True) == config
 
 
 def test_texts_on_the_command_line_are_separated_by_commas():

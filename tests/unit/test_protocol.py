@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tasks import task_config, write_tasks, write_writer
 
-from lezo_ds.config import GenerationConfig, config_to_dict
-from lezo_ds.config.compatibility import recorded_config
+from lezo_ds.config import GenerationConfig
 from lezo_ds.config.schema import SCHEMA
 from lezo_ds.data.records import draw_demonstrations, load_records
 from lezo_ds.data.task_data import load_task_data
@@ -66,7 +65,7 @@ def test_no_question_is_shown_its_own_answer():
 
 
 def test_in_context_learning_shows_each_question_what_was_drawn_for_it(assets):
-    changes = {"method": "icl", "data__num_demonstrations": 2, "data__demonstrations": "per_question"}
+    changes = {"method": "icl", "data__num_demonstrations": 2, "data__protocol": "mezo"}
     data = load(assets, "cb", **changes)
     train, _ = load_records(TASKS["cb"], assets / "data" / "cb")
     for question, rows in zip(data.test.examples, mezo_draws(7, len(train), 2), strict=True):
@@ -78,19 +77,14 @@ def test_in_context_learning_shows_each_question_what_was_drawn_for_it(assets):
 
 
 def test_a_question_cannot_be_shown_more_records_than_there_are(assets):
-    changes = {"method": "icl", "data__demonstrations": "per_question", "data__num_demonstrations": 24}
+    changes = {"method": "icl", "data__protocol": "mezo", "data__num_demonstrations": 24}
     with pytest.raises(UserError, match=r"got: 24 of 23; .*fix: set data.num_demonstrations=23"):
         load(assets, "cb", **changes)
 
 
-def test_calibration_with_demonstrations_needs_demonstrations(assets):
-    with pytest.raises(UserError, match=r"needs demonstrations; got: method=lezo; .*data.calibration=sfc"):
-        load(assets, "cb", data__calibration="icl_sfc")
-
-
-@pytest.mark.parametrize(("calibration", "shows"), [("sfc", False), ("icl_sfc", True)])
-def test_a_null_prompt_has_demonstrations_if_they_are_asked_for(assets, calibration, shows):
-    changes = {"method": "icl", "data__num_demonstrations": 1, "data__calibration": calibration}
+@pytest.mark.parametrize(("method", "shows"), [("zero_shot_sfc", False), ("icl_sfc", True)])
+def test_a_null_prompt_has_demonstrations_if_they_are_asked_for(assets, method, shows):
+    changes = {"method": method, "data__num_demonstrations": 1}
     data = load(assets, "cb", **changes)
     for example, null in zip(data.test.examples, data.test.null_encoded, strict=True):
         before = example.demonstrations if shows else ""
@@ -106,39 +100,28 @@ def test_white_space_before_a_text_goes_with_mezos_details_only(tmp_path, assets
     record = {"premise": f"{SPACED}It rains.", "hypothesis": "it is wet", "label": 0}
     for split in ("train", "validation"):
         write_records(tmp_path / "rte" / f"{split}.jsonl", [record] * 24)
-    for details, text in ((False, record["premise"]), (True, "It rains.")):
-        data = load(assets, "rte", data=tmp_path, data__mezo_details=details)
+    for details, text in (("clean", record["premise"]), ("mezo", "It rains.")):
+        data = load(assets, "rte", data=tmp_path, data__protocol=details)
         for split in (data.train, data.dev, data.test):
             assert {example.prompt[: len(text)] for example in split.examples} == {text}
 
 
-@pytest.mark.parametrize("details", [False, True])
+@pytest.mark.parametrize("details", ["clean", "mezo"])
 def test_a_text_with_its_gold_answer_is_cut_50_tokens_earlier_with_mezos_details(assets, details):
-    squad = load(assets, "squad", data__max_length=70, data__mezo_details=details)
+    squad = load(assets, "squad", data__max_length=70, data__protocol=details)
     for split in (squad.train, squad.dev):
-        assert {example.num_tokens for example in split.encoded} == {20 if details else 70}
+        assert {example.num_tokens for example in split.encoded} == {20 if details == "mezo" else 70}
     assert max(map(len, squad.test.prompts)) == 70 - GenerationConfig().max_new_tokens
-    copa = load(assets, "copa", data__max_length=40, data__mezo_details=details)
+    copa = load(assets, "copa", data__max_length=40, data__protocol=details)
     assert max(example.num_tokens for example in copa.train.encoded) == 40
     with pytest.raises(UserError, match="leaves no room for a prompt before 50 new tokens; got: 51"):
-        load(assets, "squad", data__max_length=51, data__mezo_details=details)
-
-
-@pytest.mark.parametrize(("old", "new"), [(False, "none"), (True, "sfc")])
-def test_a_run_of_an_earlier_version_keeps_its_protocol(assets, old, new):
-    values = config_to_dict(task_config(assets / "writer", assets / "data", "cb", data__protocol="mezo"))
-    for key in ("mezo_details", "demonstrations", "calibration"):
-        del values["data"][key]
-    values["data"]["calibrated"] = old
-    data = recorded_config(values, "the test", "0.1.0").data
-    found = (data.protocol, data.mezo_details, data.demonstrations, data.calibration)
-    assert found == ("mezo", False, "fixed", new)
+        load(assets, "squad", data__max_length=51, data__protocol=details)
 
 
 def test_the_page_names_keys_that_exist_and_every_key_of_the_protocol():
     named = set(re.findall(r"`((?:data|train|model|peft|adamw)\.\w+)(?:=\w+)?`", PAGE))
     assert named - {"data.calibrated"} <= SCHEMA.keys.keys()
-    chosen_here = {"protocol", "mezo_details", "demonstrations", "num_demonstrations", "calibration"}
+    chosen_here = {"protocol", "num_demonstrations"}
     assert {f"data.{name}" for name in chosen_here} <= named
 
 

@@ -150,7 +150,7 @@ def test_more_demonstrations_than_training_examples_are_refused(assets):
 
 
 def test_null_prompts_are_encoded_where_scores_are_calibrated(assets):
-    data = load(assets, "record", data__calibration="sfc")
+    data = load(assets, "record", method="zero_shot_sfc")
     for example, null in zip(data.test.examples, data.test.null_encoded, strict=True):
         assert [text(data, ids) for ids in null.sequences] == [f"-{c}" for c in example.candidates]
         assert list(null.option_lengths) == list(map(len, example.candidates))
@@ -159,8 +159,8 @@ def test_null_prompts_are_encoded_where_scores_are_calibrated(assets):
 
 
 def test_a_task_without_a_null_prompt_cannot_be_calibrated(assets):
-    with pytest.raises(UserError, match=r"data.calibration needs .* fix: set data.calibration=none"):
-        load(assets, "squad", data__calibration="sfc")
+    with pytest.raises(UserError, match=r"need a task with a null prompt; .* fix: set method=zero_shot"):
+        load(assets, "squad", method="zero_shot_sfc")
 
 
 def test_an_objective_of_answers_gets_prompts_and_texts_for_any_task(assets):
@@ -208,6 +208,6 @@ def test_inputs_longer_than_the_models_positions_are_refused(assets, task, lengt
 
 
 def test_a_generating_task_of_ones_own_cannot_be_calibrated(assets):
-    own = {"data__prompt": "{question}", "data__completion": "{title}", "data__calibration": "sfc"}
-    with pytest.raises(UserError, match=r"data.calibration needs a task with a null prompt"):
+    own = {"data__prompt": "{question}", "data__completion": "{title}", "method": "zero_shot_sfc"}
+    with pytest.raises(UserError, match=r"need a task with a null prompt"):
         load(assets, "squad", data__task="custom", **own)

@@ -22,7 +22,6 @@ from lezo_ds.zo.layers.fixed import Fixed
 from lezo_ds.zo.layers.sampling import kept_probabilities, weighted_sample
 from lezo_ds.zo.layers.uniform import Uniform
 from lezo_ds.zo.layers.weighted import Weighted
-from lezo_ds.zo.outliers import is_outlier
 from lezo_ds.zo.passes import passes_of_step
 from lezo_ds.zo.records import StepRecord
 from lezo_ds.zo.schedules import SCHEDULES, LearningRates
@@ -64,19 +63,6 @@ def test_sums_are_rounded_term_by_term_in_the_given_order():
 
 def test_the_loss_is_a_mean_over_the_weight_of_all_micro_batches():
     assert mean_losses([6.0, 3.0, 2.0, 1.0], 2, 4) == [2.0, 1.0]
-
-
-def test_an_outlier_is_beyond_a_multiple_of_the_median_of_enough_applied_steps():
-    def records(values):
-        return [StepRecord(step, 0, (), (value,), 0.0, 1e-3, 1.0, True) for step, value in enumerate(values)]
-
-    recent = records([1.0] * 10 + [3.0] * 10)  # median 2
-    assert not is_outlier([8.0], recent, 4)
-    assert is_outlier([0.0, -math.nextafter(8.0, 9)], recent, 4)
-    assert is_outlier([8.1], [*recent, *records([1e30])], 2)  # one huge step does not raise the bar
-    assert not is_outlier([1e30], recent[1:], 4)
-    assert not is_outlier([1e30], recent, None)
-    assert not is_outlier([], recent, 4)
 
 
 def test_keys_are_the_recorded_ones():

@@ -65,8 +65,6 @@ class Inputs(ABC):
             learning_rate=rate,
             perturbation_scale=self.zo.perturbation_scale,
             update_precision=self.zo.update_precision,
-            max_skipped_steps=self.zo.max_skipped_steps,
-            outlier_factor=self.zo.outlier_factor,
             sparsity=variant.sparsity,
             probes_per_pass=variant.probes_per_pass,
             directions=variant.directions,

@@ -42,7 +42,7 @@ def measure_until_loss(
 
     Raises:
         UserError: a recipe that cannot be compared, or whose validation has to generate answers.
-        DivergenceError: a variant of ours skipped `zo.max_skipped_steps` steps in a row.
+        DivergenceError: a variant of ours skipped 10 steps in a row.
     """
     distributed.init_distributed()
     torch.set_num_threads(threads)

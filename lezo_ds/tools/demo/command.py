@@ -102,7 +102,7 @@ OFFLINE = Demonstration(
 The pre-trained model can tell praise from blame, but it almost always answers "terrible", so its zero-shot
 accuracy is close to the majority class. Zeroth-order fine-tuning removes that bias. Most of the gain comes
 from this, not from sentiment learned from the training examples.""",
-    next_changes=lambda _: ("method=mezo", "zo.learning_rate=3e-5", "run_dir=runs/mezo"),
+    next_changes=lambda _: ("zo.sparsity=0", "zo.learning_rate=3e-5", "run_dir=runs/mezo"),
 )
 
 

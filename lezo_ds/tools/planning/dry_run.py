@@ -88,7 +88,6 @@ def _training_lines(config: RunConfig, world_size: int) -> list[tuple[str, str]]
     check_world(config, world_size)
     train, zo = config.train, config.zo
     num_micro_batches = train.batch_size // train.micro_batch_size
-    steps = f"{config.adamw.epochs} epochs" if train.steps is None else str(train.steps)
     every = "every tenth of the run" if train.eval_every is None else f"every {train.eval_every}"
     if config.method == "adamw":
         optimizer = f"learning rate {config.adamw.learning_rate:g}, falling to 0"
@@ -103,7 +102,7 @@ def _training_lines(config: RunConfig, world_size: int) -> list[tuple[str, str]]
     share = f"{num_micro_batches // world_size} of a step's {num_micro_batches} micro-batches"
     return [
         ("ranks", f"{world_size}, each with {share} of {train.micro_batch_size} examples"),
-        ("steps", f"{steps}, evaluated {every}"),
+        ("steps", f"{train.steps}, evaluated {every}"),
         ("optimizer", optimizer),
     ]
 

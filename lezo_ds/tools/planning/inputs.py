@@ -67,7 +67,7 @@ def assumed_inputs(config: RunConfig, model: ModelSizes, length: int | None = No
     """
     task = find_task(config.data)
     workload = typical_workload(task)
-    factor = _ICL_INPUTS if config.method == "icl" else LONGEST
+    factor = _ICL_INPUTS if config.method.startswith("icl") else LONGEST
     longest = min(config.data.max_length, factor * workload.length)
     source = f"assumed: {factor} times the typical {workload.length} tokens"
     if task.name not in WORKLOADS:

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, copies_per_pass, num_dropped
+from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, copies_per_pass
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.forward.blocks import gathering_limits
 from lezo_ds.forward.perturbed_modules import COPIES_AT_ONCE
@@ -171,10 +171,6 @@ def _gathered(
 def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes, *, at_once: bool) -> int:
     if config.method not in ZEROTH_ORDER:
         return 0
-    if inputs.trains_on_answers and config.generation.keep_perturbed:
-        share = 1 - num_dropped(config.zo, model.num_blocks) / model.num_blocks
-        kept = model.head + round(model.blocks_trained * share)
-        return copies_per_pass(config) * kept * model.itemsize
     head = model.head if inputs.num_labels is None else 0
     num_copies = min(copies_per_pass(config), COPIES_AT_ONCE)
     block = (

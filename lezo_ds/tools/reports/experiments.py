@@ -9,7 +9,15 @@ import pandas as pd
 from lezo_ds.recipes import paper
 from lezo_ds.tools.reports.results_table import RATES, SEEDS, best_setting, over_seeds, settings_columns
 
-_METHODS = {"zero_shot": "zero-shot", "icl": "ICL", "adamw": "FT (AdamW)", "mezo": "MeZO", "lezo": "LeZO"}
+_METHODS = {
+    "zero_shot": "zero-shot",
+    "zero_shot_sfc": "zero-shot SFC",
+    "icl": "ICL",
+    "icl_sfc": "ICL SFC",
+    "adamw": "FT (AdamW)",
+    "mezo": "MeZO",
+    "lezo": "LeZO",
+}
 _ADAPTERS = {"none": "", "lora": " LoRA", "prefix": " prefix"}
 _ORDER = {name: place for names in (_METHODS, _ADAPTERS) for place, name in enumerate(names)}
 

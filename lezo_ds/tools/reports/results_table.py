@@ -11,8 +11,14 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from lezo_ds.config import RESUME_MAY_DIFFER, config_to_dict, flatten, forward_passes_per_step, load_yaml
-from lezo_ds.config.compatibility import recorded_config
+from lezo_ds.config import (
+    RESUME_MAY_DIFFER,
+    config_from_dict,
+    config_to_dict,
+    flatten,
+    forward_passes_per_step,
+    load_yaml,
+)
 from lezo_ds.errors import UserError
 from lezo_ds.registry import names_code
 from lezo_ds.tasks.custom import CUSTOM
@@ -34,11 +40,7 @@ _COLUMNS = [
     *(*SEEDS, "passes_per_step", "metric", *MEASURED, "world_size", "finished", "problem"),
 ]
 
-_NOT_SETTINGS = (
-    RESUME_MAY_DIFFER - {"train.steps"}
-    | {"train.micro_batch_size", "train.cpu_threads", "train.score_before"}
-    | {*SEEDS}
-)
+_NOT_SETTINGS = RESUME_MAY_DIFFER - {"train.steps"} | {"train.micro_batch_size"} | {*SEEDS}
 """Config keys that do not make another experiment: seeds, paths, and what changes only the last bits."""
 
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError)
@@ -159,15 +161,15 @@ def _read_run(directory: Path) -> dict[str, Any]:
 def _config_columns(values: dict[str, Any], where: str) -> dict[str, Any]:
     passes: int | None = None
     try:
-        recorded = recorded_config(values, where, written_by=None)
+        recorded = config_from_dict(values, where, recorded=True)
         values, passes = config_to_dict(recorded), forward_passes_per_step(recorded)
     except UserError:
         pass  # a later version made the run: show what it recorded
     config = {key: str(value) if isinstance(value, list) else value for key, value in flatten(values).items()}
     method, sparsity, rate = config["method"], None, None
-    if method in ("lezo", "mezo"):
+    if method == "lezo":
         sparsity, rate = config.get("zo.sparsity"), config["zo.learning_rate"]
-        method = method if sparsity or config.get("zo.num_dropped_layers") else "mezo"
+        method = method if sparsity else "mezo"
     elif method == "adamw":
         rate = config["adamw.learning_rate"]
     return {

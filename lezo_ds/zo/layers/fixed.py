@@ -47,7 +47,7 @@ class Fixed(LayerPolicy):
             self.blocks,
             len(kept) == self.num_kept,
             expected=f"{self.num_kept} blocks, because {self.num_dropped} of {self.num_layers} are dropped",
-            fix=f"set zo.num_dropped_layers={self.num_layers - len(kept)} zo.sparsity=null",
+            fix=f"set zo.sparsity={1 - len(kept) / self.num_layers:.4g}",
         )
 
     def sample(self, seed: int, records: Sequence[StepRecord]) -> LayerSample:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lezo_ds.zo.options import check_option
 from lezo_ds.zo.records import StepRecord
 from lezo_ds.zo.updates.base import StepUpdate
 from lezo_ds.zo.updates.sgd import Sgd
@@ -20,18 +19,9 @@ class SgdWeightDecay(Sgd):
 
     Attributes:
         weight_decay: coefficient, at least 0.
-
-    Raises:
-        UserError: it is negative.
     """
 
-    weight_decay: float = 0.01
-
-    def __post_init__(self) -> None:
-        key = "zo.update_rule_options.weight_decay"
-        check_option(
-            key, self.weight_decay, self.weight_decay >= 0, expected="at least 0", fix=f"set {key}=0.01"
-        )
+    weight_decay: float
 
     def step_update(self, records: Sequence[StepRecord], step: int) -> StepUpdate:
         """Return the update of an applied step."""
