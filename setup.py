@@ -36,13 +36,10 @@ setup(
         "lezo_ds": ["py.typed", "noise/*.cpp", "tools/reports/*.jinja"],
         "lezo_ds.shipped.ds_configs": ["*.json"],
         "lezo_ds.shipped.launch": [
-            "*.csv",
-            "*.json",
             "*.sh",
             "mpi/*",
             "recipes/*",
             "slurm/*",
-            "studies/*.yaml",
         ],
     },
     entry_points={"console_scripts": ["lezo-ds = lezo_ds.__main__:main"]},

@@ -12,12 +12,8 @@ COMMANDS: dict[str, str] = {
     "evaluate": "score a model, or the weights of a run at any step",
     "export": "write the model of any step of a run or pack",
     "pack": "pack a run into one small file without weights",
-    "plan": "say how a recipe fits on given GPUs",
     "report": "show runs as tables, or as a page with figures",
     "sweep": "run every combination of a grid",
-    "study": "compare methods, each at its best learning rate",
     "benchmark": "time variants of a step against each other",
-    "gpu": "check bits, speed and memory on a GPU",
-    "demo": "fine-tune a real model on two CPU ranks",
 }
 """What each command does, by its name."""

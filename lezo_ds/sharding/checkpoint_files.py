@@ -87,8 +87,7 @@ def _only_gguf(file: Path) -> UserError:
         f"{file} is a model in GGUF, which cannot be read in slices",
         got="no safetensors",
         expected="a Hugging Face model directory",
-        fix=f'convert it: python -c "from lezo_ds.tools.gguf_models import convert_gguf; '
-        f"convert_gguf('{file}', 'DIRECTORY')\", and set model.path=DIRECTORY",
+        fix="convert it: AutoModelForCausalLM.from_pretrained(DIR, gguf_file=FILE).save_pretrained(NEW)",
     )
 
 

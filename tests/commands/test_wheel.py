@@ -88,7 +88,7 @@ def test_every_file_of_launch_and_ds_configs_is_in_the_wheel(wheel):
     assert files(wheel / "lezo_ds" / "shipped") == files(REPOSITORY)
 
 
-@pytest.mark.parametrize("name", ["demo", "launch/recipes/demo-offline.yaml", "opt-13b-sst2-lezo"])
+@pytest.mark.parametrize("name", ["demo", "opt-13b-sst2-lezo"])
 def test_recipes_are_found_by_name_and_path(name, lezo_ds):
     shown = lezo_ds("train", "--config", name, "seed=3", "--print-config")
     assert yaml.safe_load(shown) == config_to_dict(load_recipe(name, ["seed=3"]))

@@ -11,14 +11,47 @@ from pathlib import Path
 import pytest
 import yaml
 from tiny_runs import write_model
-from transformers import OPTConfig
-
-from lezo_ds.tools.demo.offline.corpus import labelled_reviews, vocabulary
-from lezo_ds.tools.demo.offline.tokenizer import build_tokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from transformers import OPTConfig, PreTrainedTokenizerFast
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_BLOCKS = 4
 NUM_POSITIONS = 64
+SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")
+"""In the order of their ids, as in OPT's tokenizer. Inputs start with <s>."""
+ASPECTS = (
+    "film",
+    "movie",
+    "story",
+    "plot",
+    "script",
+    "cast",
+    "ending",
+    "score",
+    "dialogue",
+    "pacing",
+    "music",
+)
+ADJECTIVES = (
+    ("terrible", "boring", "dull", "clumsy", "tedious", "weak", "stale", "lazy", "bland", "grim"),
+    (
+        "great",
+        "superb",
+        "charming",
+        "moving",
+        "funny",
+        "clever",
+        "warm",
+        "brilliant",
+        "fresh",
+        "sharp",
+        "rich",
+    ),
+)
+LINKS = ("is", "was", "feels", "seems", "looks", "remains")
 
 
 def shared_asset(name):
@@ -29,9 +62,38 @@ def shared_asset(name):
     return path
 
 
+def labelled_reviews(rng, num_reviews):
+    """Return different sentences of one to three clauses, in SST-2's schema. Label 0 is negative."""
+    reviews = {}
+    while len(reviews) < num_reviews:
+        label = rng.randrange(2)
+        clauses = [
+            f"the {rng.choice(ASPECTS)} {rng.choice(LINKS)} {rng.choice(ADJECTIVES[label])}"
+            for _ in range(rng.randint(1, 3))
+        ]
+        reviews.setdefault(" and ".join(clauses) + " .", label)
+    return [
+        {"sentence": text, "label": label, "idx": index}
+        for index, (text, label) in enumerate(reviews.items())
+    ]
+
+
+def build_tokenizer():
+    """Return a tokenizer with one token for each word of the reviews; an unknown word becomes <unk>."""
+    words = sorted({*ASPECTS, *ADJECTIVES[0], *ADJECTIVES[1], *LINKS, "It", "the", "and", "."})
+    vocabulary = {word: index for index, word in enumerate((*SPECIAL_TOKENS, *words))}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    names = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, **names, model_max_length=128, clean_up_tokenization_spaces=False
+    )
+
+
 def write_reader(directory, num_blocks=NUM_BLOCKS, seed=0):
     """Write a random OPT of 4 blocks x 16 (or another number of blocks) and its word-level tokenizer."""
-    tokenizer = build_tokenizer(vocabulary())
+    tokenizer = build_tokenizer()
     tokenizer.save_pretrained(directory)
     config = OPTConfig(
         vocab_size=len(tokenizer),

@@ -6,13 +6,11 @@ import csv
 import os
 import random
 
-from assets import REPOSITORY
+from assets import REPOSITORY, SPECIAL_TOKENS
 from tiny_runs import write_model
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import OPTConfig, PreTrainedTokenizerFast
-
-from lezo_ds.tools.demo.offline.tokenizer import SPECIAL_TOKENS
 
 SUBJECTS = {
     "billing": ("I was charged twice", "My invoice is wrong", "The refund, as promised, is missing"),

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from operators import Operators
 from tiny_models import FAMILIES, MIXTURES, NUM_BLOCKS, VOCABULARY, tiny_model
 from torch import nn
 from torch.nn import functional as F
@@ -18,7 +19,6 @@ from lezo_ds.forward.perturbed_forward import KeyedProbe, Perturbation, Perturbe
 from lezo_ds.noise import noise_backend
 from lezo_ds.noise.cpu import CpuNoise
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
-from lezo_ds.tools.benchmark.host import Operators
 
 CPU = torch.device("cpu")
 NOISE = noise_backend(CPU)

@@ -195,49 +195,6 @@ def test_alike_parameters_take_one_launch_and_others_one_for_each_kind(monkeypat
         assert launched == [(kernels.update_kernel, unit) for unit in units]
 
 
-@needs_a_compiler
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="its kernels are not run; with a GPU, others check the bits"
-)
-def test_a_launch_that_is_run_again_gives_the_compiled_kernel_the_same_arguments(monkeypatch):
-    import triton
-    from triton.runtime.driver import driver
-
-    from lezo_ds.tools.benchmark import faked_triton
-
-    monkeypatch.setattr(driver, "_active", None)  # of other tests, again, after this one
-
-    def record(_, *arguments):
-        # The grid, the stream and the kernel; what profilers may want; and the kernel's own arguments.
-        arguments = [*arguments[:6], *arguments[9:]]
-        seen.append([value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments])
-
-    monkeypatch.setattr(faked_triton._NoLauncher, "__call__", record)
-    noise = faked_triton.FakedTritonNoise()
-    thetas = [torch.randn(64, 32).bfloat16(), torch.randn(64).bfloat16(), torch.randn(3)]
-    wholes = [Whole(theta, number, torch.float32) for number, theta in enumerate(thetas)]
-    lows = [torch.zeros(theta.numel(), dtype=torch.int16) for theta in thetas[:2]]
-    shards = [Shard(theta.view(-1), 0, 1, low) for theta, low in zip(thetas, [*lows, None], strict=True)]
-    compiled = []
-    own = triton.JITFunction.run
-    monkeypatch.setattr(
-        triton.JITFunction, "run", lambda *args, **kwargs: compiled.append(0) or own(*args, **kwargs)
-    )
-    found = []
-    for _ in range(2):
-        seen = []
-        noise.perturb_all(wholes, 5, [0.1, -0.1])
-        noise.update_all_(shards, [Update(5, 0.1)], "fp32_master")
-        found.append(seen)
-    assert len(compiled) == len(found[0]) == 4  # the second calls did not look for a kernel
-    for first, second in zip(*found, strict=True):
-        # The results may lie elsewhere.
-        differs = [
-            place for place, values in enumerate(zip(first, second, strict=True)) if len(set(values)) > 1
-        ]
-        assert differs in ([], [7])
-
-
 def test_a_gpu_on_which_triton_cannot_build_is_refused_before_weights_load(monkeypatch):
     def fails(*_):
         raise RuntimeError("Failed to find C compiler")

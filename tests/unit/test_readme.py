@@ -8,18 +8,15 @@ from __future__ import annotations
 import math
 import re
 import shlex
-import shutil
 import sys
 
 import pytest
 import yaml
-from assets import REPOSITORY
+from assets import REPOSITORY, write_data, write_reader
 from commands import MPI_ANYWHERE, free_port, run_forked_well, run_well
 from own_data import write_tickets
 
 from lezo_ds.model.snapshots import read_manifest, snapshot_path
-from lezo_ds.tools.demo.offline.pretrain import make_demo_assets
-from lezo_ds.tools.demo.smollm2 import MODEL_NAME
 
 PATHS = [
     REPOSITORY / "README.md",
@@ -64,11 +61,9 @@ def root(tmp_path_factory):
     directory = tmp_path_factory.mktemp("root")
     for name in ("launch", "ds_configs"):
         (directory / name).symlink_to(REPOSITORY / name)
-    made_up, real = directory / "runs" / "demo-offline" / "assets", directory / "runs" / "demo" / "assets"
-    make_demo_assets(made_up, steps=1)
-    real.mkdir(parents=True)
-    (real / MODEL_NAME).symlink_to(made_up / "model")
-    shutil.copytree(made_up / "data", real / "reviews")
+    real = directory / "runs" / "demo" / "assets"
+    write_reader(real / "SmolLM2-135M-Instruct")
+    write_data(real / "reviews", num_train=600, num_validation=500)
     (recipe,) = [text for text in blocks("yaml") if "tickets.csv" in text]
     (directory / "tickets.yaml").write_text(recipe)
     write_tickets(directory / "tickets.csv")

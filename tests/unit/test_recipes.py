@@ -126,7 +126,7 @@ def test_a_file_is_a_recipe_too():
     assert yaml.safe_load(text) == config_to_dict(load_recipe(DEMO, ["seed=3"]))
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-offline"])
+@pytest.mark.parametrize("name", ["demo"])
 def test_a_shipped_file_is_a_recipe_from_any_folder_by_its_name_and_path(name, tmp_path, monkeypatch):
     here = load_recipe(str(REPOSITORY / "launch" / "recipes" / f"{name}.yaml"))
     monkeypatch.chdir(tmp_path)

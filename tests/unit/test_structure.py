@@ -21,7 +21,6 @@ KNOW_DEEPSPEED = {
     "lezo_ds/sharding/zero3.py",
     "lezo_ds/distributed/accelerator.py",
     "lezo_ds/distributed/collectives.py",
-    "lezo_ds/distributed/fake_group.py",
     "lezo_ds/distributed/heartbeat.py",
     "lezo_ds/distributed/rendezvous.py",
     "lezo_ds/distributed/start.py",

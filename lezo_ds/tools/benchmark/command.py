@@ -3,44 +3,30 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import shlex
 import sys
 from argparse import Namespace
 from functools import partial
-from pathlib import Path
 
-import pandas as pd
 import torch
 
 from lezo_ds import distributed
 from lezo_ds.config import RunConfig
-from lezo_ds.files import make_directory, write_atomically
 from lezo_ds.runs.run_directory import library_versions
 from lezo_ds.tools.benchmark import table
-from lezo_ds.tools.benchmark.host import measure_host
 from lezo_ds.tools.benchmark.inputs import Inputs
 from lezo_ds.tools.benchmark.measure import Row, measure_steps
-from lezo_ds.tools.benchmark.noise import measure_noise
 from lezo_ds.tools.benchmark.random_inputs import RandomInputs
 from lezo_ds.tools.benchmark.recipe_inputs import RecipeInputs
 from lezo_ds.tools.benchmark.settings import Job, Setting
-from lezo_ds.tools.benchmark.until_loss import measure_until_loss
 
 _LIBRARIES = ("lezo_ds", "torch", "deepspeed")
-_STAGES = [f"{stage}_seconds" for stage in table.STAGES]
-_SHOWN = [
-    *("measured", "variant", "loss", "steps", "forward_passes", "seconds", "seconds_median", "ratio"),
-    *("fed_tokens", *_STAGES, "peak_bytes", "gathered_bytes"),
-]
+_SHOWN = ["measured", "variant", "seconds_median", "ratio", "fed_tokens", "peak_bytes", "gathered_bytes"]
 
 
 def run(arguments: Namespace, job: Job) -> None:
     """Measure, print the rows, and append them to the CSV `arguments.out`. A collective."""
-    if arguments.host:
-        _run_host(arguments.out, arguments.rounds)
-        return
     distributed.init_distributed()
     out, rounds, threads = arguments.out, arguments.rounds, arguments.threads
     if out is not None:
@@ -48,37 +34,19 @@ def run(arguments: Namespace, job: Job) -> None:
             lambda: table.append(out, table.to_frame([]))
         )  # a bad file is found before the work
     origin = origin_columns()
-    rows: list[Row] = []
-    if arguments.noise:
-        rows += measure_noise(job.dtype, arguments.noise, rounds=rounds, threads=threads)
-    if arguments.until_loss is not None:
-        assert isinstance(job.inputs, RunConfig), "--until-loss has a recipe"
-        until_loss = arguments.until_loss
-        rows += measure_until_loss(job.inputs, job.variants, until_loss=until_loss, threads=threads)
-    elif job.variants:
-        rows += measure_steps(
-            partial(_open_inputs, job.inputs),
-            job.variants,
-            rounds=rounds,
-            threads=threads,
-            replay=arguments.replay,
-        )
+    rows = measure_steps(
+        partial(_open_inputs, job.inputs),
+        job.variants,
+        rounds=rounds,
+        threads=threads,
+        replay=arguments.replay,
+    )
     if distributed.rank() == 0:
         results = table.to_frame([origin | row for row in rows])
         if out is not None:
             table.append(out, results)
         shown = results[_SHOWN].dropna(axis="columns", how="all").astype(object)
         print(shown.where(shown.notna(), "-").to_string(index=False, float_format="{:.4g}".format))
-
-
-def _run_host(out: Path | None, rounds: int) -> None:
-    """Print what a step costs the host, and write it to a JSON file."""
-    if out is not None:
-        make_directory(out.parent)
-    figures = {name: round(value, 2) for name, value in measure_host(rounds).items()}
-    print(pd.Series(figures, dtype=object).to_string())
-    if out is not None:
-        write_atomically(out, json.dumps(origin_columns() | {"figures": figures}, indent=2) + "\n")
 
 
 def _open_inputs(described: Setting | RunConfig) -> Inputs:

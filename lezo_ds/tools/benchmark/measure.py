@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import os
@@ -9,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +20,20 @@ from lezo_ds.errors import LezoError
 from lezo_ds.tools.benchmark.inputs import Inputs
 from lezo_ds.tools.benchmark.settings import Variant
 from lezo_ds.tools.benchmark.sharded import EngineSteps
-from lezo_ds.tools.benchmark.stages import peak_bytes, stage_seconds, synchronize
 from lezo_ds.tools.benchmark.steps import Steps, start_steps
 
 Row = dict[str, Any]
 """Values by column; see `lezo_ds.tools.benchmark.table.COLUMNS`."""
 
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
 WARM_UP_STEPS = 2  # DeepSpeed records the order of the modules in the first pass, and prefetches after it
+
+
+def synchronize() -> None:
+    """Wait until the GPU has done all its work; does nothing on a CPU."""
+    if _on_gpu():
+        torch.cuda.synchronize()
 
 
 def time_once(action: Callable[[], object]) -> float:
@@ -114,7 +123,6 @@ def measure_steps(
             "peak_bytes": peak_bytes(actions[name]),
             "gathered_bytes": _gathered_bytes(actions[name]),
         }
-        measured |= stage_seconds(actions[name], entry.staged_methods)
         rows.append({"measured": "step", **who, "reference": variants[0].text, **measured})
     where = {"ranks": distributed.world_size(), "threads": threads, "load": os.getloadavg()[0]}
     return [{**inputs.columns, **where, **row} for row in rows]
@@ -134,3 +142,35 @@ def _gathered_bytes(action: Callable[[], object]) -> int:
         action()
     gathered = sum(count for operation, count in counts.items() if "all_gather" in operation)
     return gathered * distributed.world_size()
+
+
+def peak_bytes(step: Callable[[], object]) -> int | None:
+    """Run a step and return its peak memory above what was in use before; None if it cannot be known.
+
+    On a GPU this is memory of torch's allocator, on Linux without a GPU resident memory of this process.
+    """
+    if _on_gpu():
+        synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    if not _CLEAR_REFS.exists():
+        step()
+        return None
+    # glibc keeps freed memory resident, which would hide what the step needs.
+    ctypes.CDLL(None).malloc_trim(0)
+    _CLEAR_REFS.write_text("5")  # resets VmHWM; see proc(5)
+    before = _resident("VmRSS")
+    step()
+    return max(0, _resident("VmHWM") - before)
+
+
+def _on_gpu() -> bool:
+    return distributed.device().type == "cuda"
+
+
+def _resident(field: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field + ":"))
+    return int(line.split()[1]) * 1024

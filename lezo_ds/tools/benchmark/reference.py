@@ -13,7 +13,6 @@ from lezo_ds.forward.batch import MicroBatch, to_device
 from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.tools.benchmark.inputs import Inputs
 from lezo_ds.tools.benchmark.settings import Variant
-from lezo_ds.tools.benchmark.stages import StagedMethod, stage
 
 WEIGHT_DECAY = 0.0
 
@@ -38,7 +37,6 @@ class InPlaceSteps:
         forward: returns the logits of a micro-batch: [sequences, tokens, vocabulary].
         published: use the expressions of the published code, which make temporary tensors. A view of a
             shard has to be changed by one in-place operation instead, which also moves fewer bytes.
-        staged_methods: for `stage_seconds`, in addition to the stages of this class.
 
     Attributes:
         num_probes: forward passes of the whole batch in a step, each at one probe.
@@ -55,9 +53,7 @@ class InPlaceSteps:
         num_blocks: int,
         forward: Callable[[MicroBatch], Tensor],
         published: bool,
-        staged_methods: Sequence[StagedMethod] = (),
     ) -> None:
-        self.staged_methods = staged_methods
         self._tensors, self._forward, self._published = tensors, forward, published
         self._blocks = range(num_blocks)
         self._num_dropped = int(variant.sparsity * num_blocks + 0.5)
@@ -114,20 +110,18 @@ class InPlaceSteps:
         return self._inputs.loss(self.forward(batch), batch).sum()
 
     def _perturb(self, multiple: float) -> None:
-        with stage("perturb"):
-            for theta, z in self._with_noise():
-                if self._published:
-                    theta.data = theta.data + multiple * z * self._scale
-                else:
-                    theta.data.add_(z, alpha=multiple * self._scale)
+        for theta, z in self._with_noise():
+            if self._published:
+                theta.data = theta.data + multiple * z * self._scale
+            else:
+                theta.data.add_(z, alpha=multiple * self._scale)
 
     def _update(self, gradient: float) -> None:
-        with stage("update"):
-            for theta, z in self._with_noise():
-                if self._published:
-                    theta.data = theta.data - self._learning_rate * (gradient * z + WEIGHT_DECAY * theta.data)
-                else:
-                    theta.data.add_(z, alpha=-self._learning_rate * gradient)
+        for theta, z in self._with_noise():
+            if self._published:
+                theta.data = theta.data - self._learning_rate * (gradient * z + WEIGHT_DECAY * theta.data)
+            else:
+                theta.data.add_(z, alpha=-self._learning_rate * gradient)
 
     def _with_noise(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each active tensor and its z; within a step always the same z."""
@@ -148,9 +142,8 @@ def plain_steps(variant: Variant, model: nn.Module, inputs: Inputs) -> InPlaceSt
     layout = find_blocks(model)
 
     def forward(batch: MicroBatch) -> Tensor:
-        with stage("forward"):
-            logits: Tensor = model(**batch.inputs).logits
-            return logits
+        logits: Tensor = model(**batch.inputs).logits
+        return logits
 
     tensors = [(values, layout.block_of(name)) for name, values in model.named_parameters()]
     return InPlaceSteps(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -172,29 +171,20 @@ def read_job(arguments: argparse.Namespace) -> Job:
     """Return what the command asks for.
 
     Args:
-        arguments: those of `add_arguments`, and noise, until_loss, replay and host.
+        arguments: those of `add_arguments`.
 
     Raises:
         UserError: an unknown variant, task, recipe or key; a length that does not fit; nothing to measure; or
             arguments that exclude each other.
     """
-    if arguments.host:
-        return _nothing_else(arguments)
     overrides = [text for text in arguments.variants if "=" in text]
     variants = tuple(Variant.parse(text) for text in arguments.variants if "=" not in text)
-    if not variants and (arguments.until_loss is not None or not arguments.noise):
+    if not variants:
         raise UserError(
             "nothing to measure",
-            got="no variant" if arguments.noise else "no variant and no --noise",
-            expected="variants, --noise or both",
+            got="no variant",
+            expected="variants",
             fix="for example mezo_reference ours:0 ours:0.75",
-        )
-    if arguments.until_loss is not None and (arguments.config is None or arguments.replay):
-        raise UserError(
-            "--until-loss trains a recipe and measures nothing else",
-            got="--replay" if arguments.replay else "no --config",
-            expected="--config RECIPE, and no --replay",
-            fix="for example --config launch/recipes/demo.yaml --until-loss 0.6",
         )
     if arguments.config is None:
         if overrides:
@@ -232,27 +222,6 @@ def read_job(arguments: argparse.Namespace) -> Job:
             fix="leave out the other variants, or set zo.only_blocks=false",
         )
     return Job(recipe, variants)
-
-
-def _nothing_else(arguments: argparse.Namespace) -> Job:
-    """Return an empty job for --host, which has inputs and variants of its own."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError(
-            "--host needs one rank, and makes up the second one",
-            got=f"{os.environ['WORLD_SIZE']} ranks",
-            expected="a command without a launcher",
-            fix="run lezo-ds benchmark --host",
-        )
-    for name in ("variants", "config", "noise", "until_loss", "replay", *_RANDOM_INPUTS):
-        value = getattr(arguments, name)
-        if value:
-            raise UserError(
-                "--host measures fixed variants of a fixed model",
-                got=f"{name.replace('_', '-')}: {value}",
-                expected="--host with no other options than --rounds and --out",
-                fix="run two commands",
-            )
-    return Job(_read_setting(arguments), ())
 
 
 def _read_setting(arguments: argparse.Namespace) -> Setting:

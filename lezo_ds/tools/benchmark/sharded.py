@@ -9,12 +9,10 @@ from torch import Tensor
 from lezo_ds.config import make_update_rule
 from lezo_ds.engine.lezo_engine import LezoEngine
 from lezo_ds.forward.batch import MicroBatch
-from lezo_ds.noise import noise_backend
 from lezo_ds.sharding import zero3
 from lezo_ds.tools.benchmark.inputs import Inputs
 from lezo_ds.tools.benchmark.reference import InPlaceSteps, fed_tokens
 from lezo_ds.tools.benchmark.settings import Variant
-from lezo_ds.tools.benchmark.stages import StagedMethod
 from lezo_ds.zo.records import StepRecord
 
 
@@ -37,7 +35,6 @@ def naive_steps(variant: Variant, engine: LezoEngine, inputs: Inputs) -> InPlace
         num_blocks=engine.layout.num_blocks,
         forward=forward,
         published=False,
-        staged_methods=_staged_methods(engine),
     )
 
 
@@ -50,13 +47,11 @@ class EngineSteps:
         inputs: the batch of each step, and the settings.
 
     Attributes:
-        staged_methods: for `stage_seconds`.
         model: what `evaluate` scores.
         num_probes: forward passes of the whole batch in a step, each at one probe.
     """
 
     def __init__(self, variant: Variant, engine: LezoEngine, inputs: Inputs) -> None:
-        self.staged_methods = _staged_methods(engine)
         self.model = engine.with_config(inputs.zo_config(variant))
         self.num_probes = self.model.plan_format.num_probes
         self._inputs = inputs
@@ -85,13 +80,3 @@ class EngineSteps:
         stop = len(self._records)
         rule = make_update_rule(self._inputs.zo)
         self.model.weights.apply(rule.step_updates(self._records, stop - num_steps, stop))
-
-
-def _staged_methods(engine: LezoEngine) -> list[StagedMethod]:
-    noise = noise_backend(engine.device)
-    return [
-        (engine.module, "forward", "forward"),
-        (engine.weights, "apply", "update"),
-        *((noise, name, "perturb") for name in dir(noise) if name.startswith("perturb")),
-        *((owner, name, "gather") for owner, names in zero3.GATHERING for name in names),
-    ]

@@ -11,16 +11,9 @@ import pandas as pd
 from lezo_ds.errors import UserError
 from lezo_ds.files import make_directory, write_atomically
 
-STAGES = ("forward", "perturb", "update", "gather", "other")
-"""Where a step's time goes; column `<stage>_seconds`. They exclude each other.
-
-forward: the model's own operations; perturb: noise and perturbed weights; update: of the stored weights;
-gather: fetching and releasing sharded weights, including DeepSpeed's own work on the host; other: the rest.
-"""
-
 COLUMNS = {
     # where the row comes from
-    "measured": ("str", "step, noise (one noise operation), replay (applying recorded steps) or until loss"),
+    "measured": ("str", "step, or replay (applying recorded steps)"),
     "date": ("str", "start of the command in UTC; rows with the same date and command are one run"),
     "command": ("str", "the command line that made the row"),
     "machine": ("str", "name of the GPU, or name of the processor and number of cores"),
@@ -44,39 +37,25 @@ COLUMNS = {
     "ranks": ("Int64", "number of processes"),
     "partition_size": ("Int64", "number of ranks that share one copy of the weights; missing for all"),
     "threads": ("Int64", "CPU threads per rank"),
-    "until_loss": ("Float64", "validation loss at or below which training ends"),
     # which variant
-    "variant": ("str", "as on the command line, such as ours:0.75; for noise, the operation"),
+    "variant": ("str", "as on the command line, such as ours:0.75"),
     "sparsity": ("Float64", "share of the blocks that a step drops; 0 is MeZO"),
-    "elements": ("Int64", "number of weights in one call of a noise operation"),
     # results: rank 0's, per step or per call unless stated otherwise
     "rounds": ("Int64", "number of timed steps or calls; for replay, of replayed steps"),
     "seconds_min": ("Float64", "shortest time until all ranks are done"),
     "seconds_median": ("Float64", "median time until all ranks are done"),
     "seconds_max": ("Float64", "longest time until all ranks are done"),
-    "loss": ("Float64", "validation loss at the end of training"),
-    "steps": ("Int64", "number of training steps"),
-    "forward_passes": ("Int64", "number of forward passes of a whole batch in training, each at one probe"),
-    "seconds": ("Float64", "seconds of training, without evaluations"),
     "reference": ("str", "what `ratio` compares with: the run's first variant, or named here"),
     "ratio": (
         "Float64",
-        "how many times as fast as the reference: median of the ratios in each round; "
-        "for until loss, the ratio of `seconds` if both got there",
+        "how many times as fast as the reference: median of the ratios in each round",
     ),
     "fed_tokens": ("Int64", "tokens, padding included, of a step's batch at one probe; mean over the steps"),
-    **{f"{stage}_seconds": ("Float64", f"time in stage {stage}, from other steps") for stage in STAGES},
     "weight_bytes": ("Int64", "what this rank holds of the model between steps"),
     "peak_bytes": ("Int64", "peak memory of a step above what is held between steps"),
     "gathered_bytes": ("Int64", "size of the weights that this rank gathers in a step"),
-    "bytes_per_second": ("Float64", "what a noise operation must read and write, by its median time"),
 }
 """Every column: its pandas dtype and its meaning. A value that does not apply to a row is missing (NA)."""
-
-_NEW_COLUMNS = frozenset(
-    {"model", "data", "until_loss", "loss", "steps", "forward_passes", "seconds", "fed_tokens"}
-)
-"""Columns that tables of version 0.1.0 do not have."""
 
 
 def to_frame(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
@@ -100,14 +79,12 @@ def append(path: Path, added: pd.DataFrame) -> None:
 def read(path: Path) -> pd.DataFrame:
     """Read a CSV that `append` wrote; the columns are COLUMNS, in this order.
 
-    In a table of version 0.1.0, the values of columns that are new since then are missing.
-
     Raises:
         UserError: there is no such file, or it is not such a table.
     """
     try:
         table = pd.read_csv(path, dtype={name: dtype for name, (dtype, _) in COLUMNS.items()})
-        if list(table.columns) not in (list(COLUMNS), [name for name in COLUMNS if name not in _NEW_COLUMNS]):
+        if list(table.columns) != list(COLUMNS):
             raise ValueError(f"columns {', '.join(table.columns)}")
     except (OSError, ValueError) as error:
         raise UserError(
@@ -116,4 +93,4 @@ def read(path: Path) -> pd.DataFrame:
             expected="a CSV that lezo-ds benchmark --out wrote",
             fix="give another file",
         ) from error
-    return table.reindex(columns=list(COLUMNS)).astype({name: dtype for name, (dtype, _) in COLUMNS.items()})
+    return table

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from lezo_ds import distributed
@@ -20,10 +21,10 @@ from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import HubError
 from lezo_ds.runs.tracking import check_trackers
 from lezo_ds.sharding.checkpoint_files import resolve_model
+from lezo_ds.tools.opt_shapes import SHAPES
 from lezo_ds.tools.planning.inputs import InputSizes, assumed_inputs, measured_inputs
 from lezo_ds.tools.planning.memory import rank_memory
 from lezo_ds.tools.planning.model_sizes import ModelSizes, model_sizes
-from lezo_ds.tools.published_models import published_name
 
 T = TypeVar("T")
 
@@ -64,7 +65,7 @@ def describe_plan(config: RunConfig, world_size: int) -> str:
     unchecked: list[str] = []
     directory = _unless_on_hub(lambda: resolve_model(config.model.path), unchecked)
     data = _unless_on_hub(lambda: load_task_data(config), unchecked)
-    if directory is not None or published_name(config.model.path):
+    if directory is not None or Path(config.model.path).name in SHAPES:
         model = model_sizes(config, directory)
         inputs = assumed_inputs(config, model) if data is None else measured_inputs(config, data)
         lines += [*_model_lines(config, model), *_memory_lines(config, model, inputs, world_size)]

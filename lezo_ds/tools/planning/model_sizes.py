@@ -13,7 +13,7 @@ from lezo_ds.forward.adapters import make_adapter
 from lezo_ds.forward.blocks import PartSizes, find_blocks, freeze_outside, largest_module, part_sizes
 from lezo_ds.model.checkpoint import build_checked
 from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta
-from lezo_ds.tools.published_models import published_config, published_name
+from lezo_ds.tools.opt_shapes import SHAPES, opt_config
 
 _HIDDEN_STATES = 5  # held while a block runs: both embeddings, the block's input, the residual, the norm
 _WIDE_OUTPUTS = 2  # held besides a block's widest outputs: both copies joined, and a float32 bias added
@@ -73,7 +73,7 @@ def model_sizes(config: RunConfig, directory: Path | None = None) -> ModelSizes:
     Args:
         config: configuration of the run, which decides dtype and adapter.
         directory: where the model's config.json is; None for model.path, unless the sizes of that model are
-            known (see `published_name`).
+            known.
 
     Raises:
         UserError: the model cannot be found, is not a causal language model, has no transformer blocks, or
@@ -81,8 +81,8 @@ def model_sizes(config: RunConfig, directory: Path | None = None) -> ModelSizes:
     """
     path, dtype = config.model.path, DTYPES[config.model.dtype]
     model: Any
-    if directory is None and (name := published_name(path)):
-        model = build_on_meta(published_config(name), dtype)
+    if directory is None and not Path(path).is_dir() and Path(path).name in SHAPES:
+        model = build_on_meta(opt_config(Path(path).name), dtype)
         layout = find_blocks(model)
     else:
         model, layout = build_checked(directory or Path(path), config.model.dtype)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, check_world, make_estimator, num_passes
+from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, check_world, num_passes
 from lezo_ds.errors import UserError
 from lezo_ds.forward.perturbed_modules import COPIES_AT_ONCE
-from lezo_ds.tools.planning.hardware import Cluster
 from lezo_ds.tools.planning.inputs import InputSizes, assumed_inputs
 from lezo_ds.tools.planning.memory import GIB, RankMemory, rank_memory
 from lezo_ds.tools.planning.model_sizes import ModelSizes, model_sizes
-from lezo_ds.tools.planning.step_time import StepTime, step_time
-from lezo_ds.tools.planning.traffic import StepTraffic, step_traffic
 from lezo_ds.zo.precision import UpdatePrecision
 
 _OFFLOAD_CONFIG = "ds_configs/zero3_cpu_offload.json"
@@ -29,15 +26,11 @@ class PlanOption:
         config: the recipe with the largest batches that fit, or the smallest possible ones.
         memory: memory of each rank.
         fits: whether a GPU has that much.
-        traffic: traffic of a rank in a step; None for methods that are not zeroth-order.
-        time: an estimate of a step's time; None if there is none (see `step_time`).
     """
 
     config: RunConfig
     memory: RankMemory
     fits: bool
-    traffic: StepTraffic | None
-    time: StepTime | None
 
 
 @dataclass(frozen=True)
@@ -48,27 +41,19 @@ class Plan:
         recipe: configuration that was planned for.
         num_gpus: number of GPUs, with one rank on each.
         gpu_bytes: memory of each GPU in bytes.
-        cluster: where the GPUs are.
         model: sizes of the model.
         inputs: sizes of the longest inputs.
         options: all options in the order of preference.
-        chosen: the fastest of the options that fit and keep as many bits of an update as the first of them;
-            the first if no times are known.
+        chosen: the first option that fits.
     """
 
     recipe: RunConfig
     num_gpus: int
     gpu_bytes: int
-    cluster: Cluster
     model: ModelSizes
     inputs: InputSizes
     options: tuple[PlanOption, ...]
     chosen: PlanOption
-
-    @property
-    def fastest(self) -> PlanOption:
-        """The fastest option that fits, however it keeps an update; the chosen one if no times are known."""
-        return _fastest([self.chosen, *(option for option in self.options if option.fits)])
 
 
 def make_plan(
@@ -77,29 +62,24 @@ def make_plan(
     num_gpus: int,
     gpu_bytes: int,
     length: int | None = None,
-    cluster: Cluster | None = None,
 ) -> Plan:
     """Compute every option to run a recipe, and choose one.
 
     The options differ in what does not change what the run learns from: the ranks that share the weights, the
-    precision of updates, the sizes of micro-batches, the number of pairs of probes in a pass, and whether the
-    weights are offloaded. Options that keep all bits of an update come first. Among those, the fastest is
-    chosen; without times, the one with the fewest ranks that share weights, because gathered weights are most
-    of the traffic. Weights are offloaded only if nothing fits otherwise.
+    precision of updates, the sizes of micro-batches, and whether the weights are offloaded. Options that keep
+    all bits of an update come first, then those with the fewest ranks that share weights, because gathered
+    weights are most of the traffic. Weights are offloaded only if nothing fits otherwise.
 
     Args:
         recipe: configuration of the run.
         num_gpus: number of GPUs, with one rank on each.
         gpu_bytes: memory of each GPU in bytes.
         length: tokens of the longest input; None for an assumption from the task.
-        cluster: where the GPUs are, for the times; None if nothing is known.
 
     Raises:
         UserError: the model cannot be found, the batch does not divide among the GPUs, the GPUs do not fill
             whole nodes, or nothing fits.
     """
-    cluster = cluster or Cluster()
-    cluster.node_size(num_gpus)
     model = model_sizes(recipe)
     if length is not None and model.max_length is not None and length > model.max_length:
         raise UserError(
@@ -112,11 +92,7 @@ def make_plan(
 
     def option(config: RunConfig) -> PlanOption:
         memory = rank_memory(config, model, inputs, world_size=num_gpus)
-        traffic = time = None
-        if config.method in ZEROTH_ORDER:
-            traffic = step_traffic(config, model, memory, num_gpus)
-            time = step_time(config, model, inputs, traffic, cluster=cluster, num_gpus=num_gpus)
-        return PlanOption(config, memory, memory.total <= gpu_bytes, traffic, time)
+        return PlanOption(config, memory, memory.total <= gpu_bytes)
 
     options: list[PlanOption] = []
     smallest = _with_probes(recipe, COPIES_AT_ONCE)
@@ -124,8 +100,7 @@ def make_plan(
         if not any(found.fits for found in options):
             offloads = option(start).memory.host > 0
             spreads = _spreads(start, num_gpus, offloads)
-            sized = [_first_that_fits(map(option, _batches(spread, num_gpus))) for spread in spreads]
-            options += [_with_most_probes(found, option, num_gpus) for found in sized]
+            options += [_first_that_fits(map(option, _batches(spread, num_gpus))) for spread in spreads]
     fitting = [found for found in options if found.fits]
     if not fitting:
         least = min((found.memory for found in options), key=lambda memory: memory.total)
@@ -135,14 +110,7 @@ def make_plan(
             expected=f"at most {gpu_bytes / GIB:g} GiB",
             fix="use more or larger GPUs, a smaller model, or a shorter --length",
         )
-    precision = fitting[0].config.zo.update_precision
-    chosen = _fastest([found for found in fitting if found.config.zo.update_precision == precision])
-    return Plan(recipe, num_gpus, gpu_bytes, cluster, model, inputs, tuple(options), chosen)
-
-
-def _fastest(options: Sequence[PlanOption]) -> PlanOption:
-    """Return the first of the fastest options, or the first option if no times are known."""
-    return min(options, key=lambda option: option.time.total if option.time else 0.0)
+    return Plan(recipe, num_gpus, gpu_bytes, model, inputs, tuple(options), fitting[0])
 
 
 def _first_that_fits(options: Iterable[PlanOption]) -> PlanOption:
@@ -158,21 +126,6 @@ def _with_probes(config: RunConfig, probes_per_pass: int) -> RunConfig:
     if config.zo.probes_per_pass % COPIES_AT_ONCE:
         return config
     return replace(config, zo=replace(config.zo, probes_per_pass=probes_per_pass))
-
-
-def _with_most_probes(
-    found: PlanOption, option: Callable[[RunConfig], PlanOption], num_gpus: int
-) -> PlanOption:
-    """Return an option with the fewest passes in a step that fits, since each pass gathers all weights."""
-    if found.traffic is None or found.traffic.gathered + found.traffic.from_host == 0:
-        return found
-    num_pairs = -(-make_estimator(found.config.zo).num_probes // COPIES_AT_ONCE)
-    for num_parts in range(1, num_pairs):
-        pairs = -(-num_pairs // num_parts)  # about as many in each pass, since ranks wait for each other
-        more = option(_with_probes(found.config, COPIES_AT_ONCE * pairs))
-        if more.fits and num_passes(more.config) % num_gpus == 0:
-            return more
-    return found
 
 
 def _spreads(config: RunConfig, num_gpus: int, offloads: bool) -> list[RunConfig]:

@@ -1,1 +1,0 @@
-"""The demonstration's own data set and pre-trained model, both made on the spot."""
