@@ -17,8 +17,22 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
+class TokenCounts(NamedTuple):
+    """Of the tokens in the assistant's turns of a conversation, how many are the model's first choice."""
+
+    right: int
+    total: int
+
+
+Prediction = int | str | TokenCounts
+"""What a model makes of an example: the index of a candidate, a generated answer, or counts of tokens."""
+
+Score = Callable[[Sequence[Any], Sequence[Example]], float]
+"""(predictions, examples) -> score, 0 to 1."""
+
+
 def accuracy(predicted: Sequence[int], examples: Sequence[Example]) -> float:
-    """Return the share of examples, 0 to 1, whose predicted candidate is the label or a reference."""
+    """Return the share of examples whose predicted candidate is the label or a reference."""
     right = [
         choice == example.label or example.candidates[choice] in example.references
         for choice, example in zip(predicted, examples, strict=True)
@@ -27,31 +41,22 @@ def accuracy(predicted: Sequence[int], examples: Sequence[Example]) -> float:
 
 
 def mean_f1(answers: Sequence[str], examples: Sequence[Example]) -> float:
-    """Return the mean over examples, 0 to 1, of the best token F1 of an answer with its references."""
     scores = [best_f1(answer, example.references) for answer, example in zip(answers, examples, strict=True)]
     return sum(scores) / len(scores)
 
 
 def macro_f1(predicted: Sequence[int], examples: Sequence[Example]) -> float:
-    """Return the mean over classes, 0 to 1, of the F1 of finding the class.
-
-    The classes are those that are the label of an example or were predicted for one. This is the macro
-    average of scikit-learn's f1_score.
-
-    >>> labels = [Example("", (" a", " b"), label, 0) for label in (0, 0, 1)]
-    >>> macro_f1([0, 1, 1], labels)
-    0.6666666666666666
-    """
+    """Return the mean F1 of the classes that are a label or were predicted, as scikit-learn's f1_score."""
     labels = [example.label for example in examples if example.label is not None]
-    num_found, num_labels = Counter(predicted), Counter(labels)
+    num_predicted, num_labels = Counter(predicted), Counter(labels)
     num_right = Counter(label for choice, label in zip(predicted, labels, strict=True) if choice == label)
-    classes = num_found.keys() | num_labels.keys()
-    scores = [2 * num_right[name] / (num_found[name] + num_labels[name]) for name in classes]
+    classes = num_predicted.keys() | num_labels.keys()
+    scores = [2 * num_right[name] / (num_predicted[name] + num_labels[name]) for name in classes]
     return sum(scores) / len(scores)
 
 
 def exact_match(answers: Sequence[str], examples: Sequence[Example]) -> float:
-    """Return the share of answers, 0 to 1, that equal a reference once both are normalized."""
+    """Return the share of answers that equal a reference once both are normalized."""
     right = [
         normalize(answer) in map(normalize, example.references)
         for answer, example in zip(answers, examples, strict=True)
@@ -59,44 +64,17 @@ def exact_match(answers: Sequence[str], examples: Sequence[Example]) -> float:
     return sum(right) / len(right)
 
 
-class TokenCounts(NamedTuple):
-    """How well a model predicts the assistant's turns of a conversation, each token after all before it.
-
-    Attributes:
-        right: number of tokens that are the model's first choice.
-        total: number of tokens, at least 1.
-    """
-
-    right: int
-    total: int
-
-
 def token_accuracy(predicted: Sequence[TokenCounts], examples: Sequence[Example]) -> float:
-    """Return the share of all tokens of the assistant, 0 to 1, that are the model's first choice."""
     return sum(counts.right for counts in predicted) / sum(counts.total for counts in predicted)
-
-
-Prediction = int | str | TokenCounts
-"""What a model makes of an example: the index of a candidate, a generated answer, or counts of tokens."""
-
-CHOOSING: tuple[TaskKind, ...] = ("classification", "multiple_choice")
-"""The kinds of task whose predictions are candidates."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A score of predictions.
-
-    Attributes:
-        title: its name in texts.
-        score: function (predictions, examples) -> 0 to 1. A prediction is the index of a candidate, the
-            generated answer for a task of the kind "generation", or TokenCounts for one of the kind "chat".
-            None for REWARD.
-        kinds: the kinds of task that it can score; empty for all.
-    """
+    """A score of predictions, its name in texts, and the kinds of task that it can score (empty: all)."""
 
     title: str
-    score: Callable[[Sequence[Any], Sequence[Example]], float] | None
+    score: Score | None
+    """None for REWARD."""
     kinds: tuple[TaskKind, ...] = ()
 
 
@@ -104,8 +82,7 @@ REWARD = "reward"
 """The metric that is the mean of the run's own reward, which may be any number."""
 
 METRICS: Registry[Metric] = Registry("metric", "data.metric")
-"""Metrics by the name that a task gives in `Task.metric`, or a recipe in `data.metric`."""
-METRICS.add("accuracy", Metric("accuracy", accuracy, CHOOSING))
+METRICS.add("accuracy", Metric("accuracy", accuracy, ("classification", "multiple_choice")))
 METRICS.add("f1", Metric("token F1", mean_f1, ("generation",)))
 METRICS.add("macro_f1", Metric("macro-F1", macro_f1, ("classification",)))
 METRICS.add("exact_match", Metric("exact match", exact_match, ("generation",)))
@@ -114,47 +91,24 @@ METRICS.add(REWARD, Metric("mean reward", None))
 
 
 def find_metric(name: str, kind: TaskKind) -> Metric:
-    """Return a metric for a kind of task.
-
-    Args:
-        name: a name in METRICS, or "package.module:function" for a function as in `Metric.score`. Its module
-            is imported.
-        kind: the kind of task to score.
-
-    Raises:
-        UserError: there is no such metric, or it does not fit the kind of task.
-    """
+    """Return the metric of this name, or of the `Score` that package.module:function names."""
     if names_code(name):
         expected = f"{', '.join(METRICS)} or package.module:function"
         return Metric(name, import_named("data.metric", name, what="a metric", expected=expected))
     metric = METRICS.find(name)
     if metric.kinds and kind not in metric.kinds:
-        fitting = [other for other, found in METRICS.items() if not found.kinds or kind in found.kinds]
+        fitting = [other for other, entry in METRICS.items() if not entry.kinds or kind in entry.kinds]
         raise UserError(
             f"data.metric={name} does not fit a task of the kind {kind}",
-            got=name,
-            expected=f"one of {', '.join(fitting)}, or package.module:function",
-            fix=f"set data.metric={fitting[0]}",
+            fix=f"set data.metric to {', '.join(fitting)} or package.module:function",
         )
     return metric
 
 
-def majority_class_score(
-    examples: Sequence[Example], score: Callable[[Sequence[Any], Sequence[Example]], float] | None
-) -> float | None:
+def majority_class_score(examples: Sequence[Example], score: Score | None) -> float | None:
     """Return the score of always predicting the most frequent label.
 
-    Args:
-        examples: at least one.
-        score: as `Metric.score`.
-
-    Returns:
-        None if there are no classes, because each example lists its own right answers, if it has any (ReCoRD
-        and all generation tasks); or if there is no score of predictions, but a reward.
-
-    >>> examples = [Example("", ("Yes", "No"), label, 0) for label in (1, 0, 1, 1)]
-    >>> majority_class_score(examples, accuracy), round(majority_class_score(examples, macro_f1), 3)
-    (0.75, 0.429)
+    None if there are no classes, because examples list their own right answers, or no score of predictions.
     """
     if score is None or any(example.references or example.label is None for example in examples):
         return None
@@ -163,18 +117,13 @@ def majority_class_score(
 
 
 def best_f1(answer: str, references: Sequence[str]) -> float:
-    """Return the highest token F1, 0 to 1, of `answer` with any of its references (at least one)."""
     return max(token_f1(answer, reference) for reference in references)
 
 
 def token_f1(answer: str, reference: str) -> float:
-    """Return the F1, 0 to 1, of the words of two normalized texts. Repeated words count repeatedly.
+    """Return the F1 of the words of two normalized texts; 0 if they have no word in common, even if empty.
 
-    This is the score of SQuAD 1.1 (Rajpurkar et al. 2016), which MeZO also uses for DROP. The score is 0
-    if the texts have no word in common, even if both are empty.
-
-    >>> token_f1("the Eiffel Tower in Paris.", "Eiffel tower")
-    0.6666666666666666
+    This is the score of SQuAD 1.1 (Rajpurkar et al. 2016), which MeZO also uses for DROP.
     """
     answer_words, reference_words = normalize(answer).split(), normalize(reference).split()
     num_common = (Counter(answer_words) & Counter(reference_words)).total()
@@ -182,9 +131,5 @@ def token_f1(answer: str, reference: str) -> float:
 
 
 def normalize(text: str) -> str:
-    """Lower-case, drop ASCII punctuation, then articles, and leave single spaces (Rajpurkar et al. 2016).
-
-    >>> normalize("The  U.S.,  an  ally")
-    'us ally'
-    """
+    """Lower-case, drop ASCII punctuation, then articles, and leave single spaces (Rajpurkar et al. 2016)."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
