@@ -22,10 +22,8 @@ from lezo_ds.data.objectives import (
 )
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
+from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Example
-from lezo_ds.tasks.copa import COPA
-from lezo_ds.tasks.squad import SQUAD
-from lezo_ds.tasks.sst2 import SST2
 
 PAD = 1
 VOCABULARY = 64
@@ -193,12 +191,12 @@ NOT_A_FUNCTION = 3
 
 
 def test_the_objective_called_task_is_the_tasks_own():
-    for task in (SST2, COPA, SQUAD):
+    for task in (TASKS["sst2"], TASKS["copa"], TASKS["squad"]):
         assert load_objective("task", task) == training_objective(task.kind)
 
 
 def test_a_function_of_ones_own_is_found_by_its_name():
-    objective = load_objective("test_objectives:halves", COPA)
+    objective = load_objective("test_objectives:halves", TASKS["copa"])
     assert not objective.reads_answers
     examples = ragged_examples()
     batch = objective.build_batch(examples, PAD)
@@ -210,8 +208,8 @@ def test_a_function_of_ones_own_is_found_by_its_name():
 
 
 def test_objectives_of_answers_say_so():
-    assert load_objective("f1", SQUAD).reads_answers
-    objective = load_objective("test_objectives:num_characters", SST2)
+    assert load_objective("f1", TASKS["squad"]).reads_answers
+    objective = load_objective("test_objectives:num_characters", TASKS["sst2"])
     assert objective.reads_answers
     batch = MicroBatch({}, 2, examples=(Example("", (), None, 0),) * 2)
     assert objective.loss(["abc", ""], batch).tolist() == [3.0, 0.0]
@@ -236,7 +234,7 @@ def test_objectives_of_answers_say_so():
 )
 def test_an_objective_that_cannot_be_had_is_refused(name, message):
     with pytest.raises(UserError, match=message):
-        load_objective(name, COPA)
+        load_objective(name, TASKS["copa"])
 
 
 @pytest.mark.parametrize(
@@ -248,7 +246,7 @@ def test_an_objective_that_cannot_be_had_is_refused(name, message):
     ],
 )
 def test_an_objective_that_gives_no_loss_of_each_example_is_refused(name, got):
-    objective = load_objective(f"test_objectives:{name}", COPA)
+    objective = load_objective(f"test_objectives:{name}", TASKS["copa"])
     batch = MicroBatch({}, 2, examples=(Example("", (), None, 0),) * 2)
     with pytest.raises(
         UserError, match=rf"did not return one loss per example; got: {got}; .* float tensor of shape \(2,\)"
@@ -261,7 +259,7 @@ def answered(*records):
 
 
 def test_a_reward_reads_the_records_and_is_maximized():
-    objective = load_objective("test_objectives:as_long_as_asked", SST2)
+    objective = load_objective("test_objectives:as_long_as_asked", TASKS["sst2"])
     assert objective.reads_answers
     assert objective.is_reward
     batch = answered({"wanted": 3}, {"wanted": 3})
@@ -279,7 +277,7 @@ def test_a_reward_reads_the_records_and_is_maximized():
     ],
 )
 def test_a_function_of_answers_that_fails_is_named(name, message):
-    objective = load_objective(f"test_objectives:{name}", SST2)
+    objective = load_objective(f"test_objectives:{name}", TASKS["sst2"])
     with pytest.raises(UserError, match=f"train.objective=test_objectives:{name} {message}"):
         objective.loss(["a", "b"], answered({}, {}))
 
@@ -288,12 +286,12 @@ def test_the_worked_example_of_the_documentation_runs(tmp_path, monkeypatch):
     code = objectives.__doc__.split(":brevity:\n\n")[1]
     (tmp_path / "my_objectives.py").write_text(textwrap.dedent(code))
     monkeypatch.syspath_prepend(tmp_path)
-    mistakes = load_objective("my_objectives:mistakes", SST2)
+    mistakes = load_objective("my_objectives:mistakes", TASKS["sst2"])
     examples = (Example("", (), 0, 0, ("a b",)), Example("", (), 1, 1, ("a", "b c d")))
     batch = MicroBatch({}, 2, labels={"label": torch.tensor([0, 1])}, examples=examples)
     assert mistakes.loss(torch.tensor([[1.0, 2.0], [1.0, 2.0]]), batch).tolist() == [1.0, 0.0]
-    wordiness = load_objective("my_objectives:wordiness", SQUAD)
+    wordiness = load_objective("my_objectives:wordiness", TASKS["squad"])
     assert wordiness.reads_answers
     assert wordiness.loss(["a b c", ""], batch).tolist() == [1.0, -1.0]
-    brevity = load_objective("my_objectives:brevity", SQUAD)
+    brevity = load_objective("my_objectives:brevity", TASKS["squad"])
     assert brevity.loss(["a b", "a b c"], answered(*[{"most_words": 2}] * 2)).tolist() == [-1.0, 0.0]

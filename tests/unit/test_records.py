@@ -15,7 +15,6 @@ from lezo_ds.data.records import MAX_CHARACTERS, load_records, sample_splits, wi
 from lezo_ds.errors import HubError, UserError
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Example
-from lezo_ds.tasks.sst2 import SST2
 
 SQUAD, DROP, RECORD, COPA = TASKS["squad"], TASKS["drop"], TASKS["record"], TASKS["copa"]
 
@@ -78,7 +77,7 @@ def rows(examples):
 def test_json_lines_are_read_in_order(tmp_path):
     train = [*make_records(3), {"sentence": "caf\u00e9 \u2028 clich\u00e9s", "label": 1, "idx": 9}]
     write_both(tmp_path, train, make_records(2))
-    assert load_records(SST2, tmp_path) == (train, make_records(2))
+    assert load_records(TASKS["sst2"], tmp_path) == (train, make_records(2))
 
 
 def test_parquet_parts_are_read_in_the_order_of_their_names(tmp_path):
@@ -86,7 +85,7 @@ def test_parquet_parts_are_read_in_the_order_of_their_names(tmp_path):
     datasets.Dataset.from_list(records[6:]).to_parquet(tmp_path / "train-00001-of-00002.parquet")
     datasets.Dataset.from_list(records[:6]).to_parquet(tmp_path / "train-00000-of-00002.parquet")
     datasets.Dataset.from_list(records[:4]).to_parquet(tmp_path / "validation.parquet")
-    assert load_records(SST2, tmp_path) == (records, records[:4])
+    assert load_records(TASKS["sst2"], tmp_path) == (records, records[:4])
 
 
 @pytest.mark.parametrize("name", HUB_SCHEMAS)
@@ -196,7 +195,7 @@ def test_a_field_of_the_wrong_type_is_refused(tmp_path, record):
     with pytest.raises(
         UserError, match=r"field .* of record 1 of the validation split .* has the wrong type"
     ):
-        load_records(SST2, tmp_path)
+        load_records(TASKS["sst2"], tmp_path)
 
 
 @pytest.mark.parametrize("label", [-1, 2])
@@ -205,7 +204,7 @@ def test_a_label_that_names_no_candidate_is_refused(tmp_path, label):
     with pytest.raises(
         UserError, match=f"record 2 of the validation .* no usable label; got: {label}; .*0 to 1"
     ):
-        load_records(SST2, tmp_path)
+        load_records(TASKS["sst2"], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +217,7 @@ def test_a_broken_line_is_named(tmp_path, line):
     with (tmp_path / "train.jsonl").open("ab") as file:
         file.write(line + b"\n")
     with pytest.raises(UserError, match=r"train\.jsonl line 3 is not a JSON object"):
-        load_records(SST2, tmp_path)
+        load_records(TASKS["sst2"], tmp_path)
 
 
 def test_blank_lines_and_a_byte_order_mark_are_no_records_and_lines_keep_their_numbers(tmp_path):
@@ -226,12 +225,12 @@ def test_blank_lines_and_a_byte_order_mark_are_no_records_and_lines_keep_their_n
     write_lines(tmp_path, "validation", make_records(2))
     train = tmp_path / "train.jsonl"
     train.write_text("\ufeff" + "\r\n\n \n".join(lines) + "\n\n\n", encoding="utf-8")
-    assert load_records(SST2, tmp_path)[0] == make_records(3)
+    assert load_records(TASKS["sst2"], tmp_path)[0] == make_records(3)
     train.write_text("\n\n".join([*lines, '{"sentence": 1, "label": 1}']))
     with pytest.raises(
         UserError, match=r"field sentence of record 4 of the train .*train\.jsonl line 7\) has"
     ):
-        load_records(SST2, tmp_path)
+        load_records(TASKS["sst2"], tmp_path)
 
 
 LONG = "x" * (MAX_CHARACTERS + 1)
@@ -240,13 +239,21 @@ LONG = "x" * (MAX_CHARACTERS + 1)
 @pytest.mark.parametrize(
     ("task", "change", "message"),
     [
-        (SST2, {"sentence": "half \ud83d of one"}, r"half of a character .* got: 'half \\ud83d of one'"),
+        (
+            TASKS["sst2"],
+            {"sentence": "half \ud83d of one"},
+            r"half of a character .* got: 'half \\ud83d of one'",
+        ),
         (RECORD, {"entities": ["Ann", "\udc00"]}, r"field entities .* half of a character"),
-        (SST2, {"sentence": LONG}, "field sentence .* too long; got: 1000001 characters; .* at most 1000000"),
-        (SST2, {"label": LONG}, "field label .* wrong type; got: xxx"),
-        (SST2, {"label": 2}, "no usable label; got: 2; expected: 0 to 1"),
+        (
+            TASKS["sst2"],
+            {"sentence": LONG},
+            "field sentence .* too long; got: 1000001 characters; .* at most 1000000",
+        ),
+        (TASKS["sst2"], {"label": LONG}, "field label .* wrong type; got: xxx"),
+        (TASKS["sst2"], {"label": 2}, "no usable label; got: 2; expected: 0 to 1"),
         (COPA, {"question": "why"}, "does not fit the task: field question is not valid; got: why;"),
-        (SST2, {"sentence": None}, "field sentence .* wrong type; got: None"),
+        (TASKS["sst2"], {"sentence": None}, "field sentence .* wrong type; got: None"),
     ],
     ids=["surrogate", "surrogate in a list", "long", "long label", "label", "question", "no text"],
 )
@@ -269,7 +276,7 @@ def test_a_row_of_parquet_is_named(tmp_path):
     )
     write_lines(tmp_path, "validation", records)
     with pytest.raises(UserError, match=r"record 7 of the train .*train-1\.parquet row 4\) has no usable"):
-        load_records(SST2, tmp_path)
+        load_records(TASKS["sst2"], tmp_path)
 
 
 def golden_record(task):
@@ -279,14 +286,14 @@ def golden_record(task):
 def test_broken_parquet_is_a_users_error(tmp_path):
     (tmp_path / "train.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(UserError, match=r"train\.parquet cannot be read as parquet"):
-        load_records(SST2, tmp_path)
+        load_records(TASKS["sst2"], tmp_path)
 
 
 def test_an_unreachable_hub_is_a_users_error_that_offers_a_local_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     message = r"cannot load nyu-mll/glue \(sst2\).*fix: set data.path to a directory with train.jsonl"
     with pytest.raises(HubError, match=message):
-        load_records(SST2, None)
+        load_records(TASKS["sst2"], None)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 42, 2**32 - 1])
@@ -297,23 +304,23 @@ def test_splits_are_those_of_mezos_own_code(seed):
     np.random.seed(seed)
     scored = np.random.permutation(len(validation)).tolist()[:1000]
 
-    splits = sample_splits(SST2, records, validation, "mezo", seed)
+    splits = sample_splits(TASKS["sst2"], records, validation, "mezo", seed)
     assert rows(splits.train) == drawn[:-500]
     assert rows(splits.dev) == drawn[-500:]
     assert rows(splits.test) == scored
-    assert splits == sample_splits(SST2, records, validation, "clean", seed)
+    assert splits == sample_splits(TASKS["sst2"], records, validation, "clean", seed)
 
 
 def test_sampling_leaves_numpys_global_state_alone():
     np.random.seed(5)
     expected = np.random.random()
     np.random.seed(5)
-    sample_splits(SST2, make_records(20), make_records(20), "clean", 3, 5, 5, 5)
+    sample_splits(TASKS["sst2"], make_records(20), make_records(20), "clean", 3, 5, 5, 5)
     assert np.random.random() == expected
 
 
 def test_examples_carry_the_row_and_text_of_their_record():
-    splits = sample_splits(SST2, make_records(20), make_records(9), "clean", 0, 10, 5, 9)
+    splits = sample_splits(TASKS["sst2"], make_records(20), make_records(9), "clean", 0, 10, 5, 9)
     assert sorted(rows(splits.test)) == list(range(9))
     assert all(example.prompt == f"review {example.index} It was" for example in splits.train + splits.dev)
     assert not set(rows(splits.train)) & set(rows(splits.dev))
@@ -339,7 +346,7 @@ def test_tasks_get_their_published_sizes(name, num_train, num_validation, clean,
 
 def test_mezo_says_that_it_shrinks_train(caplog):
     with caplog.at_level(logging.WARNING):
-        sample_splits(SST2, make_records(554), make_records(104), "mezo", 0)
+        sample_splits(TASKS["sst2"], make_records(554), make_records(104), "mezo", 0)
     assert "54 training examples instead of 1000" in caplog.text
 
 
@@ -348,7 +355,7 @@ def test_too_few_records_are_refused(protocol, num_records):
     with pytest.raises(
         UserError, match=rf"too few training records .* {num_records} records for 1000 \+ 500"
     ):
-        sample_splits(SST2, make_records(num_records), make_records(10), protocol, 0)
+        sample_splits(TASKS["sst2"], make_records(num_records), make_records(10), protocol, 0)
 
 
 def test_demonstrations_stand_before_the_question_stripped_with_blank_lines_between():
@@ -361,6 +368,6 @@ def test_demonstrations_stand_before_the_question_stripped_with_blank_lines_betw
 
 def test_as_many_demonstrations_are_the_first_training_examples_of_any_size():
     records = make_records(200)
-    few = sample_splits(SST2, records, records, "clean", 3, num_train=32, num_dev=0, num_test=0)
-    many = sample_splits(SST2, records, records, "clean", 3, num_train=100, num_dev=50, num_test=0)
+    few = sample_splits(TASKS["sst2"], records, records, "clean", 3, num_train=32, num_dev=0, num_test=0)
+    many = sample_splits(TASKS["sst2"], records, records, "clean", 3, num_train=100, num_dev=50, num_test=0)
     assert many.train[:32] == few.train
