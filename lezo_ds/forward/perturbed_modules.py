@@ -31,7 +31,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.forward.perturbed_linear import is_product, product_at_probes
 from lezo_ds.forward.perturbed_norm import is_fused, norm_at_probes
 from lezo_ds.forward.replaced_call import call_with_copies, cast_floats, copy_dtype, runs_in_float32
-from lezo_ds.noise import Distribution, NoiseBackend, Whole
+from lezo_ds.noise import Distribution, NoiseBackend, Weight
 from lezo_ds.sharding.parameters import NamedParameter
 
 COPIES_AT_ONCE = 2
@@ -258,14 +258,12 @@ class PerturbedModules:
 
     def _new_copies(self, run: _Run, parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
         """Return the perturbed copies of each parameter."""
-        wholes = [
-            Whole(parameter.data, self._trainable[parameter].parameter_id, copy_dtype(parameter))
+        weights = [
+            Weight(parameter.data, self._trainable[parameter].parameter_id, copy_dtype(parameter))
             for parameter in parameters
         ]
         distribution = run.perturbation.distribution
-        made = [
-            self._noise.perturb_all(wholes, key, scales, distribution) for key, _, scales in run.directions
-        ]
+        made = [self._noise.perturb(weights, key, scales, distribution) for key, _, scales in run.directions]
         if len(made) == 1:
             return made[0]
         found = []
@@ -309,14 +307,9 @@ class PerturbedModules:
         assert run is not None, "copies are made while a perturbation is set"
         found: dict[int, Tensor] = {}
         for key, places, scales in run.directions:
-            made = self._noise.perturb_rows(
-                table.data,
-                rows.reshape(-1),
-                key=key,
-                parameter_id=self._trainable[table].parameter_id,
-                scales=scales,
-                distribution=run.perturbation.distribution,
-            )
+            parameter_id = self._trainable[table].parameter_id
+            weight = Weight(table.data, parameter_id, table.dtype, rows.reshape(-1))
+            (made,) = self._noise.perturb([weight], key, scales, run.perturbation.distribution)
             found.update(zip(places, made, strict=True))
         return [found[place].view(*rows.shape, table.shape[-1]) for place in range(run.num_copies)]
 

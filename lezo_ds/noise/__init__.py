@@ -3,14 +3,13 @@
 >>> import torch
 >>> device = torch.device("cpu")
 >>> noise = noise_backend(device)
->>> whole = noise.draw(key=7, parameter_id=3, start=0, count=100, device=device)
->>> torch.equal(whole[33:50], noise.draw(key=7, parameter_id=3, start=33, count=17, device=device))
+>>> z = noise.draw(key=7, parameter_id=3, start=0, count=100, device=device)
+>>> torch.equal(z[33:50], noise.draw(key=7, parameter_id=3, start=33, count=17, device=device))
 True
 """
 
-from lezo_ds.noise.backend import NoiseBackend, Shard, Whole, stacked
+from lezo_ds.noise.backend import NOISE_VERSION, NoiseBackend, Shard, Weight, noise_backend, stacked
 from lezo_ds.noise.precision import join_master, split_master
-from lezo_ds.noise.select import NOISE_VERSION, noise_backend
 from lezo_ds.zo.distributions import Distribution
 from lezo_ds.zo.precision import UpdatePrecision
 from lezo_ds.zo.updates import Update
@@ -22,7 +21,7 @@ __all__ = [
     "Shard",
     "Update",
     "UpdatePrecision",
-    "Whole",
+    "Weight",
     "join_master",
     "noise_backend",
     "split_master",

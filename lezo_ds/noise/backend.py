@@ -1,69 +1,165 @@
-"""The operations that every noise backend offers. All backends give the same bits."""
+"""The operations on the noise z(key, parameter, element). All backends give the same bits."""
 
 from __future__ import annotations
 
 import functools
+import logging
+import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple, TypeVar, get_args
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lezo_ds.noise.precision import STORAGE_DTYPES
+from lezo_ds.errors import UserError
 from lezo_ds.zo.distributions import Distribution
 from lezo_ds.zo.precision import UpdatePrecision
 from lezo_ds.zo.updates import Update
 
-_Made = TypeVar("_Made")
+NOISE_VERSION = 1
+"""Version of z(key, parameter, element) and of its use; it changes when any bit of either changes."""
+
+logger = logging.getLogger(__name__)
 _PACKED = np.dtype([("key", "<u8"), ("coefficient", "<f4"), ("factor", "<f4")])
-_DISTRIBUTIONS = get_args(Distribution)
-_PRECISIONS = get_args(UpdatePrecision)
 
 
-def pack_updates(steps: Sequence[Update]) -> np.ndarray:
-    """Return updates in the layout of the compiled kernels: uint64 key, fp32 coefficient and factor."""
-    return np.array(list(steps), dtype=_PACKED)
+class Weight(NamedTuple):
+    """A parameter to perturb, or some rows of it."""
 
-
-class Whole(NamedTuple):
-    """A parameter to perturb.
-
-    Attributes:
-        theta: the whole parameter, any shape; elements are indexed in row-major order.
-        parameter_id: its id.
-        out_dtype: dtype of its perturbed copies.
-    """
-
-    theta: Tensor
-    parameter_id: int
-    out_dtype: torch.dtype
+    theta: Tensor  # the full parameter, any shape; its elements are indexed in row-major order
+    parameter_id: int  # unsigned 32-bit
+    out_dtype: torch.dtype  # of the perturbed copies
+    rows: Tensor | None = None  # int64 [n], in any order, with repeats; theta is then [num_rows, width]
 
 
 class Shard(NamedTuple):
-    """A part of a parameter to update.
+    """The elements [start, start + n) of a parameter, to update in place."""
 
-    Attributes:
-        values: contiguous [n], the elements [start, start + n) of the parameter.
-        start: index of its first element.
-        parameter_id: the parameter's id.
-        low: contiguous int16 [n], the low bits that `split_master` returns. Required if the precision is
-            "fp32_master" and `values` has 16 bits; otherwise None.
-    """
-
-    values: Tensor
+    values: Tensor  # contiguous [n]
     start: int
     parameter_id: int
-    low: Tensor | None = None
+    low: Tensor | None = None  # contiguous int16 [n]: the low bits of `split_master`, with "fp32_master" only
+
+
+class NoiseBackend(ABC):
+    """Keys are unsigned 64-bit, elements 0 to 2**40, tensors fp32, bf16 or fp16; scales are taken as fp32."""
+
+    # Whether one call for all parameters of a block is so much faster than a call for each, as it is where a
+    # call is a kernel launch, that it is worth the memory for all their copies.
+    takes_blocks: ClassVar[bool] = False
+
+    @abstractmethod
+    def draw(
+        self,
+        key: int,
+        parameter_id: int,
+        start: int,
+        count: int,
+        device: torch.device,
+        distribution: Distribution = "normal",
+    ) -> Tensor:
+        """Return z of the elements [start, start + count): fp32 [count]."""
+
+    def perturb(
+        self,
+        weights: Sequence[Weight],
+        key: int,
+        scales: Sequence[float],
+        distribution: Distribution = "normal",
+    ) -> list[list[Tensor]]:
+        """Return theta + scale * z of each weight for each scale (MeZO: Malladi et al. 2023, algorithm 1).
+
+        Product and sum are rounded to fp32, each on its own, and the result to nearest. A scale followed by
+        its opposite shares one draw with it. A copy for scale 0 may be theta itself: do not write to it.
+        """
+        weights = [
+            weight if weight.rows is None and weight.theta.is_contiguous() else _contiguous(weight)
+            for weight in weights
+        ]
+        copies: list[list[Tensor]] = [[] for _ in weights]
+        done = 0
+        while weights and done < len(scales):
+            scale, following = scales[done], scales[done + 1 : done + 2]
+            if scale == 0:
+                num_signs, results = 1, [[_unperturbed(weight)] for weight in weights]
+            else:
+                num_signs = 2 if tuple(following) == (-scale,) else 1
+                results = self._perturb(weights, key, scale, num_signs, distribution)
+            for copies_of_weight, result in zip(copies, results, strict=True):
+                copies_of_weight += result
+            done += num_signs
+        return copies
+
+    @abstractmethod
+    def _perturb(
+        self, weights: Sequence[Weight], key: int, scale: float, num_signs: int, distribution: Distribution
+    ) -> list[list[Tensor]]:
+        """Return theta + scale * z of each contiguous weight and, with two signs, theta - scale * z."""
+
+    @abstractmethod
+    def update_(
+        self,
+        shards: Sequence[Shard],
+        updates: Sequence[Update],
+        precision: UpdatePrecision,
+        distribution: Distribution = "normal",
+    ) -> None:
+        """Apply the same updates to shards of one device, in order and in one pass over memory.
+
+        Each update computes theta * factor - coefficient * z in fp32; both products and the difference are
+        rounded on their own, and the result is stored by `precision`. Several updates in one call give the
+        same bits as one call for each.
+        """
+
+
+def noise_backend(device: torch.device) -> NoiseBackend:
+    """Return the fastest backend for a device. Without a C++ compiler, that of CPUs is plain PyTorch."""
+    return _backend_of(device.type)
+
+
+@functools.cache
+def _backend_of(device_type: str) -> NoiseBackend:
+    from lezo_ds.noise.cpu import BuildError, CpuNoise
+    from lezo_ds.noise.eager import EagerNoise
+
+    if device_type == "cuda":
+        return _triton_noise()
+    if device_type == "cpu":
+        try:
+            return CpuNoise()
+        except BuildError as error:
+            logger.warning(
+                "the noise kernels for CPUs cannot be built, so slower PyTorch code gives the same results; "
+                "install a C++ compiler (apt-get install g++, or conda install gxx): %s",
+                error,
+            )
+    return EagerNoise()
+
+
+def _triton_noise() -> NoiseBackend:
+    try:
+        from lezo_ds.noise.gpu import TritonNoise  # CPUs do not need Triton and often do not have it
+
+        noise = TritonNoise()
+        # The first launch builds Triton's launcher; a missing compiler must show now, not in a training step.
+        noise.draw(key=0, parameter_id=0, start=0, count=1, device=torch.device("cuda"))
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        raise UserError(
+            f"Triton needs a C compiler and Python's headers; {type(error).__name__}: {error}",
+            fix="pip install triton; apt-get install gcc python3-dev, or conda install gcc",
+        ) from error
+    return noise
+
+
+def pack_updates(updates: Sequence[Update]) -> np.ndarray:
+    """Return updates in the layout of the compiled kernels: uint64 key, fp32 coefficient and factor."""
+    return np.array(list(updates), dtype=_PACKED)
 
 
 def stacked(copies: Sequence[Tensor]) -> Tensor:
-    """Return perturbed copies of a parameter as one tensor [n, *shape]: a view if their memory allows it.
-
-    Args:
-        copies: at least one, of one shape.
-    """
+    """Return perturbed copies of a parameter as one tensor [n, *shape]: a view if their memory allows it."""
     first, *others = copies
     if not others:
         return first[None]
@@ -75,357 +171,11 @@ def stacked(copies: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(copies))
 
 
-class NoiseBackend(ABC):
-    """Operations on the noise z(key, parameter, element), which `lezo_ds.noise.draws` defines.
-
-    In all methods, `key` is an unsigned 64-bit integer, `parameter_id` is an unsigned 32-bit integer, and
-    `start` is the index of the first element in the unsharded, unpadded, flattened parameter, 0 to 2**40.
-    Scales, coefficients and factors are rounded to fp32. Tensors are fp32, bf16 or fp16. `distribution` is
-    that of z.
-    All methods raise ValueError for wrong arguments.
-
-    Attributes:
-        takes_blocks: whether one call for all parameters of a block is so much faster than a call for each,
-            as it is where a call is a kernel launch, that it is worth the memory for all their copies.
-    """
-
-    takes_blocks: ClassVar[bool] = False
-
-    def draw(
-        self,
-        key: int,
-        parameter_id: int,
-        start: int,
-        count: int,
-        device: torch.device,
-        distribution: Distribution = "normal",
-    ) -> Tensor:
-        """Return z of the elements [start, start + count): fp32 [count]."""
-        check_distribution(distribution)
-        check_key(key)
-        check_range(parameter_id, start, count)
-        return self._draw(distribution, key, parameter_id, start, count, device)
-
-    def perturb(
-        self,
-        theta: Tensor,
-        key: int,
-        parameter_id: int,
-        scales: Sequence[float],
-        out_dtype: torch.dtype | None = None,
-        distribution: Distribution = "normal",
-    ) -> list[Tensor]:
-        """Return theta + scale * z for each scale (MeZO: Malladi et al. 2023, algorithm 1).
-
-        Product and sum are computed in fp32, each rounded on its own; the result is rounded to nearest.
-        Two opposite scales share one draw of z. A scale of 0 draws no noise.
-
-        Args:
-            theta: the whole parameter, any shape; elements are indexed in row-major order.
-            key: the key of the direction.
-            parameter_id: the parameter's id.
-            scales: the signed perturbation scales.
-            out_dtype: dtype of the results; theta's by default.
-            distribution: of z.
-
-        Returns:
-            One tensor of theta's shape per scale. For scale 0 it may be theta itself: do not write to it.
-
-        """
-        whole = Whole(theta, parameter_id, out_dtype or theta.dtype)
-        (copies,) = self.perturb_all([whole], key, scales, distribution)
-        return copies
-
-    def perturb_all(
-        self,
-        wholes: Sequence[Whole],
-        key: int,
-        scales: Sequence[float],
-        distribution: Distribution = "normal",
-    ) -> list[list[Tensor]]:
-        """Return what `perturb` returns for each parameter, all on one device."""
-        check_distribution(distribution)
-        check_key(key)
-        for theta, parameter_id, out_dtype in wholes:
-            check_perturb(theta, None, out_dtype)
-            check_range(parameter_id, 0, theta.numel())
-        if not (wholes and scales):
-            return [[] for _ in wholes]
-        wholes = [
-            whole if whole.theta.is_contiguous() else whole._replace(theta=whole.theta.contiguous())
-            for whole in wholes
-        ]
-        by_scale = _by_pairs(
-            scales,
-            lambda: [theta.to(out_dtype) for theta, _, out_dtype in wholes],
-            lambda scale, num_signs: self._perturb_all(distribution, wholes, key, scale, num_signs),
-        )
-        return list(map(list, zip(*by_scale, strict=True)))
-
-    def perturb_rows(
-        self,
-        theta: Tensor,
-        rows: Tensor,
-        key: int,
-        parameter_id: int,
-        scales: Sequence[float],
-        out_dtype: torch.dtype | None = None,
-        distribution: Distribution = "normal",
-    ) -> list[Tensor]:
-        """Return the given rows of `perturb(theta, ...)`, drawing noise for those rows only.
-
-        Args:
-            theta: [num_rows, width].
-            rows: int64 [n], each in [0, num_rows), in any order, repeats allowed.
-            key: the key of the direction.
-            parameter_id: the parameter's id.
-            scales: the signed perturbation scales.
-            out_dtype: dtype of the results; theta's by default.
-            distribution: of z.
-
-        Returns:
-            One tensor [n, width] per scale.
-
-        """
-        out_dtype = out_dtype or theta.dtype
-        check_distribution(distribution)
-        check_key(key)
-        check_perturb(theta, rows, out_dtype)
-        check_range(parameter_id, 0, theta.numel())
-        theta, rows = theta.contiguous(), rows.contiguous()
-
-        def perturbed(scale: float, num_signs: int) -> list[Tensor]:
-            shape = (len(rows), theta.shape[1])
-            outs = [torch.empty(shape, dtype=out_dtype, device=theta.device) for _ in range(num_signs)]
-            self._perturb_rows(distribution, theta, rows, key, parameter_id, scale, outs)
-            return outs
-
-        return _by_pairs(scales, lambda: theta[rows].to(out_dtype), perturbed)
-
-    def update_(
-        self,
-        shard: Tensor,
-        start: int,
-        parameter_id: int,
-        steps: Sequence[Update],
-        precision: UpdatePrecision,
-        low: Tensor | None = None,
-        distribution: Distribution = "normal",
-    ) -> None:
-        """Apply updates to a shard in place, in order and in one pass over memory.
-
-        Each update computes theta * factor - coefficient * z in fp32. Both products and the difference are
-        rounded on their own, and the result is stored by `precision`. Several updates in one call give the
-        same bits as one call per update.
-
-        Args:
-            shard: contiguous [n], the elements [start, start + n) of the parameter.
-            start: index of the shard's first element.
-            parameter_id: the parameter's id.
-            steps: the updates.
-            precision: how results are stored (see `lezo_ds.noise.precision`).
-            low: contiguous int16 [n], the low bits that `split_master` returns. Required if `precision` is
-                "fp32_master" and the shard has 16 bits; otherwise None.
-            distribution: of z.
-
-        """
-        self.update_all_([Shard(shard, start, parameter_id, low)], steps, precision, distribution)
-
-    def update_all_(
-        self,
-        shards: Sequence[Shard],
-        steps: Sequence[Update],
-        precision: UpdatePrecision,
-        distribution: Distribution = "normal",
-    ) -> None:
-        """Apply the same updates to several shards, all on one device; see `update_`."""
-        check_distribution(distribution)
-        for step in steps:
-            check_key(step.key)
-        for values, start, parameter_id, low in shards:
-            check_update(values, precision, low)
-            check_range(parameter_id, start, values.numel())
-        if steps and shards:
-            self._update_all(distribution, shards, steps, precision)
-
-    @abstractmethod
-    def _draw(
-        self,
-        distribution: Distribution,
-        key: int,
-        parameter_id: int,
-        start: int,
-        count: int,
-        device: torch.device,
-    ) -> Tensor:
-        """Implement `draw`; the arguments are checked."""
-
-    @abstractmethod
-    def _perturb_all(
-        self, distribution: Distribution, wholes: Sequence[Whole], key: int, scale: float, num_signs: int
-    ) -> list[list[Tensor]]:
-        """Return theta + scale * z of all parameters and, if there are two signs, theta - scale * z of all.
-
-        The arguments are checked. There is at least one parameter, and all are contiguous.
-        """
-
-    @abstractmethod
-    def _perturb_rows(
-        self,
-        distribution: Distribution,
-        theta: Tensor,
-        rows: Tensor,
-        key: int,
-        parameter_id: int,
-        scale: float,
-        outs: Sequence[Tensor],
-    ) -> None:
-        """Write rows of theta + scale * z to outs[0] and, with two outs, of theta - scale * z to outs[1].
-
-        The arguments are checked, except for the values of `rows`. All tensors are contiguous.
-
-        Raises:
-            ValueError: theta is on a device that this backend does not serve, or (on CPUs only) a row is out
-                of range.
-        """
-
-    @abstractmethod
-    def _update_all(
-        self,
-        distribution: Distribution,
-        shards: Sequence[Shard],
-        steps: Sequence[Update],
-        precision: UpdatePrecision,
-    ) -> None:
-        """Implement `update_all_`; the arguments are checked, and there is at least one shard and step."""
+def _contiguous(weight: Weight) -> Weight:
+    rows = None if weight.rows is None else weight.rows.contiguous()
+    return weight._replace(theta=weight.theta.contiguous(), rows=rows)
 
 
-class OneByOneNoise(NoiseBackend):
-    """A backend that perturbs one parameter at a time, whole parameters and rows alike."""
-
-    def _perturb_all(
-        self, distribution: Distribution, wholes: Sequence[Whole], key: int, scale: float, num_signs: int
-    ) -> list[list[Tensor]]:
-        made = []
-        for theta, parameter_id, out_dtype in wholes:
-            outs = [torch.empty_like(theta, dtype=out_dtype) for _ in range(num_signs)]
-            self._perturb(distribution, theta, None, key, parameter_id, scale, outs)
-            made.append(outs)
-        return list(map(list, zip(*made, strict=True)))
-
-    def _perturb_rows(
-        self,
-        distribution: Distribution,
-        theta: Tensor,
-        rows: Tensor,
-        key: int,
-        parameter_id: int,
-        scale: float,
-        outs: Sequence[Tensor],
-    ) -> None:
-        self._perturb(distribution, theta, rows, key, parameter_id, scale, outs)
-
-    @abstractmethod
-    def _perturb(
-        self,
-        distribution: Distribution,
-        theta: Tensor,
-        rows: Tensor | None,
-        key: int,
-        parameter_id: int,
-        scale: float,
-        outs: Sequence[Tensor],
-    ) -> None:
-        """Do what `_perturb_rows` does for the given rows, or for all of theta if `rows` is None."""
-
-
-def _by_pairs(
-    scales: Sequence[float],
-    unperturbed: Callable[[], _Made],
-    perturbed: Callable[[float, int], Sequence[_Made]],
-) -> list[_Made]:
-    """Return what is made for each scale; two opposite scales are made together.
-
-    Args:
-        scales: the signed perturbation scales.
-        unperturbed: makes it for scale 0.
-        perturbed: is given a scale, and 2 to make it for that scale and its opposite, or 1.
-    """
-    found: dict[int, _Made] = {}
-    for places in _opposite_pairs(tuple(scales)):
-        scale = scales[places[0]]
-        made = perturbed(scale, len(places)) if scale else [unperturbed()] * len(places)
-        found |= zip(places, made, strict=True)
-    return [found[place] for place in range(len(scales))]
-
-
-@functools.lru_cache(maxsize=4)  # all parameters of a pass have the same scales
-def _opposite_pairs(scales: tuple[float, ...]) -> list[list[int]]:
-    """Return the indices of the scales in groups of two opposite scales, or of one without an opposite.
-
-    >>> _opposite_pairs((1.0, 2.0, -1.0, 1.0))
-    [[0, 2], [1], [3]]
-    """
-    groups: list[list[int]] = []
-    for place, scale in enumerate(scales):
-        opposite = (group for group in groups if len(group) == 1 and scales[group[0]] == -scale)
-        if group := next(opposite, None):
-            group.append(place)
-        else:
-            groups.append([place])
-    return groups
-
-
-def check_key(key: int) -> None:
-    """Raise ValueError if the key of a direction is out of range."""
-    if not 0 <= key < 2**64:
-        raise ValueError(f"key must be an unsigned 64-bit integer, got {key}")
-
-
-def check_range(parameter_id: int, start: int, count: int) -> None:
-    """Raise ValueError if the parameter id or an element is outside the counter's range."""
-    if not 0 <= parameter_id < 2**32:
-        raise ValueError(f"parameter_id must be an unsigned 32-bit integer, got {parameter_id}")
-    if start < 0 or count < 0 or start + count > 2**40:
-        raise ValueError(f"elements [{start}, {start + count}) must lie in [0, 2**40)")
-
-
-def check_distribution(distribution: Distribution) -> None:
-    """Raise ValueError if there is no such distribution."""
-    if distribution not in _DISTRIBUTIONS:
-        raise ValueError(f"distribution must be one of {_DISTRIBUTIONS}, got {distribution!r}")
-
-
-def check_perturb(theta: Tensor, rows: Tensor | None, out_dtype: torch.dtype) -> None:
-    """Raise ValueError if a backend cannot perturb these rows of theta into that dtype."""
-    if theta.dtype not in STORAGE_DTYPES or out_dtype not in STORAGE_DTYPES:
-        raise ValueError(f"theta and result must be fp32, bf16 or fp16, got {theta.dtype} and {out_dtype}")
-    if rows is not None and (theta.ndim != 2 or rows.ndim != 1 or rows.dtype != torch.int64):
-        raise ValueError(
-            f"rows need a 2-D theta and a 1-D int64 index, got {theta.ndim}-D and {rows.ndim}-D {rows.dtype}"
-        )
-
-
-def check_update(shard: Tensor, precision: UpdatePrecision, low: Tensor | None) -> None:
-    """Raise ValueError if shard or low are not flat and contiguous, or not what `precision` requires."""
-    if shard.dtype not in STORAGE_DTYPES or shard.ndim != 1 or not shard.is_contiguous():
-        raise ValueError(
-            f"shard must be flat, contiguous fp32, bf16 or fp16, got {shard.dtype} {shard.shape}"
-        )
-    if precision not in _PRECISIONS:
-        raise ValueError(f"precision must be one of {_PRECISIONS}, got {precision!r}")
-    if (low is not None) != (precision == "fp32_master" and shard.dtype != torch.float32):
-        has_low = "no low bits" if low is None else "low bits"
-        raise ValueError(
-            f"fp32_master over 16 bits, and nothing else, needs low bits; "
-            f"got {precision}, {shard.dtype} and {has_low}"
-        )
-    if low is not None and (
-        low.dtype != torch.int16
-        or low.shape != shard.shape
-        or not low.is_contiguous()
-        or low.device != shard.device
-    ):
-        raise ValueError(
-            f"low must be contiguous int16 {shard.shape} on {shard.device}, got {low.dtype} {low.shape}"
-        )
+def _unperturbed(weight: Weight) -> Tensor:
+    theta = weight.theta if weight.rows is None else weight.theta[weight.rows]
+    return theta.to(weight.out_dtype)

@@ -346,7 +346,7 @@ struct Update {
     float coefficient, factor;
 };
 
-enum Precision : int { NEAREST = 0, STOCHASTIC = 1, MASTER = 2 };
+enum Precision : int { STOCHASTIC, MASTER, NEAREST };
 
 // Applies all updates to one tile before the next tile, so that the tile stays in the cache.
 template <typename Distribution, typename Storage, Precision precision>

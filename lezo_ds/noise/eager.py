@@ -1,4 +1,4 @@
-"""The noise operations in plain PyTorch: the reference, and the fallback if no faster backend builds."""
+"""The noise operations in plain PyTorch: the reference, and the fallback where no faster backend builds."""
 
 from __future__ import annotations
 
@@ -7,77 +7,75 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lezo_ds.noise.backend import OneByOneNoise, Shard
+from lezo_ds.noise.backend import NoiseBackend, Shard, Weight
 from lezo_ds.noise.draws import dither_words, draw, draw_rows
 from lezo_ds.noise.precision import join_master, store
 from lezo_ds.zo.distributions import Distribution
 from lezo_ds.zo.precision import UpdatePrecision
 from lezo_ds.zo.updates import Update
 
-# Elements per chunk: the temporaries of a chunk (about 50 bytes per element) stay near the cache.
-CHUNK = 1 << 18
+CHUNK = 1 << 18  # elements; their temporaries (about 50 bytes an element) stay near the cache
 
 
-class EagerNoise(OneByOneNoise):
-    """`NoiseBackend` on any device, in plain PyTorch."""
+class EagerNoise(NoiseBackend):
+    """`NoiseBackend` on any device."""
 
-    def _draw(
+    def draw(
         self,
-        distribution: Distribution,
         key: int,
         parameter_id: int,
         start: int,
         count: int,
         device: torch.device,
+        distribution: Distribution = "normal",
     ) -> Tensor:
-        out = torch.empty(count, dtype=torch.float32, device=device)
+        out = torch.empty(count, device=device)
         for first, last in _chunks(count, CHUNK):
             out[first:last] = draw(distribution, key, parameter_id, start + first, last - first, device)
         return out
 
     def _perturb(
-        self,
-        distribution: Distribution,
-        theta: Tensor,
-        rows: Tensor | None,
-        key: int,
-        parameter_id: int,
-        scale: float,
-        outs: Sequence[Tensor],
-    ) -> None:
-        size = CHUNK
-        if rows is None:
-            theta, outs = theta.view(-1), [out.view(-1) for out in outs]
-        else:
-            size = max(1, CHUNK // max(1, theta.shape[1]))
-        for first, last in _chunks(len(outs[0]), size):
-            if rows is None:
-                values = theta[first:last]
-                z = draw(distribution, key, parameter_id, first, last - first, theta.device)
-            else:
-                values = theta[rows[first:last]]
-                z = draw_rows(distribution, key, parameter_id, rows[first:last], theta.shape[1])
-            for out, signed in zip(outs, (scale, -scale), strict=False):
-                out[first:last] = values.to(torch.float32) + z * signed
+        self, weights: Sequence[Weight], key: int, scale: float, num_signs: int, distribution: Distribution
+    ) -> list[list[Tensor]]:
+        copies = []
+        for theta, parameter_id, out_dtype, rows in weights:
+            source = theta.view(-1) if rows is None else theta
+            count, chunk = (len(source), CHUNK) if rows is None else (len(rows), _rows_at_once(theta))
+            shape, device = (count, *source.shape[1:]), theta.device
+            outs = [torch.empty(shape, dtype=out_dtype, device=device) for _ in range(num_signs)]
+            for first, last in _chunks(count, chunk):
+                if rows is None:
+                    values = source[first:last]
+                    z = draw(distribution, key, parameter_id, first, last - first, device)
+                else:
+                    values = source[rows[first:last]]
+                    z = draw_rows(distribution, key, parameter_id, rows[first:last], theta.shape[1])
+                for out, signed in zip(outs, (scale, -scale), strict=False):
+                    out[first:last] = values.to(torch.float32) + z * signed
+            copies.append([out.view_as(theta) if rows is None else out for out in outs])
+        return copies
 
-    def _update_all(
+    def update_(
         self,
-        distribution: Distribution,
         shards: Sequence[Shard],
-        steps: Sequence[Update],
+        updates: Sequence[Update],
         precision: UpdatePrecision,
+        distribution: Distribution = "normal",
     ) -> None:
         for values, start, parameter_id, low in shards:
             dithered = precision == "stochastic" and values.dtype != torch.float32
             for first, last in _chunks(values.numel(), CHUNK):
                 part = values[first:last]
                 part_low = None if low is None else low[first:last]
-                where = (parameter_id, start + first, last - first, values.device)
-                for key, coefficient, factor in steps:
-                    z = draw(distribution, key, *where)
+                elements = (parameter_id, start + first, last - first, values.device)
+                for key, coefficient, factor in updates:
+                    z = draw(distribution, key, *elements)
                     master = join_master(part, part_low) * factor - z * coefficient
-                    words = dither_words(key, *where) if dithered else None
-                    store(master, part, part_low, words)
+                    store(master, part, part_low, dither_words(key, *elements) if dithered else None)
+
+
+def _rows_at_once(theta: Tensor) -> int:
+    return max(1, CHUNK // max(1, theta.shape[1]))
 
 
 def _chunks(count: int, size: int) -> Iterator[tuple[int, int]]:

@@ -10,17 +10,11 @@ from torch import Tensor
 
 
 class Launch:
-    """A kernel with the number of its programs and with the arguments that are the same in all runs.
+    """A kernel with the number of its programs and its last arguments, which are the same in all runs.
 
     Triton looks at all arguments to find the kernel that is compiled for them, which takes longer than the
     launch. It looks at the types, and at which addresses and integers are multiples of 16, unless a kernel
     says `do_not_specialize`. Runs of one launch must not differ in these, so only the first looks.
-
-    Args:
-        kernel: a Triton kernel.
-        num_programs: number of programs; with 0, nothing runs.
-        constants: arguments that are the same in all runs, by name: the last ones of the kernel.
-        num_warps: of a program.
     """
 
     def __init__(
@@ -28,7 +22,7 @@ class Launch:
         kernel: Any,  # noqa: ANN401
         num_programs: int,
         constants: Mapping[str, Any],
-        num_warps: int,
+        num_warps: int = 4,
     ) -> None:
         self._kernel = kernel
         self._grid = (num_programs, 1, 1)

@@ -1,4 +1,4 @@
-"""How an fp32 value is stored in fp32, bf16 or fp16: the eager reference of every backend.
+"""How an fp32 value is stored in fp32, bf16 or fp16: the reference of every backend.
 
 A zeroth-order update is far below half a unit in the last place of most 16-bit weights, so rounding to
 nearest loses it. Two methods keep it: stochastic rounding with a dither that can be replayed, and 16 low bits
@@ -11,26 +11,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-STORAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 _SMALLEST_NORMAL_FP16 = 0x38800000  # the fp32 bits of 2**-14
 _FP16_EXPONENT_OFFSET = 0x1C000  # (127 - 15) << 10: fp32's exponent bias minus fp16's, at fp16's position
 _ROUNDER = 12582912.0  # 1.5 * 2**23: adding it to |q| < 2**22 leaves rint(q) in the low bits
 
 
 def round_stochastic(values: Tensor, words: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to one of the two neighbors in `dtype`; the nearer one is proportionally more likely.
+    """Round fp32 to one of the two neighbors in `dtype`; the nearer one is proportionally more likely.
 
-    bf16: the low 16 bits of the word are added to the fp32 bits, then the last 16 bits are cut off. fp16:
-    if |x| >= 2**-14, the same with 13 bits; otherwise |x| is expressed in units of 2**-44 (truncated), the
-    low 20 bits of the word are added, and the last 20 bits are cut off. fp32, infinities and NaN do not
+    bf16: the low 16 bits of the dither word are added to the fp32 bits, then the last 16 bits are cut off.
+    fp16: if |x| >= 2**-14, the same with 13 bits; otherwise |x| is expressed in units of 2**-44 (truncated),
+    the low 20 bits of the word are added, and the last 20 bits are cut off. fp32, infinities and NaN do not
     change.
-
-    Args:
-        values: fp32, any shape.
-        words: int64 with unsigned 32-bit dither words, the shape of `values`.
-        dtype: fp32, bf16 or fp16.
-
     """
     if dtype == torch.float32:
         return values
@@ -50,20 +42,12 @@ def round_stochastic(values: Tensor, words: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def split_master(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Split fp32 values into `high`, which is stored as `dtype`, and the low bits that it loses.
+    """Split fp32 values into (high in `dtype`, low in int16): the low bits are those that `dtype` loses.
 
     bf16: `high` is the nearest bf16 (ties away from zero) and `low` is the difference of the bit patterns, so
     that every bit pattern survives. fp16: `high` is the nearest fp16 (ties to even) and `low` is the
     difference in units of 2**-15 of high's last place. This is exact for 2**-14 <= |x| < 65520 and within
-    2**-40 for smaller |x|; for larger |x|, high is infinite and low is 0.
-
-    Args:
-        values: fp32, any shape.
-        dtype: fp32, bf16 or fp16.
-
-    Returns:
-        (high in `dtype`, low in int16), both in the shape of `values`; low is None for fp32.
-
+    2**-40 for smaller |x|; for larger |x|, high is infinite and low is 0. fp32: `low` is None.
     """
     if dtype == torch.float32:
         return values, None
@@ -73,8 +57,7 @@ def split_master(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | N
         low_bits = bits - (high_bits << 16)
         return high_bits.to(torch.int16).view(torch.bfloat16), low_bits.to(torch.int16)
     high = values.to(torch.float16)
-    unit_exponent = _low_unit_exponent(high)
-    per_unit = ((254 - unit_exponent) << 23).view(torch.float32)
+    per_unit = ((254 - _low_unit_exponent(high)) << 23).view(torch.float32)
     quotient = (values - high.to(torch.float32)) * per_unit
     low_bits = (quotient + _ROUNDER).view(torch.int32) - 0x4B400000  # the bits of _ROUNDER
     return high, torch.where(high.isfinite(), low_bits, 0).to(torch.int16)
@@ -91,15 +74,7 @@ def join_master(high: Tensor, low: Tensor | None) -> Tensor:
 
 
 def store(values: Tensor, shard: Tensor, low: Tensor | None, words: Tensor | None) -> None:
-    """Write fp32 values to `shard` (and `low`), in place.
-
-    Args:
-        values: fp32 [n].
-        shard: fp32, bf16 or fp16 [n].
-        low: int16 [n] to store by "fp32_master" in 16 bits, else None.
-        words: dither [n] to store by "stochastic" in 16 bits, else None.
-
-    """
+    """Write fp32 values [n] to a shard and its low bits, if there are any; dithered if there are words."""
     if low is not None:
         high, low_values = split_master(values, shard.dtype)
         assert low_values is not None

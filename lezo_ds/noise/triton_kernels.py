@@ -2,33 +2,30 @@
 
 Launch them with enable_fp_fusion=False: the bits equal those of the other backends only if every fp32
 operation is rounded on its own. tl.fma stands where the product is exact, so that it rounds like the product
-and the sum; and in `_root`. The formulas are those of gaussian.py and precision.py with fewer instructions: a
+and the sum; and in `_root`. The formulas are those of draws.py and precision.py with fewer instructions: a
 factor that is a power of two changes no other bit of a result, so it can move to the constants.
 """
 
-# mypy: disallow-untyped-decorators=False, warn-return-any=False
-# ruff: noqa: PLR0913 (a kernel has no objects to bundle its arguments in)
+# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-calls=False
+# Only scalars have types, and a kernel has no objects to bundle its arguments in.
+# ruff: noqa: ANN001, ANN201, ANN202, PLR0913
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-NORMAL = tl.constexpr(0)
-RADEMACHER = tl.constexpr(1)
-NEAREST = tl.constexpr(0)
-STOCHASTIC = tl.constexpr(1)
-MASTER = tl.constexpr(2)
 # Triton 3.7's interpreter cuts bits off where a GPU rounds to the nearest bf16.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # Triton compiles a kernel again for arguments that are 1 or multiples of 16; these change at every call.
-_NOT_SPECIALIZED = ["key", "parameter_id", "num_steps"]
+_NOT_SPECIALIZED = ["key", "parameter_id", "num_updates"]
 
 
 @triton.jit
-def _minus_two_log_uniform(word: tl.tensor) -> tl.tensor:
-    """See `gaussian._minus_two_log_uniform`. The constants are those of the logarithm times -2."""
+def _minus_two_log_uniform(word):
+    """See `draws._minus_two_log_uniform`. The constants are those of the logarithm times -2."""
     # 1 + k / 2**23 with k = word >> 9, less 1 - 2**-24, is u: all exact.
     uniform = ((word >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
     bits = uniform.to(tl.int32, bitcast=True)
@@ -50,7 +47,7 @@ def _minus_two_log_uniform(word: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _root(x: tl.tensor) -> tl.tensor:
+def _root(x):
     """Return the square root of x in [2**-24, 64], correctly rounded.
 
     These are the instructions of sqrt.rn for all but very small and very large x. sqrt.rn tests for those,
@@ -69,15 +66,15 @@ def _root(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _radius(word: tl.tensor, angle: tl.tensor) -> tl.tensor:
+def _radius(word, angle):
     """Return sqrt(-2 ln u) of `word`, with the sign that half a turn of `angle` gives to sine and cosine."""
     radius = _root(_minus_two_log_uniform(word)).to(tl.uint32, bitcast=True)
     return (radius ^ (angle & 0x80000000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _sin_cos(word: tl.tensor) -> tl.tensor:
-    """See `gaussian._sin_cos`; the first bit of `word` counts as 0."""
+def _sin_cos(word):
+    """See `draws._sin_cos`; the first bit of `word` counts as 0."""
     x = (word << 2).to(tl.int32, bitcast=True).to(tl.float32) * 3.657291987e-10
     square = x * x
     sine = (square * -1.9515295891e-4 + 8.3321608736e-3) * square + -1.6666654611e-1
@@ -90,7 +87,7 @@ def _sin_cos(word: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _product(word: tl.tensor, factor: tl.constexpr) -> tl.tensor:
+def _product(word, factor: tl.constexpr):
     """Return the high and the low half of word * factor, by one instruction.
 
     LLVM multiplies twice for some of the products that are written in 64 bits.
@@ -111,10 +108,8 @@ def _product(word: tl.tensor, factor: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _philox(
-    key: tl.tensor, word0: tl.tensor, word1: tl.tensor, word2: tl.tensor, word3: tl.tensor
-) -> tl.tensor:
-    """See `philox.philox4x32_10`. tl.philox needs two multiplications for each product; this needs one."""
+def _philox(key, word0, word1, word2, word3):
+    """See `draws.philox4x32_10`. tl.philox needs two multiplications for each product; this needs one."""
     key0 = key.to(tl.uint32)
     key1 = (key >> 32).to(tl.uint32)
     for _ in tl.static_range(10):
@@ -128,7 +123,7 @@ def _philox(
 
 
 @triton.jit
-def _words(key: tl.tensor, parameter_id: tl.tensor, block: tl.tensor, stream: tl.constexpr) -> tl.tensor:
+def _words(key, parameter_id, block, stream: tl.constexpr):
     """Return Philox4x32-10 of (block low, block high, parameter id, stream): four uint32 tensors."""
     low = block.to(tl.uint32)
     high = (block >> 32).to(tl.uint32)
@@ -137,14 +132,14 @@ def _words(key: tl.tensor, parameter_id: tl.tensor, block: tl.tensor, stream: tl
 
 
 @triton.jit
-def _in_order(v0: tl.tensor, v1: tl.tensor, v2: tl.tensor, v3: tl.tensor) -> tl.tensor:
+def _in_order(v0, v1, v2, v3):
     """Interleave the values of the blocks' four elements, [n] each, into [n, 4]."""
     return tl.join(tl.join(v0, v2), tl.join(v1, v3)).reshape(v0.shape[0], 4)
 
 
 @triton.jit
-def box_muller(word0: tl.tensor, word1: tl.tensor, word2: tl.tensor, word3: tl.tensor) -> tl.tensor:
-    """See `gaussian.box_muller`; fp32 [n, 4]."""
+def box_muller(word0, word1, word2, word3):
+    """See `draws.box_muller`; fp32 [n, 4]."""
     radius01 = _radius(word0, word1)
     radius23 = _radius(word2, word3)
     sin01, cos01 = _sin_cos(word1)
@@ -153,15 +148,8 @@ def box_muller(word0: tl.tensor, word1: tl.tensor, word2: tl.tensor, word3: tl.t
 
 
 @triton.jit
-def _normals(key: tl.tensor, parameter_id: tl.tensor, block: tl.tensor) -> tl.tensor:
-    """Return z of all elements of the blocks: fp32 [n, 4]."""
-    word0, word1, word2, word3 = _words(key, parameter_id, block, 0)
-    return box_muller(word0, word1, word2, word3)
-
-
-@triton.jit
-def _signs(key: tl.tensor, parameter_id: tl.tensor, block: tl.tensor) -> tl.tensor:
-    """Return +1 or -1 for all elements of the blocks: fp32 [n, 128]; see `rademacher.signs_of_blocks`."""
+def _signs(key, parameter_id, block):
+    """Return +1 or -1 for all elements of the blocks: fp32 [n, 128]; the bits of the words."""
     word0, word1, word2, word3 = _words(key, parameter_id, block, 2)
     words = _in_order(word0, word1, word2, word3)
     bits = words[:, :, None] >> tl.arange(0, 32).to(tl.uint32)[None, None, :]
@@ -170,15 +158,18 @@ def _signs(key: tl.tensor, parameter_id: tl.tensor, block: tl.tensor) -> tl.tens
 
 
 @triton.jit
-def _draw(key: tl.tensor, parameter_id: tl.tensor, block: tl.tensor, distribution: tl.constexpr) -> tl.tensor:
+def _draw(key, parameter_id, block, distribution: tl.constexpr):
     """Return z of all elements of the blocks: fp32 [n, elements of a block]."""
-    return (
-        _signs(key, parameter_id, block) if distribution == RADEMACHER else _normals(key, parameter_id, block)
-    )
+    if distribution == "rademacher":
+        z = _signs(key, parameter_id, block)
+    else:
+        word0, word1, word2, word3 = _words(key, parameter_id, block, 0)
+        z = box_muller(word0, word1, word2, word3)
+    return z
 
 
 @triton.jit
-def _dither(key: tl.tensor, parameter_id: tl.tensor, block: tl.tensor, per_block: tl.constexpr) -> tl.tensor:
+def _dither(key, parameter_id, block, per_block: tl.constexpr):
     """Return the dither words of all elements of blocks of a distribution: int32 [n, per_block]."""
     dither_blocks: tl.constexpr = per_block // 4
     first = block[:, None] * dither_blocks + tl.arange(0, dither_blocks)[None, :]
@@ -189,7 +180,7 @@ def _dither(key: tl.tensor, parameter_id: tl.tensor, block: tl.tensor, per_block
 
 
 @triton.jit
-def round_nearest(value: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def round_nearest(value, dtype: tl.constexpr):
     """Round to nearest, ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = value.to(tl.int32, bitcast=True)
@@ -202,7 +193,7 @@ def round_nearest(value: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _round_stochastic(value: tl.tensor, dither: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def _round_stochastic(value, dither, dtype: tl.constexpr):
     """See `precision.round_stochastic`."""
     bits = value.to(tl.int32, bitcast=True)
     if dtype == tl.bfloat16:
@@ -221,14 +212,14 @@ def _round_stochastic(value: tl.tensor, dither: tl.tensor, dtype: tl.constexpr) 
 
 
 @triton.jit
-def _low_unit(high: tl.tensor) -> tl.tensor:
+def _low_unit(high):
     """Return the fp32 bits of one unit of `low`; see `precision._low_unit_exponent`."""
     power = high.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
     return tl.maximum(power, (127 - 14) << 23) - ((10 + 15) << 23)
 
 
 @triton.jit
-def _split_master(value: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def _split_master(value, dtype: tl.constexpr):
     """See `precision.split_master`."""
     if dtype == tl.bfloat16:
         bits = value.to(tl.int32, bitcast=True)
@@ -245,7 +236,7 @@ def _split_master(value: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _join_master(high: tl.tensor, low: tl.tensor) -> tl.tensor:
+def _join_master(high, low):
     """See `precision.join_master`."""
     if high.dtype == tl.bfloat16:
         bits = (high.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low.to(tl.int32)
@@ -257,20 +248,14 @@ def _join_master(high: tl.tensor, low: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _tile(
-    tile: tl.tensor,
-    start: tl.tensor,
-    count: tl.tensor,
-    aligned: tl.constexpr,
-    num_blocks: tl.constexpr,
-    per_block: tl.constexpr,
-) -> tl.tensor:
+def _tile(tile, start, count, aligned: tl.constexpr, num_blocks: tl.constexpr, distribution: tl.constexpr):
     """Return a tile's blocks [n], the positions of its elements from `start`, and a mask of those that exist.
 
     Positions and mask are [n, per_block]. `aligned` promises that `start` is a multiple of `per_block`, which
     allows wide accesses. With four elements a block, each thread holds whole blocks, so that no element moves
     between threads from drawing to storing.
     """
+    per_block: tl.constexpr = 128 if distribution == "rademacher" else 4
     first = tile * num_blocks
     block = start // per_block + first + tl.arange(0, num_blocks)
     elements = tl.arange(0, num_blocks)[:, None] * per_block + tl.arange(0, per_block)[None, :]
@@ -285,7 +270,7 @@ def _tile(
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def draw_kernel(
-    out_ptr: tl.tensor,
+    out_ptr,
     key: tl.uint64,
     parameter_id: tl.uint32,
     start: tl.int64,
@@ -293,16 +278,15 @@ def draw_kernel(
     aligned: tl.constexpr,
     distribution: tl.constexpr,
     num_blocks: tl.constexpr,
-    per_block: tl.constexpr,
-) -> None:
+):
     """out[i] = z of element start + i, for i < count."""
     tile = tl.program_id(0).to(tl.int64)
-    block, position, inside = _tile(tile, start, count, aligned, num_blocks, per_block)
+    block, position, inside = _tile(tile, start, count, aligned, num_blocks, distribution)
     tl.store(out_ptr + position, _draw(key, parameter_id, block, distribution), mask=inside)
 
 
 @triton.jit
-def _part(table_ptr: tl.tensor, program: tl.tensor, num_columns: tl.constexpr) -> tl.tensor:
+def _part(table_ptr, program, num_columns: tl.constexpr):
     """Return the place of the program's part in a table, and the number of the program's tile in that part.
 
     A table is int64 [fields, num_columns], with a column for each part. The first field is the number of the
@@ -314,20 +298,13 @@ def _part(table_ptr: tl.tensor, program: tl.tensor, num_columns: tl.constexpr) -
 
 
 @triton.jit
-def _moved(pointer: tl.tensor, distance: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def _moved(pointer, distance, dtype: tl.constexpr):
     """Return a pointer to `dtype` that lies a distance in bytes after another pointer."""
     return (pointer.to(tl.pointer_type(tl.uint8)) + distance).to(tl.pointer_type(dtype))
 
 
 @triton.jit
-def _store_perturbed(
-    out_ptr: tl.tensor,
-    position: tl.tensor,
-    value: tl.tensor,
-    inside: tl.tensor,
-    is_fp32: tl.tensor,
-    out_dtype: tl.constexpr,
-) -> None:
+def _store_perturbed(out_ptr, position, value, inside, is_fp32, out_dtype: tl.constexpr):
     """Store fp32 values as fp32 or as `out_dtype`."""
     if is_fp32 != 0:
         tl.store(_moved(out_ptr, 0, tl.float32) + position, value, mask=inside)
@@ -338,9 +315,9 @@ def _store_perturbed(
 
 @triton.jit(do_not_specialize=["key"])
 def perturb_kernel(
-    theta_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    table_ptr: tl.tensor,
+    theta_ptr,
+    out_ptr,
+    table_ptr,
     key: tl.uint64,
     scale: tl.float32,
     distance: tl.int64,
@@ -350,8 +327,7 @@ def perturb_kernel(
     num_columns: tl.constexpr,
     distribution: tl.constexpr,
     num_blocks: tl.constexpr,
-    per_block: tl.constexpr,
-) -> None:
+):
     """For whole parameters, plus = theta + scale * z and, if there are two signs, minus = theta - scale * z.
 
     The table has these fields: first program, parameter id, number of elements, distance of theta from
@@ -367,7 +343,7 @@ def perturb_kernel(
     theta_ptr = _moved(theta_ptr, tl.load(column + 3 * num_columns) * unit, theta_ptr.dtype.element_ty)
     out_ptr += tl.load(column + 4 * num_columns) * unit
     is_fp32 = tl.load(column + 5 * num_columns)
-    block, position, inside = _tile(tile, 0, count, True, num_blocks, per_block)
+    block, position, inside = _tile(tile, 0, count, True, num_blocks, distribution)
     theta = tl.load(theta_ptr + position, mask=inside).to(tl.float32)
     change = scale * _draw(key, parameter_id, block, distribution)
     plus = theta + change
@@ -378,10 +354,10 @@ def perturb_kernel(
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def perturb_rows_kernel(
-    theta_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    plus_ptr: tl.tensor,
-    minus_ptr: tl.tensor,
+    theta_ptr,
+    rows_ptr,
+    plus_ptr,
+    minus_ptr,
     key: tl.uint64,
     parameter_id: tl.uint32,
     scale: tl.float32,
@@ -390,13 +366,12 @@ def perturb_rows_kernel(
     aligned: tl.constexpr,
     distribution: tl.constexpr,
     num_blocks: tl.constexpr,
-    per_block: tl.constexpr,
-) -> None:
+):
     """Row i of plus (and minus) = theta[rows[i]] + (and -) scale * z. `minus_ptr` may be None."""
     program = tl.program_id(0)
     tile, target = (program % tiles_per_row).to(tl.int64), (program // tiles_per_row).to(tl.int64)
     source = tl.load(rows_ptr + target)
-    block, position, inside = _tile(tile, source * width, width, aligned, num_blocks, per_block)
+    block, position, inside = _tile(tile, source * width, width, aligned, num_blocks, distribution)
     theta = tl.load(theta_ptr + source * width + position, mask=inside).to(tl.float32)
     z = _draw(key, parameter_id, block, distribution)
     out = target * width + position
@@ -407,29 +382,28 @@ def perturb_rows_kernel(
         tl.store(minus_ptr + out, round_nearest(minus, minus_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_steps"])
+@triton.jit(do_not_specialize=["num_updates"])
 def update_kernel(
-    shard_ptr: tl.tensor,
-    low_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    multipliers_ptr: tl.tensor,
-    num_steps: tl.int32,
+    shard_ptr,
+    low_ptr,
+    table_ptr,
+    keys_ptr,
+    multipliers_ptr,
+    num_updates: tl.int32,
     precision: tl.constexpr,
     aligned: tl.constexpr,
     unit: tl.constexpr,
     num_columns: tl.constexpr,
     distribution: tl.constexpr,
     num_blocks: tl.constexpr,
-    per_block: tl.constexpr,
-) -> None:
-    """Apply theta * factor - coefficient * z to shards in place, for each step in order.
+):
+    """Apply theta * factor - coefficient * z to shards in place, for each update in order.
 
     The table has these fields: first program, parameter id, number of elements, distance of the shard from
     `shard_ptr` and of its low bits from `low_ptr` in bytes, and index of the shard's first element. The
     number and the distances are given in units, as in `perturb_kernel`. `aligned` is that of `_tile`.
     `low_ptr` may be None. `keys_ptr` and `multipliers_ptr` are the same memory, the output of
-    `backend.pack_updates`, read as uint64 and as fp32. The tile stays in registers between the steps.
+    `backend.pack_updates`, read as uint64 and as fp32. The tile stays in registers between the updates.
     """
     program = tl.program_id(0).to(tl.int64)
     place, tile = _part(table_ptr, program, num_columns)
@@ -438,27 +412,27 @@ def update_kernel(
     count = tl.load(column + 2 * num_columns) * unit
     shard_ptr = _moved(shard_ptr, tl.load(column + 3 * num_columns) * unit, shard_ptr.dtype.element_ty)
     start = tl.load(column + 5 * num_columns)
-    block, position, inside = _tile(tile, start, count, aligned, num_blocks, per_block)
+    block, position, inside = _tile(tile, start, count, aligned, num_blocks, distribution)
     stored = tl.load(shard_ptr + position, mask=inside)
-    low = stored  # a loop needs its variables before it; unused unless `precision` is MASTER
-    if precision == MASTER:
+    low = stored  # a loop needs its variables before it; unused unless `precision` is fp32_master
+    if precision == "fp32_master":
         low_ptr = _moved(low_ptr, tl.load(column + 4 * num_columns) * unit, tl.int16)
         low = tl.load(low_ptr + position, mask=inside)
-    for step in range(num_steps):
-        key = tl.load(keys_ptr + 2 * step)
-        coefficient = tl.load(multipliers_ptr + 4 * step + 2)
-        factor = tl.load(multipliers_ptr + 4 * step + 3)
+    for update in range(num_updates):
+        key = tl.load(keys_ptr + 2 * update)
+        coefficient = tl.load(multipliers_ptr + 4 * update + 2)
+        factor = tl.load(multipliers_ptr + 4 * update + 3)
         z = _draw(key, parameter_id, block, distribution)
-        if precision == MASTER:
+        if precision == "fp32_master":
             value = _join_master(stored, low) * factor - coefficient * z
             stored, low = _split_master(value, stored.dtype)
         else:
             value = stored.to(tl.float32) * factor - coefficient * z
-            if precision == STOCHASTIC:
-                dither = _dither(key, parameter_id, block, per_block)
+            if precision == "stochastic":
+                dither = _dither(key, parameter_id, block, z.shape[1])
                 stored = _round_stochastic(value, dither, stored.dtype)
             else:
                 stored = round_nearest(value, stored.dtype)
     tl.store(shard_ptr + position, stored, mask=inside)
-    if precision == MASTER:
+    if precision == "fp32_master":
         tl.store(low_ptr + position, low, mask=inside)

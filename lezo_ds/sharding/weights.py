@@ -176,10 +176,10 @@ class ShardedWeights:
             with parameter.shard(write=True) as values:
                 shard = Shard(values, parameter.start, named.parameter_id, low)
                 noise = noise_backend(values.device)
-                noise.update_all_([shard], steps, self._precision, distribution)
+                noise.update_([shard], steps, self._precision, distribution)
         # The backend follows the shards: offloaded ones are updated on the CPU.
         for device, shards in in_memory.items():
-            noise_backend(device).update_all_(shards, steps, self._precision, distribution)
+            noise_backend(device).update_(shards, steps, self._precision, distribution)
 
     def unlike_replicas(self) -> list[tuple[int, str]]:
         """Return (rank, name) of each shard that differs from the same shard in the first shard group.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lezo_ds.noise import Distribution, UpdatePrecision, noise_backend
+from lezo_ds.noise import Distribution, Shard, UpdatePrecision, noise_backend
 from lezo_ds.sharding.zero3 import ShardedParameter
 from lezo_ds.zo.updates import StepUpdate, updates_of_parameter
 
@@ -66,15 +66,13 @@ class Witness:
     def follow(self, updates: Sequence[StepUpdate], distribution: Distribution = "normal") -> None:
         """Apply the updates of steps, whose directions have that distribution, to the samples."""
         for sample in self.samples:
-            named = sample.parameter.named
+            parameter = sample.parameter
+            start, named = parameter.start + sample.begin, parameter.named
             noise_backend(sample.values.device).update_(
-                sample.values,
-                start=sample.parameter.start + sample.begin,
-                parameter_id=named.parameter_id,
-                steps=updates_of_parameter(updates, named.block, decays=sample.parameter.decays),
-                precision=self._precision,
-                low=sample.low,
-                distribution=distribution,
+                [Shard(sample.values, start, named.parameter_id, sample.low)],
+                updates_of_parameter(updates, named.block, decays=parameter.decays),
+                self._precision,
+                distribution,
             )
 
     def unlike(self, low_bits: Mapping[str, Tensor]) -> list[str]:
