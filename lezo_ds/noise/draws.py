@@ -24,8 +24,8 @@ PER_BLOCK: dict[Distribution, int] = {"normal": 4, "rademacher": 128}
 
 _MASK32 = 0xFFFFFFFF
 # Cephes logf: log(1 + x) = x - x**2/2 + x**3 P(x) on [sqrt(1/2) - 1, sqrt(2) - 1], highest power first.
-_LOG_COEFFICIENTS = (7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1)
-_LOG_COEFFICIENTS += (-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1)
+_LOG_COEFFICIENTS = [7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1]
+_LOG_COEFFICIENTS += [-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1]
 _SQRT2 = 1.4142135381698608
 # ln 2 in two parts (Cody and Waite): the high part times a small integer is exact in fp32.
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4

@@ -70,7 +70,7 @@ class TritonNoise(NoiseBackend):
             out = torch.empty(group.num_bytes, dtype=torch.uint8, device=device)
             group.launch.run(weights[group.first].theta, out, group.table, key, scale)
             by_dtype = {dtype: out.view(dtype) for dtype in group.out_dtypes}
-            for place, dtype, *view in group.copies:
+            for place, dtype, view in group.copies:
                 copies[place].append(by_dtype[dtype].as_strided(*view))
         return copies
 
@@ -131,7 +131,7 @@ class _Perturbed(NamedTuple):
     first: int  # place of the first parameter in the call
     num_bytes: int  # of all copies
     out_dtypes: set[torch.dtype]
-    copies: list[tuple[int, torch.dtype, Sequence[int], Sequence[int], int]]  # place, dtype, as_strided's
+    copies: Sequence[tuple[int, torch.dtype, tuple[Sequence[int], Sequence[int], int]]]  # place, dtype, view
     table: Tensor
     launch: Launch
 
@@ -152,19 +152,21 @@ def _perturb_groups(
     groups = []
     for (_, other, unit), places in alike.items():
         first, end = facts[places[0]][0], 0
-        rows, views = [], []
+        rows, offsets = [], []
         for place in places:
             address, shape, parameter_id, _, out_dtype = facts[place]
             count, is_fp32 = shape.numel(), out_dtype == torch.float32
             tiles = _num_tiles(distribution, 0, count)
             rows.append((tiles, parameter_id, count // unit, (address - first) // unit, end // unit, is_fp32))
-            views.append((place, out_dtype, shape, torch.empty(shape, device="meta").stride(), end))
+            offsets.append(end)
             end += -(-count * out_dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        copies = [
-            (*view, (sign * end + offset) // view[1].itemsize)
-            for sign in range(num_signs)
-            for *view, offset in views
-        ]
+        copies = []
+        for sign in range(num_signs):
+            for place, offset in zip(places, offsets, strict=True):
+                shape, out_dtype = facts[place][1], facts[place][4]
+                strides = torch.empty(shape, device="meta").stride()
+                view = (shape, strides, (sign * end + offset) // out_dtype.itemsize)
+                copies.append((place, out_dtype, view))
         table, num_programs = _table(rows, device)
         launch = _launch(
             kernels.perturb_kernel,

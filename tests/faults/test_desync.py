@@ -252,7 +252,7 @@ def _update_wrongly(directory):
     name = FC1.format(2)
     parameter = next(p for p in engine.weights.parameters if p.name == name)
     noise = noise_backend(engine.device)
-    own = noise.update_all_
+    own = noise.update_
 
     def update(shards, *arguments):
         own(shards, *arguments)
@@ -261,11 +261,11 @@ def _update_wrongly(directory):
                 shard.values.mul_(1 + 1e-6)
 
     if engine.global_rank == 1:
-        noise.update_all_ = update
+        noise.update_ = update
     try:
         train(engine, 1)
     finally:
-        vars(noise).pop("update_all_", None)
+        vars(noise).pop("update_", None)
     return name, error_of(engine.check_weights)
 
 

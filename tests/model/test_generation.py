@@ -171,12 +171,9 @@ class CountingNoise:
     def __init__(self):
         self.num_parameters = 0
 
-    def perturb_all(self, wholes, *arguments, **options):
-        self.num_parameters += len(wholes)
-        return NOISE.perturb_all(wholes, *arguments, **options)
-
-    def perturb_rows(self, *arguments, **options):
-        return NOISE.perturb_rows(*arguments, **options)
+    def perturb(self, weights, *arguments):
+        self.num_parameters += sum(weight.rows is None for weight in weights)
+        return NOISE.perturb(weights, *arguments)
 
 
 def drawn(model, settings, prompts, keys, **sampling):

@@ -9,7 +9,6 @@ import os
 
 import pytest
 import torch
-
 from lezo_ds.noise.gaussian import box_muller
 
 pytest.importorskip("triton")

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lezo_ds.noise.philox import NORMAL_STREAM, RADEMACHER_STREAM, words_of_blocks
 
 from lezo_ds.noise import Distribution, gaussian
 from lezo_ds.noise.draws import dither_words, draw
-from lezo_ds.noise.philox import NORMAL_STREAM, RADEMACHER_STREAM, words_of_blocks
 
 CPU = torch.device("cpu")
 KEYS = st.integers(0, 2**64 - 1)

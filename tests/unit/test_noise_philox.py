@@ -1,6 +1,5 @@
 import pytest
 import torch
-
 from lezo_ds.noise.philox import philox4x32_10
 
 # The known answers that come with Random123 (Salmon et al. 2011): counter, key, result.
