@@ -1,10 +1,8 @@
-"""A list that users meet, and that they can add to: entries by name, with an error that names them all.
-
-A user can also name something in a module of their own, as "package.module:name".
-"""
+"""Registries: components by name. A component of the user's own is named `package.module:Name` in the same place."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import pkgutil
 from collections.abc import Iterator, Mapping
@@ -16,11 +14,13 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T]):
-    """Entries by name. Names are lower case; they are looked up in upper or lower case.
+    """Components by lower-case name. Lookups ignore case.
 
     Args:
-        what: what an entry is, as messages call it.
-        key: the recipe key that takes a name, as messages call it.
+        what: what a component is, for messages.
+        key: the configuration key that names one.
+        kind: the class that a component of the user's own must be an instance or a subclass of; None for
+            any function.
 
     >>> colors = Registry[int]("color", "paint.color")
     >>> colors.add("red", 1)
@@ -28,36 +28,45 @@ class Registry(Mapping[str, T]):
     1
     """
 
-    def __init__(self, what: str, key: str) -> None:
-        self._what = what
-        self._key = key
+    def __init__(self, what: str, key: str, kind: type | None = None) -> None:
+        self._what, self._key, self._kind = what, key, kind
         self._entries: dict[str, T] = {}
 
     def add(self, name: str, entry: T) -> None:
-        """Register an entry.
-
-        Raises:
-            ValueError: the name is taken, or is not lower case.
-        """
+        """Register a component under a new lower-case name."""
         if name in self._entries or name != name.lower():
             raise ValueError(f"{self._what} {name!r} is registered already, or its name is not lower case")
         self._entries[name] = entry
 
     def find(self, name: str) -> T:
-        """Return the entry of a name.
+        """Return the component of a name. `package.module:Name` imports the module.
 
         Raises:
-            UserError: there is none; the error names the nearest one.
+            UserError: there is no such component; the error names the nearest one.
         """
+        if names_code(name):
+            return self._import(name)
         if name.lower() in self._entries:
             return self._entries[name.lower()]
         near = difflib.get_close_matches(name.lower(), self._entries, n=1)
+        names = ", ".join(sorted(self._entries))
         raise UserError(
-            f"unknown {self._what}",
-            got=name,
-            expected="one of " + ", ".join(sorted(self._entries)),
+            f"{self._key}={name} is not a registered {self._what} ({names}) or package.module:Name",
             fix=f"did you mean {near[0]}?" if near else f"set {self._key} to one of these",
         )
+
+    def _import(self, name: str) -> Any:  # noqa: ANN401
+        kind = self._kind
+        try:
+            component = pkgutil.resolve_name(name)
+            if not (callable(component) if kind is None else _is_a(component, kind)):
+                raise TypeError(f"{component!r} is not {'callable' if kind is None else f'a {kind.__name__}'}")
+        except (ValueError, TypeError, ImportError, AttributeError) as error:
+            raise UserError(
+                f"{self._key}={name} does not name a {self._what}: {type(error).__name__}: {error}",
+                fix="correct the name, or add the folder of the module to PYTHONPATH",
+            ) from error
+        return component
 
     def __getitem__(self, name: str) -> T:
         return self._entries[name]
@@ -70,36 +79,15 @@ class Registry(Mapping[str, T]):
 
 
 def names_code(name: str) -> bool:
-    """Return whether a name is of the form "package.module:name", so that finding it imports a module."""
+    """Return whether a name has the form `package.module:Name`, so that finding it imports a module."""
     return ":" in name
 
 
-def import_named(key: str, name: str, *, what: str, expected: str, kind: type | None = None) -> Any:  # noqa: ANN401
-    """Import what "package.module:name" stands for.
+def options_of(component: Any, kind: type) -> dict[str, Any]:  # noqa: ANN401
+    """Return the defaults of a component's options: its dataclass fields that its base class does not have."""
+    common = {field.name for field in dataclasses.fields(kind)}
+    return {field.name: field.default for field in dataclasses.fields(component) if field.name not in common}
 
-    Args:
-        key: the recipe key that takes the name, as messages call it.
-        name: the name.
-        what: what it should be, with its article, such as "an objective".
-        expected: the names that the key accepts, in words.
-        kind: the class that it must be an instance of; None for a function.
 
-    Raises:
-        UserError: there is no such module or name in it, or it is something else.
-    """
-    try:
-        if not names_code(name):  # resolve_name would take it for a module
-            raise ValueError(f"invalid format: {name!r}")
-        found = pkgutil.resolve_name(name)
-        if kind is None and not callable(found):
-            raise TypeError(f"{found!r} is not a function")
-        if kind is not None and not isinstance(found, kind):
-            raise TypeError(f"{found!r} is not a {kind.__name__}")
-    except (ValueError, TypeError, ImportError, AttributeError) as error:
-        raise UserError(
-            f"{key}={name} does not name {what}",
-            got=f"{type(error).__name__}: {error}",
-            expected=expected,
-            fix="correct the name, or add the folder of the module to PYTHONPATH",
-        ) from error
-    return found
+def _is_a(component: object, kind: type) -> bool:
+    return issubclass(component, kind) if isinstance(component, type) else isinstance(component, kind)

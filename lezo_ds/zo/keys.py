@@ -1,44 +1,27 @@
 """Every key that is derived from a run's seed.
 
-`seed` means the number in the recipe and nothing else. What is derived from it is a key: an unsigned 64-bit
-integer that names one stream of random numbers. Keys are hashes, so that no two steps or runs share one:
-sums such as seed + step collide between runs (run 0 at step 1 is run 1 at step 0).
+`seed` means the number in the recipe and nothing else. A key is an unsigned 64-bit integer that names one
+stream of random numbers. Keys are hashes, so that no two steps or runs share one: sums such as seed + step
+collide between runs (run 0 at step 1 is run 1 at step 0).
 """
 
 from __future__ import annotations
 
 import hashlib
-from fractions import Fraction
 
 
 def step_key(seed: int, step: int) -> int:
-    """Return the key of a step's noise.
-
-    Args:
-        seed: of the run.
-        step: index of the step, from 0.
-    """
+    """Return the key of a step's noise."""
     return _key(f"lezo_ds noise 1|{seed}|{step}")
 
 
 def direction_key(key: int, direction: int) -> int:
-    """Return the key of one of a step's directions: the step's own key for the first, else a hash of it.
-
-    Args:
-        key: of the step.
-        direction: index of the direction, from 0.
-    """
+    """Return the key of one direction of a step: the step's own key for direction 0, else a hash of it."""
     return key if direction == 0 else _key(f"lezo_ds direction 1|{key}|{direction}")
 
 
 def layer_order(seed: int, step: int, num_layers: int) -> list[int]:
-    """Return the indices of all transformer blocks in a random order, the same on every machine.
-
-    Args:
-        seed: of the run.
-        step: index of the step, from 0.
-        num_layers: number of transformer blocks.
-    """
+    """Return the indices of all transformer blocks in a random order, the same on every machine."""
 
     def rank(layer: int) -> bytes:
         return _digest(f"lezo_ds dropped layers 1|{seed}|{step}|{layer}", size=16)
@@ -46,14 +29,9 @@ def layer_order(seed: int, step: int, num_layers: int) -> list[int]:
     return sorted(range(num_layers), key=rank)
 
 
-def layer_start(seed: int, step: int) -> Fraction:
-    """Return a multiple of 2**-64, uniform in [0, 1), from which a step's blocks are sampled.
-
-    Args:
-        seed: of the run.
-        step: index of the step, from 0.
-    """
-    return Fraction(_key(f"lezo_ds sampled layers 1|{seed}|{step}"), 2**64)
+def layer_draw(seed: int, step: int, draw: int) -> float:
+    """Return a uniform number in [0, 1) that selects one group of parameters of a step."""
+    return (_key(f"lezo_ds layer draw 1|{seed}|{step}|{draw}") >> 11) / 2**53
 
 
 def dropout_key(seed: int, step: int, micro_batch: int) -> int:
@@ -62,15 +40,13 @@ def dropout_key(seed: int, step: int, micro_batch: int) -> int:
 
 
 def sample_key(seed: int, step: int, example: int, sample: int) -> int:
-    """Return the key of the random numbers with which one answer is drawn, 0 to 2**63 - 1.
-
-    It is the same for all probes of a step: they then differ in their weights only.
+    """Return the key, 0 to 2**63 - 1, with which one answer is drawn. All probes of a step share it.
 
     Args:
         seed: of the run.
-        step: index of the step, from 0.
+        step: index of the step.
         example: row of the record in its split.
-        sample: index of the answer among those of the example, from 0.
+        sample: index of the answer among those of the example.
     """
     return _key(f"lezo_ds sample 1|{seed}|{step}|{example}|{sample}") >> 1  # it must fit into an int64 tensor
 

@@ -8,34 +8,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One zeroth-order step.
-
-    Args:
-        step: index from 0; the weights after it have seen step + 1 steps.
-        key: of the step's noise, 0 to 2**64 - 1.
-        dropped_layers: sorted indices of the transformer blocks that were neither perturbed nor updated.
-        projected_grads: the estimate of the derivative along each direction; finite.
-        learning_rate: eta of the update, finite.
-        perturbation_scale: mu, finite.
-        loss: mean over the batch; None if it was not finite.
-        applied: False if the step was skipped because a loss or a projected gradient was not finite
-            (loss and projected_grads are then left out), or was an outlier.
-        layer_weights: factor of the update of each transformer block, for policies that weight them;
-            empty if all are 1.
-
-    Raises:
-        ValueError: a number is not finite or out of range, or an applied step has no loss or gradient.
-    """
+    """One zeroth-order step. Construction raises ValueError if a number is not finite or out of range."""
 
     step: int
+    """Index from 0. The weights after it have seen step + 1 steps."""
     key: int
+    """Key of the step's noise, 0 to 2**64 - 1."""
     dropped_layers: tuple[int, ...]
+    """Sorted indices of the transformer blocks that were neither perturbed nor updated."""
     projected_grads: tuple[float, ...]
+    """The estimate of the derivative along each direction."""
     learning_rate: float
     perturbation_scale: float
     loss: float | None
+    """Mean over the batch; None if it was not finite."""
     applied: bool
+    """False if the step was skipped, because a loss or a projected gradient was not finite."""
     layer_weights: tuple[float, ...] = ()
+    """Factor of the update of each transformer block; empty if all are 1."""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.key, int) and 0 <= self.key < 2**64):
@@ -47,7 +37,7 @@ class StepRecord:
 
 
 def check_finite(*values: float | None) -> None:
-    """Raise ValueError unless every number that is given is finite."""
+    """Raise ValueError unless every number is finite."""
     for value in values:
         if value is not None and not math.isfinite(value):
             raise ValueError(f"{value} is not finite")

@@ -1,0 +1,486 @@
+"""The training engine: a sharded model and its zeroth-order optimizer. `initialize` returns it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from lezo_ds import agreement, distributed, step
+from lezo_ds.agreement import BATCH, NUM_PROOF_NUMBERS, Facts
+from lezo_ds.config import PeftConfig, ZoConfig, make_estimator, make_layer_policy, make_schedule
+from lezo_ds.data.generation import runner
+from lezo_ds.errors import DivergenceError, UserError
+from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
+from lezo_ds.forward.perturbed_forward import Perturbation, PerturbedForward
+from lezo_ds.journal import Journal
+from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
+from lezo_ds.model.snapshots import SnapshotOwner, newest_snapshot, snapshot_path
+from lezo_ds.noise import noise_backend
+from lezo_ds.sharding import zero3
+from lezo_ds.sharding.witness import Witness
+from lezo_ds.zo.passes import Pass, passes_of_step
+from lezo_ds.zo.records import StepRecord
+from lezo_ds.zo.updates import step_updates
+
+MAX_SKIPPED_STEPS = 10
+"""Number of steps in a row that may be skipped before the run ends."""
+
+_LAST_RESULT = "result of the step before"
+_NUM_VOTES = 2  # one to stop, one to write a snapshot
+
+
+class ModelEngine:
+    """A sharded model in DeepSpeed's engine: what scoring and all ways of training share."""
+
+    def __init__(self, deepspeed_engine: Any, perturbed: PerturbedForward, sharded: ShardedModel) -> None:  # noqa: ANN401
+        self.sharded = sharded
+        self.module = sharded.module
+        self.weights = sharded.weights
+        self.layout = sharded.layout
+        self.base = sharded.base
+        self.global_steps = 0
+        """Number of steps since the base weights, including skipped ones."""
+        self.stop_agreed = False
+        """Whether the votes of the last step asked for a stop. It is the same on all ranks."""
+        self.snapshot_agreed = False
+        """Whether they asked for a snapshot."""
+        self._deepspeed = deepspeed_engine
+        self._perturbed = perturbed
+        self._stop_requested = False
+        self._snapshot_requested = False
+
+    @property
+    def global_rank(self) -> int:
+        """Index of this process among all processes."""
+        return distributed.rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return distributed.world_size()
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which this rank computes."""
+        return distributed.device()
+
+    @property
+    def monitor(self) -> Any:  # noqa: ANN401
+        """DeepSpeed's monitor, which writes to TensorBoard, W&B, Comet or CSV as the DeepSpeed config says."""
+        return self._deepspeed.monitor
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop after the next step. A signal handler may call this: it only sets a flag."""
+        self._stop_requested = True
+
+    def request_snapshot(self) -> None:
+        """Ask all ranks for one snapshot after the next step."""
+        self._snapshot_requested = True
+
+    def agree_on_stop(self) -> bool:
+        """Return whether any rank has asked for a stop. A collective for use between steps."""
+        vote = torch.tensor([float(self._stop_requested)], dtype=torch.float64, device=self.device)
+        self.stop_agreed = distributed.sum_vector(vote)[0] > 0
+        return self.stop_agreed
+
+    @torch.no_grad()
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the logits or the generated tokens of a micro-batch at the current weights. A collective."""
+        (outputs,) = self.run(to_device(micro_batch, self.device), None)
+        return outputs
+
+    __call__ = forward
+
+    def run(self, micro_batch: MicroBatch, perturbation: Perturbation | None) -> tuple[Tensor, ...]:
+        """Return the outputs of a forward pass at each probe, or at the weights themselves. A collective."""
+        outputs = self._perturbed(micro_batch, perturbation, runner(micro_batch, self._deepspeed))
+        self._release()
+        return outputs
+
+    def _release(self) -> None:
+        zero3.assert_released(self.weights.parameters)
+
+    def save_checkpoint(self, save_dir: str | Path, step: int | None = None, journal: str | None = None) -> Path:
+        """Write the model as a Hugging Face directory `save_dir/step-NNNNNNNN`. A collective.
+
+        Args:
+            save_dir: folder of snapshots.
+            step: number in the directory's name; by default that of the steps so far.
+            journal: on rank 0, checksum of the run's records after this step (see `SnapshotOwner`).
+        """
+        target = snapshot_path(Path(save_dir), self.global_steps if step is None else step)
+        self.write_model(target, journal=journal)
+        return target
+
+    def write_model(self, target: Path, card: str = "", journal: str | None = None) -> None:
+        """Write the model, or its adapter, to the directory `target` (see `write_snapshot`). A collective."""
+        self.sharded.write(target, self.global_steps, card, journal)
+
+    def load_model(self, snapshot: Path | None, step: int) -> None:
+        """Load a snapshot's weights, which have seen `step` steps; None: the initial weights. A collective."""
+        if snapshot is None:
+            self.sharded.load_initial()
+        else:
+            self.sharded.load_snapshot(snapshot)
+        self.global_steps = step
+
+    def share_of_rank(self, rank: int, num_passes: int) -> range:
+        """Return the indices of the forward passes of a step that a rank runs.
+
+        Raises:
+            UserError: the number of passes is not a multiple of the number of ranks.
+        """
+        if num_passes % self.world_size:
+            raise UserError(
+                f"{num_passes} forward passes cannot be shared evenly among {self.world_size} ranks",
+                fix="change train.micro_batch_size or the number of ranks",
+            )
+        return range(rank, num_passes, self.world_size)
+
+    def sum_losses(
+        self, losses: Tensor, batch: StepBatch, facts: Facts, share_of: Callable[[int], Iterable[int]]
+    ) -> list[float]:
+        """Return the sums of float64 [n] over all ranks, check that the ranks agree, and collect the votes.
+
+        The votes are part of the all-reduce that every step has anyway. All ranks thus learn of a request at
+        the same step, without another message.
+
+        Args:
+            losses: this rank's losses, 0 for those of other ranks.
+            batch: of the step.
+            facts: what this rank works on, besides the batch.
+            share_of: function (rank) -> indices of the micro-batches that it runs.
+        """
+        votes = losses.new_tensor([float(self._stop_requested), float(self._snapshot_requested)])
+        self._snapshot_requested = False
+        share = 0.0
+        if self.world_size > 1:
+            watched = agreement.watched_rank(self.global_rank, self.world_size, self.global_steps)
+            share = agreement.share_number(batch, share_of(self.global_rank), share_of(watched))
+        facts = {**facts, **agreement.batch_facts(batch)}
+        *sums, stop, snapshot = self._sum_agreed(torch.cat([losses, votes]), facts, share, batch)
+        self.stop_agreed, self.snapshot_agreed = stop > 0, snapshot > 0
+        return sums
+
+    def _sum_agreed(
+        self, values: Tensor, facts: Facts, share: float = 0.0, batch: StepBatch | None = None
+    ) -> list[float]:
+        """Return the sums over all ranks by one all-reduce; all ranks raise DesyncError if facts differ.
+
+        A sum is exact if its element is 0 on all ranks but one, or a small integer on each.
+        """
+        proof = values.new_tensor([share, *agreement.fact_numbers(facts)])
+        sums = distributed.sum_vector(torch.cat([values, proof]))
+        difference, *numbers = sums[len(values) :]
+        if difference or not agreement.all_agree(numbers, self.world_size):
+            if batch is not None:
+                facts = {**facts, BATCH: f"{facts[BATCH]} {agreement.batch_digest(batch)}"}
+            by_rank = distributed.gather_objects((self.global_steps, dict(facts)))
+            self._disagree(by_rank[0][0], [theirs for _, theirs in by_rank])
+        return sums[: len(values)]
+
+    def _disagree(self, step: int, by_rank: Sequence[Facts]) -> NoReturn:
+        raise agreement.disagreement(step, by_rank, step)
+
+
+class LezoEngine(ModelEngine):
+    """A sharded model and its zeroth-order optimizer; step.py has the step."""
+
+    def __init__(
+        self,
+        deepspeed_engine: Any,  # noqa: ANN401
+        perturbed: PerturbedForward,
+        sharded: ShardedModel,
+        config: ZoConfig,
+        seed: int,
+        num_steps: int | None = None,
+    ) -> None:
+        super().__init__(deepspeed_engine, perturbed, sharded)
+        self.seed = seed
+        self._num_steps = num_steps
+        self._configure(config)
+
+    def _configure(self, config: ZoConfig) -> None:
+        self.config = config
+        self.learning_rates = make_schedule(config, self._num_steps)
+        self.estimator = make_estimator(config)
+        self.layer_policy = make_layer_policy(config, self.layout.num_blocks)
+        self.plan_format = step.PlanFormat(
+            self.layout.num_blocks, self.estimator.num_probes, self.layer_policy.has_weights
+        )
+        self.records: list[StepRecord] = []
+        self._settings_agreed = False
+        self._journal: Journal | None = None
+        self._witness: Witness | None = None
+        self._num_checked = 0
+
+    def with_config(self, config: ZoConfig) -> LezoEngine:
+        """Return another engine on the same weights, with its own settings, at step 0."""
+        other = copy.copy(self)
+        other._configure(config)
+        other.global_steps = 0
+        return other
+
+    def attach_journal(self, journal: Journal | None) -> None:
+        """From now on, write each step to this journal before it is applied. Only rank 0 passes a journal.
+
+        A step's record is on the disk before the next step is applied, and before a model is written.
+        """
+        self._journal = journal
+
+    def finish_records(self) -> None:
+        """Wait until the records of all steps are on the disk, or raise JournalError."""
+        if self._journal is not None:
+            self._journal.sync()
+
+    def write_model(self, target: Path, card: str = "", journal: str | None = None) -> None:
+        """Write the model as `ModelEngine.write_model` does, after the records of its steps. A collective."""
+        self.finish_records()
+        super().write_model(target, card, journal)
+
+    def passes_of_rank(self, rank: int, num_micro_batches: int) -> list[Pass]:
+        """Return the forward passes of a step that a rank runs: every world_size-th of all passes."""
+        passes = passes_of_step(num_micro_batches, self.plan_format.num_probes, self.config.probes_per_pass)
+        return [passes[index] for index in self.share_of_rank(rank, len(passes))]
+
+    @torch.no_grad()
+    def train_batch(self, batch: StepBatch | Sequence[MicroBatch], loss_function: LossFunction) -> StepRecord:
+        """Do one step (see step.py).
+
+        Args:
+            batch: all micro-batches of the step, the same on every rank. Rank r runs the passes r,
+                r + world_size, ... and only reads their micro-batches and those of one other rank. A run with
+                the same micro-batches gives the same weights on any number of ranks.
+            loss_function: (logits or generated tokens, micro-batch) -> summed loss of each example.
+
+        Returns:
+            The record of the step. If a loss was not finite, `applied` is false and the weights have not
+            changed.
+
+        Raises:
+            UserError: the passes cannot be shared evenly among the ranks.
+            DivergenceError: `MAX_SKIPPED_STEPS` steps in a row were skipped.
+            DesyncError: the ranks do not have the same settings, do not work on the same step or batch, or
+                had different results in the step before. All ranks raise. The step is not done, and earlier
+                steps that may be wrong are cut off the journal.
+            JournalError: the record of this step, or of the step before, cannot be written. The step is not
+                applied.
+        """
+        batch = StepBatch.of(batch)
+        if not self._settings_agreed:
+            self._agree_on_settings(len(batch))
+        record = step.train_batch(self, batch, loss_function)
+        self.global_steps += 1
+        self._check_divergence(record)
+        return record
+
+    def _agree_on_settings(self, num_micro_batches: int) -> None:
+        """Check, before the first step, that all ranks have the same settings. A collective.
+
+        The number of probes and of micro-batches decides the length of a step's messages. If the lengths
+        differ, gloo fails without a reason, and NCCL waits forever.
+        """
+        settings = {f"zo.{key}": repr(value) for key, value in vars(self.config).items()}
+        settings["train.steps"] = repr(self._num_steps)
+        facts = {**settings, "number of micro-batches": str(num_micro_batches), **self._last_result()}
+        self._sum_agreed(torch.empty(0, dtype=torch.float64, device=self.device), facts)
+        self._settings_agreed = True
+
+    def reduce_and_agree(self, losses: Tensor, batch: StepBatch, facts: Facts) -> list[float]:
+        """Return the losses of all ranks, and check that all work on the same step. One all-reduce."""
+        facts = {"step": str(self.global_steps), "seed": str(self.seed), **facts, **self._last_result()}
+
+        def share_of(rank: int) -> list[int]:
+            return sorted({one.micro_batch for one in self.passes_of_rank(rank, len(batch))})
+
+        return self.sum_losses(losses, batch, facts, share_of)
+
+    def bytes_of_scalars(self, num_micro_batches: int) -> int:
+        """Return the bytes of a step's messages besides gathered weights: the plan and one all-reduce.
+
+        With 2 probes, 40 blocks and one micro-batch, these are 133.
+        """
+        num_losses = self.plan_format.num_probes * num_micro_batches
+        return self.plan_format.num_bytes + 8 * (num_losses + _NUM_VOTES + NUM_PROOF_NUMBERS)
+
+    def write_ahead(self, record: StepRecord) -> None:
+        """Append a record to the run's records, and to the journal if this rank has it."""
+        if self._journal is not None:
+            self._journal.append(record, wait=self.sharded.is_on_disk)
+        self.records.append(record)
+
+    def apply(self, start: int, stop: int) -> None:
+        """Update this rank's shards by the records of the steps `start` to `stop` - 1."""
+        updates = step_updates(self.records, start, stop, self.config.weight_decay)
+        self.weights.apply(updates, self.config.noise_distribution)
+
+    def _check_divergence(self, record: StepRecord) -> None:
+        skipped = itertools.takewhile(lambda earlier: not earlier.applied, reversed(self.records))
+        if sum(1 for _ in skipped) >= MAX_SKIPPED_STEPS:
+            self.finish_records()
+            raise DivergenceError(
+                f"the loss was not finite in {MAX_SKIPPED_STEPS} steps in a row, the last at step {record.step}; "
+                "fix: lower zo.learning_rate, or use bf16 or fp32 instead of fp16"
+            )
+
+    def _last_result(self) -> dict[str, str]:
+        """Return the result of the last step, with every bit of its projected gradients."""
+        return {_LAST_RESULT: repr(self.records[-1] if self.records else None)}
+
+    def _disagree(self, step: int, by_rank: Sequence[Facts]) -> NoReturn:
+        # If the ranks had different results in the last step, they have also applied different updates.
+        agreed_on_last = len({facts[_LAST_RESULT] for facts in by_rank}) == 1
+        num_good = step - (not agreed_on_last)
+        self._cut_journal(num_good)
+        raise agreement.disagreement(step, by_rank, num_good)
+
+    def _cut_journal(self, num_good: int) -> None:
+        if self._journal is not None:
+            self._journal.cut(num_good)
+
+    def watch_weights(self) -> None:
+        """Assume that the weights are right now, and let `check_weights` follow them from here."""
+        self._witness = self.weights.witness()
+        self._num_checked = self.global_steps
+
+    def check_weights(self) -> None:
+        """Check that the weights of every rank are what the steps made of them. A collective.
+
+        A replay of the journal must give the same value for some elements of each shard. Replicas in
+        different shard groups must be equal. All ranks must have the same result of the last step. Before
+        `watch_weights`, this does nothing.
+
+        Raises:
+            DesyncError: the check failed. The message names ranks and parameters. All ranks raise. The steps
+                since the last check that passed are cut off the journal.
+        """
+        if self._witness is None:
+            return
+        updates = step_updates(self.records, self._num_checked, self.global_steps, self.config.weight_decay)
+        self._witness.follow(updates, self.config.noise_distribution)
+        wrong = list(self._witness.unlike(self.weights.low_bits))
+        num_wrong = torch.tensor([float(len(wrong))], dtype=torch.float64, device=self.device)
+        (total_wrong,) = self._sum_agreed(num_wrong, self._last_result())
+        unlike = self.weights.unlike_replicas()
+        if total_wrong or unlike:
+            details = [
+                f"on rank {rank} {name} is not what a replay of the journal gives"
+                for rank, names in enumerate(distributed.gather_objects(wrong))
+                for name in names
+            ]
+            details += [f"on rank {rank} {name} differs from its replica's" for rank, name in unlike]
+            self._cut_journal(self._num_checked)
+            what = f"the weights are not what {self.global_steps} steps made of them"
+            raise agreement.desync_error(
+                what, details, self._num_checked, fix="test the memory of that rank's machine"
+            )
+        self._num_checked = self.global_steps
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        steps: Sequence[StepRecord],
+        step: int | None = None,
+        owner: SnapshotOwner | None = None,
+    ) -> None:
+        """Restore the exact weights after `step` updates. A collective.
+
+        This starts from the nearest of the current weights, the newest valid snapshot in `load_dir` and the
+        base weights, and replays the later steps. The number of ranks may differ from the original run.
+
+        Args:
+            load_dir: directory of snapshots, which may be empty or missing.
+            steps: the journal's steps from 0. Only those that rank 0 passes count.
+            step: number of updates; by default all of `steps`.
+            owner: the run of these steps, whose snapshots are used and no others. Only that of rank 0
+                counts. None uses any snapshot: the caller vouches for those in `load_dir`.
+
+        Raises:
+            UserError: `steps` has fewer than `step` records.
+            LezoError: a snapshot's weights do not have the digest in its manifest.
+        """
+        records: tuple[StepRecord, ...] = distributed.broadcast_object(tuple(steps))
+        target = len(records) if step is None else step
+        if not 0 <= target <= len(records):
+            raise UserError(f"step {target} is not in the journal, which has 0 to {len(records)}")
+        self._load_nearest(Path(load_dir), target, owner)
+        self.records = list(records[:target])
+        self.apply(self.global_steps, target)
+        self.global_steps = target
+        if self._witness is not None:
+            self.watch_weights()
+
+    def _load_nearest(self, root: Path, target: int, owner: SnapshotOwner | None) -> None:
+        newest = newest_snapshot(root, target, owner) if self.global_rank == 0 else None
+        snapshot: int | None = distributed.broadcast_object(newest)
+        # At step 0 a snapshot of step 0 is loaded, too. The initial values of a prefix come from a forward
+        # pass, and the snapshot keeps their exact bits, which another machine would not repeat.
+        present = self.global_steps or -1
+        if self.global_steps > target or (snapshot is not None and snapshot > present):
+            self.load_model(None if snapshot is None else snapshot_path(root, snapshot), snapshot or 0)
+
+
+def initialize(
+    model: str,
+    config: ZoConfig,
+    ds_config: Mapping[str, Any],
+    dtype: str = "fp32",
+    seed: int = 0,
+    peft: PeftConfig | None = None,
+    partition_size: int | None = None,
+    num_steps: int | None = None,
+) -> LezoEngine:
+    """Load a model sharded over all ranks and return the engine that trains it.
+
+    Each rank reads only its own slices of the weights. No rank ever holds the whole model.
+
+    Args:
+        model: hub id, or directory with config.json and safetensors files.
+        config: settings of the zeroth-order optimizer.
+        ds_config: DeepSpeed config as a dict, from `lezo_ds.config.deepspeed.load_ds_config`.
+        dtype: "fp32", "bf16" or "fp16".
+        seed: seed of the run. Noise and dropped layers depend on (seed, step), an adapter's start on seed.
+        peft: the adapter to train, or None to train all weights.
+        partition_size: number of ranks in a shard group, a divisor of the number of ranks; None for all.
+            Each group holds a replica of the weights and exchanges only scalars with the others.
+        num_steps: number of steps of the run; needed if the learning rate depends on it.
+
+    Raises:
+        UserError: there is no such model, it has no transformer blocks, or its weights or the adapter do not
+            fit; or everything that is trainable is in blocks and all blocks are dropped.
+    """
+    distributed.init_distributed()
+    sharded = load_sharded_model(
+        model,
+        ds_config=ds_config,
+        dtype=dtype,
+        precision=config.update_precision,
+        seed=seed,
+        peft=peft,
+        partition_size=partition_size,
+        only_blocks=config.only_blocks,
+    )
+    trainable = {
+        parameter.parameter: parameter.named
+        for parameter in sharded.weights.parameters
+        if parameter.parameter.requires_grad
+    }
+    trains_outside = any(named.block is None for named in trainable.values())
+    make_layer_policy(config, sharded.layout.num_blocks, trains_outside=trains_outside)
+    blocks = list(sharded.module.get_submodule(sharded.layout.path).children())
+    engine = zero3.start_forward_engine(sharded.module, blocks, sharded.ds_config)
+    noise = noise_backend(distributed.device())
+    perturbed = PerturbedForward(
+        sharded.module,
+        trainable,
+        noise,
+        blocks=blocks if config.only_blocks else (),
+        at_once=blocks if noise.takes_blocks and engine.has_whole_blocks else (),
+    )
+    return LezoEngine(engine, perturbed, sharded, config=config, seed=seed, num_steps=num_steps)

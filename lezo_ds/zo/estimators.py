@@ -1,0 +1,216 @@
+"""Estimators: the probes of a step, and the projected gradients that their losses give.
+
+To add one: a subclass of `Estimator` here and a line at the end, or `zo.estimator: package.module:Name`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lezo_ds.errors import UserError
+from lezo_ds.registry import Registry
+from lezo_ds.zo.records import StepRecord
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A point at which the loss is measured: theta + scale * z of a direction, or theta if the scale is 0."""
+
+    direction: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An estimate of the loss at theta, and one projected gradient for each direction."""
+
+    loss: float
+    projected_grads: tuple[float, ...]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the step may be applied."""
+        return math.isfinite(self.loss) and all(map(math.isfinite, self.projected_grads))
+
+
+@dataclass(frozen=True)
+class Estimator(ABC):
+    """Chooses the probes of a step and reads their losses. A pure function of its arguments.
+
+    Fields that a subclass adds are its options, `zo.estimator_options`; each has a default.
+    """
+
+    perturbation_scale: float
+    """mu > 0; "eps" in the tables of MeZO and LeZO."""
+    num_directions: int = 1
+    min_directions: ClassVar[int] = 1
+    """The smallest number of directions that the estimator works with."""
+
+    def __post_init__(self) -> None:
+        if self.num_directions < self.min_directions:
+            raise UserError(
+                f"zo.directions={self.num_directions} is below {self.min_directions}, which this zo.estimator needs",
+                fix="set zo.directions=8",
+            )
+
+    @abstractmethod
+    def probes(self, records: Sequence[StepRecord]) -> tuple[Probe, ...]:
+        """Return the probes of the step after `records`. Their number is the same for all steps."""
+
+    @abstractmethod
+    def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
+        """Return what the mean loss at each probe says. A loss may be infinite or NaN.
+
+        Raises:
+            ArithmeticError: the losses cannot be read (for example, a division by zero). The step is skipped.
+        """
+
+    @property
+    def num_probes(self) -> int:
+        """Number of probes of a step."""
+        return len(self.probes(()))
+
+
+@dataclass(frozen=True)
+class Spsa(Estimator):
+    """g = (l(theta + mu z) - l(theta - mu z)) / (2 mu) for each direction z.
+
+    Source: Spall 1992; MeZO (Malladi et al. 2023, Algorithm 1); LeZO (Wang et al. 2024, Algorithm 1, line 7).
+    It is unbiased for the gradient of the loss smoothed by the noise. The reported loss is the mean of both
+    sides, which is the loss at theta up to second order in mu.
+    """
+
+    def probes(self, records: Sequence[StepRecord]) -> tuple[Probe, ...]:
+        """Return theta + mu z and theta - mu z for each direction in turn."""
+        scales = (self.perturbation_scale, -self.perturbation_scale)
+        return tuple(Probe(direction, scale) for direction in range(self.num_directions) for scale in scales)
+
+    def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
+        """Return the slope between the two sides of each direction."""
+        sides = list(zip(losses[::2], losses[1::2], strict=True))
+        return Estimate(
+            loss=add_in_order([(plus + minus) / 2 for plus, minus in sides]) / self.num_directions,
+            projected_grads=tuple((plus - minus) / (2 * self.perturbation_scale) for plus, minus in sides),
+        )
+
+
+@dataclass(frozen=True)
+class OneSided(Estimator):
+    """g = (l(theta + mu z) - l(theta)) / mu for each direction z: n + 1 probes where SPSA has 2 n.
+
+    Source: forward differences (Spall 1992; Zhang et al. 2024). Its error of the slope is of order mu, not mu^2.
+    """
+
+    def probes(self, records: Sequence[StepRecord]) -> tuple[Probe, ...]:
+        """Return theta itself, and theta + mu z for each direction."""
+        sides = (Probe(direction, self.perturbation_scale) for direction in range(self.num_directions))
+        return Probe(direction=0, scale=0.0), *sides
+
+    def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
+        """Return the slope from theta to each direction's side; the loss is the one at theta."""
+        base, *sides = losses
+        return Estimate(base, tuple((side - base) / self.perturbation_scale for side in sides))
+
+
+@dataclass(frozen=True)
+class Fzoo(OneSided):
+    """g_d = (l(theta + mu z_d) - l(theta)) / s, with s the sample deviation of the l(theta + mu z_d).
+
+    Source: FZOO (Dang et al., ICLR 2026, arXiv 2506.09034), which draws z from {-1, +1}. s is about mu times
+    the norm of the gradient, so this is normalized descent, and mu cancels out. With fewer than 4 directions,
+    the square of 1 / s has no finite mean (for normal losses).
+    """
+
+    min_directions: ClassVar[int] = 4
+
+    def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
+        """Return the difference of each direction's loss from that at theta, over the deviation."""
+        base, *sides = losses
+        spread = deviation(sides, degrees_of_freedom=len(sides) - 1)
+        return Estimate(base, _in_units_of(spread, [side - base for side in sides]))
+
+
+@dataclass(frozen=True)
+class EvolutionStrategies(Estimator):
+    """g_d = -(r_d - mean r) / s, with r_d = -l(theta + mu z_d) the reward of direction d and s its deviation.
+
+    Source: Evolution Strategies at Scale (Qiu et al., PMLR 306, 2026, arXiv 2509.24372), with n = 30 directions
+    and mu = 1e-3. The factor 1 / mu is part of the learning rate, and s is the population's deviation. It is
+    meant for rewards that have no gradient. It needs n probes, and rewards of any scale give the same steps.
+    """
+
+    ranks: bool = False
+    """Whether ranks from -1/2 to 1/2 replace rewards (Salimans et al. 2017)."""
+    min_directions: ClassVar[int] = 2
+
+    def probes(self, records: Sequence[StepRecord]) -> tuple[Probe, ...]:
+        """Return theta + mu z for each direction."""
+        return tuple(Probe(direction, self.perturbation_scale) for direction in range(self.num_directions))
+
+    def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
+        """Return the standard score, or the centered rank, of each loss; the loss is their mean."""
+        mean = add_in_order(losses) / len(losses)
+        if self.ranks:
+            return Estimate(mean, _centered_ranks(losses))
+        spread = deviation(losses, degrees_of_freedom=len(losses))
+        return Estimate(mean, _in_units_of(spread, [loss - mean for loss in losses]))
+
+
+ESTIMATORS: Registry[type[Estimator]] = Registry("estimator", "zo.estimator", kind=Estimator)
+ESTIMATORS.add("spsa", Spsa)
+ESTIMATORS.add("one-sided", OneSided)
+ESTIMATORS.add("fzoo", Fzoo)
+ESTIMATORS.add("evolution-strategies", EvolutionStrategies)
+
+
+def mean_losses(sums: Sequence[float], num_probes: int, total_weight: float) -> list[float]:
+    """Return the mean loss over the batch at each probe, with the same bits on any number of ranks.
+
+    Args:
+        sums: summed losses of micro-batch 0 at each probe, then those of micro-batch 1, and so on.
+        num_probes: of the step.
+        total_weight: number of terms of the mean loss over all micro-batches, > 0.
+    """
+    return [add_in_order(sums[probe::num_probes]) / total_weight for probe in range(num_probes)]
+
+
+def add_in_order(values: Sequence[float]) -> float:
+    """Return the sum, rounded after every addition.
+
+    The built-in `sum` compensates for rounding from Python 3.12 on, which gives other bits than before.
+    """
+    return functools.reduce(operator.add, values, 0.0)
+
+
+def deviation(values: Sequence[float], degrees_of_freedom: int) -> float:
+    """Return the standard deviation, with the same bits on every machine; NaN if a value is not finite."""
+    if all(value == values[0] for value in values):  # their mean may be rounded to another value
+        return 0.0 if math.isfinite(values[0]) else math.nan
+    mean = add_in_order(values) / len(values)
+    squares = [(value - mean) * (value - mean) for value in values]
+    return math.sqrt(add_in_order(squares) / degrees_of_freedom)
+
+
+def _in_units_of(spread: float, values: Sequence[float]) -> tuple[float, ...]:
+    """Return values / spread, or zeros if the spread is 0: values that are all the same say nothing."""
+    return tuple(0.0 if spread == 0 else value / spread for value in values)
+
+
+def _centered_ranks(values: Sequence[float]) -> tuple[float, ...]:
+    """Return the rank of each value, from -1/2 (the smallest) to 1/2; equal values share the mean of their ranks.
+
+    >>> _centered_ranks([3.0, 1.0, 1.0])
+    (0.5, -0.25, -0.25)
+    """
+    ranks = []
+    for value in values:
+        num_below = sum(other < value for other in values)
+        num_equal = sum(other == value for other in values)
+        ranks.append((num_below + (num_equal - 1) / 2) / (len(values) - 1) - 0.5)
+    return tuple(ranks)

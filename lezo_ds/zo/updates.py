@@ -1,0 +1,74 @@
+"""From step records to what is subtracted from each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from lezo_ds.zo.keys import direction_key
+from lezo_ds.zo.records import StepRecord
+
+Distribution = Literal["normal", "rademacher"]
+"""Standard normal numbers, or +1 and -1 with equal probability (the Rademacher distribution)."""
+
+UpdatePrecision = Literal["stochastic", "fp32_master", "nearest"]
+"""How 16-bit weights are stored. fp32_master keeps the 16 low bits too; the others round: at random without bias,
+or to nearest."""
+
+
+class Update(NamedTuple):
+    """One update of a parameter: theta <- theta * factor - coefficient * z(key)."""
+
+    key: int
+    coefficient: float
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class StepUpdate:
+    """theta <- factor * theta - eta / n * g_d * z_d for each of n directions in turn (LeZO, Algorithm 1, line 8)."""
+
+    record: StepRecord
+    factor: float
+    """1 - eta * weight decay: decoupled decay (Loshchilov and Hutter 2019) of matrices in blocks that the step
+    did not drop, as MeZO's flag --weight_decay."""
+
+
+def step_updates(
+    records: Sequence[StepRecord], start: int, stop: int, weight_decay: float = 0.0
+) -> list[StepUpdate]:
+    """Return the updates of the applied steps among steps `start` to `stop` - 1, in order."""
+    return [
+        StepUpdate(record, 1 - record.learning_rate * weight_decay)
+        for record in records[start:stop]
+        if record.applied
+    ]
+
+
+def updates_of_parameter(updates: Iterable[StepUpdate], layer: int | None, *, decays: bool) -> list[Update]:
+    """Return all updates of one parameter, in order.
+
+    Args:
+        updates: of steps.
+        layer: index of the transformer block that holds the parameter; None outside the blocks.
+        decays: whether the parameter decays.
+    """
+    result = []
+    for update in updates:
+        record = update.record
+        if layer in record.dropped_layers:
+            continue
+        share = record.learning_rate / len(record.projected_grads)
+        weight = record.layer_weights[layer] if layer is not None and record.layer_weights else 1.0
+        changes = [
+            Update(direction_key(record.key, direction), share * gradient * weight)
+            for direction, gradient in enumerate(record.projected_grads)
+        ]
+        changes = [change for change in changes if change.coefficient != 0]
+        if decays and update.factor != 1.0:
+            # The decay is part of the first change, or of one that subtracts nothing.
+            first, *rest = changes or [Update(record.key, 0.0)]
+            changes = [first._replace(factor=update.factor), *rest]
+        result += changes
+    return result
