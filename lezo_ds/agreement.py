@@ -86,7 +86,9 @@ def batch_digest(batch: Iterable[MicroBatch]) -> str:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     digest.update(f"{name}{tuple(tensor.shape)}".encode())
-                    digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+                    digest.update(
+                        tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                    )
     return digest.hexdigest()
 
 

@@ -72,7 +72,7 @@ class ModelEngine:
 
     @property
     def monitor(self) -> Any:  # noqa: ANN401
-        """DeepSpeed's monitor, which writes to TensorBoard, W&B, Comet or CSV as the DeepSpeed config says."""
+        """DeepSpeed's monitor, which writes to TensorBoard, W&B, Comet or CSV."""
         return self._deepspeed.monitor
 
     def request_stop(self) -> None:
@@ -106,7 +106,9 @@ class ModelEngine:
     def _release(self) -> None:
         zero3.assert_released(self.weights.parameters)
 
-    def save_checkpoint(self, save_dir: str | Path, step: int | None = None, journal: str | None = None) -> Path:
+    def save_checkpoint(
+        self, save_dir: str | Path, step: int | None = None, journal: str | None = None
+    ) -> Path:
         """Write the model as a Hugging Face directory `save_dir/step-NNNNNNNN`. A collective.
 
         Args:
@@ -123,7 +125,7 @@ class ModelEngine:
         self.sharded.write(target, self.global_steps, card, journal)
 
     def load_model(self, snapshot: Path | None, step: int) -> None:
-        """Load a snapshot's weights, which have seen `step` steps; None: the initial weights. A collective."""
+        """Load a snapshot's weights (None: the initial ones), which have seen `step` steps. A collective."""
         if snapshot is None:
             self.sharded.load_initial()
         else:
@@ -301,14 +303,6 @@ class LezoEngine(ModelEngine):
 
         return self.sum_losses(losses, batch, facts, share_of)
 
-    def bytes_of_scalars(self, num_micro_batches: int) -> int:
-        """Return the bytes of a step's messages besides gathered weights: the plan and one all-reduce.
-
-        With 2 probes, 40 blocks and one micro-batch, these are 133.
-        """
-        num_losses = self.plan_format.num_probes * num_micro_batches
-        return self.plan_format.num_bytes + 8 * (num_losses + _NUM_VOTES + NUM_PROOF_NUMBERS)
-
     def write_ahead(self, record: StepRecord) -> None:
         """Append a record to the run's records, and to the journal if this rank has it."""
         if self._journal is not None:
@@ -325,7 +319,7 @@ class LezoEngine(ModelEngine):
         if sum(1 for _ in skipped) >= MAX_SKIPPED_STEPS:
             self.finish_records()
             raise DivergenceError(
-                f"the loss was not finite in {MAX_SKIPPED_STEPS} steps in a row, the last at step {record.step}; "
+                f"the loss was not finite in {MAX_SKIPPED_STEPS} steps in a row, up to step {record.step}; "
                 "fix: lower zo.learning_rate, or use bf16 or fp32 instead of fp16"
             )
 
@@ -424,6 +418,16 @@ class LezoEngine(ModelEngine):
         present = self.global_steps or -1
         if self.global_steps > target or (snapshot is not None and snapshot > present):
             self.load_model(None if snapshot is None else snapshot_path(root, snapshot), snapshot or 0)
+
+
+def scalar_bytes(plan_format: step.PlanFormat, num_micro_batches: int) -> int:
+    """Return the bytes of a step's messages besides gathered weights: the plan and one all-reduce.
+
+    >>> scalar_bytes(step.PlanFormat(num_layers=40, num_probes=2, has_weights=False), num_micro_batches=1)
+    133
+    """
+    num_losses = plan_format.num_probes * num_micro_batches
+    return plan_format.num_bytes + 8 * (num_losses + _NUM_VOTES + NUM_PROOF_NUMBERS)
 
 
 def initialize(

@@ -1,4 +1,4 @@
-"""Registries: components by name. A component of the user's own is named `package.module:Name` in the same place."""
+"""Registries: components by name, or a component of the user's own as `package.module:Name`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Registry(Mapping[str, T]):
             UserError: there is no such component; the error names the nearest one.
         """
         if names_code(name):
-            return self._import(name)
+            return import_named(self._key, name, self._what, self._kind)  # type: ignore[no-any-return]
         if name.lower() in self._entries:
             return self._entries[name.lower()]
         near = difflib.get_close_matches(name.lower(), self._entries, n=1)
@@ -54,19 +54,6 @@ class Registry(Mapping[str, T]):
             f"{self._key}={name} is not a registered {self._what} ({names}) or package.module:Name",
             fix=f"did you mean {near[0]}?" if near else f"set {self._key} to one of these",
         )
-
-    def _import(self, name: str) -> Any:  # noqa: ANN401
-        kind = self._kind
-        try:
-            component = pkgutil.resolve_name(name)
-            if not (callable(component) if kind is None else _is_a(component, kind)):
-                raise TypeError(f"{component!r} is not {'callable' if kind is None else f'a {kind.__name__}'}")
-        except (ValueError, TypeError, ImportError, AttributeError) as error:
-            raise UserError(
-                f"{self._key}={name} does not name a {self._what}: {type(error).__name__}: {error}",
-                fix="correct the name, or add the folder of the module to PYTHONPATH",
-            ) from error
-        return component
 
     def __getitem__(self, name: str) -> T:
         return self._entries[name]
@@ -83,8 +70,29 @@ def names_code(name: str) -> bool:
     return ":" in name
 
 
+def import_named(key: str, name: str, what: str, kind: type | None = None) -> Any:  # noqa: ANN401
+    """Import what `package.module:Name` stands for.
+
+    Args:
+        key: the configuration key that has the name, for messages.
+        name: the name.
+        what: what it should be, for messages.
+        kind: the class that it must be an instance or a subclass of; None for any function.
+    """
+    try:
+        component = pkgutil.resolve_name(name)
+        if not (callable(component) if kind is None else _is_a(component, kind)):
+            raise TypeError(f"{component!r} is not {'callable' if kind is None else kind.__name__}")
+    except (ValueError, TypeError, ImportError, AttributeError) as error:
+        raise UserError(
+            f"{key}={name} does not name a {what}: {type(error).__name__}: {error}",
+            fix="correct the name, or add the folder of the module to PYTHONPATH",
+        ) from error
+    return component
+
+
 def options_of(component: Any, kind: type) -> dict[str, Any]:  # noqa: ANN401
-    """Return the defaults of a component's options: its dataclass fields that its base class does not have."""
+    """Return the defaults of a component's options: the dataclass fields that its base class lacks."""
     common = {field.name for field in dataclasses.fields(kind)}
     return {field.name: field.default for field in dataclasses.fields(component) if field.name not in common}
 

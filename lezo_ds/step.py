@@ -30,12 +30,12 @@ def train_batch(engine: LezoEngine, batch: StepBatch, loss_function: LossFunctio
     plan = engine.plan_format.unpack(distributed.broadcast_bytes(message, engine.plan_format.num_bytes))
     # Lines 4 to 6: this rank's share of the losses at theta + mu z and theta - mu z. theta itself stays.
     losses = forward(engine, plan, batch, loss_function)
-    # One all-reduce gives every loss to every rank, and proves that all ranks work on the same plan and batch.
+    # One all-reduce gives every loss to every rank, and proves that all work on the same plan and batch.
     sums = engine.reduce_and_agree(losses, batch, {"plan": repr(plan)})
     # Line 7: the projected gradients.
     record = estimate(engine, plan, batch, sums)
-    # The journal comes first, as in any write-ahead log. Weights in memory are gone after a power cut, so they
-    # need not wait for the disk: only what is on a disk must never be ahead of the journal.
+    # The journal comes first, as in any write-ahead log. Weights in memory are gone after a power cut, so
+    # they need not wait for the disk: only what is on a disk must never be ahead of the journal.
     engine.write_ahead(record)
     # Line 8: each rank updates its own shards.
     engine.apply(record.step, record.step + 1)
@@ -129,18 +129,18 @@ class PlanFormat:
     @property
     def num_bytes(self) -> int:
         """Length of a message."""
-        return self._struct.size
+        return struct.calcsize(self._format)
 
     def pack(self, plan: StepPlan) -> bytes:
         """Return a plan as bytes."""
         mask = sum(1 << layer for layer in plan.dropped_layers).to_bytes(self._mask_bytes, "little")
         head = (plan.step, plan.key, plan.learning_rate, plan.perturbation_scale, mask)
         probes = (number for probe in plan.probes for number in (probe.direction, probe.scale))
-        return self._struct.pack(*head, *probes, *plan.layer_weights)
+        return struct.pack(self._format, *head, *probes, *plan.layer_weights)
 
     def unpack(self, data: bytes) -> StepPlan:
         """Return the plan that `pack` wrote."""
-        step, key, learning_rate, scale, mask, *rest = self._struct.unpack(data)
+        step, key, learning_rate, scale, mask, *rest = struct.unpack(self._format, data)
         dropped = int.from_bytes(mask, "little")
         numbers = rest[: 2 * self.num_probes]
         return StepPlan(
@@ -158,6 +158,6 @@ class PlanFormat:
         return -(-self.num_layers // 8)
 
     @property
-    def _struct(self) -> struct.Struct:
+    def _format(self) -> str:
         weights = self.num_layers if self.has_weights else 0
-        return struct.Struct(f"<qQdd{self._mask_bytes}s" + "Id" * self.num_probes + "d" * weights)
+        return f"<qQdd{self._mask_bytes}s" + "Id" * self.num_probes + "d" * weights

@@ -4,15 +4,12 @@ It imports nothing heavy, so that a wrong key is refused at once.
 """
 
 from lezo_ds.config.algorithm import (
-    checked_layer_policy,
     copies_per_pass,
     forward_passes_per_step,
     make_estimator,
     make_layer_policy,
     make_schedule,
-    make_update_rule,
     may_differ_on_resume,
-    num_dropped,
     num_passes,
 )
 from lezo_ds.config.reading import flatten, load_yaml
@@ -59,7 +56,6 @@ __all__ = [
     "ZoConfig",
     "check_overrides",
     "check_world",
-    "checked_layer_policy",
     "config_from_dict",
     "config_to_dict",
     "copies_per_pass",
@@ -73,8 +69,6 @@ __all__ = [
     "make_estimator",
     "make_layer_policy",
     "make_schedule",
-    "make_update_rule",
     "may_differ_on_resume",
-    "num_dropped",
     "num_passes",
 ]

@@ -5,68 +5,48 @@ from __future__ import annotations
 from lezo_ds.config.schema import RESUME_MAY_DIFFER, ZEROTH_ORDER, RunConfig, ZoConfig
 from lezo_ds.errors import UserError
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
-from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy, num_dropped_from_sparsity
+from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy, num_dropped
 from lezo_ds.zo.passes import passes_of_step
 from lezo_ds.zo.schedules import SCHEDULES, LearningRates
-from lezo_ds.zo.updates import Sgd, SgdWeightDecay, UpdateRule
 
 PASSES_OF_BACKPROPAGATION = 3
 """Forward passes that a step of AdamW counts as: its backward pass takes about the time of two."""
 
 
 def make_estimator(zo: ZoConfig) -> Estimator:
-    """Return the estimator of a run.
-
-    Raises:
-        UserError: it needs more directions.
-    """
-    estimator = ESTIMATORS.find(zo.estimator)
-    if zo.directions < estimator.min_directions:
-        raise UserError(
-            f"zo.estimator={zo.estimator} compares the losses of several directions",
-            got=f"zo.directions={zo.directions}",
-            expected=f"at least {estimator.min_directions}",
-            fix="set zo.directions=8",
-        )
-    return estimator(
+    """Return the estimator of a run."""
+    return ESTIMATORS.find(zo.estimator)(
         perturbation_scale=zo.perturbation_scale, num_directions=zo.directions, **zo.estimator_options
     )
 
 
-def make_layer_policy(zo: ZoConfig, num_layers: int) -> LayerPolicy:
+def make_layer_policy(zo: ZoConfig, num_layers: int, *, trains_outside: bool = True) -> LayerPolicy:
     """Return the layer policy of a run on a model with `num_layers` transformer blocks.
 
-    Raises:
-        UserError: more blocks are dropped than the model has.
+    Args:
+        zo: the settings.
+        num_layers: number of the model's transformer blocks.
+        trains_outside: whether weights outside the blocks are trained.
     """
+    assert zo.sparsity is not None, "zeroth-order training has a sparsity"
+    dropped = num_dropped(zo.sparsity, num_layers)
+    if dropped == num_layers and not trains_outside:
+        raise UserError(
+            f"zo.sparsity={zo.sparsity} drops all {num_layers} blocks, and nothing outside them is trained",
+            fix="set zo.sparsity=0.5, or zo.only_blocks=false and peft.kind=none",
+        )
     policy = LAYER_POLICIES.find(zo.layer_policy)
-    dropped = num_dropped(zo, num_layers)
     return policy(num_layers=num_layers, num_dropped=dropped, **zo.layer_policy_options)
 
 
-def make_update_rule(zo: ZoConfig) -> UpdateRule:
-    """Return the update rule of a run."""
-    return SgdWeightDecay(zo.weight_decay) if zo.weight_decay else Sgd()
-
-
 def make_schedule(zo: ZoConfig, num_steps: int | None) -> LearningRates:
-    """Return the learning rate of each step of a run.
-
-    Args:
-        zo: settings with a learning rate.
-        num_steps: number of steps of the run.
-
-    Raises:
-        UserError: the schedule depends on the number of steps, which is None.
-    """
+    """Return the learning rate of each step of a run."""
     assert zo.learning_rate is not None, "zeroth-order training has a learning rate"
     schedule = SCHEDULES.find(zo.lr_schedule)
     if schedule.depends_on_length and num_steps is None:
         raise UserError(
-            f"zo.lr_schedule={zo.lr_schedule} depends on the number of steps",
-            got="no number of steps",
-            expected="at least 1",
-            fix="give num_steps to initialize, or set zo.lr_schedule=constant",
+            f"zo.lr_schedule={zo.lr_schedule} depends on the number of steps, which is not set",
+            fix="pass num_steps to initialize, or set zo.lr_schedule=constant",
         )
     return LearningRates(schedule, zo.learning_rate, zo.warmup_steps, num_steps)
 
@@ -90,11 +70,7 @@ def num_passes(config: RunConfig) -> int:
 
 
 def forward_passes_per_step(config: RunConfig) -> int:
-    """Return how many times a step runs its batch through the model, in units of a forward pass.
-
-    A zeroth-order step has one for each probe. A step of AdamW counts as `PASSES_OF_BACKPROPAGATION`. Other
-    methods have no steps: 0.
-    """
+    """Return how many times a step runs its batch through the model, in units of a forward pass."""
     if config.method in ZEROTH_ORDER:
         return make_estimator(config.zo).num_probes
     return PASSES_OF_BACKPROPAGATION if config.method == "adamw" else 0
@@ -105,32 +81,3 @@ def copies_per_pass(config: RunConfig) -> int:
     if config.method not in ZEROTH_ORDER:
         return 1
     return min(config.zo.probes_per_pass, make_estimator(config.zo).num_probes)
-
-
-def checked_layer_policy(zo: ZoConfig, num_layers: int, *, trains_outside: bool) -> LayerPolicy:
-    """Return the layer policy of a run, as `make_layer_policy`, if its steps train something.
-
-    Args:
-        zo: the settings.
-        num_layers: number of the model's transformer blocks.
-        trains_outside: whether weights outside the blocks are trained.
-
-    Raises:
-        UserError: only weights in the blocks are trained, and every block is dropped; or as
-            `make_layer_policy`.
-    """
-    dropped = num_dropped(zo, num_layers)
-    if dropped == num_layers and not trains_outside:
-        raise UserError(
-            "nothing is left to train: all trainable weights are in the blocks, and every block is dropped",
-            got=f"{dropped} of {num_layers} blocks dropped per step",
-            expected=f"at most {num_layers - 1}",
-            fix="set zo.sparsity=0.5, or zo.only_blocks=false and peft.kind=none",
-        )
-    return make_layer_policy(zo, num_layers)
-
-
-def num_dropped(zo: ZoConfig, num_layers: int) -> int:
-    """Return how many of a model's `num_layers` transformer blocks a step drops."""
-    assert zo.sparsity is not None, "zeroth-order training has a sparsity"
-    return num_dropped_from_sparsity(zo.sparsity, num_layers)

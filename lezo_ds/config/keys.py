@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lezo_ds.zo.options import Option
-
 
 @dataclass(frozen=True)
 class Range:
@@ -76,7 +74,7 @@ class OptionsOf:
     """
 
     chooser: str
-    defaults: Callable[[str], Mapping[str, Option]]
+    defaults: Callable[[str], Mapping[str, Any]]
 
 
 _TYPE_NAMES = {

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from lezo_ds.config.keys import Choices, ExactTexts, OptionsOf, Range, Schema
+from lezo_ds.registry import options_of
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Protocol
 from lezo_ds.tasks.custom import CUSTOM
 from lezo_ds.tasks.metrics import METRICS
 from lezo_ds.trackers import TRACKERS
-from lezo_ds.zo.distributions import Distribution
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy
-from lezo_ds.zo.options import Option, options_of
-from lezo_ds.zo.precision import UpdatePrecision
 from lezo_ds.zo.schedules import SCHEDULES
+from lezo_ds.zo.updates import Distribution, UpdatePrecision
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 """The type in which the weights are stored, gathered and multiplied."""
@@ -54,11 +53,11 @@ RESUME_MAY_DIFFER: frozenset[str] = frozenset(
 """Dotted keys that may differ between a run and its resumption."""
 
 
-def _options(components: Mapping[str, type], kind: type) -> Callable[[str], Mapping[str, Option]]:
+def _options(components: Mapping[str, type], kind: type) -> Callable[[str], Mapping[str, Any]]:
     return lambda name: options_of(components[name], kind)
 
 
-Options = Mapping[str, Option]
+Options = Mapping[str, Any]
 EstimatorOptions = Annotated[Options, OptionsOf("estimator", _options(ESTIMATORS, Estimator))]
 LayerPolicyOptions = Annotated[Options, OptionsOf("layer_policy", _options(LAYER_POLICIES, LayerPolicy))]
 

@@ -29,8 +29,7 @@ def find_task(data: DataConfig) -> Task:
     if data.task == CUSTOM:
         task = described_task(data)
     elif names_code(data.task):
-        expected = f"{', '.join(TASKS)}, {CUSTOM} or package.module:TASK"
-        task = import_named("data.task", data.task, what="a task", expected=expected, kind=Task)
+        task = import_named("data.task", data.task, what="task", kind=Task)
     else:
         task = TASKS.find(data.task)
     if data.metric is not None:

@@ -194,12 +194,7 @@ def load_objective(name: str, task: Task) -> Objective:
     """
     if name in OBJECTIVES:
         return OBJECTIVES[name](task)
-    function: Any = import_named(
-        "train.objective",
-        name,
-        what="an objective",
-        expected=f"{', '.join(OBJECTIVES)} or package.module:function",
-    )
+    function: Any = import_named("train.objective", name, what="objective")
     if getattr(function, "is_reward", False):
         return Objective(build_batch=None, loss=_loss_of_reward(name, function), is_reward=True)
     reads_texts = bool(getattr(function, "reads_answers", False))

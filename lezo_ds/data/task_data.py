@@ -44,8 +44,7 @@ from lezo_ds.data.records import (
 )
 from lezo_ds.data.sampling import batch_indices
 from lezo_ds.errors import UserError
-from lezo_ds.forward.batch import GenerationSettings, MicroBatch
-from lezo_ds.forward.step_batch import StepBatch
+from lezo_ds.forward.batch import GenerationSettings, MicroBatch, StepBatch
 from lezo_ds.sharding.checkpoint_files import load_model_config, resolve_model
 from lezo_ds.tasks.base import Example, Record, Task
 from lezo_ds.tasks.metrics import REWARD

@@ -10,8 +10,8 @@ True
 
 from lezo_ds.noise.backend import NOISE_VERSION, NoiseBackend, Shard, Weight, noise_backend, stacked
 from lezo_ds.noise.precision import join_master, split_master
-from lezo_ds.zo.distributions import Distribution
-from lezo_ds.zo.precision import UpdatePrecision
+from lezo_ds.zo.updates import Distribution
+from lezo_ds.zo.updates import UpdatePrecision
 from lezo_ds.zo.updates import Update
 
 __all__ = [

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lezo_ds.errors import UserError
-from lezo_ds.zo.distributions import Distribution
-from lezo_ds.zo.precision import UpdatePrecision
+from lezo_ds.zo.updates import Distribution
+from lezo_ds.zo.updates import UpdatePrecision
 from lezo_ds.zo.updates import Update
 
 NOISE_VERSION = 1

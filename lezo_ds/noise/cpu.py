@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, get_num_threads
 
 from lezo_ds.noise.backend import NoiseBackend, Shard, Weight, pack_updates
-from lezo_ds.zo.distributions import Distribution
-from lezo_ds.zo.precision import UpdatePrecision
+from lezo_ds.zo.updates import Distribution
+from lezo_ds.zo.updates import UpdatePrecision
 from lezo_ds.zo.updates import Update
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lezo_ds.zo.distributions import Distribution
+from lezo_ds.zo.updates import Distribution
 
 NORMAL_STREAM, DITHER_STREAM, RADEMACHER_STREAM = 0, 1, 2
 PER_BLOCK: dict[Distribution, int] = {"normal": 4, "rademacher": 128}

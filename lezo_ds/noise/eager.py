@@ -10,9 +10,7 @@ from torch import Tensor
 from lezo_ds.noise.backend import NoiseBackend, Shard, Weight
 from lezo_ds.noise.draws import dither_words, draw, draw_rows
 from lezo_ds.noise.precision import join_master, store
-from lezo_ds.zo.distributions import Distribution
-from lezo_ds.zo.precision import UpdatePrecision
-from lezo_ds.zo.updates import Update
+from lezo_ds.zo.updates import Distribution, Update, UpdatePrecision
 
 CHUNK = 1 << 18  # elements; their temporaries (about 50 bytes an element) stay near the cache
 

@@ -15,9 +15,7 @@ from lezo_ds.noise import triton_kernels as kernels
 from lezo_ds.noise.backend import NoiseBackend, Shard, Weight, pack_updates
 from lezo_ds.noise.draws import PER_BLOCK
 from lezo_ds.noise.launch import Launch
-from lezo_ds.zo.distributions import Distribution
-from lezo_ds.zo.precision import UpdatePrecision
-from lezo_ds.zo.updates import Update
+from lezo_ds.zo.updates import Distribution, Update, UpdatePrecision
 
 # Blocks of one program. No bit depends on it, and it is not tuned: no element is read twice, so it only sets
 # how many programs there are. triton.autotune would time the update on the weights themselves.

@@ -9,7 +9,7 @@ from lezo_ds.recipes.paper import PAPER_MODELS, PAPER_SCORES, PAPER_TASKS, Exper
 from lezo_ds.recipes.recipe import Recipe
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.metrics import METRICS
-from lezo_ds.zo.layers import num_dropped_from_sparsity
+from lezo_ds.zo.layers import num_dropped as num_dropped_from_sparsity
 
 ZEROTH_ORDER = ("lezo", "mezo")
 TRAINED = (*ZEROTH_ORDER, "adamw")

@@ -11,12 +11,12 @@ from typing import Any
 from lezo_ds import distributed
 from lezo_ds.config import RESUME_MAY_DIFFER, RunConfig
 from lezo_ds.data.task_data import TaskData
-from lezo_ds.engine.first_order_engine import FirstOrderEngine
 from lezo_ds.errors import UserError
 from lezo_ds.files import remove_directory
 from lezo_ds.journal import EvaluationRecord, Header
 from lezo_ds.model.snapshots import read_manifest, remove_snapshots, snapshot_path, snapshot_steps
 from lezo_ds.runs.earlier_run import set_aside_earlier_run, set_aside_foreign_snapshots
+from lezo_ds.runs.first_order import FirstOrderEngine
 from lezo_ds.runs.header import assert_same_run, header_without_weights, make_header
 from lezo_ds.runs.run import Run, best_evaluation
 from lezo_ds.runs.run_directory import RunDirectory

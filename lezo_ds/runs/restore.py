@@ -11,7 +11,7 @@ from typing import Any
 
 from lezo_ds import distributed
 from lezo_ds.config import RunConfig
-from lezo_ds.engine.lezo_engine import LezoEngine
+from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import UserError
 from lezo_ds.files import sync
 from lezo_ds.journal import EvaluationRecord, Header, read_journal

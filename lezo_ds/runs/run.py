@@ -19,7 +19,7 @@ from lezo_ds.config import TRAINED, RunConfig, config_to_dict
 from lezo_ds.data.evaluation import EvaluationResult, evaluate
 from lezo_ds.data.predictions import prediction_rows
 from lezo_ds.data.task_data import EncodedSplit, TaskData
-from lezo_ds.engine.model_engine import ModelEngine
+from lezo_ds.engine import ModelEngine
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.model.snapshots import prune_snapshots, remove_snapshots

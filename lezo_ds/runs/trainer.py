@@ -16,14 +16,14 @@ from lezo_ds.config import (
     RunConfig,
     ZoConfig,
     check_world,
-    checked_layer_policy,
+    make_layer_policy,
 )
 from lezo_ds.config.deepspeed import load_ds_config, warn_of_host_stalls, warn_of_idle_keys
 from lezo_ds.data.task_data import TaskData, load_task_data
-from lezo_ds.engine.first_order_engine import FirstOrderEngine, initialize_first_order
-from lezo_ds.engine.lezo_engine import LezoEngine, initialize
+from lezo_ds.engine import LezoEngine, initialize
 from lezo_ds.errors import UserError
 from lezo_ds.model.checkpoint import build_checked
+from lezo_ds.runs.first_order import FirstOrderEngine, initialize_first_order
 from lezo_ds.runs.first_order_run import FirstOrderRun, check_training_state
 from lezo_ds.runs.run import count_steps
 from lezo_ds.runs.run_directory import RunDirectory
@@ -146,7 +146,7 @@ def _check_model(config: RunConfig) -> None:
     _, layout = build_checked(resolve_model(config.model.path), config.model.dtype)
     if config.method in ZEROTH_ORDER:
         outside = not config.zo.only_blocks
-        checked_layer_policy(config.zo, layout.num_blocks, trains_outside=outside)
+        make_layer_policy(config.zo, layout.num_blocks, trains_outside=outside)
 
 
 def _check_before_loading(config: RunConfig, data: TaskData, directory: RunDirectory) -> None:

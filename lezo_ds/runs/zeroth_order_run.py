@@ -8,8 +8,7 @@ from typing import Any
 from lezo_ds import distributed
 from lezo_ds.config import TRAINED, RunConfig, may_differ_on_resume
 from lezo_ds.data.task_data import TaskData
-from lezo_ds.engine.lezo_engine import LezoEngine
-from lezo_ds.engine.step_plan import scalar_bytes
+from lezo_ds.engine import LezoEngine, scalar_bytes
 from lezo_ds.errors import UserError
 from lezo_ds.journal import EvaluationRecord, Journal, JournalRecord
 from lezo_ds.model.snapshots import SnapshotOwner, read_manifest, snapshot_path
@@ -136,7 +135,7 @@ class ZerothOrderRun(Run[LezoEngine]):
             return None
         train, world_size = self.config.train, self.engine.world_size
         num_micro_batches = train.batch_size // train.micro_batch_size
-        num_forwards = len(self.engine.passes_of_step(num_micro_batches)) // world_size
+        num_forwards = len(self.engine.passes_of_rank(0, num_micro_batches))
         parameters = self.engine.weights.parameters
         model = sum(parameter.numel * parameter.parameter.element_size() for parameter in parameters)
         is_sharded = (self.config.partition_size or world_size) > 1

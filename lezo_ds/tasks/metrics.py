@@ -93,8 +93,7 @@ METRICS.add(REWARD, Metric("mean reward", None))
 def find_metric(name: str, kind: TaskKind) -> Metric:
     """Return the metric of this name, or of the `Score` that package.module:function names."""
     if names_code(name):
-        expected = f"{', '.join(METRICS)} or package.module:function"
-        return Metric(name, import_named("data.metric", name, what="a metric", expected=expected))
+        return Metric(name, import_named("data.metric", name, what="metric"))
     metric = METRICS.find(name)
     if metric.kinds and kind not in metric.kinds:
         fitting = [other for other, entry in METRICS.items() if not entry.kinds or kind in entry.kinds]

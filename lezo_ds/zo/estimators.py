@@ -55,7 +55,7 @@ class Estimator(ABC):
     def __post_init__(self) -> None:
         if self.num_directions < self.min_directions:
             raise UserError(
-                f"zo.directions={self.num_directions} is below {self.min_directions}, which this zo.estimator needs",
+                f"zo.directions={self.num_directions} is too few: this estimator needs {self.min_directions}",
                 fix="set zo.directions=8",
             )
 
@@ -104,7 +104,7 @@ class Spsa(Estimator):
 class OneSided(Estimator):
     """g = (l(theta + mu z) - l(theta)) / mu for each direction z: n + 1 probes where SPSA has 2 n.
 
-    Source: forward differences (Spall 1992; Zhang et al. 2024). Its error of the slope is of order mu, not mu^2.
+    Source: forward differences (Spall 1992). Its error of the slope is of order mu, not mu^2.
     """
 
     def probes(self, records: Sequence[StepRecord]) -> tuple[Probe, ...]:
@@ -140,9 +140,9 @@ class Fzoo(OneSided):
 class EvolutionStrategies(Estimator):
     """g_d = -(r_d - mean r) / s, with r_d = -l(theta + mu z_d) the reward of direction d and s its deviation.
 
-    Source: Evolution Strategies at Scale (Qiu et al., PMLR 306, 2026, arXiv 2509.24372), with n = 30 directions
-    and mu = 1e-3. The factor 1 / mu is part of the learning rate, and s is the population's deviation. It is
-    meant for rewards that have no gradient. It needs n probes, and rewards of any scale give the same steps.
+    Source: Evolution Strategies at Scale (Qiu et al., PMLR 306, 2026, arXiv 2509.24372), with n = 30
+    directions and mu = 1e-3. The factor 1 / mu is part of the learning rate, and s is the population's
+    deviation. It is meant for rewards, which need no gradient. Rewards of any scale give the same steps.
     """
 
     ranks: bool = False
@@ -203,7 +203,7 @@ def _in_units_of(spread: float, values: Sequence[float]) -> tuple[float, ...]:
 
 
 def _centered_ranks(values: Sequence[float]) -> tuple[float, ...]:
-    """Return the rank of each value, from -1/2 (the smallest) to 1/2; equal values share the mean of their ranks.
+    """Return the rank of each value, from -1/2 (the smallest) to 1/2; equal values share their mean rank.
 
     >>> _centered_ranks([3.0, 1.0, 1.0])
     (0.5, -0.25, -0.25)

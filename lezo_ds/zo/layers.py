@@ -75,8 +75,8 @@ class Fixed(LayerPolicy):
     def __post_init__(self) -> None:
         if len(self._kept()) != self.num_kept:
             raise UserError(
-                f"zo.layer_policy_options.blocks={self.blocks} does not name {self.num_kept} of {self.num_layers} "
-                "blocks, as many as zo.sparsity keeps",
+                f"zo.layer_policy_options.blocks={self.blocks} does not name {self.num_kept} of the model's "
+                f"{self.num_layers} blocks, as many as zo.sparsity keeps",
                 fix=f"set zo.sparsity={1 - len(self._kept()) / self.num_layers:.4g}, or leave out blocks",
             )
 
@@ -108,8 +108,8 @@ class AdaLezo(LayerPolicy):
     Source: AdaLeZO as its authors run it (UnifiedZO's trainer). With scores Q_i / max Q of the blocks,
     p = (1 - gamma) softmax(score / tau) + gamma / L. A step draws k blocks with replacement and perturbs the
     distinct ones. The update of block i is multiplied by count_i * min(1 / (k p_i), clip). After an applied
-    step, Q_i <- (1 - alpha) Q_i + alpha |g| for each distinct block. The authors use a clip of 4 on hard tasks
-    and 16 on easy ones. Weights outside the blocks are in no group here; every step perturbs them.
+    step, Q_i <- (1 - alpha) Q_i + alpha |g| for each distinct block. The authors use a clip of 4 on hard
+    tasks and 16 on easy ones. Weights outside the blocks are in no group here; every step perturbs them.
     """
 
     tau: float = 0.6
@@ -124,9 +124,9 @@ class AdaLezo(LayerPolicy):
         in_range = self.tau > 0 and 0 < self.alpha <= 1 and 0 < self.gamma <= 1
         if not (in_range and self.clip > 0 and self.interval >= 1):
             raise UserError(
-                f"zo.layer_policy_options tau={self.tau}, alpha={self.alpha}, gamma={self.gamma}, clip={self.clip}, "
-                f"interval={self.interval} are out of range: tau and clip are above 0, alpha and gamma above 0 and "
-                "at most 1, interval is at least 1",
+                f"zo.layer_policy_options of adalezo are out of range: tau={self.tau}, alpha={self.alpha}, "
+                f"gamma={self.gamma}, clip={self.clip}, interval={self.interval}; tau and clip are above 0, "
+                "alpha and gamma above 0 and at most 1, and interval is at least 1",
                 fix="leave them out for the authors' values",
             )
 
@@ -145,7 +145,7 @@ class AdaLezo(LayerPolicy):
         )
 
     def _probabilities(self, records: Sequence[StepRecord]) -> list[float]:
-        # The averages go on from those of the step before: anew at every step, they would make a run quadratic.
+        # The averages continue those of the step before: anew at every step, a run would be quadratic.
         done, quality = self.__dict__.get("_averages", (0, []))
         if done == 0 or done > len(records):
             done, quality = 0, [0.0] * self.num_layers

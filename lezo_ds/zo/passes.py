@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One forward pass: one micro-batch, copied once for each probe.
-
-    Attributes:
-        micro_batch: index of the micro-batch.
-        probes: indices of the step's probes, consecutive.
-    """
+class Pass(NamedTuple):
+    """One forward pass: one micro-batch, copied once for each of its consecutive probes."""
 
     micro_batch: int
     probes: range
@@ -23,12 +17,7 @@ def passes_of_step(num_micro_batches: int, num_probes: int, probes_per_pass: int
 
     A pass gathers each weight once for all of its probes.
 
-    Args:
-        num_micro_batches: of the step, over all ranks.
-        num_probes: of the step's estimator.
-        probes_per_pass: at most this many probes run in one pass, at least 1.
-
-    >>> [(run.micro_batch, list(run.probes)) for run in passes_of_step(1, 4, 2)]
+    >>> [(one.micro_batch, list(one.probes)) for one in passes_of_step(1, 4, 2)]
     [(0, [0, 1]), (0, [2, 3])]
     """
     starts = range(0, num_probes, probes_per_pass)

@@ -13,8 +13,8 @@ Distribution = Literal["normal", "rademacher"]
 """Standard normal numbers, or +1 and -1 with equal probability (the Rademacher distribution)."""
 
 UpdatePrecision = Literal["stochastic", "fp32_master", "nearest"]
-"""How 16-bit weights are stored. fp32_master keeps the 16 low bits too; the others round: at random without bias,
-or to nearest."""
+"""How 16-bit weights are stored. fp32_master keeps the 16 low bits too. The others round: at random without
+bias, or to nearest."""
 
 
 class Update(NamedTuple):
@@ -27,12 +27,12 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class StepUpdate:
-    """theta <- factor * theta - eta / n * g_d * z_d for each of n directions in turn (LeZO, Algorithm 1, line 8)."""
+    """theta <- factor * theta - eta / n * g_d * z_d for each of n directions (LeZO, Algorithm 1, line 8)."""
 
     record: StepRecord
     factor: float
-    """1 - eta * weight decay: decoupled decay (Loshchilov and Hutter 2019) of matrices in blocks that the step
-    did not drop, as MeZO's flag --weight_decay."""
+    """1 - eta * weight decay: decoupled decay (Loshchilov and Hutter 2019) of matrices, except in blocks
+    that the step dropped, as MeZO's flag --weight_decay."""
 
 
 def step_updates(

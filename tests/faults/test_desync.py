@@ -12,7 +12,7 @@ from tiny_runs import make_batch, start_engine, train
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.engine import lezo_engine
 from lezo_ds.errors import DesyncError
-from lezo_ds.forward.step_batch import StepBatch
+from lezo_ds.forward.batch import StepBatch
 from lezo_ds.journal import Header, Journal, read_journal
 from lezo_ds.noise import noise_backend
 

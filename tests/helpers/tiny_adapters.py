@@ -9,7 +9,7 @@ from tiny_runs import DS_CONFIG, SEED, make_batch, write_model, zo_config
 from lezo_ds.config import PeftConfig
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.objectives import classification_loss
-from lezo_ds.engine.lezo_engine import initialize
+from lezo_ds.engine import initialize
 from lezo_ds.forward.batch import MicroBatch
 
 TARGETS = {"gpt2": "c_attn", "gpt_neox": "query_key_value"}

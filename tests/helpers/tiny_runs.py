@@ -12,7 +12,7 @@ from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.batching import candidate_batch
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.objectives import classification_loss
-from lezo_ds.engine.lezo_engine import initialize
+from lezo_ds.engine import initialize
 
 NUM_BLOCKS = 4
 VOCABULARY = 101

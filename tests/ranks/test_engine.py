@@ -22,13 +22,12 @@ from tiny_runs import (
 )
 
 from lezo_ds.data.objectives import classification_loss
-from lezo_ds.engine import lezo_engine
-from lezo_ds.engine.lezo_engine import LezoEngine
-from lezo_ds.engine.step_plan import PlanFormat, scalar_bytes
+from lezo_ds.engine import LezoEngine, lezo_engine
 from lezo_ds.errors import DesyncError, DivergenceError, UserError
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.journal import Header, Journal, read_journal
 from lezo_ds.noise import UpdatePrecision
+from lezo_ds.step import PlanFormat, scalar_bytes
 from lezo_ds.zo.keys import step_key
 from lezo_ds.zo.records import StepRecord
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from lezo_ds.config import AdamWConfig
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.objectives import classification_loss
-from lezo_ds.engine.first_order_engine import initialize_first_order
 from lezo_ds.errors import DivergenceError, UserError
+from lezo_ds.runs.first_order import initialize_first_order
 from lezo_ds.zo.keys import dropout_key
 
 pytestmark = pytest.mark.distributed

@@ -13,9 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lezo_ds import distributed
 from lezo_ds.config import check_world, config_from_dict
 from lezo_ds.distributed.accelerator import adapt_to_cpu
-from lezo_ds.engine.step_plan import PlanFormat, scalar_bytes
 from lezo_ds.errors import UserError
 from lezo_ds.sharding import zero3
+from lezo_ds.step import PlanFormat, scalar_bytes
 
 pytestmark = pytest.mark.distributed
 

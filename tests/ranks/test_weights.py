@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lezo_ds.zo.updates.sgd import Sgd
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_runs import DS_CONFIG, NUM_BLOCKS, start_engine, train, write_model
@@ -21,7 +22,6 @@ from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta, load_model_
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.records import StepRecord
-from lezo_ds.zo.updates.sgd import Sgd
 
 pytestmark = pytest.mark.distributed
 

@@ -8,10 +8,10 @@ import pytest
 from ranks import run_ranks
 from tiny_runs import start_engine, train, zo_config
 
-from lezo_ds.zo.distributions import Distribution
 from lezo_ds.zo.estimators import ESTIMATORS
 from lezo_ds.zo.layers import LAYER_POLICIES
 from lezo_ds.zo.schedules import SCHEDULES
+from lezo_ds.zo.updates import Distribution
 
 pytestmark = pytest.mark.distributed
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from lezo_ds.engine.agreement import (
     all_agree,
     batch_digest,
@@ -16,8 +15,8 @@ from lezo_ds.engine.agreement import (
     wrong_weights,
 )
 from lezo_ds.engine.step_plan import NUM_FACT_NUMBERS
-from lezo_ds.forward.batch import LogitSelection, MicroBatch
-from lezo_ds.forward.step_batch import StepBatch
+
+from lezo_ds.forward.batch import LogitSelection, MicroBatch, StepBatch
 
 FACTS = {"plan": "a", "batch": "b"}
 

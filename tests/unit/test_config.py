@@ -438,7 +438,7 @@ LIGHT = (
     "lezo_ds.recipes",
     "lezo_ds.tasks",
     "lezo_ds.errors",
-    "lezo_ds.zo.precision",
+    "lezo_ds.zo.updates",
 )
 
 

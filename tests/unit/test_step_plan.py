@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lezo_ds.engine.step_plan import PlanFormat, StepPlan
+from lezo_ds.step import PlanFormat, StepPlan
 from lezo_ds.zo.estimators import Probe
 
 FINITE = st.floats(allow_nan=False)

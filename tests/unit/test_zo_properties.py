@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lezo_ds.zo.distributions import Distribution
 from lezo_ds.zo.estimators import ESTIMATORS
 from lezo_ds.zo.layers import LAYER_POLICIES
 from lezo_ds.zo.records import StepRecord
-from lezo_ds.zo.updates import Sgd, SgdWeightDecay, updates_of_parameter
+from lezo_ds.zo.updates import Distribution, Sgd, SgdWeightDecay, updates_of_parameter
 
 NUM_LAYERS = 5
 DIRECTIONS = (1, 2, 5)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from lezo_ds.config import ZoConfig
-from lezo_ds.engine.lezo_engine import LezoEngine
+from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch
 from lezo_ds.tools.benchmark.settings import Variant

@@ -17,7 +17,7 @@ from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.batching import candidate_batch, teacher_forcing_batch
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.objectives import classification_loss, teacher_forcing_loss
-from lezo_ds.engine.lezo_engine import LezoEngine, initialize
+from lezo_ds.engine import LezoEngine, initialize
 from lezo_ds.forward.batch import LossFunction, MicroBatch
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding import zero3

@@ -12,7 +12,7 @@ from lezo_ds.config import ZEROTH_ORDER, RunConfig, ZoConfig, check_world
 from lezo_ds.data.batching import candidate_batch
 from lezo_ds.data.evaluation import Model, evaluate
 from lezo_ds.data.task_data import load_task_data
-from lezo_ds.engine.lezo_engine import LezoEngine
+from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.model.checkpoint import build_checked

@@ -14,7 +14,7 @@ from lezo_ds.tasks import TASKS
 from lezo_ds.tools.arguments import positive
 from lezo_ds.tools.opt_shapes import MAX_LENGTH, SHAPES
 from lezo_ds.tools.workloads import Workload, typical_workload
-from lezo_ds.zo.precision import UpdatePrecision
+from lezo_ds.zo.updates import UpdatePrecision
 
 KINDS = ("mezo_reference", "naive_zero3", "ours", "recipe")
 

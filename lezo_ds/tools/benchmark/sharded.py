@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lezo_ds.config import make_update_rule
-from lezo_ds.engine.lezo_engine import LezoEngine
+from lezo_ds.engine import LezoEngine
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.sharding import zero3
 from lezo_ds.tools.benchmark.inputs import Inputs
 from lezo_ds.tools.benchmark.reference import InPlaceSteps, fed_tokens
 from lezo_ds.tools.benchmark.settings import Variant
 from lezo_ds.zo.records import StepRecord
+from lezo_ds.zo.updates import step_updates
 
 
 def naive_steps(variant: Variant, engine: LezoEngine, inputs: Inputs) -> InPlaceSteps:
@@ -78,5 +78,4 @@ class EngineSteps:
     def replay(self, num_steps: int) -> None:
         """Apply the records of the last `num_steps` steps again."""
         stop = len(self._records)
-        rule = make_update_rule(self._inputs.zo)
-        self.model.weights.apply(rule.step_updates(self._records, stop - num_steps, stop))
+        self.model.weights.apply(step_updates(self._records, stop - num_steps, stop))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from lezo_ds.engine.lezo_engine import LezoEngine
+from lezo_ds.engine import LezoEngine
 from lezo_ds.tools.benchmark.inputs import Inputs
 from lezo_ds.tools.benchmark.reference import InPlaceSteps, plain_steps
 from lezo_ds.tools.benchmark.settings import Variant

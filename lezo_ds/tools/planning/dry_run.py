@@ -14,7 +14,7 @@ from lezo_ds.config import (
     ZEROTH_ORDER,
     RunConfig,
     check_world,
-    checked_layer_policy,
+    make_layer_policy,
 )
 from lezo_ds.config.deepspeed import load_ds_config, warn_of_host_stalls, warn_of_idle_keys
 from lezo_ds.data.task_data import TaskData, load_task_data
@@ -111,7 +111,7 @@ def _training_lines(config: RunConfig, world_size: int) -> list[tuple[str, str]]
 def _model_lines(config: RunConfig, model: ModelSizes) -> list[tuple[str, str]]:
     dropped = 0
     if config.method in ZEROTH_ORDER:
-        policy = checked_layer_policy(config.zo, model.num_blocks, trains_outside=model.trains_outside)
+        policy = make_layer_policy(config.zo, model.num_blocks, trains_outside=model.trains_outside)
         dropped = policy.num_dropped
     size = f"{model.num_parameters:,} parameters"
     return [

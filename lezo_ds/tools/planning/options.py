@@ -12,7 +12,7 @@ from lezo_ds.forward.perturbed_modules import COPIES_AT_ONCE
 from lezo_ds.tools.planning.inputs import InputSizes, assumed_inputs
 from lezo_ds.tools.planning.memory import GIB, RankMemory, rank_memory
 from lezo_ds.tools.planning.model_sizes import ModelSizes, model_sizes
-from lezo_ds.zo.precision import UpdatePrecision
+from lezo_ds.zo.updates import UpdatePrecision
 
 _OFFLOAD_CONFIG = "ds_configs/zero3_cpu_offload.json"
 _EVAL_BATCH_SIZES = (16, 8, 4, 2, 1)

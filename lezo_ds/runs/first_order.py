@@ -21,12 +21,10 @@ from transformers import get_linear_schedule_with_warmup
 
 from lezo_ds import distributed
 from lezo_ds.config import AdamWConfig, PeftConfig
-from lezo_ds.data.generation import runner
-from lezo_ds.engine.model_engine import ModelEngine
+from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import DivergenceError, UserError
-from lezo_ds.forward.batch import LossFunction, MicroBatch, to_device
-from lezo_ds.forward.perturbed_forward import Perturbation, PerturbedForward
-from lezo_ds.forward.step_batch import StepBatch
+from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
+from lezo_ds.forward.perturbed_forward import PerturbedForward
 from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.model.snapshots import snapshot_path
 from lezo_ds.noise import noise_backend
@@ -77,7 +75,7 @@ class FirstOrderEngine(ModelEngine):
             DesyncError: the ranks do not work on the same batch. The weights have not changed.
         """
         batch = StepBatch.of(batch)
-        share, total_weight = self._my_share(len(batch)), batch.total_weight
+        share, total_weight = self.share_of_rank(self.global_rank, len(batch)), batch.total_weight
         losses = torch.zeros(len(batch), dtype=torch.float64, device=self.device)
         self._deepspeed.train()
         mine = {index: to_device(batch[index], self.device) for index in share}
@@ -90,14 +88,14 @@ class FirstOrderEngine(ModelEngine):
                 self._deepspeed.step()  # counts the micro-batch; only the last call updates the weights
 
         def share_of(rank: int) -> range:
-            return self._share_of(rank, len(batch))
+            return self.share_of_rank(rank, len(batch))
 
         facts = {
             "step": str(self.global_steps),
             "learning rate": repr(self.learning_rate),
             "loss of the step before": repr(self._last_loss),
         }
-        mean = self._last_loss = sum(self._sum_losses(losses, facts, batch, share_of)) / total_weight
+        mean = self._last_loss = sum(self.sum_losses(losses, batch, facts, share_of)) / total_weight
         if not math.isfinite(mean):
             raise DivergenceError(
                 f"the loss of step {self.global_steps} is not finite; got: {mean}; "
@@ -117,19 +115,15 @@ class FirstOrderEngine(ModelEngine):
         loss = loss_function(logits, micro_batch).sum()
         if not loss.requires_grad:
             raise UserError(
-                "method adamw needs a loss with a gradient",
-                got="a loss that is not a differentiable function of the logits",
-                expected="a differentiable objective",
+                "method adamw needs a loss with a gradient, which train.objective does not have",
                 fix="set train.objective=task, or method=lezo",
             )
         return loss
 
-    def _run(self, micro_batch: MicroBatch, perturbation: Perturbation | None) -> tuple[Tensor, ...]:
-        outputs = self._perturbed(micro_batch, perturbation, runner(micro_batch, self._deepspeed))
+    def _release(self) -> None:
         # After the first training step, DeepSpeed keeps gathered weights for a backward pass. An evaluation
         # has no backward pass that would release them.
         zero3.release_gathered(self._deepspeed)
-        return outputs
 
     def save_training_state(self, root: Path) -> None:
         """Write weights, optimizer, schedule and loss scale to `root/step-NNNNNNNN`. A collective.

@@ -1,1 +1,0 @@
-"""What trains a sharded model, a batch at a time."""

@@ -1,0 +1,171 @@
+"""A step's plan as bytes, and the proof in its all-reduce that all ranks agree."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lezo_ds.agreement import (
+    NUM_PROOF_NUMBERS,
+    all_agree,
+    batch_digest,
+    batch_facts,
+    desync_error,
+    disagreement,
+    fact_numbers,
+    share_number,
+    watched_rank,
+)
+from lezo_ds.forward.batch import LogitSelection, MicroBatch, StepBatch
+from lezo_ds.step import PlanFormat, StepPlan
+from lezo_ds.zo.estimators import Probe
+
+FINITE = st.floats(allow_nan=False)
+PROBES = st.lists(st.builds(Probe, direction=st.integers(0, 2**32 - 1), scale=FINITE), max_size=9)
+FACTS = {"plan": "a", "batch": "b"}
+
+
+@st.composite
+def plans_and_formats(draw):
+    num_layers = draw(st.integers(0, 600))
+    layers = st.sets(st.integers(0, num_layers - 1)) if num_layers else st.just(set())
+    probes, has_weights = draw(PROBES), draw(st.booleans())
+    weights = st.lists(FINITE, min_size=num_layers, max_size=num_layers) if has_weights else st.just(())
+    plan = StepPlan(
+        step=draw(st.integers(0, 2**63 - 1)),
+        key=draw(st.integers(0, 2**64 - 1)),
+        learning_rate=draw(FINITE),
+        perturbation_scale=draw(FINITE),
+        dropped_layers=tuple(sorted(draw(layers))),
+        layer_weights=tuple(draw(weights)),
+        probes=tuple(probes),
+    )
+    return plan, PlanFormat(num_layers, len(probes), has_weights)
+
+
+@given(plans_and_formats())
+def test_a_plan_comes_back_from_its_bytes_bit_for_bit(drawn):
+    plan, plan_format = drawn
+    data = plan_format.pack(plan)
+    assert len(data) == plan_format.num_bytes
+    assert plan_format.unpack(data) == plan
+
+
+def test_the_message_has_the_recorded_bytes():
+    plan = StepPlan(3, 2**64 - 1, 1e-6, 1e-3, (0, 7, 8, 9), (), (Probe(0, 1e-3), Probe(0, -1e-3)))
+    data = PlanFormat(num_layers=10, num_probes=2, has_weights=False).pack(plan)
+    probes = struct.pack("<Id", 0, 1e-3) + struct.pack("<Id", 0, -1e-3)
+    assert data == struct.pack("<qQdd", 3, 2**64 - 1, 1e-6, 1e-3) + bytes([0x81, 0x03]) + probes
+
+
+def batch_of(*ids, weight=1.0, label=0):
+    return [MicroBatch({"input_ids": torch.tensor([ids])}, weight, {"label": torch.tensor(label)})]
+
+
+def test_a_hash_of_facts_changes_with_any_of_them():
+    others = [FACTS, FACTS | {"plan": "b"}, FACTS | {"batch": "a"}, {"plan": "a;batch:b"}]
+    hashes = [tuple(fact_numbers(facts)) for facts in others]
+    assert len(set(hashes)) == 4
+    assert all(len(numbers) == NUM_PROOF_NUMBERS - 1 for numbers in hashes)
+    assert all(number.is_integer() and 0 <= number < 2**40 for numbers in hashes for number in numbers)
+
+
+def sums_of(by_rank):
+    """Return what an all-reduce in float64 gives, in an order of its own."""
+    return torch.tensor([fact_numbers(facts) for facts in by_rank], dtype=torch.float64).sum(dim=0).tolist()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 64, 8192])
+def test_sums_over_the_ranks_tell_whether_all_state_the_same(num_ranks):
+    rank, other = num_ranks // 2, {"plan": str(num_ranks), "batch": "b"}
+    same = [FACTS] * num_ranks
+    assert all_agree(sums_of(same), num_ranks)
+    if num_ranks > 1:
+        assert not all_agree(sums_of([*same[:rank], other, *same[rank + 1 :]]), num_ranks)
+        assert not all_agree(sums_of([{"rank": str(index)} for index in range(num_ranks)]), num_ranks)
+    largest = float(2**20 - 1)  # the largest numbers are exact, too
+    numbers = torch.tensor([[largest, largest**2]], dtype=torch.float64).expand(num_ranks, 2).clone()
+    assert all_agree(numbers.sum(dim=0).tolist(), num_ranks)
+    numbers[rank] = torch.tensor([largest - 1, (largest - 1) ** 2])
+    assert num_ranks == 1 or not all_agree(numbers.sum(dim=0).tolist(), num_ranks)
+
+
+def selecting(position, vocabulary=None):
+    """Return a batch of one sequence that needs the logits at one position."""
+    selection = LogitSelection(torch.tensor([0]), torch.tensor([position]), vocabulary)
+    return [replace(batch_of(1, 2)[0], selection=selection)]
+
+
+def test_a_digest_of_a_batch_sees_tokens_labels_weights_order_and_the_needed_logits():
+    batches = [
+        batch_of(1, 2),
+        batch_of(2, 1),
+        batch_of(1, 2, weight=2.0),
+        batch_of(1, 2, label=1),
+        batch_of(1) + batch_of(2),
+        batch_of(2) + batch_of(1),
+        selecting(0),
+        selecting(1),
+        selecting(1, torch.tensor([3])),
+    ]
+    assert len({batch_digest(batch) for batch in batches}) == len(batches)
+    assert batch_digest(batch_of(1, 2)) == batch_digest(batch_of(1, 2))
+
+
+def step_batch(laid_out, changed=None, num_micro_batches=12):
+    """Return a step's batch that notes which micro-batches are laid out; one may hold another token."""
+
+    def build(index):
+        laid_out.add(index)
+        return batch_of(index, index == changed)[0]
+
+    return StepBatch([1.0] * num_micro_batches, build, content=b"rows")
+
+
+def sum_of_shares(num_ranks, step, rank_with_another=None, changed=None):
+    """Return the sum of all ranks' numbers, and what each of them has laid out."""
+    numbers, seen = [], []
+    for rank in range(num_ranks):
+        seen.append(set())
+        batch = step_batch(seen[-1], changed if rank == rank_with_another else None)
+        mine, watched = (range(r, len(batch), num_ranks) for r in (rank, watched_rank(rank, num_ranks, step)))
+        numbers.append(share_number(batch, mine, watched))
+    assert all(number.is_integer() and abs(number) < 2**40 for number in numbers)
+    return sum(numbers), seen
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 6])
+def test_another_token_in_the_share_of_a_rank_is_seen_by_the_one_that_watches_it(num_ranks):
+    for step in range(num_ranks):
+        total, seen = sum_of_shares(num_ranks, step)
+        assert total == 0
+        assert all(len(laid_out) == 2 * 12 // num_ranks for laid_out in seen)
+        for index in range(12):
+            assert sum_of_shares(num_ranks, step, index % num_ranks, index)[0] != 0
+    watched = [[watched_rank(rank, num_ranks, step) for rank in range(num_ranks)] for step in range(10)]
+    assert all(sorted(ranks) == list(range(num_ranks)) for ranks in watched)
+    for rank in range(num_ranks):  # any two ranks meet
+        assert {ranks[rank] for ranks in watched} == set(range(num_ranks)) - {rank}
+
+
+def test_what_a_rank_states_of_a_batch_needs_no_layout():
+    laid_out = set()
+    batch = step_batch(laid_out)
+    assert batch_facts(batch) != batch_facts(step_batch(set(), num_micro_batches=11))
+    assert batch_facts(batch) != batch_facts(StepBatch(batch.weights, batch.__getitem__, b"other rows"))
+    assert laid_out == set()
+
+
+def test_errors_name_the_rank_that_differs_from_most_and_count_what_is_too_much_to_name():
+    text = str(disagreement(7, [FACTS | {"batch": "x"}, FACTS, FACTS], 7))
+    assert "at step 7: rank 0 has another batch: x, but most ranks have b; last good step: 6" in text
+    text = str(disagreement(0, [FACTS, FACTS | {"plan": "x"}], 0))
+    assert "rank 1 has another plan: x, but most ranks have a; last good step: none" in text
+    error = desync_error("wrong", [f"on rank {rank} w changed" for rank in range(6)], 3, fix="look")
+    assert error.exit_code == 5
+    assert "on rank 3 w changed; and 2 more; last good step: 2" in str(error)
