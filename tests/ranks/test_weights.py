@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lezo_ds.zo.updates.sgd import Sgd
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_runs import DS_CONFIG, NUM_BLOCKS, start_engine, train, write_model
@@ -22,6 +21,7 @@ from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta, load_model_
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.records import StepRecord
+from lezo_ds.zo.updates import step_updates
 
 pytestmark = pytest.mark.distributed
 
@@ -151,11 +151,11 @@ def _update_one_by_one_and_at_once(directory, dtype):
         before = weights.digest()
         records = make_records(200)
         for step in range(len(records)):
-            weights.apply(Sgd().step_updates(records, step, step + 1))
+            weights.apply(step_updates(records, step, step + 1))
         live = weights.digest()
         weights, _ = shard(directory, dtype, precision)
-        weights.apply(Sgd().step_updates(records, 0, 90))
-        weights.apply(Sgd().step_updates(records, 90, len(records)))
+        weights.apply(step_updates(records, 0, 90))
+        weights.apply(step_updates(records, 90, len(records)))
         found[precision] = (before, live, weights.digest())
     return found
 
@@ -177,7 +177,7 @@ def _update_by_hand(directory, dtype):
     """Return (values before, values after one step, record, z by name), all whole."""
     weights, _ = shard(directory, dtype, "fp32_master")
     before, record = gather(weights), make_records(1)[0]
-    weights.apply(Sgd().step_updates([record], 0, 1))
+    weights.apply(step_updates([record], 0, 1))
     noise = noise_backend(torch.device("cpu"))
     z = {
         p.name: noise.draw(record.key, p.named.parameter_id, 0, p.numel, torch.device("cpu")).view(p.shape)
