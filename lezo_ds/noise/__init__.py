@@ -10,9 +10,7 @@ True
 
 from lezo_ds.noise.backend import NOISE_VERSION, NoiseBackend, Shard, Weight, noise_backend, stacked
 from lezo_ds.noise.precision import join_master, split_master
-from lezo_ds.zo.updates import Distribution
-from lezo_ds.zo.updates import UpdatePrecision
-from lezo_ds.zo.updates import Update
+from lezo_ds.zo.updates import Distribution, Update, UpdatePrecision
 
 __all__ = [
     "NOISE_VERSION",

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from lezo_ds.errors import UserError
-from lezo_ds.zo.updates import Distribution
-from lezo_ds.zo.updates import UpdatePrecision
-from lezo_ds.zo.updates import Update
+from lezo_ds.zo.updates import Distribution, Update, UpdatePrecision
 
 NOISE_VERSION = 1
 """Version of z(key, parameter, element) and of its use; it changes when any bit of either changes."""

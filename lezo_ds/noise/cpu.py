@@ -18,9 +18,7 @@ import torch
 from torch import Tensor, get_num_threads
 
 from lezo_ds.noise.backend import NoiseBackend, Shard, Weight, pack_updates
-from lezo_ds.zo.updates import Distribution
-from lezo_ds.zo.updates import UpdatePrecision
-from lezo_ds.zo.updates import Update
+from lezo_ds.zo.updates import Distribution, Update, UpdatePrecision
 
 logger = logging.getLogger(__name__)
 
