@@ -1,8 +1,45 @@
-"""Layer-wise sparse zeroth-order fine-tuning (LeZO, MeZO) on DeepSpeed ZeRO-3."""
+"""Layer-wise sparse zeroth-order fine-tuning of language models (LeZO, MeZO) on DeepSpeed ZeRO-3.
+
+The public names are imported when they are used first, so that `import lezo_ds` loads no torch:
+
+initialize: load a sharded model and return its `LezoEngine`, as deepspeed.initialize does.
+train: start or resume the run that a configuration describes.
+LezoEngine: train_batch, forward, save_checkpoint and load_checkpoint on a sharded model.
+Estimator, LayerPolicy, Task: base classes of components of your own, which a configuration names as
+    `package.module:Name`.
+reward: marks a function (answers, records) -> rewards as the objective of a run.
+"""
 
 import os
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lezo_ds.data.objectives import reward
+    from lezo_ds.engine import LezoEngine, initialize
+    from lezo_ds.runs.trainer import train
+    from lezo_ds.tasks.base import Task
+    from lezo_ds.zo.estimators import Estimator
+    from lezo_ds.zo.layers import LayerPolicy
 
 __version__ = "0.2.0"
+__all__ = ["Estimator", "LayerPolicy", "LezoEngine", "Task", "initialize", "reward", "train"]
 
 # Huge pages for large CPU tensors: small pages cost a fifth of a step. torch reads this at its first tensor.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+_MODULES = {
+    "Estimator": "lezo_ds.zo.estimators",
+    "LayerPolicy": "lezo_ds.zo.layers",
+    "LezoEngine": "lezo_ds.engine",
+    "Task": "lezo_ds.tasks.base",
+    "initialize": "lezo_ds.engine",
+    "reward": "lezo_ds.data.objectives",
+    "train": "lezo_ds.runs.trainer",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'lezo_ds' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
