@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
-from transformers import OPTConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig, OPTConfig, PreTrainedTokenizerFast
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_BLOCKS = 4
@@ -91,22 +91,28 @@ def build_tokenizer():
     )
 
 
-def write_reader(directory, num_blocks=NUM_BLOCKS, seed=0):
-    """Write a random OPT of 4 blocks x 16 (or another number of blocks) and its word-level tokenizer."""
+def write_reader(directory, num_blocks=NUM_BLOCKS, seed=0, family="opt", odd=False):
+    """Write a random model of 4 blocks x 16 (or another number of blocks) and its word-level tokenizer.
+
+    With odd sizes, the shards of every parameter are padded.
+    """
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(directory)
-    config = OPTConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        word_embed_proj_dim=16,
-        ffn_dim=32,
-        num_hidden_layers=num_blocks,
-        num_attention_heads=4,
-        max_position_embeddings=NUM_POSITIONS,
-        bos_token_id=0,
-        pad_token_id=1,
-        eos_token_id=2,
-    )
+    heads, width, inner = (3, 36 if family == "llama" else 33, 65) if odd else (4, 16, 32)
+    common = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": width,
+        "num_hidden_layers": num_blocks,
+        "num_attention_heads": heads,
+        "max_position_embeddings": NUM_POSITIONS,
+        "bos_token_id": 0,
+        "pad_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if family == "llama":
+        config = LlamaConfig(**common, intermediate_size=inner, num_key_value_heads=1)
+    else:
+        config = OPTConfig(**common, word_embed_proj_dim=width, ffn_dim=inner)
     return write_model(config, directory, seed=seed)
 
 

@@ -1,93 +1,112 @@
-"""Zeroth-order training in plain PyTorch: one process, two passes, no DeepSpeed; what the engine must equal.
+"""Zeroth-order training in plain PyTorch: one process, one pass for each probe, no DeepSpeed.
 
-Nothing of the engine is used but `normal`, the noise itself: the steps of MeZO (Malladi et al. 2023,
-Algorithm 1) and LeZO (Wang et al. 2024, Algorithm 1) are written out again, on whole float32 weights.
+Nothing of the engine is used but the noise and the dither. The steps of MeZO (Malladi et al. 2023,
+Algorithm 1) and LeZO (Wang et al. 2024, Algorithm 1) are written out again, on float32 weights.
 """
 
 from __future__ import annotations
 
+import math
+import re
+import statistics
+
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
 
 from lezo_ds.noise import noise_backend
+from lezo_ds.noise.draws import dither_words
+from lezo_ds.noise.precision import round_stochastic
 from lezo_ds.sharding.parameters import parameter_ids
+from lezo_ds.zo.keys import direction_key
+
+CPU = torch.device("cpu")
 
 
-class ReferenceRun:
-    """A plain model and its zeroth-order optimizer.
+class Reference:
+    """A model of transformers and its zeroth-order optimizer.
 
     Args:
-        directory: the base model.
-        dtype: of the stored weights; with bfloat16 their float32 masters are kept beside them.
-        learning_rate: eta.
-        scale: mu.
-        blocks: dotted name of the list of transformer blocks.
+        model: in float32; the parameters that require gradients are trained.
+        dtype: of the stored weights.
+        precision: how an update is stored in 16 bits.
+        distribution: of the noise.
+        own_name: the name of a parameter for its noise, from that in the model.
     """
 
-    def __init__(self, directory, dtype, learning_rate, scale, blocks):
-        self.dtype = dtype
-        self.learning_rate = learning_rate
-        self.scale = scale
-        self.blocks = blocks
-        self.noise = noise_backend(torch.device("cpu"))
-        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    def __init__(self, model, dtype, precision, distribution="normal", own_name=str):
+        self.dtype, self.precision, self.distribution = dtype, precision, distribution
+        self.noise = noise_backend(CPU)
+        self.model = model.eval()
         self.model.config.use_cache = False
-        self.parameters = dict(self.model.named_parameters())
-        self.ids = parameter_ids(self.parameters)
-        self.masters = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        named = {own_name(name): parameter for name, parameter in model.named_parameters()}
+        ids = parameter_ids(named)
+        self.parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        self.ids = {name: ids[name] for name in self.parameters}
+        self.values = {name: self._stored_as_float(p.detach()) for name, p in self.parameters.items()}
+        for parameter in self.model.parameters():  # and no buffers, such as frequencies
+            parameter.data = parameter.data.to(dtype)
         for module in self.model.modules():
-            if type(module) is nn.Linear:
-                module.__class__ = _Linear
-            if type(module) is nn.LayerNorm:
-                module.__class__ = _LayerNorm
-        self.model.to(dtype)
-
-    def step(self, batch, seed, dropped_blocks=()):
-        """Do one step and return (mean loss, projected gradient)."""
-        return self.step_in_directions(batch, [seed], dropped_blocks)
+            _run_wide_vectors_in_float32(module, dtype)
 
     @torch.no_grad()
-    def step_in_directions(self, batch, seeds, dropped_blocks=()):
-        """Do one step along the mean of several directions; return (mean loss, *projected gradients)."""
-        prefixes = tuple(f"{self.blocks}.{block}." for block in dropped_blocks)
-        active = [name for name in self.parameters if not name.startswith(prefixes)]
-        losses, gradients, directions = [], [], []
-        for seed in seeds:
-            directions.append({name: self._normal(name, seed) for name in active})
-            plus, minus = (self._loss_at(directions[-1], sign * self.scale, batch) for sign in (1, -1))
-            losses.append((plus + minus) / 2)
-            gradients.append((plus - minus) / (2 * self.scale))
-        for gradient, z in zip(gradients, directions, strict=True):
-            for name in active:
-                self.masters[name] -= self.learning_rate / len(seeds) * gradient * z[name]
-        return sum(losses) / len(losses), *gradients
+    def losses(self, batch, key, probes, dropped_blocks=()):
+        """Return the mean loss over a step's batch at theta + scale z of each (direction, scale)."""
+        losses = []
+        for direction, scale in probes:
+            for name, parameter in self.parameters.items():
+                parameter.data = self._stored(name)
+                if _block(name) not in dropped_blocks:
+                    wide = parameter.data.float() + scale * self._noise(name, direction_key(key, direction))
+                    # Vectors (biases and norms) stay in float32: a 16-bit 1.0 has no room for mu z.
+                    parameter.data = wide if wide.dim() == 1 else wide.to(self.dtype)
+            total = 0.0
+            for micro_batch in batch:
+                total += float(self._summed_loss(micro_batch))
+            losses.append(total / sum(micro_batch.weight for micro_batch in batch))
+        return losses
+
+    def update(self, record, weight_decay=0.0):
+        """Do the step that a record describes."""
+        share = record.learning_rate / len(record.projected_grads)
+        for name, value in self.values.items():
+            block = _block(name)
+            if block in record.dropped_layers:
+                continue
+            weight = record.layer_weights[block] if record.layer_weights and block is not None else 1.0
+            factor = 1 - record.learning_rate * weight_decay if value.dim() > 1 else 1.0
+            for direction, gradient in enumerate(record.projected_grads):
+                key = direction_key(record.key, direction)
+                value = value * factor - share * gradient * weight * self._noise(name, key)
+                value = self.values[name] = self._stored_as_float(value, name, key)
+                factor = 1.0
 
     def stored(self):
-        """Return the weights as stored, by name."""
-        return {name: round_to(master, self.dtype) for name, master in self.masters.items()}
+        """Return the trained weights as they are stored, by name."""
+        return {name: self._stored(name) for name in self.values}
 
-    def _normal(self, name, seed):
-        shape = self.masters[name].shape
-        return self.noise.draw(seed, self.ids[name], 0, shape.numel(), torch.device("cpu")).view(shape)
+    def _noise(self, name, key):
+        shape = self.values[name].shape
+        z = self.noise.draw(key, self.ids[name], 0, shape.numel(), CPU, self.distribution)
+        return z.view(shape)
 
-    def _loss_at(self, z, scale, batch):
-        """Return the mean loss over the batch at theta + scale z.
+    def _stored(self, name):
+        return _nearest(self.values[name], self.dtype, self.precision)
 
-        Perturbed vectors (biases and norms) stay in float32: a 16-bit 1.0 has no room for them.
-        """
-        stored = self.stored()
-        for name, parameter in self.parameters.items():
-            value = stored[name]
-            if name in z:
-                value = value.float() + scale * z[name]
-                value = value if value.dim() == 1 else value.to(self.dtype)
-            parameter.data = value
-        total = 0.0
-        for micro_batch in batch:
-            total += float(self._summed_loss(micro_batch))
-        return total / sum(micro_batch.weight for micro_batch in batch)
+    def _stored_as_float(self, value, name=None, key=None):
+        """Return what remains of a float32 value once it is stored."""
+        if self.dtype == torch.float32:
+            return value.clone()
+        if self.precision == "fp32_master":
+            # The low bits of bf16 are exact, those of fp16 in units of 2**-39 below 2**-14.
+            exact = (
+                value.clone() if self.dtype == torch.bfloat16 else (value.double() * 2**39).round() / 2**39
+            )
+            return exact.float()
+        if self.precision == "stochastic" and key is not None:
+            dither = dither_words(key, self.ids[name], 0, value.numel(), CPU).view(value.shape)
+            return round_stochastic(value.contiguous(), dither, self.dtype).float()
+        return value.to(self.dtype).float()
 
     def _summed_loss(self, batch):
         """Return the summed cross-entropy over the candidates, in float64.
@@ -100,25 +119,57 @@ class ReferenceRun:
         return F.cross_entropy(logits.float(), batch.labels["label"], reduction="none").double().sum()
 
 
-class _Linear(nn.Linear):
-    """Adds a bias that is wider than the weight in its own precision."""
-
-    def forward(self, input):
-        if self.bias is None or self.bias.dtype == self.weight.dtype:
-            return super().forward(input)
-        return (F.linear(input, self.weight).float() + self.bias).to(input.dtype)
-
-
-class _LayerNorm(nn.LayerNorm):
-    """Normalises in the precision of its weights."""
-
-    def forward(self, input):
-        return super().forward(input.to(self.weight.dtype)).to(input.dtype)
+def probes_of(estimator, scale, directions):
+    """Return the (direction, scale) of each probe of a step."""
+    if estimator == "spsa":
+        return [(direction, sign * scale) for direction in range(directions) for sign in (1, -1)]
+    at_theta = [] if estimator == "evolution-strategies" else [(0, 0.0)]
+    return at_theta + [(direction, scale) for direction in range(directions)]
 
 
-def round_to(values, dtype):
-    """Round float32 values to the nearest of `dtype`, ties away from zero."""
-    if dtype == torch.float32:
-        return values
-    assert dtype == torch.bfloat16
-    return ((values.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+def estimate(estimator, scale, losses):
+    """Return the loss and the projected gradients (see lezo_ds.zo for the papers)."""
+    if estimator == "spsa":
+        sides = list(zip(losses[::2], losses[1::2], strict=True))
+        loss = math.fsum(plus + minus for plus, minus in sides) / len(losses)
+        return loss, [(plus - minus) / (2 * scale) for plus, minus in sides]
+    if estimator == "evolution-strategies":
+        mean = statistics.fmean(losses)
+        return mean, [(loss - mean) / statistics.pstdev(losses) for loss in losses]
+    base, *sides = losses
+    unit = scale if estimator == "one-sided" else statistics.stdev(sides)
+    return base, [(side - base) / unit for side in sides]
+
+
+def _block(name):
+    """Return the index of the transformer block that a parameter is in, None outside the blocks."""
+    found = re.search(r"layers\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
+def _nearest(values, dtype, precision):
+    """Round float32 values to the nearest of `dtype`; with low bits in bf16, ties go away from zero."""
+    if dtype == torch.bfloat16 and precision == "fp32_master":
+        return ((values.contiguous().view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    return values.to(dtype)
+
+
+def _run_wide_vectors_in_float32(module, dtype):
+    """Let a module whose perturbed vectors are wider than its input compute with all their bits."""
+    own = list(module.parameters(recurse=False))
+    if dtype == torch.float32 or not own:
+        return
+    original = module.forward
+
+    def norm(hidden):
+        return original(hidden.to(module.weight.dtype)).to(hidden.dtype)
+
+    def linear(hidden):
+        if module.bias is None or module.bias.dtype == module.weight.dtype:
+            return original(hidden)
+        return (F.linear(hidden, module.weight).float() + module.bias).to(hidden.dtype)
+
+    if all(parameter.dim() == 1 for parameter in own):
+        module.forward = norm
+    elif isinstance(module, nn.Linear):
+        module.forward = linear

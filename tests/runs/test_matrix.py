@@ -1,0 +1,256 @@
+"""What a run can be, in pairs: each is killed on two ranks, resumed on one, replayed, exported and scored.
+
+It is compared with one undisturbed rank, and with the plain reference.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import signal
+from dataclasses import dataclass
+
+import pytest
+import torch
+from assets import recipe_values, write_data, write_reader
+from commands import run_forked_well
+from faults import Fault, run_faulty
+from peft import LoraConfig, PeftModel, inject_adapter_in_model
+from reference import Reference, estimate, probes_of
+from run_ends import end, num_steps, records_of, results_of
+from transformers import AutoModelForCausalLM
+
+from lezo_ds.config import config_from_dict
+from lezo_ds.data.task_data import load_task_data
+from lezo_ds.forward.adapters import load_prefix
+from lezo_ds.forward.adapters.lora import uniform
+from lezo_ds.model.snapshots import read_manifest, snapshot_path
+from lezo_ds.sharding.parameters import parameter_ids
+from lezo_ds.zo.keys import adapter_key
+from lezo_ds.zo.records import StepRecord
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 6
+SCALE = 1e-2
+WEIGHT_DECAY = 10.0
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LORA = {"rank": 3, "alpha": 5.0, "targets": ["q_proj", "v_proj"]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """The settings of a run; `probes` is the number of probes of a forward pass."""
+
+    adapter: str
+    dtype: str
+    precision: str
+    estimator: str
+    policy: str
+    distribution: str
+    partition: str
+    decays: bool
+    probes: int
+    family: str = "opt"
+    more: tuple[str, ...] = ()
+
+    @property
+    def directions(self):
+        return 2 if self.estimator == "spsa" else 4
+
+    def keys(self):
+        return [
+            f"peft.kind={self.adapter}",
+            f"peft.lora_rank={LORA['rank']}",
+            f"peft.lora_alpha={LORA['alpha']}",
+            "peft.prefix_length=3",
+            f"model.dtype={self.dtype}",
+            f"zo.update_precision={self.precision}",
+            f"zo.estimator={self.estimator}",
+            f"zo.directions={self.directions}",
+            f"zo.probes_per_pass={self.probes}",
+            f"zo.perturbation_scale={SCALE}",
+            f"zo.layer_policy={self.policy}",
+            f"zo.noise_distribution={self.distribution}",
+            f"partition_size={1 if self.partition == 'replicas' else 'null'}",
+            f"zo.weight_decay={WEIGHT_DECAY if self.decays else 0}",
+            *self.more,
+        ]
+
+
+MASTER, STOCHASTIC, NEAREST = "fp32_master", "stochastic", "nearest"
+ES = "evolution-strategies"
+BLOCKS = ("zo.only_blocks=true",)
+FALLING = ("zo.lr_schedule=linear", "zo.warmup_steps=2")
+CASES = [
+    Case("none", "fp32", MASTER, ES, "uniform", "rademacher", "replicas", True, 4),
+    Case("lora", "fp32", NEAREST, "spsa", "fixed", "rademacher", "shared", False, 2),
+    Case("prefix", "bf16", STOCHASTIC, "spsa", "uniform", "normal", "replicas", False, 1),
+    Case("lora", "bf16", NEAREST, ES, "adalezo", "normal", "shared", False, 1, "llama"),
+    Case("none", "fp32", STOCHASTIC, "one-sided", "adalezo", "rademacher", "replicas", False, 1),
+    Case("prefix", "fp16", STOCHASTIC, ES, "fixed", "rademacher", "shared", False, 1),
+    Case("lora", "bf16", MASTER, "one-sided", "fixed", "normal", "shared", True, 6),
+    Case("prefix", "fp16", NEAREST, "one-sided", "uniform", "normal", "shared", True, 1, "llama"),
+    Case("lora", "fp16", STOCHASTIC, "fzoo", "uniform", "rademacher", "replicas", True, 1, "opt", FALLING),
+    Case("none", "fp16", MASTER, "spsa", "adalezo", "normal", "shared", True, 1),
+    Case("prefix", "fp32", MASTER, "fzoo", "adalezo", "normal", "shared", False, 2, "opt", FALLING),
+    Case("none", "bf16", NEAREST, "fzoo", "fixed", "rademacher", "replicas", False, 1, "opt", BLOCKS),
+]
+COLUMNS = ["adapter", "dtype", "precision", "estimator", "policy", "distribution", "partition", "decays"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {family: write_reader(root / family, family=family, odd=True) for family in ("opt", "llama")}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+def test_the_cases_have_every_pair_of_settings():
+    def pairs(rows):
+        return {
+            pair
+            for row in rows
+            for pair in itertools.combinations(zip(COLUMNS, row, strict=True), 2)
+            if pair[:1] != (("dtype", "fp32"),) or pair[1][0] != "precision"
+        }
+
+    rows = [[getattr(case, column) for column in COLUMNS] for case in CASES]
+    assert pairs(rows) == pairs(itertools.product(*map(set, zip(*rows, strict=True))))
+
+
+def recipe(case, models, data, run_dir):
+    values = recipe_values(models[case.family], data)
+    values["run_dir"] = str(run_dir)
+    values["data"] |= {"num_train": 20, "num_dev": 3, "num_test": 5}
+    values["train"] |= {"steps": STEPS, "micro_batch_size": 4, "eval_every": 3, "snapshot_every": 2}
+    path = run_dir.with_suffix(".json")
+    path.write_text(json.dumps(values))
+    return config_from_dict(values, "the test", case.keys()), [
+        "--config",
+        path,
+        f"run_dir={run_dir}",
+        *case.keys(),
+    ]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, (getattr(c, n) for n in COLUMNS))))
+def test_a_run_is_exact_however_it_is_run(case, models, data, tmp_path):
+    undisturbed, run_dir, exported = tmp_path / "undisturbed", tmp_path / "run", tmp_path / "exported"
+    run_forked_well(recipe(case, models, data, undisturbed)[1])
+    config, arguments = recipe(case, models, data, run_dir)
+
+    # Lines after the header: a score, three steps and an evaluation; the next is torn.
+    torn = Fault("write", "journal.jsonl", 6, "within")
+    assert run_faulty(arguments, torn, num_ranks=2).code == -signal.SIGKILL
+    assert num_steps(run_dir) == 3
+    run_forked_well(arguments)
+    assert end(run_dir) == end(undisturbed)
+
+    start = read_start(case, models, run_dir)
+    for path in (run_dir / "snapshots").glob("step-0*[1-9]"):
+        shutil.rmtree(path)
+    export = ["--run", run_dir, "--step", "last", "--out", exported]
+    run_forked_well(export, program="export.py", num_ranks=2)
+    last = read_manifest(snapshot_path(undisturbed / "snapshots", STEPS))
+    manifest = read_manifest(exported)
+    assert manifest["digest"] == last["digest"]
+    assert {file: manifest["files"][file] for file in last["files"] if "safetensors" in file} == {
+        file: facts for file, facts in last["files"].items() if "safetensors" in file
+    }
+    weights = trained_by_reference(case, config, start, records_of(run_dir, StepRecord))
+    opened = trained_weights(case, opened_by_its_library(case, models, exported))
+    assert weights.keys() == opened.keys()
+    for name, expected in weights.items():
+        assert torch.equal(opened[name], expected), name
+
+    results = results_of(run_dir)
+    score = scores("--run", run_dir)
+    assert (score["step"], score["score"]) == (results["best_step"], results["test"])
+    if case.adapter == "none":
+        sizes = [f"data.{name}={getattr(config.data, name)}" for name in ("path", "num_train", "num_dev")]
+        predicted = [tmp_path / "of_run.json", tmp_path / "of_model.json"]
+        scores("--run", run_dir, "--step", "last", "--predictions", predicted[0])
+        scores("--model", exported, *sizes, "data.num_test=5", "--predictions", predicted[1])
+        of_run, of_model = (json.loads(path.read_text())["predictions"] for path in predicted)
+        assert of_run == of_model
+
+
+def scores(*arguments):
+    return json.loads(run_forked_well([*arguments, "--json"], program="evaluate.py").out)
+
+
+# The plain reference.
+
+
+def own_name(name):
+    return name.removeprefix("base_model.model.").replace(".default.", ".")
+
+
+def plain_model(case, models):
+    return AutoModelForCausalLM.from_pretrained(models[case.family], dtype=torch.float32)
+
+
+def read_start(case, models, run_dir):
+    """Return the model before the first step, in float32, with gradients where it is trained."""
+    model = plain_model(case, models)
+    if case.adapter == "prefix":
+        load_prefix(model, snapshot_path(run_dir / "snapshots", 0))
+    if case.adapter == "lora":
+        lora = LoraConfig(r=LORA["rank"], lora_alpha=LORA["alpha"], target_modules=LORA["targets"])
+        inject_adapter_in_model(lora, model)
+        ids = parameter_ids([own_name(name) for name, _ in model.named_parameters()])
+        for name, parameter in model.named_parameters():
+            if ".lora_A." in name:
+                drawn = uniform(adapter_key(0), ids[own_name(name)], 0, parameter.numel())
+                parameter.data = (drawn * parameter.shape[1] ** -0.5).view(parameter.shape)
+    if case.more == BLOCKS:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers." in name)
+    return model
+
+
+def trained_by_reference(case, config, model, records):
+    """Compare the records of all steps with the reference's own; return its trained weights."""
+    zo = config.zo
+    reference = Reference(model, DTYPES[case.dtype], case.precision, case.distribution, own_name)
+    task = load_task_data(config)
+    for step, record in enumerate(records):
+        probes = probes_of(case.estimator, SCALE, case.directions)
+        losses = reference.losses(task.step_batch(config, step), record.key, probes, record.dropped_layers)
+        loss, gradients = estimate(case.estimator, SCALE, losses)
+        if case.probes == 1:
+            assert record.loss == pytest.approx(loss, rel=1e-14), step
+            assert record.projected_grads == pytest.approx(gradients, rel=1e-9), step
+        else:
+            # The copies of a pass run in one batch: other shapes of products, and other last bits.
+            exact = case.dtype == "fp32"
+            assert record.loss == pytest.approx(loss, rel=1e-5 if exact else 0.05), step
+            assert not exact or record.projected_grads == pytest.approx(gradients, rel=1e-2, abs=1e-3), step
+        reference.update(record, zo.weight_decay)
+    assert len(records) == STEPS
+    return reference.stored()
+
+
+def opened_by_its_library(case, models, exported):
+    """Return an exported model as transformers and peft open it."""
+    if case.adapter == "none":
+        return AutoModelForCausalLM.from_pretrained(exported)
+    model = plain_model(case, models).to(DTYPES[case.dtype])
+    if case.adapter == "lora":
+        return PeftModel.from_pretrained(model, exported, is_trainable=True, autocast_adapter_dtype=False)
+    load_prefix(model, exported)
+    return model
+
+
+def trained_weights(case, model):
+    return {
+        own_name(name): parameter.detach()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and (case.more != BLOCKS or "layers." in name)
+    }
