@@ -210,6 +210,15 @@ def read_journal(path: Path) -> tuple[Header, list[JournalRecord]]:
     return header, records
 
 
+def encode_journal(header: Header, records: Iterable[JournalRecord]) -> bytes:
+    """Return the content of a journal with this header and these records."""
+    lines, crc = [], 0
+    for item in (header, *records):
+        line, crc = _encode(item, crc)
+        lines.append(line)
+    return b"".join(lines)
+
+
 def step_checksums(header: Header, records: Iterable[JournalRecord]) -> tuple[str, ...]:
     """Return the chained checksums after 0, 1, ... steps: of all that the weights after them depend on."""
     checksums, crc = [], 0

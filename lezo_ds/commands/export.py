@@ -1,8 +1,8 @@
-"""Write the model of any step of a run as a Hugging Face directory.
+"""Write the model of any step of a run as a Hugging Face directory, or a run as one small file.
 
 lezo-ds export --run DIR --step best --out DIR [key=value ...]
-lezo-ds export --pack FILE --step best --out DIR model.path=BASE_MODEL
-lezo-ds export --run DIR --out DIR --push-to-hub OWNER/NAME --private
+lezo-ds export --run DIR --journal FILE
+lezo-ds export --journal FILE --step best --out DIR model.path=BASE_MODEL
 """
 
 from __future__ import annotations
@@ -15,34 +15,25 @@ from lezo_ds.tools.arguments import path
 def main() -> None:
     """Parse, build, run."""
     parser = command_line.parser("export", __doc__ or "")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", type=path, metavar="DIR", help="directory of the run")
-    source.add_argument("--pack", type=path, metavar="FILE", help="a run that lezo-ds pack packed")
+    parser.add_argument("--run", type=path, metavar="DIR", help="directory of the run")
+    journal_help = "with --run: write the run to this file; without: read the run from it"
+    parser.add_argument("--journal", type=path, metavar="FILE", help=journal_help)
     parser.add_argument("--step", default="best", help="best (lowest validation loss), last, or a number")
-    parser.add_argument("--out", type=path, required=True, metavar="DIR", help="directory to write")
-    push_help = "upload what was written to this repository (with a pack, the pack too)"
-    parser.add_argument("--push-to-hub", metavar="OWNER/NAME", help=push_help)
-    parser.add_argument("--private", action="store_true", help="make a new repository private")
+    parser.add_argument("--out", type=path, metavar="DIR", help="directory to write")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=command_line.KEYS_HELP)
     arguments = command_line.parse_with_keys(parser)
-    if arguments.private and arguments.push_to_hub is None:
-        parser.error("--private needs --push-to-hub")
+    run, journal, out = arguments.run, arguments.journal, arguments.out
+    if [run, journal, out].count(None) != 1:
+        parser.error("give two of --run, --journal and --out")
     overrides = tuple(arguments.overrides)
     check_overrides(overrides)
 
     from lezo_ds import distributed
-    from lezo_ds.runs.export import export_pack, export_run
-    from lezo_ds.runs.hub import check_hub, files_to_upload, push_to_hub
+    from lezo_ds.runs.export import export_journal, export_run, write_journal
 
-    if arguments.push_to_hub is not None:
-        check_hub(arguments.push_to_hub)
-    if arguments.run is not None:
-        step = export_run(arguments.run, arguments.step, arguments.out, overrides=overrides)
-    else:
-        step = export_pack(arguments.pack, arguments.step, arguments.out, overrides=overrides)
-    if distributed.rank() != 0:
+    if out is None:
+        print(f"{run}: {journal}, {write_journal(run, journal):,} bytes")
         return
-    print(f"step {step} of {arguments.run or arguments.pack}: {arguments.out}")
-    if arguments.push_to_hub is not None:
-        files = files_to_upload(arguments.out, arguments.pack)
-        print(push_to_hub(arguments.push_to_hub, files, private=arguments.private, message=f"step {step}"))
+    step = (export_run if journal is None else export_journal)(run or journal, arguments.step, out, overrides)
+    if distributed.rank() == 0:
+        print(f"step {step} of {run or journal}: {out}")

@@ -12,7 +12,6 @@ from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Protocol
 from lezo_ds.tasks.custom import CUSTOM
 from lezo_ds.tasks.metrics import METRICS
-from lezo_ds.trackers import TRACKERS
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy
 from lezo_ds.zo.schedules import SCHEDULES
@@ -315,9 +314,9 @@ class TrainConfig:
     weights after that: a replay of the journal gives them back, but those of adamw are gone. lezo-ds sweep
     sets 0 for lezo unless it is set."""
 
-    report_to: Annotated[Sequence[str] | None, Choices(TRACKERS)] = None
-    """Where the content of metrics.jsonl goes, too, such as [tensorboard, csv]. Their files are in trackers
-    in the run's directory (Trackio has its own place). The monitors of the DeepSpeed JSON work, too."""
+    report_to: Annotated[Sequence[str] | None, Choices(("comet", "csv", "tensorboard", "wandb"))] = None
+    """DeepSpeed's monitors that get the content of metrics.jsonl, too, such as [tensorboard, csv]. Files are
+    in run_dir/monitors. A monitor's section in the DeepSpeed JSON replaces these settings."""
 
     timeout_seconds: Annotated[int, Range(1)] = 1800
     """End the run if a rank does not answer for this many seconds. Writing a snapshot must take less time."""

@@ -1,105 +1,195 @@
-"""Write the model of a run, or of a packed run, as a Hugging Face directory, for lezo-ds export."""
+"""Write the model of a run as a Hugging Face directory, or a run as one small file.
+
+The file is the run's journal. Its header has the configuration without paths of this machine, and the digests
+of the weights that the run kept. Such a file is not trusted: reading it runs no code, imports no module and
+opens no path that it names, and its sizes are checked before anything large is allocated.
+"""
 
 from __future__ import annotations
 
 import logging
-import tempfile
-from collections.abc import Mapping
-from contextlib import ExitStack
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lezo_ds import distributed
 from lezo_ds.config import ZEROTH_ORDER
+from lezo_ds.config.paths import DATA_KEYS
 from lezo_ds.errors import LezoError, UserError
-from lezo_ds.files import make_directory
-from lezo_ds.runs.model_card import model_card
-from lezo_ds.runs.pack import read_pack, recorded_digests
+from lezo_ds.files import write_atomically
+from lezo_ds.journal import encode_journal, read_journal, step_checksums
+from lezo_ds.model.snapshots import SnapshotOwner
+from lezo_ds.runs.directory import RunDirectory, refuse_unwritable
+from lezo_ds.runs.header import assert_same_model_config, config_of
 from lezo_ds.runs.restore import RecordedRun, read_run, restore
-from lezo_ds.runs.run_directory import refuse_unwritable
+from lezo_ds.sharding.checkpoint_files import load_model_config, resolve_model
+from lezo_ds.zo.records import StepRecord
 
-_ANY_MACHINE = ("deepspeed=null", "partition_size=null")
-"""A packed run need not be sharded here as it was on the machine that made it."""
+MAX_JOURNAL_BYTES = 64 << 20
+"""Largest exported journal that is read. 20,000 steps take about 8 MB."""
+
+_MAX_LINE_BYTES = 1 << 20
+_ANY_MACHINE = ("deepspeed=null", "partition_size=null", "train.report_to=null")
+"""A run from a file need not be sharded here as it was on the machine that wrote it."""
 
 logger = logging.getLogger(__name__)
 
 
-def export_run(path: Path, step: str, target: Path, overrides: tuple[str, ...] = ()) -> int:
-    """Write a run's model at a step as a Hugging Face directory with a model card. A collective.
+def export_run(path: Path, step: str, target: Path, overrides: Sequence[str] = ()) -> int:
+    """Write a run's model at a step as a Hugging Face directory; return the number of updates. A collective.
 
     Args:
         path: directory of the run.
         step: "best", "last" or a number of updates.
         target: directory to create. It must not exist, or must be empty.
         overrides: key=value changes to the run's configuration; see `read_run`.
-
-    Returns:
-        The number of updates that the exported weights have seen.
-
-    Raises:
-        UserError: there is no such run or step, or `target` is in use.
-        LezoError: the weights differ from those that the run had.
     """
     distributed.init_distributed()
-
-    def find() -> tuple[RecordedRun, int, Mapping[str, str]]:
-        _refuse_in_use(target)
-        run = read_run(path, overrides)
-        return run, run.find_step(step), recorded_digests(run) if run.config.method in ZEROTH_ORDER else {}
-
-    run, number, digests = distributed.on_rank_zero(find)
-    _export(run, number, digests=digests, target=target)
-    return number
+    return _export(distributed.on_rank_zero(lambda: _find(read_run(path, overrides), step, target)), target)
 
 
-def export_pack(file: Path, step: str, target: Path, overrides: tuple[str, ...] = ()) -> int:
-    """Do what `export_run` does for a packed run and its base model. A collective.
-
-    Args:
-        file: the pack.
-        step: as in `export_run`. The pack has digests of the best step, the last one and each snapshot.
-        target: as in `export_run`.
-        overrides: key=value changes to the run's configuration, such as model.path for the base model.
-
-    Raises:
-        UserError: as in `export_run`, or the file is not a valid pack, or the base model is another one.
-        LezoError: the weights differ from those that the run had.
-    """
+def export_journal(file: Path, step: str, target: Path, overrides: Sequence[str] = ()) -> int:
+    """Do what `export_run` does for a file from `write_journal`. The overrides name the base model."""
     distributed.init_distributed()
-    with ExitStack() as cleanup:
-
-        def find() -> tuple[RecordedRun, int, Mapping[str, str]]:
-            _refuse_in_use(target)
-            with refuse_unwritable(str(target), option="--out"):
-                make_directory(target.parent)
-                unpacked = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
-            directory = Path(cleanup.enter_context(unpacked))
-            run, pack = read_pack(file, directory, (*_ANY_MACHINE, *overrides))
-            return run, run.find_step(step), pack.digests
-
-        run, number, digests = distributed.on_rank_zero(find)
-        _export(run, number, digests=digests, target=target)
-    return number
+    return _export(distributed.on_rank_zero(lambda: _find(read_file(file, overrides), step, target)), target)
 
 
-def _refuse_in_use(target: Path) -> None:
+def _find(run: RecordedRun, step: str, target: Path) -> tuple[RecordedRun, int]:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(
-            f"{target} exists",
-            expected="a directory that does not exist or is empty",
-            fix="give another --out",
-        )
+        raise UserError(f"{target} exists and is not an empty directory", fix="set another --out")
+    return run, run.find_step(step)
 
 
-def _export(run: RecordedRun, step: int, digests: Mapping[str, str], target: Path) -> None:
+def _export(found: tuple[RecordedRun, int], target: Path) -> int:
+    run, step = found
     engine = restore(run, step)
-    digest = engine.weights.digest()
-    expected = digests.get(str(step))
+    digest, expected = engine.weights.digest(), run.digests.get(step)
     if expected not in (None, digest):
         raise LezoError(
-            f"the weights of step {step} differ from those that the run had; got: {digest}; "
-            f"expected: {expected}; fix: use the same package version and settings as the run"
+            f"the weights of step {step} have the digest {digest}, but those of the run had {expected}; "
+            "fix: use the same package version and settings as the run"
         )
     if distributed.rank() == 0:
         known = "no digest in the run to compare with" if expected is None else "the same as in the run"
         logger.info("digest of the weights: %s (%s)", digest, known)
     engine.write_model(target, distributed.on_rank_zero(lambda: model_card(run, step, digest)))
+    return step
+
+
+def write_journal(path: Path, file: Path) -> int:
+    """Write a zeroth-order run, finished or not, as one file, and return its size in bytes."""
+    run = read_run(path)
+    if run.config.method not in ZEROTH_ORDER or run.config.peft.kind == "prefix":
+        kind = "prefix tuning" if run.config.method in ZEROTH_ORDER else f"method {run.config.method}"
+        raise UserError(
+            f"run {path} cannot be exported as a journal: {kind} cannot be replayed from a base model",
+            fix="share the directory that lezo-ds export --out writes",
+        )
+    config = {**run.header.config, "deepspeed": None, "partition_size": None}
+    for key in ("model.path", *DATA_KEYS):
+        section, _, name = key.partition(".")
+        config[section] = {**config[section], name: _public_name(config[section][name])}
+    config["digests"] = {str(step): digest for step, digest in run.digests.items()}
+    content = encode_journal(replace(run.header, config=config), run.records)
+    with refuse_unwritable(file, option="--journal"):
+        write_atomically(file, content)
+    return len(content)
+
+
+def _public_name(path: str | None) -> str | None:
+    """Return a name on the hub as it is, and the last part of a path."""
+    is_path = path is not None and (Path(path).exists() or path.startswith(("/", "~", ".")))
+    return Path(path).name if path is not None and is_path else path
+
+
+def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
+    """Read a file that `write_journal` wrote, or that anybody else did."""
+    try:
+        with file.open("rb") as stream:
+            lines = stream.read(MAX_JOURNAL_BYTES + 1).split(b"\n")
+        if sum(map(len, lines)) + len(lines) > MAX_JOURNAL_BYTES or max(map(len, lines)) > _MAX_LINE_BYTES:
+            raise ValueError(f"it has more than {MAX_JOURNAL_BYTES} bytes, or {_MAX_LINE_BYTES} on one line")
+        header, records = read_journal(file)
+        steps = [record for record in records if isinstance(record, StepRecord)]
+        digests = {int(step): str(digest) for step, digest in header.config.get("digests", {}).items()}
+        base = _plain(header.config["model"]["path"])
+        config = config_of(header, file, (*_ANY_MACHINE, *overrides))
+        if not any(override.startswith("model.path=") for override in overrides):
+            raise UserError(f"{file} needs the base model of its run, {base}", fix="add model.path=DIR")
+        assert_same_model_config(header, config.model.path)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"{file} is not an exported journal: {type(error).__name__}: {error}",
+            fix="copy it again in binary mode, or write it again: lezo-ds export --run DIR --journal FILE",
+        ) from error
+    text_config = load_model_config(resolve_model(config.model.path)).get_text_config()
+    num_weights = {0, text_config.num_hidden_layers}
+    is_zeroth_order = config.method in ZEROTH_ORDER and config.peft.kind != "prefix"
+    if not is_zeroth_order or any(len(record.layer_weights) not in num_weights for record in steps):
+        raise UserError(
+            f"{file} is not of a run of {config.model.path}", fix="set model.path to its base model"
+        )
+    if config.peft.kind == "lora" and config.peft.lora_rank > text_config.hidden_size:
+        raise UserError(
+            f"peft.lora_rank={config.peft.lora_rank} in {file} is larger than the model's width, "
+            f"{text_config.hidden_size}",
+            fix="do not use this file",
+        )
+    owner = SnapshotOwner(header.model_fingerprint, step_checksums(header, records))
+    return RecordedRun(RunDirectory(file), header, config, records, len(steps), owner, digests)
+
+
+_CARD = """\
+---
+library_name: {library}
+tags: [lezo_ds, {method}]{base_model}
+---
+
+# {base}, fine-tuned on {task}
+
+lezo_ds trained {trained} of {base} with method {method} (zeroth-order: forward passes only, if it is lezo).
+These are the weights after {step} of {num_steps} steps. Their digest is {digest}, that of the base weights
+{fingerprint}.
+
+| split | step | score |
+| --- | --- | --- |
+{scores}
+
+To load it: `{load}`
+"""
+
+
+def model_card(run: RecordedRun, step: int, digest: str) -> str:
+    """Return the README.md of an exported model. No string of a run acts as Markdown or HTML in it."""
+    config, kind = run.config, run.config.peft.kind
+    path = config.model.path
+    is_hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) and not Path(path).exists()
+    base = _plain(path if is_hub_id else Path(path).name)
+    load = f"AutoModelForCausalLM.from_pretrained({'DIR' if kind == 'none' else repr(base)})"
+    rows = []
+    for record in run.evaluations:
+        scores = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
+        rows.append(f"| {_plain(record.split)} | {record.step} | {_plain(scores)} |")
+    return _CARD.format(
+        library="peft" if kind == "lora" else "transformers",
+        method=config.method,
+        base_model=f"\nbase_model: {base}" if is_hub_id else "",
+        base=base,
+        task=_plain(config.data.task),
+        trained={"none": "all weights", "lora": "low-rank adapters", "prefix": "a prefix in each block"}[
+            kind
+        ],
+        step=step,
+        num_steps=run.num_steps,
+        digest=digest,
+        fingerprint=_plain(run.header.model_fingerprint),
+        scores="\n".join(rows),
+        load=load if kind == "none" else f"PeftModel.from_pretrained({load}, DIR)",
+    )
+
+
+def _plain(value: Any) -> str:  # noqa: ANN401
+    """Return a value as one line of text in which nothing acts as Markdown or HTML."""
+    return re.sub(r"[^\w .,:;/+()=%@-]", "?", str(value))

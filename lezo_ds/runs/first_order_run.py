@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,61 @@ from lezo_ds import distributed
 from lezo_ds.config import RESUME_MAY_DIFFER, RunConfig
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
-from lezo_ds.files import remove_directory
-from lezo_ds.journal import EvaluationRecord, Header
-from lezo_ds.model.snapshots import read_manifest, remove_snapshots, snapshot_path, snapshot_steps
-from lezo_ds.runs.earlier_run import set_aside_earlier_run, set_aside_foreign_snapshots
+from lezo_ds.files import failures_named, remove_directory, write_atomically
+from lezo_ds.journal import EvaluationRecord, Header, step_checksums
+from lezo_ds.model.snapshots import (
+    SnapshotOwner,
+    read_manifest,
+    remove_snapshots,
+    snapshot_path,
+    snapshot_steps,
+)
+from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.first_order import FirstOrderEngine
 from lezo_ds.runs.header import assert_same_run, header_without_weights, make_header
 from lezo_ds.runs.run import Run, best_evaluation
-from lezo_ds.runs.run_directory import RunDirectory
-from lezo_ds.runs.training_state import TrainingState, read_training_state, weights_removed
 
 RESUME_MAY_DIFFER_FIRST_ORDER = RESUME_MAY_DIFFER - {"train.steps"}  # the learning rate depends on it
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The content of training_state.json, which names the checkpoint to resume from."""
+
+    header: Header
+    world_size: int
+    """Number of ranks. The optimizer states in the checkpoint have one shard per rank."""
+    step: int = 0
+    """Number of steps that the checkpoint has seen; 0 if there is no checkpoint yet."""
+    evaluations: tuple[EvaluationRecord, ...] = ()
+    """All evaluations so far. Those after the checkpoint are repeated when the run resumes."""
+
+    @property
+    def owner(self) -> SnapshotOwner:
+        """The owner of the run's snapshots: there is no chain of steps, so all have the header's checksum."""
+        return SnapshotOwner(self.header.model_fingerprint, step_checksums(self.header, ()))
+
+    def write(self, path: Path) -> None:
+        """Replace the file atomically."""
+        with failures_named(path):
+            write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
+
+
+def read_training_state(path: Path) -> TrainingState:
+    """Read the file that `TrainingState.write` wrote."""
+    try:
+        values = json.loads(path.read_text())
+        return TrainingState(
+            header=Header(**values["header"]),
+            world_size=values["world_size"],
+            step=values["step"],
+            evaluations=tuple(EvaluationRecord(**record) for record in values["evaluations"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} cannot be read: {type(error).__name__}: {error}",
+            fix="restore the file from a copy, or use another run_dir",
+        ) from error
 
 
 class FirstOrderRun(Run[FirstOrderEngine]):
@@ -48,13 +93,13 @@ class FirstOrderRun(Run[FirstOrderEngine]):
     def _open_state(self) -> TrainingState:
         path, state = self.directory.training_state, self._state
         if path.exists():
-            ours, world_size = state.header, state.world_size
-            state = read_training_state(path).at_checkpoint()
-            _check_state(state, ours=ours, world_size=world_size, run_dir=self.directory.path)
-            state = replace(state, world_size=world_size)
-            set_aside_foreign_snapshots(self.directory, state.owner)
+            recorded = read_training_state(path)
+            _check_state(recorded, state.header, state.world_size)
+            done = tuple(record for record in recorded.evaluations if record.step <= recorded.step)
+            state = replace(recorded, world_size=state.world_size, evaluations=done)
+            self._set_aside_foreign_snapshots(state.owner)
         else:
-            set_aside_earlier_run(self.directory)
+            self._set_aside_earlier_run()
         _remove(self.directory.checkpoints, lambda step: step != state.step)
         _remove(self.directory.snapshots, lambda step: step > state.step)
         return state
@@ -108,39 +153,34 @@ class FirstOrderRun(Run[FirstOrderEngine]):
         self.engine.load_model(snapshot_path(self.directory.snapshots, step), step)
 
     def _details(self) -> dict[str, Any]:
-        return {
-            "skipped_steps": self.engine.skipped_steps,
-            "model_fingerprint": self.engine.base.fingerprint,
-            "weights_digest": self.engine.weights.digest(),
-        }
+        return {"skipped_steps": self.engine.skipped_steps}
 
 
-def check_training_state(config: RunConfig, data: TaskData, directory: RunDirectory, world_size: int) -> None:
-    """Refuse, before any weights are loaded, to resume a run with other settings, data or numbers of ranks.
-
-    Raises:
-        UserError: the first item that differs; or the run has finished, and its weights were removed.
-    """
+def check_training_state(config: RunConfig, data: TaskData, directory: RunDirectory) -> None:
+    """Refuse, before weights are loaded, to resume a run with other settings, data or number of ranks."""
     if not directory.training_state.exists():
         return
     state = read_training_state(directory.training_state)
-    ours = header_without_weights(state.header, config, data)
-    _check_state(state, ours=ours, world_size=world_size, run_dir=directory.path)
+    _check_state(state, header_without_weights(state.header, config, data), distributed.world_size())
     if state.step > 0 and not snapshot_path(directory.checkpoints, state.step).is_dir():
         raise weights_removed(directory.path)
 
 
-def _check_state(state: TrainingState, ours: Header, world_size: int, run_dir: Path) -> None:
-    assert_same_run(
-        recorded=state.header, ours=ours, run_dir=run_dir, may_differ=RESUME_MAY_DIFFER_FIRST_ORDER
-    )
+def _check_state(state: TrainingState, ours: Header, world_size: int) -> None:
+    assert_same_run(state.header, ours, RESUME_MAY_DIFFER_FIRST_ORDER)
     if state.step > 0 and state.world_size != world_size:
         raise UserError(
-            "the checkpoint of a first-order run is sharded among another number of ranks",
-            got=f"{world_size} ranks",
-            expected=f"{state.world_size}, the number of ranks that the run was started with",
-            fix="start that number of ranks, or use another run_dir",
+            f"the checkpoint of a first-order run has {state.world_size} ranks, not {world_size}",
+            fix=f"start {state.world_size} ranks, or use another run_dir",
         )
+
+
+def weights_removed(run_dir: Path) -> UserError:
+    """Return the error for a first-order run whose weights are needed, but were removed at its end."""
+    return UserError(
+        f"run {run_dir} has no weights: train.keep_snapshots=0 removed them, and adamw has no journal",
+        fix=f"train again: --config {run_dir / 'config.yaml'} run_dir=NEW train.keep_snapshots=1",
+    )
 
 
 def _remove(root: Path, unwanted: Callable[[int], bool]) -> None:

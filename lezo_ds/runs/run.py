@@ -22,17 +22,19 @@ from lezo_ds.data.task_data import EncodedSplit, TaskData
 from lezo_ds.engine import ModelEngine
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.journal import EvaluationRecord
-from lezo_ds.model.snapshots import prune_snapshots, remove_snapshots
-from lezo_ds.runs.launcher import LauncherWatch
-from lezo_ds.runs.run_directory import RunDirectory, library_versions
+from lezo_ds.model.snapshots import (
+    SnapshotOwner,
+    prune_snapshots,
+    read_facts,
+    remove_snapshots,
+    snapshot_path,
+    snapshot_steps,
+)
+from lezo_ds.runs.directory import RunDirectory, library_versions
 from lezo_ds.runs.screen import Progress, evaluation_line
-from lezo_ds.runs.sharing import shared_config
-from lezo_ds.runs.signals import on_stop_signals
-from lezo_ds.runs.tracking import Trackers
-from lezo_ds.trackers import RunFacts
+from lezo_ds.runs.signals import LauncherWatch, on_stop_signals
 
 logger = logging.getLogger(__name__)
-
 
 _CHECK_EVERY = 100
 """Steps between checks that the weights of each rank are the result of the steps so far."""
@@ -40,56 +42,29 @@ _CHECK_EVERY = 100
 E = TypeVar("E", bound=ModelEngine)
 
 
-def count_steps(config: RunConfig, num_train: int) -> int:
-    """Return the number of steps of a run, which is 0 for methods that do not train.
-
-    Args:
-        config: configuration of the run.
-        num_train: number of training examples.
-    """
-    if config.method not in TRAINED:
-        return 0
-    assert config.train.steps is not None
-    return config.train.steps
-
-
-def eval_interval(config: RunConfig, num_steps: int) -> int:
-    """Return the number of steps between evaluations of a run of `num_steps` steps."""
-    return config.train.eval_every or max(1, num_steps // 10)
-
-
 class Run(ABC, Generic[E]):
     """The part of a run that one process does.
 
     Rank 0 writes all files. A decision depends only on what all ranks know, because most of them lead to
     collectives, in which a rank that decided otherwise would hang.
-
-    Args:
-        config: configuration of the run.
-        data: training and evaluation data.
-        directory: directory of the run.
-        engine: engine at any step. `_open` brings it to the step at which the run resumes.
-
-    Attributes:
-        saves_when_stopped: whether a stopped run would otherwise lose the steps after its last snapshot.
     """
 
     saves_when_stopped: ClassVar[bool] = False
+    """Whether a stopped run would otherwise lose the steps after its last snapshot."""
 
     def __init__(self, config: RunConfig, data: TaskData, directory: RunDirectory, engine: E) -> None:
         self.config = config
         self.data = data
         self.directory = directory
-        self.engine = engine
+        self.engine = engine  # at any step; `_open` brings it to the step at which the run resumes
         self.writes = engine.global_rank == 0
-        self._launcher = LauncherWatch()
         self.evaluations: list[EvaluationRecord] = []
-        self.num_steps = count_steps(config, len(data.train.encoded))
-        self._eval_every = eval_interval(config, self.num_steps)
+        self.num_steps = (config.train.steps or 0) if config.method in TRAINED else 0
+        self._launcher = LauncherWatch()
+        self._eval_every = config.train.eval_every or max(1, self.num_steps // 10)
         self._num_done = 0
         self._seconds_before = 0.0
         self._started = time.monotonic()
-        self._trackers: Trackers | None = None  # only rank 0 has them
 
     @abstractmethod
     def _open(self) -> None:
@@ -101,7 +76,7 @@ class Run(ABC, Generic[E]):
 
     @abstractmethod
     def _record_evaluation(self, record: EvaluationRecord) -> None:
-        """Store an evaluation where `_open` finds it."""
+        """Store an evaluation where `_open` reads it."""
 
     @abstractmethod
     def _save(self) -> None:
@@ -113,18 +88,18 @@ class Run(ABC, Generic[E]):
 
     @abstractmethod
     def _restore(self, step: int) -> None:
-        """Restore the weights that `step` updates gave. A collective."""
+        """Restore the weights after `step` updates. A collective."""
 
     @abstractmethod
     def _details(self) -> dict[str, Any]:
-        """Return the entries of results.json that only this kind of run has. A collective."""
+        """Return the entries of results.json that only this kind of run has."""
 
     def _protected(self) -> tuple[int, ...]:
         """Return the steps whose snapshots must not be removed."""
         return ()
 
     def _drop_weights(self) -> None:
-        """Remove the weights of the run, which has finished, apart from those that nothing can make again."""
+        """Remove the weights of the run, which has finished, but for those that no replay can compute."""
         remove_snapshots(self.directory.snapshots, self._protected())
 
     def _finish_records(self) -> None:
@@ -140,12 +115,7 @@ class Run(ABC, Generic[E]):
         return
 
     def execute(self) -> dict[str, Any]:
-        """Run to the end, or until all ranks agree to stop, and return the content of results.json.
-
-        Raises:
-            LostRankError: another rank has ended or hangs. The message names the last good step.
-            LezoError: see its subclasses.
-        """
+        """Run to the end, or until all ranks agree to stop, and return the content of results.json."""
         with distributed.lost_ranks_reported(self._last_good_step):
             self._begin()
             # A handler only sets a flag. The flag becomes a vote in the next all-reduce, so that all ranks
@@ -160,14 +130,23 @@ class Run(ABC, Generic[E]):
                     self._drop_weights()
                 self.directory.stop_file.unlink(missing_ok=True)
                 self._close()
-                if self._trackers is not None:
-                    self._trackers.close()
             return results
 
     def _announce(self, step: int) -> None:
         """Say at which step the run resumes. Replaying it may take a while."""
         if self.writes and step > 0:
             logger.info("resuming at step %d of %d", step, self.num_steps)
+
+    def _set_aside_earlier_run(self) -> None:
+        self.directory.set_aside(self.directory.outputs(), "an earlier run left")
+
+    def _set_aside_foreign_snapshots(self, owner: SnapshotOwner) -> None:
+        """Move the snapshots of other runs, and those after the end of the run's records."""
+        root = self.directory.snapshots
+        facts = {step: read_facts(snapshot_path(root, step)) for step in snapshot_steps(root)}
+        foreign = [step for step, found in facts.items() if found and not owner.owns(step, found)]
+        reason = "of another run, or of steps that are no longer recorded:"
+        self.directory.set_aside([snapshot_path(root, step) for step in foreign], reason)
 
     def _last_good_step(self) -> str:
         return f"last good step: {self._num_done - 1 if self._num_done else 'none'}"
@@ -177,21 +156,10 @@ class Run(ABC, Generic[E]):
         self._num_done = self.engine.global_steps
         if self.writes:
             self._prune_snapshots()
-            self._seconds_before = self.directory.cut_metrics(self.engine.global_steps)
+            self._seconds_before = self.directory.cut_metrics(self._num_done)
             facts = config_to_dict(self.config)
             self.directory.write_facts(facts, self.engine.world_size, str(self.engine.device))
-        distributed.on_rank_zero(self._open_trackers)
         self._started = time.monotonic()
-
-    def _open_trackers(self) -> None:
-        config, directory = self.config, self.directory
-        facts = RunFacts(
-            name=directory.path.name,
-            folder=directory.trackers,
-            config=shared_config(config_to_dict(config)),
-            step=self._num_done,
-        )
-        self._trackers = Trackers(config.train.report_to, facts)
 
     def _run_to_end(self) -> tuple[bool, EvaluationRecord | None]:
         """Do everything that is left; return whether the run finished, and the best step if it did."""
@@ -238,25 +206,20 @@ class Run(ABC, Generic[E]):
 
     def _look_for_requests(self) -> None:
         """Turn a STOP or SAVE file, or the end of the launcher, into a request that all ranks vote on."""
-        if self._launcher.is_gone():
-            self.engine.request_stop()
-        if self.writes and self.directory.stop_file.exists():
+        if self._launcher.is_gone() or (self.writes and self.directory.stop_file.exists()):
             self.engine.request_stop()
         if self.writes and self.directory.save_file.exists():
             self.engine.request_snapshot()
 
     def _log(self, values: Mapping[str, Any]) -> None:
+        """Write values of the current step to metrics.jsonl and to DeepSpeed's monitors."""
         if not self.writes:
             return
         step = self.engine.global_steps
-        seconds = round(self._seconds(), 3)
-        self.directory.log_metrics({"step": step, **values, "seconds": seconds})
-        numbers = {name: float(value) for name, value in values.items() if value is not None}
-        if self._trackers is not None:
-            self._trackers.log(step, numbers | {"seconds": seconds})
-        monitor = self.engine.monitor
-        if monitor.enabled:
-            monitor.write_events([(f"train/{name}", value, step) for name, value in numbers.items()])
+        self.directory.log_metrics({"step": step, **values, "seconds": round(self._seconds(), 3)})
+        if self.engine.monitor.enabled:
+            numbers = {name: float(value) for name, value in values.items() if value is not None}
+            self.engine.monitor.write_events([(f"train/{name}", n, step) for name, n in numbers.items()])
 
     def _seconds(self) -> float:
         return self._seconds_before + time.monotonic() - self._started
@@ -274,7 +237,7 @@ class Run(ABC, Generic[E]):
 
     def _evaluate(self, split: str, at: int) -> None:
         """Evaluate the current weights if they have seen `at` steps and have no such evaluation yet."""
-        if self.engine.global_steps != at or self._found(split, at):
+        if self.engine.global_steps != at or self._evaluation(split, at):
             return
         self._check()
         examples = self.data.dev if split == "dev" else self.data.test
@@ -283,8 +246,7 @@ class Run(ABC, Generic[E]):
         result = self._score(examples)
         if self.writes and split == "test":
             self._finish_records()
-            rows = prediction_rows(self.data.test.examples, result.predicted)
-            self.directory.write_predictions(at, rows)
+            self.directory.write_predictions(at, prediction_rows(examples.examples, result.predicted))
         metric = self.data.task.metric
         metrics = {metric: result.score}
         if result.majority_class is not None:
@@ -297,7 +259,7 @@ class Run(ABC, Generic[E]):
         if self.writes:
             logger.info("%s", evaluation_line(record, metric))
 
-    def _found(self, split: str, step: int) -> EvaluationRecord | None:
+    def _evaluation(self, split: str, step: int) -> EvaluationRecord | None:
         return next((e for e in self.evaluations if e.split == split and e.step == step), None)
 
     def _score(self, split: EncodedSplit) -> EvaluationResult:
@@ -325,19 +287,20 @@ class Run(ABC, Generic[E]):
         prune_snapshots(self.directory.snapshots, keep, self._protected())
 
     def _results(self, best: EvaluationRecord | None, finished: bool) -> dict[str, Any]:
-        before = self._found("test", 0)
-        final = self._found("test", best.step) if best else None
-        scored = final if self.config.method in TRAINED else before
+        """Return the content of results.json. A collective."""
+        config, metric = self.config, self.data.task.metric
+        before = self._evaluation("test", 0)
+        final = self._evaluation("test", best.step) if best else None
+        scored = final if config.method in TRAINED else before
         any_test = before or final
+        is_zero_shot = config.method in {*TRAINED, "zero_shot"}
         stopped_early = self._num_done < self.num_steps and self._has_lost_patience()
-        metric = self.data.task.metric
-        is_zero_shot = self.config.method in {*TRAINED, "zero_shot"}
         return {
             "task": self.data.task.name,
-            "method": self.config.method,
-            "peft": self.config.peft.kind,
+            "method": config.method,
+            "peft": config.peft.kind,
             "metric": metric,
-            "protocol": self.config.data.protocol,
+            "protocol": config.data.protocol,
             "finished": finished,
             "zero_shot": before.metrics[metric] if before and is_zero_shot else None,
             "test": scored.metrics.get(metric) if scored else None,
@@ -346,10 +309,12 @@ class Run(ABC, Generic[E]):
             "best_dev_loss": best.loss if best else None,
             "steps": self._num_done,
             "early_stop_step": self._num_done if stopped_early else None,
-            "seed": self.config.seed,
+            "seed": config.seed,
             "seconds": round(self._seconds(), 3),
             "peak_memory_bytes": self._peak_memory_bytes(),
             **self._details(),
+            "model_fingerprint": self.engine.base.fingerprint,
+            "weights_digest": self.engine.weights.digest(),
             "world_size": self.engine.world_size,
             "versions": library_versions(),
         }
@@ -368,7 +333,7 @@ class Run(ABC, Generic[E]):
             # Linux counts KiB.
             peaks[engine.global_rank] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if self.writes:
-            peaks[-1] = self.directory.earlier_peak_bytes()
+            peaks[-1] = self.directory.read_results().get("peak_memory_bytes", 0)
         return int(max(distributed.sum_vector(peaks)))
 
 
@@ -382,17 +347,10 @@ def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord
 
 
 def stopping_step(evaluations: Sequence[EvaluationRecord], patience: int | None) -> int | None:
-    """Return the step at which training has gone on for too long without a better validation loss.
+    """Return the step at which `patience` validations in a row were not better than the best before them.
 
-    It is a pure function of the evaluations, so a run that resumes stops where it would have stopped.
-
-    Args:
-        evaluations: of a run so far, in order.
-        patience: the run stops after this number of evaluations in a row, at least 1, that are not better
-            than the best one before them. None never stops.
-
-    Returns:
-        The step of the last of these evaluations; None if training goes on.
+    None if training goes on. It is a pure function of the evaluations, in order, so a run that resumes stops
+    where it would have stopped.
     """
     lowest, num_worse = math.inf, 0
     for record in evaluations:
@@ -414,15 +372,11 @@ class _Stoppable:
     """An engine for an evaluation, which all ranks can agree to leave before each forward pass.
 
     An evaluation may take longer than a batch system waits after its signal. The next run does it again.
-
-    Args:
-        engine: engine that computes.
-        look: called before each vote.
     """
 
     def __init__(self, engine: ModelEngine, look: Callable[[], None]) -> None:
         self._engine = engine
-        self._look = look
+        self._look = look  # called before each vote
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Return the engine's outputs for a micro-batch, or leave the evaluation. A collective."""

@@ -1,24 +1,15 @@
-"""Score a model, or a run at any step, without training. lezo-ds evaluate calls this module."""
+"""Score a model, or a run at any step, without training, for lezo-ds evaluate."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 from lezo_ds import distributed
-from lezo_ds.config import (
-    TRAINED,
-    Dtype,
-    Method,
-    ModelConfig,
-    PeftConfig,
-    RunConfig,
-    config_from_dict,
-    described_task,
-)
+from lezo_ds.config import TRAINED, Dtype, Method, ModelConfig, PeftConfig, RunConfig, config_from_dict
 from lezo_ds.data.evaluation import Model, evaluate
-from lezo_ds.data.objectives import OBJECTIVES
 from lezo_ds.data.predictions import answer_text
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
@@ -27,82 +18,46 @@ from lezo_ds.registry import names_code
 from lezo_ds.runs.restore import read_run, restore
 from lezo_ds.runs.trainer import make_engine, set_threads
 from lezo_ds.sharding.checkpoint_files import DTYPES, load_model_config, resolve_model
-from lezo_ds.tasks.custom import CUSTOM
-from lezo_ds.tasks.metrics import REWARD
 
 
-def score_run(path: Path, step: str, split: str, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Score the weights that a run had at a step. A collective.
+def score_run(path: Path, step: str, split: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Score the weights of a run at a step ("best", "last" or a number) on "dev" or "test". A collective.
 
-    No module that the run names is imported, unless an override names it: instead of an objective
-    "module:function", the loss is that of the task, and instead of such a metric, its own score is given.
-
-    Args:
-        path: directory of the run.
-        step: "best", "last" or a number of updates.
-        split: "dev" or "test".
-        overrides: key=value changes to the run's configuration, such as a model that has moved or other data.
-
-    Returns:
-        The score and what it belongs to. "predictions" has an entry for each example. A prediction is the
-        index of the chosen candidate, with its text, or the generated answer. For a conversation, it is the
-        numbers of right and of all tokens of the assistant.
-
-    Raises:
-        UserError: there is no such run or step, or the input is bad; or the task, or the reward of a task
-            without right answers, is in a module that no override names.
+    `key=value` overrides change the run's configuration. "predictions" has an entry for each example: the
+    index of the chosen candidate with its text, the generated answer, or for a conversation the numbers of
+    right and of all tokens of the assistant.
     """
     distributed.init_distributed()
     run = distributed.on_rank_zero(lambda: read_run(path, overrides))
     number = run.find_step(step)
-    config = _without_recorded_code(run.config, overrides)
+    _refuse_recorded_code(run.config, overrides)
     set_threads()
     engine = restore(run, number)
-    return {"run": str(path), "step": number, **_score(config, engine, split)}
+    return {"run": str(path), "step": number, **_score(run.config, engine, split)}
 
 
-def _without_recorded_code(config: RunConfig, overrides: tuple[str, ...]) -> RunConfig:
-    """Return the configuration without the modules that only the run names: it may come from anyone."""
-    given = {override.partition("=")[0] for override in overrides}
-    if names_code(config.data.task) and "data.task" not in given:
-        raise UserError(
-            "the run's task is in a module, which is imported only if you name it",
-            got=f"data.task={config.data.task}",
-            expected="data.task=... on the command line",
-            fix=f"if you trust this module, add data.task={config.data.task}",
-        )
-    if config.train.objective not in OBJECTIVES and "train.objective" not in given:
-        if config.data.task == CUSTOM and not described_task(config.data).has_answers:
+def _refuse_recorded_code(config: RunConfig, overrides: Sequence[str]) -> None:
+    """Refuse to import a module that only the run names: a run may come from anyone."""
+    named = {override.partition("=")[0] for override in overrides}
+    values = {
+        "data.task": config.data.task,
+        "data.metric": config.data.metric,
+        "train.objective": config.train.objective,
+    }
+    for key, value in values.items():
+        if value is not None and names_code(value) and key not in named:
             raise UserError(
-                "the run's reward is in a module, which is imported only if you name it",
-                got=f"train.objective={config.train.objective}",
-                expected="train.objective=... on the command line",
-                fix=f"if you trust this module, add train.objective={config.train.objective}",
+                f"{key}={value} of the run is in a module, which is imported only if the command names it",
+                fix=f"if you trust this module, add {key}={value}",
             )
-        if config.data.metric == REWARD:
-            config = replace(config, data=replace(config.data, metric=None))
-        config = replace(config, train=replace(config.train, objective="task"))
-    if config.data.metric is not None and names_code(config.data.metric) and "data.metric" not in given:
-        config = replace(config, data=replace(config.data, metric=None))
-    return config
 
 
 def score_model(
-    model: str, split: str, overrides: tuple[str, ...] = (), recipe: str | None = None
+    model: str, split: str, overrides: Sequence[str] = (), recipe: str | None = None
 ) -> dict[str, Any]:
-    """Score a model as it is. A collective.
+    """Score a model (directory or hub id) as it is, like `score_run`. A collective.
 
-    Args:
-        model: directory or hub id.
-        split: "dev" or "test".
-        overrides: key=value configuration: the task, its data, demonstrations.
-        recipe: name or path of a recipe with the configuration; None takes all of it from the overrides.
-
-    Returns:
-        The same as `score_run`.
-
-    Raises:
-        UserError: the input is bad.
+    The task, its data and so on come from a recipe (name or path) and `key=value` overrides.
     """
     distributed.init_distributed()
     dtype = _stored_dtype(model)
@@ -145,5 +100,5 @@ def _score(config: RunConfig, engine: Model, split: str) -> dict[str, Any]:
 def _stored_dtype(model: str) -> Dtype:
     """Return the dtype in the model's config if the engine supports it, and fp32 otherwise."""
     stored = getattr(load_model_config(resolve_model(model)), "dtype", None)
-    found: Dtype = next((name for name in get_args(Dtype) if DTYPES[name] == stored), "fp32")
-    return found
+    dtypes: tuple[Dtype, ...] = get_args(Dtype)
+    return next((name for name in dtypes if DTYPES[name] == stored), "fp32")

@@ -23,14 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """Shows how far training is: a bar on a terminal, elsewhere a line every `SECONDS_BETWEEN_LINES`.
-
-    Args:
-        num_steps: number of steps of the whole run.
-        num_done: number of steps that are done already.
-        metric: name of the score.
-        is_shown: whether this rank shows anything.
-    """
+    """Shows how far training is: a bar on a terminal, elsewhere a line every `SECONDS_BETWEEN_LINES`."""
 
     def __init__(self, num_steps: int, num_done: int, metric: str, is_shown: bool) -> None:
         is_bar = sys.stderr.isatty() or PROGRESS_VARIABLE in os.environ
@@ -65,22 +58,14 @@ class Progress:
         last: EvaluationRecord | None,
         best: EvaluationRecord | None,
     ) -> None:
-        """Show that a step is done.
-
-        Args:
-            step: number of steps done.
-            loss: loss of the step; None if it is not finite.
-            seconds: time that the step took.
-            last: the last evaluation of the validation examples.
-            best: the one with the lowest loss.
-        """
+        """Show that `step` steps are done. A loss of None is not finite."""
         if loss is not None:
             self._losses.append(loss)
         self._step_seconds.append(seconds)
         if not self._bar.disable:
             shown = {"loss": number(loss)}
             if last is not None:
-                shown[f"validation {self._metric}"] = score_text(last, self._metric)
+                shown[f"validation {self._metric}"] = _score_text(last, self._metric)
             self._bar.set_postfix(shown, refresh=False)
             self._bar.update()
         now = time.monotonic()
@@ -93,13 +78,12 @@ class Progress:
     def _line(
         self, step: int, elapsed: float, last: EvaluationRecord | None, best: EvaluationRecord | None
     ) -> str:
-        parts = [f"loss {number(mean(self._losses))}"]
+        parts = [f"loss {number(_mean(self._losses))}"]
         if last is not None and best is not None:
-            at = (
-                "the best so far" if best is last else f"{score_text(best, self._metric)} at step {best.step}"
-            )
-            parts.append(f"validation {self._metric} {score_text(last, self._metric)} ({at})")
-        parts.append(speed(mean(self._step_seconds)))
+            earlier = f"{_score_text(best, self._metric)} at step {best.step}"
+            at = "the best so far" if best is last else earlier
+            parts.append(f"validation {self._metric} {_score_text(last, self._metric)} ({at})")
+        parts.append(_speed(_mean(self._step_seconds)))
         # The evaluations between the steps so far count, too.
         left = elapsed / (step - self._num_before) * (self._num_steps - step)
         return f"step {step}/{self._num_steps}: {', '.join(parts)}, {duration(left)} left"
@@ -113,8 +97,7 @@ def _columns() -> int:
         return 100
 
 
-def mean(values: list[float]) -> float | None:
-    """Return the mean; None if there are no values."""
+def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
@@ -127,15 +110,14 @@ def number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"
 
 
-def score_text(record: EvaluationRecord, metric: str) -> str:
-    """Return the score of an evaluation with three decimals."""
+def _score_text(record: EvaluationRecord, metric: str) -> str:
     return f"{record.metrics[metric]:.3f}"
 
 
-def speed(seconds: float | None) -> str:
-    """Return the speed of steps that take this many seconds each.
+def _speed(seconds: float | None) -> str:
+    """Format the speed of steps that take this many seconds each.
 
-    >>> speed(1.234), speed(0.04)
+    >>> _speed(1.234), _speed(0.04)
     ('1.23 s/step', '25.0 steps/s')
     """
     if not seconds:
@@ -163,21 +145,15 @@ def evaluation_line(record: EvaluationRecord, metric: str) -> str:
     split = {"dev": "validation"}.get(record.split, record.split)
     is_measured = record.loss is not None or record.split == "dev"
     loss = f"loss {number(record.loss)}, " if is_measured else ""
-    return f"step {record.step}: {split} {loss}{metric} {score_text(record, metric)}"
+    return f"step {record.step}: {split} {loss}{metric} {_score_text(record, metric)}"
 
 
 def run_summary(run_dir: str, results: Mapping[str, Any]) -> str:
-    """Return what a user wants to know at the end of a run.
-
-    Args:
-        run_dir: directory of the run.
-        results: the content of its results.json.
-    """
+    """Return what a user wants to know at the end of a run, from the content of its results.json."""
     steps, seconds = results["steps"], duration(results["seconds"])
     if not results["finished"]:
-        return (
-            f"Stopped after step {steps} ({seconds}). The same command continues.\nRun directory: {run_dir}"
-        )
+        stopped = f"Stopped after step {steps} ({seconds}). The same command continues."
+        return f"{stopped}\nRun directory: {run_dir}"
     stop, trained = results["early_stop_step"], results["best_step"] is not None
     lines = [f"Finished{f': {steps} steps' if trained else ''} in {seconds}."]
     if stop is not None:
@@ -198,11 +174,7 @@ def run_summary(run_dir: str, results: Mapping[str, Any]) -> str:
 
 
 def scores_summary(scores: Mapping[str, Any]) -> str:
-    """Return what `lezo_ds.runs.scoring` found, on one line.
-
-    Args:
-        scores: of `score_run` or `score_model`.
-    """
+    """Return the scores of `score_run` or `score_model` on one line."""
     what = f"step {scores['step']} of {scores['run']}" if "run" in scores else scores["model"]
     split = {"dev": "validation"}.get(scores["split"], scores["split"])
     parts = [f"{scores['metric']} {scores['score']:.3f} on {scores['num_examples']} {split} examples"]

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,11 +27,9 @@ from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.engine import LezoEngine, initialize
 from lezo_ds.errors import UserError
 from lezo_ds.model.checkpoint import build_checked
+from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.first_order import FirstOrderEngine, initialize_first_order
 from lezo_ds.runs.first_order_run import FirstOrderRun, check_training_state
-from lezo_ds.runs.run import count_steps
-from lezo_ds.runs.run_directory import RunDirectory
-from lezo_ds.runs.tracking import check_trackers
 from lezo_ds.runs.zeroth_order_run import ZerothOrderRun, check_journal
 from lezo_ds.sharding.checkpoint_files import resolve_model
 
@@ -36,16 +38,20 @@ logger = logging.getLogger(__name__)
 _SCORING_ONLY = ZoConfig(learning_rate=0.0, sparsity=0.0, update_precision="nearest")
 """Settings of an engine that updates nothing, and therefore stores no low bits of the weights."""
 
+_MONITORS = {
+    "csv": (None, "csv_monitor"),
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb"),
+    "comet": ("comet_ml", "comet"),
+}
+"""The values of train.report_to: the package that DeepSpeed's monitor needs, and its section in the JSON."""
+
 
 def train(config: RunConfig) -> dict[str, Any]:
-    """Start or resume a run. A collective that every rank calls with the same configuration.
+    """Start or resume a run and return the content of results.json. A collective.
 
-    Returns:
-        The content of results.json. "finished" is false if the run was asked to stop early.
-
-    Raises:
-        UserError: the input is bad. Whenever possible, this is found before any weights are loaded.
-        LezoError: see its subclasses.
+    "finished" is false if the run was asked to stop early. Bad input raises before any weights are loaded,
+    whenever possible.
     """
     with distributed.lost_ranks_reported(lambda: "last good step: none, the run was starting"):
         return _train(config)
@@ -61,7 +67,7 @@ def _train(config: RunConfig) -> dict[str, Any]:
     with ExitStack() as lock:
 
         def prepare() -> None:
-            check_trackers(config.train.report_to)
+            check_monitors(config)
             _check_model(config)
             directory.create()
             lock.enter_context(directory.locked())
@@ -69,9 +75,10 @@ def _train(config: RunConfig) -> dict[str, Any]:
 
         distributed.on_rank_zero(prepare)
         if config.method == "adamw":
-            engine = make_first_order_engine(config, count_steps(config, len(data.train.encoded)))
-            return FirstOrderRun(config, data=data, directory=directory, engine=engine).execute()
-        return ZerothOrderRun(config, data=data, directory=directory, engine=make_engine(config)).execute()
+            trained = make_first_order_engine(config, _monitors(config))
+            return FirstOrderRun(config, data=data, directory=directory, engine=trained).execute()
+        engine = make_engine(config, _monitors(config))
+        return ZerothOrderRun(config, data=data, directory=directory, engine=engine).execute()
 
 
 def set_threads() -> None:
@@ -87,11 +94,14 @@ def set_threads() -> None:
     torch.set_num_threads(num_threads)
 
 
-def make_first_order_engine(config: RunConfig, num_steps: int) -> FirstOrderEngine:
-    """Load a run's model, sharded over all ranks, to fine-tune it for `num_steps` steps. A collective."""
+def make_first_order_engine(
+    config: RunConfig, monitors: Mapping[str, Any] = MappingProxyType({})
+) -> FirstOrderEngine:
+    """Load a run's model, sharded over all ranks, to fine-tune it by AdamW. A collective."""
+    assert config.train.steps is not None
     num_passes = config.train.batch_size // config.train.micro_batch_size // distributed.world_size()
     ds_config = {
-        **_ds_config(config),
+        **_ds_config(config, monitors),
         "train_batch_size": config.train.batch_size,
         "gradient_accumulation_steps": num_passes,
     }
@@ -99,7 +109,7 @@ def make_first_order_engine(config: RunConfig, num_steps: int) -> FirstOrderEngi
     return initialize_first_order(
         config.model.path,
         config.adamw,
-        num_steps=num_steps,
+        num_steps=config.train.steps,
         ds_config=ds_config,
         dtype=config.model.dtype,
         seed=config.seed,
@@ -107,10 +117,11 @@ def make_first_order_engine(config: RunConfig, num_steps: int) -> FirstOrderEngi
     )
 
 
-def make_engine(config: RunConfig) -> LezoEngine:
+def make_engine(config: RunConfig, monitors: Mapping[str, Any] = MappingProxyType({})) -> LezoEngine:
     """Load a run's model, sharded over all ranks. A collective.
 
-    The engine trains if the method is zeroth-order. Otherwise it only scores.
+    The engine trains if the method is zeroth-order. Otherwise it only scores. `monitors` are sections of the
+    DeepSpeed JSON, whose own sections replace them.
     """
     zo = config.zo if config.method in ZEROTH_ORDER else _SCORING_ONLY
     peft = config.peft if config.method in TRAINED else None
@@ -118,7 +129,7 @@ def make_engine(config: RunConfig) -> LezoEngine:
     return initialize(
         config.model.path,
         zo,
-        ds_config=_ds_config(config),
+        ds_config=_ds_config(config, monitors),
         dtype=config.model.dtype,
         seed=config.seed,
         peft=peft,
@@ -127,7 +138,7 @@ def make_engine(config: RunConfig) -> LezoEngine:
     )
 
 
-def _ds_config(config: RunConfig) -> dict[str, Any]:
+def _ds_config(config: RunConfig, monitors: Mapping[str, Any]) -> dict[str, Any]:
     ds_config = load_ds_config(
         config.deepspeed,
         dtype=config.model.dtype,
@@ -139,7 +150,33 @@ def _ds_config(config: RunConfig) -> dict[str, Any]:
         warn_of_idle_keys(ds_config)
     if distributed.device().type != "cpu":
         warn_of_host_stalls(ds_config, has_gradients=has_gradients)
-    return ds_config
+    return {**monitors, **ds_config}
+
+
+def check_monitors(config: RunConfig) -> None:
+    """Refuse a monitor in train.report_to whose package is not installed."""
+    for name in config.train.report_to or ():
+        package, _ = _MONITORS[name]
+        if package is not None and find_spec(package) is None:
+            raise UserError(
+                f"train.report_to={name} needs the package {package}, which is not installed",
+                fix=f"pip install {package}, or remove {name} from train.report_to",
+            )
+
+
+def _monitors(config: RunConfig) -> dict[str, Any]:
+    """Return the sections of the DeepSpeed JSON that train.report_to stands for."""
+    name = Path(config.run_dir).name
+    files = {"enabled": True, "output_path": f"{config.run_dir}/monitors", "job_name": name}
+    services = {"enabled": True, "project": "lezo_ds"}
+    settings = {
+        "csv_monitor": files,
+        "tensorboard": files,
+        "wandb": {**services, "group": name},
+        "comet": {**services, "experiment_name": name, "samples_log_interval": 1},
+    }
+    sections = [_MONITORS[monitor][1] for monitor in config.train.report_to or ()]
+    return {section: settings[section] for section in sections}
 
 
 def _check_model(config: RunConfig) -> None:
@@ -150,31 +187,20 @@ def _check_model(config: RunConfig) -> None:
 
 
 def _check_before_loading(config: RunConfig, data: TaskData, directory: RunDirectory) -> None:
-    _refuse_other_method(config, directory)
-    if config.method == "adamw":
-        _refuse_partition(config)
-        check_training_state(config, data, directory, distributed.world_size())
-    else:
-        check_journal(config, data, directory)
-
-
-def _refuse_partition(config: RunConfig) -> None:
-    if config.partition_size not in (None, distributed.world_size()):
-        raise UserError(
-            "method adamw shards the weights among all ranks",
-            got=f"partition_size={config.partition_size}, {distributed.world_size()} ranks",
-            expected="null",
-            fix="set partition_size=null",
-        )
-
-
-def _refuse_other_method(config: RunConfig, directory: RunDirectory) -> None:
-    """Refuse to continue a zeroth-order run as a first-order run, or the other way round."""
-    other = directory.journal if config.method == "adamw" else directory.training_state
+    """Refuse what would fail after the weights are loaded."""
+    is_first_order = config.method == "adamw"
+    other = directory.journal if is_first_order else directory.training_state
     if other.exists():
         raise UserError(
-            f"run_dir {directory.path} holds a run of another method",
-            got=f"method {config.method}, and a directory with {other.name}",
-            expected="one directory for each run",
-            fix="give another run_dir",
+            f"run_dir {directory.path} holds a run of another method: there is a {other.name}",
+            fix="set another run_dir",
         )
+    if not is_first_order:
+        check_journal(config, data, directory)
+        return
+    if config.partition_size not in (None, distributed.world_size()):
+        raise UserError(
+            f"method adamw shards the weights among all ranks; partition_size={config.partition_size}",
+            fix="set partition_size=null",
+        )
+    check_training_state(config, data, directory)

@@ -6,11 +6,11 @@ import sys
 import pytest
 from commands import environment
 
-from lezo_ds.runs.launcher import LauncherWatch
+from lezo_ds.runs.signals import LauncherWatch
 
 RANK = """
 import sys
-from lezo_ds.runs.launcher import LauncherWatch
+from lezo_ds.runs.signals import LauncherWatch
 watch = LauncherWatch()
 print(watch.is_gone(), flush=True)
 sys.stdin.readline()

@@ -13,7 +13,7 @@ import torch
 
 from lezo_ds import distributed
 from lezo_ds.config import RunConfig
-from lezo_ds.runs.run_directory import library_versions
+from lezo_ds.runs.directory import library_versions
 from lezo_ds.tools.benchmark import table
 from lezo_ds.tools.benchmark.inputs import Inputs
 from lezo_ds.tools.benchmark.measure import Row, measure_steps

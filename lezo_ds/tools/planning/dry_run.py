@@ -19,7 +19,7 @@ from lezo_ds.config import (
 from lezo_ds.config.deepspeed import load_ds_config, warn_of_host_stalls, warn_of_idle_keys
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import HubError
-from lezo_ds.runs.tracking import check_trackers
+from lezo_ds.runs.trainer import check_monitors
 from lezo_ds.sharding.checkpoint_files import resolve_model
 from lezo_ds.tools.opt_shapes import SHAPES
 from lezo_ds.tools.planning.inputs import InputSizes, assumed_inputs, measured_inputs
@@ -45,7 +45,7 @@ def describe_plan(config: RunConfig, world_size: int) -> str:
     Raises:
         UserError: anything that is wrong and can be known now.
     """
-    check_trackers(config.train.report_to)
+    check_monitors(config)
     micro_batch_size = config.train.micro_batch_size
     ds_config = load_ds_config(config.deepspeed, config.model.dtype, world_size, micro_batch_size)
     has_gradients = config.method == "adamw"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
+import itertools
 import json
 import logging
 import os
 import platform
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,7 @@ import yaml
 
 import lezo_ds
 from lezo_ds.errors import UserError
-from lezo_ds.files import failures_named, make_directory, write_atomically
-from lezo_ds.runs.sharing import shared_command
+from lezo_ds.files import failures_named, make_directory, sync, write_atomically
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
 """Libraries whose versions can change the numbers of a run."""
@@ -29,11 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class RunDirectory:
-    """The paths of a run, and every file in it except the journal and the snapshots.
+    """The paths of a run, and every file in it except the journal, the training state and the snapshots.
 
-    Attributes:
-        stop_file: a user creates this file to stop the run after the current step.
-        save_file: a user creates this file to get a snapshot after the current step.
+    A user creates `stop_file` to stop the run after the current step, and `save_file` to get a snapshot.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -42,10 +40,9 @@ class RunDirectory:
         self.snapshots = self.path / "snapshots"
         self.training_state = self.path / "training_state.json"
         self.checkpoints = self.path / "checkpoints"
-        self.results = self.path / "results.json"
         self.stop_file = self.path / "STOP"
         self.save_file = self.path / "SAVE"
-        self.trackers = self.path / "trackers"
+        self._results = self.path / "results.json"
         self._predictions = self.path / "predictions"
         self._metrics = self.path / "metrics.jsonl"
         self._config = self.path / "config.yaml"
@@ -56,9 +53,6 @@ class RunDirectory:
         """Keep other processes from writing to the directory, on any host that shares it.
 
         If the file system has no locks, there is a warning instead.
-
-        Raises:
-            UserError: another process holds the lock, or the directory cannot be written.
         """
         path = self.path / ".lock"
         descriptor = self._lock(path)
@@ -70,20 +64,17 @@ class RunDirectory:
             os.close(descriptor)
 
     def _lock(self, path: Path) -> int:
-        """Return the descriptor of the locked file."""
         while True:
-            with refuse_unwritable(f"run_dir {self.path}", option="run_dir"):
+            with refuse_unwritable(self.path, option="run_dir"):
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                holder = os.pread(descriptor, 300, 0).decode(errors="replace")
+                holder = os.pread(descriptor, 300, 0).decode(errors="replace") or "another process"
                 os.close(descriptor)
                 raise UserError(
-                    f"run_dir {self.path} is in use",
-                    got=f"a second process that writes to it, besides {holder or 'the first'}",
-                    expected="one process that trains in a directory",
-                    fix=f"wait for its end, stop it (touch {self.stop_file}), or give another run_dir",
+                    f"run_dir {self.path} is in use by {holder}",
+                    fix=f"wait for its end, stop it (touch {self.stop_file}), or set another run_dir",
                 ) from error
             except OSError as error:
                 text = "%s is on a file system without locks (%s): start no second process in this directory"
@@ -96,31 +87,38 @@ class RunDirectory:
                 return descriptor
             os.close(descriptor)
 
-    def outputs(self) -> list[Path]:
-        """Return what a run left besides its journal or training state, or nothing if it has no output."""
-        outputs = [self._metrics, self._predictions, self.results, self.snapshots, self.checkpoints]
-        outputs.append(self.trackers)
-        if not any(path.exists() for path in outputs):
-            return []
-        return [path for path in (self._config, self._environment, *outputs) if path.exists()]
-
     def create(self) -> None:
-        """Create the directory.
-
-        Raises:
-            UserError: the directory cannot be created or written.
-        """
-        with refuse_unwritable(f"run_dir {self.path}", option="run_dir"):
+        """Create the directory, and check that files can be created in it."""
+        with refuse_unwritable(self.path, option="run_dir"):
             make_directory(self.path)
             write_atomically(self.path / ".writable", "")
             (self.path / ".writable").unlink()
 
-    def write_facts(self, config: dict[str, Any], world_size: int, device: str) -> None:
-        """Write config.yaml and environment.json.
+    def outputs(self) -> list[Path]:
+        """Return what a run has written besides its journal or training state; nothing without any output."""
+        outputs = [self._metrics, self._predictions, self._results, self.snapshots, self.checkpoints]
+        if not any(path.exists() for path in outputs):
+            return []
+        return [path for path in (self._config, self._environment, *outputs) if path.exists()]
 
-        Raises:
-            LezoError: a file cannot be written.
-        """
+    def set_aside(self, paths: Sequence[Path], reason: str) -> None:
+        """Move files of another run to a new folder `earlier-N`, so that they are neither used nor lost."""
+        if not paths:
+            return
+        candidates = (self.path / f"earlier-{number}" for number in itertools.count(1))
+        target = next(path for path in candidates if not path.exists())
+        names = [path.relative_to(self.path) for path in paths]
+        with failures_named(target):
+            for path, name in zip(paths, names, strict=True):
+                make_directory((target / name).parent)
+                path.rename(target / name)
+                sync((target / name).parent)
+                sync(path.parent)
+        listed = ", ".join(map(str, names))
+        logger.warning("%s: %s %s; moved to %s", self.path, reason, listed, target)
+
+    def write_facts(self, config: dict[str, Any], world_size: int, device: str) -> None:
+        """Write config.yaml and environment.json."""
         facts = environment(world_size, device)
         _write(self._config, yaml.safe_dump(config, sort_keys=False))
         _write(self._environment, json.dumps(facts, indent=1) + "\n")
@@ -145,49 +143,33 @@ class RunDirectory:
         with failures_named(self._metrics), self._metrics.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
-    def predictions(self, step: int) -> Path:
-        """Return the path of the answers to the test examples after `step` steps."""
-        return self._predictions / f"step-{step:08}.jsonl"
-
     def write_predictions(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Write the rows of `prediction_rows` for the test examples, one JSON object on each line."""
-        path = self.predictions(step)
+        path = self._predictions / f"step-{step:08}.jsonl"
         with failures_named(path):
             path.parent.mkdir(exist_ok=True)
         _write(path, "".join(json.dumps(row) + "\n" for row in rows))
 
-    def earlier_peak_bytes(self) -> int:
-        """Return the peak memory that an earlier process of this run wrote to results.json, 0 if none."""
+    def read_results(self) -> dict[str, Any]:
+        """Return the content of results.json; nothing if it is missing or damaged: it is written anew."""
         try:
-            return int(json.loads(self.results.read_text(encoding="utf-8"))["peak_memory_bytes"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return 0  # no earlier process ended, or its file is damaged and is written anew
+            results = json.loads(self._results.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return results if isinstance(results, dict) else {}
 
     def write_results(self, results: dict[str, Any]) -> None:
         """Write results.json."""
-        _write(self.results, json.dumps(results, indent=1) + "\n")
+        _write(self._results, json.dumps(results, indent=1) + "\n")
 
 
 @contextmanager
-def refuse_unwritable(what: str, option: str) -> Iterator[None]:
-    """Turn an OSError into an error about a path that the user gave.
-
-    Args:
-        what: the path, as the message names it.
-        option: name of the option that sets the path.
-
-    Raises:
-        UserError: instead of the OSError.
-    """
+def refuse_unwritable(path: Path, option: str) -> Iterator[None]:
+    """Turn an OSError into an error about the path of an option."""
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"{what} cannot be written to",
-            got=str(error),
-            expected="a path that can be created and written",
-            fix=f"give another {option}",
-        ) from error
+        raise UserError(f"{path} cannot be written to: {error}", fix=f"set another {option}") from error
 
 
 def _is_file(path: Path, descriptor: int) -> bool:
@@ -199,17 +181,12 @@ def _is_file(path: Path, descriptor: int) -> bool:
 
 def library_versions() -> dict[str, str]:
     """Return the versions of everything that can change the numbers of a run."""
-    found = {"python": platform.python_version(), "lezo_ds": lezo_ds.__version__}
-    for name in LIBRARIES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    versions = {"python": platform.python_version(), "lezo_ds": lezo_ds.__version__}
+    return versions | {name: importlib.metadata.version(name) for name in LIBRARIES}
 
 
 def environment(world_size: int, device: str) -> dict[str, Any]:
-    """Return the versions, hardware, number of ranks and command (as it may be shared) of this process."""
+    """Return the versions, hardware, number of ranks and command of this process."""
     import torch  # imported here because tools that only read runs start faster without it
 
     from lezo_ds.distributed import cpu_name
@@ -221,7 +198,7 @@ def environment(world_size: int, device: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "world_size": world_size,
         "threads": torch.get_num_threads(),
-        "command": ["python", *shared_command(sys.argv)],
+        "command": ["python", *sys.argv],
     }
 
 

@@ -1,7 +1,0 @@
-"""The command `lezo-ds pack`, as a script."""
-
-from lezo_ds.command_line import run_main
-from lezo_ds.commands.pack import main
-
-if __name__ == "__main__":
-    run_main(main)
