@@ -1,4 +1,4 @@
-"""The input of one forward pass, and the output that is needed: some logits, or a continuation."""
+"""The input of a forward pass, and the output that is needed of it: some logits, or a continuation."""
 
 from __future__ import annotations
 
@@ -14,79 +14,53 @@ from lezo_ds.tasks.base import Example
 
 @dataclass(frozen=True)
 class LogitSelection:
-    """The logits that a batch needs. The output head computes only these and returns [N, K].
+    """The logits that a batch needs. The output head computes only these and returns [N, K]."""
 
-    Attributes:
-        rows: int64 [N], index of the sequence of each row of logits.
-        positions: int64 [N], position in that sequence of the hidden state that is read. The logits there
-            predict the token at position + 1.
-        vocabulary: int64 [K], the needed entries of the vocabulary. None selects all of them.
-    """
-
-    rows: Tensor
-    positions: Tensor
-    vocabulary: Tensor | None = None
+    rows: Tensor  # int64 [N], the sequence of each row of logits
+    positions: (
+        Tensor  # int64 [N], the hidden state that is read; its logits predict the token at position + 1
+    )
+    vocabulary: Tensor | None = None  # int64 [K], entries of the vocabulary; None selects all
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """How tokens are drawn."""
 
-    Attributes:
-        temperature: divides the logits, above 0.
-        top_p: draw from the most probable tokens that have this probability together; None for all.
-    """
-
-    temperature: float
-    top_p: float | None = None
+    temperature: float  # divides the logits, above 0
+    top_p: float | None = None  # draw from the most probable tokens that have this probability together
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Settings of generation.
-
-    Attributes:
-        max_new_tokens: maximum number of new tokens, at least 1.
-        stop_ids: a row ends at the first of these tokens.
-        pad_id: fills rows on the left and after their end. It can be any id of the vocabulary.
-        stops: texts that end an answer, which is read up to the first of them.
-        has_ended: function (new tokens of a row) -> whether the row ends here, for ends of several tokens;
-            None if there are none.
-        sampling: how tokens are drawn; None takes the most probable token. A batch then needs the input
-            "sample_keys", int64 [rows]: the keys of the rows' random numbers.
-        keep_perturbed: whether perturbed weights are kept until all rows have ended.
-    """
+    """How a batch is continued."""
 
     max_new_tokens: int
-    stop_ids: tuple[int, ...]
-    pad_id: int
-    stops: tuple[str, ...] = ("\n",)
+    stop_ids: tuple[int, ...]  # a row ends at the first of these tokens
+    pad_id: int  # fills rows on the left and after their end
+    stops: tuple[str, ...] = ("\n",)  # an answer is read up to the first of these strings
+    # (new tokens of a row) -> whether the row ends here, for stop strings of several tokens
     has_ended: Callable[[Sequence[int]], bool] | None = None
+    # None takes the most probable token. Otherwise a batch needs the input "sample_keys", int64 [rows].
     sampling: Sampling | None = None
-    keep_perturbed: bool = False
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The part of a step's batch that a rank runs in one forward pass.
+    """The part of a step's batch that one forward pass runs.
 
-    Attributes:
-        inputs: keyword arguments of the model's forward. The first dimension of each tensor is the batch.
-        weight: number of terms of the mean loss in it (examples or tokens). The loss of a step is the sum of
-            all losses of its micro-batches divided by the sum of their weights.
-        labels: tensors that the loss function reads in addition to the logits.
-        selection: the needed logits. None selects all: [rows, tokens, vocabulary].
-        generation: if it is set, the output is not logits but the new tokens: int64 [rows, at most
-            max_new_tokens].
-        examples: the examples as text, for objectives that read them.
+    `weight` is the number of terms (examples or tokens) of the mean loss in it: the loss of a step is the sum
+    of all losses of its micro-batches divided by the sum of their weights.
     """
 
-    inputs: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor]  # keyword arguments of the model's forward; the first dimension is the batch
     weight: float
-    labels: Mapping[str, Tensor] = field(default_factory=dict)
-    selection: LogitSelection | None = None
-    generation: GenerationSettings | None = None
-    examples: tuple[Example, ...] = ()
+    labels: Mapping[str, Tensor] = field(default_factory=dict)  # what the loss function reads besides logits
+    selection: LogitSelection | None = None  # None selects all logits: [rows, tokens, vocabulary]
+    generation: GenerationSettings | None = (
+        None  # the output is the new tokens, int64 [rows, <= max_new_tokens]
+    )
+    examples: tuple[Example, ...] = ()  # for objectives that read text
 
 
 LossFunction = Callable[[Tensor, MicroBatch], Tensor]
@@ -107,12 +81,12 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 class StepBatch:
-    """All micro-batches of a step. Each is laid out when it is read first, and then kept.
+    """All micro-batches of a step. Each is built when it is first read: a rank reads only its own.
 
     Args:
-        weights: weight of each micro-batch, which is known before it is laid out.
-        build: function (index) -> the micro-batch, the same on every rank. It has the weight given here.
-        content: what the micro-batches are made of, such as the indices of their examples. Ranks compare it.
+        weights: weight of each micro-batch.
+        build: (index) -> the micro-batch, the same on every rank.
+        content: what identifies the batch, such as the indices of its examples. Ranks compare it.
     """
 
     def __init__(self, weights: Sequence[float], build: Callable[[int], MicroBatch], content: bytes) -> None:
@@ -123,7 +97,7 @@ class StepBatch:
 
     @classmethod
     def of(cls, batch: StepBatch | Sequence[MicroBatch]) -> StepBatch:
-        """Return a batch whose micro-batches may have been laid out already."""
+        """Return a batch, which may be a sequence of micro-batches that are built already."""
         if isinstance(batch, StepBatch):
             return batch
         return cls([micro_batch.weight for micro_batch in batch], batch.__getitem__, b"")
@@ -134,8 +108,7 @@ class StepBatch:
     def __getitem__(self, index: int) -> MicroBatch:
         if index not in self._built:
             built = self._build(index)
-            if built.weight != self.weights[index]:
-                raise ValueError(f"micro-batch {index} has weight {built.weight}, not {self.weights[index]}")
+            assert built.weight == self.weights[index], f"micro-batch {index} has weight {built.weight}"
             self._built[index] = built
         return self._built[index]
 

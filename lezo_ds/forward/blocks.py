@@ -1,4 +1,4 @@
-"""Finds the transformer blocks of a model by its structure."""
+"""Finds the transformer blocks of a model by its structure, and the sizes of what is gathered at a time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,9 @@ from lezo_ds.errors import UserError
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Where a model keeps its transformer blocks.
+    """The ModuleList of a model that holds its transformer blocks."""
 
-    Attributes:
-        path: dotted name of the ModuleList that holds them (for example, "model.decoder.layers").
-        num_blocks: number of blocks.
-    """
-
-    path: str
+    path: str  # dotted name, for example "model.decoder.layers"
     num_blocks: int
 
     def block_of(self, parameter_name: str) -> int | None:
@@ -36,100 +31,74 @@ class BlockLayout:
 
 
 def find_blocks(model: nn.Module) -> BlockLayout:
-    """Find the transformer blocks of a decoder.
+    """Find the transformer blocks of a decoder: the outermost ModuleList of one class with most parameters.
 
-    They are the outermost list of modules of one class that has the most parameters. This holds for OPT,
-    Llama, Qwen, Mistral, GPT-NeoX and GPT-2, with and without adapters, so that no list of model names is
-    needed. A list inside a block (for example, of experts) is inside another list and is not considered.
-
-    Raises:
-        UserError: the model has no such list. The error names the lists that it has.
+    This holds for OPT, Llama, Qwen, Mistral, GPT-NeoX and GPT-2, with and without adapters, so no list of
+    model names is needed. A list inside a block (for example, of experts) is not outermost.
     """
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    outermost = {
-        name: module
-        for name, module in lists.items()
-        if not any(name.startswith(other + ".") for other in lists)
-    }
     sizes = {
         name: _num_parameters(module)
-        for name, module in outermost.items()
-        if len(module) > 0 and len({type(block) for block in module}) == 1
+        for name, module in lists.items()
+        if not any(name.startswith(other + ".") for other in lists)
+        and len({type(block) for block in module}) == 1
     }
     path = max(sizes, key=lambda name: sizes[name], default=None)
     if path is None or sizes[path] == 0:
-        found = ", ".join(f"{name} ({len(module)})" for name, module in lists.items()) or "no module lists"
         raise UserError(
-            f"no transformer blocks found in {type(model).__name__}",
-            got=found,
-            expected="a list of modules of one class that have parameters, as in decoder models",
+            f"no transformer blocks in {type(model).__name__}: no list of like modules has parameters",
             fix="use a decoder language model, such as OPT, Llama, Qwen, Mistral, GPT-NeoX or GPT-2",
         )
-    return BlockLayout(path, len(outermost[path]))
+    return BlockLayout(path, len(lists[path]))
 
 
 def freeze_outside(model: nn.Module, layout: BlockLayout) -> None:
-    """Set all parameters outside the transformer blocks to not trained.
-
-    Raises:
-        UserError: all trained parameters are outside the blocks, as those of an adapter may be.
-    """
-    blocks = model.get_submodule(layout.path)
-    inside = set(blocks.parameters())
+    """Set all parameters outside the transformer blocks to not trained."""
+    inside = set(model.get_submodule(layout.path).parameters())
     for parameter in model.parameters():
         if parameter not in inside:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in inside):
         raise UserError(
-            "zo.only_blocks leaves nothing to train",
-            got="an adapter outside the blocks",
-            expected=f"trained weights in {layout.path}",
+            f"zo.only_blocks leaves nothing to train: the adapter has no weights in {layout.path}",
             fix="set zo.only_blocks=false",
         )
 
 
-def largest_module(model: nn.Module, layout: BlockLayout) -> int:
-    """Return the number of elements of the largest block, or of a larger module outside the blocks."""
-    blocks = model.get_submodule(layout.path)
-    inside = set(blocks.modules())
-    outside = [module for module in model.modules() if module not in inside]
-    own = [sum(p.numel() for p in module.parameters(recurse=False)) for module in outside]
-    return max(*own, *map(_num_parameters, blocks.children()))
-
-
 class PartSizes(NamedTuple):
-    """What is gathered at a time: a block, or the parameters of a module outside the blocks.
+    """Numbers of elements of what is gathered at a time: a block, or the parameters of a module outside."""
 
-    Attributes:
-        largest: number of elements of the largest part, tied parameters left out.
-        tied: number of elements of the parameters that several parts use. They stay gathered in a pass.
-    """
-
-    largest: int
-    tied: int
+    largest: int  # of the largest part, tied parameters left out
+    tied: int  # of the parameters that several parts use; they stay gathered in a pass
 
 
 def part_sizes(model: nn.Module, layout: BlockLayout) -> PartSizes:
     """Return the sizes of what is gathered at a time from a model that is not sharded yet."""
-    blocks = model.get_submodule(layout.path)
-    inside = set(blocks.modules())
-    parts = [set(block.parameters()) for block in blocks.children()]
-    parts += [set(module.parameters(recurse=False)) for module in model.modules() if module not in inside]
+    parts = _parts(model, layout)
     num_users = Counter(parameter for part in parts for parameter in part)
     tied = {parameter for parameter, number in num_users.items() if number > 1}
     sizes = [sum(parameter.numel() for parameter in part - tied) for part in parts]
     return PartSizes(largest=max(sizes), tied=sum(parameter.numel() for parameter in tied))
 
 
-def gathering_limits(parts: PartSizes) -> dict[str, int]:
-    """Return default limits on the number of elements that are gathered.
+def largest_module(model: nn.Module, layout: BlockLayout) -> int:
+    """Return the number of elements of the largest block, or of a larger module outside the blocks."""
+    return max(sum(parameter.numel() for parameter in part) for part in _parts(model, layout))
 
-    While a block runs, the weights of the next one are gathered.
-    """
+
+def gathering_limits(parts: PartSizes) -> dict[str, int]:
+    """Return default limits on gathered elements: while a block runs, the next one is gathered."""
     return {
         "stage3_prefetch_bucket_size": parts.largest,
         "stage3_max_live_parameters": parts.tied + 2 * parts.largest,
     }
+
+
+def _parts(model: nn.Module, layout: BlockLayout) -> list[set[nn.Parameter]]:
+    blocks = model.get_submodule(layout.path)
+    inside = set(blocks.modules())
+    outside = [set(module.parameters(recurse=False)) for module in model.modules() if module not in inside]
+    return [set(block.parameters()) for block in blocks.children()] + outside
 
 
 def _num_parameters(module: nn.Module) -> int:

@@ -1,14 +1,29 @@
-"""LayerNorm at several probes of its weights as one Triton kernel."""
+"""A 16-bit LayerNorm at several probes of its weights as one Triton kernel.
+
+Perturbed norms compute in float32, and torch 2.13 has no LayerNorm for 16-bit inputs and float32 weights on
+GPUs: with two probes, its operators are five kernels. This kernel sums in another order than torch's, so its
+last bits differ.
+"""
 
 # mypy: disallow-untyped-decorators=False, warn-return-any=False
 # ruff: noqa: PLR0913 (a kernel has no objects to bundle its arguments in)
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor, nn
 
+from lezo_ds.forward.module_calls import Copies
+from lezo_ds.noise import stacked
+from lezo_ds.noise.launch import Launch
 from lezo_ds.noise.triton_kernels import round_nearest
+
+_ELEMENTS_PER_WARP = 512
+_MOST_WARPS = 8
 
 
 @triton.jit(do_not_specialize=["rows_of_copy", "weight_distance", "bias_distance"])
@@ -46,3 +61,35 @@ def layer_norm_kernel(
         result += tl.load(bias_ptr + probe * bias_distance + column, mask=inside).to(tl.float32)
     result = round_nearest(result, out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * width + column, result, mask=inside)
+
+
+def norm_at_probes(module: nn.Module, copies: Copies, batch: Tensor, num_copies: int) -> Tensor:
+    """Run `nn.LayerNorm`. The batch is contiguous and has 16 bits; copies have float32."""
+    output, width = torch.empty_like(batch), batch.shape[-1]
+    num_rows = batch.numel() // width
+    weight, weight_distance = _at_all_probes(module, copies, "weight")
+    bias, bias_distance = _at_all_probes(module, copies, "bias")
+    tensors = (output, batch, weight, bias)
+    launch = _launch(num_rows, width, tuple(map(_seen_by_triton, tensors)), batch.device)
+    launch.run(*tensors, num_rows // num_copies, weight_distance, bias_distance, module.eps)
+    return output
+
+
+def _at_all_probes(module: nn.Module, copies: Copies, name: str) -> tuple[Tensor | None, int]:
+    """Return a vector at all probes, and the distance between two probes in elements."""
+    if name in copies:
+        vectors = stacked(copies[name])
+        return vectors, vectors.stride(0)
+    return module._parameters[name], 0
+
+
+def _seen_by_triton(tensor: Tensor | None) -> tuple[torch.dtype, bool] | None:
+    return None if tensor is None else (tensor.dtype, tensor.data_ptr() % 16 == 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launch(num_rows: int, width: int, _seen: object, _device: torch.device) -> Launch:
+    """Return a launch for rows of a width. Launches differ if Triton sees something else in the tensors."""
+    width_power = 1 << (width - 1).bit_length()
+    num_warps = min(max(width_power // _ELEMENTS_PER_WARP, 1), _MOST_WARPS)
+    return Launch(layer_norm_kernel, num_rows, {"width": width, "width_power": width_power}, num_warps)

@@ -13,7 +13,7 @@ from lezo_ds import distributed
 from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, flatten
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
-from lezo_ds.forward.perturbed_norm import norm_facts
+from lezo_ds.forward.module_calls import norm_facts
 from lezo_ds.journal import Header
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.directory import library_versions

@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).parents[2]
 INTERPRETED = (
     "tests/unit/test_noise_backends.py",
     "tests/unit/test_noise_box_muller.py",
-    "tests/model/test_perturbed_norm.py",
+    "tests/kernels/test_perturbed_norm.py",
 )
 TYPES = {
     "out_ptr": "*fp32",

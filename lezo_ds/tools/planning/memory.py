@@ -28,7 +28,7 @@ from typing import Any
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, copies_per_pass
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.forward.blocks import gathering_limits
-from lezo_ds.forward.perturbed_modules import COPIES_AT_ONCE
+from lezo_ds.forward.perturbed_forward import COPIES_AT_ONCE
 from lezo_ds.tools.planning.inputs import InputSizes
 from lezo_ds.tools.planning.model_sizes import ModelSizes
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, check_world, num_passes
 from lezo_ds.errors import UserError
-from lezo_ds.forward.perturbed_modules import COPIES_AT_ONCE
+from lezo_ds.forward.perturbed_forward import COPIES_AT_ONCE
 from lezo_ds.tools.planning.inputs import InputSizes, assumed_inputs
 from lezo_ds.tools.planning.memory import GIB, RankMemory, rank_memory
 from lezo_ds.tools.planning.model_sizes import ModelSizes, model_sizes

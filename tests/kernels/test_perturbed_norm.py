@@ -9,11 +9,9 @@ import torch
 from tiny_models import tiny_model
 from torch import nn
 
-from lezo_ds.forward import perturbed_norm
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.forward.perturbed_forward import KeyedProbe, Perturbation, PerturbedForward
-from lezo_ds.forward.perturbed_norm import is_fused, norm_at_probes, norm_facts
 from lezo_ds.noise import noise_backend
 from lezo_ds.noise.launch import Launch
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
@@ -25,6 +23,12 @@ on_triton = pytest.mark.skipif(
     DEVICE.type == "cpu" and not IS_INTERPRETED,
     reason="no GPU; test_noise_triton.py runs it in the interpreter",
 )
+
+
+def norm_at_probes():
+    from lezo_ds.forward.norm_kernel import norm_at_probes  # it imports Triton, which CPUs often do not have
+
+    return norm_at_probes
 
 
 def layer_norm(width, dtype=torch.bfloat16, **options):
@@ -57,7 +61,7 @@ def copies_of(module, names, num_copies):
 def test_triton_norms_at_each_probe_are_those_of_float64_rounded_once(dtype, width, names):
     module, batch = layer_norm(width, dtype), batch_of(width, dtype)
     copies = copies_of(module, names, 2)
-    found = norm_at_probes(module, copies, batch, 2)
+    found = norm_at_probes()(module, copies, batch, 2)
     assert found.shape == batch.shape and found.dtype == dtype
     for probe, (result, share) in enumerate(zip(found.chunk(2), batch.chunk(2), strict=True)):
         vectors = [
@@ -75,10 +79,10 @@ def test_triton_norms_at_each_probe_are_those_of_float64_rounded_once(dtype, wid
 def test_triton_norms_have_the_bits_of_one_row_and_one_probe_at_a_time():
     module, batch = layer_norm(100, bias=False), batch_of(100)
     copies = copies_of(module, ("weight",), 2)
-    together = norm_at_probes(module, copies, batch, 2)
+    together = norm_at_probes()(module, copies, batch, 2)
     for row in range(len(batch)):
         own = {"weight": [copies["weight"][row // 2]]}
-        assert torch.equal(norm_at_probes(module, own, batch[row : row + 1], 1)[0], together[row])
+        assert torch.equal(norm_at_probes()(module, own, batch[row : row + 1], 1)[0], together[row])
 
 
 @on_triton
@@ -103,7 +107,7 @@ def test_a_triton_model_of_16_bits_loses_as_much_as_one_with_norms_of_torch(monk
     monkeypatch.setattr(Launch, "run", count)
     found = []
     for is_on_gpu in (False, True):
-        monkeypatch.setattr(perturbed_norm, "is_on_gpu", lambda _, answer=is_on_gpu: answer)
+        monkeypatch.setattr(module_calls, "is_on_gpu", lambda _, answer=is_on_gpu: answer)
         launched.clear()
         with torch.no_grad():
             found.append((perturbed(batch, change, model), len(launched)))
@@ -114,28 +118,22 @@ def test_a_triton_model_of_16_bits_loses_as_much_as_one_with_norms_of_torch(monk
         torch.testing.assert_close(logits, expected, rtol=0, atol=0.02 * float(expected.abs().max()))
 
 
-def answer(module, *args, **kwargs):
-    return is_fused(module, module.forward, args, kwargs, rows=4)
-
-
 def test_only_calls_that_the_kernel_serves_are_fused(monkeypatch):
-    monkeypatch.setattr(perturbed_norm, "is_on_gpu", lambda _: True)
+    def is_fused(module, *args, **kwargs):
+        runner = module_calls.runner_at_probes(module, module.forward, args, kwargs, rows=4)
+        return runner is not None and runner.__name__ == "norm_at_probes"
+
     module, batch = layer_norm(16), batch_of(16)
-    assert answer(module, batch)
-    assert not answer(module, input=batch)
-    assert not answer(module, batch[:3])
-    assert not answer(module, batch.float())
-    assert not answer(module, batch.transpose(0, 1))
-    assert not answer(layer_norm(16, torch.float32), batch.float())
-    assert not answer(nn.LayerNorm((3, 16)).bfloat16(), batch)
-    assert not answer(nn.RMSNorm(16).bfloat16(), batch)
-    monkeypatch.undo()
-    assert answer(module, batch) == batch.is_cuda
-
-
-def test_journals_of_gpus_name_the_version_of_the_arithmetic():
-    assert norm_facts(torch.device("cpu")) == {}
-    assert norm_facts(torch.device("cuda")) == {"16-bit perturbed LayerNorm": "version 1"}
+    assert is_fused(module, batch) == batch.is_cuda
+    monkeypatch.setattr(module_calls, "is_on_gpu", lambda _: True)
+    assert is_fused(module, batch)
+    assert not is_fused(module, input=batch)
+    assert not is_fused(module, batch[:3])
+    assert not is_fused(module, batch.float())
+    assert not is_fused(module, batch.transpose(0, 1))
+    assert not is_fused(layer_norm(16, torch.float32), batch.float())
+    assert not is_fused(nn.LayerNorm((3, 16)).bfloat16(), batch)
+    assert not is_fused(nn.RMSNorm(16).bfloat16(), batch)
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter does not compile")

@@ -1,0 +1,153 @@
+"""How a module runs with its own copies of parameters, one copy for each probe.
+
+Linear modules and, on GPUs, LayerNorms of 16 bits have a function that runs all probes at once and writes
+their outputs next to each other, so that nothing has to be concatenated. Any other module is called once for
+each probe.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from transformers.pytorch_utils import Conv1D
+
+from lezo_ds.noise import stacked
+
+Copies = Mapping[str, Sequence[Tensor]]
+"""The perturbed copies of a module's parameters, one for each probe, by the parameter's name."""
+
+RunAtProbes = Callable[[nn.Module, Copies, Tensor, int], Tensor]
+"""(module, copies, batch, number of probes k) -> output. The first dimension of batch and output is k * n."""
+
+NORM_VERSION = 1
+"""Of the arithmetic of perturbed 16-bit norms on GPUs. Journals record it."""
+
+
+def norm_facts(device: torch.device) -> dict[str, str]:
+    """Return, by name, what decides the last bits of a perturbed norm besides versions of libraries."""
+    return {"16-bit perturbed LayerNorm": f"version {NORM_VERSION}"} if device.type == "cuda" else {}
+
+
+def copy_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """Return the dtype of a parameter's perturbed copies: float32 for vectors, else the parameter's own.
+
+    Around 1.0 a 16-bit LayerNorm weight is too coarse to hold theta + mu z.
+    """
+    return torch.float32 if parameter.dim() == 1 else parameter.dtype
+
+
+def _is_16_bit_norm(module: nn.Module) -> bool:
+    """Return whether a module of 16 bits holds nothing but vectors. It runs in float32 then."""
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if own[0].dtype == torch.float32 or next(module.children(), None) is not None:
+        return False
+    return all(parameter.dim() == 1 for parameter in own)
+
+
+def call_with_copies(
+    module: nn.Module,
+    original: Callable[..., Any],
+    copies: Mapping[str, Tensor],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:  # noqa: ANN401
+    """Call a module's forward with the copies of one probe instead of its parameters.
+
+    In a 16-bit model, a norm runs in float32. Any other module gets copies of 16 bits, because it is not
+    known what it does with them.
+    """
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    used = {name: copy.to(own[name].dtype) for name, copy in copies.items()}
+    in_float32 = _is_16_bit_norm(module)
+    if in_float32:
+        used = {name: copies[name] if name in copies else p.float() for name, p in own.items()}
+        args, kwargs = _cast_floats((list(args), dict(kwargs)), torch.float32)
+    try:
+        # nn.Module.__setattr__ refuses plain tensors where parameters are registered.
+        module._parameters.update(used)  # type: ignore[arg-type]
+        output = original(*args, **kwargs)
+    finally:
+        module._parameters.update(own)
+    return _cast_floats(output, next(iter(own.values())).dtype) if in_float32 else output
+
+
+def _cast_floats(values: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
+    """Return a value with all floating-point tensors in it cast."""
+
+    def cast(value: Any) -> Any:  # noqa: ANN401
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return tree_map(cast, values)
+
+
+def runner_at_probes(
+    module: nn.Module, original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], rows: int
+) -> RunAtProbes | None:
+    """Return the function that serves this call for all probes at once, or None if there is none.
+
+    Args:
+        module: some of its parameters are perturbed.
+        original: its forward.
+        args: of the call.
+        kwargs: of the call.
+        rows: number of rows of all copies of the batch together. 1 allows any number.
+    """
+    if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
+        return None
+    (batch,) = args
+    if not batch.is_contiguous() or batch.dim() < 2 or batch.shape[0] % rows:
+        return None
+    function = getattr(original, "__func__", None)
+    # For inputs of more dimensions, torch may choose another kernel than that of a product of two matrices.
+    if function in (nn.Linear.forward, Conv1D.forward) and batch.dim() <= 3:
+        return product_at_probes
+    if function is nn.LayerNorm.forward and is_on_gpu(batch) and _is_16_bit_norm(module):
+        from lezo_ds.forward.norm_kernel import norm_at_probes  # CPUs often do not have Triton
+
+        return norm_at_probes if batch.dtype == module.weight.dtype else None
+    return None
+
+
+def is_on_gpu(batch: Tensor) -> bool:
+    """Return whether Triton's kernels can run on a tensor."""
+    return batch.is_cuda
+
+
+def product_at_probes(module: nn.Module, copies: Copies, batch: Tensor, num_copies: int) -> Tensor:
+    """Run `nn.Linear` or `Conv1D`: a matrix product for each probe, and one addition of all 16-bit biases.
+
+    A perturbed bias of a 16-bit model is added in float32. The product cannot do that, because cuBLAS adds
+    biases of the output's dtype only.
+    """
+    stored, bias = module._parameters["weight"], module._parameters["bias"]
+    assert stored is not None, "a linear module has a weight"
+    weights: Sequence[Tensor] = copies.get("weight") or [stored] * num_copies
+    if isinstance(module, nn.Linear):
+        weights = [weight.t() for weight in weights]
+    num_outputs = weights[0].shape[1]
+    output = batch.new_empty(*batch.shape[:-1], num_outputs)
+    batches = batch.view(num_copies, -1, batch.shape[-1])
+    outputs = output.view(num_copies, -1, num_outputs)
+    added: Sequence[Tensor] | None = None if bias is None else copies.get("bias", [bias] * num_copies)
+    is_added_later = "bias" in copies and stored.dtype != torch.float32
+    if is_added_later:
+        added = [_zero_bias(num_outputs, stored.dtype, batch.device)] * num_copies
+    for probe, weight in enumerate(weights):
+        if added is None:
+            torch.mm(batches[probe], weight, out=outputs[probe])
+        else:
+            torch.addmm(added[probe], batches[probe], weight, out=outputs[probe])
+    if is_added_later:
+        outputs.add_(stacked(copies["bias"])[:, None])  # a sum of 16 and 32 bits is rounded once, to 16
+    return output
+
+
+@functools.lru_cache(maxsize=16)
+def _zero_bias(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    # A product without a bias may be another kernel, with other bits.
+    return torch.zeros(size, dtype=dtype, device=device)
