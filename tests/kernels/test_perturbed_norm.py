@@ -9,6 +9,7 @@ import torch
 from tiny_models import tiny_model
 from torch import nn
 
+from lezo_ds.forward import module_calls
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.forward.perturbed_forward import KeyedProbe, Perturbation, PerturbedForward
