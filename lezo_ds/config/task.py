@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from lezo_ds.config.schema import DataConfig
 from lezo_ds.errors import UserError
-from lezo_ds.registry import import_named, names_code
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Task
 from lezo_ds.tasks.custom import CUSTOM, Description, make_task, no_answers
@@ -26,12 +25,7 @@ def find_task(data: DataConfig) -> Task:
     Raises:
         UserError: there is no such task or metric, or keys are missing or contradict each other.
     """
-    if data.task == CUSTOM:
-        task = described_task(data)
-    elif names_code(data.task):
-        task = import_named("data.task", data.task, what="task", kind=Task)
-    else:
-        task = TASKS.find(data.task)
+    task = described_task(data) if data.task == CUSTOM else TASKS.find(data.task)
     if data.metric is not None:
         task = replace(task, metric=data.metric)
     find_metric(task.metric, task.kind)

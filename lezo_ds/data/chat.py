@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,12 +19,13 @@ from lezo_ds.data.encoding import (
     EncodedExample,
     PromptTokenizer,
     cut_left,
+    cut_prompts,
     num_kept_on_left,
     prompt_room,
     warn_of_cuts,
 )
 from lezo_ds.errors import UserError
-from lezo_ds.tasks.base import Example, Message
+from lezo_ds.tasks.base import Example
 
 logger = logging.getLogger(__name__)
 
@@ -33,34 +35,86 @@ Span = tuple[int, int]
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
 
 
+def encode_conversations(
+    tokenizer: PromptTokenizer, examples: Sequence[Example], max_length: int
+) -> tuple[tuple[Example, ...], tuple[EncodedExample, ...]]:
+    """Return the conversations with a token of the assistant within `max_length`, and their tokens.
+
+    Longer conversations are cut at their end.
+    """
+    pairs = [(example, encode_conversation(tokenizer, example, max_length)) for example in examples]
+    kept = [(example, encoded) for example, encoded in pairs if encoded is not None]
+    if not kept:
+        raise UserError(
+            f"no conversation has a token of the assistant within data.max_length={max_length}",
+            fix="raise data.max_length",
+        )
+    warn_of_cuts(sum(encoded.truncated for _, encoded in kept), len(pairs), max_length, "at their end")
+    if len(kept) < len(pairs):
+        first = next(example for example, encoded in pairs if encoded is None)
+        text = (
+            "%d of %d conversations have no token of the assistant in max_length %d and are left out, as %s"
+        )
+        logger.warning(text, len(pairs) - len(kept), len(pairs), max_length, first.where)
+    return tuple(example for example, _ in kept), tuple(encoded for _, encoded in kept)
+
+
+def encode_answers(
+    tokenizer: PromptTokenizer, examples: Sequence[Example], max_length: int
+) -> tuple[EncodedExample, ...]:
+    """Encode conversations of one question and its answer. Longer ones are cut on the left."""
+    encoded = []
+    for example in examples:
+        answer = encode_conversation(tokenizer, example, max_length, keep_end=True)
+        if answer is None:
+            raise UserError(
+                f"the answer of {example.where} leaves no token before it in data.max_length={max_length}",
+                fix="raise data.max_length, or shorten the answer",
+            )
+        encoded.append(answer)
+    warn_of_cuts(sum(answer.truncated for answer in encoded), len(encoded), max_length)
+    return tuple(encoded)
+
+
+def encode_questions(
+    tokenizer: PromptTokenizer, examples: Sequence[Example], max_length: int, max_new_tokens: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of each conversation up to where the assistant's last turn begins.
+
+    They are cut as in `encode_prompts`.
+    """
+    prompts = []
+    for example in examples:
+        num_asked = len(example.messages) - (example.messages[-1].role == "assistant")
+        text = _render(tokenizer.backend, example, num_asked, opened=True)
+        prompts.append(tokenizer.backend(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return cut_prompts(tokenizer, prompts, prompt_room(max_length, max_new_tokens))
+
+
 def encode_conversation(
     tokenizer: PromptTokenizer, example: Example, max_length: int, *, keep_end: bool = False
 ) -> EncodedExample | None:
     """Tokenize a conversation up to the end of its last turn of the assistant.
 
-    Args:
-        tokenizer: the model's. Its chat template writes all special tokens, BOS included.
-        example: its `messages` are used.
-        max_length: maximum number of tokens.
-        keep_end: whether a longer conversation loses its first tokens, after the BOS, instead of its last.
+    The chat template writes all special tokens, BOS included. With `keep_end`, a conversation that is too
+    long loses its first tokens, after the BOS, instead of its last.
 
     Returns:
         The sequence and the spans of its turns. None if no token of the assistant is within `max_length`, or
         no token before its turn, with `keep_end`.
-
-    Raises:
-        UserError: the tokenizer has no chat template, or the template cannot write this conversation or does
-            not show where the turns of the assistant are.
     """
-    template = _template(tokenizer.backend)
-    if _MARKED.search(template):
-        ids, spans = _marked_turns(tokenizer.backend, example)
-    else:
-        ids, spans = _measured_turns(tokenizer.backend, example)
+    backend = tokenizer.backend
+    if not backend.is_fast:
+        raise UserError(
+            f"the tokenizer of {backend.name_or_path} does not tell which characters a token stands for",
+            fix="save it with a fast tokenizer (tokenizer.json), or do not use its chat template",
+        )
+    turns = _marked_turns if _MARKED.search(_template(backend)) else _measured_turns
+    ids, spans = turns(backend, example)
     ids = ids[: spans[-1][1]]
-    truncated = len(ids) > max_length
-    if truncated and keep_end:
-        num_kept, num_cut = num_kept_on_left(tokenizer, ids), len(ids) - max_length
+    num_cut = max(len(ids) - max_length, 0)
+    if num_cut and keep_end:
+        num_kept = num_kept_on_left(tokenizer, ids)
         ids = list(cut_left(tokenizer, ids, max_length))
         spans = [(start - num_cut, stop - num_cut) for start, stop in spans]
         if spans[0][0] <= num_kept:
@@ -70,87 +124,13 @@ def encode_conversation(
     spans = [(start, stop) for start, stop in spans if start < stop]
     if not spans:
         return None
-    num_targets = sum(stop - start for start, stop in spans)
     return EncodedExample(
         sequences=(tuple(ids[: spans[-1][1]]),),
-        option_lengths=(num_targets,),
+        option_lengths=(sum(stop - start for start, stop in spans),),
         label=example.label,
-        truncated=truncated,
+        truncated=num_cut > 0,
         spans=tuple(spans),
     )
-
-
-def encode_conversations(
-    tokenizer: PromptTokenizer, examples: Sequence[Example], max_length: int
-) -> tuple[tuple[Example, ...], tuple[EncodedExample, ...]]:
-    """Encode conversations (see `encode_conversation`), and leave out those whose answers are all cut off.
-
-    One warning says how many were cut, and one how many are left out.
-
-    Returns:
-        The examples that are left, and their tokens.
-
-    Raises:
-        UserError: as `encode_conversation`, or none is left.
-    """
-    pairs = [(example, encode_conversation(tokenizer, example, max_length)) for example in examples]
-    found = [(example, encoded) for example, encoded in pairs if encoded is not None]
-    if not found:
-        raise UserError(
-            "no conversation has a token of the assistant within data.max_length",
-            got=f"data.max_length={max_length}",
-            expected="room for what is said before the assistant's turn, and for its first token",
-            fix="raise data.max_length",
-        )
-    warn_of_cuts(sum(encoded.truncated for _, encoded in found), len(pairs), max_length, "at their end")
-    if len(found) < len(pairs):
-        first = next(example for example, encoded in pairs if encoded is None)
-        text = (
-            "%d of %d conversations have no token of the assistant within max_length %d tokens and are left"
-        )
-        warn = f"{text} out, such as %s"
-        logger.warning(warn, len(pairs) - len(found), len(pairs), max_length, first.where)
-    return tuple(example for example, _ in found), tuple(encoded for _, encoded in found)
-
-
-def encode_answers(
-    tokenizer: PromptTokenizer, examples: Sequence[Example], max_length: int
-) -> tuple[EncodedExample, ...]:
-    """Encode conversations of one question and its answer. Longer ones are cut on the left.
-
-    Raises:
-        UserError: as `encode_conversation`, or an answer leaves no room for a token before it.
-    """
-    encoded = []
-    for example in examples:
-        found = encode_conversation(tokenizer, example, max_length, keep_end=True)
-        if found is None:
-            raise UserError(
-                f"the answer of {example.where} leaves no token before it",
-                got=f"more than {max_length} tokens",
-                expected="room for the answer and for a token of the prompt",
-                fix=f"raise data.max_length={max_length}, or shorten the answer",
-            )
-        encoded.append(found)
-    warn_of_cuts(sum(found.truncated for found in encoded), len(encoded), max_length)
-    return tuple(encoded)
-
-
-def encode_questions(
-    tokenizer: PromptTokenizer, examples: Sequence[Example], max_length: int, max_new_tokens: int
-) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each conversation up to the place where the assistant's last turn begins.
-
-    The arguments and errors are those of `encode_prompts`, and of `encode_conversation`.
-    """
-    room = prompt_room(max_length, max_new_tokens)
-    prompts = []
-    for example in examples:
-        num_asked = len(example.messages) - (example.messages[-1].role == "assistant")
-        text = _render(tokenizer.backend, example, example.messages[:num_asked], opened=True)
-        prompts.append(tokenizer.backend(text, add_special_tokens=False, verbose=False)["input_ids"])
-    warn_of_cuts(sum(len(ids) > room for ids in prompts), len(prompts), room)
-    return tuple(cut_left(tokenizer, ids, room) for ids in prompts)
 
 
 def _template(backend: PreTrainedTokenizerBase) -> str:
@@ -159,8 +139,6 @@ def _template(backend: PreTrainedTokenizerBase) -> str:
     except ValueError as error:
         raise UserError(
             f"the tokenizer of {backend.name_or_path} has no chat template",
-            got=str(error).partition(". ")[0],
-            expected="a default template in tokenizer_config.json or chat_template.jinja",
             fix="use a model that was trained for conversations, or add its template as chat_template.jinja",
         ) from error
     return template
@@ -168,126 +146,79 @@ def _template(backend: PreTrainedTokenizerBase) -> str:
 
 def _marked_turns(backend: PreTrainedTokenizerBase, example: Example) -> tuple[list[int], list[Span]]:
     """Return the token ids of a conversation, and the spans that its template marks, in tokens."""
-    _check_offsets(backend)
-    try:
-        written = backend.apply_chat_template(
-            _plain(example.messages), return_dict=True, return_assistant_tokens_mask=True
-        )
-    except Exception as error:  # a template raises errors of its own and of Jinja
-        raise _cannot_write(backend, example, error) from error
+    written = _apply(
+        backend, example, len(example.messages), return_dict=True, return_assistant_tokens_mask=True
+    )
     ids, mask = written["input_ids"], written["assistant_masks"]
-    spans: list[Span] = []
-    for is_ours, places in groupby(range(len(ids)), key=mask.__getitem__):
-        if is_ours:
-            run = list(places)
-            spans.append((run[0], run[-1] + 1))
-    if not spans:
+    runs = [list(run) for is_marked, run in groupby(range(len(ids)), key=mask.__getitem__) if is_marked]
+    if not runs:
         raise UserError(
             f"the chat template of {backend.name_or_path} marks no token of {example.where}",
-            got="no {% generation %} around a turn of the assistant",
-            expected="the assistant's content between {% generation %} and {% endgeneration %}",
-            fix="correct the template",
+            fix="write the assistant's content between {% generation %} and {% endgeneration %}",
         )
-    return ids, spans
+    return ids, [(run[0], run[-1] + 1) for run in runs]
 
 
 def _measured_turns(backend: PreTrainedTokenizerBase, example: Example) -> tuple[list[int], list[Span]]:
     """Return the token ids of a conversation, and the spans of the assistant's turns, in tokens."""
-    _check_offsets(backend)
-    text = _render(backend, example, example.messages)
-    turns = []
-    for number, turn in enumerate(example.messages):
-        if turn.role == "assistant":
-            start = _prefix(backend, example, text, number, opened=True)
-            stop = _prefix(backend, example, text, number + 1)
-            turns.append((start, start + len(_said(text[start:stop], turn.content))))
+    text = _render(backend, example, len(example.messages))
     encoded = backend(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    offsets = encoded["offset_mapping"]
     spans = []
-    for start, stop in turns:
-        inside = [place for place, (begin, end) in enumerate(offsets) if begin < stop and start < end]
+    for number, turn in enumerate(example.messages):
+        if turn.role != "assistant":
+            continue
+        start = _prefix_length(backend, example, text, number, opened=True)
+        written = text[start : _prefix_length(backend, example, text, number + 1)]
+        # The model does not write the white space before the next turn, unless nothing else ends its turn.
+        ends_itself = not written.rstrip().endswith(turn.content.rstrip())
+        stop = start + len(written.rstrip() if ends_itself else written)
+        offsets = enumerate(encoded["offset_mapping"])
+        inside = [place for place, (begin, end) in offsets if begin < stop and start < end]
         if not inside:
             raise UserError(
-                f"the chat template of {backend.name_or_path} leaves a turn of the assistant out of "
-                f"{example.where}",
-                got=f"no token between the characters {start} and {stop}",
-                expected="every turn of the assistant in the text",
+                f"the chat template of {backend.name_or_path} omits turn {number + 1} of {example.where}",
                 fix="correct the record: some templates drop what stands between <think> and </think>",
             )
         spans.append((inside[0], inside[-1] + 1))
     return encoded["input_ids"], spans
 
 
-def _prefix(
+def _prefix_length(
     backend: PreTrainedTokenizerBase, example: Example, text: str, num_turns: int, *, opened: bool = False
 ) -> int:
     """Return the length of the first turns, in characters, once they are checked to begin the whole text."""
     if num_turns == 0:
         raise UserError(
-            f"the assistant speaks first in {example.where}",
-            got="nothing before its turn that shows where the turn begins",
-            expected="a turn of the system or of a user before it",
+            f"the assistant speaks first in {example.where}, so nothing shows where its turn begins",
             fix="set data.system_prompt, or mark the assistant's turns in the template with {% generation %}",
         )
-    before = _render(backend, example, example.messages[:num_turns], opened=opened)
+    before = _render(backend, example, num_turns, opened=opened)
     if not text.startswith(before):
         raise UserError(
             f"the chat template of {backend.name_or_path} writes the first turns of {example.where} in "
             "another way if more turns follow",
-            got=f"another text for the first {num_turns} of {len(example.messages)} turns",
-            expected="turns that stay as they are, so that the assistant's can be found",
-            fix="mark the assistant's turns in the template with {% generation %}, or give each record only "
-            "one turn of the assistant",
+            fix="mark the assistant's turns in the template with {% generation %}, or split the record",
         )
     return len(before)
 
 
-def _said(turn: str, content: str) -> str:
-    r"""Return what the model writes in its turn: without the white space before the next turn.
-
-    White space stays if nothing else ends the turn.
-
-    >>> _said("Hello<|im_end|>\n", "Hello"), _said("Hello\n", "Hello")
-    ('Hello<|im_end|>', 'Hello\n')
-    """
-    stripped = turn.rstrip()
-    return turn if stripped.endswith(content.rstrip()) else stripped
-
-
 def _render(
-    backend: PreTrainedTokenizerBase, example: Example, messages: Sequence[Message], *, opened: bool = False
+    backend: PreTrainedTokenizerBase, example: Example, num_turns: int, *, opened: bool = False
 ) -> str:
-    """Return the text of some turns; if `opened`, with the words that begin the assistant's turn."""
+    """Return the text of the first turns; if `opened`, with the words that begin the assistant's turn."""
     _template(backend)
-    try:
-        text: str = backend.apply_chat_template(
-            _plain(messages), tokenize=False, add_generation_prompt=opened
-        )
-    except Exception as error:  # a template raises errors of its own and of Jinja
-        raise _cannot_write(backend, example, error) from error
+    text: str = _apply(backend, example, num_turns, tokenize=False, add_generation_prompt=opened)
     return text
 
 
-def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:
-    return [message._asdict() for message in messages]
-
-
-def _cannot_write(backend: PreTrainedTokenizerBase, example: Example, error: Exception) -> UserError:
-    roles = ", ".join(message.role for message in example.messages[:8])
-    return UserError(
-        f"the chat template of {backend.name_or_path} cannot write {example.where}",
-        got=" ".join(f"{type(error).__name__}: {error}; turns of {roles}".split()),
-        expected="turns that the template accepts: often user and assistant in turn, for some models without "
-        "a system prompt",
-        fix="correct or remove the record, or remove data.system_prompt",
-    )
-
-
-def _check_offsets(backend: PreTrainedTokenizerBase) -> None:
-    if not backend.is_fast:
+def _apply(backend: PreTrainedTokenizerBase, example: Example, num_turns: int, **options: bool) -> Any:  # noqa: ANN401
+    messages = [message._asdict() for message in example.messages[:num_turns]]
+    try:
+        return backend.apply_chat_template(messages, **options)
+    except Exception as error:  # a template raises errors of its own and of Jinja
+        shown = " ".join(f"{type(error).__name__}: {error}".split())
+        roles = ", ".join(message["role"] for message in messages[:8])
         raise UserError(
-            f"the tokenizer of {backend.name_or_path} does not tell which characters a token stands for",
-            got=type(backend).__name__,
-            expected="a tokenizer of the library tokenizers, with a file tokenizer.json",
-            fix="save it with a fast tokenizer, or use data.prompt without data.chat_template",
-        )
+            f"the chat template of {backend.name_or_path} cannot write {example.where} ({roles}): {shown}",
+            fix="correct or remove the record, or remove data.system_prompt",
+        ) from error

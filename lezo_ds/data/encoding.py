@@ -23,18 +23,14 @@ NEWLINE = "\n"
 
 @dataclass(frozen=True)
 class PromptTokenizer:
-    """A tokenizer of transformers, with the special tokens that prompts and answers need.
-
-    Attributes:
-        backend: splits text into tokens. Its own special tokens are never added.
-        bos_id: first token of every sequence, None for models without one.
-        pad_id: fills rows on the right, where causal attention never looks; any id of the vocabulary.
-        eos_id: the token with which the model ends a text, None if the tokenizer has none.
-    """
+    """A tokenizer of transformers, with the special tokens that prompts and answers need."""
 
     backend: PreTrainedTokenizerBase
+    """Splits text into tokens. Its own special tokens are never added."""
     bos_id: int | None
+    """First token of every sequence, None for models without one."""
     pad_id: int
+    """Fills rows on the right, where causal attention never looks; any id of the vocabulary."""
     eos_id: int | None = None
 
     def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
@@ -55,49 +51,36 @@ class PromptTokenizer:
         """Return the ids that end an answer, sorted: EOS, and every token with one of `stops` in its text.
 
         This decodes the whole vocabulary, so call it once.
-
-        Raises:
-            UserError: the tokenizer has no EOS; or no token with a newline, if it is one of `stops`.
         """
-        texts = [self.backend.decode([token]) for token in range(len(self.backend))] if stops else []
-        found = {token for token, text in enumerate(texts) if any(stop in text for stop in stops)}
         if self.eos_id is None:
             raise UserError(
                 "the tokenizer has no end-of-sequence token, which generated answers need",
-                got="no such token in the model's vocabulary",
-                expected="eos_token",
                 fix="set eos_token in the model's tokenizer_config.json",
             )
-        if not found and NEWLINE in stops:
+        texts = [self.backend.decode([token]) for token in range(len(self.backend))] if stops else []
+        ids = {token for token, text in enumerate(texts) if any(stop in text for stop in stops)}
+        if not ids and NEWLINE in stops:
             raise UserError(
-                "the tokenizer has no token for a newline, which generated answers need",
-                got=f"{len(self.backend)} tokens without a newline",
-                expected="a token that decodes to a newline",
-                fix="choose another model, or a task that generates no answers",
+                "the tokenizer has no token with a newline, which ends generated answers",
+                fix="choose another model, or set generation.stop",
             )
-        return tuple(sorted(found | {self.eos_id}))
+        return tuple(sorted(ids | {self.eos_id}))
 
 
 @dataclass(frozen=True)
 class EncodedExample:
-    """The candidates of one example as token sequences.
-
-    Attributes:
-        sequences: BOS, prompt and candidate for each candidate, at most max_length tokens. There are none if
-            the record has no right answer.
-        option_lengths: number of tokens of each sequence that belong to its candidate, at least 1. They are
-            at its end, unless `spans` says where they are.
-        label: index of the right candidate; None if unknown.
-        truncated: whether a prompt was cut on the left.
-        spans: the pairs (start, stop) of the assistant's turns in the only sequence of a conversation, which
-            ends with the last of them; empty for other examples.
-    """
+    """The candidates of one example as token sequences."""
 
     sequences: tuple[tuple[int, ...], ...]
+    """BOS, prompt and candidate for each candidate. None if the record has no right answer."""
     option_lengths: tuple[int, ...]
+    """Number of tokens of each sequence that belong to its candidate, at least 1. They are at its end, unless
+    `spans` says where they are."""
     label: int | None
     truncated: bool
     spans: tuple[tuple[int, int], ...] = ()
+    """The pairs (start, stop) of the assistant's turns in the only sequence of a conversation. It ends with
+    the last."""
 
     def targets(self, candidate: int) -> list[int]:
         """Return the positions in a candidate's sequence of the tokens that belong to it, in order."""
@@ -120,45 +103,29 @@ class EncodedExample:
 
 
 def load_tokenizer(path: str) -> PromptTokenizer:
-    """Load a model's tokenizer, without running code that comes with the model.
-
-    Args:
-        path: directory with the model's config.json and tokenizer, or a hub id.
-
-    Raises:
-        UserError: there is no model or tokenizer, a package that it needs is missing, or id 0 of an OPT model
-            is not `<s>`.
-    """
+    """Load the tokenizer of a model's directory or hub id, without running code that comes with the model."""
     try:
         backend = AutoTokenizer.from_pretrained(path, use_fast=True, trust_remote_code=False)
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # transformers raises many unrelated types here
         if _needs_sentencepiece(Path(path)):
             raise UserError(
-                f"the tokenizer of {path} cannot be read without the package sentencepiece",
-                got="tokenizer.model, and no tokenizer.json",
-                expected="tokenizer.json, or the packages sentencepiece and protobuf",
+                f"{path} has tokenizer.model but no tokenizer.json, and sentencepiece is not installed",
                 fix="pip install sentencepiece protobuf",
             ) from error
+        shown = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(
-            f"cannot load the tokenizer of {path}",
-            got=f"{type(error).__name__}: {error}".splitlines()[0],
-            expected="a directory or hub id with config.json and tokenizer files",
-            fix="correct model.path, or save the tokenizer there",
+            f"cannot load the tokenizer of {path}: {shown}",
+            fix="correct model.path, or save config.json and the tokenizer's files there",
         ) from error
     vocabulary_size = getattr(config.get_text_config(), "vocab_size", None)
     if vocabulary_size is None:
-        raise UserError(
-            f"the model {path} has no vocabulary",
-            got=type(config).__name__,
-            expected="a decoder language model",
-            fix="set model.path to one",
-        )
+        raise UserError(f"{path} is not a language model: {type(config).__name__}", fix="correct model.path")
     # Tokens that were added to a tokenizer may be missing from the model's embedding.
     vocabulary = range(vocabulary_size)
     return PromptTokenizer(
         backend=backend,
-        bos_id=_find_bos(path, backend, config.model_type),
+        bos_id=_bos_id(path, backend, config.model_type),
         pad_id=backend.pad_token_id if backend.pad_token_id in vocabulary else 0,
         eos_id=backend.eos_token_id if backend.eos_token_id in vocabulary else None,
     )
@@ -170,18 +137,16 @@ def _needs_sentencepiece(directory: Path) -> bool:
     return is_alone and not (is_sentencepiece_available() and is_protobuf_available())
 
 
-def _find_bos(path: str, backend: PreTrainedTokenizerBase, model_type: str) -> int | None:
+def _bos_id(path: str, backend: PreTrainedTokenizerBase, model_type: str) -> int | None:
     if model_type != "opt":
         adds_bos = backend("")["input_ids"][:1] == [backend.bos_token_id]
         return backend.bos_token_id if adds_bos else None
     # OPT was trained on inputs that begin with <s> (id 0), but its published tokenizer begins them with
     # </s> (id 2). Like MeZO, we use the token of the training.
-    first_token = backend.convert_ids_to_tokens(OPT_BOS_ID)
-    if first_token != OPT_BOS_TOKEN:
+    token = backend.convert_ids_to_tokens(OPT_BOS_ID)
+    if token != OPT_BOS_TOKEN:
         raise UserError(
-            f"the tokenizer of the OPT model {path} has another token at id {OPT_BOS_ID}",
-            got=first_token,
-            expected=OPT_BOS_TOKEN,
+            f"the tokenizer of the OPT model {path} has {token!r} at id {OPT_BOS_ID}, not {OPT_BOS_TOKEN}",
             fix="use the tokenizer that the model was trained with",
         )
     return OPT_BOS_ID
@@ -193,9 +158,6 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
     Spaces (not newlines) at both ends of a text are stripped first. The number of a candidate's own tokens
     is tokens(prompt + candidate) - tokens(prompt), both without demonstrations. Sequences longer than
     `max_length` are cut on the left, after the BOS.
-
-    Raises:
-        UserError: a candidate has no token of its own, or leaves no room for a token before it.
     """
     prompt = example.prompt.strip(" ")
     texts = [(example.prompt + candidate).strip(" ") for candidate in example.candidates]
@@ -209,16 +171,12 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
     for candidate, ids, length in zip(example.candidates, sequences, option_lengths, strict=True):
         if length < 1:
             raise UserError(
-                f"a candidate of {example.where} adds no token",
-                got=repr(candidate),
-                expected="text after the prompt",
+                f"the candidate {candidate!r} of {example.where} adds no token to the prompt",
                 fix="fill in or remove the record (records without an answer do not count in its number)",
             )
         if length >= len(ids):
             raise UserError(
-                f"a candidate of {example.where} leaves no token before it",
-                got=f"{length} tokens of {len(ids)}",
-                expected=f"at least one token more than the {length} of the candidate",
+                f"a candidate of {example.where} leaves no token before it: {length} of {len(ids)}",
                 fix=f"raise data.max_length={max_length}" if len(ids) == max_length else "give it a prompt",
             )
     return EncodedExample(sequences, option_lengths, example.label, truncated=sequences != tuple(full))
@@ -227,78 +185,57 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
 def encode_examples(
     tokenizer: PromptTokenizer, examples: Sequence[Example], max_length: int
 ) -> tuple[EncodedExample, ...]:
-    """Encode each example (see `encode_example`), with one warning if any had to be cut."""
     encoded = tuple(encode_example(tokenizer, example, max_length) for example in examples)
     warn_of_cuts(sum(example.truncated for example in encoded), len(encoded), max_length)
     return encoded
 
 
-def encode_null(
-    tokenizer: PromptTokenizer, example: Example, max_length: int, *, with_demonstrations: bool
-) -> EncodedExample:
+def encode_null(tokenizer: PromptTokenizer, example: Example, max_length: int) -> EncodedExample:
     """Tokenize the candidates of an example after its null prompt, to calibrate their scores.
 
     The calibrated score of a candidate y with tokens y_1 ... y_k is
-    sum_i log p(y_i | D, x, y_<i) - sum_i log p(y_i | D', x_0, y_<i), with the demonstrations D, the prompt x
-    and the null prompt x_0 (Holtzman et al. 2021, "Surface form competition"). D' is empty for MeZO's option
-    --sfc, and D for --icl_sfc (Malladi et al. 2023).
-
-    Raises:
-        UserError: as `encode_example`, or the task has no null prompt. An empty null prompt needs a
-            tokenizer with a BOS.
+    sum_i log p(y_i | D, x, y_<i) - sum_i log p(y_i | D, x_0, y_<i), with the demonstrations D, the prompt x
+    and the null prompt x_0 (Holtzman et al. 2021, "Surface form competition"). D is empty for method
+    zero_shot_sfc (MeZO's --sfc); icl_sfc is MeZO's --icl_sfc.
     """
     if example.null_prompt is None:
         raise UserError(
-            "calibrated scores (method zero_shot_sfc or icl_sfc) need a task with a null prompt",
-            got="a task that generates answers",
-            expected="a task with candidates",
-            fix="set method=zero_shot",
+            "methods zero_shot_sfc and icl_sfc need a task with candidates, not one that generates answers",
+            fix="set method=zero_shot or icl",
         )
-    shown = example.demonstrations if with_demonstrations else ""
-    null = replace(example, prompt=example.null_prompt, demonstrations=shown)
-    return encode_example(tokenizer, null, max_length)
+    return encode_example(tokenizer, replace(example, prompt=example.null_prompt), max_length)
 
 
 def encode_prompts(
     tokenizer: PromptTokenizer, examples: Sequence[Example], max_length: int, max_new_tokens: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each prompt for the model to continue, with one warning if any had to be cut.
+    """Return the token ids of each prompt for the model to continue by up to `max_new_tokens`.
 
-    Args:
-        tokenizer: the model's.
-        examples: their demonstrations and prompts are used, without spaces (not newlines) at both ends of a
-            prompt.
-        max_length: maximum length of prompt and continuation together, in tokens. Longer prompts are cut on
-            the left, after the BOS.
-        max_new_tokens: number of these tokens that are reserved for the continuation.
-
-    Raises:
-        UserError: there is no room for a prompt.
+    A prompt that does not fit in `max_length` with them is cut on the left, after the BOS.
     """
     room = prompt_room(max_length, max_new_tokens)
     prompts = [tokenizer.encode([e.demonstrations + e.prompt.strip(" ")])[0] for e in examples]
+    return cut_prompts(tokenizer, prompts, room)
+
+
+def cut_prompts(
+    tokenizer: PromptTokenizer, prompts: Sequence[Sequence[int]], room: int
+) -> tuple[tuple[int, ...], ...]:
     warn_of_cuts(sum(len(ids) > room for ids in prompts), len(prompts), room)
     return tuple(cut_left(tokenizer, ids, room) for ids in prompts)
 
 
 def prompt_room(max_length: int, max_new_tokens: int) -> int:
-    """Return the maximum length of a prompt, in tokens, if `max_new_tokens` follow it.
-
-    Raises:
-        UserError: there is no room for a BOS and one token of a prompt.
-    """
+    """Return the maximum length of a prompt, in tokens, if `max_new_tokens` follow it."""
     if max_length - max_new_tokens < 2:
         raise UserError(
-            f"data.max_length leaves no room for a prompt before {max_new_tokens} new tokens",
-            got=max_length,
-            expected=f"at least {max_new_tokens + 2}",
-            fix="raise data.max_length",
+            f"data.max_length={max_length} leaves no room for a prompt before {max_new_tokens} new tokens",
+            fix=f"set data.max_length to at least {max_new_tokens + 2}",
         )
     return max_length - max_new_tokens
 
 
 def warn_of_cuts(num_cut: int, num_examples: int, max_length: int, where: str = "on the left") -> None:
-    """Log that some examples are longer than they may be, if there are any."""
     if num_cut:
         text = "%d of %d examples are longer than max_length %d tokens and were cut %s"
         logger.warning(text, num_cut, num_examples, max_length, where)

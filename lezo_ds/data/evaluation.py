@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from lezo_ds import distributed
-from lezo_ds.data.batching import scoring_batch, teacher_forcing_batch
+from lezo_ds.data.batches import scoring_batch, teacher_forcing_batch
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.objectives import (
     count_right_tokens,
@@ -28,6 +28,7 @@ from lezo_ds.data.objectives import (
 )
 from lezo_ds.data.task_data import EncodedSplit, TaskData
 from lezo_ds.forward.batch import MicroBatch, to_device
+from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.metrics import Prediction, TokenCounts, find_metric, majority_class_score
 
 T = TypeVar("T")
@@ -35,19 +36,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The loss and the score of a model on a set of examples.
-
-    Attributes:
-        loss: mean of the training objective.
-        score: the task's metric, 0 to 1; or the mean reward, which may be any number.
-        majority_class: score of always predicting the most frequent label; None if there are no classes.
-        predicted: index of the chosen candidate, the generated answer, or the TokenCounts of a conversation,
-            for each example in order.
-    """
+    """The loss and the score of a model on a set of examples."""
 
     loss: float
+    """Mean of the training objective."""
     score: float
+    """The task's metric, 0 to 1; or the mean reward, which may be any number."""
     majority_class: float | None
+    """Score of always predicting the most frequent label; None if there are no classes."""
     predicted: tuple[Prediction, ...]
 
 
@@ -62,16 +58,33 @@ class Model(Protocol):
 def evaluate(engine: Model, data: TaskData, split: EncodedSplit, batch_size: int) -> EvaluationResult:
     """Score every example by the mean log-probability of its candidates, or by its generated answer.
 
-    A collective. A calibrated score is the summed log-probability of a candidate's tokens after the prompt,
-    minus their summed log-probability after the null prompt (see `encode_null`).
-
-    Args:
-        engine: the model, at its current weights.
-        data: the task, its tokenizer and the objective.
-        split: at least one example, all labeled.
-        batch_size: number of sequences in a forward pass.
+    A collective. `batch_size` is the number of sequences in a forward pass. A calibrated score is the summed
+    log-probability of a candidate's tokens after the prompt, minus that after the null prompt.
     """
-    return _Evaluation(engine, data, split=split, batch_size=batch_size).run()
+    return _Evaluation(engine, data, split, batch_size).run()
+
+
+def answer_text(example: Example, predicted: Prediction) -> str:
+    """Return a prediction as text."""
+    if isinstance(predicted, TokenCounts):
+        return f"{predicted.right} of {predicted.total} tokens"
+    return (predicted if isinstance(predicted, str) else example.candidates[predicted]).strip()
+
+
+def prediction_rows(examples: Sequence[Example], predicted: Sequence[Prediction]) -> list[dict[str, Any]]:
+    """Return the index of each example, its prompt, the right answers and the answer of the model."""
+    rows = []
+    for example, answer in zip(examples, predicted, strict=True):
+        gold = () if example.label is None else (example.candidates[example.label],)
+        rows.append(
+            {
+                "index": example.index,
+                "prompt": example.prompt,
+                "right": [text.strip() for text in example.references or gold],
+                "predicted": answer_text(example, answer),
+            }
+        )
+    return rows
 
 
 @dataclass(frozen=True)
@@ -83,51 +96,42 @@ class _Evaluation:
 
     def run(self) -> EvaluationResult:
         data, examples = self.data, self.split.examples
+        is_own_loss = data.objective == training_objective(data.task.kind)
         tokens = self._new_tokens() if self.split.prompts else None
         predicted: Sequence[Prediction]
+        # The task's own loss follows from the scores, so it needs no further passes.
         if data.task.kind == "generation":
             assert tokens is not None
-            predicted = data.answers(tokens)
-            loss = self._objective_loss(tokens)
+            predicted, loss = data.answers(tokens), self._objective_loss(tokens)
         elif data.task.kind == "chat":
             losses, predicted = self._token_scores()
-            is_own = data.objective == training_objective("chat")
-            loss = self._mean(losses) if is_own else self._objective_loss(tokens)
+            loss = self._mean(losses) if is_own_loss else self._objective_loss(tokens)
         else:
             sums = self._log_probabilities(self.split.encoded)
-            if data.objective == training_objective(data.task.kind):
-                loss = self._task_loss(sums)  # it follows from the scores, so it needs no further passes
-            else:
-                loss = self._objective_loss(tokens)
+            loss = self._task_loss(sums) if is_own_loss else self._objective_loss(tokens)
             predicted = predictions(self._scores(sums))
         measure = find_metric(data.task.metric, data.task.kind).score
         # Without a measure, the loss is minus the mean reward.
         score = -loss if measure is None else measure(predicted, examples)
-        return EvaluationResult(
-            loss=loss,
-            score=score,
-            majority_class=majority_class_score(examples, measure),
-            predicted=tuple(predicted),
-        )
+        return EvaluationResult(loss, score, majority_class_score(examples, measure), tuple(predicted))
 
     def _scores(self, sums: Sequence[Tensor]) -> Tensor:
         """Return the score of each candidate, float64 [examples, candidates], filled with -inf."""
         if self.split.null_encoded:
             null_sums = self._log_probabilities(self.split.null_encoded)
-            return _padded([found - null for found, null in zip(sums, null_sums, strict=True)])
+            return _padded([given - null for given, null in zip(sums, null_sums, strict=True)])
         return _padded(self._means(sums))
 
     def _means(self, sums: Sequence[Tensor]) -> list[Tensor]:
         pairs = zip(sums, self.split.encoded, strict=True)
-        return [found / torch.tensor(example.option_lengths) for found, example in pairs]
+        return [summed / torch.tensor(example.option_lengths) for summed, example in pairs]
 
     def _task_loss(self, sums: Sequence[Tensor]) -> float:
         """Return the task's own loss, computed from the log-probabilities of the candidates."""
-        encoded = self.split.encoded
-        golds = [example.gold for example in encoded]
+        golds = [example.gold for example in self.split.encoded]
         if self.data.task.kind == "classification":
             return F.cross_entropy(_padded(self._means(sums)), torch.tensor(golds)).item()
-        gold_sums = [found[gold] for found, gold in zip(sums, golds, strict=True)]
+        gold_sums = [summed[gold] for summed, gold in zip(sums, golds, strict=True)]
         return self._mean(-torch.stack(gold_sums))
 
     def _mean(self, losses: Tensor) -> float:
@@ -159,10 +163,10 @@ class _Evaluation:
             sequences, lengths = zip(*(distinct[i] for i in group), strict=True)
             batch = scoring_batch(sequences, lengths, self.data.tokenizer.pad_id)
             batch = to_device(batch, distributed.device())
-            return -teacher_forcing_loss(self.engine.forward(batch), batch).cpu().unsqueeze(1)
+            return -teacher_forcing_loss(self.engine.forward(batch), batch).unsqueeze(1)
 
-        found = dict(zip(distinct, self._share(groups, 1, score).squeeze(1), strict=True))
-        return [torch.stack([found[pair] for pair in pairs]) for pairs in wanted]
+        sums = dict(zip(distinct, self._share(groups, 1, score).squeeze(1), strict=True))
+        return [torch.stack([sums[pair] for pair in pairs]) for pairs in wanted]
 
     def _token_scores(self) -> tuple[Tensor, list[TokenCounts]]:
         """Return the summed loss of each conversation, float64 [examples], and its counts of right tokens."""
@@ -172,9 +176,7 @@ class _Evaluation:
             batch = teacher_forcing_batch([encoded[row] for row in group], self.data.tokenizer.pad_id)
             batch = to_device(batch, distributed.device())
             logits = self.engine.forward(batch)
-            return torch.stack(
-                [teacher_forcing_loss(logits, batch), count_right_tokens(logits, batch)], 1
-            ).cpu()
+            return torch.stack([teacher_forcing_loss(logits, batch), count_right_tokens(logits, batch)], 1)
 
         groups = _groups([example.num_tokens for example in encoded], self.batch_size)
         losses, right = self._share(groups, 2, score).unbind(dim=1)
@@ -187,7 +189,7 @@ class _Evaluation:
         width = self.data.generation.max_new_tokens
 
         def write(group: Sequence[int]) -> Tensor:
-            tokens = self.engine.forward(self.data.prompt_batch(self.split, group)).cpu()
+            tokens = self.engine.forward(self.data.prompt_batch(self.split, group))
             # Zeros after the end do no harm: a batch is shorter only if all its rows have a stop token.
             return F.pad(tokens, (0, width - tokens.shape[1]))
 
@@ -202,7 +204,7 @@ class _Evaluation:
         def losses(group: Sequence[int]) -> Tensor:
             batch = to_device(data.objective_batch(self.split, group), distributed.device())
             outputs = self.engine.forward(batch) if known is None else known[group]
-            return data.loss(outputs, batch).cpu().unsqueeze(1)
+            return data.loss(outputs, batch).unsqueeze(1)
 
         lengths = [example.num_tokens for example in self.split.encoded]
         return self._mean(self._share(_groups(lengths, self.batch_size), 1, losses).squeeze(1))
@@ -210,18 +212,15 @@ class _Evaluation:
     def _share(
         self, groups: Sequence[Sequence[int]], width: int, run: Callable[[Sequence[int]], Tensor]
     ) -> Tensor:
-        """Return float64 [items, width], the rows of `run(group)` [items of the group, width] of all groups.
-
-        Each group's result is taken from one rank.
-        """
+        """Return float64 [items, width]: `run(group)` is [items of the group, width]."""
         num_ranks, num_groups = distributed.world_size(), len(groups)
         values = torch.zeros(sum(map(len, groups)), width, dtype=torch.float64)
         # `run` is a collective: ranks without a group left run the last one again and drop the result.
         for index in range(distributed.rank(), -(-num_groups // num_ranks) * num_ranks, num_ranks):
             group = groups[min(index, num_groups - 1)]
-            found = run(group)
+            rows = run(group)
             if index < num_groups:
-                values[group] = found.double()
+                values[group] = rows.cpu().double()
         summed = distributed.sum_vector(values.flatten().to(distributed.device()))
         return torch.tensor(summed, dtype=torch.float64).view(values.shape)
 
@@ -231,11 +230,7 @@ def _padded(scores: Sequence[Tensor]) -> Tensor:
 
 
 def _groups(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Return the indices of the items in order of length, cut into batches.
-
-    >>> _groups([3, 1, 2], batch_size=2)
-    [[1, 2], [0]]
-    """
+    """Return the indices of the items in order of length, cut into batches."""
     return _cut(sorted(range(len(lengths)), key=lambda i: lengths[i]), batch_size)
 
 

@@ -23,7 +23,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lezo_ds import config, distributed
+from lezo_ds import distributed
 from lezo_ds.data.encoding import NEWLINE, PromptTokenizer
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Sampling
 
@@ -34,16 +34,7 @@ SAMPLE_KEYS = "sample_keys"
 def generation_settings(
     tokenizer: PromptTokenizer, max_new_tokens: int, stops: Sequence[str] = (NEWLINE,)
 ) -> GenerationSettings:
-    """Return the settings of greedy generation.
-
-    Args:
-        tokenizer: the model's.
-        max_new_tokens: maximum length of an answer, at least 1.
-        stops: texts that end an answer. EOS does, too.
-
-    Raises:
-        UserError: as `PromptTokenizer.stop_ids`.
-    """
+    """Return the settings of greedy generation of answers that end at EOS or at one of the texts `stops`."""
     # One ASCII character is always part of one token. A longer text may spread over several.
     spread = tuple(stop for stop in stops if len(stop) > 1 or not stop.isascii())
 
@@ -60,21 +51,11 @@ def generation_settings(
     )
 
 
-def find_sampling(keys: config.GenerationConfig) -> Sampling | None:
-    """Return how a configuration draws tokens in training; None if it takes the most probable ones."""
-    return Sampling(keys.temperature, keys.top_p) if keys.temperature > 0 else None
-
-
 def prompt_batch(prompts: Sequence[tuple[int, ...]], settings: GenerationSettings) -> MicroBatch:
-    """Lay out prompts for the model to continue.
+    """Lay out R prompts for the model to continue, in a batch of weight R.
 
-    Args:
-        prompts: token ids of R prompts, at least 1 token each.
-        settings: how to continue them.
-
-    Returns:
-        A batch of weight R. Its rows are padded on the left, so that all prompts end in the same column.
-        The attention mask is 0 on the padding. Models also derive the tokens' positions from it.
+    Rows are padded on the left, so that all prompts end in the same column. The attention mask is 0 on the
+    padding. Models also derive the tokens' positions from it.
     """
     width = max(map(len, prompts))
     inputs = {
@@ -88,9 +69,7 @@ def prompt_batch(prompts: Sequence[tuple[int, ...]], settings: GenerationSetting
 def runner(batch: MicroBatch, engine: Any) -> Callable[..., Any]:  # noqa: ANN401
     """Return the function that runs a batch, given the batch's inputs as keyword arguments.
 
-    Args:
-        batch: if it has `generation`, the function generates tokens; otherwise it is a forward pass.
-        engine: DeepSpeed's engine, whose module is a model of transformers.
+    It generates tokens if the batch has `generation`; otherwise it is a forward pass of DeepSpeed's engine.
     """
     if batch.generation is None:
         return engine  # type: ignore[no-any-return]
@@ -104,13 +83,13 @@ def write_tokens(
     sample_keys: Tensor | None = None,
     **inputs: Tensor,
 ) -> Tensor:
-    """Continue prompts. A collective: every rank runs until the rows of all ranks have ended.
+    """Continue the prompts of a `prompt_batch`. A collective: all ranks run until all their rows have ended.
 
     Args:
         model: a causal language model of transformers. Its own generation settings are replaced.
         settings: the maximum length, what ends a row, and how tokens are drawn.
         sample_keys: int64 [rows], the key of each row's random numbers, if tokens are drawn.
-        inputs: the other inputs of a `prompt_batch`.
+        inputs: the other inputs of the batch.
 
     Returns:
         int64 [rows, at most max_new_tokens], the new tokens, with padding after the end of each row.
@@ -143,10 +122,10 @@ def _processors(sampling: Sampling | None, keys: Tensor | None, width: int) -> L
     if sampling is None:
         return LogitsProcessorList()
     assert keys is not None, "a batch whose answers are drawn has keys"
-    found: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
+    processors: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
     if sampling.top_p is not None:
-        found.append(TopPLogitsWarper(sampling.top_p))
-    return LogitsProcessorList([*found, _GumbelNoise(keys.tolist(), width)])
+        processors.append(TopPLogitsWarper(sampling.top_p))
+    return LogitsProcessorList([*processors, _GumbelNoise(keys.tolist(), width)])
 
 
 class _GumbelNoise(LogitsProcessor):  # type: ignore[misc]  # transformers has no types
@@ -155,76 +134,45 @@ class _GumbelNoise(LogitsProcessor):  # type: ignore[misc]  # transformers has n
     Unlike with draws from the distribution itself, two rows with the same noise and nearly the same logits
     mostly get the same token (Maddison et al. 2014, "A* sampling"): the two losses of a direction then differ
     by the weights and less by chance.
-
-    Args:
-        keys: of each row.
-        width: number of tokens of the prompts.
     """
 
-    def __init__(self, keys: Sequence[int], width: int) -> None:
+    def __init__(self, keys: Sequence[int], prompt_width: int) -> None:
         self._keys = keys
-        self._width = width
+        self._prompt_width = prompt_width
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores [rows, vocabulary] with noise."""
-        position = input_ids.shape[1] - self._width
+        position = input_ids.shape[1] - self._prompt_width
         drawn = {key: uniforms(key, position, scores.shape[1]) for key in set(self._keys)}
         uniform = torch.from_numpy(np.stack([drawn[key] for key in self._keys])).to(scores.device)
         return scores - torch.log(-torch.log(uniform))
 
 
 def uniforms(key: int, position: int, count: int) -> np.ndarray:
-    """Return float32 [count] between 0 and 1, both excluded: a pure function of the arguments.
-
-    Args:
-        key: of the answer, 0 to 2**63 - 1.
-        position: index of the token in the answer.
-        count: how many numbers, in units of 2**-23 plus 2**-24, which float32 holds exactly.
-    """
-    # NumPy guarantees the raw words of Philox4x64 across versions (see lezo_ds/data/sampling.py).
+    """Return float32 [count], multiples of 2**-23 plus 2**-24, for a token of the answer of a key."""
+    # NumPy guarantees the raw words of Philox4x64 across versions (see lezo_ds/data/batches.py).
     words = np.random.Philox(key=key + (position << 64)).random_raw(-(-count // 2))
     halves = words.astype("<u8").view("<u4")[:count]
     return ((halves >> 9).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
 
 
 class _EndOfRows(StoppingCriteria):  # type: ignore[misc]
-    """Ends rows by their text. transformers' own stop strings also look at the prompt.
+    """Ends rows by their text. transformers' own stop strings also look at the prompt."""
 
-    Args:
-        has_ended: function (new tokens of a row) -> whether the row ends here.
-        width: number of tokens of the prompts.
-    """
-
-    def __init__(self, has_ended: Callable[[Sequence[int]], bool], width: int) -> None:
+    def __init__(self, has_ended: Callable[[Sequence[int]], bool], prompt_width: int) -> None:
         self._has_ended = has_ended
-        self._width = width
+        self._prompt_width = prompt_width
 
     def __call__(self, input_ids: Tensor, scores: object, **_: object) -> Tensor:
-        """Return bool [rows]: which rows end here."""
-        rows = input_ids[:, self._width :].tolist()
+        rows = input_ids[:, self._prompt_width :].tolist()
         return torch.tensor([self._has_ended(ids) for ids in rows], device=input_ids.device)
 
 
 def read_answers(tokens: Tensor, settings: GenerationSettings, tokenizer: PromptTokenizer) -> list[str]:
     """Return the answers in new tokens [rows, n]: their text up to the first stop, stripped."""
-    written = [tokenizer.decode(_up_to_stop(ids, settings.stop_ids)) for ids in tokens.tolist()]
-    return [_up_to_text(text, settings.stops).strip() for text in written]
-
-
-def _up_to_text(text: str, stops: Sequence[str]) -> str:
-    """Return a text up to the first of the stops.
-
-    >>> _up_to_text("a; b, c", stops=[",", ";"])
-    'a'
-    """
-    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
-
-
-def _up_to_stop(ids: Sequence[int], stop_ids: Sequence[int]) -> list[int]:
-    """Return the ids up to and including the first stop id.
-
-    >>> _up_to_stop([5, 2, 1, 1], stop_ids=[2]), _up_to_stop([5, 6], stop_ids=[2])
-    ([5, 2], [5, 6])
-    """
-    before = list(takewhile(lambda token: token not in stop_ids, ids))
-    return list(ids[: len(before) + 1])  # the stop id stays, since one token may hold text and a newline
+    answers = []
+    for ids in tokens.tolist():
+        before = list(takewhile(lambda token: token not in settings.stop_ids, ids))
+        text = tokenizer.decode(ids[: len(before) + 1])  # one token may hold text and a newline
+        stops = [place for stop in settings.stops if (place := text.find(stop)) >= 0]
+        answers.append(text[: min(stops, default=len(text))].strip())
+    return answers

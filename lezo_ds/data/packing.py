@@ -21,9 +21,6 @@ _WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
 _MIXERS = ("alibi", "mamba", "ssm", "conv", "linear", "recurrent")
 """Words in config keys of models that locate or mix tokens by other means than position ids and attention."""
 
-DEALING = {"dealing of examples to micro-batches": "version 1"}
-"""The way of `deal`, which decides the last bits of losses. Journals record it."""
-
 FEWEST_DEALT = 4
 """Deal at least this many examples to a micro-batch. Two or three of different lengths rarely share a row."""
 
@@ -36,10 +33,6 @@ def can_pack(config: Any, max_length: int) -> bool:  # noqa: ANN401
 
     They are if the model's attention accepts any mask, nothing else mixes tokens, and no attention window
     is shorter than a sequence. Our mask replaces the model's own, which would apply the window.
-
-    Args:
-        config: configuration of a causal language model of transformers.
-        max_length: maximum length of a sequence, in tokens.
     """
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model is None or "position_ids" not in inspect.signature(model.forward).parameters:
@@ -54,17 +47,14 @@ def can_pack(config: Any, max_length: int) -> bool:  # noqa: ANN401
 
 
 def pack(batch: MicroBatch) -> MicroBatch:
-    """Lay out the sequences of a micro-batch in as few rows of the same width as they need.
+    """Lay out the S rows of a batch, padded on the right to W, in as few rows of this width as they need.
 
-    Tokens after the last selected logits of a sequence are dropped.
-
-    Args:
-        batch: S rows padded on the right [S, W].
+    Tokens after the last selected logits of a sequence are dropped. The batch is returned unchanged if it
+    selects no logits, or if packing removes less than a quarter of its rows.
 
     Returns:
-        The batch with R rows: "input_ids" and "position_ids" int64 [R, W], and "attention_mask" bool
-        [R, 1, W, W], true where a token is visible. It selects the same logits in the same order. The batch
-        is returned unchanged if it selects no logits, or if packing removes less than a quarter of its rows.
+        R rows: "input_ids" and "position_ids" int64 [R, W], and "attention_mask" bool [R, 1, W, W], true
+        where a token is visible. The selected logits are the same, in the same order.
     """
     if batch.selection is None:
         return batch
@@ -96,17 +86,10 @@ def pack(batch: MicroBatch) -> MicroBatch:
 
 
 def deal(rows: np.ndarray, num_micro_batches: int) -> np.ndarray:
-    """Deal examples to micro-batches that have about the same number of tokens.
+    """Deal examples, sorted by length, to micro-batches that have about the same number of tokens.
 
     Ranks run different micro-batches and then wait for each other, so one with all long examples would keep
-    the others waiting.
-
-    Args:
-        rows: the examples, sorted by length; a multiple of `num_micro_batches`.
-        num_micro_batches: each gets the same number of examples.
-
-    Returns:
-        The examples of the first micro-batch, then those of the second, and so on.
+    the others waiting. Returns the examples of the first micro-batch, then those of the second, and so on.
 
     >>> deal(np.array([10, 11, 12, 13, 14, 15]), 2).tolist()
     [15, 12, 11, 14, 13, 10]

@@ -1,19 +1,20 @@
-"""The data of a run: the splits as text and as tokens, the batches of a step, and the loss of a batch."""
+"""The data of a run: record (tables) -> example (splits) -> encoded (encoding, chat) -> batch (batches)."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lezo_ds.config import RunConfig, find_task
+from lezo_ds.data.batches import batch_indices
 from lezo_ds.data.chat import encode_answers, encode_conversations, encode_questions
 from lezo_ds.data.encoding import (
     NEWLINE,
@@ -25,28 +26,15 @@ from lezo_ds.data.encoding import (
     load_tokenizer,
     prompt_room,
 )
-from lezo_ds.data.generation import (
-    SAMPLE_KEYS,
-    find_sampling,
-    generation_settings,
-    prompt_batch,
-    read_answers,
-)
+from lezo_ds.data.generation import SAMPLE_KEYS, generation_settings, prompt_batch, read_answers
 from lezo_ds.data.objectives import Objective, load_objective
-from lezo_ds.data.packing import DEALING, FEWEST_DEALT, can_pack, deal, pack
-from lezo_ds.data.records import (
-    Splits,
-    draw_demonstrations,
-    load_own_splits,
-    load_records,
-    sample_splits,
-    with_demonstrations,
-)
-from lezo_ds.data.sampling import batch_indices
+from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
+from lezo_ds.data.splits import load_splits, with_demonstrations
 from lezo_ds.errors import UserError
-from lezo_ds.forward.batch import GenerationSettings, MicroBatch, StepBatch
+from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Sampling, StepBatch
 from lezo_ds.sharding.checkpoint_files import load_model_config, resolve_model
-from lezo_ds.tasks.base import Example, Record, Task
+from lezo_ds.tasks import Task
+from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.metrics import REWARD
 from lezo_ds.zo.keys import sample_key
 
@@ -56,27 +44,20 @@ MEZO_LOSS_BATCH = 8
 
 @dataclass(frozen=True)
 class EncodedSplit:
-    """The examples of one split and their tokens, in the same order.
-
-    Attributes:
-        examples: the examples as text.
-        encoded: every candidate after its prompt.
-        prompts: the prompts for the model to continue; empty if it generates no answers.
-        null_encoded: every candidate after its null prompt; empty if scores are not calibrated.
-        reads_records: whether the objective reads the fields of the records.
-    """
+    """The examples of one split and their tokens, in the same order."""
 
     examples: tuple[Example, ...]
     encoded: tuple[EncodedExample, ...]
+    """Every candidate after its prompt."""
     prompts: tuple[tuple[int, ...], ...] = ()
+    """The prompts for the model to continue; empty if it generates no answers."""
     null_encoded: tuple[EncodedExample, ...] = ()
+    """Every candidate after its null prompt; empty if scores are not calibrated."""
     reads_records: bool = False
+    """Whether the objective reads the fields of the records."""
 
     def fingerprint(self) -> str:
-        """Return a hash of all tokens, labels and reference answers, in their order: 32 hex digits.
-
-        The fields of the records count if the objective reads them.
-        """
+        """Return a hash of all that decides losses and scores, in its order: 32 hex digits."""
         digest = hashlib.sha256()
         for example, encoded in zip(self.examples, self.encoded, strict=True):
             facts = [encoded.sequences, encoded.option_lengths, encoded.label, example.references]
@@ -90,22 +71,7 @@ class EncodedSplit:
 
 @dataclass(frozen=True)
 class TaskData:
-    """The encoded splits of a task, with the objective and the settings to run them.
-
-    Attributes:
-        task: the task.
-        tokenizer: the model's tokenizer.
-        train: the training examples.
-        dev: the examples that select the best step.
-        test: the examples of the final score.
-        objective: the loss to minimize.
-        generation: how to generate answers in evaluations; None if neither the task nor the objective needs
-            any.
-        packed: whether training examples share rows.
-        loss_batch: number of examples in each part of a split whose validation loss is averaged first. The
-            loss of the split is the mean of its parts, each weighted by its number of examples. None averages
-            over all terms of the split at once.
-    """
+    """The encoded splits of a task, with the objective and the settings to run them."""
 
     task: Task
     tokenizer: PromptTokenizer
@@ -114,8 +80,12 @@ class TaskData:
     test: EncodedSplit
     objective: Objective
     generation: GenerationSettings | None = None
+    """How to generate answers in evaluations; None if neither the task nor the objective needs any."""
     packed: bool = False
+    """Whether training examples share rows."""
     loss_batch: int | None = None
+    """Average a validation loss over parts of this number of examples first, then over the parts, weighted by
+    their examples. None averages over all terms at once."""
 
     def batch(self, config: RunConfig, step: int) -> list[MicroBatch]:
         """Return the micro-batches of a step, which depend on the seed and the step only."""
@@ -126,7 +96,8 @@ class TaskData:
         drawn, size = np.array(self.step_rows(config, step)), config.train.micro_batch_size
         # Sorting by length first reduces padding: a micro-batch is padded to its longest example.
         rows = drawn[np.lexsort((drawn, self._lengths[drawn]))]
-        if self._deals(config):
+        shares_rows = self.packed and not self.objective.reads_answers
+        if shares_rows and FEWEST_DEALT <= size < len(rows):
             rows = deal(rows, len(rows) // size)
         weights = np.add.reduceat(self._num_terms[rows], np.arange(0, len(rows), size))
         if self.objective.reads_answers:
@@ -141,25 +112,14 @@ class TaskData:
 
         return StepBatch(weights.tolist(), build, content=rows.tobytes())
 
-    def _deals(self, config: RunConfig) -> bool:
-        """Return whether each micro-batch gets long and short examples."""
-        train = config.train
-        shares_rows = self.packed and not self.objective.reads_answers
-        return shares_rows and FEWEST_DEALT <= train.micro_batch_size < train.batch_size
-
-    def layout_facts(self, config: RunConfig) -> Mapping[str, str]:
-        """Return, by name, what decides the last bits of losses besides the configuration."""
-        return DEALING if self._deals(config) else {}
-
     def step_rows(self, config: RunConfig, step: int) -> list[int]:
         """Return the indices in `train` of a step's examples, in the order in which they are drawn."""
-        num_examples = len(self.train.examples)
-        return batch_indices(config.seed, step, num_examples=num_examples, batch_size=config.train.batch_size)
+        return batch_indices(config.seed, step, len(self.train.examples), config.train.batch_size)
 
     @cached_property
     def _lengths(self) -> np.ndarray:
         """int64 [training examples], the tokens that a forward pass runs for each."""
-        if self.objective.build_batch is None:
+        if self.objective.reads_answers:
             return np.array([len(ids) for ids in self.train.prompts])
         return np.array([example.num_tokens for example in self.train.encoded])
 
@@ -186,17 +146,13 @@ class TaskData:
         assert self.generation is not None
         keys, samples = config.generation, range(config.generation.num_samples)
         batch = self.prompt_batch(self.train, [row for row in rows for _ in samples])
-        sampling = find_sampling(keys)
-        settings = replace(self.generation, sampling=sampling)
-        if sampling is None:
-            return replace(batch, generation=settings)
-        drawn = [
-            sample_key(config.seed, step, self.train.examples[row].index, sample)
-            for row in rows
-            for sample in samples
-        ]
+        if keys.temperature == 0:
+            return batch
+        indices = [self.train.examples[row].index for row in rows]
+        drawn = [sample_key(config.seed, step, index, sample) for index in indices for sample in samples]
         inputs = {**batch.inputs, SAMPLE_KEYS: torch.tensor(drawn)}
-        return replace(batch, inputs=inputs, generation=settings)
+        sampling = Sampling(keys.temperature, keys.top_p)
+        return replace(batch, inputs=inputs, generation=replace(self.generation, sampling=sampling))
 
     def answers(self, tokens: Tensor) -> list[str]:
         """Return the answers in the new tokens [examples, n] of a `prompt_batch`."""
@@ -209,60 +165,29 @@ class TaskData:
 
 
 def load_task_data(config: RunConfig) -> TaskData:
-    """Load, sample and tokenize a run's task.
-
-    Raises:
-        UserError: data, tokenizer or objective are missing, or do not fit the task or the model.
-    """
+    """Load, sample and tokenize a run's task."""
     task = find_task(config.data)
     objective = load_objective(config.train.objective, task)
-    if config.method == "adamw" and objective.reads_answers:
-        raise UserError(
-            "method adamw needs a loss with a gradient",
-            got=f"train.objective={config.train.objective}, which reads generated answers",
-            expected="an objective that reads logits",
-            fix="set train.objective=task, or method=lezo",
-        )
-    _check_reward(config, task, objective)
-    splits = _draw_splits(config, task)
+    _check_objective(config, task, objective)
+    splits = load_splits(task, config.data)
+    if config.method.startswith("icl"):
+        splits = with_demonstrations(task, config.data, splits)
     directory = resolve_model(config.model.path)
-    tokenizer = load_tokenizer(str(directory))
-    model_config = load_model_config(directory)
-    keys = config.generation
-    stops = (NEWLINE,) if keys.stop is None else keys.stop
+    tokenizer, model_config = load_tokenizer(str(directory)), load_model_config(directory)
+    keys, length = config.generation, config.data.max_length
     generation = None
     if task.kind == "generation" or objective.reads_answers:
+        stops = (NEWLINE,) if keys.stop is None else keys.stop
         generation = generation_settings(tokenizer, keys.max_new_tokens, stops)
 
-    follows_mezo = config.data.protocol == "mezo"
-    length = config.data.max_length
-    # MeZO's code cuts a text with its gold answer like a prompt whose answer is yet to come.
-    shortened = follows_mezo and task.kind == "generation"
-    encoded_length = prompt_room(length, keys.max_new_tokens) if shortened else length
-
     def encode(examples: tuple[Example, ...], *, continued: bool, calibrated: bool) -> EncodedSplit:
-        if follows_mezo:
-            examples = tuple(_without_space_before(example) for example in examples)
-        if keys.stop is not None and task.kind == "generation":
-            ending = keys.stop[0] if keys.stop else str(tokenizer.backend.eos_token)
-            examples = tuple(_ending_with(example, ending) for example in examples)
-        examples, encoded = _encode(task, tokenizer, examples, encoded_length)
+        examples, encoded = _encode(config, task, tokenizer, examples)
         prompts: tuple[tuple[int, ...], ...] = ()
         if continued:
-            encode_asked = encode_questions if examples[0].messages else encode_prompts
-            prompts = encode_asked(tokenizer, examples, length, keys.max_new_tokens)
-        return EncodedSplit(
-            examples=examples,
-            encoded=encoded,
-            prompts=prompts,
-            null_encoded=tuple(
-                encode_null(tokenizer, example, length, with_demonstrations=config.method == "icl_sfc")
-                for example in examples
-            )
-            if calibrated
-            else (),
-            reads_records=objective.is_reward,
-        )
+            encode_questioned = encode_questions if examples[0].messages else encode_prompts
+            prompts = encode_questioned(tokenizer, examples, length, keys.max_new_tokens)
+        nulls = tuple(encode_null(tokenizer, example, length) for example in examples) if calibrated else ()
+        return EncodedSplit(examples, encoded, prompts, nulls, reads_records=objective.is_reward)
 
     scored = {"continued": generation is not None, "calibrated": config.method.endswith("_sfc")}
     data = TaskData(
@@ -274,154 +199,71 @@ def load_task_data(config: RunConfig) -> TaskData:
         objective=objective,
         generation=generation,
         # The mask of packed rows has no columns for the keys of a prefix.
-        packed=config.peft.kind != "prefix" and can_pack(model_config, config.data.max_length),
-        loss_batch=MEZO_LOSS_BATCH if follows_mezo else None,
+        packed=config.peft.kind != "prefix" and can_pack(model_config, length),
+        loss_batch=MEZO_LOSS_BATCH if config.data.protocol == "mezo" else None,
     )
-    text_config = model_config.get_text_config()
-    _check_positions(data, getattr(text_config, "max_position_embeddings", None))
-    _check_token_ids(data, text_config.vocab_size)
+    _check_model(data, model_config.get_text_config())
     return data
 
 
 def _encode(
-    task: Task, tokenizer: PromptTokenizer, examples: tuple[Example, ...], max_length: int
+    config: RunConfig, task: Task, tokenizer: PromptTokenizer, examples: tuple[Example, ...]
 ) -> tuple[tuple[Example, ...], tuple[EncodedExample, ...]]:
     """Return the examples that can be used, and their tokens."""
+    keys, length = config.generation, config.data.max_length
     if task.kind == "chat":
-        return encode_conversations(tokenizer, examples, max_length)
-    if examples[0].messages and task.has_answers:
-        return examples, encode_answers(tokenizer, examples, max_length)
-    return examples, encode_examples(tokenizer, examples, max_length)
+        return encode_conversations(tokenizer, examples, length)
+    if config.data.protocol == "mezo":
+        # MeZO's code strips white space of any kind before the whole text, and cuts a text with its gold
+        # answer like a prompt whose answer is yet to come. Demonstrations begin without white space.
+        examples = tuple(e if e.demonstrations else replace(e, prompt=e.prompt.lstrip()) for e in examples)
+        if task.kind == "generation":
+            length = prompt_room(length, keys.max_new_tokens)
+    if keys.stop is not None and task.kind == "generation":
+        ending = keys.stop[0] if keys.stop else str(tokenizer.backend.eos_token)
+        examples = tuple(
+            replace(e, candidates=tuple(text.removesuffix(NEWLINE) + ending for text in e.candidates))
+            for e in examples
+        )
+    is_conversation = bool(examples[0].messages) and task.has_answers
+    encode = encode_answers if is_conversation else encode_examples
+    return examples, encode(tokenizer, examples, length)
 
 
-def _check_reward(config: RunConfig, task: Task, objective: Objective) -> None:
-    """Refuse a task or a metric that needs a reward if there is none, and a method that cannot use one."""
-    needs = "a task without right answers" if not task.has_answers else "data.metric=reward"
+def _check_objective(config: RunConfig, task: Task, objective: Objective) -> None:
+    name = f"train.objective={config.train.objective}"
+    if config.method == "adamw" and objective.reads_answers:
+        raise UserError(f"method adamw cannot use {name}, which has no gradient", fix="set method=lezo")
     if (task.metric == REWARD or not task.has_answers) and not objective.is_reward:
+        needs = "data.metric=reward" if task.has_answers else "a task without right answers"
         raise UserError(
-            f"{needs} needs a reward",
-            got=f"train.objective={config.train.objective}",
-            expected="a function with the decorator `reward` (see lezo_ds/data/objectives.py)",
-            fix="set train.objective=package.module:function",
+            f"{needs} needs a reward, not {name}",
+            fix="set train.objective=package.module:function, a function with the decorator `reward`",
         )
     if config.method.startswith("icl") and not task.has_answers:
         raise UserError(
-            f"method {config.method} shows solved examples, and the task has none",
-            got="records without right answers",
-            expected="data.completion, data.labels or data.choices",
-            fix="set method=zero_shot",
+            f"method {config.method} shows solved examples, and the task has none", fix="set method=zero_shot"
         )
 
 
-def _draw_splits(config: RunConfig, task: Task) -> Splits:
-    data = config.data
-    if data.train is not None:
-        splits, records = load_own_splits(
-            task,
-            data.train,
-            validation=data.validation,
-            test=data.test,
-            seed=data.seed,
-            num_train=data.num_train,
-            num_dev=data.num_dev,
-            num_test=data.num_test,
-        )
-        own_rows: list[int] = []  # no dev question is among the training records
-    else:
-        records, validation = load_records(task, None if data.path is None else Path(data.path))
-        splits = sample_splits(
-            task,
-            train=records,
-            validation=validation,
-            protocol=data.protocol,
-            seed=data.seed,
-            num_train=data.num_train,
-            num_dev=data.num_dev,
-            num_test=data.num_test,
-        )
-        own_rows = [question.index for question in splits.dev]
-    if not config.method.startswith("icl"):
-        return splits
-    return _with_demonstrations(config, task, splits, records=records, own_rows=own_rows)
-
-
-def _with_demonstrations(
-    config: RunConfig, task: Task, splits: Splits, *, records: Sequence[Record], own_rows: Sequence[int]
-) -> Splits:
-    """Put solved examples before every question of the dev and test splits.
-
-    Args:
-        config: configuration of the run.
-        task: the task.
-        splits: its examples.
-        records: the records that are drawn for each question, if the configuration asks for that.
-        own_rows: the row of each dev question among these records; empty if it is not there.
-    """
-    wanted, per_question = config.data.num_demonstrations, config.data.protocol == "mezo"
-    # A dev question comes from the same records, and its own answer is not shown to it.
-    available = len(records) - 1 if per_question else len(splits.train)
-    if wanted > available:
-        raise UserError(
-            "there are fewer training examples than data.num_demonstrations",
-            got=f"{wanted} of {available}",
-            expected=f"at most {available}",
-            fix=f"set data.num_demonstrations={available}, or give more training examples",
-        )
-
-    def show(questions: tuple[Example, ...], *, own_rows: Sequence[int] = ()) -> tuple[Example, ...]:
-        if not per_question:
-            return tuple(with_demonstrations(question, splits.train[:wanted]) for question in questions)
-        drawn = draw_demonstrations(
-            config.data.seed, len(questions), len(records), count=wanted, own_rows=own_rows
-        )
-        return tuple(
-            with_demonstrations(question, [task.build_example(records[row], row) for row in rows])
-            for question, rows in zip(questions, drawn, strict=True)
-        )
-
-    dev = show(splits.dev, own_rows=own_rows)
-    return replace(splits, dev=dev, test=show(splits.test))
-
-
-def _without_space_before(example: Example) -> Example:
-    """Strip white space of any kind before an example's text, as MeZO's code does after it joins the text.
-
-    Solved examples before a prompt begin without white space, so the prompt after them is left as it is.
-    """
-    return example if example.demonstrations else replace(example, prompt=example.prompt.lstrip())
-
-
-def _ending_with(example: Example, ending: str) -> Example:
-    """End the gold text with what ends an answer, instead of a newline."""
-    texts = tuple(text.removesuffix(NEWLINE) + ending for text in example.candidates)
-    return replace(example, candidates=texts)
-
-
-def _check_positions(data: TaskData, num_positions: int | None) -> None:
-    splits = (data.train, data.dev, data.test)
-    lengths = [len(ids) for split in splits for example in split.encoded for ids in example.sequences]
-    if data.generation is not None:
-        new = data.generation.max_new_tokens
-        lengths += [len(ids) + new for split in splits for ids in split.prompts]
-    longest = max(lengths)
-    if num_positions is not None and longest > num_positions:
-        raise UserError(
-            "an input is longer than the model's positions",
-            got=f"{longest} tokens",
-            expected=f"at most {num_positions}",
-            fix=f"set data.max_length={num_positions}",
-        )
-
-
-def _check_token_ids(data: TaskData, num_embeddings: int) -> None:
-    """Refuse tokens that the model's embedding has no row for: they may have been added to the tokenizer."""
+def _check_model(data: TaskData, model_config: Any) -> None:  # noqa: ANN401
+    """Refuse inputs that are longer than the model's positions, or tokens that its embedding lacks."""
+    longest, largest = 0, 0
     for split in (data.train, data.dev, data.test):
         sequences = [ids for e in (*split.encoded, *split.null_encoded) for ids in e.sequences]
-        largest = max((max(ids) for ids in (*sequences, *split.prompts)), default=0)
-        if largest >= num_embeddings:
-            raise UserError(
-                "the tokenizer gives a token that the model's embedding has no row for",
-                got=f"id {largest}, {data.tokenizer.backend.convert_ids_to_tokens(largest)!r}",
-                expected=f"ids below {num_embeddings}, the vocab_size in config.json",
-                fix="use the tokenizer that the model was trained with, or resize the model's embedding",
-            )
+        new = 0 if data.generation is None else data.generation.max_new_tokens
+        lengths = [*map(len, sequences), *(len(ids) + new for ids in split.prompts)]
+        longest = max([longest, *lengths])
+        largest = max([largest, *map(max, (*sequences, *split.prompts))])
+    num_positions = getattr(model_config, "max_position_embeddings", None)
+    if num_positions is not None and longest > num_positions:
+        raise UserError(
+            f"an input has {longest} tokens, and the model has {num_positions} positions",
+            fix=f"set data.max_length={num_positions}",
+        )
+    if largest >= model_config.vocab_size:
+        token = data.tokenizer.backend.convert_ids_to_tokens(largest)
+        raise UserError(
+            f"the tokenizer writes {token!r} (id {largest}), and the model has {model_config.vocab_size} ids",
+            fix="use the tokenizer that the model was trained with, or resize the model's embedding",
+        )

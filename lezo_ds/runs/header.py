@@ -53,11 +53,7 @@ def make_header(config: RunConfig, data: TaskData, fingerprint: str, parameter_t
         parameter_table_hash=parameter_table,
         config=keys | inputs,
         libraries=library_versions(),
-        arithmetic={
-            **distributed.arithmetic_facts(device),
-            **norm_facts(device),
-            **data.layout_facts(config),
-        },
+        arithmetic={**distributed.arithmetic_facts(device), **norm_facts(device)},
     )
 
 

@@ -16,8 +16,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lezo_ds import distributed
 from lezo_ds.config import TRAINED, RunConfig, config_to_dict
-from lezo_ds.data.evaluation import EvaluationResult, evaluate
-from lezo_ds.data.predictions import prediction_rows
+from lezo_ds.data.evaluation import EvaluationResult, evaluate, prediction_rows
 from lezo_ds.data.task_data import EncodedSplit, TaskData
 from lezo_ds.engine import ModelEngine
 from lezo_ds.forward.batch import MicroBatch

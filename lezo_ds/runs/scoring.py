@@ -9,8 +9,7 @@ from typing import Any, get_args
 
 from lezo_ds import distributed
 from lezo_ds.config import TRAINED, Dtype, Method, ModelConfig, PeftConfig, RunConfig, config_from_dict
-from lezo_ds.data.evaluation import Model, evaluate
-from lezo_ds.data.predictions import answer_text
+from lezo_ds.data.evaluation import Model, answer_text, evaluate
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.recipes import load_recipe

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lezo_ds.errors import UserError
-from lezo_ds.registry import Registry, import_named, names_code
+from lezo_ds.registry import Registry, names_code
 from lezo_ds.tasks.base import Example, TaskKind
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -93,7 +93,8 @@ METRICS.add(REWARD, Metric("mean reward", None))
 def find_metric(name: str, kind: TaskKind) -> Metric:
     """Return the metric of this name, or of the `Score` that package.module:function names."""
     if names_code(name):
-        return Metric(name, import_named("data.metric", name, what="metric"))
+        score: Any = METRICS.find(name)
+        return Metric(name, score)
     metric = METRICS.find(name)
     if metric.kinds and kind not in metric.kinds:
         fitting = [other for other, entry in METRICS.items() if not entry.kinds or kind in entry.kinds]

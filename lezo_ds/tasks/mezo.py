@@ -10,7 +10,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.registry import Registry
 from lezo_ds.tasks.base import Example, Record, SplitSizes, Task, TaskKind
 
-TASKS: Registry[Task] = Registry("task", "data.task")
+TASKS: Registry[Task] = Registry("task", "data.task", kind=Task)
 
 _Change = Mapping[str, Callable[[str], str]]
 """How fields of a record are changed before they are part of a prompt."""

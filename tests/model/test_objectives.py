@@ -8,7 +8,7 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from lezo_ds.data import objectives
-from lezo_ds.data.batching import candidate_batch, teacher_forcing_batch
+from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.objectives import (
     classification_loss,

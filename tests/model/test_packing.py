@@ -12,7 +12,7 @@ from tiny_runs import VOCABULARY, start_engine, write_model
 from tiny_tasks import task_config, write_writer
 from transformers import BloomConfig, FalconConfig, FalconH1Config, JambaConfig, MambaConfig, OPTConfig
 
-from lezo_ds.data.batching import candidate_batch, teacher_forcing_batch
+from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.objectives import classification_loss, teacher_forcing_loss
 from lezo_ds.data.packing import DEALING, can_pack, deal, pack

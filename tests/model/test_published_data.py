@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from assets import shared_asset
+from lezo_ds.data.records import load_records, sample_splits
 from transformers import AutoModelForCausalLM
 
-from lezo_ds.data.batching import candidate_batch
+from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.encoding import encode_example, encode_examples, load_tokenizer
 from lezo_ds.data.objectives import candidate_scores, predictions
-from lezo_ds.data.records import load_records, sample_splits
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.metrics import accuracy, majority_class_score
 

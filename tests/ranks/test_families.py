@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from assets import REPOSITORY
@@ -16,8 +17,9 @@ from commands import run_forked_well
 from tiny_tasks import DS_CONFIG, NUM_POSITIONS, write_tasks, write_writer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lezo_ds.data.objectives import reads_answers
-from lezo_ds.data.records import load_records, sample_splits
+from lezo_ds.config import DataConfig
+from lezo_ds.data.objectives import reward
+from lezo_ds.data.splits import load_splits
 from lezo_ds.journal import EvaluationRecord, read_journal
 from lezo_ds.model.snapshots import snapshot_path
 from lezo_ds.tasks import TASKS
@@ -55,10 +57,10 @@ def written(model, tokenizer, prompt, adds_bos):
     return new
 
 
-@reads_answers
-def characters(answers, batch):
-    """The objective: the sum of an answer's characters, by their numbers."""
-    return torch.tensor([float(sum(map(ord, answer))) for answer in answers])
+@reward
+def characters(answers, records):
+    """The sum of an answer's characters, by their numbers."""
+    return [float(sum(map(ord, answer))) for answer in answers]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_a_family_trains_under_the_same_command_and_writes_what_plain_transforme
     assert any(record.projected_grads != (0.0,) for record in records if isinstance(record, StepRecord))
 
     tokenizer, task = AutoTokenizer.from_pretrained(directory), TASKS.find("squad")
-    examples = sample_splits(task, *load_records(task, data / "squad"), "clean", 0, **SIZES).test
+    examples = load_splits(task, DataConfig(path=str(data / "squad"), **SIZES)).test
     evaluations = [r for r in records if isinstance(r, EvaluationRecord) and r.split == "test"]
     weights = [directory, snapshot_path(run_dir / "snapshots", 2)]
     for found, path in zip(evaluations, weights, strict=True):
@@ -95,5 +97,5 @@ def test_a_family_trains_under_the_same_command_and_writes_what_plain_transforme
         assert len(set(map(len, tokens))) > 1
         answers = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in tokens]
         scores = [best_f1(answer, e.references) for answer, e in zip(answers, examples, strict=True)]
-        assert found.loss == pytest.approx(characters(answers, None).mean().item(), rel=1e-6)
+        assert found.loss == pytest.approx(-np.mean(characters(answers, None)), rel=1e-6)
         assert found.metrics["f1"] == pytest.approx(sum(scores) / len(scores), rel=1e-12)

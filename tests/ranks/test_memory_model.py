@@ -15,7 +15,7 @@ from transformers import OPTConfig
 
 from lezo_ds import distributed
 from lezo_ds.config import config_from_dict
-from lezo_ds.data.batching import candidate_batch
+from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.runs.trainer import make_engine, make_first_order_engine

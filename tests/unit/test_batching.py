@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lezo_ds.data.batching import candidate_batch, scoring_batch, teacher_forcing_batch
+from lezo_ds.data.batches import candidate_batch, scoring_batch, teacher_forcing_batch
 from lezo_ds.data.encoding import EncodedExample
 
 PAD = 1

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 from chats import MARKED, PLAIN, THINKING, WITHOUT_SYSTEM, write_chat_model
+from lezo_ds.data.records import load_own_splits
 from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 from lezo_ds.config import config_from_dict, find_task
-from lezo_ds.data.batching import candidate_batch, teacher_forcing_batch
+from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
 from lezo_ds.data.chat import encode_answers, encode_conversation, encode_conversations, encode_questions
 from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.data.objectives import count_right_tokens, teacher_forcing_loss
 from lezo_ds.data.packing import pack
-from lezo_ds.data.records import load_own_splits
 from lezo_ds.data.task_data import EncodedSplit
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example, Message

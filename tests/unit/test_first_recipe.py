@@ -6,7 +6,7 @@ import datasets
 import pytest
 
 from lezo_ds.config import DataConfig, find_task
-from lezo_ds.data.record_files import read_source
+from lezo_ds.data.tables import read_source
 from lezo_ds.errors import UserError
 from lezo_ds.tools.first_recipe.columns import read_columns
 from lezo_ds.tools.first_recipe.guess import guess_task

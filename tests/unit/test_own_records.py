@@ -6,11 +6,11 @@ import json
 import logging
 
 import pytest
+from lezo_ds.data.records import MAX_CHARACTERS, load_own_splits
 from own_data import write_tickets
 
 from lezo_ds.config import config_from_dict, config_to_dict, find_task
-from lezo_ds.data.record_files import read_source
-from lezo_ds.data.records import MAX_CHARACTERS, load_own_splits
+from lezo_ds.data.tables import read_source
 from lezo_ds.errors import HubError, UserError
 from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.metrics import METRICS, find_metric, macro_f1

@@ -7,10 +7,11 @@ import re
 import pytest
 import torch
 from golden_tasks import GOLDEN
+from lezo_ds.data.records import with_demonstrations
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
-from lezo_ds.data.batching import candidate_batch
+from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.encoding import (
     PromptTokenizer,
     encode_example,
@@ -20,7 +21,6 @@ from lezo_ds.data.encoding import (
 )
 from lezo_ds.data.generation import generation_settings, read_answers
 from lezo_ds.data.objectives import candidate_scores, predictions, training_objective
-from lezo_ds.data.records import with_demonstrations
 from lezo_ds.tasks import TASKS
 
 BOS, PAD = 0, 1

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, OPTConfig
 from lezo_ds import distributed
 from lezo_ds.config import ZoConfig
 from lezo_ds.config.deepspeed import load_ds_config
-from lezo_ds.data.batching import candidate_batch, teacher_forcing_batch
+from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.objectives import classification_loss, teacher_forcing_loss
 from lezo_ds.engine import LezoEngine, initialize

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from lezo_ds import distributed
 from lezo_ds.config import ZEROTH_ORDER, RunConfig, ZoConfig, check_world
-from lezo_ds.data.batching import candidate_batch
+from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.evaluation import Model, evaluate
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.engine import LezoEngine

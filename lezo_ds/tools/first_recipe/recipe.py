@@ -14,7 +14,7 @@ from typing import Any
 from pyarrow.parquet import read_schema
 
 from lezo_ds.config import RunConfig, config_from_dict
-from lezo_ds.data.record_files import read_source
+from lezo_ds.data.tables import read_source
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, write_atomically

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lezo_ds.config import TRAINED, RunConfig, find_task
-from lezo_ds.data.batching import PAD_MULTIPLE
+from lezo_ds.data.batches import PAD_MULTIPLE
 from lezo_ds.data.objectives import load_objective
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.tools.planning.model_sizes import ModelSizes

@@ -1,9 +1,11 @@
-"""Layout of encoded examples in micro-batches: the sequences to run and the logits to read."""
+"""Batches: which examples a step draws, and their layout (the sequences to run and the logits to read)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +15,29 @@ from lezo_ds.forward.batch import LogitSelection, MicroBatch
 PAD_MULTIPLE = 8  # MeZO's value; tensor cores are fastest on multiples of 8
 
 
+def batch_indices(seed: int, step: int, num_examples: int, batch_size: int) -> list[int]:
+    """Return the indices of the examples of a step (from 0), as a pure function of the arguments.
+
+    Examples come from an endless stream: one permutation of all examples after another, one for each epoch.
+    Step t takes the positions t * batch_size to (t + 1) * batch_size - 1. A batch may therefore end one
+    epoch and begin the next, no example is dropped, and a resumed run does not have to skip through data.
+    """
+    first = step * batch_size
+    epochs = range(first // num_examples, (first + batch_size - 1) // num_examples + 1)
+    stream = np.concatenate([_permutation(seed, epoch, num_examples) for epoch in epochs])
+    start = first - epochs.start * num_examples
+    batch: list[int] = stream[start : start + batch_size].tolist()
+    return batch
+
+
+@lru_cache(maxsize=2)  # a step reads at most two epochs, unless a batch is larger than the training set
+def _permutation(seed: int, epoch: int, num_examples: int) -> np.ndarray:
+    # NumPy guarantees the raw words of Philox4x64 (Salmon et al. 2011) across versions, but not the result
+    # of Generator.permutation. Sorting the words gives a permutation that never changes.
+    words = np.random.Philox(key=seed + (epoch << 64)).random_raw(num_examples)
+    return np.argsort(words, kind="stable")
+
+
 def candidate_batch(
     examples: Sequence[EncodedExample], pad_id: int, *, deduplicate: bool = True
 ) -> MicroBatch:
@@ -20,14 +45,9 @@ def candidate_batch(
 
     There are two layouts. If all examples have the same candidates, and each candidate is one token after
     the same context, each example is one row: its context. The batch then selects the candidates' logits
-    [E, C] only, because the rest of the vocabulary cancels in any comparison of candidates. Otherwise each
-    candidate is a row, and the batch selects the logits that predict its tokens, over the whole
-    vocabulary. The last token of a sequence is never fed, because no logits after it are read.
-
-    Args:
-        examples: E of them, at least 1. They may have different numbers of candidates.
-        pad_id: fills rows on the right, to a multiple of 8.
-        deduplicate: False always uses the second layout.
+    [E, C] only, because the rest of the vocabulary cancels in any comparison of candidates. Otherwise, or
+    without `deduplicate`, each candidate is a row, and the batch selects the logits that predict its tokens,
+    over the whole vocabulary. The last token of a sequence is never fed, because no logits after it are read.
 
     Returns:
         A batch of weight E. Its labels hold "label" int64 [E] if all labels are known. The second layout
@@ -37,7 +57,8 @@ def candidate_batch(
         shorter candidates and of examples with fewer candidates.
     """
     vocabulary = _shared_candidates(examples) if deduplicate else None
-    label = _labels(examples)
+    labels = [example.label for example in examples if example.label is not None]
+    known = {"label": torch.tensor(labels, dtype=torch.int64)} if len(labels) == len(examples) else {}
     if vocabulary is not None:
         contexts = [example.sequences[0][:-1] for example in examples]
         selection = LogitSelection(
@@ -45,26 +66,18 @@ def candidate_batch(
             positions=torch.tensor([len(context) - 1 for context in contexts]),
             vocabulary=torch.tensor(vocabulary),
         )
-        return MicroBatch({"input_ids": _pad(contexts, pad_id)}, len(examples), label, selection=selection)
+        return MicroBatch({"input_ids": _pad(contexts, pad_id)}, len(examples), known, selection=selection)
     sequences = [ids for example in examples for ids in example.sequences]
     targets = [example.targets(place) for example in examples for place in range(len(example.sequences))]
     slots = {"candidate_slots": _slots([len(example.sequences) for example in examples])}
-    return _token_batch(sequences, targets, pad_id, weight=len(examples), labels=label | slots)
+    return _token_batch(sequences, targets, pad_id, weight=len(examples), labels=known | slots)
 
 
 def teacher_forcing_batch(examples: Sequence[EncodedExample], pad_id: int) -> MicroBatch:
     """Lay out the gold candidate of every example, to train on its tokens.
 
-    Args:
-        examples: E of them, at least 1, all labeled.
-        pad_id: fills rows on the right, to a multiple of 8.
-
-    Returns:
-        A batch whose weight is its number of gold tokens N. Its labels are "target_ids" int64 [N] and
-        "token_slots" int64 [E, T], as in `candidate_batch`.
-
-    Raises:
-        ValueError: an example has no label.
+    The batch's weight is its number of gold tokens N. Its labels are "target_ids" int64 [N] and "token_slots"
+    int64 [E, T], as in `candidate_batch`.
     """
     sequences = [example.sequences[example.gold] for example in examples]
     targets = [example.targets(example.gold) for example in examples]
@@ -72,18 +85,9 @@ def teacher_forcing_batch(examples: Sequence[EncodedExample], pad_id: int) -> Mi
 
 
 def scoring_batch(sequences: Sequence[tuple[int, ...]], lengths: Sequence[int], pad_id: int) -> MicroBatch:
-    """Lay out sequences to score the tokens at their ends.
+    """Lay out S sequences to score the last `lengths` tokens of each, as in `teacher_forcing_batch`.
 
     Sequences that differ only in their last token share a row, because the last token is not fed.
-
-    Args:
-        sequences: token ids of S sequences, at least 1.
-        lengths: number of tokens to score at the end of each sequence, at least 1.
-        pad_id: fills rows on the right, to a multiple of 8.
-
-    Returns:
-        A batch whose weight is its number of scored tokens N. Its labels are "target_ids" int64 [N] and
-        "token_slots" int64 [S, T], as in `candidate_batch`.
     """
     pairs = zip(sequences, lengths, strict=True)
     targets = [range(len(ids) - length, len(ids)) for ids, length in pairs]
@@ -142,8 +146,3 @@ def _slots(counts: Sequence[int]) -> Tensor:
     length = torch.tensor(counts).unsqueeze(1)
     column = torch.arange(int(length.max()))
     return torch.where(column < length, length.cumsum(0) - length + column, -1)
-
-
-def _labels(examples: Sequence[EncodedExample]) -> dict[str, Tensor]:
-    labels = [example.label for example in examples if example.label is not None]
-    return {"label": torch.tensor(labels, dtype=torch.int64)} if len(labels) == len(examples) else {}

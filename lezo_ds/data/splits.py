@@ -1,0 +1,291 @@
+"""The examples of a run: records are checked, split as MeZO splits them, and built into examples."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args, get_origin
+
+import numpy as np
+
+from lezo_ds.config.schema import DataConfig
+from lezo_ds.data.tables import Row, read_file, read_hub, read_source
+from lezo_ds.errors import UserError, cut
+from lezo_ds.tasks import Task
+from lezo_ds.tasks.base import Example, Record
+from lezo_ds.tasks.template import field_path
+
+logger = logging.getLogger(__name__)
+
+MAX_CHARACTERS = 1_000_000
+"""The longest text of a field. A tokenizer takes minutes and gigabytes for much longer ones."""
+
+MAX_DRAWN_DEV, MAX_DRAWN_TEST = 500, 1000
+"""The most records that are drawn from data.train for data.validation and data.test if these are not set."""
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The examples for training, for selecting the best step, and for the final score."""
+
+    train: tuple[Example, ...]
+    dev: tuple[Example, ...]
+    test: tuple[Example, ...]
+    records: tuple[Record, ...]
+    """The records that demonstrations are drawn from. Without data.train, the dev examples are among them."""
+
+
+def load_splits(task: Task, data: DataConfig) -> Splits:
+    """Read the records that a configuration asks for, check them, and split them.
+
+    Records without a right answer (no answer at all, or none among the candidates) are left out, with one
+    warning per split. An error of one record names its file and line or row.
+    """
+    if data.train is not None:
+        return _own_splits(task, data, data.train)
+    return _task_splits(task, data)
+
+
+def _task_splits(task: Task, data: DataConfig) -> Splits:
+    """Draw train, dev and test examples as MeZO does (Malladi et al. 2023).
+
+    Train and dev are the first num_train + num_dev of a permutation of the training records; dev takes the
+    last num_dev of these. Test is the start of a permutation of the validation records with the same seed. If
+    there are too few training records, MeZO's scripts keep dev at its full size and shrink train (WSC trains
+    on 54 examples), and so does protocol mezo; clean raises an error.
+    """
+    names = (task.train_split, task.validation_split)
+    if data.path is None:
+        files = " and ".join(f"{name}.jsonl" for name in names)
+        fix = f"set data.path to a directory with {files}"
+        if task.hub_id is None:
+            raise UserError(f"task {task.name} has no data set on the hub", fix=f"{fix}, or set data.train")
+        splits = read_hub(task.hub_id, task.hub_config, names, fix=fix)
+    else:
+        splits = [_read_split(Path(data.path), name) for name in names]
+    train, test = (_answerable(task, name, rows) for name, rows in zip(names, splits, strict=True))
+    sizes = task.mezo_sizes if data.protocol == "mezo" else task.sizes
+    num_train = data.num_train or sizes.num_train
+    num_dev = data.num_dev or sizes.num_dev
+    num_left = len(train) - num_dev
+    if num_train > num_left:
+        if data.protocol == "clean" or num_left < 1:
+            raise UserError(
+                f"{task.name} has {len(train)} training records, too few for {num_train} + {num_dev}",
+                fix="set a smaller data.num_train or data.num_dev",
+            )
+        text = "%s: %d training examples instead of %d: MeZO's protocol takes %d of %d records for dev"
+        logger.warning(text, task.name, num_left, num_train, num_dev, len(train))
+        num_train = num_left
+    order = _permutation(data.seed, len(train))
+    return Splits(
+        train=_build(task, train, order[:num_train]),
+        dev=_build(task, train, order[num_train : num_train + num_dev]),
+        test=_build(task, test, _permutation(data.seed, len(test))[: data.num_test or sizes.num_test]),
+        records=tuple(record for _, record in train),
+    )
+
+
+def _own_splits(task: Task, data: DataConfig, train: str) -> Splits:
+    """Read a user's own files, and draw the splits that have none from the training records.
+
+    The records of a file are taken in the order of a permutation by the seed. What is missing is the start of
+    the permutation of the training records: first test, then dev; the rest is for training. So the test
+    examples do not depend on the other sizes.
+    """
+    sources = {"train": train, "validation": data.validation, "test": data.test}
+    rows = {
+        name: _answerable(task, name, read_source(f"data.{name}", source))
+        for name, source in sources.items()
+        if source is not None
+    }
+    order, drawn = _permutation(data.seed, len(rows["train"])), {}
+    for name, wanted, limit in (
+        ("test", data.num_test, MAX_DRAWN_TEST),
+        ("validation", data.num_dev, MAX_DRAWN_DEV),
+    ):
+        if name in rows:
+            drawn[name] = rows[name], _permutation(data.seed, len(rows[name]))[:wanted]
+            continue
+        size = wanted or min(limit, max(1, len(rows["train"]) // 5))
+        drawn[name], order = (rows["train"], order[:size]), order[size:]
+        text = "data.%s is not set: %d of the %d records of %s are drawn for it, by data.seed=%d"
+        logger.info(text, name, size, len(rows["train"]), train, data.seed)
+    num_dev = len(drawn["validation"][1])
+    if len(order) < (data.num_train or 1) or (data.num_dev or 0) > num_dev:
+        raise UserError(
+            f"{train} leaves {len(order)} records for training and {num_dev} for validation, too few",
+            fix="set a smaller data.num_train, data.num_dev or data.num_test, or add records",
+        )
+    order = order[: data.num_train]
+    return Splits(
+        train=_build(task, rows["train"], order),
+        dev=_build(task, *drawn["validation"]),
+        test=_build(task, *drawn["test"]),
+        records=tuple(rows["train"][row][1] for row in order),
+    )
+
+
+def with_demonstrations(task: Task, data: DataConfig, splits: Splits) -> Splits:
+    r"""Put solved examples before every question of dev and test, as MeZO does for in-context learning.
+
+    A solved example is a prompt with its gold candidate, without white space at both ends. A blank line
+    follows each. They are the first training examples; with protocol mezo, others for each question.
+    """
+    wanted, per_question = data.num_demonstrations, data.protocol == "mezo"
+    # A dev question comes from the same records, and its own answer is not shown to it.
+    available = len(splits.records) - 1 if per_question else len(splits.train)
+    if wanted > available:
+        raise UserError(
+            f"data.num_demonstrations={wanted} is more than the {available} solved examples",
+            fix=f"set data.num_demonstrations={available}, or add training examples",
+        )
+
+    def show(questions: tuple[Example, ...], own_rows: Sequence[int] = ()) -> tuple[Example, ...]:
+        if not per_question:
+            return tuple(_after(question, splits.train[:wanted]) for question in questions)
+        drawn = draw_demonstrations(data.seed, len(questions), len(splits.records), wanted, own_rows)
+        return tuple(
+            _after(question, [task.build_example(splits.records[row], row) for row in rows])
+            for question, rows in zip(questions, drawn, strict=True)
+        )
+
+    own_rows = [question.index for question in splits.dev] if data.train is None else ()
+    return replace(splits, dev=show(splits.dev, own_rows), test=show(splits.test))
+
+
+def draw_demonstrations(
+    seed: int, num_questions: int, num_records: int, count: int, own_rows: Sequence[int] = ()
+) -> list[list[int]]:
+    """Draw the rows of the records to show before each question, as MeZO's icl.sh does.
+
+    Question i has a seed: the i-th of `np.random.randint(0, 10000, size=num_questions)` under `seed`, which
+    is 0 in MeZO's code. It is shown the first records of a permutation under that seed, without its own.
+    """
+    seeds = np.random.RandomState(seed).randint(0, 10_000, num_questions).tolist()
+    own = own_rows or [-1] * num_questions
+    return [
+        [row for row in _permutation(drawn, num_records)[: count + 1] if row != excluded][:count]
+        for drawn, excluded in zip(seeds, own, strict=True)
+    ]
+
+
+def _after(question: Example, shown: Sequence[Example]) -> Example:
+    solved = [(e.prompt + e.candidates[e.label]).strip() for e in shown if e.label is not None]
+    return replace(question, demonstrations="".join(f"{text}\n\n" for text in solved))
+
+
+def _permutation(seed: int, num_records: int) -> list[int]:
+    # MeZO calls np.random.seed(seed) and np.random.permutation. RandomState gives the same stream without
+    # changing NumPy's global state; np.random.default_rng would give another one.
+    order: list[int] = np.random.RandomState(seed).permutation(num_records).tolist()
+    return order
+
+
+def _build(task: Task, rows: Sequence[Row], order: Sequence[int]) -> tuple[Example, ...]:
+    return tuple(
+        replace(task.build_example(rows[row][1], row), record=rows[row][1], place=rows[row][0])
+        for row in order
+    )
+
+
+def _read_split(directory: Path, split: str) -> list[Row]:
+    if not directory.is_dir():
+        raise UserError(
+            f"data.path={directory} is not a directory", fix="correct it, or remove it to read the hub"
+        )
+    lines = directory / f"{split}.jsonl"
+    files = [lines] if lines.is_file() else sorted(directory.glob(f"{split}*.parquet"))
+    if not files:
+        listed = ", ".join(sorted(file.name for file in directory.iterdir())) or "nothing"
+        raise UserError(
+            f"{directory} holds {listed}, but not {split}.jsonl or {split}*.parquet", fix="add the file"
+        )
+    return [row for file in files for row in read_file(file)]
+
+
+def _answerable(task: Task, split: str, rows: Sequence[Row]) -> list[Row]:
+    """Check all records of a split. Return the rows of those that have a right answer."""
+    kept = []
+    for number, (place, record) in enumerate(rows, start=1):
+        where = f"record {number} of the {split} split of {task.name}{place}"
+        if _checked_label(task, where, record) is not None or not task.has_answers:
+            kept.append((place, record))
+    if not kept:
+        raise UserError(
+            f"none of the {len(rows)} records of the {split} split of {task.name} has an answer",
+            fix="correct the file",
+        )
+    if len(kept) < len(rows):
+        text = "%d of %d records of the %s split of %s have no right answer and are left out"
+        logger.warning(text, len(rows) - len(kept), len(rows), split, task.name)
+    return kept
+
+
+def _checked_label(task: Task, where: str, record: Record) -> int | None:
+    _check_fields(task, where, record)
+    try:
+        example = task.build_example(record, 0)
+    except UserError as error:
+        raise UserError(f"{where} does not fit the task: {error}") from error
+    if example.label is not None and not 0 <= example.label < len(example.candidates):
+        raise UserError(
+            f"{where} has the label {example.label}, not 0 to {len(example.candidates) - 1}",
+            fix="remove records without a label (-1 in the test splits of the hub)",
+        )
+    return example.label
+
+
+def _check_fields(task: Task, where: str, record: Record) -> None:
+    for name, expected_type in task.fields.items():
+        value: object = record
+        for part in field_path(record, name):
+            if not isinstance(value, Mapping) or part not in value:
+                fields = [str(field) for field in value] if isinstance(value, Mapping) else []
+                near = difflib.get_close_matches(part, fields, n=1)
+                raise UserError(
+                    f"{where} has no field {name}, only {', '.join(fields) or cut(repr(value), 80)}",
+                    fix=f"did you mean {near[0]}?" if near else "correct the names of fields, or the file",
+                )
+            value = value[part]
+        if not _has_type(value, expected_type):
+            expected = expected_type if get_args(expected_type) else expected_type.__name__
+            raise UserError(
+                f"field {name} of {where} is {cut(repr(value), 80)}, not of type {expected}",
+                fix=f"use the field types of {task.hub_id or 'the task'}",
+            )
+        for text in _texts_in(value):
+            _check_text(f"field {name} of {where}", text)
+
+
+def _has_type(value: object, expected_type: type) -> bool:
+    """Return whether a value has exactly this type, so that True is not an int."""
+    if expected_type is object:
+        return True
+    if get_origin(expected_type) is list:
+        (item_type,) = get_args(expected_type)
+        return isinstance(value, list) and all(type(item) is item_type for item in value)
+    return type(value) is expected_type
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    """Yield every text in a value of a record, which may hold lists and sections."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts_in(item)
+
+
+def _check_text(where: str, text: str) -> None:
+    if len(text) > MAX_CHARACTERS:
+        raise UserError(f"{where} has {len(text)} characters, above {MAX_CHARACTERS}", fix="shorten it")
+    if not text.isascii() and (half := _LONE_SURROGATE.search(text)):
+        shown = ascii(text[max(0, half.start() - 20) : half.end() + 20])
+        raise UserError(f"{where} has half of a character: {shown}", fix="remove it, or complete it")

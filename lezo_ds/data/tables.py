@@ -1,0 +1,131 @@
+"""Records from files and from the hub, each with its place for errors, such as " (train.jsonl line 3)".
+
+Python's own readers keep values as they are written. Those of `datasets` turn the text "2020-01-01" into a
+date, shift the values of a row with too many, and do not know the line of a record.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import datasets
+from pyarrow import ArrowException
+from pyarrow.parquet import ParquetFile
+
+from lezo_ds.errors import HubError, UserError
+from lezo_ds.tasks.base import Record
+
+Row = tuple[str, Record]
+"""The place of a record, "" if unknown, and the record."""
+
+
+def read_source(key: str, source: str) -> list[Row]:
+    """Return the records of a file, or of a split on the hub.
+
+    Args:
+        key: the recipe key that names the source.
+        source: path of a file that ends as in READERS; or OWNER/NAME:SPLIT or OWNER/NAME/CONFIG:SPLIT.
+    """
+    path = Path(source)
+    hub_name, colon, split = source.rpartition(":")
+    if colon and not path.exists() and 1 <= hub_name.count("/") <= 2:
+        owner, name, *config = hub_name.split("/")
+        (rows,) = read_hub(f"{owner}/{name}", "".join(config) or None, [split], fix=f"set {key} to a file")
+    elif path.suffix in READERS and path.is_file():
+        rows = read_file(path)
+    else:
+        missing = "" if path.is_file() else ", which is not a file"
+        raise UserError(
+            f"cannot read {key}={source}{missing}",
+            fix=f"name a file that ends in {', '.join(READERS)}, or OWNER/NAME:SPLIT on the hub",
+        )
+    if not rows:
+        raise UserError(f"{key}={source} has no records", fix=f"fill the file, or correct {key}")
+    return rows
+
+
+def read_file(path: Path) -> list[Row]:
+    """Return the records of a file that ends as in READERS."""
+    rows: list[Row] = []
+    try:
+        for unit, number, record in READERS[path.suffix](path):
+            if not isinstance(record, Mapping):
+                raise UserError(f"{path} {unit} {number} is not a JSON object", fix="correct it")
+            rows.append((f" ({path} {unit} {number})", record))
+    except (OSError, ValueError, RecursionError, csv.Error, ArrowException) as error:
+        last = f" after{rows[-1][0]}" if rows else ""
+        shown = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"{path} cannot be read{last}: {shown}",
+            fix=f"save it as the UTF-8 {path.suffix} file that its name says, or use .jsonl",
+        ) from error
+    return rows
+
+
+def read_hub(hub_id: str, config: str | None, splits: Sequence[str], *, fix: str) -> list[list[Row]]:
+    """Return the records of splits on the hub, or in its local cache if HF_HUB_OFFLINE is set."""
+    try:
+        loaded = datasets.load_dataset(hub_id, config, split=list(splits))
+    except Exception as error:  # each library below raises its own types
+        shown = f"{type(error).__name__}: {error}".splitlines()[0]
+        name = f"{hub_id} ({config or 'default'})"
+        raise HubError(f"cannot load {name} from the Hugging Face hub: {shown}", fix=fix) from error
+    return [[("", record) for record in split.to_list()] for split in loaded]
+
+
+_Records = Iterator[tuple[str, int, object]]
+"""(what the number counts, number from 1, record)."""
+
+
+def _read_table(path: Path, separator: str) -> _Records:
+    """Yield the rows of a table with a header; every value is text. Blank lines are skipped."""
+    csv.field_size_limit(2**31 - 1)  # the check of a record refuses much shorter ones
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        first = file.readline()
+        file.seek(0)
+        # Where a comma is the decimal point, spreadsheets separate the values by semicolons.
+        separator = ";" if separator not in first and ";" in first else separator
+        reader = csv.reader(file, delimiter=separator, strict=True)
+        header = next(reader, [])
+        if not header or len(set(header)) < len(header):
+            raise ValueError("line 1 lacks the names of columns, or repeats one")
+        line = reader.line_num + 1  # a quoted value may have several lines
+        for values in reader:
+            if any(value.strip() for value in values):
+                if len(values) != len(header):
+                    raise ValueError(f"line {line} has {len(values)} values for {len(header)} columns")
+                yield "line", line, dict(zip(header, values, strict=True))
+            line = reader.line_num + 1
+
+
+def _read_json(path: Path) -> _Records:
+    """Yield the items of one JSON list, or the object on each line. Blank lines are skipped."""
+    with path.open("rb") as file:  # json.loads decodes bytes itself, so wrong encodings are errors of a line
+        if file.read(1000).lstrip()[:1] == b"[":
+            yield from (("row", row, record) for row, record in enumerate(json.loads(path.read_bytes()), 1))
+            return
+        file.seek(0)
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    yield "line", number, json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"line {number} is not JSON: {line[:80]!r}") from error
+
+
+def _read_parquet(path: Path) -> _Records:
+    yield from (("row", row, record) for row, record in enumerate(ParquetFile(path).read().to_pylist(), 1))
+
+
+READERS: Mapping[str, Callable[[Path], _Records]] = {
+    ".csv": partial(_read_table, separator=","),
+    ".tsv": partial(_read_table, separator="\t"),
+    ".json": _read_json,
+    ".jsonl": _read_json,
+    ".parquet": _read_parquet,
+}
+"""Functions that read a file, by the ending of its name."""
