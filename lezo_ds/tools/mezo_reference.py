@@ -4,94 +4,61 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from lezo_ds import distributed
-from lezo_ds.forward.batch import MicroBatch, to_device
+from lezo_ds.config import ZoConfig
+from lezo_ds.engine.lezo_engine import LezoEngine
+from lezo_ds.forward.batch import LossFunction, MicroBatch, to_device
 from lezo_ds.forward.blocks import find_blocks
-from lezo_ds.tools.benchmark.inputs import Inputs
-from lezo_ds.tools.benchmark.settings import Variant
+from lezo_ds.sharding import zero3
 
 WEIGHT_DECAY = 0.0
-
-
-def fed_tokens(batches: Sequence[MicroBatch]) -> int:
-    """Return the number of tokens, padding included, that some micro-batches feed to the model."""
-    return sum(batch.inputs["input_ids"].numel() for batch in batches)
 
 
 class InPlaceSteps:
     """MeZO's steps on stored weights; with dropped blocks, LeZO's (Wang et al. 2024, algorithm 1).
 
     theta += mu z; l_plus; theta -= 2 mu z; l_minus; theta += mu z; theta -= eta g z. Each time, z is drawn
-    again from the same seed by torch's own generator. Each rank runs its share of the batch in the published
-    layout, where each candidate is a sequence of its own, and computes all logits.
+    again from the same seed by torch's own generator. Each rank runs its share of the batch, computes all
+    logits, and one all-reduce sums the losses.
 
     Args:
-        variant: says the share of the blocks that a step drops.
-        inputs: the batch of each step, and the settings.
+        zo: learning rate, perturbation scale and sparsity.
         tensors: the stored weights, each with the index of its block; None outside all blocks.
         num_blocks: number of blocks of the model.
         forward: returns the logits of a micro-batch: [sequences, tokens, vocabulary].
+        shares: returns the micro-batch of each rank at a step.
+        loss: (selected logits, micro-batch) -> summed loss of each example.
         published: use the expressions of the published code, which make temporary tensors. A view of a
             shard has to be changed by one in-place operation instead, which also moves fewer bytes.
-
-    Attributes:
-        num_probes: forward passes of the whole batch in a step, each at one probe.
     """
-
-    num_probes = 2
 
     def __init__(
         self,
-        variant: Variant,
-        inputs: Inputs,
+        zo: ZoConfig,
         *,
         tensors: Sequence[tuple[Tensor, int | None]],
         num_blocks: int,
         forward: Callable[[MicroBatch], Tensor],
+        shares: Callable[[int], Sequence[MicroBatch]],
+        loss: LossFunction,
         published: bool,
     ) -> None:
-        self._tensors, self._forward, self._published = tensors, forward, published
-        self._blocks = range(num_blocks)
-        self._num_dropped = int(variant.sparsity * num_blocks + 0.5)
-        self._inputs = inputs
-        zo = inputs.zo_config(variant)
-        assert zo.learning_rate is not None, "a zeroth-order recipe has a learning rate"
+        assert zo.learning_rate is not None and zo.sparsity is not None
         self._learning_rate, self._scale = zo.learning_rate, zo.perturbation_scale
-        self._num_steps = 0
-        self._step_seeds = random.Random(inputs.seed)
-        self._step_seed = 0
-
-    @property
-    def weight_bytes(self) -> int:
-        """Size of the stored weights."""
-        return sum(values.numel() * values.element_size() for values, _ in self._tensors)
-
-    @property
-    def model(self) -> InPlaceSteps:
-        """What `evaluate` scores."""
-        return self
-
-    @torch.no_grad()
-    def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the logits that a micro-batch selects, at the current weights. A collective."""
-        selection = micro_batch.selection
-        assert selection is not None, "a batch of candidates"
-        logits = self._forward(micro_batch)[selection.rows, selection.positions]
-        return logits if selection.vocabulary is None else logits[:, selection.vocabulary]
-
-    def fed_tokens(self, step: int) -> int:
-        """Return the tokens, padding included, in a forward pass of a step's whole batch at one probe."""
-        return fed_tokens(self._inputs.published_batches(step))
+        self._tensors, self._forward, self._shares, self._loss = tensors, forward, shares, loss
+        self._published = published
+        self._blocks, self._num_dropped = range(num_blocks), int(zo.sparsity * num_blocks + 0.5)
+        self._step_seeds, self._step_seed, self._num_steps = random.Random(0), 0, 0
 
     @torch.no_grad()
     def step(self) -> float:
         """Do one step and return its projected gradient. A collective."""
-        share = self._inputs.published_batches(self._num_steps)[distributed.rank()]
-        batch = to_device(share, distributed.device())
+        batch = to_device(self._shares(self._num_steps)[distributed.rank()], distributed.device())
         self._step_seed = self._step_seeds.randrange(10**9)
         self._perturb(1)
         plus = self._summed_loss(batch)
@@ -106,8 +73,16 @@ class InPlaceSteps:
         self._num_steps += 1
         return gradient
 
+    def num_tokens(self, step: int) -> int:
+        """Return the tokens, padding included, of a step's batch."""
+        return sum(batch.inputs["input_ids"].numel() for batch in self._shares(step))
+
     def _summed_loss(self, batch: MicroBatch) -> Tensor:
-        return self._inputs.loss(self.forward(batch), batch).sum()
+        assert batch.selection is not None, "a batch of candidates"
+        logits = self._forward(batch)[batch.selection.rows, batch.selection.positions]
+        if batch.selection.vocabulary is not None:
+            logits = logits[:, batch.selection.vocabulary]
+        return self._loss(logits, batch).sum()
 
     def _perturb(self, multiple: float) -> None:
         for theta, z in self._with_noise():
@@ -124,7 +99,7 @@ class InPlaceSteps:
                 theta.data.add_(z, alpha=-self._learning_rate * gradient)
 
     def _with_noise(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each active tensor and its z; within a step always the same z."""
+        """Yield each active tensor and its z, which is the same throughout a step."""
         dropped = random.Random(self._step_seed).sample(self._blocks, self._num_dropped)
         active = [values for values, block in self._tensors if block not in dropped]
         generator = torch.Generator(active[0].device).manual_seed(self._step_seed)
@@ -132,12 +107,14 @@ class InPlaceSteps:
             yield theta, torch.empty_like(theta).normal_(generator=generator)
 
 
-def plain_steps(variant: Variant, model: nn.Module, inputs: Inputs) -> InPlaceSteps:
+def plain_steps(
+    zo: ZoConfig, model: nn.Module, shares: Callable[[int], Sequence[MicroBatch]], loss: LossFunction
+) -> InPlaceSteps:
     """Return "mezo_reference", on every rank's own model.
 
     Where the published code does more, this is to its advantage. It pads on the left and therefore needs a
     mask; here padding is on the right, where causal attention never looks. Only the tokens of the candidates
-    enter the loss here, and a step has one reduction.
+    enter the loss here.
     """
     layout = find_blocks(model)
 
@@ -146,11 +123,23 @@ def plain_steps(variant: Variant, model: nn.Module, inputs: Inputs) -> InPlaceSt
         return logits
 
     tensors = [(values, layout.block_of(name)) for name, values in model.named_parameters()]
-    return InPlaceSteps(
-        variant,
-        inputs,
-        tensors=tensors,
-        num_blocks=layout.num_blocks,
-        forward=forward,
-        published=True,
-    )
+    options = {"num_blocks": layout.num_blocks, "shares": shares, "loss": loss}
+    return InPlaceSteps(zo, tensors=tensors, forward=forward, published=True, **options)
+
+
+def naive_steps(
+    zo: ZoConfig, engine: LezoEngine, shares: Callable[[int], Sequence[MicroBatch]], loss: LossFunction
+) -> InPlaceSteps:
+    """Return "naive_zero3": MeZO as one would first write it on ZeRO-3, changing the shards in place."""
+    tensors = []
+    for parameter in engine.weights.parameters:
+        with parameter.shard() as shard:  # the view stays valid, except for weights on NVMe
+            if parameter.count:
+                tensors.append((shard, parameter.named.block))
+
+    def forward(batch: MicroBatch) -> Tensor:
+        zero3.finish_updates()  # DeepSpeed gathers on another stream, and the shards have just been perturbed
+        return engine.forward(replace(batch, selection=None))
+
+    options = {"num_blocks": engine.layout.num_blocks, "shares": shares, "loss": loss}
+    return InPlaceSteps(zo, tensors=tensors, forward=forward, published=False, **options)

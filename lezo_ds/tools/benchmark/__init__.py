@@ -1,1 +1,0 @@
-"""Variants of a step timed against each other in the same rounds; lezo-ds benchmark runs it."""
