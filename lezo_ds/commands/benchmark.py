@@ -16,7 +16,7 @@ from typing import get_args
 from lezo_ds import command_line
 from lezo_ds.config import Dtype
 from lezo_ds.tools.arguments import path, positive
-from lezo_ds.zo.precision import UpdatePrecision
+from lezo_ds.zo.updates import UpdatePrecision
 
 
 def main() -> None:

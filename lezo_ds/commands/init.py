@@ -1,10 +1,10 @@
 """Look at a model and a file of your own data, and write a commented recipe for them.
 
 lezo-ds init MODEL DATA --out recipe.yaml
-lezo-ds init models/smollm2 tickets.csv --label topic
+lezo-ds init models/smollm2 tickets.csv --text body --label topic
 
-DATA is a .csv, .tsv, .json, .jsonl or .parquet file, or OWNER/NAME:SPLIT on the hub. The recipe says in its
-comments what was guessed, and why. No weights are loaded.
+DATA is a .csv, .tsv, .json, .jsonl or .parquet file, or OWNER/NAME:SPLIT on the hub. Without --text, the only
+column of texts is read; without --label, the only column with few different values is learned.
 """
 
 from __future__ import annotations
@@ -26,14 +26,10 @@ def main() -> None:
     )
     out_help = "recipe to write (default: recipe.yaml)"
     parser.add_argument("--out", type=path, default=Path("recipe.yaml"), metavar="FILE", help=out_help)
-    parser.add_argument(
-        "--label", metavar="FIELD", help="the field with the right answer, if the guess is wrong"
-    )
+    parser.add_argument("--text", metavar="COLUMN", help="the column that the model reads")
+    parser.add_argument("--label", metavar="COLUMN", help="the column with the gold label or text")
     arguments = parser.parse_intermixed_args()
 
-    from lezo_ds.tools.first_recipe.recipe import write_first_recipe
+    from lezo_ds.tools.init import main as run
 
-    written = write_first_recipe(arguments.model, arguments.data, arguments.out, label=arguments.label)
-    print(f"{arguments.out}: {written.summary}")
-    for heading, command in written.commands.items():
-        print(f"{heading:8} {command}")
+    run(arguments)

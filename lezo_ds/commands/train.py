@@ -13,6 +13,7 @@ import json
 from lezo_ds import command_line
 from lezo_ds.config import describe
 from lezo_ds.recipes import list_recipes, load_recipe, recipe_text
+from lezo_ds.tools.arguments import positive
 
 
 def main() -> None:
@@ -20,7 +21,9 @@ def main() -> None:
     parser = command_line.parser("train", f"{__doc__}\nKeys:\n{describe()}")
     add = parser.add_argument
     add("--config", metavar="RECIPE", help="name of a recipe, or a YAML file")
-    add("--dry-run", action="store_true", help="check everything except the weights, and print the plan")
+    add("--dry-run", action="store_true", help="check everything but the weights, and print the memory")
+    add("--gpus", type=positive, metavar="N", help="with --dry-run: for this number of GPUs")
+    add("--gpu-memory", type=float, metavar="GIB", help="with --dry-run: what fits on such GPUs")
     add("--print-config", action="store_true", help="print the whole configuration as a YAML recipe")
     add("--list-recipes", action="store_true", help="print the names of all recipes")
     add("--json", action="store_true", help="print the results as JSON instead of a summary")
@@ -37,11 +40,11 @@ def main() -> None:
     from lezo_ds import distributed
     from lezo_ds.runs.screen import run_summary
     from lezo_ds.runs.trainer import train
-    from lezo_ds.tools.planning.dry_run import describe_plan
+    from lezo_ds.tools.dry_run import dry_run
 
     if arguments.dry_run:
         distributed.init_distributed()  # the plan depends on the number of ranks
-        plan = describe_plan(config, distributed.world_size())
+        plan = dry_run(config, arguments.gpus, arguments.gpu_memory)
         if distributed.rank() == 0:
             print(plan)
         return

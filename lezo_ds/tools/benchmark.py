@@ -29,16 +29,16 @@ from transformers import AutoModelForCausalLM
 
 from lezo_ds import distributed
 from lezo_ds.config import ZEROTH_ORDER, RunConfig, ZoConfig, check_world, config_from_dict
-from lezo_ds.data.batching import candidate_batch
+from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.data.task_data import load_task_data
-from lezo_ds.engine.lezo_engine import LezoEngine
+from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.files import make_directory
 from lezo_ds.forward.batch import LossFunction, MicroBatch
 from lezo_ds.recipes import load_recipe
-from lezo_ds.runs.run_directory import library_versions
+from lezo_ds.runs.directory import library_versions
 from lezo_ds.runs.trainer import make_engine
 from lezo_ds.sharding.checkpoint_files import DTYPES, resolve_model, with_safetensors
 from lezo_ds.tools.mezo_reference import InPlaceSteps, naive_steps, plain_steps
@@ -49,8 +49,8 @@ COLUMNS = (
     *("update_precision", "partition_size", "variant", "rounds", "seconds", "ratio", "tokens"),
     *("peak_bytes", "gathered_bytes"),
 )
-"""seconds is the median of the rounds, and ratio that of the first variant's time by this one's in each round;
-tokens are those of a step's batch, padding included; the bytes are rank 0's in one step."""
+"""seconds is the median of the rounds; ratio is the median of the first variant's time by this one's; tokens
+are those of a step's batch, padding included; the bytes are rank 0's in one step."""
 
 LENGTHS = {"sst2": 32, "boolq": 200}
 """Tokens of a typical prompt and answer, in OPT's tokens."""
@@ -113,7 +113,7 @@ def parse_variant(text: str) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A model and the batch of each step, in two layouts. All variants get the same examples at the same step.
+    """A model and the batch of each step in two layouts. All variants get the same examples at a step.
 
     Our trainer sorts examples by length, lets them share rows, and runs one row for all one-token candidates
     of an example. MeZO's code runs the same examples in the order drawn, without any of this.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lezo_ds import distributed
 from lezo_ds.config import ZoConfig
-from lezo_ds.engine.lezo_engine import LezoEngine
+from lezo_ds.engine import LezoEngine
 from lezo_ds.forward.batch import LossFunction, MicroBatch, to_device
 from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.sharding import zero3

@@ -18,7 +18,7 @@ from lezo_ds.config import load_config
 from lezo_ds.errors import UserError
 from lezo_ds.model.checkpoint import build_checked
 from lezo_ds.sharding.checkpoint_files import WeightFiles
-from lezo_ds.tools.planning.dry_run import describe_plan
+from lezo_ds.tools.dry_run import dry_run
 
 FC1 = "model.decoder.layers.0.fc1"
 UNQUANTIZED = "before it was quantized"
@@ -86,7 +86,7 @@ def test_a_quantized_checkpoint_is_refused_in_a_dry_run(case, damaged, recipe, t
     change, fragments = CASES[case]
     config = load_config(recipe, [f"model.path={damaged(change)}", f"run_dir={tmp_path / 'run'}"])
     with pytest.raises(UserError) as refused:
-        describe_plan(config, 1)
+        dry_run(config)
     assert refused.value.exit_code == 2
     assert all(fragment in str(refused.value) for fragment in [*fragments, UNQUANTIZED])
 

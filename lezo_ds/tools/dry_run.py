@@ -1,0 +1,170 @@
+"""train --dry-run: everything that can be checked before the weights are loaded, and the memory of a rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from lezo_ds import distributed
+from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, check_world, make_layer_policy, num_passes
+from lezo_ds.config.deepspeed import load_ds_config, warn_of_host_stalls, warn_of_idle_keys
+from lezo_ds.data.task_data import TaskData, load_task_data
+from lezo_ds.errors import HubError
+from lezo_ds.sharding.checkpoint_files import resolve_model
+from lezo_ds.tools.memory_plan import (
+    GIB,
+    InputSizes,
+    ModelSizes,
+    measured_inputs,
+    model_sizes,
+    rank_memory,
+)
+from lezo_ds.tools.opt_shapes import OPT_SHAPES
+
+T = TypeVar("T")
+Line = tuple[str, str]
+
+_MAX_SHOWN = 160
+_OFFLOAD = "zero3_cpu_offload"
+
+
+def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | None = None) -> str:
+    """Check a configuration and return the facts of its run, one per line.
+
+    What is on the hub and cannot be reached is listed as not checked. A local path must be right.
+
+    Args:
+        config: configuration of the run.
+        num_gpus: number of GPUs to plan for, with one rank on each; None for the ranks and devices of this
+            process group.
+        gpu_memory: GiB of each of them; None to print no table of what fits.
+    """
+    world_size = num_gpus or distributed.world_size()
+    on_gpu = num_gpus is not None or distributed.device().type != "cpu"
+    check_world(config, world_size)
+    ds_config = load_ds_config(
+        config.deepspeed, config.model.dtype, world_size, config.train.micro_batch_size
+    )
+    if config.method != "adamw":
+        warn_of_idle_keys(ds_config)
+    if on_gpu:
+        warn_of_host_stalls(ds_config, has_gradients=config.method == "adamw")
+    lines: list[Line] = [("run directory", config.run_dir), ("method", _trained_text(config))]
+    if config.method in TRAINED:
+        train = config.train
+        share = f"{train.batch_size // train.micro_batch_size} micro-batches of {train.micro_batch_size}"
+        lines.append(("a step", f"{share} examples, on {world_size} ranks; {train.steps} steps"))
+    not_checked: list[str] = []
+    directory = _unless_on_hub(lambda: resolve_model(config.model.path), not_checked)
+    data = _unless_on_hub(lambda: load_task_data(config), not_checked)
+    name = Path(config.model.path).name
+    source = name if directory is None else directory
+    if directory is not None or name in OPT_SHAPES:
+        model = model_sizes(config, source)
+        longest = min(config.data.max_length, model.max_length or config.data.max_length)
+        inputs = InputSizes(longest) if data is None else measured_inputs(config, data)
+        lines += _model_lines(config, model)
+        memory = rank_memory(config, model, inputs, world_size=world_size, on_gpu=on_gpu)
+        lines.append(("memory", f"of a rank, with inputs of at most {inputs.length} tokens: {memory}"))
+        if gpu_memory is not None:
+            lines += what_fits(config, model, inputs, num_ranks=world_size, gpu_bytes=int(gpu_memory * GIB))
+    if data is not None:
+        lines += _data_lines(config, data)
+    lines += [("not checked", text) for text in not_checked]
+    return "\n".join(f"{heading:13} {text}" for heading, text in lines)
+
+
+def what_fits(
+    config: RunConfig, model: ModelSizes, inputs: InputSizes, *, num_ranks: int, gpu_bytes: int
+) -> list[Line]:
+    """Return a line for each way to share the weights, with the largest micro-batch that fits a GPU.
+
+    The weights are offloaded to the hosts' memory only if nothing fits otherwise.
+    """
+    sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+    if config.method == "adamw":
+        sizes = [num_ranks]
+    ways = [replace(config, partition_size=size) for size in sizes]
+    lines = [_fit_line(way, model, inputs, num_ranks, gpu_bytes) for way in ways]
+    if not any(fits for _, fits in lines):
+        offloaded = replace(config, deepspeed=_OFFLOAD, partition_size=num_ranks)
+        lines.append(_fit_line(offloaded, model, inputs, num_ranks, gpu_bytes))
+    return [("" if index else "what fits", text) for index, (text, _) in enumerate(lines)]
+
+
+def _fit_line(
+    config: RunConfig, model: ModelSizes, inputs: InputSizes, num_ranks: int, gpu_bytes: int
+) -> tuple[str, bool]:
+    batch = config.train.batch_size
+    for size in (size for size in range(batch, 0, -1) if batch % size == 0):
+        way = replace(config, train=replace(config.train, micro_batch_size=size, eval_batch_size=size))
+        if config.method in TRAINED and num_passes(way) % num_ranks and size > 1:
+            continue
+        memory = rank_memory(way, model, inputs, world_size=num_ranks)
+        if fits := memory.total <= gpu_bytes:
+            break
+    keys = f"partition_size={config.partition_size} train.micro_batch_size={size}"
+    keys += f" deepspeed={_OFFLOAD}" if memory.host else ""
+    host = f", {memory.host / GIB:.2f} of the host's memory" if memory.host else ""
+    text = f"{keys}: {memory.total / GIB:.2f} GiB a rank{host}, {'fits' if fits else 'does not fit'}"
+    return text, fits
+
+
+def _trained_text(config: RunConfig) -> str:
+    if config.method not in TRAINED:
+        return f"{config.method}, trains nothing"
+    trained = "all weights" if config.peft.kind == "none" else config.peft.kind
+    if config.method in ZEROTH_ORDER and config.zo.only_blocks:
+        trained += " of the blocks"
+    return f"{config.method}, trains {trained}"
+
+
+def _unless_on_hub(check: Callable[[], T], not_checked: list[str]) -> T | None:
+    """Return the result of a check; None if the hub cannot be reached, which is noted once."""
+    try:
+        return check()
+    except HubError as error:
+        if str(error) not in not_checked:  # without the model, its tokenizer is missing too
+            not_checked.append(str(error))
+        return None
+
+
+def _model_lines(config: RunConfig, model: ModelSizes) -> list[Line]:
+    dropped = 0
+    if config.method in ZEROTH_ORDER:
+        policy = make_layer_policy(config.zo, model.num_blocks, trains_outside=model.trains_outside)
+        dropped = policy.num_dropped
+    size = f"{model.num_parameters:,} parameters"
+    return [
+        ("model", f"{config.model.path}: {model.class_name}, {size}, {config.model.dtype}"),
+        ("blocks", f"{model.num_blocks} in {model.blocks_path}, {dropped} dropped per step"),
+    ]
+
+
+def _data_lines(config: RunConfig, data: TaskData) -> list[Line]:
+    sizes = f"{len(data.train.encoded)} train, {len(data.dev.encoded)} dev, {len(data.test.encoded)} test"
+    return [
+        ("data", f"{data.task.name}, protocol {config.data.protocol}: {sizes}"),
+        ("first example", _shown_example(data)),
+    ]
+
+
+def _shown_example(data: TaskData) -> str:
+    """Return the first training example as the model reads it, and the answer that it is trained on."""
+    split, encoded = data.train, data.train.encoded[0]
+    if not encoded.sequences:  # the record has no gold label
+        return _quoted(data, split.prompts[0])
+    candidate = encoded.label or 0
+    sequence, targets = encoded.sequences[candidate], encoded.targets(candidate)
+    start = encoded.spans[-1][0] if encoded.spans else targets[0]
+    return f"{_quoted(data, sequence[:start])} -> {_quoted(data, sequence[start : targets[-1] + 1])}"
+
+
+def _quoted(data: TaskData, ids: tuple[int, ...]) -> str:
+    """Return the text of tokens, cut on the left, with line breaks and special tokens visible."""
+    text: str = data.tokenizer.backend.decode(list(ids), clean_up_tokenization_spaces=False)
+    start = "" if len(text) <= _MAX_SHOWN else "[...] "
+    return start + json.dumps(text[-_MAX_SHOWN:], ensure_ascii=False)

@@ -1,0 +1,328 @@
+"""The memory of one rank as a formula. Measured peaks hold it to 20 % (tests/unit/test_memory_plan.py).
+
+With b bytes a weight, R ranks that share the weights, and c copies of the batch a pass (zo.probes_per_pass):
+
+    shards           b x parameters / R
+    low bits         2 x trained / R, if zo.update_precision is fp32_master and b is 2
+    AdamW's states   (b + 12) x trained / R: gradients, fp32 weights, two moments; and its buckets
+    gathered         b x (2 x largest part + tied weights): the block that runs, and the message with the next
+                     one; on a GPU 1 part more, because the host runs ahead of it. Where DeepSpeed gathers
+                     (AdamW, offloaded weights): b x (stage3_max_live_parameters + largest module)
+    copies           b x min(c, 2) x largest perturbed module; on a GPU, b x c x perturbed weights of a block,
+                     if c is at most 2 and no weights are offloaded
+    activations      b x c x tokens x activation width; keys and values of written tokens
+    logits           (b c + 8) x answers' tokens x vocabulary
+    reserve          what the libraries need
+
+Each part is at its own maximum, although not all of them are at the same moment. No forward pass runs while
+weights are loaded or AdamW takes its step, so only the larger of the two counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, copies_per_pass
+from lezo_ds.config.deepspeed import load_ds_config
+from lezo_ds.data.batches import PAD_MULTIPLE
+from lezo_ds.data.task_data import TaskData
+from lezo_ds.forward.adapters import make_adapter
+from lezo_ds.forward.blocks import (
+    PartSizes,
+    find_blocks,
+    freeze_outside,
+    gathering_limits,
+    largest_module,
+    part_sizes,
+)
+from lezo_ds.forward.perturbed_forward import COPIES_AT_ONCE
+from lezo_ds.model.checkpoint import build_checked
+from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta
+from lezo_ds.tools.opt_shapes import opt_config
+
+GIB = 1 << 30
+CPU_RESERVE = int(0.53 * GIB)
+"""Bytes of Python with torch, transformers, datasets and DeepSpeed, and of gloo, as measured."""
+
+GPU_RESERVE = int(2.0 * GIB)
+"""Bytes of CUDA's context, NCCL's buffers and memory that the allocator cannot use. Assumed, not measured."""
+
+_LOW_BITS, _FP32 = 2, 4
+_ADAMW_STATES = 3 * _FP32  # DeepSpeed's fp32 copy of the weights, and two moments
+_ADAMW_STEP = 3 * _FP32  # fp32 gradients, and two temporaries of torch's AdamW
+_SPLIT_BYTES = 18  # per element while low bits are split off: 16-bit and float32 values, three of integers
+_MAX_LIVE, _REDUCE_BUCKET = 10**9, 5 * 10**8  # DeepSpeed's defaults, in elements
+_NUM_BUFFERS, _BUFFER = 5, 10**8  # likewise, for shards on a disk
+_HIDDEN_STATES = 5  # held while a block runs: both embeddings, the block's input, the residual, the norm
+_WIDE_OUTPUTS = 2  # held besides a block's widest outputs: both copies joined, and a float32 bias added
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A model with the adapter that is trained on it, if there is one. Sizes are numbers of elements."""
+
+    class_name: str
+    blocks_path: str
+    num_blocks: int
+    parameters: tuple[int, ...]  # a tied parameter appears once
+    num_trained: int
+    trains_outside: bool  # whether parameters outside the blocks are trained
+    largest_module: int  # the largest block, or a larger module outside the blocks
+    parts: PartSizes
+    largest_perturbed: int  # of the modules whose copies are made; rows of embeddings are perturbed alone
+    blocks_trained: int
+    head: int
+    activation_width: int  # of one token while a block runs
+    cached_width: int  # keys and values of one token in one block
+    vocabulary_size: int
+    max_length: int | None
+    itemsize: int
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(self.parameters)
+
+
+@dataclass(frozen=True)
+class InputSizes:
+    """Sizes of the largest forward passes."""
+
+    length: int  # tokens of the longest input, padding included
+    answer_tokens: int = 1  # of the longest answer whose probability is computed
+    num_labels: int | None = None  # vocabulary entries that training compares; None for all of them
+    new_tokens: int = 0  # that the model writes after a prompt in an evaluation
+    trains_on_answers: bool = False  # whether the model writes answers in training, too
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Peak memory of one rank in bytes: `parts` by the names above on its device, and what is offloaded."""
+
+    parts: Mapping[str, int]
+    host: int
+    disk: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of the rank's device."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.parts.items())
+        offloaded = {"the host's memory": self.host, "disk": self.disk}
+        rest = "".join(f"; {size / GIB:.2f} GiB of {name}" for name, size in offloaded.items() if size)
+        return f"{self.total / GIB:.2f} GiB: {parts}{rest}"
+
+
+def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
+    """Build a run's model without memory for its weights and return its sizes.
+
+    Args:
+        config: decides dtype and adapter.
+        source: directory with the model's config.json, or a key of OPT_SHAPES.
+    """
+    dtype = DTYPES[config.model.dtype]
+    model: Any
+    if isinstance(source, str):
+        model = build_on_meta(opt_config(source), dtype)
+        layout = find_blocks(model)
+    else:
+        model, layout = build_checked(source, config.model.dtype)
+    adapter = make_adapter(config.peft if config.method in TRAINED else None)
+    if adapter is not None:
+        adapter.attach(model, layout)
+    if config.method in ZEROTH_ORDER and config.zo.only_blocks:
+        freeze_outside(model, layout)
+    head = model.get_output_embeddings()
+    blocks = model.get_submodule(layout.path)
+    tables = [module for module in model.modules() if type(module).forward is nn.Embedding.forward]
+    copied = [module for module in model.modules() if module is not head and module not in tables]
+    widths = [_output_width(module) for module in blocks[0].modules()]
+    num_wide = _WIDE_OUTPUTS + widths.count(max(widths))  # a gated feed-forward layer has two widest outputs
+    text = model.config.get_text_config()
+    return ModelSizes(
+        class_name=type(model).__name__,
+        blocks_path=layout.path,
+        num_blocks=layout.num_blocks,
+        parameters=tuple(parameter.numel() for parameter in model.parameters()),
+        num_trained=_trained(model),
+        trains_outside=_trained(model) > _trained(blocks),
+        largest_module=largest_module(model, layout),
+        parts=part_sizes(model, layout),
+        largest_perturbed=max(_trained(module, recurse=False) for module in copied),
+        blocks_trained=_trained(blocks),
+        head=_trained(head) if head else 0,
+        activation_width=_HIDDEN_STATES * text.hidden_size + num_wide * max(widths),
+        cached_width=_cached_width(text),
+        vocabulary_size=text.vocab_size,
+        max_length=getattr(text, "max_position_embeddings", None),
+        itemsize=dtype.itemsize,
+    )
+
+
+def measured_inputs(config: RunConfig, data: TaskData) -> InputSizes:
+    """Return the sizes of a run's longest inputs, from its examples."""
+    splits = [data.train, data.dev, data.test] if config.method in TRAINED else [data.dev, data.test]
+    examples = [example for split in splits for example in split.encoded]
+    lengths = [example.num_tokens for example in examples]
+    lengths += [len(ids) for split in splits for ids in split.prompts]
+    selection = data.objective_batch(data.train, [0]).selection
+    vocabulary = None if selection is None else selection.vocabulary
+    return InputSizes(
+        length=-(-max(lengths) // PAD_MULTIPLE) * PAD_MULTIPLE,
+        answer_tokens=max((length for example in examples for length in example.option_lengths), default=1),
+        num_labels=None if vocabulary is None else len(vocabulary),
+        new_tokens=0 if data.generation is None else data.generation.max_new_tokens,
+        trains_on_answers=data.objective.reads_answers,
+    )
+
+
+def rank_memory(
+    config: RunConfig, model: ModelSizes, inputs: InputSizes, *, world_size: int, on_gpu: bool = True
+) -> RankMemory:
+    """Return the peak memory of each rank of a run."""
+    micro_batch_size = config.train.micro_batch_size
+    ds_config = load_ds_config(config.deepspeed, config.model.dtype, world_size, micro_batch_size)
+    zero = ds_config["zero_optimization"]
+    offload = zero.get("offload_param", {})
+    device = offload.get("device", "none")
+    leaves_device = device != "none" and on_gpu
+    is_offloaded = leaves_device or device == "nvme"
+    num_shards = config.partition_size or world_size
+    trained = model.num_trained // num_shards
+    shards = in_memory = model.num_parameters * model.itemsize // num_shards
+    low_bits = _LOW_BITS * trained if _keeps_low_bits(config, model) else 0
+    if device == "nvme":
+        buffers = int(offload.get("buffer_count", _NUM_BUFFERS)) * int(offload.get("buffer_size", _BUFFER))
+        in_memory = buffers * model.itemsize
+    elif leaves_device and offload.get("pin_memory"):
+        # torch rounds each block of pinned memory up to a power of two (CachingHostAllocator.h, 2.13).
+        sizes = [-(-numel // num_shards) * model.itemsize for numel in model.parameters]
+        in_memory = sum(1 << (size - 1).bit_length() for size in sizes)
+    gathered = _gathered(config, model, zero, on_gpu=on_gpu, is_offloaded=is_offloaded)
+    running = {
+        "gathered": gathered if num_shards > 1 or leaves_device else 0,
+        "copies": _copies(config, model, inputs, at_once=on_gpu and not is_offloaded),
+        "activations": _activations(config, model, inputs),
+        "logits": _logits(config, model, inputs),
+    }
+    not_running = {"loading": _loading(config, model, num_shards, on_gpu)}
+    states = 0
+    if config.method == "adamw":
+        states = _adamw_states(zero, model, trained, world_size, on_gpu)
+        not_running = {"AdamW's step": _ADAMW_STEP * trained}
+    held = {
+        "shards": 0 if leaves_device else in_memory,
+        "low bits": 0 if leaves_device else low_bits,
+        "AdamW's states": states,
+        "reserve": GPU_RESERVE if on_gpu else CPU_RESERVE,
+    }
+    parts = held | max(running, not_running, key=lambda moment: sum(moment.values()))
+    return RankMemory(
+        parts={name: size for name, size in parts.items() if size},
+        host=in_memory + low_bits if leaves_device else 0,
+        disk=shards if device == "nvme" else 0,
+    )
+
+
+def _keeps_low_bits(config: RunConfig, model: ModelSizes) -> bool:
+    asked = config.method in ZEROTH_ORDER and config.zo.update_precision == "fp32_master"
+    return asked and model.itemsize < _FP32
+
+
+def _gathered(
+    config: RunConfig, model: ModelSizes, zero: Mapping[str, Any], *, on_gpu: bool, is_offloaded: bool
+) -> int:
+    if config.method != "adamw" and not is_offloaded:
+        largest, tied = model.parts
+        num_parts = 3 if on_gpu else 2
+        return max(tied + num_parts * largest, 2 * tied) * model.itemsize
+    limits = gathering_limits(model.parts)
+    default = _MAX_LIVE if config.method == "adamw" else limits["stage3_max_live_parameters"]
+    max_live = int(zero.get("stage3_max_live_parameters", default))
+    # In flight is gloo's buffer on CPUs, and on a GPU the module that still runs when the host asks for the
+    # next ones.
+    return (min(max_live, model.num_parameters) + model.largest_module) * model.itemsize
+
+
+def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes, *, at_once: bool) -> int:
+    if config.method not in ZEROTH_ORDER:
+        return 0
+    head = model.head if inputs.num_labels is None else 0
+    num_copies = min(copies_per_pass(config), COPIES_AT_ONCE)
+    copies_block = at_once and num_copies == copies_per_pass(config)
+    block = model.blocks_trained // model.num_blocks if copies_block else 0
+    return num_copies * max(model.largest_perturbed, block, head) * model.itemsize
+
+
+def _activations(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> int:
+    train_rows = copies_per_pass(config) * config.train.micro_batch_size if config.method in TRAINED else 0
+    if inputs.trains_on_answers:
+        train_rows *= config.generation.num_samples
+    eval_rows = config.train.eval_batch_size
+    size = max(train_rows, eval_rows) * inputs.length * model.activation_width
+    if inputs.new_tokens:
+        rows = max(train_rows, eval_rows) if inputs.trains_on_answers else eval_rows
+        size += rows * (inputs.length + inputs.new_tokens) * model.num_blocks * model.cached_width
+    if config.method == "adamw":  # a block's activations for the backward pass (Korthikanti et al. 2022)
+        size += train_rows * inputs.length * model.num_blocks * model.activation_width
+    return size * model.itemsize
+
+
+def _logits(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> int:
+    train, copies = config.train, copies_per_pass(config)
+    loss = 2 * _FP32  # the loss makes two float32 tensors of the logits, one copy at a time
+    rows = train.micro_batch_size * (config.generation.num_samples if inputs.trains_on_answers else 1)
+    training = rows * (copies * model.itemsize + loss)
+    training *= inputs.num_labels or model.vocabulary_size
+    scoring = train.eval_batch_size * (model.itemsize + loss) * model.vocabulary_size
+    return inputs.answer_tokens * max(training if config.method in TRAINED else 0, scoring)
+
+
+def _adamw_states(
+    zero: Mapping[str, Any], model: ModelSizes, trained: int, world_size: int, on_gpu: bool
+) -> int:
+    bucket = int(zero.get("reduce_bucket_size", _REDUCE_BUCKET))
+    if not on_gpu:  # untouched pages of a bucket take no memory
+        bucket = min(bucket, model.num_trained)
+    num_buckets = 2 if world_size > 1 else 1  # gradients are reordered before they are summed
+    return trained * (model.itemsize + _ADAMW_STATES) + num_buckets * bucket * model.itemsize
+
+
+def _loading(config: RunConfig, model: ModelSizes, num_shards: int, on_gpu: bool) -> int:
+    # A prefix starts from the keys and values of a forward pass, which gathers each module.
+    prefix = model.largest_module * model.itemsize if config.peft.kind == "prefix" else 0
+    if on_gpu:  # values are read into the host's memory, one shard at a time
+        return prefix
+    if not _keeps_low_bits(config, model):
+        return max(prefix, max(model.parameters) * model.itemsize // num_shards)
+    # The low bits of later parameters are not there yet.
+    reading, later = [], 0
+    for numel in reversed(model.parameters):
+        later += numel
+        reading.append(numel * _SPLIT_BYTES - later * _LOW_BITS)
+    return max(prefix, max(reading) // num_shards)
+
+
+def _trained(module: nn.Module, recurse: bool = True) -> int:
+    return sum(p.numel() for p in module.parameters(recurse) if p.requires_grad)
+
+
+def _cached_width(config: Any) -> int:  # noqa: ANN401
+    num_heads: int = getattr(config, "num_attention_heads", None) or 1
+    head_width: int = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    num_cached: int = getattr(config, "num_key_value_heads", None) or num_heads
+    return 2 * num_cached * head_width
+
+
+def _output_width(module: nn.Module) -> int:
+    # The bias tells the width, too: GPT-2 stores its weights transposed, but always with a bias.
+    own = list(module.parameters(recurse=False))
+    weights = [parameter for parameter in own if parameter.dim() == 2]
+    biases = [parameter.numel() for parameter in own if parameter.dim() == 1]
+    return (biases or [weights[0].shape[0]])[0] if weights else 0
