@@ -6,8 +6,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 VERSION = re.findall(r'^__version__ = "(.+)"$', Path("lezo_ds/__init__.py").read_text(), re.MULTILINE)[0]
-SHIPPED = {f"lezo_ds.shipped.{folder}": folder for folder in ("ds_configs", "launch")}
-"""Folders of the root that become part of the package; `lezo_ds.shipped` finds their files."""
+SHIPPED = {f"lezo_ds.{folder}": folder for folder in ("ds_configs", "launch")}
+"""Folders of the root that become part of the package; `lezo_ds.config.paths` finds their files."""
 
 setup(
     name="lezo_ds",
@@ -34,15 +34,15 @@ setup(
     package_dir=SHIPPED,
     package_data={
         "lezo_ds": ["py.typed", "noise/*.cpp", "tools/reports/*.jinja"],
-        "lezo_ds.shipped.ds_configs": ["*.json"],
-        "lezo_ds.shipped.launch": [
+        "lezo_ds.ds_configs": ["*.json"],
+        "lezo_ds.launch": [
             "*.sh",
             "mpi/*",
             "recipes/*",
             "slurm/*",
         ],
     },
-    entry_points={"console_scripts": ["lezo-ds = lezo_ds.__main__:main"]},
+    entry_points={"console_scripts": ["lezo-ds = lezo_ds.cli:main"]},
     python_requires=">=3.11",
     install_requires=[
         "accelerate>=1.15.0",
@@ -54,6 +54,7 @@ setup(
         "peft>=0.21.2",
         "psutil>=7.2.2",
         "pyarrow>=26.0.1",
+        "pydantic>=2.13.0",
         "pyyaml>=6.0.3",
         "safetensors>=0.8.0",
         "tensorboard>=2.21.0",

@@ -1,7 +1,6 @@
 """The command `lezo-ds evaluate`, as a script."""
 
-from lezo_ds.command_line import run_main
-from lezo_ds.commands.evaluate import main
+from lezo_ds.cli import main
 
 if __name__ == "__main__":
-    run_main(main)
+    main("evaluate")

@@ -13,14 +13,7 @@ from lezo_ds.config.algorithm import (
     num_passes,
 )
 from lezo_ds.config.reading import flatten, load_yaml
-from lezo_ds.config.run_config import (
-    check_overrides,
-    check_world,
-    config_from_dict,
-    config_to_dict,
-    describe,
-    load_config,
-)
+from lezo_ds.config.run_config import check_world, config_from_dict, config_to_dict, load_config
 from lezo_ds.config.schema import (
     RESUME_MAY_DIFFER,
     TRAINED,
@@ -54,12 +47,10 @@ __all__ = [
     "RunConfig",
     "TrainConfig",
     "ZoConfig",
-    "check_overrides",
     "check_world",
     "config_from_dict",
     "config_to_dict",
     "copies_per_pass",
-    "describe",
     "described_task",
     "find_task",
     "flatten",

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lezo_ds.config import flatten
+from lezo_ds.config.paths import ROOT, find_file
 from lezo_ds.config.reading import nearest
 from lezo_ds.errors import UserError
-from lezo_ds.shipped import ROOT, find_file
 
 logger = logging.getLogger(__name__)
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import field
+from typing import Annotated, Literal
 
-from lezo_ds.config.keys import Choices, ExactTexts, OptionsOf, Range, Schema
-from lezo_ds.registry import options_of
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+from pydantic.dataclasses import dataclass
+
+from lezo_ds.config.reading import ExactStrings, Named, Reader, Strings, split
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Protocol
 from lezo_ds.tasks.custom import CUSTOM
 from lezo_ds.tasks.metrics import METRICS
-from lezo_ds.zo.estimators import ESTIMATORS, Estimator
-from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy
+from lezo_ds.zo.estimators import ESTIMATORS
+from lezo_ds.zo.layers import LAYER_POLICIES
 from lezo_ds.zo.schedules import SCHEDULES
 from lezo_ds.zo.updates import Distribution, UpdatePrecision
 
@@ -30,86 +39,48 @@ TRAINED: frozenset[Method] = ZEROTH_ORDER | {"adamw"}
 PeftKind = Literal["none", "lora", "prefix"]
 """What is trained: all weights, low-rank adapters, or key and value vectors before every sequence."""
 
-RESUME_MAY_DIFFER: frozenset[str] = frozenset(
-    {
-        "run_dir",
-        "model.path",  # the model is checked by its fingerprint
-        "data.path",
-        "data.train",  # the records are checked by their fingerprints
-        "data.validation",
-        "data.test",
-        "train.steps",  # may grow, unless the learning rate depends on it: see `may_differ_on_resume`
-        "train.patience",
-        "train.report_to",
-        "train.eval_batch_size",
-        "train.snapshot_every",
-        "train.keep_snapshots",
-        "train.timeout_seconds",
-        "partition_size",
-        "deepspeed",
-    }
-)
-"""Dotted keys that may differ between a run and its resumption."""
+Monitors = Annotated[list[Literal["comet", "csv", "tensorboard", "wandb"]], BeforeValidator(split)]
+Options = dict[str, str | bool | int | float]
+
+_MAY_DIFFER = Field(json_schema_extra={"may_differ_on_resume": True})
+"""Marks a key that may differ between a run and its resumption."""
+
+_STRICT = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
-def _options(components: Mapping[str, type], kind: type) -> Callable[[str], Mapping[str, Any]]:
-    return lambda name: options_of(components[name], kind)
-
-
-Options = Mapping[str, Any]
-EstimatorOptions = Annotated[Options, OptionsOf("estimator", _options(ESTIMATORS, Estimator))]
-LayerPolicyOptions = Annotated[Options, OptionsOf("layer_policy", _options(LAYER_POLICIES, LayerPolicy))]
-
-
-class _TaskNames(Collection[str]):
-    """The registered tasks, whenever it is looked at, and the name of a task that a recipe describes."""
-
-    def __iter__(self) -> Iterator[str]:
-        yield from (*TASKS, CUSTOM)
-
-    def __contains__(self, name: object) -> bool:
-        return name == CUSTOM or name in TASKS
-
-    def __len__(self) -> int:
-        return len(TASKS) + 1
-
-
-TASK_NAMES = _TaskNames()
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class ModelConfig:
     """The model that is tuned."""
 
-    path: str
+    path: Annotated[str, _MAY_DIFFER]
     """Hub id or directory of a decoder language model in the Hugging Face layout."""
 
     dtype: Dtype
     """Type in which the weights are stored, gathered and multiplied. fp16 needs a GPU, or a CPU with fp16."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class DataConfig:
     """The examples that the model is trained and scored on."""
 
-    task: Annotated[str, Choices(TASK_NAMES, code="TASK")] = "sst2"
+    task: Annotated[str, Named(TASKS, also=(CUSTOM,))] = "sst2"
     """Name of the task, in upper or lower case. The default is custom if data.prompt or data.messages is
     given: a task that the keys below describe. package.module:TASK is a Task of your own (see
     lezo_ds/tasks/base.py)."""
 
-    path: str | None = None
+    path: Annotated[str | None, _MAY_DIFFER] = None
     """Directory that holds the task's train and validation files (.jsonl or .parquet). Null reads them from
     the Hugging Face hub, unless data.train is given."""
 
-    train: str | None = None
+    train: Annotated[str | None, _MAY_DIFFER] = None
     """File with your own training records: .csv or .tsv (with a header), .json, .jsonl or .parquet. Or a
     split on the hub, as OWNER/NAME:SPLIT or OWNER/NAME/CONFIG:SPLIT."""
 
-    validation: str | None = None
+    validation: Annotated[str | None, _MAY_DIFFER] = None
     """File or split with the records of the validation loss, which selects the best step. Null draws a fifth
     of data.train, at most 500 records, by data.seed."""
 
-    test: str | None = None
+    test: Annotated[str | None, _MAY_DIFFER] = None
     """File or split with the records of the final score. Null draws a fifth of data.train, at most 1000
     records, by data.seed."""
 
@@ -121,11 +92,11 @@ class DataConfig:
     """Field with the right answer: one of data.labels; or, with data.choices, also the number of the right
     choice (from 0) or its text. Records without a label are left out."""
 
-    labels: Sequence[str] | Mapping[str, str] | None = None
+    labels: Strings | dict[str, str] | None = None
     """Classification: the labels, or a map from each label to the text that the model continues the prompt
     with. With data.choices: a list of the labels of the choices, in their order."""
 
-    choices: Sequence[str] | None = None
+    choices: Strings | None = None
     """Multiple choice: templates of the choices, such as [{a}, {b}], or one field that holds a list of
     texts."""
 
@@ -146,7 +117,7 @@ class DataConfig:
     system_prompt: str | None = None
     """First turn of each conversation, as the system, unless the record has one of its own."""
 
-    metric: Annotated[str | None, Choices(METRICS, code="function")] = None
+    metric: Annotated[str, Named(METRICS)] | None = None
     """The score: accuracy or macro_f1 (classification), accuracy (multiple choice), f1 (of words) or
     exact_match (generation), token_accuracy (chat), reward (the mean of the reward that train.objective
     names), or your own function (predictions, examples) -> 0 to 1 (see lezo_ds/tasks/metrics.py). Null takes
@@ -158,28 +129,28 @@ class DataConfig:
     the maximum length of a text with its gold answer, and how the validation loss is averaged (see
     docs/protocol.md). With data.train, all records are used."""
 
-    num_train: Annotated[int | None, Range(1)] = None
+    num_train: PositiveInt | None = None
     """Number of training examples. Null takes the protocol's number."""
 
-    num_dev: Annotated[int | None, Range(1)] = None
+    num_dev: PositiveInt | None = None
     """Number of validation examples, whose loss selects the best step. Null takes the protocol's number."""
 
-    num_test: Annotated[int | None, Range(1)] = None
+    num_test: PositiveInt | None = None
     """Maximum number of test examples, which give the final score. Null takes the protocol's number."""
 
-    max_length: Annotated[int, Range(1)] = 2048
+    max_length: PositiveInt = 2048
     """Maximum length of an input, in tokens. Longer inputs are cut on the left, conversations (data.messages)
     at their end."""
 
-    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed that selects the examples of each split."""
 
-    num_demonstrations: Annotated[int, Range(1)] = 32
+    num_demonstrations: PositiveInt = 32
     """Number of solved examples shown before each question, with method icl: the first training examples, or
     others for each question with data.protocol mezo."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class PeftConfig:
     """Parameter-efficient fine-tuning: the model's own weights stay as they are."""
 
@@ -187,49 +158,49 @@ class PeftConfig:
     """What is trained: all weights (none), low-rank adapters (lora), or key and value vectors before every
     sequence (prefix)."""
 
-    lora_rank: Annotated[int, Range(1)] = 8
+    lora_rank: PositiveInt = 8
     """Rank r of the adapters."""
 
-    lora_alpha: Annotated[float, Range(0, above=True)] = 16.0
+    lora_alpha: PositiveFloat = 16.0
     """The output of an adapter is scaled by lora_alpha / lora_rank."""
 
     lora_targets: str = "q_proj,v_proj"
     """Names of the linear modules that get an adapter, separated by commas."""
 
-    prefix_length: Annotated[int, Range(1)] = 5
+    prefix_length: PositiveInt = 5
     """Number of key and value vectors before every sequence, in each transformer block."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class AdamWConfig:
     """First-order fine-tuning, the papers' row FT; the learning rate falls linearly to 0."""
 
-    learning_rate: Annotated[float, Range(0)] = 1e-5
+    learning_rate: NonNegativeFloat = 1e-5
     """Learning rate at the first step. It falls linearly to 0."""
 
-    weight_decay: Annotated[float, Range(0)] = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """Coefficient of the decoupled weight decay."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class ZoConfig:
     """The zeroth-order optimizer (LeZO, Algorithm 1)."""
 
-    learning_rate: Annotated[float | None, Range(0)] = None
+    learning_rate: NonNegativeFloat | None = None
     """Learning rate eta. Method lezo needs it. zo.lr_schedule changes it over the run."""
 
-    lr_schedule: Annotated[str, Choices(SCHEDULES)] = "constant"
+    lr_schedule: Annotated[str, Named(SCHEDULES)] = "constant"
     """How the learning rate changes after the warm-up. linear and cosine let it fall to 0 over train.steps;
     such a run cannot be resumed with another train.steps."""
 
-    warmup_steps: Annotated[int, Range(0)] = 0
+    warmup_steps: NonNegativeInt = 0
     """Number of steps over which the learning rate rises to zo.learning_rate, in equal parts."""
 
-    perturbation_scale: Annotated[float, Range(0, above=True)] = 1e-3
+    perturbation_scale: PositiveFloat = 1e-3
     """Perturbation scale mu ("eps" in the paper's tables). The two losses of a direction z are measured at
     theta + mu z and theta - mu z."""
 
-    sparsity: Annotated[float | None, Range(0, 1)] = None
+    sparsity: Annotated[float, Field(ge=0, le=1)] | None = None
     """Share of the transformer blocks that each step drops, rounded to whole blocks: 0.6667 drops 20 of 30.
     Method lezo needs it. 0 is MeZO. With 1, only the weights outside the blocks are tuned."""
 
@@ -237,12 +208,12 @@ class ZoConfig:
     """How an update is stored in 16-bit weights. fp32_master also keeps the 16 low bits, which takes 2 more
     bytes per parameter; stochastic rounds at random without bias; nearest loses most of a small update."""
 
-    estimator: Annotated[str, Choices(ESTIMATORS)] = "spsa"
+    estimator: Annotated[str, Named(ESTIMATORS)] = "spsa"
     """How losses become projected gradients. spsa is two-sided: the papers' own estimator. one-sided shares
     the loss at theta among all directions. fzoo divides one-sided differences by their deviation.
     evolution-strategies compares the losses (rewards) of directions with each other."""
 
-    estimator_options: EstimatorOptions = field(default_factory=dict)
+    estimator_options: Options = field(default_factory=dict)
     """Options of the estimator, as estimator_options.NAME."""
 
     only_blocks: bool = False
@@ -254,50 +225,50 @@ class ZoConfig:
     """Distribution of a direction's elements: normal (the papers'), or rademacher, which is +1 or -1 and much
     cheaper to draw."""
 
-    directions: Annotated[int, Range(1)] = 1
+    directions: PositiveInt = 1
     """Number of random directions per step, whose gradient estimates are averaged. Each is evaluated on the
     whole batch. N directions on N ranks take the time of one direction on one rank."""
 
-    probes_per_pass: Annotated[int, Range(1)] = 2
+    probes_per_pass: PositiveInt = 2
     """Number of perturbed copies of the batch in one forward pass, which gathers each weight once. 2 runs
     both signs of a direction in one pass. All even numbers give the same results; larger ones need more
     memory and fewer gathers (lezo-ds plan says how many fit). 1, the reference, differs in the last bits."""
 
-    layer_policy: Annotated[str, Choices(LAYER_POLICIES)] = "uniform"
+    layer_policy: Annotated[str, Named(LAYER_POLICIES)] = "uniform"
     """How the transformer blocks that a step drops are chosen. uniform is the paper's own policy. window
     keeps adjacent blocks; fixed always the same; weighted each as often as its weight says; adalezo those
     most often whose perturbation has changed the loss most. The last two multiply updates by factors that
     make up for it."""
 
-    layer_policy_options: LayerPolicyOptions = field(default_factory=dict)
+    layer_policy_options: Options = field(default_factory=dict)
     """Options of the layer policy, as layer_policy_options.NAME."""
 
-    weight_decay: Annotated[float, Range(0)] = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """Coefficient of the decoupled weight decay of matrices. Blocks that a step drops do not decay."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class TrainConfig:
     """Length of the run, batch sizes, and what happens between steps."""
 
-    steps: Annotated[int | None, Range(1)] = None
+    steps: Annotated[PositiveInt | None, _MAY_DIFFER] = None
     """Number of steps of the whole run. Methods lezo and adamw need it."""
 
-    batch_size: Annotated[int, Range(1)] = 16
+    batch_size: PositiveInt = 16
     """Number of examples in a step, summed over all ranks."""
 
-    micro_batch_size: Annotated[int, Range(1)] = 16
+    micro_batch_size: PositiveInt = 16
     """Number of examples in one forward pass of one rank. It must divide batch_size. It affects the last bits
     of the losses; the number of ranks does not."""
 
-    eval_batch_size: Annotated[int, Range(1)] = 16
+    eval_batch_size: Annotated[PositiveInt, _MAY_DIFFER] = 16
     """Number of sequences in one forward pass of an evaluation. A sequence is a prompt, or a prompt with one
     candidate."""
 
-    eval_every: Annotated[int | None, Range(1)] = None
+    eval_every: PositiveInt | None = None
     """Number of steps between evaluations. Null evaluates every tenth of the run, as in the papers."""
 
-    patience: Annotated[int | None, Range(1)] = None
+    patience: Annotated[PositiveInt | None, _MAY_DIFFER] = None
     """Stop early, after this number of evaluations in a row without a better validation loss. Null does all
     steps."""
 
@@ -306,52 +277,52 @@ class TrainConfig:
     function (package.module:function), which may also be a reward of the answers, to be maximized (see
     lezo_ds/data/objectives.py)."""
 
-    snapshot_every: Annotated[int | None, Range(0)] = None
+    snapshot_every: Annotated[NonNegativeInt | None, _MAY_DIFFER] = None
     """Number of steps between snapshots. Null uses eval_every; 0 writes only the last one."""
 
-    keep_snapshots: Annotated[int, Range(0)] = 2
+    keep_snapshots: Annotated[NonNegativeInt, _MAY_DIFFER] = 2
     """Number of snapshots to keep. The newest are kept. 0 keeps one until the run has finished, and no
     weights after that: a replay of the journal gives them back, but those of adamw are gone. lezo-ds sweep
     sets 0 for lezo unless it is set."""
 
-    report_to: Annotated[Sequence[str] | None, Choices(("comet", "csv", "tensorboard", "wandb"))] = None
+    report_to: Annotated[Monitors | None, _MAY_DIFFER] = None
     """DeepSpeed's monitors that get the content of metrics.jsonl, too, such as [tensorboard, csv]. Files are
     in run_dir/monitors. A monitor's section in the DeepSpeed JSON replaces these settings."""
 
-    timeout_seconds: Annotated[int, Range(1)] = 1800
+    timeout_seconds: Annotated[PositiveInt, _MAY_DIFFER] = 1800
     """End the run if a rank does not answer for this many seconds. Writing a snapshot must take less time."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class GenerationConfig:
     """The answers that the model writes, in evaluations and for objectives that read answers."""
 
-    max_new_tokens: Annotated[int, Range(1)] = 50
+    max_new_tokens: PositiveInt = 50
     """Maximum length of an answer, in tokens. The default is MeZO's."""
 
-    stop: Annotated[Sequence[str] | None, ExactTexts()] = None
+    stop: ExactStrings | None = None
     """Texts that end an answer, each of one token or more. The model's end-of-sequence token always does. An
     answer is read up to the first of them. Null is the first newline, as in MeZO's tasks."""
 
-    temperature: Annotated[float, Range(0)] = 0.0
+    temperature: NonNegativeFloat = 0.0
     """Temperature at which tokens are drawn in training. 0 takes the most probable token. Evaluations always
     do."""
 
-    top_p: Annotated[float | None, Range(0, 1, above=True)] = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Draw from the most probable tokens only that have this probability together. Null draws from all."""
 
-    num_samples: Annotated[int, Range(1)] = 1
+    num_samples: PositiveInt = 1
     """Number of answers that are drawn for each prompt of a training batch. More need a temperature."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class RunConfig:
     """Everything that determines a run."""
 
-    run_dir: str
+    run_dir: Annotated[str, _MAY_DIFFER]
     """Directory of the run. If it already holds the run, the run is resumed."""
 
-    seed: Annotated[int, Range(0, 2**64 - 1)] = 0
+    seed: Annotated[int, Field(ge=0, le=2**64 - 1)] = 0
     """Seed of the noise, of the dropped transformer blocks and of the order of the examples."""
 
     method: Method = "lezo"
@@ -368,15 +339,17 @@ class RunConfig:
     train: TrainConfig
     generation: GenerationConfig
 
-    partition_size: Annotated[int | None, Range(1)] = None
+    partition_size: Annotated[PositiveInt | None, _MAY_DIFFER] = None
     """Number of ranks that share one copy of the weights. It must divide the number of ranks. Such groups
     exchange only scalars with each other. Use 1 if one GPU can hold the model. Null shares one copy among
     all ranks."""
 
-    deepspeed: str | None = None
+    deepspeed: Annotated[str | None, _MAY_DIFFER] = None
     """Path of the DeepSpeed JSON, or the name of one in ds_configs, such as zero3_bf16. Null uses ZeRO-3 with
     DeepSpeed's default settings."""
 
 
-SCHEMA = Schema(RunConfig)
-"""Its keys by dotted name."""
+READER = Reader(RunConfig)
+
+RESUME_MAY_DIFFER = READER.may_differ
+"""Dotted keys that may differ between a run and its resumption. Fingerprints check model and records."""

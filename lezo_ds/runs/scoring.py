@@ -8,11 +8,19 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lezo_ds import distributed
-from lezo_ds.config import TRAINED, Dtype, Method, ModelConfig, PeftConfig, RunConfig, config_from_dict
+from lezo_ds.config import (
+    TRAINED,
+    Dtype,
+    Method,
+    ModelConfig,
+    PeftConfig,
+    RunConfig,
+    config_from_dict,
+    load_config,
+)
 from lezo_ds.data.evaluation import Model, answer_text, evaluate
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
-from lezo_ds.recipes import load_recipe
 from lezo_ds.registry import names_code
 from lezo_ds.runs.restore import read_run, restore
 from lezo_ds.runs.trainer import make_engine, set_threads
@@ -64,7 +72,7 @@ def score_model(
         values = {"method": "zero_shot", "run_dir": "", "model": {"path": model, "dtype": dtype}}
         config = config_from_dict(values, "the command line", overrides)
     else:
-        config = load_recipe(recipe, ("run_dir=none", *overrides))
+        config = load_config(recipe, ("run_dir=none", *overrides))
         method: Method = "zero_shot" if config.method in TRAINED else config.method
         config = replace(config, method=method, model=ModelConfig(path=model, dtype=dtype), peft=PeftConfig())
     if split == "test" and config.method == "zero_shot" and config.data.train is None:

@@ -28,7 +28,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lezo_ds import distributed
-from lezo_ds.config import ZEROTH_ORDER, RunConfig, ZoConfig, check_world, config_from_dict
+from lezo_ds.config import ZEROTH_ORDER, RunConfig, ZoConfig, check_world, config_from_dict, load_config
 from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.objectives import classification_loss
@@ -37,7 +37,6 @@ from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.files import make_directory
 from lezo_ds.forward.batch import LossFunction, MicroBatch
-from lezo_ds.recipes import load_recipe
 from lezo_ds.runs.directory import library_versions
 from lezo_ds.runs.trainer import make_engine
 from lezo_ds.sharding.checkpoint_files import DTYPES, resolve_model, with_safetensors
@@ -76,7 +75,7 @@ def main(arguments: Namespace) -> None:
             "the benchmark needs variants; key=value and the variant recipe need --config",
             fix="lezo-ds benchmark mezo_reference ours:0 ours:0.75",
         )
-    config = None if arguments.config is None else load_recipe(arguments.config, changes)
+    config = None if arguments.config is None else load_config(arguments.config, changes)
     distributed.init_distributed()
     if config is not None:
         rows = measure(recipe_inputs(config), variants, arguments.rounds)

@@ -13,10 +13,17 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from lezo_ds.config import ZEROTH_ORDER, RunConfig, config_from_dict, config_to_dict, flatten, load_yaml
+from lezo_ds.config import (
+    ZEROTH_ORDER,
+    RunConfig,
+    config_from_dict,
+    config_to_dict,
+    flatten,
+    load_config,
+    load_yaml,
+)
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.files import write_atomically
-from lezo_ds.recipes import load_recipe
 from lezo_ds.tools.logged_command import run_logged
 from lezo_ds.tools.reports.results_table import DAMAGE, MEASURED, SEEDS, best_setting, over_seeds, read_runs
 
@@ -87,7 +94,7 @@ def plan_sweep(
         overrides: `key=value` changes to the recipe, for all runs.
 
     Raises:
-        UserError: as `load_recipe`, for any of the runs; a key is given twice; two runs are equal.
+        UserError: as `load_config`, for any of the runs; a key is given twice; two runs are equal.
     """
     axes = [_parse_axis(text) for text in grid]
     keys = [key for names, _ in axes for key in names] + [text.partition("=")[0] for text in overrides]
@@ -104,7 +111,7 @@ def plan_sweep(
         given = [*overrides]
         given += [f"{key}={value}" for (names, _), value in zip(axes, values, strict=True) for key in names]
         # The name is made of the values that were read: 1e-6 and 0.000001 are the same run.
-        found = flatten(config_to_dict(load_recipe(recipe, [*given, f"run_dir={directory}"])))
+        found = flatten(config_to_dict(load_config(recipe, [*given, f"run_dir={directory}"])))
         name = ",".join(f"{names[0]}={found[names[0]]}" for names, _ in axes)
         name = re.sub(r"[^\w.+,=-]", "-", name)
         if name in runs:
@@ -120,7 +127,7 @@ def plan_sweep(
         runs[name] = SweepRun(
             index=index,
             settings={key: found[key] for names, _ in axes for key in names},
-            config=load_recipe(recipe, given),
+            config=load_config(recipe, given),
             arguments=("--config", recipe, *given),
         )
     return tuple(runs.values())

@@ -13,12 +13,11 @@ import pytest
 import yaml
 from assets import REPOSITORY
 from commands import assert_one_error, environment, free_port, run
+from lezo_ds.commands import COMMANDS
 from test_project_files import copied
 
 from lezo_ds import __version__
-from lezo_ds.commands import COMMANDS
-from lezo_ds.config import config_to_dict
-from lezo_ds.recipes import load_recipe
+from lezo_ds.config import config_to_dict, load_config
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +90,7 @@ def test_every_file_of_launch_and_ds_configs_is_in_the_wheel(wheel):
 @pytest.mark.parametrize("name", ["demo", "opt-13b-sst2-lezo"])
 def test_recipes_are_found_by_name_and_path(name, lezo_ds):
     shown = lezo_ds("train", "--config", name, "seed=3", "--print-config")
-    assert yaml.safe_load(shown) == config_to_dict(load_recipe(name, ["seed=3"]))
+    assert yaml.safe_load(shown) == config_to_dict(load_config(name, ["seed=3"]))
 
 
 def test_bad_input_is_one_line(elsewhere):

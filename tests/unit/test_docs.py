@@ -10,8 +10,8 @@ from html import unescape
 import pytest
 import yaml
 from assets import REPOSITORY
-
 from lezo_ds.commands import COMMANDS
+
 from lezo_ds.config.schema import SCHEMA
 
 MAX_PAGES = 11

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from lezo_ds.recipes.paper import PAPER_MODELS, PAPER_SCORES, PAPER_TASKS, Experiment, Score, hyperparameters
+from lezo_ds.config.paper import PAPER_MODELS, PAPER_SCORES, PAPER_TASKS, Experiment, Score, hyperparameters
 from lezo_ds.tasks import TASKS
 
 SHAPES = {"opt-1.3b": (2048, 24), "opt-13b": (5120, 40), "opt-30b": (7168, 48)}

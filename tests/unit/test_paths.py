@@ -10,7 +10,6 @@ import yaml
 from lezo_ds.config import check_overrides, config_from_dict, config_to_dict, load_config
 from lezo_ds.config.paths import PATH_KEYS, expand, with_places
 from lezo_ds.errors import UserError
-from lezo_ds.recipes import load_recipe
 
 BARE = {
     "run_dir": "runs/x",
@@ -56,7 +55,7 @@ def test_what_cannot_be_expanded_is_refused_with_its_key(given):
         lambda: config_from_dict(BARE | {"data": {"path": given}}, "mine.yaml"),
         lambda: config_from_dict(BARE, "mine.yaml", [f"data.path={given}"]),
         lambda: check_overrides([f"data.path={given}"]),
-        lambda: load_recipe(given),
+        lambda: load_config(given),
     ):
         with pytest.raises(UserError) as caught:
             refuse()

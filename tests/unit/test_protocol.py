@@ -9,11 +9,11 @@ import pytest
 from assets import REPOSITORY, write_records
 from hypothesis import given
 from hypothesis import strategies as st
+from lezo_ds.data.records import draw_demonstrations, load_records
 from tiny_tasks import task_config, write_tasks, write_writer
 
 from lezo_ds.config import GenerationConfig
 from lezo_ds.config.schema import SCHEMA
-from lezo_ds.data.records import draw_demonstrations, load_records
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.tasks import TASKS

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from lezo_ds.recipes import paper
+from lezo_ds.config import paper
 from lezo_ds.tools.reports.results_table import DAMAGE, best_setting, over_seeds
 
 MAX_POINTS = 60

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from lezo_ds.recipes import paper
+from lezo_ds.config import paper
 from lezo_ds.tools.reports.results_table import RATES, SEEDS, best_setting, over_seeds, settings_columns
 
 _METHODS = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from lezo_ds.recipes import paper
+from lezo_ds.config import paper
 from lezo_ds.tasks.metrics import REWARD
 from lezo_ds.tools.reports.experiments import task_title
 from lezo_ds.tools.reports.results_table import over_seeds

@@ -1,0 +1,417 @@
+"""The command line: `lezo-ds COMMAND`, which is also `python -m lezo_ds COMMAND` and `launch/COMMAND.py`.
+
+A command imports torch and other large libraries after its arguments have been parsed: neither --help nor a
+typo should wait for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import io
+import json
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TextIO, get_args
+
+from lezo_ds import __version__
+from lezo_ds.config.paths import ROOT, expand, find_file
+from lezo_ds.config.reading import nearest
+from lezo_ds.errors import LezoError, UserError, end_with, launched_rank
+
+_RECIPE_HELP = "a YAML file, the name of one in launch/recipes, or paper (with model= task= method= [peft=])"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises UserError for bad arguments, so that they are one line with exit code 2."""
+
+    def __init__(self, command: str | None, description: str) -> None:
+        super().__init__(
+            prog=f"lezo-ds {command}" if command else "lezo-ds",
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
+        self._takes_keys = False
+
+    def add_keys(self) -> None:
+        """Add the overrides of the recipe's keys."""
+        self._takes_keys = True
+        self.add_argument(
+            "overrides", nargs="*", metavar="key=value", help="change a key of the recipe or run"
+        )
+
+    def parse(self) -> argparse.Namespace:
+        """Return the arguments of this command, of which options and words may alternate."""
+        return self.parse_intermixed_args()
+
+    def error(self, message: str) -> NoReturn:
+        option = next((word for word in message.split() if word.startswith("--")), "").partition("=")[0]
+        near = nearest(option, self._option_string_actions)
+        fix = f"did you mean {near[0]}?" if option and near else f"see {self.prog} --help"
+        if self._takes_keys and "unrecognized" in message:
+            from lezo_ds.config.schema import READER
+
+            name = option.removeprefix("--")
+            if name in READER.keys or "." in name:
+                fix = f"write {name}=VALUE, without dashes"
+        raise UserError(f"{self.prog}: {message}", fix=fix)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not an integer above 0")
+    return int(text)
+
+
+def _path(text: str) -> Path:
+    return Path(_name(text))
+
+
+def _name(text: str) -> str:
+    """Read a path or a name on the hub. A shell does not expand the ~ in --out=~/runs."""
+    return expand(text, "an argument")
+
+
+def _train() -> None:
+    """Fine-tune a model: deepspeed --num_gpus 2 --module lezo_ds train --config RECIPE key=value ...
+
+    The same command resumes a run that was stopped.
+
+    In paths, ~ and $VAR are expanded. A path in a YAML file is relative to the folder of that file if it
+    begins with ./ or ../ or, except for run_dir, if it exists there. Others are relative to the working
+    directory.
+    """
+    from lezo_ds.config import config_to_dict, load_config
+    from lezo_ds.config.schema import READER
+
+    parser = _Parser("train", f"{_text(_train)}\nKeys:\n{READER.describe()}")
+    add = parser.add_argument
+    add("--config", metavar="RECIPE", help=_RECIPE_HELP)
+    add("--dry-run", action="store_true", help="check everything but the weights, and print the memory")
+    add("--gpus", type=_positive, metavar="N", help="with --dry-run: for this number of GPUs")
+    add("--gpu-memory", type=float, metavar="GIB", help="with --dry-run: what fits on such GPUs")
+    add("--print-config", action="store_true", help="print the configuration as a YAML recipe")
+    add("--json", action="store_true", help="print the results as JSON instead of a summary")
+    parser.add_keys()
+    arguments = parser.parse()
+    config = load_config(arguments.config, arguments.overrides)
+    if arguments.print_config:
+        import yaml
+
+        print(yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True), end="")
+        return
+    from lezo_ds import distributed
+    from lezo_ds.runs.screen import run_summary
+    from lezo_ds.runs.trainer import train
+    from lezo_ds.tools.dry_run import dry_run
+
+    if arguments.dry_run:
+        distributed.init_distributed()  # the plan depends on the number of ranks
+        plan = dry_run(config, arguments.gpus, arguments.gpu_memory)
+        if distributed.rank() == 0:
+            print(plan)
+        return
+    results = train(config)
+    if distributed.rank() == 0:
+        shown = {"run_dir": config.run_dir, **results}
+        print(json.dumps(shown, indent=1) if arguments.json else run_summary(config.run_dir, results))
+
+
+def _evaluate() -> None:
+    """Score a model, or the weights of a run at any step.
+
+    lezo-ds evaluate --run DIR --step best
+    lezo-ds evaluate --model DIR data.task=sst2 data.path=DIR
+    lezo-ds evaluate --model DIR --config RECIPE
+    """
+    parser = _Parser("evaluate", _text(_evaluate))
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", type=_path, metavar="DIR", help="directory of a run")
+    source.add_argument("--model", type=_name, metavar="DIR", help="directory of a model, or its hub id")
+    add("--config", metavar="RECIPE", help="with --model: take everything else from this recipe")
+    add("--step", default="best", help="of the run: best (lowest validation loss), last, or a number")
+    add("--split", choices=("test", "dev"), default="test", help="examples to score")
+    add("--predictions", type=_path, metavar="FILE", help="write all predictions as JSON")
+    add("--json", action="store_true", help="print the scores as JSON instead of a line")
+    parser.add_keys()
+    arguments = parser.parse()
+    if arguments.run is not None and arguments.config is not None:
+        parser.error("--config goes with --model; a run has its own configuration")
+
+    from lezo_ds import distributed
+    from lezo_ds.runs.scoring import score_model, score_run
+    from lezo_ds.runs.screen import scores_summary
+
+    overrides = tuple(arguments.overrides)
+    if arguments.run is not None:
+        scores = score_run(arguments.run, arguments.step, arguments.split, overrides=overrides)
+    else:
+        scores = score_model(arguments.model, arguments.split, overrides, arguments.config)
+    if distributed.rank() == 0:
+        if arguments.predictions is not None:
+            arguments.predictions.write_text(json.dumps(scores, indent=1) + "\n")
+        del scores["predictions"]
+        print(json.dumps(scores, indent=1) if arguments.json else scores_summary(scores))
+
+
+def _export() -> None:
+    """Write the model of any step of a run as a Hugging Face directory, or a run as one small file.
+
+    lezo-ds export --run DIR --step best --out DIR [key=value ...]
+    lezo-ds export --run DIR --journal FILE
+    lezo-ds export --journal FILE --step best --out DIR model.path=BASE_MODEL
+    """
+    parser = _Parser("export", _text(_export))
+    add = parser.add_argument
+    add("--run", type=_path, metavar="DIR", help="directory of the run")
+    add(
+        "--journal",
+        type=_path,
+        metavar="FILE",
+        help="with --run: write this file; without: read the run from it",
+    )
+    add("--step", default="best", help="best (lowest validation loss), last, or a number")
+    add("--out", type=_path, metavar="DIR", help="directory to write")
+    parser.add_keys()
+    arguments = parser.parse()
+    run, journal, out = arguments.run, arguments.journal, arguments.out
+    if [run, journal, out].count(None) != 1:
+        parser.error("give two of --run, --journal and --out")
+
+    from lezo_ds import distributed
+    from lezo_ds.runs.export import export_journal, export_run, write_journal
+
+    if out is None:
+        print(f"{run}: {journal}, {write_journal(run, journal):,} bytes")
+        return
+    export = export_run if journal is None else export_journal
+    step = export(run or journal, arguments.step, out, tuple(arguments.overrides))
+    if distributed.rank() == 0:
+        print(f"step {step} of {run or journal}: {out}")
+
+
+def _sweep() -> None:
+    r"""Run every combination of a grid, one after the other, and compare the settings over seeds.
+
+    lezo-ds sweep --config RECIPE --out runs/sweep \
+        --grid zo.learning_rate=1e-6,7e-7 zo.sparsity=0.5,0.75 seed,data.seed=0,1,2,3,4
+
+    The same command again skips finished runs and resumes the others. It writes results.csv (a row for each
+    run) and summary.csv (mean and deviation over seeds; the lowest validation loss is best) to DIR. Keys that
+    are separated by commas change together. key=value before --grid changes the recipe for all runs. A
+    finished run of lezo keeps no weights, since its journal gives them back: train.keep_snapshots=2 keeps two
+    snapshots. launch/slurm/sweep.sbatch runs a sweep as a Slurm array.
+    """
+    parser = _Parser("sweep", _text(_sweep))
+    add = parser.add_argument
+    add("--config", required=True, metavar="RECIPE", help=_RECIPE_HELP)
+    add("--out", type=_path, required=True, metavar="DIR", help="directory of the sweep")
+    add("--grid", nargs="+", required=True, metavar="KEY=VALUE,...", help="a key and its values")
+    launcher_help = 'command that starts a run, such as "deepspeed --num_gpus 2"'
+    add("--launcher", default=shlex.quote(sys.executable), help=launcher_help)
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--index", type=int, metavar="N", help="start only this run, and write no table")
+    one.add_argument("--list", action="store_true", help="only list the runs and write the tables")
+    parser.add_keys()
+    arguments = parser.parse()
+
+    from lezo_ds.tools.sweep import listing, plan_sweep, run_sweep, select_run, write_tables
+
+    runs = plan_sweep(arguments.config, arguments.grid, arguments.out, overrides=arguments.overrides)
+    launcher = [*shlex.split(arguments.launcher), str(ROOT / "launch" / "train.py")]
+    if arguments.index is not None:
+        run_sweep([select_run(runs, arguments.index)], launcher)
+        return
+    try:
+        if arguments.list:
+            print(listing(runs))
+        else:
+            run_sweep(runs, launcher)
+    finally:
+        print(write_tables(runs, arguments.out))
+
+
+def _report() -> None:
+    """Print the results of runs in the layout of the paper's tables, or write a page with tables and figures.
+
+    lezo-ds report RUN...
+    lezo-ds report RUN... --benchmark FILE.csv --html page.html
+    """
+    parser = _Parser("report", _text(_report))
+    add = parser.add_argument
+    add("runs", nargs="*", type=_name, metavar="RUN", help="directory of a run, or a pattern: 'runs/*'")
+    add("--html", type=_path, metavar="FILE", help="write a page instead of a table")
+    add("--benchmark", type=_path, metavar="FILE", help="show this CSV of lezo-ds benchmark")
+    arguments = parser.parse()
+
+    from lezo_ds.files import failures_named, write_atomically
+    from lezo_ds.tools.reports.report import make_page, make_table
+
+    if arguments.html is None:
+        print(make_table(arguments.runs), end="")
+        return
+    page = make_page(arguments.runs, arguments.benchmark)
+    with failures_named(arguments.html):
+        write_atomically(arguments.html, page)
+
+
+def _init() -> None:
+    """Look at a model and a file of your own data, and write a commented recipe for them.
+
+    lezo-ds init MODEL DATA --out recipe.yaml
+    lezo-ds init models/smollm2 tickets.csv --text body --label topic
+
+    DATA is a .csv, .tsv, .json, .jsonl or .parquet file, or OWNER/NAME:SPLIT on the hub. Without --text, the
+    only column of texts is read; without --label, the only column with few different values is learned.
+    """
+    parser = _Parser("init", _text(_init))
+    add = parser.add_argument
+    add("model", type=_name, metavar="MODEL", help="directory of a model, or its hub id")
+    add("data", type=_name, metavar="DATA", help="file of records, or a split on the hub")
+    add("--out", type=_path, default=Path("recipe.yaml"), metavar="FILE", help="default: recipe.yaml")
+    add("--text", metavar="COLUMN", help="the column that the model reads")
+    add("--label", metavar="COLUMN", help="the column with the gold label or text")
+    arguments = parser.parse()
+
+    from lezo_ds.tools.init import main as run
+
+    run(arguments)
+
+
+def _benchmark() -> None:
+    """Time variants of one step against each other.
+
+    lezo-ds benchmark mezo_reference naive_zero3 ours:0 ours:0.75 --out results.csv
+    lezo-ds benchmark --config demo mezo_reference ours:0 ours:0.75
+
+    A variant is mezo_reference (MeZO as published, in plain PyTorch), naive_zero3 (MeZO on ZeRO-3 as one
+    would first write it), ours (the papers' step), each with [:SPARSITY], or recipe (the step that a recipe
+    describes). Ratios are relative to the first variant. Without --config, weights are random, and all
+    examples have the same length: that of a typical example of the task.
+    """
+    from lezo_ds.config import Dtype
+    from lezo_ds.zo.updates import UpdatePrecision
+
+    parser = _Parser("benchmark", _text(_benchmark))
+    add = parser.add_argument
+    add("variants", nargs="+", metavar="VARIANT", help="a variant, or key=value for a key of the recipe")
+    add("--config", metavar="RECIPE", help="measure the model and the batches of this recipe")
+    add("--rounds", type=_positive, default=5, metavar="N", help="timed steps of each variant (default: 5)")
+    add("--out", type=_path, metavar="FILE", help="append the results to this CSV")
+    add = parser.add_argument_group("random inputs, without --config").add_argument
+    add("--shape", default="opt-125m", help="size of the model: opt-tiny, opt-125m ... opt-66b")
+    add("--layers", type=_positive, metavar="N", help="number of blocks (default: the shape's)")
+    add("--task", choices=("sst2", "boolq"), default="sst2", help="32 or 200 tokens an example")
+    add("--batch", type=_positive, default=16, metavar="N", help="examples per step (default: 16)")
+    add("--dtype", choices=get_args(Dtype), default="fp32", help="of the weights (default: fp32)")
+    add("--update-precision", choices=get_args(UpdatePrecision), default="fp32_master")
+    add("--partition-size", type=_positive, metavar="N", help="number of ranks that share the weights")
+    arguments = parser.parse()
+
+    from lezo_ds.tools.benchmark import main as run
+
+    run(arguments)
+
+
+def _text(command: Callable[[], None]) -> str:
+    import inspect
+
+    return inspect.getdoc(command) or ""
+
+
+COMMANDS: dict[str, tuple[Callable[[], None], str]] = {
+    "init": (_init, "write a recipe for a model and a file of your own data"),
+    "train": (_train, "fine-tune a model, or check a recipe and print its plan"),
+    "evaluate": (_evaluate, "score a model, or the weights of a run at any step"),
+    "export": (_export, "write the model of any step of a run, or a run as one small file"),
+    "report": (_report, "show runs as tables, or as a page with figures"),
+    "sweep": (_sweep, "run every combination of a grid"),
+    "benchmark": (_benchmark, "time variants of a step against each other"),
+}
+"""Each command and what it does, by its name."""
+
+
+def main(command: str | None = None) -> None:
+    """Run a command, by default the one that the first argument names, and end the process.
+
+    The exit code is 0 if it succeeds, else that of the error, which is printed as one line.
+    """
+    sys.stdout, sys.stderr = _without_broken_pipe(sys.stdout), _without_broken_pipe(sys.stderr)
+    logging.basicConfig(level=logging.INFO if launched_rank() == 0 else logging.ERROR, format="%(message)s")
+    for noisy in ("DeepSpeed", "httpx", "datasets", "torch.distributed"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    try:
+        if command is None:
+            _run_program()
+        else:
+            COMMANDS[command][0]()
+    except LezoError as error:
+        end_with(error)
+    # A command that did not need torch has not imported this module.
+    if "lezo_ds.distributed" in sys.modules:
+        sys.modules["lezo_ds.distributed"].shut_down()
+    # During the shutdown of the interpreter, a thread of gloo that frees the tensors of the last message
+    # sometimes aborts the process (torch 2.13; see PyTorch pull request 179291). os._exit skips the exit
+    # handlers, in which monitors flush; Python 3.11 has no public method for them.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _run_program() -> None:
+    commands = "\n".join(f"  {name:10} {summary}" for name, (_, summary) in COMMANDS.items())
+    description = (
+        f"Fine-tune language models without gradients, on DeepSpeed ZeRO-3.\n\ncommands:\n{commands}\n\n"
+    )
+    parser = _Parser(None, f"{description}`lezo-ds COMMAND --help` describes the arguments of a command.")
+    add = parser.add_argument
+    add("--version", action="version", version=f"lezo_ds {__version__}")
+    add("--path", metavar="FILE", help="print where a shipped file is, such as launch/slurm/one_node.sbatch")
+    add("command", nargs="?", metavar="COMMAND", help="one of the commands above")
+    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="the arguments of the command")
+    arguments = parser.parse_args()
+    if arguments.path is not None:
+        path = find_file(arguments.path)
+        if not path.exists():
+            raise UserError(
+                f"{arguments.path} is no shipped file", fix="lezo-ds --path launch has most of them"
+            )
+        print(path.resolve())
+    elif arguments.command in COMMANDS:
+        # What a run records of its command line is the same as for the script.
+        sys.argv = [f"launch/{arguments.command}.py", *arguments.arguments]
+        COMMANDS[arguments.command][0]()
+    else:
+        near = nearest(arguments.command or "", COMMANDS)
+        fix = f"did you mean {near[0]}?" if near else "see lezo-ds --help"
+        raise UserError(f"{arguments.command or 'nothing'} is not one of {', '.join(COMMANDS)}", fix=fix)
+
+
+class _Output(io.FileIO):
+    """Drops what it cannot write because its reader is gone, as in `train.py ... | head -1`."""
+
+    def write(self, data: Any) -> int:  # noqa: ANN401
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return memoryview(data).nbytes
+
+
+def _without_broken_pipe(stream: TextIO | None) -> TextIO:
+    if stream is None:  # the descriptor was closed before the start
+        return Path(os.devnull).open("w")
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=bool(stream.line_buffering) or stream.isatty(),
+    )
