@@ -175,7 +175,7 @@ def _export() -> None:
         "--journal",
         type=_path,
         metavar="FILE",
-        help="with --run: write this file; without: read the run from it",
+        help="with --run, write it; else read it",
     )
     add("--step", default="best", help="best (lowest validation loss), last, or a number")
     add("--out", type=_path, metavar="DIR", help="directory to write")

@@ -131,10 +131,9 @@ def paper_recipe(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         raise UserError(f"--config paper needs {', '.join(sorted(missing))}", fix=f"write it like {example}")
     cell = Experiment(**named)
     if cell not in PAPER_SCORES:
-        near = nearest(" ".join(cell), [" ".join(each) for each in PAPER_SCORES])
+        near = [*nearest(" ".join(cell), [" ".join(each) for each in PAPER_SCORES]), "not known"]
         raise UserError(
-            f"the paper's tables have no {' '.join(cell)}",
-            fix=f"their nearest cell is {near[0] if near else None}",
+            f"the paper's tables have no {' '.join(cell)}", fix=f"their nearest cell is {near[0]}"
         )
     is_long, trains = cell.task in _LONG_INPUTS, (cell.method, cell.peft) in LEARNING_RATES
     # Gradients leave the range of fp16 without a loss scale; bf16 needs none.

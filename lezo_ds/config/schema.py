@@ -232,13 +232,12 @@ class ZoConfig:
     probes_per_pass: PositiveInt = 2
     """Number of perturbed copies of the batch in one forward pass, which gathers each weight once. 2 runs
     both signs of a direction in one pass. All even numbers give the same results; larger ones need more
-    memory and fewer gathers (lezo-ds plan says how many fit). 1, the reference, differs in the last bits."""
+    memory and fewer gathers (see train --dry-run). 1, the reference, differs in the last bits."""
 
     layer_policy: Annotated[str, Named(LAYER_POLICIES)] = "uniform"
-    """How the transformer blocks that a step drops are chosen. uniform is the paper's own policy. window
-    keeps adjacent blocks; fixed always the same; weighted each as often as its weight says; adalezo those
-    most often whose perturbation has changed the loss most. The last two multiply updates by factors that
-    make up for it."""
+    """How the transformer blocks that a step drops are chosen. uniform is the paper's own policy. fixed keeps
+    the last blocks, or those of its option, in every step. adalezo learns which blocks change the loss most.
+    package.module:NAME is a LayerPolicy of your own."""
 
     layer_policy_options: Options = field(default_factory=dict)
     """Options of the layer policy, as layer_policy_options.NAME."""

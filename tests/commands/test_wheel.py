@@ -13,10 +13,10 @@ import pytest
 import yaml
 from assets import REPOSITORY
 from commands import assert_one_error, environment, free_port, run
-from lezo_ds.commands import COMMANDS
 from test_project_files import copied
 
 from lezo_ds import __version__
+from lezo_ds.cli import COMMANDS
 from lezo_ds.config import config_to_dict, load_config
 
 

@@ -10,9 +10,9 @@ from html import unescape
 import pytest
 import yaml
 from assets import REPOSITORY
-from lezo_ds.commands import COMMANDS
 
-from lezo_ds.config.schema import SCHEMA
+from lezo_ds.cli import COMMANDS
+from lezo_ds.config.schema import READER
 
 MAX_PAGES = 11
 SETTINGS = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())
@@ -51,7 +51,7 @@ def test_a_link_that_leads_nowhere_ends_the_build(tmp_path):
 
 def test_the_configuration_has_every_key_as_the_help_has_it(site):
     rows = dict(re.findall(r"<td><code>([\w.]+)</code></td>\n<td>(.*)</td>\n<td>.", site["configuration"]))
-    expected = {name: key.accepted for name, key in SCHEMA.keys.items()}
+    expected = {name: expected_of(key) for name, key in READER.keys.items()}
     assert {name: rows[name] for name in expected} == expected
 
 

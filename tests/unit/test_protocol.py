@@ -13,7 +13,7 @@ from lezo_ds.data.records import draw_demonstrations, load_records
 from tiny_tasks import task_config, write_tasks, write_writer
 
 from lezo_ds.config import GenerationConfig
-from lezo_ds.config.schema import SCHEMA
+from lezo_ds.config.schema import READER
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.tasks import TASKS
@@ -120,7 +120,7 @@ def test_a_text_with_its_gold_answer_is_cut_50_tokens_earlier_with_mezos_details
 
 def test_the_page_names_keys_that_exist_and_every_key_of_the_protocol():
     named = set(re.findall(r"`((?:data|train|model|peft|adamw)\.\w+)(?:=\w+)?`", PAGE))
-    assert named - {"data.calibrated"} <= SCHEMA.keys.keys()
+    assert named - {"data.calibrated"} <= READER.keys.keys()
     chosen_here = {"protocol", "num_demonstrations"}
     assert {f"data.{name}" for name in chosen_here} <= named
 
