@@ -166,14 +166,17 @@ class Reader:
         except yaml.YAMLError as error:
             raise UserError(f"{cut(text, 200)} is not YAML", fix=f"quote all of it: '{name}=...'") from error
 
+    def accepted(self, name: str) -> str:
+        """Return what a key accepts, and its default, in words."""
+        key = self.keys[name]
+        default = json.dumps(key.get("default", {}))
+        return f"{expected(key)}; {'required' if name in self._required else f'default {default}'}"
+
     def describe(self) -> str:
         """Return every key with its type, limits, default and meaning."""
         lines = []
         for name, key in self.keys.items():
-            default = (
-                "required" if name in self._required else f"default {json.dumps(key.get('default', {}))}"
-            )
-            lines.append(textwrap.fill(f"{name}: {expected(key)}; {default}", 96, subsequent_indent="    "))
+            lines.append(textwrap.fill(f"{name}: {self.accepted(name)}", 96, subsequent_indent="    "))
             lines.append(textwrap.indent(textwrap.fill(" ".join(key["description"].split()), 92), "    "))
         return "\n".join(lines)
 
