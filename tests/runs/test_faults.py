@@ -1,0 +1,223 @@
+"""Runs that are killed inside a file operation, or that a disk refuses, end as if nothing had happened."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+
+import pytest
+from commands import assert_one_error, run_forked_well
+from faults import Fault, check_interrupted, run_faulty
+from run_ends import end, num_steps, records_of
+
+from lezo_ds.model.snapshots import MANIFEST, read_manifest, snapshot_path, snapshot_steps
+from lezo_ds.zo.records import StepRecord
+
+STEPS = 12
+LENGTH = [f"train.steps={STEPS}", "train.eval_every=4", "train.snapshot_every=3", "train.keep_snapshots=2"]
+TEMPORARY = r"snapshots/\.step-\d+\.tmp/"
+SNAPSHOT = r"snapshots/step-\d+"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe, tmp_path_factory):
+    """A run to which nothing happens: (its directory, its end, the operations on its directory)."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    log = directory / "operations"
+    finished = run_faulty(arguments(recipe, directory / "run"), log=log)
+    assert finished.code == 0, finished.err[-5000:]
+    return directory / "run", end(directory / "run"), log.read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def halted(recipe, undisturbed, tmp_path_factory):
+    """A run killed while it wrote the line of its eleventh step; it has snapshots of steps 6 and 9."""
+    run_dir = tmp_path_factory.mktemp("halted") / "run"
+    killed(recipe, run_dir, undisturbed, Fault("write", "journal.jsonl", 14, "within"))
+    assert num_steps(run_dir) == 10
+    assert snapshot_steps(run_dir / "snapshots") == [6, 9]
+    return run_dir
+
+
+def arguments(recipe, run_dir):
+    return ["--config", recipe, f"run_dir={run_dir}", *LENGTH]
+
+
+def killed(recipe, run_dir, undisturbed, fault):
+    finished = run_faulty(arguments(recipe, run_dir), fault)
+    assert finished.code == -signal.SIGKILL, finished.err[-5000:]
+    assert check_interrupted(run_dir, undisturbed[1]) == 0
+
+
+def finish(recipe, run_dir):
+    run_forked_well(arguments(recipe, run_dir))
+    return end(run_dir)
+
+
+KILLS = {
+    "before the journal's header has its name": Fault("replace", "journal.jsonl"),
+    "within the line of a step": Fault("write", "journal.jsonl", 3, "within"),
+    "between a step's line and its sync": Fault("fsync", "journal.jsonl", 3),
+    "after a step's line is synced": Fault("fsync", "journal.jsonl", 2, "after"),
+    "within a snapshot's weights": Fault("save", TEMPORARY + ".*", 1, "within"),
+    "within the sync of a snapshot's file": Fault("fsync", TEMPORARY + "tokenizer.json", 1, "within"),
+    "before the manifest has its name": Fault("replace", TEMPORARY + MANIFEST),
+    "before a snapshot has its name": Fault("replace", SNAPSHOT),
+    "after a snapshot has its name": Fault("replace", SNAPSHOT, 1, "after"),
+    "while an old snapshot is removed": Fault("unlink", SNAPSHOT + "/.*", 3),
+    "before the results have their name": Fault("replace", "results.json"),
+}
+"""In the order in which they can strike one run that goes on after each."""
+
+
+def test_a_run_killed_inside_every_kind_of_file_operation_ends_as_if_never_killed(
+    recipe, undisturbed, tmp_path
+):
+    run_dir = tmp_path / "run"
+    for fault in KILLS.values():
+        killed(recipe, run_dir, undisturbed, fault)
+    assert finish(recipe, run_dir) == undisturbed[1]
+    assert not list((run_dir / "snapshots").glob(".*"))
+
+
+# What a power cut may lose is only what was not synced.
+
+
+def test_only_the_line_of_the_last_step_is_ever_not_synced(undisturbed):
+    run_dir, _, operations = undisturbed
+    records = iter(records_of(run_dir))
+    num_written, num_synced, num_applied = 0, 0, 0
+    relied_on = ("replace snapshots/step-", "replace predictions/", "replace results.json")
+    for operation in operations[operations.index("write journal.jsonl") :]:
+        if operation == "write journal.jsonl":
+            assert num_synced == num_written  # also that of an evaluation, which the next steps rely on
+            num_written += isinstance(next(records), StepRecord)
+        elif operation == "synced journal.jsonl":
+            num_synced = num_written
+        elif operation == "apply ":
+            num_applied += 1
+            assert num_written >= min(num_applied, STEPS)
+            assert num_synced >= min(num_applied, STEPS) - 1
+        elif operation.startswith(relied_on):
+            assert num_synced == num_written
+    assert num_applied == STEPS + 1  # the last is no step: the best weights come back
+
+
+def test_a_snapshot_gets_its_name_when_all_of_it_is_synced(undisturbed):
+    run_dir, _, operations = undisturbed
+    for step in snapshot_steps(run_dir / "snapshots"):
+        directory = snapshot_path(run_dir / "snapshots", step)
+        temporary, target = f"snapshots/.{directory.name}.tmp", f"snapshots/{directory.name}"
+        named = operations.index(f"replace {target}")
+        manifest = operations.index(f"replace {temporary}/{MANIFEST}")
+        for file in read_manifest(directory)["files"]:
+            assert operations.index(f"fsync {temporary}/{file}") < manifest
+        assert operations.index(f"fsync {temporary}/.{MANIFEST}.tmp") < manifest
+        assert f"fsync {temporary}" in operations[manifest:named]
+        assert operations[named + 1] == "fsync snapshots"
+    made = operations.index("mkdir snapshots")
+    assert "fsync ." in operations[made : operations.index("replace snapshots/step-00000003")]
+
+
+# Damage.
+
+
+def flip(path, position=None):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if position is None else position] ^= 4
+    path.write_bytes(data)
+
+
+def test_a_run_resumes_past_a_torn_journal_and_damaged_snapshots(recipe, undisturbed, halted, tmp_path):
+    run_dir = shutil.copytree(halted, tmp_path / "run")
+    path = run_dir / "journal.jsonl"
+    data = path.read_bytes()
+    assert not data.endswith(b"\n")  # torn by the kill
+    path.write_bytes(data[: data.rindex(b"\n") - 5])  # and the line before, too
+    flip(snapshot_path(run_dir / "snapshots", 9) / "model-00001.safetensors")
+    (snapshot_path(run_dir / "snapshots", 6) / MANIFEST).unlink()
+    shutil.copytree(snapshot_path(run_dir / "snapshots", 6), run_dir / "snapshots" / ".step-00000001.tmp")
+    assert finish(recipe, run_dir) == undisturbed[1]
+    assert not list((run_dir / "snapshots").glob(".*"))
+
+
+def test_a_flipped_bit_in_a_journal_is_refused_and_nothing_is_changed(recipe, halted, tmp_path):
+    run_dir = shutil.copytree(halted, tmp_path / "run")
+    path = run_dir / "journal.jsonl"
+    flip(path, path.read_bytes().index(b'"step":4') + 7)
+    data = path.read_bytes()
+    finished = run_faulty(arguments(recipe, run_dir))
+    assert_one_error(finished, 3, f"{path} line 7 is damaged", "last valid step: 3")
+    assert path.read_bytes() == data
+
+
+# Disks that refuse.
+
+REFUSALS = {
+    "the facts": (Fault("fsync", ".config.yaml.tmp", effect="ENOSPC"), 1, "config.yaml"),
+    "the journal's line": (Fault("write", "journal.jsonl", 3, effect="ENOSPC"), 3, "journal.jsonl"),
+    "a snapshot's weights": (Fault("save", effect="ENOSPC"), 1, "step-00000003"),
+    "a snapshot's name": (Fault("replace", SNAPSHOT, effect="EACCES"), 1, "step-0000000"),
+    "the journal's sync": (Fault("fsync", "journal.jsonl", 1, effect="EIO"), 3, "journal.jsonl"),
+    "the journal's sync, for good": (Fault("fsync", "journal.jsonl", 2, effect="EIO", lasts=True), 3, ""),
+    "all from a moment on": (Fault("write", "journal.jsonl", 3, effect="EROFS", lasts=True), 3, "Read-only"),
+    "the results": (Fault("replace", "results.json", effect="EROFS"), 1, "results.json"),
+}
+"""In the order in which they can strike one run that goes on after each."""
+
+
+def test_a_disk_that_refuses_ends_a_run_with_one_line_and_it_resumes(recipe, undisturbed, tmp_path):
+    run_dir = tmp_path / "run"
+    for fault, code, fragment in REFUSALS.values():
+        assert_one_error(run_faulty(arguments(recipe, run_dir), fault), code, fragment)
+        assert check_interrupted(run_dir, undisturbed[1]) == 0
+    assert finish(recipe, run_dir) == undisturbed[1]
+
+
+def test_a_line_that_cannot_be_synced_ends_the_run_at_the_next_step(recipe, undisturbed, tmp_path):
+    run_dir = tmp_path / "run"
+    fault = Fault("fsync", "journal.jsonl", 6, effect="EIO", lasts=True)  # after one of an evaluation
+    error = f"{run_dir / 'journal.jsonl'} cannot be written: Input/output error; last good step: 2"
+    assert_one_error(run_faulty(arguments(recipe, run_dir), fault), 3, error)
+    assert check_interrupted(run_dir, undisturbed[1]) <= 1
+    assert finish(recipe, run_dir) == undisturbed[1]
+
+
+@pytest.mark.parametrize("name", ["the journal's line", "a snapshot's weights"])
+def test_a_disk_that_refuses_ends_all_ranks(name, recipe, undisturbed, tmp_path):
+    fault, code, fragment = REFUSALS[name]
+    finished = run_faulty(arguments(recipe, tmp_path / "run"), fault, num_ranks=2, grace=60)
+    assert finished.code == code
+    assert any(line.startswith("error: ") and fragment in line for line in finished.err.splitlines())
+    assert check_interrupted(tmp_path / "run", undisturbed[1]) == 0
+
+
+def test_a_full_or_read_only_disk_ends_a_run_which_resumes_when_there_is_room(recipe, undisturbed, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small disk takes root")
+
+    def remount(how):
+        subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
+
+    try:
+        finished = run_faulty(arguments(recipe, disk / "run"))
+        assert_one_error(finished, 1, "No space left on device")
+        assert num_steps(disk / "run") >= 3
+        remount("size=64m,ro")
+        finished = run_faulty(arguments(recipe, disk / "run"))
+        assert_one_error(finished, 2, "cannot be written to", "Read-only file system")
+        remount("size=64m,rw")
+        assert finish(recipe, disk / "run") == undisturbed[1]
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_a_run_that_diverges_ends_with_an_exit_code_of_its_own(recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    finished = run_faulty([*arguments(recipe, run_dir), "zo.learning_rate=1e30"], num_ranks=2)
+    assert_one_error(finished, 4, "10 steps in a row")
+    assert [record.applied for record in records_of(run_dir, StepRecord)] == [True] + [False] * 10
