@@ -13,6 +13,7 @@ from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.engine import initialize
+from lezo_ds.journal import Header, Journal
 
 NUM_BLOCKS = 4
 VOCABULARY = 101
@@ -77,6 +78,13 @@ def start_engine(
     return initialize(
         str(directory), config, ds_config, dtype, SEED, partition_size=partition_size, num_steps=num_steps
     )
+
+
+def attach_new_journal(engine, path):
+    """Let an engine write its steps to a new journal, on rank 0."""
+    if engine.global_rank == 0:
+        facts = {"model_fingerprint": "f", "parameter_table_hash": "t", "config": {}, "libraries": {}}
+        engine.attach_journal(Journal.create(path, Header(noise_version=1, **facts)))
 
 
 def train(engine, num_steps, num_micro_batches=4):

@@ -14,7 +14,6 @@ from lezo_ds.data.objectives import classification_loss
 from lezo_ds.errors import DesyncError
 from lezo_ds.forward.batch import StepBatch
 from lezo_ds.journal import read_journal
-from lezo_ds.noise import noise_backend
 
 pytestmark = pytest.mark.distributed
 
@@ -64,7 +63,7 @@ def _another_gradient(engine):
 
 
 def _another_seed(engine):
-    engine._seed += 1
+    engine.seed += 1
     train(engine, 1)
 
 
@@ -114,9 +113,9 @@ def _another_token_in_one_share(directory, journal):
     engine = watched_engine(directory, journal, num_ranks=4)
     laid_out = []
 
-    def batch_of(step):
-        whole = make_batch(step)
-        if step == FAULTY_STEP and engine.global_rank == 2:
+    def batch_of(number):
+        whole = make_batch(number)
+        if number == FAULTY_STEP and engine.global_rank == 2:
             whole[2].inputs["input_ids"][0, 0] += 1
 
         def build(index):
@@ -192,7 +191,7 @@ def _flip_and_go_on(directory, journal, dtype, num_ranks, low, dropped):
     engine = watched_engine(directory, journal, dtype=dtype, num_ranks=num_ranks)
     train(engine, FAULTY_STEP)
     engine.check_weights()
-    left_out = set(engine._decide().dropped_layers)
+    left_out = set(step.decide(engine).dropped_layers)
     name = FC1.format(min(left_out if dropped else set(range(4)) - left_out))
     if engine.global_rank == num_ranks - 1:
         index = sample_of(engine, name).begin + 5
@@ -231,32 +230,3 @@ def _flip_in_a_replica(directory, dtype, low):
 def test_any_flipped_bit_is_found_by_comparison_with_the_replica(opt_directory, dtype, low):
     for name, message in run_ranks(_flip_in_a_replica, 2, opt_directory, dtype, low):
         assert f"on rank 1 {name} differs from its replica's" in message
-
-
-def _update_wrongly(directory):
-    """On rank 1, scale what an update writes to one parameter."""
-    engine = watched_engine(directory, num_ranks=2, sparsity=0.0)
-    train(engine, 2)
-    name = FC1.format(2)
-    parameter = next(p for p in engine.weights.parameters if p.name == name)
-    noise = noise_backend(engine.device)
-    own = noise.update_all_
-
-    def update(shards, *arguments):
-        own(shards, *arguments)
-        for shard in shards:
-            if shard.parameter_id == parameter.named.parameter_id:
-                shard.values.mul_(1 + 1e-6)
-
-    if engine.global_rank == 1:
-        noise.update_all_ = update
-    try:
-        train(engine, 1)
-    finally:
-        vars(noise).pop("update_all_", None)
-    return name, error_of(engine.check_weights)
-
-
-def test_weights_that_an_update_got_wrong_differ_from_a_replay(opt_directory):
-    for name, message in run_ranks(_update_wrongly, 2, opt_directory):
-        assert f"on rank 1 {name} is not what a replay of the journal gives" in message
