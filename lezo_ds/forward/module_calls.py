@@ -41,7 +41,7 @@ def copy_dtype(parameter: nn.Parameter) -> torch.dtype:
     return torch.float32 if parameter.dim() == 1 else parameter.dtype
 
 
-def _is_16_bit_norm(module: nn.Module) -> bool:
+def is_16_bit_norm(module: nn.Module) -> bool:
     """Return whether a module of 16 bits holds nothing but vectors. It runs in float32 then."""
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
     if own[0].dtype == torch.float32 or next(module.children(), None) is not None:
@@ -58,25 +58,23 @@ def call_with_copies(
 ) -> Any:  # noqa: ANN401
     """Call a module's forward with the copies of one probe instead of its parameters.
 
-    In a 16-bit model, a norm runs in float32. Any other module gets copies of 16 bits, because it is not
-    known what it does with them.
+    A 16-bit norm must get float32 tensors, and returns such. Any other module gets copies of its own dtype,
+    because it is not known what it does with them.
     """
     own = {name: p for name, p in module._parameters.items() if p is not None}
-    used = {name: copy.to(own[name].dtype) for name, copy in copies.items()}
-    in_float32 = _is_16_bit_norm(module)
-    if in_float32:
+    if is_16_bit_norm(module):
         used = {name: copies[name] if name in copies else p.float() for name, p in own.items()}
-        args, kwargs = _cast_floats((list(args), dict(kwargs)), torch.float32)
+    else:
+        used = {name: copy.to(own[name].dtype) for name, copy in copies.items()}
     try:
         # nn.Module.__setattr__ refuses plain tensors where parameters are registered.
         module._parameters.update(used)  # type: ignore[arg-type]
-        output = original(*args, **kwargs)
+        return original(*args, **kwargs)
     finally:
         module._parameters.update(own)
-    return _cast_floats(output, next(iter(own.values())).dtype) if in_float32 else output
 
 
-def _cast_floats(values: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
+def cast_floats(values: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
     """Return a value with all floating-point tensors in it cast."""
 
     def cast(value: Any) -> Any:  # noqa: ANN401
@@ -106,7 +104,7 @@ def runner_at_probes(
     # For inputs of more dimensions, torch may choose another kernel than that of a product of two matrices.
     if function in (nn.Linear.forward, Conv1D.forward) and batch.dim() <= 3:
         return product_at_probes
-    if function is nn.LayerNorm.forward and is_on_gpu(batch) and _is_16_bit_norm(module):
+    if function is nn.LayerNorm.forward and is_on_gpu(batch) and is_16_bit_norm(module):
         from lezo_ds.forward.norm_kernel import norm_at_probes  # CPUs often do not have Triton
 
         return norm_at_probes if batch.dtype == module.weight.dtype else None

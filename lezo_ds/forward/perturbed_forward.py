@@ -25,7 +25,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
-from lezo_ds.forward.module_calls import call_with_copies, copy_dtype, runner_at_probes
+from lezo_ds.forward.module_calls import (
+    call_with_copies,
+    cast_floats,
+    copy_dtype,
+    is_16_bit_norm,
+    runner_at_probes,
+)
 from lezo_ds.noise import Distribution, NoiseBackend, Weight
 from lezo_ds.sharding.parameters import NamedParameter
 
@@ -191,7 +197,10 @@ class PerturbedForward:
                 of_probe = {name: of_entry[probe] for name, of_entry in copies.items()}
                 return call_with_copies(module, original, of_probe, args, kwargs)
 
-            return self._in_parts(1, run, args, kwargs)
+            if not is_16_bit_norm(module):
+                return self._in_parts(1, run, args, kwargs)
+            args, kwargs = cast_floats((list(args), kwargs), torch.float32)
+            return cast_floats(self._in_parts(1, run, args, kwargs), active[0].parameter.dtype)
 
         module.forward = forward
 
