@@ -314,8 +314,9 @@ class PerturbedForward:
         def run_entries(entries: Tensor, hidden: Tensor) -> Tensor:
             """Run a linear head at one probe: only some rows of its weight are perturbed."""
             active = {entry.name: entry for entry in self._active(owned)}
-            weight = self._rows(active["weight"], entries) if "weight" in active else head.weight[entries]
-            bias = head.bias
+            table: Tensor = head._parameters["weight"]  # type: ignore[assignment]  # a linear module has one
+            weight = self._rows(active["weight"], entries) if "weight" in active else table[entries]
+            bias: Tensor | None = head._parameters["bias"]
             if not active or bias is None:
                 return F.linear(hidden, weight, None if bias is None else bias[entries])
             if "bias" in active:

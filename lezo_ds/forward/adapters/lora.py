@@ -10,7 +10,6 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from lezo_ds.config import PeftConfig
 from lezo_ds.errors import UserError
 from lezo_ds.forward.adapters.base import Adapter
 from lezo_ds.forward.blocks import BlockLayout
@@ -22,88 +21,67 @@ _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 
 
 class LoraAdapter(Adapter):
-    """LoRA. B starts at 0, so that the output of the model does not change. A starts as in peft.
-
-    Args:
-        config: rank, scale and the names of the modules that get an adapter.
-    """
+    """LoRA. B starts at 0, so that the output of the model does not change. A starts as in peft."""
 
     weights_file = "adapter_model.safetensors"
     stored_prefix = "base_model.model."  # peft puts it before every name in its files
 
-    def __init__(self, config: PeftConfig) -> None:
-        self._targets = [name.strip() for name in config.lora_targets.split(",") if name.strip()]
+    def __init__(self, rank: int, alpha: float, targets: str) -> None:
+        self._targets = [name.strip() for name in targets.split(",") if name.strip()]
         self._lora = LoraConfig(
-            r=config.lora_rank,
-            lora_alpha=config.lora_alpha,
+            r=rank,
+            lora_alpha=alpha,
             target_modules=self._targets,
             task_type="CAUSAL_LM",
             inference_mode=False,
         )
 
     def attach(self, model: nn.Module, layout: BlockLayout) -> None:
-        """Freeze the model and let peft wrap the target modules."""
         matched = matching_modules(model, self._targets)
         # GPT-2's linear module is Conv1D, which stores its weight transposed.
         self._lora.fan_in_fan_out = any(isinstance(module, Conv1D) for module in matched)
-        before = {id(parameter): parameter for parameter in model.parameters()}
-        dtype = next(iter(before.values())).dtype
+        before = set(model.parameters())
+        dtype = next(model.parameters()).dtype
         inject_adapter_in_model(self._lora, model, low_cpu_mem_usage=True)
         for parameter in model.parameters():
-            if id(parameter) in before:
+            if parameter in before:
                 parameter.requires_grad_(False)
             else:
                 parameter.data = parameter.data.to(dtype)  # peft makes float32; ZeRO needs one dtype
 
     def own_name(self, module_name: str) -> str:
-        """Return the name without the module that peft put around the model's own."""
-        name = module_name.replace(".base_layer.", ".")
+        name = module_name.replace(".base_layer.", ".")  # the module that peft puts around the model's own
         return name.replace(".lora_A.default.", ".lora_A.").replace(".lora_B.default.", ".lora_B.")
 
     def fill(self, weights: ShardedWeights, model: nn.Module, seed: int) -> None:
-        """Set B to 0 and draw A from the uniform distribution that peft uses."""
-        key = adapter_key(seed)
         for parameter in weights.adapter_parameters:
             if parameter.name.endswith(_UP):
                 weights.fill(parameter, torch.zeros(parameter.count))
                 continue
             assert parameter.name.endswith(_DOWN), f"unknown LoRA parameter {parameter.name}"
+            parameter_id = parameter.named.parameter_id
+            values = uniform(adapter_key(seed), parameter_id, parameter.start, parameter.count)
             bound = parameter.shape[1] ** -0.5  # kaiming_uniform_ with a = sqrt(5)
-            values = uniform(
-                key=key,
-                parameter_id=parameter.named.parameter_id,
-                start=parameter.start,
-                count=parameter.count,
-            )
             weights.fill(parameter, values * bound)
 
     def write_config(self, directory: Path, base_model: str) -> None:
-        """Write peft's adapter_config.json."""
         self._lora.base_model_name_or_path = base_model
         self._lora.save_pretrained(str(directory))
 
 
 def matching_modules(model: nn.Module, targets: Sequence[str]) -> list[nn.Module]:
-    """Return the linear modules whose whole name, or the end of it, is one of `targets`.
-
-    Raises:
-        UserError: a target matches no module, or one that is not linear.
-    """
+    """Return the linear modules whose whole name, or the end of it, is one of `targets`."""
     modules = dict(model.named_modules())
     linear = sorted({n.rsplit(".", 1)[-1] for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D)})
     matched = []
     for target in targets or [""]:
-        found = [m for n, m in modules.items() if target and (n == target or n.endswith("." + target))]
-        if not found or not all(isinstance(module, nn.Linear | Conv1D) for module in found):
+        same = [m for n, m in modules.items() if target and (n == target or n.endswith("." + target))]
+        if not same or not all(isinstance(module, nn.Linear | Conv1D) for module in same):
             raise UserError(
-                f"peft.lora_targets names no linear modules of {type(model).__name__}",
-                got=repr(target),
-                expected=f"some of {', '.join(linear)}",
-                fix=f"set peft.lora_targets={linear[0]}, or several names with commas between them"
-                if linear
-                else "use another model",
+                f"peft.lora_targets: {target!r} names no linear modules of {type(model).__name__}",
+                fix=f"use some of {', '.join(linear)}, with commas between them",
             )
-        matched += found
+        matched += same
     return matched
 
 

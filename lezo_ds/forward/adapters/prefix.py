@@ -8,7 +8,6 @@ window, and the positions, masks and key-value caches of the text are the same a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +25,17 @@ from lezo_ds.forward.adapters.base import Adapter
 from lezo_ds.forward.blocks import BlockLayout, find_blocks
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.weights import ShardedWeights
-from lezo_ds.sharding.zero3 import ShardedParameter
 from lezo_ds.zo.keys import prefix_key
 
 _ATTENTION = "lezo_ds_prefix"
 _CONFIG = "prefix_config.json"
+_FIX = "set peft.kind=lora for this model"
 
 
 class Prefix(nn.Module):
-    """The key and value vectors of one attention module: H heads, P vectors of width D each.
+    """The key and value vectors of one attention module, [heads, vectors, width].
 
     It is a module of its own, so that ZeRO-3 gathers it and perturbations reach it like any other module.
-
-    Args:
-        shape: (H, P, D).
-        like: a tensor with the dtype and device of the vectors.
     """
 
     def __init__(self, shape: tuple[int, int, int], like: Tensor) -> None:
@@ -56,11 +51,7 @@ class Prefix(nn.Module):
 
 
 class PrefixAdapter(Adapter):
-    """Prefix tuning. It starts from the keys and values of random tokens (Malladi et al. 2023, table 17).
-
-    Args:
-        length: number of vectors P.
-    """
+    """It starts from the keys and values of random tokens (Malladi et al. 2023, table 17)."""
 
     weights_file = "prefix.safetensors"
 
@@ -69,7 +60,13 @@ class PrefixAdapter(Adapter):
 
     def attach(self, model: nn.Module, layout: BlockLayout) -> None:
         """Freeze the model and add a `Prefix` to the attention module of each block."""
-        _check_attention(model)
+        switchable: Any = getattr(model, "_can_set_attn_implementation", None)
+        used = getattr(model.config, "_attn_implementation", None)
+        if switchable is None or not switchable() or used != "sdpa":
+            raise UserError(
+                f"prefix tuning needs sdpa attention, which {type(model).__name__} does not use ({used})",
+                fix=_FIX,
+            )
         model.requires_grad_(False)
         config: Any = model.config
         config = config.get_text_config()
@@ -77,7 +74,15 @@ class PrefixAdapter(Adapter):
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         like = next(model.parameters())
         for block in model.get_submodule(layout.path).children():
-            _attention_of(block).prefix = Prefix((num_heads, self._length, width), like)
+            # Attention functions read these attributes of their module.
+            attentions = [m for m in block.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
+            if len(attentions) != 1:
+                raise UserError(
+                    f"prefix tuning needs one attention module in each block; {type(block).__name__} has "
+                    f"{len(attentions)}",
+                    fix=_FIX,
+                )
+            attentions[0].prefix = Prefix((num_heads, self._length, width), like)
 
     def fill(self, weights: ShardedWeights, model: nn.Module, seed: int) -> None:
         """Run the model on random tokens and take their keys and values. Then switch the attention."""
@@ -88,28 +93,32 @@ class PrefixAdapter(Adapter):
             tokens = torch.tensor([ids], device=distributed.device())
             cache = body(input_ids=tokens, use_cache=True).past_key_values
         parameters = {parameter.parameter: parameter for parameter in weights.adapter_parameters}
-        for attention in _attentions_with_prefix(model):
+        attentions: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "prefix", None), Prefix)]
+        for attention in attentions:
             states = cache.layers[attention.layer_idx]
             for mine, real in ((attention.prefix.key, states.keys), (attention.prefix.value, states.values)):
-                _fill_with(weights, parameters[mine], real)
+                parameter = parameters[mine]
+                if real.shape[1:] != parameter.shape:
+                    raise UserError(
+                        f"{parameter.name} has the shape {tuple(real.shape[1:])} (heads, vectors, width), not "
+                        f"{parameter.shape} as the model's config says",
+                        fix=f"{_FIX}, or reduce peft.prefix_length",
+                    )
+                shard = slice(parameter.start, parameter.start + parameter.count)
+                weights.fill(parameter, real.reshape(-1)[shard])
         _switch_on(model)
 
     def write_config(self, directory: Path, base_model: str) -> None:
-        """Write prefix_config.json, which `load_prefix` reads."""
         facts = {"format": 1, "prefix_length": self._length, "base_model_name_or_path": base_model}
         (directory / _CONFIG).write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def load_prefix(model: nn.Module, directory: Path) -> None:
-    """Add a trained prefix to a model of transformers, in place. All parameters of the model are frozen.
+    """Add a trained prefix to its base model, from `from_pretrained`, which is frozen.
 
     Args:
-        model: the base model of the prefix, from `from_pretrained`.
+        model: changed in place.
         directory: a snapshot or an exported step of a run of prefix tuning.
-
-    Raises:
-        UserError: the prefix is that of another model.
-        FileNotFoundError: the directory holds no prefix.
     """
     length = json.loads((directory / _CONFIG).read_text())["prefix_length"]
     tensors = load_file(directory / PrefixAdapter.weights_file)
@@ -118,8 +127,6 @@ def load_prefix(model: nn.Module, directory: Path) -> None:
     if {name: p.shape for name, p in own.items()} != {name: t.shape for name, t in tensors.items()}:
         raise UserError(
             f"the prefix in {directory} does not fit {type(model).__name__}",
-            got=", ".join(sorted(tensors)[:2]),
-            expected=", ".join(sorted(own)[:2]),
             fix=f"use the base model that {_CONFIG} names",
         )
     with torch.no_grad():
@@ -131,47 +138,6 @@ def load_prefix(model: nn.Module, directory: Path) -> None:
 def initial_ids(run_seed: int, length: int, vocabulary_size: int) -> list[int]:
     """Return the random tokens whose keys and values a prefix starts from. They depend on the seed only."""
     return [prefix_key(run_seed, position) % vocabulary_size for position in range(length)]
-
-
-def _check_attention(model: nn.Module) -> None:
-    switchable: Any = getattr(model, "_can_set_attn_implementation", None)
-    used = getattr(model.config, "_attn_implementation", None)
-    if switchable is None or not switchable() or used != "sdpa":
-        raise UserError(
-            f"prefix tuning does not support the attention of {type(model).__name__}",
-            got=str(used),
-            expected="a model that uses the sdpa attention of transformers",
-            fix="set peft.kind=lora for this model",
-        )
-
-
-def _attention_of(block: nn.Module) -> nn.Module:
-    """Return the attention module of a block: the one with the attributes that attention functions read."""
-    found = [m for m in block.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
-    if len(found) != 1:
-        raise UserError(
-            f"prefix tuning does not support the attention of {type(block).__name__}",
-            got=f"{len(found)} attention modules",
-            expected="one attention module in each block",
-            fix="set peft.kind=lora for this model",
-        )
-    return found[0]
-
-
-def _attentions_with_prefix(model: nn.Module) -> Iterator[Any]:
-    return (module for module in model.modules() if isinstance(getattr(module, "prefix", None), Prefix))
-
-
-def _fill_with(weights: ShardedWeights, parameter: ShardedParameter, states: Tensor) -> None:
-    """Fill this rank's shard from a whole tensor [1, H, P, D]."""
-    if states.shape[1:] != parameter.shape:
-        raise UserError(
-            f"the keys and values at {parameter.name} do not have the shape that the model's config says",
-            got=str(tuple(states.shape[1:])),
-            expected=f"{parameter.shape} (heads, vectors, width)",
-            fix="set peft.kind=lora for this model, or reduce peft.prefix_length",
-        )
-    weights.fill(parameter, states.reshape(-1)[parameter.start : parameter.start + parameter.count])
 
 
 def _switch_on(model: Any) -> None:  # noqa: ANN401
