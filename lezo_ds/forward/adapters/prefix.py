@@ -100,8 +100,8 @@ class PrefixAdapter(Adapter):
                 parameter = parameters[mine]
                 if real.shape[1:] != parameter.shape:
                     raise UserError(
-                        f"{parameter.name} has the shape {tuple(real.shape[1:])} (heads, vectors, width), not "
-                        f"{parameter.shape} as the model's config says",
+                        f"keys and values of {parameter.name} have the shape {tuple(real.shape[1:])} (heads, "
+                        f"vectors, width), not {parameter.shape} as the model's config says",
                         fix=f"{_FIX}, or reduce peft.prefix_length",
                     )
                 shard = slice(parameter.start, parameter.start + parameter.count)
