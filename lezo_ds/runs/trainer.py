@@ -22,7 +22,7 @@ from lezo_ds.config import (
     check_world,
     make_layer_policy,
 )
-from lezo_ds.config.deepspeed import load_ds_config, warn_of_host_stalls, warn_of_idle_keys
+from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.engine import LezoEngine, initialize
 from lezo_ds.errors import UserError
@@ -145,11 +145,6 @@ def _ds_config(config: RunConfig, monitors: Mapping[str, Any]) -> dict[str, Any]
         world_size=distributed.world_size(),
         micro_batch_size=config.train.micro_batch_size,
     )
-    has_gradients = config.method == "adamw"
-    if not has_gradients:
-        warn_of_idle_keys(ds_config)
-    if distributed.device().type != "cpu":
-        warn_of_host_stalls(ds_config, has_gradients=has_gradients)
     return {**monitors, **ds_config}
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from lezo_ds import distributed
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, check_world, make_layer_policy, num_passes
-from lezo_ds.config.deepspeed import load_ds_config, warn_of_host_stalls, warn_of_idle_keys
+from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import HubError
 from lezo_ds.sharding.checkpoint_files import resolve_model
@@ -45,13 +45,7 @@ def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | 
     world_size = num_gpus or distributed.world_size()
     on_gpu = num_gpus is not None or distributed.device().type != "cpu"
     check_world(config, world_size)
-    ds_config = load_ds_config(
-        config.deepspeed, config.model.dtype, world_size, config.train.micro_batch_size
-    )
-    if config.method != "adamw":
-        warn_of_idle_keys(ds_config)
-    if on_gpu:
-        warn_of_host_stalls(ds_config, has_gradients=config.method == "adamw")
+    load_ds_config(config.deepspeed, config.model.dtype, world_size, config.train.micro_batch_size)
     lines: list[Line] = [("run directory", config.run_dir), ("method", _trained_text(config))]
     if config.method in TRAINED:
         train = config.train
