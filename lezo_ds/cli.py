@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, get_args
 
 from lezo_ds import __version__
-from lezo_ds.config.paths import ROOT, expand, find_file
+from lezo_ds.config.paths import expand, find_file
 from lezo_ds.config.reading import nearest
 from lezo_ds.errors import LezoError, UserError, end_with, launched_rank
 
@@ -203,17 +203,20 @@ def _sweep() -> None:
     lezo-ds sweep --config RECIPE --out runs/sweep \
         --grid zo.learning_rate=1e-6,7e-7 zo.sparsity=0.5,0.75 seed,data.seed=0,1,2,3,4
 
-    The same command again skips finished runs and resumes the others. It writes results.csv (a row for each
-    run) and summary.csv (mean and deviation over seeds; the lowest validation loss is best) to DIR. Keys that
-    are separated by commas change together. key=value before --grid changes the recipe for all runs. A
-    finished run of lezo keeps no weights, since its journal gives them back: train.keep_snapshots=2 keeps two
-    snapshots. launch/slurm/sweep.sbatch runs a sweep as a Slurm array.
+    lezo-ds sweep --config demo --out runs/tuned --tune zo.learning_rate --grid seed=0,1,2
+
+    The same command again skips finished runs and resumes the others. It writes results.csv, a row for each
+    run, to DIR and prints means over seeds. Keys that are separated by commas change together. key=value
+    before --grid changes the recipe for all runs. A finished run of lezo keeps no weights, since its journal
+    gives them back: train.keep_snapshots=2 keeps two snapshots. launch/slurm/sweep.sbatch runs a sweep as a
+    Slurm array.
     """
     parser = _Parser("sweep", _text(_sweep))
     add = parser.add_argument
     add("--config", required=True, metavar="RECIPE", help=_RECIPE_HELP)
     add("--out", type=_path, required=True, metavar="DIR", help="directory of the sweep")
-    add("--grid", nargs="+", required=True, metavar="KEY=VALUE,...", help="a key and its values")
+    add("--grid", nargs="+", default=[], metavar="KEY=VALUE,...", help="a key and its values")
+    add("--tune", metavar="KEY", help="search the value of this key with the lowest validation loss")
     launcher_help = 'command that starts a run, such as "deepspeed --num_gpus 2"'
     add("--launcher", default=shlex.quote(sys.executable), help=launcher_help)
     one = parser.add_mutually_exclusive_group()
@@ -222,44 +225,26 @@ def _sweep() -> None:
     parser.add_keys()
     arguments = parser.parse()
 
-    from lezo_ds.tools.sweep import listing, plan_sweep, run_sweep, select_run, write_tables
+    from lezo_ds.tools.sweep import main as run
 
-    runs = plan_sweep(arguments.config, arguments.grid, arguments.out, overrides=arguments.overrides)
-    launcher = [*shlex.split(arguments.launcher), str(ROOT / "launch" / "train.py")]
-    if arguments.index is not None:
-        run_sweep([select_run(runs, arguments.index)], launcher)
-        return
-    try:
-        if arguments.list:
-            print(listing(runs))
-        else:
-            run_sweep(runs, launcher)
-    finally:
-        print(write_tables(runs, arguments.out))
+    run(arguments)
 
 
 def _report() -> None:
-    """Print the results of runs in the layout of the paper's tables, or write a page with tables and figures.
+    """Print the results of runs as a table, averaged over seeds, or write a page with the table and curves.
 
     lezo-ds report RUN...
-    lezo-ds report RUN... --benchmark FILE.csv --html page.html
+    lezo-ds report RUN... --html page.html
     """
     parser = _Parser("report", _text(_report))
     add = parser.add_argument
-    add("runs", nargs="*", type=_name, metavar="RUN", help="directory of a run, or a pattern: 'runs/*'")
+    add("runs", nargs="+", type=_name, metavar="RUN", help="directory of a run, or a pattern: 'runs/*'")
     add("--html", type=_path, metavar="FILE", help="write a page instead of a table")
-    add("--benchmark", type=_path, metavar="FILE", help="show this CSV of lezo-ds benchmark")
     arguments = parser.parse()
 
-    from lezo_ds.files import failures_named, write_atomically
-    from lezo_ds.tools.reports.report import make_page, make_table
+    from lezo_ds.tools.report import main as run
 
-    if arguments.html is None:
-        print(make_table(arguments.runs), end="")
-        return
-    page = make_page(arguments.runs, arguments.benchmark)
-    with failures_named(arguments.html):
-        write_atomically(arguments.html, page)
+    run(arguments)
 
 
 def _init() -> None:

@@ -1,13 +1,20 @@
-"""A grid of runs: planned from a recipe, run one after the other or each by itself, compared over seeds."""
+"""A grid of runs, or a search of the best value of one key: a process for each run, resumable, over seeds."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+import signal
+import subprocess
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,194 +29,206 @@ from lezo_ds.config import (
     load_config,
     load_yaml,
 )
-from lezo_ds.errors import LezoError, UserError
-from lezo_ds.files import write_atomically
-from lezo_ds.tools.logged_command import run_logged
-from lezo_ds.tools.reports.results_table import DAMAGE, MEASURED, SEEDS, best_setting, over_seeds, read_runs
-
-State = Literal["done", "begun", "new"]
-
-RESULTS = ["test", "zero_shot", "majority_class", "best_dev_loss", "best_step", "steps", "seconds"]
-"""Columns of results.csv after the settings, the state and the metric."""
-
-SUMMARY = ["runs", "finished", "best_dev_loss", "test", "test_deviation", "majority_class", "seconds"]
-"""Columns of summary.csv after the settings: means over the finished runs of a setting."""
+from lezo_ds.config.paths import ROOT
+from lezo_ds.errors import DivergenceError, LezoError, UserError
+from lezo_ds.files import make_directory, write_atomically
+from lezo_ds.runs.signals import on_stop_signals
+from lezo_ds.tools.report import DAMAGE, MEASURED, SEEDS, best_setting, over_seeds, read_runs
 
 KEEP = "train.keep_snapshots"
+_SHOWN = ["runs", "finished", "best_dev_loss", "test", "test_deviation", "majority_class", "seconds"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run of a sweep.
+    """One run of a sweep: its values of the grid's keys, configuration and arguments of lezo-ds train."""
 
-    Attributes:
-        index: position in the sweep, from 0.
-        settings: the values of the grid's keys.
-        config: the run's whole configuration; its run_dir is in the sweep's directory.
-        arguments: the arguments of lezo-ds train.
-    """
-
-    index: int
     settings: Mapping[str, Any]
     config: RunConfig
     arguments: tuple[str, ...]
 
     @property
     def directory(self) -> Path:
-        """Directory of the run; its name tells the settings."""
         return Path(self.config.run_dir)
 
-    @property
-    def log(self) -> Path:
-        """File with everything that the run printed."""
-        return self.directory.with_name(self.directory.name + ".log")
-
-    def state(self) -> State:
+    def state(self) -> Literal["done", "begun", "new"]:
         """Return whether the run is done as it is configured now, only begun, or new."""
         try:
             values = load_yaml((self.directory / "config.yaml").read_text())
+            recorded = config_from_dict(values, str(self.directory), recorded=True)
             results = json.loads((self.directory / "results.json").read_text())
-            found = config_from_dict(values, str(self.directory), recorded=True)
-            if results["finished"] and _without_snapshots(found) == _without_snapshots(self.config):
+            if results["finished"] and _without_snapshots(recorded) == _without_snapshots(self.config):
                 return "done"
-        except (UserError, *DAMAGE):
-            pass  # also if there is none: the run repairs it
+        except DAMAGE:
+            pass  # the run repairs it
         return "begun" if self.directory.exists() else "new"
 
 
+def main(arguments: Namespace) -> None:
+    """Do the runs of a sweep and print the means over seeds.
+
+    Args:
+        arguments: config, overrides, out, grid (a list of KEY=VALUE,...), tune (a key or None), launcher (a
+            command line), index (of the only run to do, or None) and list (whether to do no run).
+    """
+    launcher = [*shlex.split(arguments.launcher), str(ROOT / "launch" / "train.py")]
+    shared = (arguments.config, arguments.out, tuple(arguments.overrides))
+    if arguments.tune is not None:
+        print(write_tables(tune(arguments.tune, arguments.grid, *shared, launcher=launcher), arguments.out))
+        return
+    runs = plan_sweep(arguments.grid, *shared)
+    if arguments.index is not None:
+        if not 0 <= arguments.index < len(runs):
+            raise UserError(f"--index {arguments.index} is not one of 0 to {len(runs) - 1}", fix="see --list")
+        run_sweep([runs[arguments.index]], launcher)
+        return
+    try:
+        if arguments.list:
+            lines = [f"{index:4d}  {run.state():5s}  {run.directory}" for index, run in enumerate(runs)]
+            print("\n".join(lines))
+        else:
+            run_sweep(runs, launcher)
+    finally:
+        print(write_tables(runs, arguments.out))
+
+
 def plan_sweep(
-    recipe: str, grid: Sequence[str], directory: Path, overrides: Sequence[str] = ()
+    grid: Sequence[str], recipe: str, directory: Path, overrides: Sequence[str] = ()
 ) -> tuple[SweepRun, ...]:
     """Return the runs of a grid; the last key changes fastest.
 
-    Runs of lezo and mezo keep no snapshots when they have finished, unless the grid or the overrides give
-    train.keep_snapshots: a journal gives back all weights.
+    Zeroth-order runs keep no snapshots unless train.keep_snapshots is set: a journal gives back all weights.
 
     Args:
-        recipe: name or YAML file of the recipe that the runs share.
         grid: "key=value,value,..." for each key, or "key,key=value,value,..." for keys that change together.
-        directory: of the sweep; each run gets a directory in it.
+        recipe: name or YAML file of the recipe that the runs share.
+        directory: of the sweep; each run gets a directory in it, named by its values.
         overrides: `key=value` changes to the recipe, for all runs.
-
-    Raises:
-        UserError: as `load_config`, for any of the runs; a key is given twice; two runs are equal.
     """
     axes = [_parse_axis(text) for text in grid]
     keys = [key for names, _ in axes for key in names] + [text.partition("=")[0] for text in overrides]
     for key in keys:
         if key == "run_dir" or keys.count(key) > 1:
-            raise UserError(
-                f"a sweep cannot set {key} like this",
-                got=" ".join([*grid, *overrides]),
-                expected="each key once; run_dir follows from the settings",
-                fix=f"remove {key}=",
-            )
+            raise UserError(f"a sweep cannot set {key} twice, or run_dir at all", fix=f"remove {key}=")
     runs: dict[str, SweepRun] = {}
-    for index, values in enumerate(itertools.product(*(values for _, values in axes))):
-        given = [*overrides]
-        given += [f"{key}={value}" for (names, _), value in zip(axes, values, strict=True) for key in names]
-        # The name is made of the values that were read: 1e-6 and 0.000001 are the same run.
-        found = flatten(config_to_dict(load_config(recipe, [*given, f"run_dir={directory}"])))
-        name = ",".join(f"{names[0]}={found[names[0]]}" for names, _ in axes)
-        name = re.sub(r"[^\w.+,=-]", "-", name)
+    for values in itertools.product(*(values for _, values in axes)):
+        changes = [*overrides]
+        changes += [f"{key}={value}" for (names, _), value in zip(axes, values, strict=True) for key in names]
+        # The name has the values as they were read: 1e-6 and 0.000001 are the same run.
+        flat = flatten(config_to_dict(load_config(recipe, [*changes, f"run_dir={directory}"])))
+        name = ",".join(f"{names[0]}={flat[names[0]]}" for names, _ in axes)
+        name = re.sub(r"[^\w.+,=-]", "-", name) or "run"
         if name in runs:
-            raise UserError(
-                "two runs of the grid are the same",
-                got=name,
-                expected="each value of a key once",
-                fix="remove one of the two values",
-            )
-        given.append(f"run_dir={directory / name}")
-        if found["method"] in ZEROTH_ORDER and KEEP not in keys:
-            given.append(f"{KEEP}=0")
-        runs[name] = SweepRun(
-            index=index,
-            settings={key: found[key] for names, _ in axes for key in names},
-            config=load_config(recipe, given),
-            arguments=("--config", recipe, *given),
-        )
+            raise UserError(f"two runs of the grid are the same: {name}", fix="remove one of the two values")
+        changes.append(f"run_dir={directory / name}")
+        if flat["method"] in ZEROTH_ORDER and KEEP not in keys:
+            changes.append(f"{KEEP}=0")
+        settings = {key: flat[key] for names, _ in axes for key in names}
+        runs[name] = SweepRun(settings, load_config(recipe, changes), ("--config", recipe, *changes))
     return tuple(runs.values())
 
 
-def select_run(runs: Sequence[SweepRun], index: int) -> SweepRun:
-    """Return a run by its index.
+def tune(
+    key: str,
+    grid: Sequence[str],
+    recipe: str,
+    directory: Path,
+    overrides: Sequence[str] = (),
+    *,
+    launcher: Sequence[str],
+) -> list[SweepRun]:
+    """Search the value of a key with the lowest validation loss, for each combination of a grid.
 
-    Raises:
-        UserError: there is no run with this index.
+    The search starts at the recipe's value and goes on in steps of a factor of about 3 until the best value
+    has a worse one on both sides. It runs with the grid's first seed; the other seeds run at the best value.
+
+    Returns:
+        All runs that were done.
     """
-    if not 0 <= index < len(runs):
-        raise UserError(
-            "no such run in the sweep",
-            got=f"--index {index}",
-            expected=f"0 to {len(runs) - 1}",
-            fix=f"sbatch --array=0-{len(runs) - 1}",
-        )
-    return runs[index]
+    start = flatten(config_to_dict(load_config(recipe, [*overrides, f"run_dir={directory}"]))).get(key)
+    if not isinstance(start, float) or start <= 0:
+        raise UserError(f"--tune {key} needs a number above 0 to start from", fix=f"set {key} in the recipe")
+    overrides = [text for text in overrides if text.partition("=")[0] != key]
+    seeds = [text for text in grid if set(_parse_axis(text)[0]) <= set(SEEDS)]
+    first_seeds = [f"{text.partition('=')[0]}={_parse_axis(text)[1][0]}" for text in seeds]
+    others = [text for text in grid if text not in seeds]
+    runs: dict[Path, SweepRun] = {}
+
+    def do(values: Sequence[str], index: int, seeds: Sequence[str]) -> pd.DataFrame:
+        value = float(f"{start * 10 ** (index / 2):.1g}") if index else start
+        planned = plan_sweep([*values, f"{key}={value}", *seeds], recipe, directory, overrides)
+        run_sweep(planned, launcher, may_diverge=True)
+        runs.update({run.directory: run for run in planned})
+        return results_frame(planned)
+
+    def loss_of(values: Sequence[str], index: int) -> float:
+        (loss,) = do(values, index, first_seeds)["best_dev_loss"]
+        return float("inf") if pd.isna(loss) else float(loss)
+
+    for chosen in itertools.product(*(_parse_axis(text)[1] for text in others)):
+        values = [f"{text.partition('=')[0]}={value}" for text, value in zip(others, chosen, strict=True)]
+        do(values, best_index(partial(loss_of, values)), seeds)
+    return list(runs.values())
 
 
-def listing(runs: Sequence[SweepRun]) -> str:
-    """Return a line for each run: its index, its state and its directory."""
-    return "\n".join(f"{run.index:4d}  {run.state():5s}  {run.directory}" for run in runs)
+def best_index(loss_of: Callable[[int], float]) -> int:
+    """Return the integer near 0 whose loss is lower than those of both neighbors.
 
-
-def run_sweep(runs: Sequence[SweepRun], launcher: Sequence[str]) -> None:
-    """Do the runs that are not done, one after the other. A run that fails does not stop the others.
-
-    Args:
-        runs: some or all runs of a sweep.
-        launcher: the command that starts lezo-ds train, without its arguments.
-
-    Raises:
-        UserError: the launcher cannot be started.
-        LezoError: runs failed, or a signal came.
+    >>> best_index(lambda index: (index - 2) ** 2)
+    2
     """
-    failures = [failure for run in runs if (failure := _do(run, launcher))]
+    losses: dict[int, float] = {}
+    best = 0
+    while near := [index for index in (best, best - 1, best + 1) if index not in losses]:
+        losses.update({index: loss_of(index) for index in near})
+        best = min(losses, key=lambda index: losses[index])
+    return best
+
+
+def run_sweep(runs: Sequence[SweepRun], launcher: Sequence[str], *, may_diverge: bool = False) -> None:
+    """Do the runs that are not done, one after the other. A run that fails does not stop the others."""
+    failures = []
+    for run in runs:
+        state, log = run.state(), run.directory.with_name(run.directory.name + ".log")
+        logger.info("%s: %s%s", run.directory.name, state, "" if state == "done" else f", output in {log}")
+        if state == "done":
+            continue
+        make_directory(log.parent)
+        code = _launch([*launcher, *run.arguments], log)
+        if run.state() != "done" and not (may_diverge and code == DivergenceError.exit_code):
+            failures.append(f"{run.directory.name} (exit code {code}, see {log})")
     if failures:
         raise LezoError(f"{len(failures)} of {len(runs)} runs failed: {'; '.join(failures)}")
 
 
 def results_frame(runs: Sequence[SweepRun]) -> pd.DataFrame:
-    """Return one row for each run: its name, settings and state, and its results if it is done.
-
-    The columns are run (the name), the keys of the grid, state, metric, and those of `over_seeds`.
-    """
+    """Return one row for each run: its name, settings and state, and its results if it is done."""
     frame = read_runs([run.directory for run in runs])
-    frame["run"] = [run.directory.name for run in runs]
-    frame["state"] = [run.state() for run in runs]
+    settings = {key: [run.settings[key] for run in runs] for key in runs[0].settings}
+    frame = frame.assign(
+        run=[run.directory.name for run in runs], state=[run.state() for run in runs], **settings
+    )
     frame["finished"] = frame["state"] == "done"
-    for key in runs[0].settings:
-        frame[key] = [run.settings[key] for run in runs]
     frame.loc[~frame["finished"], ["metric", *MEASURED]] = None
-    return frame[["run", *runs[0].settings, "state", "finished", "metric", *MEASURED]]
-
-
-def summary_frame(results: pd.DataFrame, settings: Iterable[str]) -> pd.DataFrame:
-    """Return one row for each setting: its means over seeds, and whether its validation loss is the lowest.
-
-    Args:
-        results: of `results_frame`.
-        settings: keys of the grid.
-    """
-    keys = [key for key in settings if key not in SEEDS]
-    summary = over_seeds(results, keys)
-    return summary[[*keys, *SUMMARY]].assign(best=summary.index == best_setting(summary))
+    return frame[["run", *settings, "state", "finished", "metric", *MEASURED]]
 
 
 def write_tables(runs: Sequence[SweepRun], directory: Path) -> str:
-    """Write results.csv (a row for each run) and summary.csv (a row for each setting); return the summary.
-
-    The returned text has a line for each setting; the one with the lowest validation loss is marked.
-    """
+    """Write results.csv, a row for each run; return the means over seeds, with the best setting marked."""
     results = results_frame(runs)
-    summary = summary_frame(results, runs[0].settings)
-    directory.mkdir(parents=True, exist_ok=True)
-    columns = ["run", *runs[0].settings, "state", "metric", *RESULTS]
-    write_atomically(directory / "results.csv", results[columns].to_csv(index=False))
-    write_atomically(directory / "summary.csv", summary.to_csv(index=False))
-    marks = summary.pop("best").map({True: "lowest validation loss", False: ""})
-    text = summary.assign(**{"": marks}).to_string(index=False, na_rep="-", float_format="{:.4g}".format)
+    make_directory(directory)
+    write_atomically(directory / "results.csv", results.drop(columns="finished").to_csv(index=False))
+    keys = [key for key in runs[0].settings if key not in SEEDS]
+    summary = over_seeds(results, keys)
+    best = summary.index == best_setting(summary)
+    marks = pd.Series(best).map({True: "lowest validation loss", False: ""})
+    text = (
+        summary[[*keys, *_SHOWN]]
+        .assign(**{"": marks})
+        .to_string(index=False, na_rep="-", float_format="{:.4g}".format)
+    )
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
@@ -221,25 +240,35 @@ def _without_snapshots(config: RunConfig) -> RunConfig:
 def _parse_axis(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     names, equals, values = text.partition("=")
     if not equals or not all(names.split(",")) or not all(values.split(",")):
-        raise UserError(
-            "a part of the grid is not a key and its values",
-            got=text,
-            expected="key=value,value,... or key,key=value,value,...",
-            fix="write for instance zo.learning_rate=1e-6,7e-7",
-        )
+        raise UserError(f"{text} is not KEY=VALUE,VALUE,...", fix="for instance zo.learning_rate=1e-6,7e-7")
     return tuple(names.split(",")), tuple(values.split(","))
 
 
-def _do(run: SweepRun, launcher: Sequence[str]) -> str | None:
-    """Do or finish a run; return what went wrong."""
-    name, state = run.directory.name, run.state()
-    if state == "done":
-        logger.info("run %d, %s: done before", run.index, name)
-        return None
-    begins = "begins" if state == "new" else "continues"
-    logger.info("run %d, %s: %s (all output in %s)", run.index, name, begins, run.log)
-    run.directory.parent.mkdir(parents=True, exist_ok=True)
-    code = run_logged([*launcher, *run.arguments], run.log)
-    if run.state() == "done":
-        return None
-    return f"{name} ({f'exit code {code}' if code else 'stopped before its end'}, see {run.log})"
+def _launch(command: Sequence[str], log: Path) -> int:
+    """Run a command to the end of its last process, append its output to a file, and return the exit code.
+
+    The first stop signal is passed on as SIGTERM to all its processes, so that a run can save its state, the
+    second one as SIGKILL.
+    """
+    received: list[signal.Signals] = []
+
+    def stop(number: signal.Signals) -> None:
+        received.append(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL if len(received) > 1 else signal.SIGTERM)
+
+    try:
+        # A session of its own gives the command a process group, which killpg reaches.
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+    except OSError as error:
+        raise UserError(f"cannot start {command[0]}: {error}", fix="give its full path") from error
+    with on_stop_signals(stop), process, log.open("a") as file:
+        assert process.stdout is not None
+        for line in process.stdout:
+            file.write(line)
+            file.flush()
+    if received:
+        raise LezoError(f"stopped by {received[0].name}; the same command continues")
+    return process.returncode

@@ -150,7 +150,7 @@ def test_a_dry_run_checks_all_but_the_weights_and_prints_the_facts(tmp_path):
     assert facts["data"] == "sst2, protocol clean: 30 train, 11 dev, 13 test"
     assert facts["first example"].startswith('"<s> the ')
     assert not (tmp_path / "run").exists() and "not checked" not in text
-    with pytest.raises(UserError, match="nothing is left to train"):
+    with pytest.raises(UserError, match="drops all 4 blocks"):
         dry_run(load_config(path, ["run_dir=none", "zo.sparsity=1", "zo.only_blocks=true"]))
     with pytest.raises(UserError, match="num_train"):
         dry_run(load_config(path, ["run_dir=none", "data.num_train=100000"]))

@@ -1,0 +1,154 @@
+"""The runs of a grid, their states and means over seeds; the search of the best value; a report of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+
+import pandas as pd
+import pytest
+import yaml
+
+from lezo_ds.config import config_to_dict
+from lezo_ds.errors import DivergenceError, UserError
+from lezo_ds.tools import report, sweep
+from lezo_ds.tools.report import find_runs, name_experiments, read_runs, score_table
+from lezo_ds.tools.sweep import best_index, plan_sweep, results_frame, tune, write_tables
+
+RECIPE = "demo"
+RATES = "zo.learning_rate=1e-6,7e-7"
+SEEDS = "seed,data.seed=0,1,2"
+
+
+@pytest.fixture
+def plan(tmp_path):
+    return lambda *grid, overrides=(): plan_sweep(grid, RECIPE, tmp_path / "sweep", overrides)
+
+
+def finish(run, test=0.9, dev_loss=0.5, **changes):
+    """Write what a run leaves when it is done."""
+    results = {"finished": True, "metric": "accuracy", "test": test, "zero_shot": 0.5, "majority_class": 0.6}
+    results |= {"best_dev_loss": dev_loss, "best_step": 100, "steps": 200, "seconds": 10.0} | changes
+    run.directory.mkdir(parents=True)
+    (run.directory / "config.yaml").write_text(yaml.safe_dump(config_to_dict(run.config)))
+    (run.directory / "results.json").write_text(json.dumps(results))
+    lines = [{"step": step, "seconds": step, "dev_loss": (dev_loss or 0.0) + 1 / step} for step in (100, 200)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run.directory / "metrics.jsonl").write_text(text + '{"step": 2')  # cut by a crash
+
+
+def test_a_grid_is_every_combination_and_keys_with_a_comma_change_together(plan, tmp_path):
+    runs = plan(RATES, SEEDS, overrides=["train.steps=100"])
+    assert [(r.config.zo.learning_rate, r.config.seed, r.config.data.seed) for r in runs] == [
+        (rate, seed, seed) for rate in (1e-6, 7e-7) for seed in (0, 1, 2)
+    ]
+    assert {run.config.train.steps for run in runs} == {100}
+    assert {run.directory.parent for run in runs} == {tmp_path / "sweep"}
+    assert runs[1].directory.name == "zo.learning_rate=1e-06,seed=1"
+    assert runs[1].directory == plan("zo.learning_rate=0.000001", "seed,data.seed=1")[0].directory
+    assert plan("model.path=/models/opt-125m")[0].directory.parent == tmp_path / "sweep"
+
+
+@pytest.mark.parametrize(
+    ("grid", "overrides", "message"),
+    [
+        (["zo.sparsity=0.5,,0.75"], [], "is not KEY=VALUE"),
+        (["seed=0"], ["seed=1"], "cannot set seed"),
+        (["run_dir=a,b"], [], "cannot set run_dir"),
+        (["zo.learning_rate=1e-6,0.000001"], [], "are the same"),
+        (["zo.sparsity=0.5,1.5"], [], r"zo\.sparsity"),
+    ],
+)
+def test_a_grid_that_cannot_be_run_is_refused(grid, overrides, message, plan):
+    with pytest.raises(UserError, match=message):
+        plan(*grid, overrides=overrides)
+
+
+def test_a_run_is_new_then_begun_then_done_with_its_own_settings_only(plan):
+    (run,) = plan("seed=0")
+    assert run.state() == "new"
+    finish(run)
+    assert run.state() == "done"
+    (longer,) = plan("seed=0", overrides=["train.steps=30000"])
+    assert (longer.directory, longer.state()) == (run.directory, "begun")
+    assert math.isnan(results_frame([longer])["test"][0])
+    for damaged in ("", "[]", '{"finished": false}'):
+        (run.directory / "results.json").write_text(damaged)
+        assert run.state() == "begun"
+
+
+def test_finished_runs_keep_no_weights_that_a_journal_gives_back(plan):
+    lezo, adamw = plan("method=lezo,adamw")
+    assert (lezo.config.train.keep_snapshots, adamw.config.train.keep_snapshots) == (0, 2)
+    (asked,) = plan("seed=0", overrides=["train.keep_snapshots=3"])
+    assert asked.config.train.keep_snapshots == 3
+    finish(asked)
+    assert plan("seed=0")[0].state() == "done"
+
+
+def test_the_best_setting_has_the_lowest_mean_validation_loss_of_those_that_are_done(plan, tmp_path):
+    runs = plan("zo.learning_rate=1e-6,7e-7,1e-7", "seed=0,1")
+    for run, dev_loss in zip(runs, (0.4, 0.6, 0.3, 0.4, 0.1), strict=False):  # the last lacks a seed
+        finish(run, test=0.5 + dev_loss, dev_loss=dev_loss)
+    lines = write_tables(runs, tmp_path).splitlines()
+    (marked,) = (line for line in lines if line.endswith("lowest validation loss"))
+    # The tests 0.8 and 0.9 have a mean of 0.85 and a sample deviation of 0.0707.
+    assert marked.split()[:6] == ["7e-07", "2", "2", "0.35", "0.85", "0.07071"]
+    assert list(pd.read_csv(tmp_path / "results.csv")["state"]) == [*5 * ["done"], "new"]
+
+
+def test_the_search_ends_between_two_worse_neighbors():
+    assert [best_index(lambda i, best=best: (i - best) ** 2) for best in (-3, 0, 4)] == [-3, 0, 4]
+    assert best_index(lambda i: math.inf if i >= 0 else -i) == -1
+
+
+def test_tune_does_the_other_seeds_at_the_best_value_only(tmp_path, monkeypatch):
+    """The runs are not started: what they leave is written, and rates of 1e-5 and more diverge."""
+    done = []
+
+    def launch(command, log):
+        (run,) = [run for run in plans if str(run.directory) == command[-2].partition("=")[2]]
+        rate = run.config.zo.learning_rate
+        if rate >= 1e-5:
+            return DivergenceError.exit_code
+        done.append((rate, run.config.seed))
+        finish(run, dev_loss=abs(math.log10(rate / 3e-6)))
+        return 0
+
+    def planned(*arguments):
+        plans.extend(found := plan_sweep(*arguments))
+        return found
+
+    plans = []
+    monkeypatch.setattr(sweep, "_launch", launch)
+    monkeypatch.setattr(sweep, "plan_sweep", planned)
+    overrides = ["zo.learning_rate=1e-6"]
+    runs = tune("zo.learning_rate", ["seed=0,1,2"], RECIPE, tmp_path, overrides, launcher=["train"])
+    assert done == [(1e-6, 0), (3e-7, 0), (3e-6, 0), (3e-6, 1), (3e-6, 2)]
+    assert len(runs) == 6  # with the one that diverged
+    with pytest.raises(UserError, match="needs a number above 0"):
+        tune("model.path", [], RECIPE, tmp_path, launcher=["train"])
+
+
+def test_a_report_has_a_row_for_each_experiment_and_names_what_differs(plan, tmp_path, caplog, capsys):
+    for run, test in zip(plan(RATES, "seed=0,1"), (0.8, 0.9, 0.7), strict=False):
+        finish(run, test)
+    finish(plan("data.task=boolq", overrides=["zo.sparsity=0", "peft.kind=lora", "model.path=x/OPT-13b"])[0])
+    finish(plan("method=zero_shot")[0], test=0.55, dev_loss=None)
+    (tmp_path / "sweep" / "other").mkdir()
+    runs = name_experiments(read_runs(find_runs([str(tmp_path / "sweep" / "*")])))
+    table = score_table(runs).set_index(["task", "method"])
+    assert table.loc[("sst2", "LeZO, learning_rate=1e-06"), "test"] == "85.0 ± 7.1 (2)"
+    assert table.loc[("sst2", "LeZO, learning_rate=7e-07"), "test"] == "70.0 (1)"
+    assert list(table.loc[("boolq", "MeZO lora"), ["before", "paper"]]) == ["50.0", "71.8"]
+    assert table.loc[("sst2", "zero-shot"), "validation loss"] == "-"
+    page = tmp_path / "page.html"
+    report.main(Namespace(runs=[str(tmp_path / "sweep" / "*")], html=page))
+    assert caplog.text.count("not a run, or damaged") == 1
+    text = page.read_text()
+    assert "<td>85.0 ± 7.1 (2)</td>" in text and '"validation loss"' in text and 'src="http' not in text
+    report.main(Namespace(runs=[str(tmp_path / "sweep" / "*")], html=None))
+    assert "| 85.0 ± 7.1 (2) |" in capsys.readouterr().out
+    with pytest.raises(UserError, match="there is no run"):
+        find_runs([str(tmp_path / "none*")])
