@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lezo_ds.forward.module_calls import Copies
 from lezo_ds.noise import stacked
-from lezo_ds.noise.launch import Launch
+from lezo_ds.noise.gpu import Launch
 from lezo_ds.noise.triton_kernels import round_nearest
 
 _ELEMENTS_PER_WARP = 512

@@ -32,8 +32,9 @@ from lezo_ds.forward.module_calls import (
     is_16_bit_norm,
     runner_at_probes,
 )
-from lezo_ds.noise import Distribution, NoiseBackend, Weight
+from lezo_ds.noise import NoiseBackend, Weight
 from lezo_ds.sharding.parameters import NamedParameter
+from lezo_ds.zo.updates import Distribution
 
 COPIES_AT_ONCE = 2
 """How many copies of the batch a module with parameters runs on at a time. The two probes of a direction of

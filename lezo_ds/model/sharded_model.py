@@ -16,12 +16,12 @@ from lezo_ds.forward.adapters import Adapter, make_adapter
 from lezo_ds.forward.blocks import BlockLayout, freeze_outside, gathering_limits, part_sizes
 from lezo_ds.model.checkpoint import build_checked, check_files, open_weights, parameter_names
 from lezo_ds.model.snapshots import LOW_BITS_DIRECTORY, read_facts, write_snapshot
-from lezo_ds.noise import UpdatePrecision
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.checkpoint_files import WeightFiles, has_safetensors, resolve_model, with_safetensors
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids, table_hash
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.sharding.zero3 import ShardedParameter
+from lezo_ds.zo.updates import UpdatePrecision
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,155 @@
-"""Noise as a pure function of (key, parameter, element), and the operations that use it.
+"""Noise z as a pure function of (key, parameter, element), and the operations that use it on each device."""
 
->>> import torch
->>> device = torch.device("cpu")
->>> noise = noise_backend(device)
->>> z = noise.draw(key=7, parameter_id=3, start=0, count=100, device=device)
->>> torch.equal(z[33:50], noise.draw(key=7, parameter_id=3, start=33, count=17, device=device))
-True
-"""
+from __future__ import annotations
 
-from lezo_ds.noise.backend import NOISE_VERSION, NoiseBackend, Shard, Weight, noise_backend, stacked
-from lezo_ds.noise.precision import join_master, split_master
+import functools
+import logging
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lezo_ds.errors import UserError
 from lezo_ds.zo.updates import Distribution, Update, UpdatePrecision
 
-__all__ = [
-    "NOISE_VERSION",
-    "Distribution",
-    "NoiseBackend",
-    "Shard",
-    "Update",
-    "UpdatePrecision",
-    "Weight",
-    "join_master",
-    "noise_backend",
-    "split_master",
-    "stacked",
-]
+NOISE_VERSION = 1
+"""Version of z(key, parameter, element) and of its use; it changes when any bit of either changes."""
+
+_PACKED = np.dtype([("key", "<u8"), ("coefficient", "<f4"), ("factor", "<f4")])
+
+
+class Weight(NamedTuple):
+    """A parameter to perturb, or some rows of it."""
+
+    theta: Tensor  # the full parameter, any shape; its elements are indexed in row-major order
+    parameter_id: int  # unsigned 32-bit
+    out_dtype: torch.dtype  # of the perturbed copies
+    rows: Tensor | None = None  # int64 [n], in any order, with repeats; theta is then [num_rows, width]
+
+
+class Shard(NamedTuple):
+    """The elements [start, start + n) of a parameter, to update in place."""
+
+    values: Tensor  # contiguous [n]
+    start: int
+    parameter_id: int
+    low: Tensor | None = None  # contiguous int16 [n]: the low bits of `split_master`, with "fp32_master" only
+
+
+class NoiseBackend(ABC):
+    """All backends give the same bits. Keys are unsigned 64-bit, elements 0 to 2**40, scales fp32."""
+
+    takes_blocks = False  # whether one call for all of a block is worth the memory for all their copies
+
+    def draw(self, key: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
+        """Return z of the elements [start, start + count), from a normal distribution: fp32 [count]."""
+        values = torch.zeros(count, device=device)
+        self.update_([Shard(values, start, parameter_id)], [Update(key, -1.0)], "nearest")
+        return values
+
+    def perturb(
+        self,
+        weights: Sequence[Weight],
+        key: int,
+        scales: Sequence[float],
+        distribution: Distribution = "normal",
+    ) -> list[list[Tensor]]:
+        """Return theta + scale * z of each weight for each scale (MeZO: Malladi et al. 2023, algorithm 1).
+
+        Product and sum are rounded to fp32, each on its own, and the result to nearest. A scale followed by
+        its opposite shares one draw with it. A copy for scale 0 may be theta itself: do not write to it.
+        """
+        copies: list[list[Tensor]] = [[] for _ in weights]
+        done = 0
+        while weights and done < len(scales):
+            scale, num_signs = scales[done], 1
+            if scale == 0:
+                results = [
+                    [(theta if rows is None else theta[rows]).to(out_dtype)]
+                    for theta, _, out_dtype, rows in weights
+                ]
+            else:
+                num_signs += tuple(scales[done + 1 : done + 2]) == (-scale,)
+                results = self._perturb(weights, key, scale, num_signs, distribution)
+            for copies_of_weight, result in zip(copies, results, strict=True):
+                copies_of_weight += result
+            done += num_signs
+        return copies
+
+    @abstractmethod
+    def _perturb(
+        self, weights: Sequence[Weight], key: int, scale: float, num_signs: int, distribution: Distribution
+    ) -> list[list[Tensor]]:
+        """Return theta + scale * z of each weight and, if there are two signs, theta - scale * z."""
+
+    @abstractmethod
+    def update_(
+        self,
+        shards: Sequence[Shard],
+        updates: Sequence[Update],
+        precision: UpdatePrecision,
+        distribution: Distribution = "normal",
+    ) -> None:
+        """Apply the same updates to shards of one device, in order and in one pass over memory.
+
+        Each update computes theta * factor - coefficient * z in fp32; both products and the difference are
+        rounded on their own, and the result is stored by `precision`. Several updates in one call give the
+        same bits as one call for each.
+        """
+
+
+def noise_backend(device: torch.device) -> NoiseBackend:
+    """Return the fastest backend for a device. Without a C++ compiler, that of CPUs is plain PyTorch."""
+    return _backend_of(device.type)
+
+
+@functools.cache
+def _backend_of(device_type: str) -> NoiseBackend:
+    if device_type == "cuda":
+        return _triton_noise()
+    from lezo_ds.noise.cpu import BuildError, CpuNoise
+    from lezo_ds.noise.reference import EagerNoise
+
+    try:
+        return CpuNoise()
+    except BuildError as error:
+        logging.getLogger(__name__).warning(
+            "the noise kernels for CPUs cannot be built, so slower PyTorch code gives the same results; "
+            "install a C++ compiler (apt-get install g++, or conda install gxx): %s",
+            error,
+        )
+    return EagerNoise()
+
+
+def _triton_noise() -> NoiseBackend:
+    try:
+        from lezo_ds.noise.gpu import TritonNoise  # CPUs do not need Triton and often do not have it
+
+        noise = TritonNoise()
+        # The first launch builds Triton's launcher; a missing compiler must show now, not in a training step.
+        noise.draw(0, 0, 0, 1, torch.device("cuda"))
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        raise UserError(
+            f"Triton needs a C compiler and Python's headers; {type(error).__name__}: {error}",
+            fix="pip install triton; apt-get install gcc python3-dev, or conda install gcc",
+        ) from error
+    return noise
+
+
+def pack_updates(updates: Sequence[Update]) -> np.ndarray:
+    """Return updates in the layout of the compiled kernels: uint64 key, fp32 coefficient and factor."""
+    return np.array(list(updates), dtype=_PACKED)
+
+
+def stacked(copies: Sequence[Tensor]) -> Tensor:
+    """Return perturbed copies of a parameter as one tensor [n, *shape]: a view if one kernel wrote them."""
+    first, last = copies[0], copies[-1]
+    distance = last.storage_offset() - first.storage_offset()
+    is_shared = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    if len(copies) == 1 or (len(copies) == 2 and is_shared and distance > 0):
+        return first.as_strided((len(copies), *first.shape), (distance, *first.stride()))
+    return torch.stack(list(copies))

@@ -6,7 +6,6 @@ import ctypes
 import hashlib
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -15,12 +14,10 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-from torch import Tensor, get_num_threads
+from torch import Tensor
 
-from lezo_ds.noise.backend import NoiseBackend, Shard, Weight, pack_updates
+from lezo_ds.noise import NoiseBackend, Shard, Weight, pack_updates
 from lezo_ds.zo.updates import Distribution, Update, UpdatePrecision
-
-logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 # -ffp-contract=off: a fused multiply-add rounds once where the other backends round twice.
@@ -34,11 +31,8 @@ _DISTRIBUTIONS = get_args(Distribution)
 _PRECISIONS = get_args(UpdatePrecision)
 _PTR, _I32, _I64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 _U32, _U64, _F32 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_float
-_SIGNATURES = {
-    "lezo_draw": [_I32, _PTR, _I64, _I64, _U64, _U32, _I32],
-    "lezo_perturb": [_I32, _PTR, _I32, _PTR, _PTR, _I32, _PTR, _I64, _I64, _U64, _U32, _F32, _I32],
-    "lezo_update": [_I32, _PTR, _I32, _PTR, _I32, _I64, _I64, _U32, _PTR, _I64, _I32],
-}
+_PERTURB = (_I32, _PTR, _I32, _PTR, _PTR, _I32, _PTR, _I64, _I64, _U64, _U32, _F32, _I32)
+_UPDATE = (_I32, _PTR, _I32, _PTR, _I32, _I64, _I64, _U32, _PTR, _I64, _I32)
 
 
 class BuildError(Exception):
@@ -46,61 +40,36 @@ class BuildError(Exception):
 
 
 class CpuNoise(NoiseBackend):
-    """`NoiseBackend` on the CPU, on `torch.get_num_threads()` threads; their number changes no bit.
-
-    Raises:
-        BuildError: there is no C++ compiler, or it failed.
-
-    """
+    """Works on `torch.get_num_threads()` threads; their number changes no bit. May raise BuildError."""
 
     def __init__(self) -> None:
         try:
-            self._kernels = ctypes.CDLL(str(_built_library()))
+            kernels = ctypes.CDLL(str(_built_library()))
         except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
             raise BuildError(str(error)) from error
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(self._kernels, name)
-            function.argtypes, function.restype = arguments, None
-
-    def draw(
-        self,
-        key: int,
-        parameter_id: int,
-        start: int,
-        count: int,
-        device: torch.device,
-        distribution: Distribution = "normal",
-    ) -> Tensor:
-        out = torch.empty(count, dtype=torch.float32)
-        code = _DISTRIBUTIONS.index(distribution)
-        self._kernels.lezo_draw(code, out.data_ptr(), start, count, key, parameter_id, get_num_threads())
-        return out
+        self._perturb_kernel, self._update_kernel = kernels.lezo_perturb, kernels.lezo_update
+        self._perturb_kernel.argtypes, self._perturb_kernel.restype = _PERTURB, None
+        self._update_kernel.argtypes, self._update_kernel.restype = _UPDATE, None
 
     def _perturb(
         self, weights: Sequence[Weight], key: int, scale: float, num_signs: int, distribution: Distribution
     ) -> list[list[Tensor]]:
-        copies = []
+        copies, distribution_code = [], _DISTRIBUTIONS.index(distribution)
         for theta, parameter_id, out_dtype, rows in weights:
-            num_rows, width, shape = 1, theta.numel(), theta.shape
+            theta, shape, row_pointer = theta.contiguous(), theta.shape, None
+            num_rows, width = 1, theta.numel()
             if rows is not None:
-                num_rows, width = shape = torch.Size((len(rows), theta.shape[1]))
+                rows, num_rows, width = rows.contiguous(), len(rows), theta.shape[1]
+                shape, row_pointer = torch.Size((num_rows, width)), rows.data_ptr()
                 if num_rows and not (int(rows.min()) >= 0 and int(rows.max()) < len(theta)):
                     raise ValueError(f"rows must lie in [0, {len(theta)})")
             outs = [torch.empty(shape, dtype=out_dtype) for _ in range(num_signs)]
-            self._kernels.lezo_perturb(
-                _DISTRIBUTIONS.index(distribution),
-                theta.data_ptr(),
-                _FORMATS.index(theta.dtype),
-                outs[0].data_ptr(),
-                outs[1].data_ptr() if num_signs == 2 else None,
-                _FORMATS.index(out_dtype),
-                None if rows is None else rows.data_ptr(),
-                num_rows,
-                width,
-                key,
-                parameter_id,
-                scale,
-                get_num_threads(),
+            source = theta.data_ptr(), _FORMATS.index(theta.dtype)
+            minus = outs[1].data_ptr() if num_signs == 2 else None
+            target = outs[0].data_ptr(), minus, _FORMATS.index(out_dtype)
+            elements = row_pointer, num_rows, width, key, parameter_id
+            self._perturb_kernel(
+                distribution_code, *source, *target, *elements, scale, torch.get_num_threads()
             )
             copies.append(outs)
         return copies
@@ -113,19 +82,13 @@ class CpuNoise(NoiseBackend):
         distribution: Distribution = "normal",
     ) -> None:
         packed = pack_updates(updates)
+        codes = _DISTRIBUTIONS.index(distribution), _PRECISIONS.index(precision)
         for values, start, parameter_id, low in shards:
-            self._kernels.lezo_update(
-                _DISTRIBUTIONS.index(distribution),
-                values.data_ptr(),
-                _FORMATS.index(values.dtype),
-                None if low is None else low.data_ptr(),
-                _PRECISIONS.index(precision),
-                start,
-                values.numel(),
-                parameter_id,
-                packed.ctypes.data,
-                len(packed),
-                get_num_threads(),
+            low_pointer = None if low is None else low.data_ptr()
+            stored = values.data_ptr(), _FORMATS.index(values.dtype), low_pointer, codes[1]
+            elements = start, values.numel(), parameter_id
+            self._update_kernel(
+                codes[0], *stored, *elements, packed.ctypes.data, len(packed), torch.get_num_threads()
             )
 
 
@@ -134,14 +97,16 @@ def _built_library() -> Path:
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise BuildError("no C++ compiler (g++ or c++) on the PATH")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    identity = "\0".join([SOURCE.read_text(), *FLAGS, version, _processor()])
+    # What the compiler says of itself and of this processor, for which it compiles.
+    command = [compiler, *FLAGS, "-E", "-v", "-x", "c++", os.devnull]
+    target = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    identity = hashlib.sha256("\0".join([SOURCE.read_text(), *FLAGS, target]).encode()).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lezo_ds"
-    library = cache / f"noise-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    library = cache / f"noise-{identity[:16]}.so"
     if library.exists():
         return library
     cache.mkdir(parents=True, exist_ok=True)
-    logger.info("compiling the noise kernels with %s (a few seconds, once): %s", compiler, library)
+    logging.getLogger(__name__).info("compiling the noise kernels (a few seconds, once): %s", library)
     # Several ranks may build at once, so each builds in its own folder; the last rename wins.
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         output = Path(folder) / library.name
@@ -151,13 +116,3 @@ def _built_library() -> Path:
             raise BuildError(f"{' '.join(command)} failed: {result.stderr.strip()[-2000:]}")
         output.replace(library)
     return library
-
-
-def _processor() -> str:
-    """Return the processor's model and instruction sets, on which -march=native depends."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return platform.machine() + "\n".join(sorted({line for line in lines if line.startswith(wanted)}))

@@ -1,4 +1,4 @@
-// The noise operations for CPUs: the same bits as draws.py and precision.py, vectorized by the compiler.
+// The noise operations for CPUs: the same bits as reference.py, vectorized by the compiler.
 //
 // Build with -O3 -march=native -ffp-contract=off and never with -ffast-math: the bits equal those of the other
 // backends only if every fp32 operation is rounded on its own. Except for Philox, all hot loops run over plain
@@ -21,14 +21,15 @@
 
 namespace {
 
+// In the order of the literals in lezo_ds/zo, and of cpu.py's formats.
+enum Distribution : int { NORMAL, RADEMACHER };
+enum Precision : int { STOCHASTIC, MASTER, NEAREST };
+enum Format : int { FP32, BF16, FP16 };
+
 constexpr int BLOCK_MULTIPLE = 16;  // loops over blocks run to a multiple of this: no remainder after SIMD code
 constexpr int TILE_BLOCKS = 256;
 constexpr int TILE = 4 * TILE_BLOCKS;
 constexpr int64_t CHUNK = 64 * TILE;  // elements that a thread takes at a time
-
-constexpr uint32_t NORMAL_STREAM = 0;
-constexpr uint32_t DITHER_STREAM = 1;
-constexpr uint32_t RADEMACHER_STREAM = 2;
 
 template <typename To, typename From>
 inline To bit_cast(From value) {
@@ -59,44 +60,47 @@ inline Lanes product(Lanes a, Lanes b) { return (a & 0xFFFFFFFFu) * b; }
 constexpr int NUM_LANES = sizeof(Lanes) / sizeof(uint64_t);
 static_assert(BLOCK_MULTIPLE % NUM_LANES == 0);
 
-// Selects the noise of a parameter under a key.
+// Selects the noise of a parameter.
 struct Noise {
+    int distribution;
     uint64_t key;
     uint32_t parameter_id;
+
+    int block_bits() const { return distribution == NORMAL ? 2 : 7; }  // a block has 2**block_bits elements
 };
 
-// The Philox words of blocks, word by word: words[j][i] is word j of block i, in the low half.
+// The Philox words of blocks: word[j][i] is word j of block i, in the low half.
 struct alignas(64) TileWords {
     uint64_t word[4][TILE_BLOCKS];
-};
 
-inline void fill_words(TileWords &words, Noise noise, uint32_t stream, uint64_t block, int num_blocks) {
-    Lanes lane;
-    for (int i = 0; i < NUM_LANES; ++i) lane[i] = static_cast<uint64_t>(i);
-    const Lanes zero = lane ^ lane;
-    for (int i = 0; i < num_blocks; i += NUM_LANES) {
-        const Lanes counter = lane + (block + static_cast<uint64_t>(i));
-        Lanes c0 = counter, c1 = counter >> 32, c2 = zero + noise.parameter_id, c3 = zero + stream;
-        uint32_t k0 = static_cast<uint32_t>(noise.key), k1 = static_cast<uint32_t>(noise.key >> 32);
-        for (int round = 0; round < 10; ++round) {
-            const Lanes product0 = product(c0, zero + 0xD2511F53u), product1 = product(c2, zero + 0xCD9E8D57u);
-            c0 = (product1 >> 32) ^ c1 ^ (zero + k0);
-            c1 = product1;
-            c2 = (product0 >> 32) ^ c3 ^ (zero + k1);
-            c3 = product0;
-            k0 += 0x9E3779B9u;
-            k1 += 0xBB67AE85u;
+    TileWords(Noise noise, uint32_t stream, uint64_t block, int num_blocks) {
+        Lanes lane;
+        for (int i = 0; i < NUM_LANES; ++i) lane[i] = static_cast<uint64_t>(i);
+        const Lanes zero = lane ^ lane;
+        for (int i = 0; i < num_blocks; i += NUM_LANES) {
+            const Lanes counter = lane + (block + static_cast<uint64_t>(i));
+            Lanes c0 = counter, c1 = counter >> 32, c2 = zero + noise.parameter_id, c3 = zero + stream;
+            uint32_t k0 = static_cast<uint32_t>(noise.key), k1 = static_cast<uint32_t>(noise.key >> 32);
+            for (int round = 0; round < 10; ++round) {
+                const Lanes product0 = product(c0, zero + 0xD2511F53u), product1 = product(c2, zero + 0xCD9E8D57u);
+                c0 = (product1 >> 32) ^ c1 ^ (zero + k0);
+                c1 = product1;
+                c2 = (product0 >> 32) ^ c3 ^ (zero + k1);
+                c3 = product0;
+                k0 += 0x9E3779B9u;
+                k1 += 0xBB67AE85u;
+            }
+            std::memcpy(&word[0][i], &c0, sizeof(Lanes));
+            std::memcpy(&word[1][i], &c1, sizeof(Lanes));
+            std::memcpy(&word[2][i], &c2, sizeof(Lanes));
+            std::memcpy(&word[3][i], &c3, sizeof(Lanes));
         }
-        std::memcpy(&words.word[0][i], &c0, sizeof(Lanes));
-        std::memcpy(&words.word[1][i], &c1, sizeof(Lanes));
-        std::memcpy(&words.word[2][i], &c2, sizeof(Lanes));
-        std::memcpy(&words.word[3][i], &c3, sizeof(Lanes));
     }
-}
+};
 
 // ---------------------------------------------------------------- Box-Muller
 
-// The formulas of gaussian.py with fewer operations, as in triton_kernels.py. A factor that is a power of two
+// The formulas of reference.py with fewer operations, as in triton_kernels.py. A factor that is a power of two
 // changes no other bit of a result, so it can move to the constants: those here are of the logarithm times -2.
 inline float minus_two_log_uniform(uint32_t word) {
     // 1 + k / 2**23 with k = word >> 9, less 1 - 2**-24, is u: all exact.
@@ -142,60 +146,55 @@ inline SinCos sin_cos(uint32_t word) {
     return {odd ? cosine : sine, odd ? -sine : cosine};
 }
 
+// ---------------------------------------------------------------- What is drawn for each element
+
 inline int whole_vectors(int num_blocks) {
     return (num_blocks + BLOCK_MULTIPLE - 1) / BLOCK_MULTIPLE * BLOCK_MULTIPLE;
 }
 
-// What is drawn for each element: `fill` draws all elements of `num_blocks` blocks, PER_BLOCK of each.
-struct Normal {
-    using Value = float;
-    static constexpr int PER_BLOCK = 4;
+void fill_normals(float *__restrict__ z, Noise noise, uint64_t block, int num_blocks) {
+    num_blocks = whole_vectors(num_blocks);
+    const TileWords words(noise, 0, block, num_blocks);
+    for (int i = 0; i < num_blocks; ++i) {
+        const auto word = [&](int j) { return static_cast<uint32_t>(words.word[j][i]); };
+        const float radius01 = signed_radius(word(0), word(1)), radius23 = signed_radius(word(2), word(3));
+        const SinCos angle01 = sin_cos(word(1)), angle23 = sin_cos(word(3));
+        z[4 * i] = radius01 * angle01.cos;
+        z[4 * i + 1] = radius01 * angle01.sin;
+        z[4 * i + 2] = radius23 * angle23.cos;
+        z[4 * i + 3] = radius23 * angle23.sin;
+    }
+}
 
-    static void fill(float *__restrict__ z, Noise noise, uint64_t block, int num_blocks) {
-        TileWords words;
-        num_blocks = whole_vectors(num_blocks);
-        fill_words(words, noise, NORMAL_STREAM, block, num_blocks);
-        for (int i = 0; i < num_blocks; ++i) {
-            const auto word = [&](int j) { return static_cast<uint32_t>(words.word[j][i]); };
-            const float radius01 = signed_radius(word(0), word(1)), radius23 = signed_radius(word(2), word(3));
-            const SinCos angle01 = sin_cos(word(1)), angle23 = sin_cos(word(3));
-            z[4 * i] = radius01 * angle01.cos;
-            z[4 * i + 1] = radius01 * angle01.sin;
-            z[4 * i + 2] = radius23 * angle23.cos;
-            z[4 * i + 3] = radius23 * angle23.sin;
+void fill_signs(float *__restrict__ z, Noise noise, uint64_t block, int num_blocks) {
+    const TileWords words(noise, 2, block, num_blocks);
+    for (int i = 0; i < num_blocks; ++i)
+        for (int j = 0; j < 4; ++j) {
+            const uint32_t word = static_cast<uint32_t>(words.word[j][i]);
+            // The bit becomes the sign bit of 1.
+            for (int bit = 0; bit < 32; ++bit)
+                z[128 * i + 32 * j + bit] = bit_cast<float>(0x3F800000u | (word >> bit << 31));
         }
-    }
-};
+}
 
-struct Rademacher {
-    using Value = float;
-    static constexpr int PER_BLOCK = 128;
+// Draws z of the elements [element, element + length) of a tile into `buffer`, and returns where the first is.
+const float *draw(float *buffer, Noise noise, int64_t element, int length) {
+    const int bits = noise.block_bits(), last = (1 << bits) - 1, offset = static_cast<int>(element & last);
+    const uint64_t block = static_cast<uint64_t>(element >> bits);
+    const int num_blocks = (offset + length + last) >> bits;
+    if (noise.distribution == NORMAL) fill_normals(buffer, noise, block, num_blocks);
+    else fill_signs(buffer, noise, block, num_blocks);
+    return buffer + offset;
+}
 
-    static void fill(float *__restrict__ z, Noise noise, uint64_t block, int num_blocks) {
-        TileWords words;
-        fill_words(words, noise, RADEMACHER_STREAM, block, whole_vectors(num_blocks));
-        for (int i = 0; i < num_blocks; ++i)
-            for (int j = 0; j < 4; ++j) {
-                const uint32_t word = static_cast<uint32_t>(words.word[j][i]);
-                // The bit becomes the sign bit of 1.
-                for (int bit = 0; bit < 32; ++bit)
-                    z[128 * i + 32 * j + bit] = bit_cast<float>(0x3F800000u | (word >> bit << 31));
-            }
-    }
-};
-
-struct Dither {
-    using Value = uint32_t;
-    static constexpr int PER_BLOCK = 4;
-
-    static void fill(uint32_t *__restrict__ dither, Noise noise, uint64_t block, int num_blocks) {
-        TileWords words;
-        num_blocks = whole_vectors(num_blocks);
-        fill_words(words, noise, DITHER_STREAM, block, num_blocks);
-        for (int i = 0; i < num_blocks; ++i)
-            for (int j = 0; j < 4; ++j) dither[4 * i + j] = static_cast<uint32_t>(words.word[j][i]);
-    }
-};
+// The same for the dither.
+const uint32_t *draw_dither(uint32_t *__restrict__ buffer, Noise noise, int64_t element, int length) {
+    const int offset = static_cast<int>(element % 4), num_blocks = whole_vectors((offset + length + 3) / 4);
+    const TileWords words(noise, 1, static_cast<uint64_t>(element / 4), num_blocks);
+    for (int i = 0; i < num_blocks; ++i)
+        for (int j = 0; j < 4; ++j) buffer[4 * i + j] = static_cast<uint32_t>(words.word[j][i]);
+    return buffer + offset;
+}
 
 // ---------------------------------------------------------------- Storage formats
 
@@ -297,41 +296,23 @@ struct Fp16 {
 // ---------------------------------------------------------------- Operations on a contiguous range
 
 // Calls body(position, length) for each tile of the elements [start, start + count); `position` counts from `start`.
-// Tiles end where blocks of a distribution end, so that no block is drawn for two of them.
-template <typename Distribution, typename Body>
-void for_tiles(int64_t start, int64_t count, Body body) {
+// Tiles end where blocks of the distribution end, so that no block is drawn for two of them.
+template <typename Body>
+void for_tiles(Noise noise, int64_t start, int64_t count, Body body) {
     for (int64_t position = 0; position < count;) {
-        const int offset = static_cast<int>((start + position) % Distribution::PER_BLOCK);
+        const int offset = static_cast<int>((start + position) & ((1 << noise.block_bits()) - 1));
         const int length = static_cast<int>(std::min<int64_t>(count - position, TILE - offset));
         body(position, length);
         position += length;
     }
 }
 
-// Draws the elements [element, element + length) of a tile into `buffer`, and returns the place of the first.
-template <typename Drawn>
-const typename Drawn::Value *draw(typename Drawn::Value *buffer, Noise noise, int64_t element, int length) {
-    const int offset = static_cast<int>(element % Drawn::PER_BLOCK);
-    const int num_blocks = (offset + length + Drawn::PER_BLOCK - 1) / Drawn::PER_BLOCK;
-    Drawn::fill(buffer, noise, static_cast<uint64_t>(element / Drawn::PER_BLOCK), num_blocks);
-    return buffer + offset;
-}
-
-template <typename Distribution>
-void draw_range(float *out, int64_t start, int64_t count, Noise noise) {
-    alignas(64) float buffer[TILE];
-    for_tiles<Distribution>(start, count, [&](int64_t position, int length) {
-        const float *z = draw<Distribution>(buffer, noise, start + position, length);
-        std::memcpy(out + position, z, static_cast<size_t>(length) * sizeof(float));
-    });
-}
-
-template <typename Distribution, typename Theta, typename Out>
+template <typename Theta, typename Out>
 void perturb_range(const typename Theta::Stored *__restrict__ theta, typename Out::Stored *__restrict__ plus,
                    typename Out::Stored *__restrict__ minus, int64_t start, int64_t count, Noise noise, float scale) {
     alignas(64) float buffer[TILE];
-    for_tiles<Distribution>(start, count, [&](int64_t position, int length) {
-        const float *z = draw<Distribution>(buffer, noise, start + position, length);
+    for_tiles(noise, start, count, [&](int64_t position, int length) {
+        const float *z = draw(buffer, noise, start + position, length);
         for (int i = 0; i < length; ++i)
             plus[position + i] = Out::nearest(Theta::load(theta[position + i]) + scale * z[i]);
         if (minus == nullptr) return;
@@ -340,71 +321,59 @@ void perturb_range(const typename Theta::Stored *__restrict__ theta, typename Ou
     });
 }
 
-// An update of theta: theta * factor - coefficient * z(key). Laid out as by pack_updates in backend.py.
+// An update of theta: theta * factor - coefficient * z(key). Laid out as by pack_updates.
 struct Update {
     uint64_t key;
     float coefficient, factor;
 };
 
-enum Precision : int { STOCHASTIC, MASTER, NEAREST };
-
-// Applies all updates to one tile before the next tile, so that the tile stays in the cache.
-template <typename Distribution, typename Storage, Precision precision>
-void update_range(typename Storage::Stored *__restrict__ shard, int16_t *__restrict__ low, int64_t start,
-                  int64_t count, uint32_t parameter_id, const Update *updates, int64_t num_updates) {
+// Applies all updates to one tile before the next tile, so that the tile stays in the cache. `noise` lacks the key.
+template <typename Storage>
+void update_range(typename Storage::Stored *__restrict__ shard, int16_t *__restrict__ low, int precision,
+                  int64_t start, int64_t count, Noise noise, const Update *updates, int64_t num_updates) {
     alignas(64) float buffer[TILE];
     alignas(64) uint32_t dither_buffer[TILE];
-    for_tiles<Distribution>(start, count, [&](int64_t position, int length) {
+    for_tiles(noise, start, count, [&](int64_t position, int length) {
         auto *__restrict__ tile = shard + position;
-        auto *__restrict__ tile_low = low + position;
         for (const Update *update = updates; update < updates + num_updates; ++update) {
-            const Noise noise{update->key, parameter_id};
+            noise.key = update->key;
             const float coefficient = update->coefficient, factor = update->factor;
-            const float *z = draw<Distribution>(buffer, noise, start + position, length);
-            if constexpr (precision == MASTER) {
-                for (int i = 0; i < length; ++i) {
-                    const float value = Storage::join(tile[i], tile_low[i]) * factor - coefficient * z[i];
-                    Storage::split(value, tile[i], tile_low[i]);
+            const float *z = draw(buffer, noise, start + position, length);
+            if constexpr (!std::is_same_v<Storage, Fp32>) {
+                if (precision == MASTER) {
+                    auto *__restrict__ tile_low = low + position;
+                    for (int i = 0; i < length; ++i) {
+                        const float value = Storage::join(tile[i], tile_low[i]) * factor - coefficient * z[i];
+                        Storage::split(value, tile[i], tile_low[i]);
+                    }
+                    continue;
                 }
-            } else if constexpr (precision == STOCHASTIC) {
-                const uint32_t *dither = draw<Dither>(dither_buffer, noise, start + position, length);
-                for (int i = 0; i < length; ++i)
-                    tile[i] = Storage::stochastic(Storage::load(tile[i]) * factor - coefficient * z[i], dither[i]);
-            } else {
-                for (int i = 0; i < length; ++i)
-                    tile[i] = Storage::nearest(Storage::load(tile[i]) * factor - coefficient * z[i]);
+                if (precision == STOCHASTIC) {
+                    const uint32_t *dither = draw_dither(dither_buffer, noise, start + position, length);
+                    for (int i = 0; i < length; ++i)
+                        tile[i] = Storage::stochastic(Storage::load(tile[i]) * factor - coefficient * z[i], dither[i]);
+                    continue;
+                }
             }
+            for (int i = 0; i < length; ++i)
+                tile[i] = Storage::nearest(Storage::load(tile[i]) * factor - coefficient * z[i]);
         }
     });
 }
 
-// ---------------------------------------------------------------- Threads
-
-// Sets the default floating-point environment (round to nearest, denormals kept) for its lifetime: another
-// library in the process may have set flush-to-zero, which would change bits.
-class DefaultFloats {
-  public:
-    DefaultFloats() {
-        std::fegetenv(&saved_);
-        std::fesetenv(FE_DFL_ENV);
-    }
-    ~DefaultFloats() { std::fesetenv(&saved_); }
-    DefaultFloats(const DefaultFloats &) = delete;
-    DefaultFloats &operator=(const DefaultFloats &) = delete;
-
-  private:
-    std::fenv_t saved_;
-};
-
-// Calls body(first, last) for pieces of at most `size` of [0, count), on up to `num_threads` threads.
+// Calls body(first, last) for pieces of at most `size` of [0, count), on up to `num_threads` threads, in the default
+// floating-point environment: another library in the process may have set flush-to-zero, which would change bits.
 template <typename Body>
 void parallel_for(int64_t count, int64_t size, int num_threads, Body body) {
     const int64_t num_pieces = (count + size - 1) / size;
     std::atomic<int64_t> next{0};
     const auto work = [&] {
-        const DefaultFloats environment;
+        std::fenv_t environment;
+        std::fegetenv(&environment);
+        std::fesetenv(FE_DFL_ENV);
         for (int64_t piece; (piece = next.fetch_add(1)) < num_pieces;)
             body(piece * size, std::min(count, (piece + 1) * size));
+        std::fesetenv(&environment);
     };
     std::vector<std::thread> threads;
     const int64_t num_helpers = std::min<int64_t>(num_threads, num_pieces) - 1;
@@ -417,11 +386,6 @@ void parallel_for(int64_t count, int64_t size, int num_threads, Body body) {
     for (std::thread &thread : threads) thread.join();
 }
 
-// ---------------------------------------------------------------- From run-time codes to templates
-
-enum Format : int { FP32 = 0, BF16 = 1, FP16 = 2 };
-enum DistributionCode : int { NORMAL = 0, RADEMACHER = 1 };
-
 template <typename Body>
 void with_format(int format, Body body) {
     switch (format) {
@@ -431,86 +395,50 @@ void with_format(int format, Body body) {
     }
 }
 
-template <typename Body>
-void with_distribution(int distribution, Body body) {
-    switch (distribution) {
-        case NORMAL: return body(Normal{});
-        case RADEMACHER: return body(Rademacher{});
-    }
-}
-
 }  // namespace
 
 // ---------------------------------------------------------------- C interface (see cpu.py)
 
 extern "C" {
 
-void lezo_draw(int distribution, float *out, int64_t start, int64_t count, uint64_t key, uint32_t parameter_id,
-               int num_threads) {
-    with_distribution(distribution, [&](auto tag) {
-        parallel_for(count, CHUNK, num_threads, [&](int64_t first, int64_t last) {
-            draw_range<decltype(tag)>(out + first, start + first, last - first, {key, parameter_id});
-        });
-    });
-}
-
-// theta is the whole parameter. If `rows` is null, its first num_rows * width elements are perturbed; otherwise
+// theta is the full parameter. If `rows` is null, its first num_rows * width elements are perturbed; otherwise
 // those rows. `minus` may be null.
 void lezo_perturb(int distribution, const void *theta, int theta_format, void *plus, void *minus, int out_format,
                   const int64_t *rows, int64_t num_rows, int64_t width, uint64_t key, uint32_t parameter_id,
                   float scale, int num_threads) {
-    const Noise noise{key, parameter_id};
-    const auto perturb = [&](auto distribution_tag, auto theta_tag, auto out_tag) {
+    const Noise noise{distribution, key, parameter_id};
+    const auto perturb = [&](auto theta_tag, auto out_tag) {
         using Theta = decltype(theta_tag);
         using Out = decltype(out_tag);
-        const auto *from = static_cast<const typename Theta::Stored *>(theta);
-        auto *to_plus = static_cast<typename Out::Stored *>(plus);
-        auto *to_minus = static_cast<typename Out::Stored *>(minus);
         const auto range = [&](int64_t source, int64_t target, int64_t count) {
-            perturb_range<decltype(distribution_tag), Theta, Out>(
-                from + source, to_plus + target, to_minus ? to_minus + target : nullptr, source, count, noise, scale);
+            auto *to_minus = static_cast<typename Out::Stored *>(minus);
+            perturb_range<Theta, Out>(static_cast<const typename Theta::Stored *>(theta) + source,
+                                      static_cast<typename Out::Stored *>(plus) + target,
+                                      to_minus ? to_minus + target : nullptr, source, count, noise, scale);
         };
-        if (rows == nullptr) {
-            parallel_for(num_rows * width, CHUNK, num_threads,
-                         [&](int64_t first, int64_t last) { range(first, first, last - first); });
-            return;
-        }
+        if (rows == nullptr)
+            return parallel_for(num_rows * width, CHUNK, num_threads,
+                                [&](int64_t first, int64_t last) { range(first, first, last - first); });
         const int64_t rows_at_once = std::max<int64_t>(1, CHUNK / std::max<int64_t>(1, width));
         parallel_for(num_rows, rows_at_once, num_threads, [&](int64_t first, int64_t last) {
             for (int64_t i = first; i < last; ++i) range(rows[i] * width, i * width, width);
         });
     };
-    with_distribution(distribution, [&](auto distribution_tag) {
-        with_format(theta_format, [&](auto theta_tag) {
-            with_format(out_format, [&](auto out_tag) { perturb(distribution_tag, theta_tag, out_tag); });
-        });
+    with_format(theta_format, [&](auto theta_tag) {
+        with_format(out_format, [&](auto out_tag) { perturb(theta_tag, out_tag); });
     });
 }
 
-// `low` is null unless `precision` is MASTER, which does not exist for fp32.
+// `low` is null unless `precision` is MASTER in 16 bits. fp32 is always stored to nearest.
 void lezo_update(int distribution, void *shard, int format, int16_t *low, int precision, int64_t start, int64_t count,
                  uint32_t parameter_id, const Update *updates, int64_t num_updates, int num_threads) {
-    const auto update = [&](auto distribution_tag, auto storage_tag) {
-        using Distribution = decltype(distribution_tag);
+    const Noise noise{distribution, 0, parameter_id};
+    with_format(format, [&](auto storage_tag) {
         using Storage = decltype(storage_tag);
-        auto *whole = static_cast<typename Storage::Stored *>(shard);
         parallel_for(count, CHUNK, num_threads, [&](int64_t first, int64_t last) {
-            auto *part = whole + first;
-            const int64_t from = start + first, length = last - first;
-            if constexpr (!std::is_same_v<Storage, Fp32>) {
-                if (precision == MASTER)
-                    return update_range<Distribution, Storage, MASTER>(part, low + first, from, length, parameter_id,
-                                                                       updates, num_updates);
-                if (precision == STOCHASTIC)
-                    return update_range<Distribution, Storage, STOCHASTIC>(part, nullptr, from, length, parameter_id,
-                                                                           updates, num_updates);
-            }
-            update_range<Distribution, Storage, NEAREST>(part, nullptr, from, length, parameter_id, updates,
-                                                         num_updates);
+            update_range<Storage>(static_cast<typename Storage::Stored *>(shard) + first, low ? low + first : nullptr,
+                                  precision, start + first, last - first, noise, updates, num_updates);
         });
-    };
-    with_distribution(distribution, [&](auto distribution_tag) {
-        with_format(format, [&](auto storage_tag) { update(distribution_tag, storage_tag); });
     });
 }
 

@@ -3,74 +3,88 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from lezo_ds.noise import NoiseBackend, Shard, Weight, pack_updates
 from lezo_ds.noise import triton_kernels as kernels
-from lezo_ds.noise.backend import NoiseBackend, Shard, Weight, pack_updates
-from lezo_ds.noise.draws import PER_BLOCK
-from lezo_ds.noise.launch import Launch
+from lezo_ds.noise.reference import PER_BLOCK
 from lezo_ds.zo.updates import Distribution, Update, UpdatePrecision
 
-# Blocks of one program. No bit depends on it, and it is not tuned: no element is read twice, so it only sets
-# how many programs there are. triton.autotune would time the update on the weights themselves.
-NUM_BLOCKS: dict[Distribution, int] = {"normal": 512, "rademacher": 32}
-
-_UNIT = 16
+# Elements of one program, as in `triton_kernels._tile`. No bit depends on it, and it is not tuned: no element
+# is read twice, so it only sets how many programs there are.
+_TILE: dict[Distribution, int] = {"normal": 512 * 4, "rademacher": 32 * 128}
 _ALIGNMENT = 512  # of copies in bytes, like that of torch's allocator: matrix products may depend on it
-_FEWEST_COLUMNS = 16
-_NEVER = 1 << 62  # more than any number of programs
 _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-class TritonNoise(NoiseBackend):
-    """`NoiseBackend` on CUDA devices. Rows out of range are not caught.
+class Launch:
+    """A kernel with the number of its programs and its last arguments, which are the same in all runs.
 
-    One kernel perturbs all parameters of a call, and one updates all shards of a call, if they are alike.
+    Triton looks at all arguments to find the kernel that is compiled for them, which takes longer than the
+    launch. It looks at the types, and at which addresses and integers are multiples of 16, unless a kernel
+    says `do_not_specialize`. Runs of one launch must not differ in these, so only the first looks.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,  # noqa: ANN401
+        num_programs: int,
+        constants: Mapping[str, Any],
+        num_warps: int = 4,
+    ) -> None:
+        self._kernel = kernel
+        self._grid = (num_programs, 1, 1)
+        self._constants = [constants[name] for name in kernel.arg_names[-len(constants) :]]
+        self._num_warps = num_warps
+        self._compiled: Any = None
+
+    def run(self, first: Tensor, *others: object) -> None:
+        """Run the kernel on its arguments before the constants, on the device of the first."""
+        if self._grid[0] == 0:
+            return
+        with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
+            if self._compiled is not None:
+                self._compiled[self._grid](first, *others, *self._constants)
+                return
+            # enable_fp_fusion=False: a fused multiply-add rounds once where the other backends round twice.
+            # Triton's interpreter returns None.
+            self._compiled = self._kernel[self._grid](
+                first, *others, *self._constants, num_warps=self._num_warps, enable_fp_fusion=False
+            )
+
+
+class TritonNoise(NoiseBackend):
+    """One kernel perturbs all parameters of a call, and one updates all shards of a call, if they are alike.
+
+    Rows out of range are not caught.
     """
 
     takes_blocks = True
-
-    def draw(
-        self,
-        key: int,
-        parameter_id: int,
-        start: int,
-        count: int,
-        device: torch.device,
-        distribution: Distribution = "normal",
-    ) -> Tensor:
-        out = torch.empty(count, dtype=torch.float32, device=device)
-        aligned = start % PER_BLOCK[distribution] == 0
-        launch = _launch(
-            kernels.draw_kernel, distribution, _num_tiles(distribution, start, count), aligned=aligned
-        )
-        launch.run(out, key, parameter_id, start, count)
-        return out
 
     def _perturb(
         self, weights: Sequence[Weight], key: int, scale: float, num_signs: int, distribution: Distribution
     ) -> list[list[Tensor]]:
         if weights[0].rows is not None:
             return [_perturb_rows(weight, key, scale, num_signs, distribution) for weight in weights]
+        thetas = [weight.theta.contiguous() for weight in weights]
         facts = [
-            (w.theta.data_ptr(), w.theta.shape, w.parameter_id, w.theta.dtype, w.out_dtype) for w in weights
+            (theta.data_ptr(), theta.shape, theta.dtype, weight.parameter_id, weight.out_dtype)
+            for theta, weight in zip(thetas, weights, strict=True)
         ]
-        device = weights[0].theta.device
-        copies: list[list[Tensor]] = [[] for _ in weights]
-        for group in _perturb_groups(tuple(facts), num_signs, distribution, device):
-            # All copies in one piece of memory: those of plus, then those of minus.
-            out = torch.empty(group.num_bytes, dtype=torch.uint8, device=device)
-            group.launch.run(weights[group.first].theta, out, group.table, key, scale)
-            by_dtype = {dtype: out.view(dtype) for dtype in group.out_dtypes}
-            for place, dtype, view in group.copies:
-                copies[place].append(by_dtype[dtype].as_strided(*view))
-        return copies
+        device = thetas[0].device
+        num_bytes, views, launches = _copies(tuple(facts), num_signs, distribution, device)
+        # All copies in one piece of memory: those of plus, then those of minus.
+        out = torch.empty(num_signs * num_bytes, dtype=torch.uint8, device=device)
+        for table, launch in launches:
+            launch.run(table, out, key, scale, num_bytes)
+        of_dtype = {dtype: out.view(dtype) for dtype in {weight.out_dtype for weight in weights}}
+        return [[of_dtype[dtype].as_strided(*view) for dtype, *view in of_weight] for of_weight in views]
 
     def update_(
         self,
@@ -81,14 +95,17 @@ class TritonNoise(NoiseBackend):
     ) -> None:
         if not (shards and updates):
             return
-        facts = [
-            (v.data_ptr(), 0 if low is None else low.data_ptr(), v.numel(), start, parameter_id, v.dtype)
-            for v, start, parameter_id, low in shards
-        ]
+        parts = []
+        for values, start, parameter_id, low in shards:
+            stored = "nearest" if values.dtype == torch.float32 else precision
+            constants = (("dtype", values.dtype), ("precision", stored))
+            low_address = 0 if low is None else low.data_ptr()
+            part = (constants, parameter_id, values.numel(), values.data_ptr(), low_address, start, start)
+            parts.append(part)
         device = shards[0].values.device
         keys, multipliers = _updates_on_device(pack_updates(updates).tobytes(), device)
-        for first, table, launch in _update_groups(tuple(facts), precision, distribution, device):
-            launch.run(shards[first].values, shards[first].low, table, keys, multipliers, len(updates))
+        for table, launch in _launches("update_kernel", tuple(parts), distribution, device):
+            launch.run(table, keys, multipliers, len(updates))
 
 
 def _perturb_rows(
@@ -96,145 +113,84 @@ def _perturb_rows(
 ) -> list[Tensor]:
     theta, parameter_id, out_dtype, rows = weight
     assert rows is not None
+    theta, rows = theta.contiguous(), rows.contiguous()
     width, per_block = theta.shape[1], PER_BLOCK[distribution]
     outs = [torch.empty((len(rows), width), dtype=out_dtype, device=theta.device) for _ in range(num_signs)]
     aligned = width % per_block == 0
     # A row that starts within a block can touch one more tile.
     tiles_of_row = _num_tiles(distribution, 0 if aligned else per_block - 1, width)
-    launch = _launch(kernels.perturb_rows_kernel, distribution, len(rows) * tiles_of_row, aligned=aligned)
+    constants = {"aligned": aligned, "distribution": distribution}
+    launch = Launch(kernels.perturb_rows_kernel, len(rows) * tiles_of_row, constants)
     plus, minus = outs if num_signs == 2 else (outs[0], None)
     launch.run(theta, rows, plus, minus, key, parameter_id, scale, width, tiles_of_row)
     return outs
 
 
-def _launch(
-    kernel: Any,  # noqa: ANN401
-    distribution: Distribution,
-    num_programs: int,
-    **constants: object,
-) -> Launch:
-    common = {"distribution": distribution, "num_blocks": NUM_BLOCKS[distribution]}
-    return Launch(kernel, num_programs, {**constants, **common})
-
-
 def _num_tiles(distribution: Distribution, start: int, count: int) -> int:
     """Return how many programs cover the elements [start, start + count)."""
-    per_block = PER_BLOCK[distribution]
-    return -(-(start % per_block + count) // (per_block * NUM_BLOCKS[distribution])) if count else 0
+    return -(-(start % PER_BLOCK[distribution] + count) // _TILE[distribution]) if count else 0
 
 
-class _Perturbed(NamedTuple):
-    """Parameters that one kernel perturbs."""
-
-    first: int  # place of the first parameter in the call
-    num_bytes: int  # of all copies
-    out_dtypes: set[torch.dtype]
-    copies: Sequence[tuple[int, torch.dtype, tuple[Sequence[int], Sequence[int], int]]]  # place, dtype, view
-    table: Tensor
-    launch: Launch
-
-
-# Weights that stay where they are have the same tables at each step.
+# Weights that stay where they are have the same copies and tables at each step.
 @functools.lru_cache(maxsize=1024)
-def _perturb_groups(
-    facts: Sequence[tuple[int, torch.Size, int, torch.dtype, torch.dtype]],
+def _copies(
+    facts: Sequence[tuple[int, torch.Size, torch.dtype, int, torch.dtype]],
     num_signs: int,
     distribution: Distribution,
     device: torch.device,
-) -> list[_Perturbed]:
-    """Return what one kernel each perturbs, of weights: address, shape, id, dtype and dtype of the copies."""
-    alike: dict[Any, list[int]] = {}
-    for place, (address, shape, _, dtype, out_dtype) in enumerate(facts):
-        other = dtype if out_dtype == torch.float32 else out_dtype
-        alike.setdefault((dtype, other, _unit(address, shape.numel())), []).append(place)
-    groups = []
-    for (_, other, unit), places in alike.items():
-        first, end = facts[places[0]][0], 0
-        rows, offsets = [], []
-        for place in places:
-            address, shape, parameter_id, _, out_dtype = facts[place]
-            count, is_fp32 = shape.numel(), out_dtype == torch.float32
-            tiles = _num_tiles(distribution, 0, count)
-            rows.append((tiles, parameter_id, count // unit, (address - first) // unit, end // unit, is_fp32))
-            offsets.append(end)
-            end += -(-count * out_dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        copies = []
-        for sign in range(num_signs):
-            for place, offset in zip(places, offsets, strict=True):
-                shape, out_dtype = facts[place][1], facts[place][4]
-                strides = torch.empty(shape, device="meta").stride()
-                view = (shape, strides, (sign * end + offset) // out_dtype.itemsize)
-                copies.append((place, out_dtype, view))
-        table, num_programs = _table(rows, device)
-        launch = _launch(
-            kernels.perturb_kernel,
-            distribution,
-            num_programs,
-            distance=end,
-            two_signs=num_signs == 2,
-            out_dtype=_TRITON_TYPES[other],
-            unit=unit,
-            num_columns=table.shape[1],
+) -> tuple[int, list[list[Any]], list[tuple[Tensor, Launch]]]:
+    """Return the bytes of the copies of one sign, (dtype, *view) of the copies of each weight, and launches.
+
+    The facts of a weight are address, shape, dtype, parameter id and dtype of its copies.
+    """
+    parts, offsets, end = [], [], 0
+    for address, shape, dtype, parameter_id, out_dtype in facts:
+        is_fp32 = out_dtype == torch.float32
+        # Copies in fp32 and in 16 bits can come from one kernel.
+        constants = (
+            ("dtype", dtype),
+            ("out_dtype", dtype if is_fp32 else out_dtype),
+            ("two_signs", num_signs == 2),
         )
-        out_dtypes = {facts[place][4] for place in places}
-        groups.append(_Perturbed(places[0], num_signs * end, out_dtypes, copies, table, launch))
-    return groups
+        parts.append((constants, parameter_id, shape.numel(), address, end, 0, is_fp32))
+        offsets.append(end)
+        end += -(-shape.numel() * out_dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    views = []
+    for (_, shape, _, _, dtype), offset in zip(facts, offsets, strict=True):
+        strides = torch.empty(shape, device="meta").stride()
+        firsts = [(sign * end + offset) // dtype.itemsize for sign in range(num_signs)]
+        views.append([(dtype, shape, strides, first) for first in firsts])
+    return end, views, _launches("perturb_kernel", tuple(parts), distribution, device)
 
 
 @functools.lru_cache(maxsize=1024)
-def _update_groups(
-    facts: Sequence[tuple[int, int, int, int, int, torch.dtype]],
-    precision: UpdatePrecision,
-    distribution: Distribution,
-    device: torch.device,
-) -> list[tuple[int, Tensor, Launch]]:
-    """Return (place of the first, table, launch) of shards that one kernel each updates.
+def _launches(
+    kernel: str, parts: Sequence[tuple[Any, ...]], distribution: Distribution, device: torch.device
+) -> list[tuple[Tensor, Launch]]:
+    """Return a table and a launch for each kind of parts: those that one compiled kernel serves.
 
-    The facts of a shard are address, address of the low bits, number of elements, start, id and dtype.
+    A part is (constants of the kernel, parameter id, number of elements, address, first of the two fields
+    that depend on the kernel, index of the first element, second field); see `triton_kernels._part`.
     """
-    alike: dict[Any, list[int]] = {}
-    for place, (address, low, count, start, _, dtype) in enumerate(facts):
-        aligned = start % PER_BLOCK[distribution] == 0
-        alike.setdefault((dtype, aligned, _unit(address, low, count)), []).append(place)
-    groups = []
-    for (dtype, aligned, unit), places in alike.items():
-        first, first_low = facts[places[0]][:2]
-        rows = []
-        for place in places:
-            address, low, count, start, parameter_id, _ = facts[place]
-            tiles = _num_tiles(distribution, start, count)
-            distances = ((address - first) // unit, (low - first_low) // unit)
-            rows.append((tiles, parameter_id, count // unit, *distances, start))
-        table, num_programs = _table(rows, device)
-        launch = _launch(
-            kernels.update_kernel,
-            distribution,
-            num_programs,
-            precision="nearest" if dtype == torch.float32 else precision,
-            aligned=aligned,
-            unit=unit,
-            num_columns=table.shape[1],
-        )
-        groups.append((places[0], table, launch))
-    return groups
-
-
-def _unit(*values: int) -> int:
-    """Return the unit in which a table gives sizes and distances that are multiples of those values."""
-    return _UNIT if all(value % _UNIT == 0 for value in values) else 1
-
-
-def _table(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, int]:
-    """Return a table as `triton_kernels._part` reads it, and the number of programs.
-
-    The rows are the number of programs and the fields of each part.
-    """
-    num_tiles, *fields = np.array(rows, dtype=np.int64).T
-    # A kernel is compiled for each number of columns.
-    num_columns = max(_FEWEST_COLUMNS, 1 << (len(rows) - 1).bit_length())
-    table = np.full((1 + len(fields), num_columns), _NEVER, dtype=np.int64)
-    table[:, : len(rows)] = [np.cumsum(num_tiles) - num_tiles, *fields]
-    return _on_device(torch.from_numpy(table), device), int(num_tiles.sum())
+    alike: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
+    for constants, parameter_id, count, address, other, start, last in parts:
+        unit = 16 if count % 16 == address % 16 == other % 16 == 0 else 1
+        kind = (*constants, ("aligned", start % PER_BLOCK[distribution] == 0), ("unit", unit))
+        num_tiles = _num_tiles(distribution, start, count)
+        column = (num_tiles, parameter_id, count, address, other, last)
+        alike.setdefault(kind, []).append(column)
+    launches = []
+    for kind, columns in alike.items():
+        num_columns = max(16, 1 << (len(columns) - 1).bit_length())  # a kernel is compiled for each number
+        table = np.full((6, num_columns), 1 << 62, dtype=np.int64)  # more than any number of programs
+        table[:, : len(columns)] = np.array(columns, dtype=np.int64).T
+        ends = np.cumsum(table[0, : len(columns)])
+        table[0, : len(columns)] = [0, *ends[:-1]]
+        constants = {name: _TRITON_TYPES.get(value, value) for name, value in kind}
+        constants |= {"num_columns": num_columns, "distribution": distribution}
+        launch = Launch(getattr(kernels, kernel), int(ends[-1]), constants)
+        launches.append((_on_device(torch.from_numpy(table), device), launch))
+    return launches
 
 
 # All blocks of a step have the same updates, so one copy to the GPU serves them all.

@@ -1,8 +1,8 @@
-"""The noise operations as Triton kernels: the same bits as draws.py and precision.py, z in registers only.
+"""The noise operations as Triton kernels: the same bits as reference.py, z in registers only.
 
 Launch them with enable_fp_fusion=False: the bits equal those of the other backends only if every fp32
 operation is rounded on its own. tl.fma stands where the product is exact, so that it rounds like the product
-and the sum; and in `_root`. The formulas are those of draws.py and precision.py with fewer instructions: a
+and the sum; and in `_root`. The formulas are those of reference.py with fewer instructions: a
 factor that is a power of two changes no other bit of a result, so it can move to the constants.
 """
 
@@ -19,13 +19,10 @@ import triton.language as tl
 # Triton 3.7's interpreter cuts bits off where a GPU rounds to the nearest bf16.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
-# Triton compiles a kernel again for arguments that are 1 or multiples of 16; these change at every call.
-_NOT_SPECIALIZED = ["key", "parameter_id", "num_updates"]
-
 
 @triton.jit
 def _minus_two_log_uniform(word):
-    """See `draws._minus_two_log_uniform`. The constants are those of the logarithm times -2."""
+    """See `reference._minus_two_log_uniform`. The constants are those of the logarithm times -2."""
     # 1 + k / 2**23 with k = word >> 9, less 1 - 2**-24, is u: all exact.
     uniform = ((word >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
     bits = uniform.to(tl.int32, bitcast=True)
@@ -74,7 +71,7 @@ def _radius(word, angle):
 
 @triton.jit
 def _sin_cos(word):
-    """See `draws._sin_cos`; the first bit of `word` counts as 0."""
+    """See `reference._sin_cos`; the first bit of `word` counts as 0."""
     x = (word << 2).to(tl.int32, bitcast=True).to(tl.float32) * 3.657291987e-10
     square = x * x
     sine = (square * -1.9515295891e-4 + 8.3321608736e-3) * square + -1.6666654611e-1
@@ -108,8 +105,12 @@ def _product(word, factor: tl.constexpr):
 
 
 @triton.jit
-def _philox(key, word0, word1, word2, word3):
-    """See `draws.philox4x32_10`. tl.philox needs two multiplications for each product; this needs one."""
+def _words(key, parameter_id, block, stream: tl.constexpr):
+    """See `reference.words_of_blocks`; four of uint32. tl.philox takes two multiplications for a product."""
+    word0 = block.to(tl.uint32)
+    word1 = (block >> 32).to(tl.uint32)
+    word2 = word0 * 0 + tl.cast(parameter_id, tl.uint32)
+    word3 = word0 * 0 + stream
     key0 = key.to(tl.uint32)
     key1 = (key >> 32).to(tl.uint32)
     for _ in tl.static_range(10):
@@ -123,15 +124,6 @@ def _philox(key, word0, word1, word2, word3):
 
 
 @triton.jit
-def _words(key, parameter_id, block, stream: tl.constexpr):
-    """Return Philox4x32-10 of (block low, block high, parameter id, stream): four uint32 tensors."""
-    low = block.to(tl.uint32)
-    high = (block >> 32).to(tl.uint32)
-    zero = low * 0
-    return _philox(key, low, high, zero + tl.cast(parameter_id, tl.uint32), zero + stream)
-
-
-@triton.jit
 def _in_order(v0, v1, v2, v3):
     """Interleave the values of the blocks' four elements, [n] each, into [n, 4]."""
     return tl.join(tl.join(v0, v2), tl.join(v1, v3)).reshape(v0.shape[0], 4)
@@ -139,7 +131,7 @@ def _in_order(v0, v1, v2, v3):
 
 @triton.jit
 def box_muller(word0, word1, word2, word3):
-    """See `draws.box_muller`; fp32 [n, 4]."""
+    """See `reference.box_muller`; fp32 [n, 4]."""
     radius01 = _radius(word0, word1)
     radius23 = _radius(word2, word3)
     sin01, cos01 = _sin_cos(word1)
@@ -148,20 +140,14 @@ def box_muller(word0, word1, word2, word3):
 
 
 @triton.jit
-def _signs(key, parameter_id, block):
-    """Return +1 or -1 for all elements of the blocks: fp32 [n, 128]; the bits of the words."""
-    word0, word1, word2, word3 = _words(key, parameter_id, block, 2)
-    words = _in_order(word0, word1, word2, word3)
-    bits = words[:, :, None] >> tl.arange(0, 32).to(tl.uint32)[None, None, :]
-    ones = (bits << 31) | 0x3F800000  # the bit becomes the sign bit of 1
-    return ones.to(tl.float32, bitcast=True).reshape(block.shape[0], 128)
-
-
-@triton.jit
 def _draw(key, parameter_id, block, distribution: tl.constexpr):
     """Return z of all elements of the blocks: fp32 [n, elements of a block]."""
     if distribution == "rademacher":
-        z = _signs(key, parameter_id, block)
+        word0, word1, word2, word3 = _words(key, parameter_id, block, 2)
+        words = _in_order(word0, word1, word2, word3)
+        bits = words[:, :, None] >> tl.arange(0, 32).to(tl.uint32)[None, None, :]
+        ones = (bits << 31) | 0x3F800000  # the bit becomes the sign bit of 1
+        z = ones.to(tl.float32, bitcast=True).reshape(block.shape[0], 128)
     else:
         word0, word1, word2, word3 = _words(key, parameter_id, block, 0)
         z = box_muller(word0, word1, word2, word3)
@@ -194,7 +180,7 @@ def round_nearest(value, dtype: tl.constexpr):
 
 @triton.jit
 def _round_stochastic(value, dither, dtype: tl.constexpr):
-    """See `precision.round_stochastic`."""
+    """See `reference.round_stochastic`."""
     bits = value.to(tl.int32, bitcast=True)
     if dtype == tl.bfloat16:
         rounded = (bits + (dither & 0xFFFF)) >> 16
@@ -213,14 +199,14 @@ def _round_stochastic(value, dither, dtype: tl.constexpr):
 
 @triton.jit
 def _low_unit(high):
-    """Return the fp32 bits of one unit of `low`; see `precision._low_unit_exponent`."""
+    """Return the fp32 bits of one unit of `low`; see `reference._low_unit_exponent`."""
     power = high.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
     return tl.maximum(power, (127 - 14) << 23) - ((10 + 15) << 23)
 
 
 @triton.jit
 def _split_master(value, dtype: tl.constexpr):
-    """See `precision.split_master`."""
+    """See `reference.split_master`."""
     if dtype == tl.bfloat16:
         bits = value.to(tl.int32, bitcast=True)
         high_bits = (bits + 0x8000) >> 16
@@ -237,7 +223,7 @@ def _split_master(value, dtype: tl.constexpr):
 
 @triton.jit
 def _join_master(high, low):
-    """See `precision.join_master`."""
+    """See `reference.join_master`."""
     if high.dtype == tl.bfloat16:
         bits = (high.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low.to(tl.int32)
         value = bits.to(tl.float32, bitcast=True)
@@ -248,14 +234,15 @@ def _join_master(high, low):
 
 
 @triton.jit
-def _tile(tile, start, count, aligned: tl.constexpr, num_blocks: tl.constexpr, distribution: tl.constexpr):
+def _tile(tile, start, count, aligned: tl.constexpr, distribution: tl.constexpr):
     """Return a tile's blocks [n], the positions of its elements from `start`, and a mask of those that exist.
 
-    Positions and mask are [n, per_block]. `aligned` promises that `start` is a multiple of `per_block`, which
-    allows wide accesses. With four elements a block, each thread holds whole blocks, so that no element moves
-    between threads from drawing to storing.
+    Positions and mask are [n, elements of a block]. `aligned` promises that `start` is the first of a block,
+    which allows wide accesses. With four elements a block, each thread holds whole blocks, so that no element
+    moves between threads from drawing to storing.
     """
     per_block: tl.constexpr = 128 if distribution == "rademacher" else 4
+    num_blocks: tl.constexpr = 32 if distribution == "rademacher" else 512
     first = tile * num_blocks
     block = start // per_block + first + tl.arange(0, num_blocks)
     elements = tl.arange(0, num_blocks)[:, None] * per_block + tl.arange(0, per_block)[None, :]
@@ -268,91 +255,70 @@ def _tile(tile, start, count, aligned: tl.constexpr, num_blocks: tl.constexpr, d
     return block, position, inside
 
 
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
-def draw_kernel(
-    out_ptr,
-    key: tl.uint64,
-    parameter_id: tl.uint32,
-    start: tl.int64,
-    count: tl.int64,
-    aligned: tl.constexpr,
-    distribution: tl.constexpr,
-    num_blocks: tl.constexpr,
-):
-    """out[i] = z of element start + i, for i < count."""
-    tile = tl.program_id(0).to(tl.int64)
-    block, position, inside = _tile(tile, start, count, aligned, num_blocks, distribution)
-    tl.store(out_ptr + position, _draw(key, parameter_id, block, distribution), mask=inside)
-
-
 @triton.jit
-def _part(table_ptr, program, num_columns: tl.constexpr):
-    """Return the place of the program's part in a table, and the number of the program's tile in that part.
+def _part(table_ptr, unit: tl.constexpr, num_columns: tl.constexpr):
+    """Return the number of this program's tile in its part of a call, and the other fields of the part.
 
-    A table is int64 [fields, num_columns], with a column for each part. The first field is the number of the
-    part's first program; it is out of reach in columns without a part.
+    A table is int64 [6, num_columns], with a column for each part: number of its first program (out of reach
+    in columns without a part), parameter id, number of elements, address, and two fields that depend on the
+    kernel. The third to fifth are in units: the compiler uses wide accesses where it sees multiples of 16.
     """
+    program = tl.program_id(0).to(tl.int64)
     first = tl.load(table_ptr + tl.arange(0, num_columns))
-    place = tl.sum((first <= program).to(tl.int32), axis=0) - 1
-    return place, program - tl.load(table_ptr + place)
+    column = table_ptr + tl.sum((first <= program).to(tl.int32), axis=0) - 1
+    parameter_id = tl.load(column + num_columns)
+    count = tl.multiple_of(tl.load(column + 2 * num_columns), unit)
+    address = tl.load(column + 3 * num_columns)
+    other = tl.multiple_of(tl.load(column + 4 * num_columns), unit)
+    return program - tl.load(column), parameter_id, count, address, other, tl.load(column + 5 * num_columns)
 
 
 @triton.jit
-def _moved(pointer, distance, dtype: tl.constexpr):
-    """Return a pointer to `dtype` that lies a distance in bytes after another pointer."""
-    return (pointer.to(tl.pointer_type(tl.uint8)) + distance).to(tl.pointer_type(dtype))
+def _pointer(address, dtype: tl.constexpr, unit: tl.constexpr):
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), unit)
 
 
 @triton.jit
-def _store_perturbed(out_ptr, position, value, inside, is_fp32, out_dtype: tl.constexpr):
+def _store_copy(out_ptr, position, value, inside, is_fp32, out_dtype: tl.constexpr):
     """Store fp32 values as fp32 or as `out_dtype`."""
     if is_fp32 != 0:
-        tl.store(_moved(out_ptr, 0, tl.float32) + position, value, mask=inside)
+        tl.store(out_ptr.to(tl.pointer_type(tl.float32)) + position, value, mask=inside)
     else:
         rounded = round_nearest(value, out_dtype)
-        tl.store(_moved(out_ptr, 0, out_dtype) + position, rounded, mask=inside)
+        tl.store(out_ptr.to(tl.pointer_type(out_dtype)) + position, rounded, mask=inside)
 
 
 @triton.jit(do_not_specialize=["key"])
 def perturb_kernel(
-    theta_ptr,
-    out_ptr,
     table_ptr,
+    out_ptr,
     key: tl.uint64,
     scale: tl.float32,
     distance: tl.int64,
-    two_signs: tl.constexpr,
+    dtype: tl.constexpr,
     out_dtype: tl.constexpr,
+    two_signs: tl.constexpr,
+    aligned: tl.constexpr,
     unit: tl.constexpr,
     num_columns: tl.constexpr,
     distribution: tl.constexpr,
-    num_blocks: tl.constexpr,
 ):
-    """For whole parameters, plus = theta + scale * z and, if there are two signs, minus = theta - scale * z.
+    """For full parameters, plus = theta + scale * z and, if there are two signs, minus = theta - scale * z.
 
-    The table has these fields: first program, parameter id, number of elements, distance of theta from
-    `theta_ptr` and of plus from `out_ptr` in bytes, and whether plus is fp32 instead of `out_dtype`. minus
-    lies `distance` bytes after plus. The number and the distances are given in units: the compiler uses wide
-    accesses where it can see that they are multiples of 16.
+    The last fields of a part are the distance of plus from `out_ptr` in bytes, and whether plus is fp32
+    instead of `out_dtype`. minus lies `distance` bytes after plus.
     """
-    program = tl.program_id(0).to(tl.int64)
-    place, tile = _part(table_ptr, program, num_columns)
-    column = table_ptr + place
-    parameter_id = tl.load(column + num_columns)
-    count = tl.load(column + 2 * num_columns) * unit
-    theta_ptr = _moved(theta_ptr, tl.load(column + 3 * num_columns) * unit, theta_ptr.dtype.element_ty)
-    out_ptr += tl.load(column + 4 * num_columns) * unit
-    is_fp32 = tl.load(column + 5 * num_columns)
-    block, position, inside = _tile(tile, 0, count, True, num_blocks, distribution)
-    theta = tl.load(theta_ptr + position, mask=inside).to(tl.float32)
+    tile, parameter_id, count, address, offset, is_fp32 = _part(table_ptr, unit, num_columns)
+    out_ptr += offset
+    block, position, inside = _tile(tile, 0, count, aligned, distribution)
+    theta = tl.load(_pointer(address, dtype, unit) + position, mask=inside).to(tl.float32)
     change = scale * _draw(key, parameter_id, block, distribution)
-    plus = theta + change
-    _store_perturbed(out_ptr, position, plus, inside, is_fp32, out_dtype)
+    _store_copy(out_ptr, position, theta + change, inside, is_fp32, out_dtype)
     if two_signs:
-        _store_perturbed(out_ptr + distance, position, theta - change, inside, is_fp32, out_dtype)
+        _store_copy(out_ptr + distance, position, theta - change, inside, is_fp32, out_dtype)
 
 
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=["key", "parameter_id"])
 def perturb_rows_kernel(
     theta_ptr,
     rows_ptr,
@@ -362,62 +328,50 @@ def perturb_rows_kernel(
     parameter_id: tl.uint32,
     scale: tl.float32,
     width: tl.int64,
-    tiles_per_row: tl.int32,
+    tiles_of_row: tl.int32,
     aligned: tl.constexpr,
     distribution: tl.constexpr,
-    num_blocks: tl.constexpr,
 ):
     """Row i of plus (and minus) = theta[rows[i]] + (and -) scale * z. `minus_ptr` may be None."""
     program = tl.program_id(0)
-    tile, target = (program % tiles_per_row).to(tl.int64), (program // tiles_per_row).to(tl.int64)
+    tile, target = (program % tiles_of_row).to(tl.int64), (program // tiles_of_row).to(tl.int64)
     source = tl.load(rows_ptr + target)
-    block, position, inside = _tile(tile, source * width, width, aligned, num_blocks, distribution)
+    block, position, inside = _tile(tile, source * width, width, aligned, distribution)
     theta = tl.load(theta_ptr + source * width + position, mask=inside).to(tl.float32)
-    z = _draw(key, parameter_id, block, distribution)
+    change = scale * _draw(key, parameter_id, block, distribution)
     out = target * width + position
-    plus = theta + scale * z
-    tl.store(plus_ptr + out, round_nearest(plus, plus_ptr.dtype.element_ty), mask=inside)
+    tl.store(plus_ptr + out, round_nearest(theta + change, plus_ptr.dtype.element_ty), mask=inside)
     if minus_ptr is not None:
-        minus = theta - scale * z
-        tl.store(minus_ptr + out, round_nearest(minus, minus_ptr.dtype.element_ty), mask=inside)
+        tl.store(minus_ptr + out, round_nearest(theta - change, minus_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_updates"])
 def update_kernel(
-    shard_ptr,
-    low_ptr,
     table_ptr,
     keys_ptr,
     multipliers_ptr,
     num_updates: tl.int32,
+    dtype: tl.constexpr,
     precision: tl.constexpr,
     aligned: tl.constexpr,
     unit: tl.constexpr,
     num_columns: tl.constexpr,
     distribution: tl.constexpr,
-    num_blocks: tl.constexpr,
 ):
     """Apply theta * factor - coefficient * z to shards in place, for each update in order.
 
-    The table has these fields: first program, parameter id, number of elements, distance of the shard from
-    `shard_ptr` and of its low bits from `low_ptr` in bytes, and index of the shard's first element. The
-    number and the distances are given in units, as in `perturb_kernel`. `aligned` is that of `_tile`.
-    `low_ptr` may be None. `keys_ptr` and `multipliers_ptr` are the same memory, the output of
-    `backend.pack_updates`, read as uint64 and as fp32. The tile stays in registers between the updates.
+    The last fields of a part are the address of the low bits, if `precision` is fp32_master, and the index of
+    the first element. `keys_ptr` and `multipliers_ptr` are the same memory, from `pack_updates`, read as
+    uint64 and as fp32. The tile stays in registers between the updates.
     """
-    program = tl.program_id(0).to(tl.int64)
-    place, tile = _part(table_ptr, program, num_columns)
-    column = table_ptr + place
-    parameter_id = tl.load(column + num_columns)
-    count = tl.load(column + 2 * num_columns) * unit
-    shard_ptr = _moved(shard_ptr, tl.load(column + 3 * num_columns) * unit, shard_ptr.dtype.element_ty)
-    start = tl.load(column + 5 * num_columns)
-    block, position, inside = _tile(tile, start, count, aligned, num_blocks, distribution)
-    stored = tl.load(shard_ptr + position, mask=inside)
+    tile, parameter_id, count, address, low_address, start = _part(table_ptr, unit, num_columns)
+    block, position, inside = _tile(tile, start, count, aligned, distribution)
+    shard_ptr = _pointer(address, dtype, unit) + position
+    low_ptr = _pointer(low_address, tl.int16, unit) + position
+    stored = tl.load(shard_ptr, mask=inside)
     low = stored  # a loop needs its variables before it; unused unless `precision` is fp32_master
     if precision == "fp32_master":
-        low_ptr = _moved(low_ptr, tl.load(column + 4 * num_columns) * unit, tl.int16)
-        low = tl.load(low_ptr + position, mask=inside)
+        low = tl.load(low_ptr, mask=inside)
     for update in range(num_updates):
         key = tl.load(keys_ptr + 2 * update)
         coefficient = tl.load(multipliers_ptr + 4 * update + 2)
@@ -425,14 +379,13 @@ def update_kernel(
         z = _draw(key, parameter_id, block, distribution)
         if precision == "fp32_master":
             value = _join_master(stored, low) * factor - coefficient * z
-            stored, low = _split_master(value, stored.dtype)
+            stored, low = _split_master(value, dtype)
         else:
             value = stored.to(tl.float32) * factor - coefficient * z
             if precision == "stochastic":
-                dither = _dither(key, parameter_id, block, z.shape[1])
-                stored = _round_stochastic(value, dither, stored.dtype)
+                stored = _round_stochastic(value, _dither(key, parameter_id, block, z.shape[1]), dtype)
             else:
-                stored = round_nearest(value, stored.dtype)
-    tl.store(shard_ptr + position, stored, mask=inside)
+                stored = round_nearest(value, dtype)
+    tl.store(shard_ptr, stored, mask=inside)
     if precision == "fp32_master":
-        tl.store(low_ptr + position, low, mask=inside)
+        tl.store(low_ptr, low, mask=inside)

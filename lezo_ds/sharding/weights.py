@@ -11,13 +11,14 @@ from torch import Tensor
 
 from lezo_ds import distributed
 from lezo_ds.errors import UserError
-from lezo_ds.noise import Distribution, Shard, UpdatePrecision, noise_backend, split_master
+from lezo_ds.noise import Shard, noise_backend
+from lezo_ds.noise.reference import split_master
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.checkpoint_files import WeightFiles
 from lezo_ds.sharding.digest import shard_digest
 from lezo_ds.sharding.witness import Sample, Witness
 from lezo_ds.sharding.zero3 import ShardedParameter
-from lezo_ds.zo.updates import StepUpdate, Update, updates_of_parameter
+from lezo_ds.zo.updates import Distribution, StepUpdate, Update, UpdatePrecision, updates_of_parameter
 
 _LOW_STREAM = 0x80000000  # keeps the digest of the low bits apart from that of the shard they belong to
 
@@ -28,7 +29,7 @@ class ShardedWeights:
     Args:
         parameters: all parameters of the model.
         aliases: all names of each parameter, by its first name (tied weights have several).
-        precision: how updates are stored (see lezo_ds.noise.precision).
+        precision: how updates are stored (see lezo_ds.noise.reference).
         has_adapter: whether the trainable parameters are those of an adapter. A checkpoint of the model does
             not hold them.
 

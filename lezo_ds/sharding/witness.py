@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lezo_ds.noise import Distribution, Shard, UpdatePrecision, noise_backend
+from lezo_ds.noise import Shard, noise_backend
 from lezo_ds.sharding.zero3 import ShardedParameter
-from lezo_ds.zo.updates import StepUpdate, updates_of_parameter
+from lezo_ds.zo.updates import Distribution, StepUpdate, UpdatePrecision, updates_of_parameter
 
 _NUM_ELEMENTS = 64
 

@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lezo_ds.noise import noise_backend
-from lezo_ds.noise.draws import dither_words
-from lezo_ds.noise.precision import round_stochastic
+from lezo_ds.noise.reference import dither_words, round_stochastic
 from lezo_ds.sharding.parameters import parameter_ids
 from lezo_ds.zo.keys import direction_key
 

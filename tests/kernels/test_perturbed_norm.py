@@ -14,7 +14,7 @@ from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.forward.perturbed_forward import KeyedProbe, Perturbation, PerturbedForward
 from lezo_ds.noise import noise_backend
-from lezo_ds.noise.launch import Launch
+from lezo_ds.noise.gpu import Launch
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

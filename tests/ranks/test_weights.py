@@ -15,7 +15,8 @@ from lezo_ds import distributed
 from lezo_ds.errors import UserError
 from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.model.sharded_model import load_weights
-from lezo_ds.noise import join_master, noise_backend
+from lezo_ds.noise import noise_backend
+from lezo_ds.noise.reference import join_master
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta, load_model_config
 from lezo_ds.sharding.parameters import NamedParameter, parameter_ids

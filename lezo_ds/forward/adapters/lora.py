@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from lezo_ds.errors import UserError
 from lezo_ds.forward.adapters.base import Adapter
 from lezo_ds.forward.blocks import BlockLayout
-from lezo_ds.noise.draws import NORMAL_STREAM, words_of_blocks
+from lezo_ds.noise.reference import NORMAL_STREAM, words_of_blocks
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.keys import adapter_key
 
