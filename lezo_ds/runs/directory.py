@@ -16,9 +16,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 import lezo_ds
+from lezo_ds.distributed import cpu_name
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, make_directory, sync, write_atomically
 
@@ -50,49 +52,27 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from writing to the directory, on any host that shares it.
-
-        If the file system has no locks, there is a warning instead.
-        """
-        path = self.path / ".lock"
-        descriptor = self._lock(path)
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # the disk may have become read-only; only the lock matters
-                path.unlink()
-            os.close(descriptor)
-
-    def _lock(self, path: Path) -> int:
-        while True:
-            with refuse_unwritable(self.path, option="run_dir"):
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        """Create the directory, and keep other processes from writing to it, on any host that shares it."""
+        with refuse_unwritable(self.path, option="run_dir"):
+            make_directory(self.path)
+            file = (self.path / ".lock").open("a+")  # it stays: a file that is removed could be locked twice
+        with file:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                holder = os.pread(descriptor, 300, 0).decode(errors="replace") or "another process"
-                os.close(descriptor)
+                file.seek(0)
                 raise UserError(
-                    f"run_dir {self.path} is in use by {holder}",
+                    f"run_dir {self.path} is in use by {file.read(300)}",
                     fix=f"wait for its end, stop it (touch {self.stop_file}), or set another run_dir",
                 ) from error
             except OSError as error:
                 text = "%s is on a file system without locks (%s): start no second process in this directory"
                 logger.warning(text, self.path, error.strerror)
-                return descriptor
-            # The holder may have removed the file between our opening and locking it.
-            if _is_file(path, descriptor):
-                with suppress(OSError):  # a full disk; the text is only for the message above
-                    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-                return descriptor
-            os.close(descriptor)
-
-    def create(self) -> None:
-        """Create the directory, and check that files can be created in it."""
-        with refuse_unwritable(self.path, option="run_dir"):
-            make_directory(self.path)
-            write_atomically(self.path / ".writable", "")
-            (self.path / ".writable").unlink()
+            with suppress(OSError):  # a full disk; the text is only for the message above
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}")
+                file.flush()
+            yield
 
     def outputs(self) -> list[Path]:
         """Return what a run has written besides its journal or training state; nothing without any output."""
@@ -117,9 +97,21 @@ class RunDirectory:
         listed = ", ".join(map(str, names))
         logger.warning("%s: %s %s; moved to %s", self.path, reason, listed, target)
 
-    def write_facts(self, config: dict[str, Any], world_size: int, device: str) -> None:
-        """Write config.yaml and environment.json."""
-        facts = environment(world_size, device)
+    def write_facts(self, config: dict[str, Any], world_size: int, device: torch.device) -> None:
+        """Write config.yaml, and environment.json with versions, hardware, number of ranks and command."""
+        facts = {
+            "versions": library_versions(),
+            "hardware": {
+                "device": str(device),
+                "gpu": torch.cuda.get_device_name() if device.type == "cuda" else None,
+                "cpu": cpu_name(),
+                "cores": os.cpu_count(),
+            },
+            "platform": platform.platform(),
+            "world_size": world_size,
+            "threads": torch.get_num_threads(),
+            "command": ["python", *sys.argv],
+        }
         _write(self._config, yaml.safe_dump(config, sort_keys=False))
         _write(self._environment, json.dumps(facts, indent=1) + "\n")
 
@@ -172,34 +164,10 @@ def refuse_unwritable(path: Path, option: str) -> Iterator[None]:
         raise UserError(f"{path} cannot be written to: {error}", fix=f"set another {option}") from error
 
 
-def _is_file(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
 def library_versions() -> dict[str, str]:
     """Return the versions of everything that can change the numbers of a run."""
     versions = {"python": platform.python_version(), "lezo_ds": lezo_ds.__version__}
     return versions | {name: importlib.metadata.version(name) for name in LIBRARIES}
-
-
-def environment(world_size: int, device: str) -> dict[str, Any]:
-    """Return the versions, hardware, number of ranks and command of this process."""
-    import torch  # imported here because tools that only read runs start faster without it
-
-    from lezo_ds.distributed import cpu_name
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "versions": library_versions(),
-        "hardware": {"device": device, "gpu": gpu, "cpu": cpu_name(), "cores": os.cpu_count()},
-        "platform": platform.platform(),
-        "world_size": world_size,
-        "threads": torch.get_num_threads(),
-        "command": ["python", *sys.argv],
-    }
 
 
 def _write(path: Path, text: str) -> None:

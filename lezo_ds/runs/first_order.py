@@ -3,15 +3,19 @@
 Every rank runs its share of a step's micro-batches forward and backward. DeepSpeed averages the gradients
 over the ranks, shards gradients and optimizer states, and updates the shards. As in MeZO's own fine-tuning
 (Malladi et al. 2023, with transformers' Trainer), dropout is on in training and off in evaluations, and
-gradients are clipped unless DeepSpeed's JSON says otherwise.
+gradients are clipped unless DeepSpeed's JSON says otherwise. DeepSpeed's checkpoint and training_state.json
+are the training state of a run.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +24,35 @@ from torch import Tensor
 from transformers import get_linear_schedule_with_warmup
 
 from lezo_ds import distributed
-from lezo_ds.config import AdamWConfig, PeftConfig
+from lezo_ds.config import RESUME_MAY_DIFFER, AdamWConfig, PeftConfig, RunConfig
+from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import DivergenceError, UserError
+from lezo_ds.files import failures_named, remove_directory, write_atomically
 from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
 from lezo_ds.forward.perturbed_forward import PerturbedForward
+from lezo_ds.journal import EvaluationRecord, Header, step_checksums
 from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
-from lezo_ds.model.snapshots import snapshot_path
+from lezo_ds.model.snapshots import (
+    SnapshotOwner,
+    read_manifest,
+    remove_snapshots,
+    snapshot_path,
+    snapshot_steps,
+)
 from lezo_ds.noise import noise_backend
+from lezo_ds.runs.directory import RunDirectory
+from lezo_ds.runs.header import assert_same_run, make_header
+from lezo_ds.runs.run import Run, best_evaluation
 from lezo_ds.sharding import zero3
 from lezo_ds.zo.keys import dropout_key
 
 MAX_GRADIENT_NORM = 1.0  # the default of transformers' Trainer
+RESUME_MAY_DIFFER_FIRST_ORDER = RESUME_MAY_DIFFER - {"train.steps"}  # the learning rate depends on it
 
 
 class FirstOrderEngine(ModelEngine):
-    """A sharded model and its AdamW. `initialize_first_order` makes it."""
+    """A sharded model and its AdamW, from `initialize_first_order`."""
 
     def __init__(
         self,
@@ -59,20 +76,11 @@ class FirstOrderEngine(ModelEngine):
         return int(self._deepspeed.skipped_steps)
 
     def train_batch(self, batch: StepBatch | Sequence[MicroBatch], loss_function: LossFunction) -> float:
-        """Do one step.
+        """Do one step and return the mean loss over the batch before the update.
 
-        Args:
-            batch: all micro-batches of the step, the same on every rank. Rank r runs r, r + world_size, ...
-                The dropout masks do not depend on the number of ranks.
-            loss_function: (logits, micro-batch) -> summed loss of each example.
-
-        Returns:
-            The mean loss over the batch before the update.
-
-        Raises:
-            UserError: the micro-batches cannot be shared evenly among the ranks, or the loss has no gradient.
-            DivergenceError: the loss is not finite. The weights have not changed.
-            DesyncError: the ranks do not work on the same batch. The weights have not changed.
+        The batch has all micro-batches of the step, the same on every rank. Rank r runs r, r + world_size,
+        ... The dropout masks do not depend on the number of ranks. If this raises (the loss is not finite or
+        has no gradient, or the ranks have other batches), the weights have not changed.
         """
         batch = StepBatch.of(batch)
         share, total_weight = self.share_of_rank(self.global_rank, len(batch)), batch.total_weight
@@ -98,7 +106,7 @@ class FirstOrderEngine(ModelEngine):
         mean = self._last_loss = sum(self.sum_losses(losses, batch, facts, share_of)) / total_weight
         if not math.isfinite(mean):
             raise DivergenceError(
-                f"the loss of step {self.global_steps} is not finite; got: {mean}; "
+                f"the loss of step {self.global_steps} is not finite: {mean}; "
                 "fix: lower adamw.learning_rate, or use bf16 or fp32 instead of fp16"
             )
         self._deepspeed.step()
@@ -126,10 +134,7 @@ class FirstOrderEngine(ModelEngine):
         zero3.release_gathered(self._deepspeed)
 
     def save_training_state(self, root: Path) -> None:
-        """Write weights, optimizer, schedule and loss scale to `root/step-NNNNNNNN`. A collective.
-
-        Each rank writes its own shards in DeepSpeed's layout. All files are on disk when this returns.
-        """
+        """Write weights, optimizer, schedule and loss scale to `root/step-NNNNNNNN`. A collective."""
         name = snapshot_path(root, self.global_steps).name
         self._deepspeed.save_checkpoint(str(root), tag=name, save_latest=False)
         # DeepSpeed does not sync its files. The caller removes the old checkpoint next, and by then the new
@@ -138,9 +143,9 @@ class FirstOrderEngine(ModelEngine):
         distributed.barrier()
 
     def load_training_state(self, root: Path, step: int) -> None:
-        """Restore exactly what `save_training_state` wrote after `step` steps. A collective.
+        """Restore what `save_training_state` wrote on the same number of ranks. A collective.
 
-        The number of ranks must be the same. DeepSpeed's files are pickled: open only those of trusted runs.
+        DeepSpeed's files are pickled: open only those of trusted runs.
         """
         self._deepspeed.load_checkpoint(str(root), tag=snapshot_path(root, step).name)
         zero3.finish_updates()
@@ -156,23 +161,11 @@ def initialize_first_order(
     seed: int = 0,
     peft: PeftConfig | None = None,
 ) -> FirstOrderEngine:
-    """Load a model sharded over all ranks and return the engine that fine-tunes it by AdamW.
+    """Load a model (hub id or directory), sharded over all ranks, and return the engine that trains it.
 
-    Each rank reads only its own slices of the weights. No rank ever holds the whole model.
-
-    Args:
-        model: hub id, or directory with config.json and safetensors files. A .bin file is converted once.
-        config: settings of the optimizer.
-        num_steps: number of steps over which the learning rate falls to 0.
-        ds_config: DeepSpeed config as a dict, from `lezo_ds.config.deepspeed.load_ds_config`, with
-            gradient_accumulation_steps, the number of micro-batches of a step that a rank runs.
-        dtype: "fp32", "bf16" or "fp16". Updates of 16-bit weights go to an fp32 copy.
-        seed: seed of the run. Dropout depends on (seed, step, micro-batch), an adapter's start on the seed.
-        peft: the adapter to train, or None to train all weights.
-
-    Raises:
-        UserError: there is no such model, it has no transformer blocks, or its weights or the adapter do not
-            fit.
+    The learning rate falls to 0 over `num_steps`. `ds_config` has gradient_accumulation_steps, the number of
+    micro-batches of a step that a rank runs. Updates of 16-bit weights go to an fp32 copy. Dropout depends on
+    (seed, step, micro-batch), an adapter's start on the seed.
     """
     distributed.init_distributed()
     # DeepSpeed 0.19 calls it at every step, and torch 2.13 warns at every call.
@@ -191,3 +184,161 @@ def initialize_first_order(
     )
     perturbed = PerturbedForward(sharded.module, {}, noise_backend(distributed.device()))
     return FirstOrderEngine(engine, perturbed, sharded, seed=seed)
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The content of training_state.json, which names the checkpoint to resume from."""
+
+    header: Header
+    world_size: int
+    """Number of ranks. The optimizer states in the checkpoint have one shard per rank."""
+    step: int = 0
+    """Number of steps that the checkpoint has seen; 0 if there is no checkpoint yet."""
+    evaluations: tuple[EvaluationRecord, ...] = ()
+    """All evaluations so far. Those after the checkpoint are repeated when the run resumes."""
+
+    @property
+    def owner(self) -> SnapshotOwner:
+        """The owner of the run's snapshots: there is no chain of steps, so all have the header's checksum."""
+        return SnapshotOwner(self.header.model_fingerprint, step_checksums(self.header, ()))
+
+    def write(self, path: Path) -> None:
+        """Replace the file atomically."""
+        with failures_named(path):
+            write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
+
+
+def read_training_state(path: Path) -> TrainingState:
+    """Read the file that `TrainingState.write` wrote."""
+    try:
+        values = json.loads(path.read_text())
+        return TrainingState(
+            header=Header(**values["header"]),
+            world_size=values["world_size"],
+            step=values["step"],
+            evaluations=tuple(EvaluationRecord(**record) for record in values["evaluations"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} cannot be read: {type(error).__name__}: {error}",
+            fix="restore the file from a copy, or use another run_dir",
+        ) from error
+
+
+class FirstOrderRun(Run[FirstOrderEngine]):
+    """A run whose engine is a FirstOrderEngine."""
+
+    saves_when_stopped = True
+
+    def __init__(
+        self, config: RunConfig, data: TaskData, directory: RunDirectory, engine: FirstOrderEngine
+    ) -> None:
+        super().__init__(config=config, data=data, directory=directory, engine=engine)
+        header = make_header(config, data, engine.base.fingerprint, engine.base.table_hash)
+        self._state = TrainingState(header, engine.world_size)
+
+    def _open(self) -> None:
+        """Load the checkpoint that training_state.json names, and remove everything newer."""
+        self._state = distributed.on_rank_zero(self._open_state)
+        self.evaluations = list(self._state.evaluations)
+        self._announce(self._state.step)
+        if self._state.step > 0:
+            self.engine.load_training_state(self.directory.checkpoints, self._state.step)
+
+    def _open_state(self) -> TrainingState:
+        path, state = self.directory.training_state, self._state
+        if path.exists():
+            recorded = read_training_state(path)
+            _check_state(recorded, state.header, state.world_size)
+            done = tuple(record for record in recorded.evaluations if record.step <= recorded.step)
+            state = replace(recorded, world_size=state.world_size, evaluations=done)
+            self._set_aside_foreign_snapshots(state.owner)
+        else:
+            self.directory.set_aside(self.directory.outputs(), "an earlier run left")
+        _remove(self.directory.checkpoints, lambda step: step != state.step)
+        _remove(self.directory.snapshots, lambda step: step > state.step)
+        return state
+
+    def _train_step(self) -> dict[str, Any]:
+        batch = self.data.step_batch(self.config, self.engine.global_steps)
+        learning_rate, skipped = self.engine.learning_rate, self.engine.skipped_steps
+        loss = self.engine.train_batch(batch, self.data.loss)
+        applied = self.engine.skipped_steps == skipped
+        return {"loss": loss, "learning_rate": learning_rate, "applied": applied}
+
+    def _record_evaluation(self, record: EvaluationRecord) -> None:
+        """Record the evaluation. If it is the best so far, keep the weights too."""
+        evaluations = [*self.evaluations, record]
+        if record.split == "dev" and best_evaluation(evaluations) is record:
+            self._write_snapshot()
+        self._state = replace(self._state, evaluations=tuple(evaluations))
+        self._write_state()
+
+    def _is_saved(self, step: int) -> bool:
+        return self._state.step == step
+
+    def _save(self) -> None:
+        # training_state.json is written last. A crash before that resumes from the old checkpoint, which is
+        # removed only when the file names the new one.
+        self._write_snapshot()
+        self.engine.save_training_state(self.directory.checkpoints)
+        self._state = replace(self._state, step=self.engine.global_steps)
+        self._write_state()
+        if self.writes:
+            _remove(self.directory.checkpoints, lambda step: step != self._state.step)
+
+    def _write_snapshot(self) -> None:
+        target = snapshot_path(self.directory.snapshots, self.engine.global_steps)
+        if not distributed.on_rank_zero(lambda: read_manifest(target) is not None):
+            owner = self._state.owner
+            self.engine.write_model(target, journal=owner.checksum(self.engine.global_steps))
+
+    def _write_state(self) -> None:
+        distributed.on_rank_zero(lambda: self._state.write(self.directory.training_state))
+
+    def _protected(self) -> tuple[int, ...]:
+        best = best_evaluation(self.evaluations)
+        return () if best is None else (best.step,)
+
+    def _drop_weights(self) -> None:
+        remove_directory(self.directory.checkpoints)
+        remove_snapshots(self.directory.snapshots)
+
+    def _restore(self, step: int) -> None:
+        self.engine.load_model(snapshot_path(self.directory.snapshots, step), step)
+
+    def _num_skipped(self) -> int:
+        return self.engine.skipped_steps
+
+
+def check_training_state(config: RunConfig, data: TaskData, directory: RunDirectory) -> None:
+    """Refuse, before weights are loaded, to resume a run with other settings, data or number of ranks."""
+    state = read_training_state(directory.training_state)
+    ours = make_header(config, data, state.header.model_fingerprint, state.header.parameter_table_hash)
+    _check_state(state, ours, distributed.world_size())
+    if state.step > 0 and not snapshot_path(directory.checkpoints, state.step).is_dir():
+        raise weights_removed(directory.path)
+
+
+def _check_state(state: TrainingState, ours: Header, world_size: int) -> None:
+    assert_same_run(state.header, ours, RESUME_MAY_DIFFER_FIRST_ORDER)
+    if state.step > 0 and state.world_size != world_size:
+        raise UserError(
+            f"the checkpoint of a first-order run has {state.world_size} ranks, not {world_size}",
+            fix=f"start {state.world_size} ranks, or use another run_dir",
+        )
+
+
+def weights_removed(run_dir: Path) -> UserError:
+    """Return the error for a first-order run whose weights are needed, but were removed at its end."""
+    return UserError(
+        f"run {run_dir} has no weights: train.keep_snapshots=0 removed them, and adamw has no journal",
+        fix=f"train again: --config {run_dir / 'config.yaml'} run_dir=NEW train.keep_snapshots=1",
+    )
+
+
+def _remove(root: Path, unwanted: Callable[[int], bool]) -> None:
+    for step in snapshot_steps(root):
+        if unwanted(step):
+            shutil.rmtree(snapshot_path(root, step))

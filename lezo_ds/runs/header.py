@@ -73,37 +73,19 @@ def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str])
         ours: header that this process would write.
         may_differ: dotted configuration keys that may differ.
     """
-    facts = {
-        "the noise version": (recorded.noise_version, ours.noise_version),
-        "the model fingerprint": (recorded.model_fingerprint, ours.model_fingerprint),
-        "the parameter table": (recorded.parameter_table_hash, ours.parameter_table_hash),
-    }
-    changed = [(name, repr(old), repr(new)) for name, (old, new) in facts.items() if old != new]
-    changed += [
-        (_described(key, ours), old, new)
-        for key, old, new in _differences(recorded.config, ours.config)
-        if key not in may_differ
-    ]
-    if changed:
-        name, old, new = changed[0]
-        version, own_version = recorded.libraries.get("lezo_ds"), ours.libraries["lezo_ds"]
-        by = "" if version == own_version else f", written by lezo_ds {version} (this is {own_version})"
-        raise UserError(
-            f"{name} differs from the journal's{by}: it is {new}, and was {old}",
-            fix="use the inputs that the run was started with, or another run_dir",
-        )
-    warned = _differences(recorded.libraries, ours.libraries)
-    warned += _differences(recorded.arithmetic, ours.arithmetic)
-    for key, old, new in warned:
+    changed = _differences(_facts(recorded), _facts(ours))
+    for key, old, new in changed:
+        if key not in may_differ:
+            version, own_version = recorded.libraries.get("lezo_ds"), ours.libraries["lezo_ds"]
+            by = "" if version == own_version else f", written by lezo_ds {version} (this is {own_version})"
+            raise UserError(
+                f"{key} differs from the journal's{by}: it is {new}, and was {old}",
+                fix="use the inputs that the run was started with, or another run_dir",
+            )
+    for key, old, new in _differences(
+        recorded.libraries | recorded.arithmetic, ours.libraries | ours.arithmetic
+    ):
         logger.warning("%s was %s when the journal was started and is %s now", key, old, new)
-
-
-def header_without_weights(recorded: Header, config: RunConfig, data: TaskData) -> Header:
-    """Return the header of a run whose weights are not loaded yet.
-
-    The two hashes that need the weights come from the record. They are compared once the weights are loaded.
-    """
-    return make_header(config, data, recorded.model_fingerprint, recorded.parameter_table_hash)
 
 
 def assert_same_model_config(recorded: Header, model: str) -> None:
@@ -116,15 +98,9 @@ def assert_same_model_config(recorded: Header, model: str) -> None:
         )
 
 
-def _described(key: str, ours: Header) -> str:
-    section, _, rest = key.partition(".")
-    if section == "model_config":
-        return f"{rest} in {ours.config['model']['path']}/config.json"
-    if section == "data_fingerprints":
-        data = ours.config["data"]
-        source = data["train"] or data["path"] or "the hub"
-        return f"the fingerprint of the {rest} split of {data['task']} in {source}"
-    return f"config {key}"
+def _facts(header: Header) -> dict[str, Any]:
+    hashes = {"model_fingerprint": header.model_fingerprint, "parameters": header.parameter_table_hash}
+    return {"noise_version": header.noise_version, **hashes, **header.config}
 
 
 def _model_config(model: Path) -> dict[str, Any]:

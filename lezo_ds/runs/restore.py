@@ -17,7 +17,7 @@ from lezo_ds.journal import EvaluationRecord, Header, JournalRecord, read_journa
 from lezo_ds.model.snapshots import SnapshotOwner, read_facts, read_manifest, snapshot_path, snapshot_steps
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.first_order_run import read_training_state, weights_removed
+from lezo_ds.runs.first_order import read_training_state, weights_removed
 from lezo_ds.runs.header import assert_same_model_config, config_of
 from lezo_ds.runs.run import best_evaluation
 from lezo_ds.runs.trainer import make_engine

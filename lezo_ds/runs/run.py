@@ -12,26 +12,30 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lezo_ds import distributed
-from lezo_ds.config import TRAINED, RunConfig, config_to_dict
-from lezo_ds.data.evaluation import EvaluationResult, evaluate, prediction_rows
-from lezo_ds.data.task_data import EncodedSplit, TaskData
-from lezo_ds.engine import ModelEngine
+from lezo_ds.config import TRAINED, RunConfig, config_to_dict, may_differ_on_resume
+from lezo_ds.data.evaluation import evaluate, prediction_rows
+from lezo_ds.data.task_data import TaskData
+from lezo_ds.engine import LezoEngine, ModelEngine
 from lezo_ds.forward.batch import MicroBatch
-from lezo_ds.journal import EvaluationRecord
+from lezo_ds.journal import EvaluationRecord, Journal, step_checksums
 from lezo_ds.model.snapshots import (
     SnapshotOwner,
     prune_snapshots,
     read_facts,
+    read_manifest,
     remove_snapshots,
     snapshot_path,
     snapshot_steps,
 )
 from lezo_ds.runs.directory import RunDirectory, library_versions
-from lezo_ds.runs.screen import Progress, evaluation_line
+from lezo_ds.runs.header import assert_same_run, make_header
+from lezo_ds.runs.screen import evaluation_line, number, progress_bar
 from lezo_ds.runs.signals import LauncherWatch, on_stop_signals
+from lezo_ds.zo.records import StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -90,28 +94,22 @@ class Run(ABC, Generic[E]):
         """Restore the weights after `step` updates. A collective."""
 
     @abstractmethod
-    def _details(self) -> dict[str, Any]:
-        """Return the entries of results.json that only this kind of run has."""
-
     def _protected(self) -> tuple[int, ...]:
-        """Return the steps whose snapshots must not be removed."""
-        return ()
+        """Return the steps whose snapshots are kept while the run goes on."""
+
+    @abstractmethod
+    def _num_skipped(self) -> int:
+        """Return, on rank 0, the number of skipped steps."""
 
     def _drop_weights(self) -> None:
         """Remove the weights of the run, which has finished, but for those that no replay can compute."""
         remove_snapshots(self.directory.snapshots, self._protected())
 
-    def _finish_records(self) -> None:
-        """Wait until what the run has recorded is on the disk. A file that relies on it is written next."""
-        return
-
-    def _close(self) -> None:
-        """Close what `_open` opened."""
-        return
-
     def _check(self) -> None:
         """Check that the weights are those of the run. A collective."""
-        return
+
+    def _finish_records(self) -> None:
+        """Wait until what the run has recorded is on the disk. A file that relies on it is written next."""
 
     def execute(self) -> dict[str, Any]:
         """Run to the end, or until all ranks agree to stop, and return the content of results.json."""
@@ -128,16 +126,14 @@ class Run(ABC, Generic[E]):
                 if finished and self.config.train.keep_snapshots == 0:
                     self._drop_weights()
                 self.directory.stop_file.unlink(missing_ok=True)
-                self._close()
             return results
 
-    def _announce(self, step: int) -> None:
-        """Say at which step the run resumes. Replaying it may take a while."""
-        if self.writes and step > 0:
-            logger.info("resuming at step %d of %d", step, self.num_steps)
+    def _last_good_step(self) -> str:
+        return f"last good step: {self._num_done - 1 if self._num_done else 'none'}"
 
-    def _set_aside_earlier_run(self) -> None:
-        self.directory.set_aside(self.directory.outputs(), "an earlier run left")
+    def _announce(self, step: int) -> None:
+        if self.writes and step > 0:  # replaying it may take a while
+            logger.info("resuming at step %d of %d", step, self.num_steps)
 
     def _set_aside_foreign_snapshots(self, owner: SnapshotOwner) -> None:
         """Move the snapshots of other runs, and those after the end of the run's records."""
@@ -147,9 +143,6 @@ class Run(ABC, Generic[E]):
         reason = "of another run, or of steps that are no longer recorded:"
         self.directory.set_aside([snapshot_path(root, step) for step in foreign], reason)
 
-    def _last_good_step(self) -> str:
-        return f"last good step: {self._num_done - 1 if self._num_done else 'none'}"
-
     def _begin(self) -> None:
         self._open()
         self._num_done = self.engine.global_steps
@@ -157,14 +150,16 @@ class Run(ABC, Generic[E]):
             self._prune_snapshots()
             self._seconds_before = self.directory.cut_metrics(self._num_done)
             facts = config_to_dict(self.config)
-            self.directory.write_facts(facts, self.engine.world_size, str(self.engine.device))
+            self.directory.write_facts(facts, self.engine.world_size, self.engine.device)
         self._started = time.monotonic()
 
     def _run_to_end(self) -> tuple[bool, EvaluationRecord | None]:
         """Do everything that is left; return whether the run finished, and the best step if it did."""
         try:
             self._evaluate("test", at=0)
-            self._train()
+            bar = progress_bar(self.num_steps, self._num_done, is_shown=self.writes)
+            with logging_redirect_tqdm(), bar:  # log lines go above the progress bar
+                self._train(bar)
             best = best_evaluation(self.evaluations)
             if best is not None:
                 self._restore(best.step)
@@ -173,35 +168,32 @@ class Run(ABC, Generic[E]):
             return False, None
         return True, best
 
-    def _train(self) -> None:
+    def _train(self, bar: tqdm[Any]) -> None:
         """Do the remaining steps, with the checks, evaluations and snapshots that are due between them."""
-        progress = Progress(self.num_steps, self._num_done, self.data.task.metric, is_shown=self.writes)
-        with logging_redirect_tqdm(), progress:  # log lines go above the progress bar
-            while True:
-                if self._num_done > 0 and self._num_done % _CHECK_EVERY == 0:
-                    self._check()
-                self._evaluate_if_due()
-                self._snapshot_if_due()
-                if self._num_done >= self.num_steps or self._has_lost_patience():
-                    return
-                if self.engine.stop_agreed:
-                    raise _Stopped
-                self._step(progress)
+        while True:
+            if self._num_done > 0 and self._num_done % _CHECK_EVERY == 0:
+                self._check()
+            self._evaluate_if_due()
+            self._snapshot_if_due()
+            if self._num_done >= self.num_steps or self._has_lost_patience():
+                return
+            if self.engine.stop_agreed:
+                raise _Stopped
+            self._look_for_requests()
+            values = self._train_step()
+            self._num_done = self.engine.global_steps
+            self._log(values)
+            shown = {"loss": number(values["loss"])}
+            for record in self.evaluations[-1:]:
+                shown[f"{record.split} {self.data.task.metric}"] = number(
+                    record.metrics[self.data.task.metric]
+                )
+            bar.set_postfix(shown, refresh=False)
+            bar.update()
 
     def _has_lost_patience(self) -> bool:
         stop = stopping_step(self.evaluations, self.config.train.patience)
         return stop is not None and stop <= self._num_done
-
-    def _step(self, progress: Progress) -> None:
-        self._look_for_requests()
-        started = time.monotonic()
-        values = self._train_step()
-        seconds = time.monotonic() - started
-        self._num_done = self.engine.global_steps
-        self._log(values)
-        last = next((record for record in reversed(self.evaluations) if record.split == "dev"), None)
-        best = best_evaluation(self.evaluations)
-        progress.update(self._num_done, values["loss"], seconds, last=last, best=best)
 
     def _look_for_requests(self) -> None:
         """Turn a STOP or SAVE file, or the end of the launcher, into a request that all ranks vote on."""
@@ -242,7 +234,8 @@ class Run(ABC, Generic[E]):
         examples = self.data.dev if split == "dev" else self.data.test
         if self.writes and split == "test":  # this may take as long as many steps
             logger.info("scoring %d test examples", len(examples.examples))
-        result = self._score(examples)
+        model = _Stoppable(self.engine, self._look_for_requests)
+        result = evaluate(model, self.data, examples, batch_size=self.config.train.eval_batch_size)
         if self.writes and split == "test":
             self._finish_records()
             self.directory.write_predictions(at, prediction_rows(examples.examples, result.predicted))
@@ -260,10 +253,6 @@ class Run(ABC, Generic[E]):
 
     def _evaluation(self, split: str, step: int) -> EvaluationRecord | None:
         return next((e for e in self.evaluations if e.split == split and e.step == step), None)
-
-    def _score(self, split: EncodedSplit) -> EvaluationResult:
-        model = _Stoppable(self.engine, self._look_for_requests)
-        return evaluate(model, self.data, split, batch_size=self.config.train.eval_batch_size)
 
     def _snapshot_if_due(self) -> None:
         step, train = self.engine.global_steps, self.config.train
@@ -311,7 +300,7 @@ class Run(ABC, Generic[E]):
             "seed": config.seed,
             "seconds": round(self._seconds(), 3),
             "peak_memory_bytes": self._peak_memory_bytes(),
-            **self._details(),
+            "skipped_steps": self._num_skipped(),
             "model_fingerprint": self.engine.base.fingerprint,
             "weights_digest": self.engine.weights.digest(),
             "world_size": self.engine.world_size,
@@ -319,11 +308,7 @@ class Run(ABC, Generic[E]):
         }
 
     def _peak_memory_bytes(self) -> int:
-        """Return the largest peak memory of any rank: of its GPU if it has one, otherwise of its process.
-
-        A process that resumes a finished run uses less memory than the process that trained it, so the larger
-        peak counts.
-        """
+        """Return the largest peak memory of any rank so far: of its GPU if it has one, or of its process."""
         engine = self.engine
         peaks = torch.zeros(engine.world_size + 1, dtype=torch.float64, device=engine.device)
         if engine.device.type == "cuda":
@@ -331,9 +316,98 @@ class Run(ABC, Generic[E]):
         else:
             # Linux counts KiB.
             peaks[engine.global_rank] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        if self.writes:
+        if self.writes:  # a process that resumes a finished run uses less than the one that trained it
             peaks[-1] = self.directory.read_results().get("peak_memory_bytes", 0)
         return int(max(distributed.sum_vector(peaks)))
+
+
+class ZerothOrderRun(Run[LezoEngine]):
+    """A run of LeZO or MeZO, whose journal is its training state, or a run that only scores.
+
+    Rank 0 has the journal, which holds all records.
+    """
+
+    _journal: Journal | None = None
+
+    def execute(self) -> dict[str, Any]:
+        """Run as `Run.execute` does, and close the journal."""
+        results = super().execute()
+        if self._journal is not None:
+            self._journal.close()
+        return results
+
+    def _open(self) -> None:
+        """Create the journal, or open it and replay it."""
+        self.evaluations = distributed.on_rank_zero(self._open_journal)
+        self._announce(len(self._steps()))
+        self._restore(None)
+        self.engine.attach_journal(self._journal)
+        self.engine.watch_weights()
+        if self._protected() and self.engine.global_steps == 0:
+            self._save()
+
+    def _open_journal(self) -> list[EvaluationRecord]:
+        path, base = self.directory.journal, self.engine.base
+        header = make_header(self.config, self.data, base.fingerprint, base.table_hash)
+        if not path.exists():
+            self.directory.set_aside(self.directory.outputs(), "an earlier run left")
+            self._journal = Journal.create(path, header)
+            return []
+        self._journal = Journal.open(path)
+        assert_same_run(self._journal.header, header, may_differ_on_resume(self.config))
+        self._set_aside_foreign_snapshots(self._owner())
+        return [record for record in self._journal.records if isinstance(record, EvaluationRecord)]
+
+    def _steps(self) -> list[StepRecord]:
+        """Return all steps on rank 0, and none elsewhere."""
+        records = self._journal.records if self._journal is not None else ()
+        return [record for record in records if isinstance(record, StepRecord)]
+
+    def _owner(self) -> SnapshotOwner:
+        assert self._journal is not None, "only rank 0 has the journal"
+        header = self._journal.header
+        return SnapshotOwner(header.model_fingerprint, step_checksums(header, self._journal.records))
+
+    def _protected(self) -> tuple[int, ...]:
+        # A prefix starts from the activations of a forward pass, which another machine rounds differently.
+        # Replay is exact only if it starts from the very same values, so a snapshot of step 0 keeps them.
+        return (0,) if self.num_steps > 0 and self.config.peft.kind == "prefix" else ()
+
+    def _train_step(self) -> dict[str, Any]:
+        batch = self.data.step_batch(self.config, self.engine.global_steps)
+        record = self.engine.train_batch(batch, self.data.loss)
+        gradients = record.projected_grads
+        gradient = sum(gradients) / len(gradients) if gradients else None
+        if not record.applied and self.writes:
+            text = "step %d skipped: loss %s, projected gradient %s"
+            logger.warning(text, record.step, number(record.loss), number(gradient))
+        return {"loss": record.loss, "projected_gradient": gradient, "applied": record.applied}
+
+    def _record_evaluation(self, record: EvaluationRecord) -> None:
+        if self._journal is not None:
+            self._journal.append(record)
+
+    def _is_saved(self, step: int) -> bool:
+        manifest = read_manifest(snapshot_path(self.directory.snapshots, step))
+        return manifest is not None and bool(self._owner().owns(step, manifest))
+
+    def _save(self) -> None:
+        step = self.engine.global_steps
+        checksum = self._owner().checksum(step) if self.writes else None
+        self.engine.save_checkpoint(self.directory.snapshots, step, checksum)
+
+    def _restore(self, step: int | None) -> None:
+        owner = self._owner() if self.writes else None
+        self.engine.load_checkpoint(self.directory.snapshots, self._steps(), step, owner)
+
+    def _num_skipped(self) -> int:
+        return sum(not record.applied for record in self._steps())
+
+    def _check(self) -> None:
+        self.engine.check_weights()
+
+    def _finish_records(self) -> None:
+        self.engine.finish_records()
 
 
 def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord | None:

@@ -21,30 +21,33 @@ from lezo_ds.config import (
     ZoConfig,
     check_world,
     make_layer_policy,
+    may_differ_on_resume,
 )
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.engine import LezoEngine, initialize
 from lezo_ds.errors import UserError
+from lezo_ds.journal import read_journal
 from lezo_ds.model.checkpoint import build_checked
 from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.first_order import FirstOrderEngine, initialize_first_order
-from lezo_ds.runs.first_order_run import FirstOrderRun, check_training_state
-from lezo_ds.runs.zeroth_order_run import ZerothOrderRun, check_journal
+from lezo_ds.runs.first_order import (
+    FirstOrderEngine,
+    FirstOrderRun,
+    check_training_state,
+    initialize_first_order,
+)
+from lezo_ds.runs.header import assert_same_run, make_header
+from lezo_ds.runs.run import ZerothOrderRun
 from lezo_ds.sharding.checkpoint_files import resolve_model
+from lezo_ds.zo.records import StepRecord
 
 logger = logging.getLogger(__name__)
 
 _SCORING_ONLY = ZoConfig(learning_rate=0.0, sparsity=0.0, update_precision="nearest")
 """Settings of an engine that updates nothing, and therefore stores no low bits of the weights."""
 
-_MONITORS = {
-    "csv": (None, "csv_monitor"),
-    "tensorboard": ("tensorboard", "tensorboard"),
-    "wandb": ("wandb", "wandb"),
-    "comet": ("comet_ml", "comet"),
-}
-"""The values of train.report_to: the package that DeepSpeed's monitor needs, and its section in the JSON."""
+_MONITOR_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+"""The packages that DeepSpeed's monitors need."""
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -66,18 +69,17 @@ def _train(config: RunConfig) -> dict[str, Any]:
     directory = RunDirectory(config.run_dir)
     with ExitStack() as lock:
 
-        def prepare() -> None:
-            check_monitors(config)
+        def prepare() -> dict[str, Any]:
             _check_model(config)
-            directory.create()
             lock.enter_context(directory.locked())
             _check_before_loading(config, data, directory)
+            return monitor_sections(config)
 
-        distributed.on_rank_zero(prepare)
+        monitors = distributed.on_rank_zero(prepare)
         if config.method == "adamw":
-            trained = make_first_order_engine(config, _monitors(config))
+            trained = make_first_order_engine(config, monitors)
             return FirstOrderRun(config, data=data, directory=directory, engine=trained).execute()
-        engine = make_engine(config, _monitors(config))
+        engine = make_engine(config, monitors)
         return ZerothOrderRun(config, data=data, directory=directory, engine=engine).execute()
 
 
@@ -148,30 +150,24 @@ def _ds_config(config: RunConfig, monitors: Mapping[str, Any]) -> dict[str, Any]
     return {**monitors, **ds_config}
 
 
-def check_monitors(config: RunConfig) -> None:
-    """Refuse a monitor in train.report_to whose package is not installed."""
-    for name in config.train.report_to or ():
-        package, _ = _MONITORS[name]
-        if package is not None and find_spec(package) is None:
-            raise UserError(
-                f"train.report_to={name} needs the package {package}, which is not installed",
-                fix=f"pip install {package}, or remove {name} from train.report_to",
-            )
-
-
-def _monitors(config: RunConfig) -> dict[str, Any]:
+def monitor_sections(config: RunConfig) -> dict[str, Any]:
     """Return the sections of the DeepSpeed JSON that train.report_to stands for."""
-    name = Path(config.run_dir).name
-    files = {"enabled": True, "output_path": f"{config.run_dir}/monitors", "job_name": name}
-    services = {"enabled": True, "project": "lezo_ds"}
-    settings = {
-        "csv_monitor": files,
-        "tensorboard": files,
-        "wandb": {**services, "group": name},
-        "comet": {**services, "experiment_name": name, "samples_log_interval": 1},
+    run = Path(config.run_dir).name
+    files = {"enabled": True, "output_path": f"{config.run_dir}/monitors", "job_name": run}
+    service = {"enabled": True, "project": "lezo_ds"}
+    sections = {
+        "csv": ("csv_monitor", files),
+        "tensorboard": ("tensorboard", files),
+        "wandb": ("wandb", service | {"group": run}),
+        "comet": ("comet", service | {"experiment_name": run, "samples_log_interval": 1}),
     }
-    sections = [_MONITORS[monitor][1] for monitor in config.train.report_to or ()]
-    return {section: settings[section] for section in sections}
+    for name in config.train.report_to or ():
+        if name in _MONITOR_PACKAGES and find_spec(_MONITOR_PACKAGES[name]) is None:
+            package = _MONITOR_PACKAGES[name]
+            raise UserError(
+                f"train.report_to={name} needs the package {package}", fix=f"pip install {package}"
+            )
+    return dict(sections[name] for name in config.train.report_to or ())
 
 
 def _check_model(config: RunConfig) -> None:
@@ -190,12 +186,21 @@ def _check_before_loading(config: RunConfig, data: TaskData, directory: RunDirec
             f"run_dir {directory.path} holds a run of another method: there is a {other.name}",
             fix="set another run_dir",
         )
-    if not is_first_order:
-        check_journal(config, data, directory)
-        return
-    if config.partition_size not in (None, distributed.world_size()):
-        raise UserError(
-            f"method adamw shards the weights among all ranks; partition_size={config.partition_size}",
-            fix="set partition_size=null",
-        )
-    check_training_state(config, data, directory)
+    if is_first_order:
+        if config.partition_size not in (None, distributed.world_size()):
+            raise UserError(
+                f"method adamw shards the weights among all ranks; partition_size={config.partition_size}",
+                fix="set partition_size=null",
+            )
+        if directory.training_state.exists():
+            check_training_state(config, data, directory)
+    elif directory.journal.exists():
+        header, records = read_journal(directory.journal)
+        ours = make_header(config, data, header.model_fingerprint, header.parameter_table_hash)
+        assert_same_run(header, ours, may_differ_on_resume(config))
+        num_done = sum(isinstance(record, StepRecord) for record in records)
+        if config.train.steps is not None and config.train.steps < num_done:
+            raise UserError(
+                f"run {directory.path} has {num_done} steps already; train.steps={config.train.steps}",
+                fix=f"set train.steps={num_done} or more, or another run_dir",
+            )

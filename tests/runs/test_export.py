@@ -1,4 +1,4 @@
-"""Export and evaluate: the weights of any step, from a run's directory or from its journal and the base model."""
+"""Export and evaluate: the weights of any step, from a run's directory or its journal alone."""
 
 from __future__ import annotations
 
