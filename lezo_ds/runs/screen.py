@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from lezo_ds.journal import EvaluationRecord
 
-_LINE_FORMAT = "step {n_fmt}/{total_fmt}: {rate_fmt}, {remaining} left{postfix}\n"
+_LINE_FORMAT = "step {n_fmt}/{total_fmt}:{rate_fmt}, {remaining} left{postfix}\n"
 
 
 def progress_bar(num_steps: int, num_done: int, *, is_shown: bool) -> tqdm[Any]:

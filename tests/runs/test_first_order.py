@@ -1,0 +1,221 @@
+"""AdamW under ZeRO-3: as torch's own on a plain model, and in runs that are stopped, killed and exported."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+
+import pytest
+import torch
+from commands import assert_one_error, run_forked, run_forked_well, wait_until
+from ranks import run_ranks
+from run_ends import digest_after, results_of
+from tiny_runs import DS_CONFIG, SEED, TINY_OPT, make_batch, write_model
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from lezo_ds.config import AdamWConfig
+from lezo_ds.config.deepspeed import load_ds_config
+from lezo_ds.data.objectives import classification_loss
+from lezo_ds.errors import DivergenceError, UserError
+from lezo_ds.model.snapshots import read_manifest, snapshot_steps
+from lezo_ds.runs.first_order import initialize_first_order
+from lezo_ds.zo.keys import dropout_key
+
+pytestmark = pytest.mark.distributed
+
+NUM_STEPS = 4
+CONFIG = AdamWConfig(learning_rate=1e-3, weight_decay=0.1)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A tiny random OPT with dropout."""
+    config = copy.deepcopy(TINY_OPT)
+    config.dropout = config.attention_dropout = 0.3
+    return str(write_model(config, tmp_path_factory.mktemp("opt")))
+
+
+def gathered(engine):
+    return {parameter.name: parameter.gather() for parameter in engine.weights.parameters}
+
+
+def train(engine, num_steps):
+    """Return (learning rate, loss) of each step."""
+    return [
+        (engine.learning_rate, engine.train_batch(make_batch(engine.global_steps), classification_loss))
+        for _ in range(num_steps)
+    ]
+
+
+def not_finite(logits, batch):
+    return logits[:, 0] * float("nan")
+
+
+def without_gradient(logits, batch):
+    return (logits.argmax(dim=1) != batch.labels["label"]).float()
+
+
+def train_and_resume(directory, root, num_ranks):
+    """Return steps and weights, those after a resumption, and the errors of steps that cannot be done."""
+    torch.set_num_threads(1)
+    ds_config = load_ds_config(DS_CONFIG, "fp32", num_ranks, 2)
+    ds_config |= {"train_batch_size": 8, "gradient_accumulation_steps": 4 // num_ranks}
+
+    def start():
+        return initialize_first_order(directory, CONFIG, NUM_STEPS, ds_config, "fp32", SEED)
+
+    engine = start()
+    steps = train(engine, 2)
+    engine.save_training_state(root)
+    steps += train(engine, 2)
+    (batch,) = make_batch(0, num_micro_batches=1)
+    assert torch.equal(engine(batch), engine(batch)), "dropout acts in evaluations"
+    fresh = start()
+    fresh.load_training_state(root, 2)
+    resumed = [*steps[:2], *train(fresh, 2)]
+    errors, broken = [], start()
+    before = gathered(broken)
+    for function in (not_finite, without_gradient):
+        try:
+            broken.train_batch(make_batch(0), function)
+        except (DivergenceError, UserError) as error:
+            errors.append(str(error))
+    same = all(torch.equal(before[name], weight) for name, weight in gathered(broken).items())
+    return steps, gathered(engine), resumed, gathered(fresh), errors, same
+
+
+def train_plainly(directory):
+    """Return (learning rate, loss) of each step, and the weights: transformers and torch alone."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=CONFIG.learning_rate, weight_decay=0.1)
+    steps, norms = [], []
+    for step in range(NUM_STEPS):
+        optimizer.param_groups[0]["lr"] = CONFIG.learning_rate * (NUM_STEPS - step) / NUM_STEPS
+        losses = []
+        for index, batch in enumerate(make_batch(step)):
+            with torch.random.fork_rng([]):
+                torch.manual_seed(dropout_key(SEED, step, index))
+                logits = model(**batch.inputs).logits
+            wanted = logits[batch.selection.rows, batch.selection.positions][:, batch.selection.vocabulary]
+            losses.append(F.cross_entropy(wanted, batch.labels["label"]) / 4)
+        optimizer.zero_grad()
+        sum(losses).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        steps.append((optimizer.param_groups[0]["lr"], sum(losses).item()))
+    assert max(norms) > 2.0, "nothing was clipped"
+    return steps, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_steps_are_those_of_torchs_adamw_and_go_on_bit_for_bit_after_a_resumption(
+    directory, num_ranks, tmp_path
+):
+    expected, weights = train_plainly(directory)
+    first = dict(AutoModelForCausalLM.from_pretrained(directory).named_parameters())
+    outcomes = run_ranks(train_and_resume, num_ranks, directory, tmp_path, num_ranks)
+    for steps, own, resumed, own_resumed, errors, same in outcomes:
+        for (rate, loss), (expected_rate, expected_loss) in zip(steps, expected, strict=True):
+            assert rate == pytest.approx(expected_rate, rel=1e-12)
+            assert loss == pytest.approx(expected_loss, rel=1e-4)
+        assert own.keys() == weights.keys()
+        # Adam divides a gradient by its own size; that of a key's bias is nothing but rounding noise.
+        for name in [name for name in own if not name.endswith("k_proj.bias")]:
+            moved = (weights[name] - first[name]).abs().mean()
+            assert moved > 1e-4, name
+            assert (own[name] - weights[name]).abs().mean() < 0.05 * moved, name
+        assert resumed == steps
+        assert all(torch.equal(own[name], own_resumed[name]) for name in own)
+        assert "loss of step 0 is not finite" in errors[0]
+        assert "adamw needs a loss with a gradient" in errors[1]
+        assert same, "a step that cannot be done changed a weight"
+
+
+# Runs.
+
+STEPS = 9
+KEYS = ["method=adamw", "adamw.learning_rate=1e-3", f"train.steps={STEPS}", "train.eval_every=3"]
+KEPT = ("zero_shot", "test", "best_step", "best_dev_loss", "steps", "finished", "weights_digest")
+
+
+def arguments(recipe, run_dir, *more):
+    return ["--config", recipe, f"run_dir={run_dir}", *KEYS, "train.keep_snapshots=1", *more]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe, tmp_path_factory):
+    """A run on two ranks to which nothing happens."""
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    run_forked_well(arguments(recipe, run_dir), num_ranks=2)
+    return run_dir
+
+
+def steps_logged(run_dir):
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line)["step"] for line in lines if "learning_rate" in line]
+
+
+def test_a_run_stopped_then_killed_ends_as_if_nothing_had_happened(recipe, undisturbed, tmp_path):
+    run_dir = tmp_path / "run"
+    command = arguments(recipe, run_dir)
+
+    def stop(ranks):
+        wait_until(lambda: steps_logged(run_dir), ranks[0])
+        os.kill(ranks[0].pid, signal.SIGTERM)
+
+    run_forked_well(command, num_ranks=2, meanwhile=stop)
+    stopped = json.loads((run_dir / "training_state.json").read_text())["step"]
+    assert not results_of(run_dir)["finished"]
+    assert 1 <= stopped == results_of(run_dir)["steps"] < STEPS
+
+    def kill(ranks):
+        wait_until(lambda: len(steps_logged(run_dir)) > stopped, ranks[0])
+        for rank in ranks:
+            rank.kill()
+
+    assert run_forked(command, num_ranks=2, meanwhile=kill).code == -signal.SIGKILL
+    for _ in range(2):  # the same command on a finished run changes nothing
+        run_forked_well(command, num_ranks=2)
+        ended, expected = results_of(run_dir), results_of(undisturbed)
+        assert {name: ended[name] for name in KEPT} == {name: expected[name] for name in KEPT}
+        assert steps_logged(run_dir) == list(range(1, STEPS + 1))
+    assert digest_after(run_dir, STEPS) == digest_after(undisturbed, STEPS)
+    assert set(snapshot_steps(run_dir / "snapshots")) == {ended["best_step"], STEPS}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=0", "has 2 ranks, not 1"),
+        ("train.steps=24", "train.steps differs"),
+        ("method=lezo", "holds a run of another method"),
+    ],
+)
+def test_a_run_is_not_resumed_as_another(override, message, recipe, undisturbed):
+    before = (undisturbed / "training_state.json").read_bytes()
+    assert_one_error(run_forked([*arguments(recipe, undisturbed), override]), 2, message)
+    assert (undisturbed / "training_state.json").read_bytes() == before
+
+
+def test_the_best_step_is_exported_and_scores_as_the_results_say(undisturbed, tmp_path):
+    results = results_of(undisturbed)
+    run_forked_well(["--run", undisturbed, "--out", tmp_path / "model"], program="export.py")
+    assert read_manifest(tmp_path / "model")["digest"] == results["weights_digest"]
+    of_run = json.loads(run_forked_well(["--run", undisturbed, "--json"], program="evaluate.py").out)
+    assert (of_run["step"], of_run["score"]) == (results["best_step"], results["test"])
+
+
+def test_a_run_whose_weights_were_removed_says_so(recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    command = [*arguments(recipe, run_dir), "train.keep_snapshots=0", "train.steps=3"]
+    run_forked_well(command)
+    assert not (run_dir / "checkpoints").exists()
+    message = f"run {run_dir} has no weights: train.keep_snapshots=0"
+    exported = run_forked(["--run", run_dir, "--out", tmp_path / "model"], program="export.py")
+    for failed in (exported, run_forked(command)):
+        assert_one_error(failed, 2, message, f"--config {run_dir / 'config.yaml'} run_dir=NEW")
+        assert "loading" not in failed.err

@@ -1,0 +1,321 @@
+"""Parts of a run that need no model: its header, its directory, its training state, and what it shows."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+
+from lezo_ds.config import RESUME_MAY_DIFFER, config_from_dict, config_to_dict, may_differ_on_resume
+from lezo_ds.errors import LezoError, UserError
+from lezo_ds.journal import EvaluationRecord, Header
+from lezo_ds.runs.directory import RunDirectory
+from lezo_ds.runs.first_order import TrainingState, read_training_state
+from lezo_ds.runs.header import assert_same_run
+from lezo_ds.runs.run import best_evaluation, stopping_step
+from lezo_ds.runs.screen import evaluation_line, progress_bar, run_summary, scores_summary
+from lezo_ds.runs.trainer import monitor_sections
+
+VALUES = {
+    "run_dir": "runs/x",
+    "model": {"path": "facebook/opt-1.3b", "dtype": "bf16"},
+    "zo": {"learning_rate": 1e-6, "sparsity": 0.75},
+    "train": {"steps": 100},
+}
+
+
+def config(*overrides):
+    return config_from_dict(VALUES, "the test", overrides)
+
+
+def header(*overrides):
+    """Return the header of a run with these values of some keys."""
+    values = {key: value for key, value in config_to_dict(config(*overrides)).items() if key != "run_dir"}
+    inputs = {"model_config": {"rope": {"theta": 1e4}}, "data_fingerprints": {"train": "a", "dev": "b"}}
+    return Header(
+        noise_version=1,
+        model_fingerprint="a1b2",
+        parameter_table_hash="c3d4",
+        config=values | inputs,
+        libraries={"lezo_ds": "1"},
+        arithmetic={"processor": "H100"},
+    )
+
+
+RECORDED = header()
+
+
+def inputs(**changes):
+    return replace(RECORDED, config={**RECORDED.config, **changes})
+
+
+@pytest.mark.parametrize(
+    ("ours", "message"),
+    [
+        (replace(RECORDED, noise_version=3), "noise_version differs .*: it is 3, and was 1"),
+        (
+            replace(RECORDED, model_fingerprint="ff"),
+            "model_fingerprint differs .*: it is 'ff', and was 'a1b2'",
+        ),
+        (replace(RECORDED, parameter_table_hash="ee"), "parameters differs .*: it is 'ee', and was 'c3d4'"),
+        (inputs(model_config={"rope": {"theta": 1e6}}), "model_config.rope.theta differs .* was 10000.0"),
+        (inputs(data_fingerprints={"train": "a"}), "data_fingerprints.dev differs .* is absent, and was 'b'"),
+        (header("train.batch_size=32"), "train.batch_size differs .*: it is 32, and was 16"),
+        (
+            replace(header("seed=3"), libraries={"lezo_ds": "2"}),
+            r"seed differs from the journal's, written by lezo_ds 1 \(this is 2\)",
+        ),
+    ],
+)
+def test_the_first_input_that_differs_is_refused_with_both_values(ours, message):
+    with pytest.raises(UserError, match=f"{message}.*; fix: "):
+        assert_same_run(RECORDED, ours, RESUME_MAY_DIFFER)
+
+
+def test_some_keys_may_differ_and_libraries_and_processors_may_with_a_warning(caplog):
+    ours = header("train.steps=300", "train.keep_snapshots=9", "partition_size=2", "model.path=elsewhere")
+    assert_same_run(RECORDED, ours, RESUME_MAY_DIFFER)
+    assert caplog.messages == []
+    ours = replace(ours, libraries={"lezo_ds": "1", "torch": "3"}, arithmetic={"processor": "H200"})
+    assert_same_run(RECORDED, ours, RESUME_MAY_DIFFER)
+    assert caplog.messages == [
+        "processor was 'H100' when the journal was started and is 'H200' now",
+        "torch was absent when the journal was started and is '3' now",
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_the_number_of_steps_may_differ_unless_the_learning_rate_depends_on_it(schedule):
+    key = f"zo.lr_schedule={schedule}"
+    longer, may_differ = header(key, "train.steps=300"), may_differ_on_resume(config(key))
+    if schedule == "constant":
+        assert_same_run(header(key), longer, may_differ)
+    else:
+        with pytest.raises(UserError, match=r"train\.steps differs"):
+            assert_same_run(header(key), longer, may_differ)
+
+
+# The directory.
+
+
+@pytest.fixture
+def directory(tmp_path):
+    path = tmp_path / "deep" / "run"
+    with RunDirectory(path).locked():
+        yield RunDirectory(path)
+
+
+def metrics(directory):
+    return [json.loads(line) for line in (directory.path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_locked_directory_is_refused_until_it_is_released(tmp_path):
+    first, other = RunDirectory(tmp_path), RunDirectory(tmp_path)
+    for _ in range(2):
+        with first.locked():
+            message = rf"is in use by process {os.getpid()} on .*; fix: wait"
+            with pytest.raises(UserError, match=message), other.locked():
+                pass
+    with other.locked():
+        pass
+
+
+def test_a_path_that_cannot_be_written_and_a_file_system_without_locks_are_named(
+    tmp_path, monkeypatch, caplog
+):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for path in (file, file / "run"):
+        with (
+            pytest.raises(UserError, match=r"file.* cannot be written to: .*; fix: "),
+            RunDirectory(path).locked(),
+        ):
+            pass
+    assert file.read_text() == "mine"
+
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with RunDirectory(tmp_path).locked():
+        assert "is on a file system without locks (No locks available)" in caplog.text
+
+
+def test_facts_are_the_config_as_yaml_and_the_environment_as_json(directory):
+    directory.write_facts({"seed": 3, "zo": {"learning_rate": 1e-6}}, 2, torch.device("cpu"))
+    assert yaml.safe_load((directory.path / "config.yaml").read_text())["zo"] == {"learning_rate": 1e-6}
+    facts = json.loads((directory.path / "environment.json").read_text())
+    assert (facts["world_size"], facts["versions"]["torch"]) == (2, torch.__version__)
+
+
+def test_metrics_of_steps_that_will_be_done_again_and_torn_lines_are_dropped(directory):
+    assert directory.cut_metrics(0) == 0.0
+    for step in range(5):
+        directory.log_metrics({"step": step, "loss": 0.1, "seconds": 1.5 * step})
+    with (directory.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "sec')
+    assert directory.cut_metrics(3) == 4.5
+    directory.log_metrics({"step": 4, "seconds": 9.0})
+    assert [entry["step"] for entry in metrics(directory)] == [0, 1, 2, 3, 4]
+
+
+# The training state of AdamW.
+
+STATE = TrainingState(
+    RECORDED,
+    world_size=2,
+    step=4,
+    evaluations=tuple(
+        EvaluationRecord(step=step, split="dev", loss=loss, metrics={"accuracy": 0.5})
+        for step, loss in ((2, 0.75), (4, None), (6, 0.1 + 0.2))
+    ),
+)
+
+
+def test_a_state_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "state.json"
+    STATE.write(path)
+    assert read_training_state(path) == STATE
+    path.write_text(path.read_text()[:-9])
+    with pytest.raises(UserError, match=r"state.json cannot be read: .*restore the file"):
+        read_training_state(path)
+    with pytest.raises(LezoError, match=r"none/state.json"):
+        STATE.write(tmp_path / "none" / "state.json")
+
+
+# Early stopping.
+
+
+def evaluations(*losses, split="dev"):
+    return [
+        EvaluationRecord(step=10 * (i + 1), split=split, loss=loss, metrics={"accuracy": 0.5})
+        for i, loss in enumerate(losses)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("losses", "patience", "step"),
+    [
+        ([], 1, None),
+        ([3.0, 2.0, 1.0], 1, None),
+        ([3.0, 3.0], 1, 20),
+        ([3.0, 4.0, 2.0, 2.5, 2.4], 2, 50),
+        ([3.0, 4.0, 2.0, 2.5, 2.4], 3, None),
+        ([3.0, 4.0, 4.0, 2.0, 1.0], 2, 30),  # what comes later changes nothing
+        ([None, None, 3.0], 2, 20),
+        ([None, 3.0, None, 2.0], 2, None),
+        ([3.0, 3.0, 3.0], None, None),
+    ],
+)
+def test_patience_counts_evaluations_in_a_row_that_are_not_better_than_the_best(losses, patience, step):
+    assert stopping_step(evaluations(*losses), patience) == step
+    tested = [*evaluations(5.0, split="test"), *evaluations(*losses), *evaluations(9.0, 9.0, split="test")]
+    assert stopping_step(tested, patience) == step
+
+
+def test_the_best_step_is_the_first_with_the_lowest_validation_loss():
+    assert best_evaluation(evaluations(None, 2.0, 1.0, 1.0, 3.0)).step == 30
+    assert best_evaluation(evaluations(None, None)).step == 10
+    assert best_evaluation(evaluations(1.0, split="test")) is None
+
+
+# Monitors and the screen.
+
+
+def test_report_to_names_sections_of_deepspeeds_json():
+    sections = monitor_sections(config("train.report_to=[csv,tensorboard]"))
+    assert sections["tensorboard"]["output_path"] == "runs/x/monitors"
+    assert sections == dict.fromkeys(("csv_monitor", "tensorboard"), sections["tensorboard"])
+    assert monitor_sections(config()) == {}
+    with pytest.raises(
+        UserError, match=r"train\.report_to=comet needs the package comet_ml; fix: pip install"
+    ):
+        monitor_sections(config("train.report_to=[comet]"))
+
+
+def test_without_a_terminal_progress_is_a_line_every_20_seconds(capsys):
+    seconds = [0.0]
+    with progress_bar(300, 2, is_shown=True) as bar:
+        bar.start_t = bar.last_print_t = 0.0
+        bar._time = lambda: seconds[0]
+        for _ in range(25):
+            seconds[0] += 2.0
+            bar.set_postfix({"loss": "0.5"}, refresh=False)
+            bar.update()
+    lines = [line for text in capsys.readouterr().err.splitlines() if (line := text.strip("\r "))]
+    assert lines[1] == "step 12/300: 2.00s/it, 09:36 left, loss=0.5"
+    assert [line.partition(":")[0] for line in lines[:3]] == ["step 2/300", "step 12/300", "step 22/300"]
+    assert len(lines) <= 4
+    with progress_bar(300, 2, is_shown=False) as bar:
+        bar.update()
+    assert capsys.readouterr().err == ""
+
+
+RESULTS = {
+    "metric": "accuracy",
+    "finished": True,
+    "zero_shot": 0.532,
+    "test": 0.73266666,
+    "majority_class": 0.502,
+    "best_step": 150,
+    "best_dev_loss": 0.512345678,
+    "steps": 200,
+    "early_stop_step": None,
+    "skipped_steps": 0,
+    "seconds": 457.3,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        (
+            {},
+            [
+                "Finished: 200 steps in 7 min 37 s.",
+                "Test accuracy: 0.532 before, 0.733 after (majority class 0.502).",
+                "Best step: 150 (validation loss 0.5123).",
+            ],
+        ),
+        (
+            {"early_stop_step": 180, "steps": 180, "skipped_steps": 2, "majority_class": None},
+            [
+                "Finished: 180 steps in 7 min 37 s.",
+                "Stopped early, at step 180: train.patience ran out.",
+                "Test accuracy: 0.532 before, 0.733 after.",
+                "Best step: 150 (validation loss 0.5123).",
+                "Skipped steps: 2.",
+            ],
+        ),
+        (
+            {"best_step": None, "best_dev_loss": None, "steps": 0},
+            ["Finished in 7 min 37 s.", "Test accuracy: 0.733 (majority class 0.502)."],
+        ),
+        (
+            {"finished": False, "best_step": None, "test": None},
+            ["Stopped after step 200 (7 min 37 s). The same command continues."],
+        ),
+    ],
+    ids=["trained", "stopped early", "only scored", "stopped"],
+)
+def test_the_summary_of_a_run_is_short(changes, lines):
+    assert run_summary("runs/x", RESULTS | changes).splitlines() == [*lines, "Run directory: runs/x"]
+
+
+def test_scores_and_evaluations_are_lines_with_rounded_numbers():
+    scores = {"model": "m", "split": "test", "metric": "f1", "score": 0.61234, "num_examples": 50}
+    scores |= {"majority_class": None, "loss": float("nan")}
+    assert scores_summary(scores) == "m: f1 0.612 on 50 test examples"
+    scores |= {"run": "r", "step": 3, "split": "dev", "majority_class": 0.5, "loss": 0.123456}
+    assert scores_summary(scores) == (
+        "step 3 of r: f1 0.612 on 50 validation examples, majority class 0.500, loss 0.1235"
+    )
+    dev, not_finite = evaluations(0.123456789, None)
+    assert evaluation_line(dev, "accuracy") == "step 10: validation loss 0.1235, accuracy 0.500"
+    assert evaluation_line(not_finite, "accuracy") == "step 20: validation loss not finite, accuracy 0.500"
