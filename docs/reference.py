@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from lezo_ds.commands import COMMANDS  # noqa: E402
+
 from lezo_ds.config import describe  # noqa: E402
 from lezo_ds.config.schema import SCHEMA  # noqa: E402
 

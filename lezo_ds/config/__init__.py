@@ -3,8 +3,9 @@
 It imports nothing heavy, so that a wrong key is refused at once.
 """
 
-from lezo_ds.config.algorithm import (
+from lezo_ds.config.components import (
     copies_per_pass,
+    find_task,
     forward_passes_per_step,
     make_estimator,
     make_layer_policy,
@@ -27,39 +28,5 @@ from lezo_ds.config.schema import (
     PeftConfig,
     PeftKind,
     RunConfig,
-    TrainConfig,
     ZoConfig,
 )
-from lezo_ds.config.task import described_task, find_task
-
-__all__ = [
-    "RESUME_MAY_DIFFER",
-    "TRAINED",
-    "ZEROTH_ORDER",
-    "AdamWConfig",
-    "DataConfig",
-    "Dtype",
-    "GenerationConfig",
-    "Method",
-    "ModelConfig",
-    "PeftConfig",
-    "PeftKind",
-    "RunConfig",
-    "TrainConfig",
-    "ZoConfig",
-    "check_world",
-    "config_from_dict",
-    "config_to_dict",
-    "copies_per_pass",
-    "described_task",
-    "find_task",
-    "flatten",
-    "forward_passes_per_step",
-    "load_config",
-    "load_yaml",
-    "make_estimator",
-    "make_layer_policy",
-    "make_schedule",
-    "may_differ_on_resume",
-    "num_passes",
-]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
 import re
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter, ValidationError
@@ -18,10 +17,9 @@ from pydantic_core import CoreSchema, core_schema
 from lezo_ds.errors import UserError, cut
 from lezo_ds.registry import names_code
 
-T = TypeVar("T")
 _TYPES = {"integer": "an integer", "number": "a number", "string": "a string", "boolean": "true or false"}
 _TYPES |= {"array": "a list of strings", "object": "a map", "null": "null"}
-_LIMITS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most"}
+_LIMITS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most"}
 
 
 class _Loader(yaml.SafeLoader):
@@ -39,15 +37,11 @@ _Loader.add_implicit_resolver(
 )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Named:
-    """The values of a key are the names in a registry, in any case, and `package.module:name`."""
+    """Restricts a string to the names in a registry, in any case, some others, and `package.module:name`."""
 
-    names: Collection[str]
-    also: tuple[str, ...] = ()
-
-    def __iter__(self) -> Iterator[str]:
-        yield from (*self.names, *self.also)
+    def __init__(self, names: Collection[str], *others: str) -> None:
+        self._names, self._others = names, others
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._find, handler(source))
@@ -55,19 +49,16 @@ class Named:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return handler(schema) | {"enum": [*self, "package.module:name"]}
+        return handler(schema) | {"enum": [*self._names, *self._others, "package.module:name"]}
 
     def _find(self, value: str) -> str:
-        if names_code(value):
-            return value
-        known = {name.lower(): name for name in self}
-        if value.lower() not in known:
-            raise ValueError(value)
-        return known[value.lower()]
+        if names_code(value) or value.lower() in (*self._names, *self._others):
+            return value if names_code(value) else value.lower()
+        raise ValueError(value)
 
 
 def split(value: object) -> object:
-    """Return a list of strings, or one string with commas, as a list. Numbers become strings."""
+    """Return one string with commas as a list. Numbers in a list become strings."""
     parts = [text.strip() for text in value.split(",")] if isinstance(value, str) else value
     if isinstance(parts, list):
         return [str(part) if type(part) in (int, float) else part for part in parts]
@@ -77,9 +68,7 @@ def split(value: object) -> object:
 Strings = Annotated[list[str], BeforeValidator(split)]
 """A list, or one string with commas."""
 
-ExactStrings = Annotated[
-    list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
-]
+ExactStrings = Annotated[list[str], BeforeValidator(lambda text: [text] if isinstance(text, str) else text)]
 """A list, or one string, which may hold commas."""
 
 
@@ -94,20 +83,18 @@ class Reader:
     def __init__(self, config_type: type) -> None:
         self._adapter = TypeAdapter[Any](config_type)
         schema = self._adapter.json_schema()
-        self._sections = {
-            name: schema["$defs"][entry["$ref"].rpartition("/")[2]]
-            for name, entry in schema["properties"].items()
-            if "$ref" in entry
-        }
-        self.keys = {name: key for name, key in schema["properties"].items() if name not in self._sections}
-        required = set(schema["required"])
-        for section, entry in self._sections.items():
-            self.keys |= {f"{section}.{name}": key for name, key in entry["properties"].items()}
-            required |= {f"{section}.{name}" for name in entry.get("required", ())}
-        self._required = required
-        self.may_differ = frozenset(
-            name for name, key in self.keys.items() if key.get("may_differ_on_resume")
-        )
+        self.keys: dict[str, dict[str, Any]] = {}
+        self._sections: set[str] = set()
+        self._required = set(schema["required"])
+        for name, entry in schema["properties"].items():
+            if "$ref" not in entry:
+                self.keys[name] = entry
+                continue
+            section = schema["$defs"][entry["$ref"].rpartition("/")[2]]
+            self._sections.add(name)
+            self.keys |= {f"{name}.{key}": of_key for key, of_key in section["properties"].items()}
+            self._required |= {f"{name}.{key}" for key in section.get("required", ())}
+        self.may_differ = frozenset(name for name, key in self.keys.items() if "may_differ_on_resume" in key)
 
     def flatten(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return sections and keys as one dict with dotted keys; a section that is null has none."""
@@ -137,29 +124,16 @@ class Reader:
             raise self._refusal(error, where) from error
 
     def override(self, text: str) -> tuple[str, Any]:
-        """Return the key and value of `key=value`. A string needs no quotes; other values are YAML.
-
-        >>> Reader(Example).override("prompt={text}: #1")  # doctest: +SKIP
-        ('prompt', '{text}: #1')
-        """
-        name, equals, value = text.partition("=")
-        if not equals or not re.fullmatch(r"\w+(\.\w+)*", name):
-            raise UserError(
-                f"{text} is not of the form key=value", fix="write for instance zo.learning_rate=1e-6"
-            )
+        """Return the key and value of `key=value`. A string needs no quotes; other values are YAML."""
+        name, _, value = text.partition("=")
+        if not re.fullmatch(r"\w+(\.\w+)*=.*", text, re.DOTALL):
+            raise UserError(f"{text} is not of the form key=value", fix="write it like zo.learning_rate=1e-6")
         kinds = {entry.get("type") for entry in _alternatives(self.keys.get(name, {}))}
-        quoted = value.strip()[:1] in ("'", '"') and value.strip()[-1:] == value.strip()[:1]
-        if (
-            "string" in kinds
-            and "array" not in kinds
-            and not quoted
-            and value.lower() not in ("", "null", "~")
-        ):
+        is_yaml = re.fullmatch(r"""\s*(".*"|'.*'|null|~|)\s*""", value, re.DOTALL)
+        if "string" in kinds and "array" not in kinds and not is_yaml:
             if "\\n" in value:
-                raise UserError(
-                    f"{name} has a backslash and an n, which is no line break there",
-                    fix=f"{name}='\"...\\n...\"'",
-                )
+                fix = f"""{name}='"...\\n..."', with both kinds of quotes"""
+                raise UserError(f"{name} has a backslash and an n, which is no line break here", fix=fix)
             return name, value
         try:
             return name, load_yaml(value)
@@ -256,9 +230,7 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
         text = " ".join(str(error).split())
         raise UserError(f"{path} is not valid YAML: {text}", fix="correct the line that is named") from error
     if not isinstance(values, dict):
-        raise UserError(
-            f"{path} holds no keys", fix="write `key: value` lines, as in launch/recipes/demo.yaml"
-        )
+        raise UserError(f"{path} holds no keys", fix="write `key: value` lines, as in launch/recipes")
     return values
 
 
@@ -270,7 +242,6 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= (
-            flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-        )
+        key = f"{prefix}{name}"
+        flat |= flatten(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
     return flat

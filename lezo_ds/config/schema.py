@@ -63,7 +63,7 @@ class ModelConfig:
 class DataConfig:
     """The examples that the model is trained and scored on."""
 
-    task: Annotated[str, Named(TASKS, also=(CUSTOM,))] = "sst2"
+    task: Annotated[str, Named(TASKS, CUSTOM)] = "sst2"
     """Name of the task, in upper or lower case. The default is custom if data.prompt or data.messages is
     given: a task that the keys below describe. package.module:TASK is a Task of your own (see
     lezo_ds/tasks/base.py)."""

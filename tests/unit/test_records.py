@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from assets import write_records
 from golden_tasks import GOLDEN
-
 from lezo_ds.data.records import MAX_CHARACTERS, load_records, sample_splits, with_demonstrations
+
 from lezo_ds.errors import HubError, UserError
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Example

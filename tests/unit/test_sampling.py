@@ -6,7 +6,6 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from lezo_ds.data.sampling import batch_indices
 
 

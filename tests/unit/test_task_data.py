@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from assets import write_reader
+from lezo_ds.data.sampling import batch_indices
 from ranks import run_ranks
 from tiny_runs import start_engine
 from tiny_tasks import NUM_POSITIONS, task_config, write_tasks, write_writer
 
 from lezo_ds.config import GenerationConfig
 from lezo_ds.data.objectives import reads_answers
-from lezo_ds.data.sampling import batch_indices
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 

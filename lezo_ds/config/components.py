@@ -1,33 +1,35 @@
-"""The components of the algorithm that a configuration names."""
+"""The components that a configuration names: of the algorithm, and its task."""
 
 from __future__ import annotations
 
-from lezo_ds.config.schema import RESUME_MAY_DIFFER, ZEROTH_ORDER, RunConfig, ZoConfig
+from dataclasses import replace
+
+from lezo_ds.config.schema import RESUME_MAY_DIFFER, ZEROTH_ORDER, DataConfig, RunConfig, ZoConfig
 from lezo_ds.errors import UserError
+from lezo_ds.tasks import TASKS
+from lezo_ds.tasks.base import Task
+from lezo_ds.tasks.custom import CUSTOM, Description, make_task
+from lezo_ds.tasks.metrics import find_metric
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy, num_dropped
 from lezo_ds.zo.passes import passes_of_step
 from lezo_ds.zo.schedules import SCHEDULES, LearningRates
 
-PASSES_OF_BACKPROPAGATION = 3
-"""Forward passes that a step of AdamW counts as: its backward pass takes about the time of two."""
+DESCRIBING_KEYS = (
+    *("prompt", "label_field", "labels", "choices", "completion"),
+    *("messages", "chat_template", "system_prompt"),
+)
+"""Keys of the section data that describe a task."""
 
 
 def make_estimator(zo: ZoConfig) -> Estimator:
-    """Return the estimator of a run."""
     return ESTIMATORS.find(zo.estimator)(
         perturbation_scale=zo.perturbation_scale, num_directions=zo.directions, **zo.estimator_options
     )
 
 
 def make_layer_policy(zo: ZoConfig, num_layers: int, *, trains_outside: bool = True) -> LayerPolicy:
-    """Return the layer policy of a run on a model with `num_layers` transformer blocks.
-
-    Args:
-        zo: the settings.
-        num_layers: number of the model's transformer blocks.
-        trains_outside: whether weights outside the blocks are trained.
-    """
+    """Return the policy for `num_layers` blocks; `trains_outside`: whether other weights are trained, too."""
     assert zo.sparsity is not None, "zeroth-order training has a sparsity"
     dropped = num_dropped(zo.sparsity, num_layers)
     if dropped == num_layers and not trains_outside:
@@ -40,7 +42,6 @@ def make_layer_policy(zo: ZoConfig, num_layers: int, *, trains_outside: bool = T
 
 
 def make_schedule(zo: ZoConfig, num_steps: int | None) -> LearningRates:
-    """Return the learning rate of each step of a run."""
     assert zo.learning_rate is not None, "zeroth-order training has a learning rate"
     schedule = SCHEDULES.find(zo.lr_schedule)
     if schedule.depends_on_length and num_steps is None:
@@ -52,14 +53,9 @@ def make_schedule(zo: ZoConfig, num_steps: int | None) -> LearningRates:
 
 
 def may_differ_on_resume(config: RunConfig) -> frozenset[str]:
-    """Return the dotted keys that may differ between a zeroth-order run and its resumption.
-
-    With another number of steps, a schedule that depends on it would have given other learning rates from the
-    first step on.
-    """
-    if SCHEDULES.find(config.zo.lr_schedule).depends_on_length:
-        return RESUME_MAY_DIFFER - {"train.steps"}
-    return RESUME_MAY_DIFFER
+    """Return the keys that may differ on resumption: train.steps only if the learning rate ignores it."""
+    depends = SCHEDULES.find(config.zo.lr_schedule).depends_on_length
+    return RESUME_MAY_DIFFER - ({"train.steps"} if depends else set())
 
 
 def num_passes(config: RunConfig) -> int:
@@ -70,10 +66,10 @@ def num_passes(config: RunConfig) -> int:
 
 
 def forward_passes_per_step(config: RunConfig) -> int:
-    """Return how many times a step runs its batch through the model, in units of a forward pass."""
+    """Return how many times a step runs its batch, in forward passes. A backward pass counts as two."""
     if config.method in ZEROTH_ORDER:
         return make_estimator(config.zo).num_probes
-    return PASSES_OF_BACKPROPAGATION if config.method == "adamw" else 0
+    return 3 if config.method == "adamw" else 0
 
 
 def copies_per_pass(config: RunConfig) -> int:
@@ -81,3 +77,24 @@ def copies_per_pass(config: RunConfig) -> int:
     if config.method not in ZEROTH_ORDER:
         return 1
     return min(config.zo.probes_per_pass, make_estimator(config.zo).num_probes)
+
+
+def find_task(data: DataConfig) -> Task:
+    """Return the task that a configuration names or describes, with the metric that it asks for."""
+    task = described_task(data) if data.task == CUSTOM else TASKS.find(data.task)
+    if data.metric is not None:
+        task = replace(task, metric=data.metric)
+    find_metric(task.metric, task.kind)
+    return task
+
+
+def described_task(data: DataConfig) -> Task:
+    """Return the task that a configuration with `data.task` custom describes. Nothing is imported."""
+    if data.prompt is None and data.messages is None:
+        raise UserError(
+            f"data.task={CUSTOM} needs data.prompt or data.messages",
+            fix='add a template of the text that the model reads, such as "{text} This ticket is about"',
+        )
+    if data.train is None and data.path is None:
+        raise UserError("a task of your own needs data.train", fix="add data.train=FILE")
+    return make_task(Description(**{name: getattr(data, name) for name in (*DESCRIBING_KEYS, "metric")}))
