@@ -1,0 +1,149 @@
+"""The examples of a step, and the layout of batches: padded, deduplicated, packed, dealt."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lezo_ds.data.batches import batch_indices, candidate_batch, scoring_batch, teacher_forcing_batch
+from lezo_ds.data.encoding import EncodedExample
+from lezo_ds.data.packing import deal, pack
+from lezo_ds.forward.batch import LogitSelection, MicroBatch
+
+PAD = 1
+
+
+def encoded(context, *candidates, label=0):
+    """One example by hand: token ids of the context and of each candidate."""
+    sequences = tuple((0, *context, *candidate) for candidate in candidates)
+    return EncodedExample(sequences, tuple(map(len, candidates)), label, truncated=False)
+
+
+def layout(batch):
+    """Return ids, rows, positions and labels as lists."""
+    chosen = batch.selection
+    labels = {name: tensor.tolist() for name, tensor in batch.labels.items()}
+    return batch.inputs["input_ids"].tolist(), chosen.rows.tolist(), chosen.positions.tolist(), labels
+
+
+def test_the_first_thousand_batches_never_change():
+    batches = [batch_indices(seed=42, step=step, num_examples=1000, batch_size=16) for step in range(1000)]
+    digest = hashlib.sha256(json.dumps(batches).encode()).hexdigest()
+    assert digest == "c4a61d8b2c7e90e055acdd7b5d0f1dd11ff14673b0f4ae1209b3612d3e4a569d"
+    assert len(batch_indices(0, 10**15, 67_349, 16)) == 16
+
+
+@given(seed=st.integers(0, 2**64 - 1), num_examples=st.integers(1, 40), batch_size=st.integers(1, 60))
+def test_batches_laid_end_to_end_are_one_permutation_after_another(seed, num_examples, batch_size):
+    stream = [index for step in range(8) for index in batch_indices(seed, step, num_examples, batch_size)]
+    assert len(stream) == 8 * batch_size
+    for start in range(0, len(stream) - num_examples + 1, num_examples):
+        assert sorted(stream[start : start + num_examples]) == list(range(num_examples))
+
+
+def test_one_token_candidates_share_one_row_that_ends_before_them():
+    batch = candidate_batch([encoded((5, 6), (8,), (9,)), encoded((7,), (8,), (9,), label=1)], PAD)
+    ids = [[0, 5, 6, 1, 1, 1, 1, 1], [0, 7, 1, 1, 1, 1, 1, 1]]
+    assert layout(batch) == (ids, [0, 1], [2, 1], {"label": [0, 1]})
+    assert (batch.selection.vocabulary.tolist(), batch.weight) == ([8, 9], 2)
+
+
+def test_longer_candidates_get_a_row_each_and_logits_for_each_of_their_tokens():
+    batch = candidate_batch([encoded((5,), (8, 9, 10), (11,)), encoded((6, 7), (12, 13), label=0)], PAD)
+    ids = [[0, 5, 8, 9, 1, 1, 1, 1], [0, 5, 1, 1, 1, 1, 1, 1], [0, 6, 7, 12, 1, 1, 1, 1]]
+    labels = {
+        "label": [0, 0],
+        "candidate_slots": [[0, 1], [2, -1]],
+        "target_ids": [8, 9, 10, 11, 12, 13],
+        "token_slots": [[0, 1, 2], [3, -1, -1], [4, 5, -1]],
+    }
+    assert layout(batch) == (ids, [0, 0, 0, 1, 2, 2], [1, 2, 3, 1, 2, 3], labels)
+    assert (batch.selection.vocabulary, batch.weight) == (None, 2)
+
+
+@pytest.mark.parametrize(
+    "examples",
+    [
+        [encoded((5,), (8,), (9,)), encoded((5,), (9,), (8,))],
+        [encoded((5,), (8,), (9,)), encoded((5,), (8,))],
+        [encoded((5,), (8,), (9, 10))],
+        [EncodedExample(((0, 5, 8), (0, 6, 9)), (1, 1), 0, truncated=True)],
+    ],
+    ids=["another order", "another number", "two tokens", "another context"],
+)
+def test_candidates_that_are_not_alike_are_not_merged(examples):
+    batch = candidate_batch(examples, PAD)
+    assert batch.selection.vocabulary is None
+    assert len(batch.inputs["input_ids"]) == sum(len(example.sequences) for example in examples)
+
+
+def test_teacher_forcing_runs_the_gold_candidate_alone_and_weighs_its_tokens():
+    batch = teacher_forcing_batch([encoded((5,), (8, 9), (11,)), encoded((6,), (12,), (13,), label=1)], PAD)
+    ids = [[0, 5, 8, 1, 1, 1, 1, 1], [0, 6, 1, 1, 1, 1, 1, 1]]
+    labels = {"target_ids": [8, 9, 13], "token_slots": [[0, 1], [2, -1]]}
+    assert layout(batch) == (ids, [0, 0, 1], [1, 2, 1], labels)
+    assert batch.weight == 3
+
+
+def test_sequences_to_score_share_a_row_where_they_differ_in_the_last_token_only():
+    batch = scoring_batch([(0, 5, 8), (0, 5, 9), (0, 5, 8, 7), (0, 6, 8)], [1, 2, 2, 1], PAD)
+    ids = [[0, 5, 1, 1, 1, 1, 1, 1], [0, 5, 8, 1, 1, 1, 1, 1], [0, 6, 1, 1, 1, 1, 1, 1]]
+    labels = {"target_ids": [8, 5, 9, 8, 7, 8], "token_slots": [[0, -1], [1, 2], [3, 4], [5, -1]]}
+    assert layout(batch) == (ids, [0, 0, 0, 1, 1, 2], [1, 0, 1, 1, 2, 1], labels)
+    assert batch.weight == 6
+
+
+@pytest.mark.parametrize(("num_tokens", "width"), [(1, 8), (8, 8), (9, 16)])
+def test_rows_are_padded_to_a_multiple_of_eight(num_tokens, width):
+    batch = candidate_batch([encoded(range(2, num_tokens + 1), (8,), (9,))], PAD)
+    assert batch.inputs["input_ids"].shape == (1, width)
+
+
+@given(lengths=st.lists(st.integers(1, 99), min_size=1, max_size=12), num_micro_batches=st.integers(1, 6))
+def test_dealt_micro_batches_differ_by_at_most_one_example(lengths, num_micro_batches):
+    lengths = np.sort(np.repeat(lengths, num_micro_batches) + np.arange(len(lengths) * num_micro_batches))
+    rows = deal(np.arange(len(lengths)), num_micro_batches)
+    assert sorted(rows.tolist()) == list(range(len(lengths)))
+    tokens = lengths[rows].reshape(num_micro_batches, -1).sum(1)
+    assert tokens.max() - tokens.min() <= lengths[-1] - lengths[0]
+
+
+def tokens_seen(batch):
+    """Return what each wanted logit may depend on: the tokens up to it, and their positions."""
+    seen = []
+    for row, position in zip(batch.selection.rows, batch.selection.positions, strict=True):
+        ids = batch.inputs["input_ids"][row]
+        if "attention_mask" not in batch.inputs:
+            seen.append((ids[: position + 1].tolist(), list(range(position + 1))))
+            continue
+        visible = batch.inputs["attention_mask"][row, 0, position].nonzero().flatten()
+        seen.append((ids[visible].tolist(), batch.inputs["position_ids"][row, visible].tolist()))
+    return seen
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12), candidates=st.integers(1, 3))
+def test_a_packed_batch_wants_the_same_logits_of_the_same_tokens_in_no_more_rows(lengths, candidates):
+    options = [(5 + number, 6) for number in range(candidates)]
+    batch = candidate_batch([encoded(range(7, 7 + length), *options) for length in lengths], PAD)
+    packed = pack(batch)
+    assert tokens_seen(packed) == tokens_seen(batch)
+    num_rows, width = packed.inputs["input_ids"].shape
+    assert width == batch.inputs["input_ids"].shape[1]
+    if packed is not batch:
+        assert num_rows <= 0.75 * len(batch.inputs["input_ids"])
+        # First fit leaves no two rows half empty.
+        assert num_rows <= 2 * -(-candidates * sum(length + 2 for length in lengths) // width)
+    assert (packed.weight, packed.labels.keys()) == (batch.weight, batch.labels.keys())
+
+
+def test_tokens_behind_the_last_wanted_logit_are_left_out():
+    selection = LogitSelection(torch.tensor([0, 1, 1]), torch.tensor([2, 0, 3]))
+    packed = pack(MicroBatch({"input_ids": torch.arange(3, 19).view(2, 8)}, 2, selection=selection))
+    assert packed.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
+    assert layout(packed) == ([[11, 12, 13, 14, 3, 4, 5, 0]], [0, 0, 0], [6, 0, 3], {})

@@ -1,0 +1,313 @@
+"""Reading records, checking them, splitting them as MeZO's code does, and its demonstrations."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import replace
+
+import datasets
+import numpy as np
+import pytest
+from assets import write_records
+from golden_tasks import GOLDEN
+
+from lezo_ds.config import DataConfig
+from lezo_ds.data.splits import MAX_CHARACTERS, draw_demonstrations, load_splits, with_demonstrations
+from lezo_ds.data.tables import read_source
+from lezo_ds.errors import HubError, UserError
+from lezo_ds.tasks import TASKS
+from lezo_ds.tasks.custom import Description, make_task
+
+SST2 = TASKS["sst2"]
+TICKETS = make_task(Description(prompt="{text} is about", label_field="topic", labels=["bug", "billing"]))
+RECORDS = [{"text": f"text {row}, 007", "topic": ("bug", "billing")[row % 2]} for row in range(20)]
+
+
+def reviews(num_records):
+    return [{"sentence": f"review {row} ", "label": row % 2} for row in range(num_records)]
+
+
+def write_both(directory, train, validation):
+    for name, records in (("train", train), ("validation", validation)):
+        write_records(directory / f"{name}.jsonl", records)
+
+
+def load(directory, task=SST2, **keys):
+    return load_splits(task, DataConfig(path=str(directory), **keys))
+
+
+def load_own(path, task=TICKETS, **keys):
+    return load_splits(task, DataConfig(train=str(path), **keys))
+
+
+def rows(examples):
+    return [example.index for example in examples]
+
+
+def golden_record(name):
+    return next(golden.record for golden in GOLDEN if golden.task == name)
+
+
+# Reading.
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "json", "jsonl", "parquet", "lines.json"])
+def test_every_kind_of_file_has_the_same_records(ending, tmp_path):
+    path, table = tmp_path / f"data.{ending}", datasets.Dataset.from_list(RECORDS)
+    if ending in ("csv", "tsv"):
+        table.to_csv(path, sep="," if ending == "csv" else "\t", index=False)
+    elif ending == "parquet":
+        table.to_parquet(path)
+    else:
+        lines = [json.dumps(record) + "\n" for record in RECORDS]
+        path.write_text(json.dumps(RECORDS) if ending == "json" else "\n".join(lines))
+    assert [record for _, record in read_source("data.train", str(path))] == RECORDS
+
+
+def test_a_table_of_semicolons_holds_text_only_and_knows_its_lines(tmp_path):
+    lines = ["\ufefftext;topic", '"a, b; c\n";bug', "  ", ";", "007;", "NA;true"]
+    (tmp_path / "t.csv").write_text("\n".join(lines), encoding="utf-8")
+    places, records = zip(*read_source("data.train", str(tmp_path / "t.csv")), strict=True)
+    assert [tuple(record.values()) for record in records] == [
+        ("a, b; c\n", "bug"),
+        ("007", ""),
+        ("NA", "true"),
+    ]
+    assert [place.rpartition(" ")[2] for place in places] == ["2)", "6)", "7)"]
+
+
+def test_json_lines_keep_texts_that_look_like_dates_and_skip_blank_lines(tmp_path):
+    (tmp_path / "t.jsonl").write_text('\n{"a": "2020-01-01 00:00:00"}\n \n{"a": 1, "b": {}}\n')
+    assert read_source("data.train", str(tmp_path / "t.jsonl")) == [
+        (f" ({tmp_path}/t.jsonl line 2)", {"a": "2020-01-01 00:00:00"}),
+        (f" ({tmp_path}/t.jsonl line 4)", {"a": 1, "b": {}}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.csv", None, "which is not a file"),
+        ("a.xlsx", b"x", "name a file that ends in .csv"),
+        ("a.csv", b"", "lacks the names of columns"),
+        ("a.csv", b"text,topic\n", "has no records"),
+        ("a.csv", b"text,topic\nx,bug\n\xff\xfe,bug\n", "UnicodeDecodeError"),
+        ("a.csv", b"text,topic\nx,bug\n\ny\n", "line 4 has 1 values for 2 columns"),
+        ("a.csv", b'text,topic\n"x\ny",bug\ny,bug,z', "line 4 has 3 values for 2 columns"),
+        ("a.csv", b'text,topic\n"x,bug', "unexpected end of data"),
+        ("a.json", b'[{"text": "x"}, 3]', "row 2 is not a JSON object"),
+        ("a.json", b'[{"text": "x"}', "cannot be read"),
+        ("a.jsonl", b'{"text": "x"}\n{"text"\n', "line 2 is not JSON"),
+        ("a.jsonl", b"[" * 100_000, "cannot be read"),
+        ("a.parquet", b"x", "cannot be read"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_in_one_line(name, content, message, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
+        load_own(tmp_path / name)
+    assert name in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_nested_records_are_the_same_from_the_hub_from_parquet_and_from_json_lines(tmp_path, monkeypatch):
+    record = {"id": "5", "title": "Rain", "context": "Rain is wet.", "question": "What is?"}
+    record["answers"] = {"text": ["Rain", "rain"], "answer_start": [0, 0]}
+    text = datasets.Value("string")
+    features = dict.fromkeys(("id", "title", "context", "question"), text)
+    features["answers"] = datasets.Sequence({"text": text, "answer_start": datasets.Value("int32")})
+    table = datasets.Dataset.from_list([record] * 3, features=datasets.Features(features))
+    hub, parquet, lines = (tmp_path / kind for kind in ("hub", "parquet", "lines"))
+    for directory in (hub, parquet, lines):
+        directory.mkdir()
+    for name in ("train", "validation"):
+        table.to_parquet(hub / f"{name}.parquet")
+        for part in (0, 1):
+            table.to_parquet(parquet / f"{name}-0000{part}.parquet")
+    write_both(lines, [record] * 6, [record] * 6)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    sizes = {"num_train": 2, "num_dev": 1}
+    squad = TASKS["squad"]
+    local = [load(directory, squad, **sizes) for directory in (parquet, lines)]
+    assert local[0] == local[1]
+    on_hub = load_splits(replace(squad, hub_id=str(hub)), DataConfig(**sizes))
+    assert on_hub.records == (record,) * 3
+
+
+def test_a_split_of_the_hub_that_cannot_be_reached_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    with pytest.raises(HubError, match=r"cannot load stanfordnlp/none \(plain\).*set data.train to a file"):
+        load_own("stanfordnlp/none/plain:train")
+    with pytest.raises(HubError, match=r"cannot load nyu-mll/glue \(sst2\).*set data.path to a directory"):
+        load_splits(SST2, DataConfig())
+
+
+# Checks of records.
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_a_task_reads_only_the_fields_that_are_checked(task):
+    record, checked = golden_record(task.name), {}
+    for outer, _, inner in (name.partition(".") for name in task.fields):
+        checked[outer] = {inner: record[outer][inner]} if inner else record[outer]
+    assert task.build_example(checked, 0) == task.build_example(record, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("sst2", {"sentence": "half \ud83d of one"}, r"half of a character: 'half \\ud83d of one'"),
+        ("sst2", {"sentence": "x" * (MAX_CHARACTERS + 1)}, "field sentence .* has 1000001 characters"),
+        ("sst2", {"label": "1"}, "field label .* is '1', not of type int"),
+        ("sst2", {"label": True}, "field label .* is True, not of type int"),
+        ("sst2", {"label": -1}, "has the label -1, not 0 to 1"),
+        ("sst2", {"sentence": None}, "field sentence .* is None, not of type str"),
+        (
+            "squad",
+            {"answers": {"text": ["Rain", None]}},
+            r"answers\.text of record 2 .* not of type list\[str\]",
+        ),
+        ("squad", {"answers": ["Rain"]}, r"has no field answers\.text, only \['Rain'\]"),
+        ("record", {"entities": ["Ann", "\udc00"]}, "field entities .* half of a character"),
+        (
+            "copa",
+            {"question": "why"},
+            "does not fit the task: field question=why is neither effect nor cause",
+        ),
+    ],
+)
+def test_a_record_that_cannot_be_used_is_one_line_with_its_file_and_number(name, change, message, tmp_path):
+    record = golden_record(name)
+    write_both(tmp_path, [record, record | change], [record])
+    with pytest.raises(UserError, match=message) as error:
+        load(tmp_path, TASKS[name])
+    assert re.search(rf"record 2 of the train split of {name} \(.*/train\.jsonl line 2\)", str(error.value))
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([{"txt": "x", "topic": "bug"}], r"record 1 .*a.jsonl line 1\) has no field text.*did you mean txt"),
+        ([{"text": "x", "topic": "bgu"}], "field topic is bgu, which is none of .*did you mean bug"),
+        ([{"text": None, "topic": "bug"}], "field text is null, not text or a number"),
+        ([{"text": "x", "topic": ""}] * 2, "none of the 2 records .* has an answer"),
+        ([{"text": "x", "topic": "bug"}], "leaves 0 records for training"),
+    ],
+)
+def test_records_of_ones_own_are_checked(records, message, tmp_path):
+    write_records(tmp_path / "a.jsonl", records)
+    with pytest.raises(UserError, match=message):
+        load_own(tmp_path / "a.jsonl")
+
+
+def test_records_without_an_answer_are_left_out_with_one_warning_a_split(tmp_path, caplog):
+    record = golden_record("squad")
+    write_both(tmp_path, [record, record | {"answers": {"text": []}}, record], [record])
+    assert load(tmp_path, TASKS["squad"], num_train=1, num_dev=1).records == (record, record)
+    text = "1 of 3 records of the train split of squad have no right answer and are left out"
+    assert caplog.messages == [text]
+
+
+# Splits.
+
+
+@pytest.mark.parametrize("seed", [0, 42, 2**32 - 1])
+def test_splits_are_those_of_mezos_own_code(seed, tmp_path):
+    write_both(tmp_path, reviews(2000), reviews(1500))
+    np.random.seed(seed)
+    drawn = np.random.permutation(2000).tolist()[:1500]
+    np.random.seed(seed)
+    scored = np.random.permutation(1500).tolist()[:1000]
+    clean, mezo = (load(tmp_path, protocol=protocol, seed=seed) for protocol in ("clean", "mezo"))
+    assert (rows(mezo.train), rows(mezo.dev), rows(mezo.test)) == (drawn[:-500], drawn[-500:], scored)
+    assert mezo == clean
+    assert all(example.prompt == f"review {example.index} It was" for example in mezo.train)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_train", "num_validation", "clean", "mezo"),
+    [
+        ("cb", 250, 56, (150, 100, 56), (150, 100, 56)),
+        ("boolq", 9427, 3270, (1000, 500, 1000), (1000, 500, 1000)),
+        ("wsc", 554, 104, (454, 100, 104), (54, 500, 104)),
+        ("copa", 400, 100, (300, 100, 100), (300, 100, 100)),
+    ],
+)
+def test_tasks_get_their_published_sizes(name, num_train, num_validation, clean, mezo, tmp_path, caplog):
+    record = golden_record(name)
+    write_both(tmp_path, [record] * num_train, [record] * num_validation)
+    for protocol, sizes in (("clean", clean), ("mezo", mezo)):
+        loaded = load(tmp_path, TASKS[name], protocol=protocol)
+        assert (len(loaded.train), len(loaded.dev), len(loaded.test)) == sizes
+    assert ("54 training examples instead of 1000" in caplog.text) == (name == "wsc")
+
+
+@pytest.mark.parametrize(("protocol", "num_records"), [("clean", 1499), ("mezo", 500)])
+def test_too_few_records_are_refused(protocol, num_records, tmp_path):
+    write_both(tmp_path, reviews(num_records), reviews(10))
+    with pytest.raises(UserError, match=rf"{num_records} training records, too few for 1000 \+ 500"):
+        load(tmp_path, protocol=protocol)
+
+
+def test_own_splits_are_drawn_by_seed_without_overlap_and_the_log_says_so(tmp_path, caplog):
+    write_records(tmp_path / "t.jsonl", RECORDS * 5)
+    with caplog.at_level(logging.INFO):
+        loaded = load_own(tmp_path / "t.jsonl", seed=4)
+    assert [message.partition(":")[0] for message in caplog.messages] == [
+        "data.test is not set",
+        "data.validation is not set",
+    ]
+    drawn = [set(rows(split)) for split in (loaded.train, loaded.dev, loaded.test)]
+    assert [len(part) for part in drawn] == [60, 20, 20]
+    assert set.union(*drawn) == set(range(100))
+    assert load_own(tmp_path / "t.jsonl", seed=4) == loaded != load_own(tmp_path / "t.jsonl", seed=5)
+    small = load_own(tmp_path / "t.jsonl", seed=4, num_train=1, num_dev=1)
+    assert small.test == loaded.test  # an evaluation of a model asks for no training examples
+    other = str(tmp_path / "t.jsonl")
+    whole = load_own(tmp_path / "t.jsonl", validation=other, test=other)
+    assert [len(split) for split in (whole.train, whole.dev, whole.test)] == [100] * 3
+
+
+# Demonstrations.
+
+
+def mezo_draws(num_questions, num_records, count):
+    """The training sets of MeZO's sample_train_sets without a seed: one for each question."""
+    np.random.seed(0)
+    drawn = []
+    for seed in np.random.randint(0, 10000, num_questions):
+        np.random.seed(seed)
+        drawn.append(np.random.permutation(num_records).tolist()[:count])
+    return drawn
+
+
+def test_the_demonstrations_of_each_question_are_those_of_mezos_code_without_its_own_answer():
+    assert draw_demonstrations(0, 100, 554, 32) == mezo_draws(100, 554, 32)
+    own = [row % 5 for row in range(60)]
+    drawn = draw_demonstrations(0, 60, 5, 4, own)
+    assert all(row not in shown and len(set(shown)) == 4 for row, shown in zip(own, drawn, strict=True))
+
+
+def test_demonstrations_stand_before_dev_and_test_stripped_with_a_blank_line_after_each(tmp_path):
+    write_both(tmp_path, reviews(24), reviews(12))
+    data = DataConfig(path=str(tmp_path), num_train=12, num_dev=5, num_test=7, num_demonstrations=2)
+    loaded = load_splits(SST2, data)
+
+    def solved(examples):
+        return "".join(f"{e.prompt + e.candidates[e.label]}".strip() + "\n\n" for e in examples)
+
+    shown = with_demonstrations(SST2, data, loaded)
+    assert shown.train == loaded.train
+    assert {e.demonstrations for e in (*shown.dev, *shown.test)} == {solved(loaded.train[:2])}
+    shown = with_demonstrations(SST2, replace(data, protocol="mezo"), loaded)
+    for question, drawn in zip(shown.test, mezo_draws(7, 24, 2), strict=True):
+        assert question.demonstrations == solved([SST2.build_example(reviews(24)[row], row) for row in drawn])
+    assert all(solved([question]) not in question.demonstrations for question in shown.dev)
+    for protocol, available in (("clean", 12), ("mezo", 23)):
+        changed = replace(data, protocol=protocol, num_demonstrations=available + 1)
+        with pytest.raises(UserError, match=f"more than the {available} solved examples"):
+            with_demonstrations(SST2, changed, loaded)
