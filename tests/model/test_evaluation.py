@@ -15,7 +15,7 @@ from tiny_tasks import task_config, write_tasks, write_writer
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.data.evaluation import evaluate
-from lezo_ds.data.objectives import reads_answers
+from lezo_ds.data.objectives import reward
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.tasks.metrics import TokenCounts, best_f1
 
@@ -28,11 +28,11 @@ def misses(scores, batch):
     return scores.max(dim=1).values.float() - scores.min(dim=1).values.float()
 
 
-@reads_answers
-def lengths(answers, batch):
-    """An objective of answers: their length."""
-    assert len(answers) == len(batch.examples)
-    return torch.tensor([float(len(answer)) for answer in answers])
+@reward
+def brevity(answers, records):
+    """A reward: how short an answer is."""
+    assert len(answers) == len(records)
+    return [-len(answer) for answer in answers]
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,9 @@ CONVERSATIONS = (("data__messages", "turns"), ("data__num_test", 9))
 CASES = {
     "one token": Case("sst2", "reader"),
     "one token, calibrated": Case("sst2", "reader", (("method", "zero_shot_sfc"),)),
-    "one token, one example": Case("sst2", "reader", (("data__num_test", 1),)),
     "many tokens": Case("cb", "rotary"),
-    "many tokens, calibrated": Case("cb", changes=(("method", "zero_shot_sfc"),)),
     "multiple choice": Case("copa"),
-    "many candidates": Case("record"),
     "many candidates, calibrated": Case("record", changes=(("method", "zero_shot_sfc"),)),
-    "demonstrations": Case("sst2", "writer", (("method", "icl"), ("data__num_demonstrations", 3))),
     "demonstrations for each question, calibrated with them": Case(
         *("cb", "writer"),
         (
@@ -66,15 +62,14 @@ CASES = {
     "MeZO's details": Case("copa", changes=(("data__protocol", "mezo"), ("data__num_test", 21))),
     "MeZO's details, generation": Case("squad", changes=(("data__protocol", "mezo"), ("data__num_test", 9))),
     "generation": Case("squad"),
-    "generation by a rotary model": Case("squad", "rotary"),
     "generation, F1 as the loss": Case("squad", "rotary", (("train__objective", "f1"),)),
     "conversations": Case("custom", "rotary", CONVERSATIONS),
     "conversations, MeZO's details": Case("custom", changes=(*CONVERSATIONS, ("data__protocol", "mezo"))),
-    "conversations, own objective of answers": Case(
-        "custom", changes=(*CONVERSATIONS, ("train__objective", "test_evaluation:lengths"))
+    "conversations, reward": Case(
+        "custom", changes=(*CONVERSATIONS, ("train__objective", "test_evaluation:brevity"))
     ),
     "own objective of logits": Case("sst2", "reader", (("train__objective", "test_evaluation:misses"),)),
-    "own objective of answers": Case("cb", "rotary", (("train__objective", "test_evaluation:lengths"),)),
+    "reward": Case("cb", "rotary", (("train__objective", "test_evaluation:brevity"),)),
 }
 
 
@@ -82,7 +77,10 @@ CASES = {
 def assets(tmp_path_factory):
     """Models that give varied answers, and data."""
     root = tmp_path_factory.mktemp("assets")
-    write_reader(root / "reader", seed=5)
+    reader = AutoModelForCausalLM.from_pretrained(write_reader(root / "reader", seed=2))
+    for matrix in (weight.data for weight in reader.parameters() if weight.ndim == 2):
+        matrix *= 4  # else it gives all sentences the same label
+    reader.save_pretrained(root / "reader")
     write_writer(root / "writer", seed=3)
     write_writer(root / "rotary", "llama", seed=10)
     write_tasks(root / "data")
@@ -108,7 +106,7 @@ def expected(assets):
 
 
 def load(assets, case):
-    reader = {"data__max_length": 64} if case.model == "reader" else {}
+    reader = {"data__max_length": 64, "data__num_test": 20} if case.model == "reader" else {}
     changes = reader | dict(case.changes)
     return load_task_data(task_config(assets / case.model, assets / "data", case.task, **changes))
 
@@ -174,7 +172,7 @@ def one_at_a_time(assets, case):
     losses = {
         "task": partial(task_loss, data.task.kind, split, logs, data.loss_batch),
         "f1": lambda: -sum(scores) / len(scores),
-        "test_evaluation:lengths": lambda: sum(map(len, answers)) / len(answers),
+        "test_evaluation:brevity": lambda: sum(map(len, answers)) / len(answers),
         "test_evaluation:misses": lambda: sum(max(ls)[0] - min(ls)[0] for ls in logs) / len(logs),
     }
     objective = dict(case.changes).get("train__objective", "task")
@@ -238,5 +236,5 @@ def test_the_majority_class_rate_counts_the_examples_scored_where_there_are_clas
 @pytest.mark.distributed
 def test_the_cases_are_no_trivial_ones(by_ranks):
     """Else a scorer that always chose the first candidate, or wrote one answer, might pass."""
-    for name in CASES.keys() - {"one token, one example"}:
+    for name in CASES:
         assert len(set(by_ranks[1][0][name, 2].predicted)) > 1, name

@@ -109,15 +109,6 @@ def test_a_batch_is_continued_as_each_of_its_prompts_alone(family):
     assert ended(tokens, settings) == expected
 
 
-def test_a_batch_ends_when_all_its_rows_have():
-    model, (prompt, *_) = tiny_model("llama"), prompts_of()
-    first, second, *_ = plain(model, prompt)
-    assert first != second
-    settings = GenerationSettings(MAX_NEW_TOKENS, (second,), PAD)
-    tokens = write_tokens(model, settings, **prompt_batch([prompt], settings).inputs)
-    assert tokens.tolist() == [[first, second]]
-
-
 def test_what_a_models_own_settings_ask_for_does_not_change_greedy_decoding():
     (model, settings), prompts = start("llama"), prompts_of()
     expected = write_tokens(model, settings, **prompt_batch(prompts, settings).inputs)
@@ -163,17 +154,6 @@ def test_both_signs_are_decoded_as_by_models_with_perturbed_weights(family, drop
     singles = [perturbed(batch, perturbation(sign, dropped, SCALE), write)[0] for sign in signs]
     assert [ended(tokens, settings) for tokens in both] == expected
     assert [ended(tokens, settings) for tokens in singles] == expected
-
-
-class CountingNoise:
-    """The noise of the other tests, and how often a whole parameter was perturbed."""
-
-    def __init__(self):
-        self.num_parameters = 0
-
-    def perturb(self, weights, *arguments):
-        self.num_parameters += sum(weight.rows is None for weight in weights)
-        return NOISE.perturb(weights, *arguments)
 
 
 def drawn(model, settings, prompts, keys, **sampling):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from assets import shared_asset
-from lezo_ds.data.records import load_records, sample_splits
 from transformers import AutoModelForCausalLM
 
+from lezo_ds.config import DataConfig
 from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.encoding import encode_example, encode_examples, load_tokenizer
 from lezo_ds.data.objectives import candidate_scores, predictions
+from lezo_ds.data.splits import load_splits
+from lezo_ds.data.tables import read_file
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.metrics import accuracy, majority_class_score
 
@@ -73,12 +75,12 @@ def tokenizer():
 
 @pytest.fixture(scope="module", params=PUBLISHED)
 def data(request):
-    task = TASKS[request.param]
-    return task, *load_records(task, shared_asset(f"data/{task.name}"))
+    path = shared_asset(f"data/{request.param}") / "validation.jsonl"
+    return TASKS[request.param], [record for _, record in read_file(path)]
 
 
 def test_a_published_record_becomes_the_text_and_tokens_of_the_protocol(data, tokenizer):
-    task, _, validation = data
+    task, validation = data
     row, prompt, candidates, prompt_ids, candidate_ids = PUBLISHED[task.name]
     example = task.build_example(validation[row], row)
     assert (example.prompt, example.candidates) == (prompt, candidates)
@@ -88,16 +90,14 @@ def test_a_published_record_becomes_the_text_and_tokens_of_the_protocol(data, to
 
 
 def test_the_majority_class_is_that_of_the_published_labels(data):
-    task, _, validation = data
+    task, validation = data
     examples = [task.build_example(record, row) for row, record in enumerate(validation)]
     assert majority_class_score(examples, accuracy) == MAJORITY[task.name]
 
 
 @torch.inference_mode()
 def test_opt_mini_gets_661_of_872_right_without_training(tokenizer):
-    task = TASKS["sst2"]
-    records = load_records(task, shared_asset("data/sst2"))
-    test = sample_splits(task, *records, "clean", seed=0).test
+    test = load_splits(TASKS["sst2"], DataConfig(path=str(shared_asset("data/sst2")))).test
     model = AutoModelForCausalLM.from_pretrained(shared_asset("models/opt-mini"), dtype=torch.float32).eval()
     encoded = encode_examples(tokenizer, test, MAX_LENGTH)
     predicted = []

@@ -1,44 +1,44 @@
+"""The data of a run, from its configuration to the micro-batches of a step."""
+
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import replace
 
 import pytest
 import torch
-from assets import write_reader
-from lezo_ds.data.sampling import batch_indices
-from ranks import run_ranks
-from tiny_runs import start_engine
+from assets import write_records
 from tiny_tasks import NUM_POSITIONS, task_config, write_tasks, write_writer
+from transformers import AutoTokenizer
 
-from lezo_ds.config import GenerationConfig
-from lezo_ds.data.objectives import reads_answers
+from lezo_ds.data.batches import batch_indices
+from lezo_ds.data.objectives import reward
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 
 
-@reads_answers
-def num_words(answers, batch):
-    return torch.tensor([float(len(answer.split())) for answer in answers])
+@reward
+def num_words(answers, records):
+    return [len(answer.split()) for answer in answers]
 
 
 def first_logit(logits, batch):
-    slots = batch.labels["token_slots"][:, 0]
-    return logits[slots, 0].float()
+    return logits[batch.labels["token_slots"][:, 0], 0].float()
 
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory):
     root = tmp_path_factory.mktemp("assets")
     write_writer(root / "writer")
-    write_reader(root / "reader")
     write_tasks(root / "data")
     return root
 
 
-def load(assets, task, model="writer", **changes):
-    return load_task_data(task_config(assets / model, assets / "data", task, **changes))
+def config_of(assets, task, data="data", **changes):
+    return task_config(assets / "writer", assets / data, task, **changes)
+
+
+def load(assets, task, data="data", **changes):
+    return load_task_data(config_of(assets, task, data, **changes))
 
 
 def text(data, ids):
@@ -47,30 +47,15 @@ def text(data, ids):
     return data.tokenizer.decode(ids[1:])
 
 
-def test_the_micro_batches_of_a_step_are_a_pure_function_of_the_seed_and_the_step(assets):
-    config = task_config(assets / "writer", assets / "data", "copa")
-    data = load_task_data(config)
-    batch, again, other = data.batch(config, 3), data.batch(config, 3), data.batch(config, 4)
-    assert len(batch) == 2
-    shown = [[example.index for example in micro_batch.examples] for micro_batch in batch]
-    assert [len(rows) for rows in shown] == [2, 2]
-    assert (
-        shown
-        == [[e.index for e in m.examples] for m in again]
-        != [[e.index for e in m.examples] for m in other]
-    )
-    assert torch.equal(batch[1].inputs["input_ids"], again[1].inputs["input_ids"])
-
-
 @pytest.mark.parametrize(("task", "changes"), [("cb", {}), ("squad", {"train__objective": "f1"})])
-def test_the_examples_of_a_step_are_sorted_by_length_before_they_are_cut(assets, task, changes):
-    config = task_config(assets / "writer", assets / "data", task, **changes)
+def test_the_examples_of_a_step_are_those_drawn_sorted_by_length_before_they_are_cut(assets, task, changes):
+    config = config_of(assets, task, **changes)
     data = load_task_data(config)
     train = data.train
     lengths_of = [len(ids) for ids in train.prompts] or [max(map(len, e.sequences)) for e in train.encoded]
     spared = 0
     for step in range(20):
-        batch = data.batch(config, step)
+        batch = list(data.step_batch(config, step))
         rows = [train.examples.index(example) for part in batch for example in part.examples]
         assert sorted(rows) == sorted(batch_indices(config.seed, step, len(train.examples), 4))
         lengths = [lengths_of[row] for row in rows]
@@ -82,132 +67,146 @@ def test_the_examples_of_a_step_are_sorted_by_length_before_they_are_cut(assets,
     assert spared > 0
 
 
-def _examples_of_my_passes(model, data, num_steps):
-    """Return the ids of the examples in each of this rank's forward passes, by step."""
-    config = task_config(model, data, "copa", train__batch_size=8)
-    task_data = load_task_data(config)
-    engine = start_engine(model)
-    batches = [task_data.batch(config, step) for step in range(num_steps)]
-    return [[[e.index for e in batch[i].examples] for i in engine._my_share(len(batch))] for batch in batches]
+def test_training_shares_rows_and_deals_examples_unless_there_is_a_prefix(assets, tmp_path):
+    records = [{"sentence": "so " * (1 + number % 4 * 4), "label": number % 2} for number in range(24)]
+    for split in ("train", "validation"):
+        write_records(tmp_path / "sst2" / f"{split}.jsonl", records)
+
+    def laid_out(micro_batch_size, **changes):
+        sizes = {"train__micro_batch_size": micro_batch_size, "train__batch_size": 12}
+        config = task_config(assets / "writer", tmp_path, "sst2", **sizes, **changes)
+        batches = list(load_task_data(config).step_batch(config, 0))
+        lengths = [sum(len(example.prompt) for example in batch.examples) for batch in batches]
+        return max(lengths) / min(lengths), len(batches[0].inputs["input_ids"])
+
+    assert laid_out(12)[1] < 18
+    assert laid_out(12, peft__kind="prefix")[1] == 24
+    assert laid_out(6)[0] < 1.2
+    for by_length in (laid_out(6, peft__kind="prefix"), laid_out(3)):
+        assert by_length[0] > 1.5
 
 
-@pytest.mark.distributed
-def test_the_examples_of_the_first_thousand_batches_never_change_on_1_2_or_4_ranks(assets):
-    for num_ranks in (1, 2, 4):
-        by_rank = run_ranks(_examples_of_my_passes, num_ranks, assets / "writer", assets / "data", 1000)
-        # Pass i is rank i % num_ranks's.
-        batches = [
-            [ids for passes in zip(*ranks, strict=True) for ids in passes]
-            for ranks in zip(*by_rank, strict=True)
-        ]
-        digest = hashlib.sha256(json.dumps(batches).encode()).hexdigest()
-        assert digest == "599df1c2279b2699cf94acd100663b5583956d621c6b94521c364cd7d4d146d2", num_ranks
-
-
-def test_prompts_to_continue_are_made_for_the_splits_that_are_answered_only(assets):
-    squad = load(assets, "squad")
+def test_prompts_are_encoded_for_the_splits_that_are_answered_only_and_leave_room(assets, caplog):
+    squad = load(assets, "squad", data__max_length=80)
     assert [len(split.prompts) for split in (squad.train, squad.dev, squad.test)] == [0, 5, 7]
+    assert max(map(len, squad.test.prompts)) == 80 - 50
+    assert "7 of 7 examples are longer than max_length 30 tokens and were cut on the left" in caplog.text
     f1 = load(assets, "squad", train__objective="f1")
     assert [len(split.prompts) for split in (f1.train, f1.dev, f1.test)] == [12, 5, 7]
-    copa = load(assets, "copa")
-    assert copa.generation is None
-    assert copa.test.prompts == ()
-    for example, prompt in zip(squad.test.examples, squad.test.prompts, strict=True):
-        assert text(squad, prompt) == example.prompt
+    assert [text(f1, ids) for ids in f1.test.prompts] == [example.prompt for example in f1.test.examples]
+    assert load(assets, "copa").test.prompts == ()
 
 
-def test_prompts_leave_room_for_the_answer(assets, caplog):
-    data = load(assets, "squad", data__max_length=80)
-    assert max(map(len, data.test.prompts)) == 80 - GenerationConfig().max_new_tokens
-    assert all(prompt[0] == 0 for prompt in data.test.prompts)
-    assert "7 of 7 examples are longer than max_length 30 tokens and were cut on the left" in caplog.text
+def test_in_context_learning_shows_solved_examples_before_questions_only(assets):
+    for task in ("cb", "squad"):
+        data = load(assets, task, method="icl", data__num_demonstrations=1)
+        first = data.train.examples[0]
+        shown = f"{(first.prompt + first.candidates[0]).strip()}\n\n" if task == "squad" else None
+        assert all(e.demonstrations for e in (*data.dev.examples, *data.test.examples))
+        assert not first.demonstrations
+        if shown:
+            assert text(data, data.test.prompts[0]).startswith(shown)
 
 
-def test_the_first_training_examples_are_shown_before_every_question(assets):
-    plain = load(assets, "copa")
-    data = load(assets, "copa", method="icl", data__num_demonstrations=2, data__max_length=250)
-    shown = [e.prompt + e.candidates[e.label] for e in plain.train.examples[:2]]
-    for asked, without in zip(data.test.examples, plain.test.examples, strict=True):
-        assert asked.demonstrations == "".join(f"{text}\n\n" for text in shown)
-        assert replace(asked, demonstrations="") == without
-    encoded = data.dev.encoded[0]
-    first = data.dev.examples[0]
-    whole = first.demonstrations + first.prompt + first.candidates[0]
-    assert whole.endswith(text(data, encoded.sequences[0]))
-    assert data.train.examples == plain.train.examples
-
-
-def test_a_generating_task_has_demonstrations_too(assets):
-    data = load(assets, "squad", method="icl", data__num_demonstrations=1)
-    first = data.train.examples[0]
-    assert text(data, data.test.prompts[0]).startswith((first.prompt + first.candidates[0]).strip() + "\n\n")
-
-
-def test_more_demonstrations_than_training_examples_are_refused(assets):
-    message = r"fewer training examples than data.num_demonstrations; got: 13 of 12; .* fix: set data.num_dem"
-    with pytest.raises(UserError, match=message):
-        load(assets, "copa", method="icl", data__num_demonstrations=13)
-
-
-def test_null_prompts_are_encoded_where_scores_are_calibrated(assets):
-    data = load(assets, "record", method="zero_shot_sfc")
+@pytest.mark.parametrize("method", ["zero_shot_sfc", "icl_sfc"])
+def test_null_prompts_have_the_demonstrations_of_the_method(assets, method):
+    data = load(assets, "record", method=method, data__num_demonstrations=1)
     for example, null in zip(data.test.examples, data.test.null_encoded, strict=True):
-        assert [text(data, ids) for ids in null.sequences] == [f"-{c}" for c in example.candidates]
+        assert bool(example.demonstrations) == (method == "icl_sfc")
+        texts = [f"{example.demonstrations}-{candidate}"[-255:] for candidate in example.candidates]
+        assert [text(data, ids) for ids in null.sequences] == texts
         assert list(null.option_lengths) == list(map(len, example.candidates))
-    assert data.train.null_encoded == ()
-    assert load(assets, "record").test.null_encoded == ()
+    assert data.train.null_encoded == load(assets, "record").test.null_encoded == ()
 
 
-def test_a_task_without_a_null_prompt_cannot_be_calibrated(assets):
-    with pytest.raises(UserError, match=r"need a task with a null prompt; .* fix: set method=zero_shot"):
-        load(assets, "squad", method="zero_shot_sfc")
+SPACED = "\n\t\u00a0 \u3000"
 
 
-def test_an_objective_of_answers_gets_prompts_and_texts_for_any_task(assets):
-    objective = "test_task_data:num_words"
-    config = task_config(assets / "writer", assets / "data", "cb", train__objective=objective)
+@pytest.mark.parametrize("protocol", ["clean", "mezo"])
+def test_mezos_protocol_strips_texts_and_cuts_gold_answers_earlier(assets, tmp_path, protocol):
+    record = {"premise": f"{SPACED}It rains.", "hypothesis": "it is wet", "label": 0}
+    for split in ("train", "validation"):
+        write_records(tmp_path / "rte" / f"{split}.jsonl", [record] * 24)
+    rte = load_task_data(task_config(assets / "writer", tmp_path, "rte", data__protocol=protocol))
+    start = "It rains." if protocol == "mezo" else record["premise"]
+    assert all(e.prompt.startswith(start) for split in (rte.train, rte.dev, rte.test) for e in split.examples)
+    squad = load(assets, "squad", data__max_length=70, data__protocol=protocol)
+    for split in (squad.train, squad.dev):
+        assert {example.num_tokens for example in split.encoded} == {20 if protocol == "mezo" else 70}
+    assert max(map(len, squad.test.prompts)) == 20
+    copa = load(assets, "copa", data__max_length=40, data__protocol=protocol)
+    assert max(example.num_tokens for example in copa.train.encoded) == 40
+    assert squad.loss_batch == (8 if protocol == "mezo" else None)
+
+
+def test_a_reward_gets_prompts_and_texts_for_any_task(assets):
+    sampled = {"generation__temperature": 1.0, "generation__num_samples": 2}
+    config = config_of(assets, "cb", train__objective="test_task_data:num_words", **sampled)
     data = load_task_data(config)
-    (batch, _) = data.batch(config, 0)
-    assert batch.generation == data.generation
+    (batch, _) = data.step_batch(config, 0)
     rows = zip(batch.inputs["input_ids"], batch.inputs["attention_mask"].bool(), strict=True)
     assert [text(data, ids[mask].tolist()) for ids, mask in rows] == [e.prompt for e in batch.examples]
+    assert (len(batch.examples), len(set(batch.inputs["sample_keys"].tolist()))) == (4, 4)
+    assert batch.examples[0] == batch.examples[1]
     letter, space, end, newline = (data.tokenizer.encode([c])[0][-1] for c in "a b\n")
     tokens = torch.tensor([[letter, space, end, newline], [newline, letter, space, letter]])
     assert data.answers(tokens) == ["a b", ""]
-    assert data.loss(tokens, batch).tolist() == [2.0, 0.0]
+    two = replace(batch, examples=batch.examples[:2])
+    assert data.loss(tokens, two).tolist() == [-2.0, 0.0]
 
 
 def test_an_objective_of_logits_is_a_mean_over_examples_not_tokens(assets):
-    config = task_config(
-        assets / "writer", assets / "data", "copa", train__objective="test_task_data:first_logit"
-    )
+    config = config_of(assets, "copa", train__objective="test_task_data:first_logit")
     data = load_task_data(config)
-    (batch, _) = data.batch(config, 0)
+    (batch, _) = data.step_batch(config, 0)
     assert batch.weight == 2
-    assert load(assets, "copa").batch(config, 0)[0].weight == len(batch.labels["target_ids"]) > 2
+    assert load(assets, "copa").step_batch(config, 0)[0].weight == len(batch.labels["target_ids"]) > 2
     logits = torch.arange(float(len(batch.labels["target_ids"]))).unsqueeze(1)
     assert data.loss(logits, batch).tolist() == batch.labels["token_slots"][:, 0].tolist()
 
 
-def test_adamw_needs_a_gradient(assets):
-    with pytest.raises(UserError, match=r"adamw needs a loss with a gradient; got: train.objective=f1"):
-        load(assets, "squad", method="adamw", train__objective="f1")
+def test_a_gold_answer_ends_with_what_ends_generated_ones(assets):
+    for stop, ending in ((None, "\n"), ([";", "."], ";"), ([], "</s>")):
+        data = load(assets, "squad", generation__stop=stop)
+        assert all(e.candidates[0].endswith(ending) for e in data.train.examples)
 
 
-def test_a_model_that_writes_no_newline_cannot_answer(assets):
-    with pytest.raises(UserError, match="no token for a newline"):
-        load(assets, "squad", "reader", data__max_length=64)
+def test_a_fingerprint_depends_on_tokens_and_on_records_that_the_objective_reads(assets, tmp_path):
+    records = [{"sentence": f"It is {number}", "label": 0, "stars": 1} for number in range(24)]
+    prints = []
+    for stars in (1, 2):
+        for split in ("train", "validation"):
+            rows = [record | {"stars": stars} for record in records]
+            write_records(tmp_path / "sst2" / f"{split}.jsonl", rows)
+        for objective in ("task", "test_task_data:num_words"):
+            config = task_config(assets / "writer", tmp_path, "sst2", train__objective=objective)
+            prints.append(load_task_data(config).dev.fingerprint())
+    assert prints[0] == prints[2]
+    assert prints[1] != prints[3]
 
 
-@pytest.mark.parametrize(("task", "length"), [("copa", NUM_POSITIONS + 200), ("squad", NUM_POSITIONS + 200)])
-def test_inputs_longer_than_the_models_positions_are_refused(assets, task, length):
-    changes = {"method": "icl", "data__num_demonstrations": 12, "data__max_length": length}
-    with pytest.raises(UserError, match=rf"longer than the model's positions; .*max_length={NUM_POSITIONS}"):
+@pytest.mark.parametrize(
+    ("task", "changes", "message"),
+    [
+        ("squad", {"method": "adamw", "train__objective": "f1"}, "adamw cannot use train.objective=f1"),
+        ("squad", {"method": "zero_shot_sfc"}, "need a task with candidates"),
+        ("copa", {"data__metric": "reward"}, "data.metric=reward needs a reward"),
+        (
+            "squad",
+            {"method": "icl", "data__num_demonstrations": 12, "data__max_length": NUM_POSITIONS + 200},
+            f"an input has {NUM_POSITIONS + 200} tokens, and the model has {NUM_POSITIONS} positions",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(assets, task, changes, message):
+    with pytest.raises(UserError, match=message):
         load(assets, task, **changes)
-    assert load(assets, task, **{**changes, "data__max_length": NUM_POSITIONS}).test.encoded[0].truncated
 
 
-def test_a_generating_task_of_ones_own_cannot_be_calibrated(assets):
-    own = {"data__prompt": "{question}", "data__completion": "{title}", "method": "zero_shot_sfc"}
-    with pytest.raises(UserError, match=r"need a task with a null prompt"):
-        load(assets, "squad", data__task="custom", **own)
+def test_a_token_that_the_models_embedding_lacks_is_refused(assets, tmp_path):
+    model = write_writer(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["What of"])
+    tokenizer.save_pretrained(model)
+    with pytest.raises(UserError, match=r"the tokenizer writes 'What of' .* and the model has \d+ ids"):
+        load_task_data(task_config(model, assets / "data", "squad"))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from golden_tasks import GOLDEN
-from lezo_ds.data.records import with_demonstrations
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
@@ -42,7 +42,7 @@ class Cut:
             for prompt in (golden.prompt, golden.null_prompt or "")
             for candidate in golden.candidates
         ]
-        pieces = sorted({piece for text in (*texts, "\n\n") for piece in self.pieces(text)})
+        pieces = sorted({piece for text in (*texts, "\n\n", "Rain") for piece in self.pieces(text)})
         self.vocabulary = [*SPECIAL, *pieces]
         words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(self.vocabulary)}, unk_token="<unk>"))
         words.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
@@ -185,7 +185,7 @@ def test_the_chosen_candidate_has_the_highest_mean_log_probability(cut, model, t
 )
 def test_a_null_prompt_is_encoded_as_the_protocol_calibrates(cut, task):
     for golden, example in zip(golden_of(task), build(task), strict=True):
-        encoded = encode_null(cut.tokenizer, example, MAX_LENGTH, with_demonstrations=False)
+        encoded = encode_null(cut.tokenizer, example, MAX_LENGTH)
         expected = protocol_sequences(cut, golden, golden.null_prompt)
         assert list(zip(encoded.sequences, encoded.option_lengths, strict=True)) == expected
         assert encoded.option_lengths == encode_example(cut.tokenizer, example, MAX_LENGTH).option_lengths
@@ -205,21 +205,18 @@ def test_a_prompt_to_continue_ends_where_the_answer_begins(cut, task):
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_demonstrations_are_solved_examples_with_a_blank_line_after_each(cut, task):
-    first, *others = build(task)
-    golden, *others_golden = golden_of(task)
-    asked = with_demonstrations(first, others)
-    solved = [(shown.prompt + shown.candidates[shown.label]).strip() for shown in others_golden]
-    before = "".join(f"{text}\n\n" for text in solved)
-    plain = encode_example(cut.tokenizer, first, MAX_LENGTH)
-    encoded = encode_example(cut.tokenizer, asked, 2 * MAX_LENGTH)
+def test_demonstrations_stand_before_the_prompt_and_are_no_part_of_a_candidate(cut, task):
+    golden, example = golden_of(task)[0], build(task)[0]
+    before = "Rain\n\n"
+    asked = replace(example, demonstrations=before)
+    plain = encode_example(cut.tokenizer, example, MAX_LENGTH)
+    encoded = encode_example(cut.tokenizer, asked, MAX_LENGTH)
     assert encoded.sequences == whole_sequences(cut, golden, before, golden.prompt)
     assert encoded.option_lengths == plain.option_lengths
-    (prompt,) = encode_prompts(cut.tokenizer, [asked], 2 * MAX_LENGTH, 50)
+    (prompt,) = encode_prompts(cut.tokenizer, [asked], MAX_LENGTH, 50)
     assert prompt == cut.ids(before + golden.prompt.strip(" "))
     if golden.null_prompt is not None:
-        # The texts of MeZO's --icl_sfc. At the end of a text, "\n\n" is one token; before a candidate, two.
-        null = encode_null(cut.tokenizer, asked, 2 * MAX_LENGTH, with_demonstrations=True)
+        null = encode_null(cut.tokenizer, asked, MAX_LENGTH)
         assert null.sequences == whole_sequences(cut, golden, before, golden.null_prompt)
         assert null.option_lengths == plain.option_lengths
 
