@@ -19,6 +19,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from lezo_ds.forward.blocks import find_blocks
+from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
+
 VOCABULARY = 48
 NUM_BLOCKS = 3
 
@@ -109,3 +112,14 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0):
             parameter.copy_((1 if parameter.dim() == 1 else 0) + 0.2 * noise)
     model.config.use_cache = False
     return model
+
+
+def tunable(model, only=None):
+    """All parameters that require a gradient (and are in `only`), as the engine would name them."""
+    layout = find_blocks(model)
+    ids = parameter_ids(name for name, _ in model.named_parameters())
+    return {
+        parameter: NamedParameter(name, ids[name], layout.block_of(name))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and (only is None or name in only)
+    }

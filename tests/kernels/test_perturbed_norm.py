@@ -6,16 +6,14 @@ import os
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from tiny_models import tiny_model, tunable
 from torch import nn
 
 from lezo_ds.forward import module_calls
 from lezo_ds.forward.batch import MicroBatch
-from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.forward.perturbed_forward import KeyedProbe, Perturbation, PerturbedForward
 from lezo_ds.noise import noise_backend
 from lezo_ds.noise.gpu import Launch
-from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -89,12 +87,7 @@ def test_triton_norms_have_the_bits_of_one_row_and_one_probe_at_a_time():
 @on_triton
 def test_a_triton_model_of_16_bits_loses_as_much_as_one_with_norms_of_torch(monkeypatch):
     model = tiny_model("opt").to(DEVICE, torch.bfloat16)
-    layout, ids = find_blocks(model), parameter_ids(name for name, _ in model.named_parameters())
-    trainable = {
-        parameter: NamedParameter(name, ids[name], layout.block_of(name))
-        for name, parameter in model.named_parameters()
-    }
-    perturbed = PerturbedForward(model, trainable, noise_backend(DEVICE))
+    perturbed = PerturbedForward(model, tunable(model), noise_backend(DEVICE))
     tokens = torch.arange(3, 33, device=DEVICE).view(3, 10)
     batch = MicroBatch({"input_ids": tokens}, 3)
     change = Perturbation((KeyedProbe(1, 0.01), KeyedProbe(1, -0.01)), frozenset())
@@ -129,9 +122,8 @@ def test_only_calls_that_the_kernel_serves_are_fused(monkeypatch):
     monkeypatch.setattr(module_calls, "is_on_gpu", lambda _: True)
     assert is_fused(module, batch)
     assert not is_fused(module, input=batch)
-    assert not is_fused(module, batch[:3])
-    assert not is_fused(module, batch.float())
-    assert not is_fused(module, batch.transpose(0, 1))
+    for other in (batch[:3], batch.float(), batch.transpose(0, 1)):
+        assert not is_fused(module, other)
     assert not is_fused(layer_norm(16, torch.float32), batch.float())
     assert not is_fused(nn.LayerNorm((3, 16)).bfloat16(), batch)
     assert not is_fused(nn.RMSNorm(16).bfloat16(), batch)

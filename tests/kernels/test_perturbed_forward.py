@@ -1,0 +1,556 @@
+"""A forward pass at perturbed weights equals that of a model whose weights hold theta + mu z."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from operators import Operators
+from peft import LoraConfig, get_peft_model
+from tiny_models import FAMILIES, MIXTURES, NUM_BLOCKS, VOCABULARY, tiny_model, tunable
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.pytorch_utils import Conv1D
+
+from lezo_ds.errors import UserError
+from lezo_ds.forward.batch import LogitSelection, MicroBatch
+from lezo_ds.forward.blocks import find_blocks
+from lezo_ds.forward.perturbed_forward import KeyedProbe, Perturbation, PerturbedForward
+from lezo_ds.noise import noise_backend
+from lezo_ds.sharding.parameters import NamedParameter
+
+CPU = torch.device("cpu")
+NOISE = noise_backend(CPU)
+SEED = 0x0123456789ABCDEF
+SCALE = 0.05
+ROWS, TOKENS = 3, 10
+PLUS, MINUS, BOTH = (1,), (-1,), (1, -1)
+SELECTIONS = {
+    "all entries": LogitSelection(torch.tensor([0, 0, 2, 1]), torch.tensor([9, 3, 0, 3])),
+    "some entries": LogitSelection(
+        torch.tensor([0, 1, 2, 2, 2]), torch.tensor([9, 3, 0, 0, 5]), torch.tensor([40, 3, 47, 3])
+    ),
+}
+
+
+def blocks_of(model):
+    return list(model.get_submodule(find_blocks(model).path).children())
+
+
+def in_blocks(model):
+    """The names of the parameters in the blocks."""
+    layout = find_blocks(model)
+    return {name for name, _ in model.named_parameters() if layout.block_of(name) is not None}
+
+
+def perturbation(signs, dropped=(), scale=SCALE, key=SEED):
+    return Perturbation(tuple(KeyedProbe(key, sign * scale) for sign in signs), frozenset(dropped))
+
+
+def reference(model, trainable, change, dtype=torch.float32):
+    """A copy whose active parameters hold theta + mu z, in `dtype`; independent of the code under test.
+
+    Matrices are rounded to the model's own dtype first, and vectors are not: those are used in float32.
+    """
+    # A copy of a wrapped model would run the original's modules.
+    assert not any("forward" in vars(module) for module in model.modules())
+    (probe,) = change.probes
+    names = {named.name: named for named in trainable.values()}
+    perturbed = copy.deepcopy(model).to(dtype)
+    originals = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in perturbed.named_parameters():
+            if name not in names or names[name].block in change.dropped_layers:
+                continue
+            theta = originals[name]
+            z = NOISE.draw(probe.key, names[name].parameter_id, 0, theta.numel(), CPU)
+            value = theta.float() + probe.scale * z.view_as(theta)
+            parameter.copy_(value if theta.dim() == 1 else value.to(theta.dtype))
+    return perturbed
+
+
+def token_batch(selection=None, attention_mask=None, rows=ROWS):
+    ids = torch.randint(3, VOCABULARY, (rows, TOKENS), generator=torch.Generator().manual_seed(5))
+    inputs = {"input_ids": ids}
+    if attention_mask is not None:
+        inputs["attention_mask"] = attention_mask
+    return MicroBatch(inputs, rows, selection=selection)
+
+
+@torch.no_grad()
+def plain_logits(model, batch):
+    return select(model(**batch.inputs).logits, batch.selection)
+
+
+def select(logits, selection):
+    if selection is None:
+        return logits
+    rows = logits[selection.rows, selection.positions]
+    return rows if selection.vocabulary is None else rows[:, selection.vocabulary]
+
+
+@torch.no_grad()
+def run(perturbed, model, batch, change=None):
+    return perturbed(batch, change, model)
+
+
+def expected_logits(model, trainable, batch, change):
+    """The reference's logits at each probe, which runs alone."""
+    singles = [Perturbation((probe,), change.dropped_layers) for probe in change.probes]
+    return [plain_logits(reference(model, trainable, single), batch) for single in singles]
+
+
+def assert_equal_to_rounding(actual, expected):
+    """Equal but for the order of sums in float32."""
+    assert len(actual) == len(expected)
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6 * float(theirs.abs().max().clamp(min=1)))
+
+
+def bits(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_same_weights(model, expected):
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, nn.Parameter), name
+        assert torch.equal(parameter, expected[name]), name
+
+
+def both_ways(model, trainable, batch, dropped):
+    """(both probes in one pass, each in a pass of its own): the logits at theta + mu z and theta - mu z."""
+    perturbed = PerturbedForward(model, trainable, NOISE)
+    singles = [run(perturbed, model, batch, perturbation(sign, dropped)) for sign in (PLUS, MINUS)]
+    return run(perturbed, model, batch, perturbation(BOTH, dropped)), [single for (single,) in singles]
+
+
+# Models of transformers.
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "opt with LoRA"])
+def test_both_probes_at_once_and_each_alone_equal_a_model_with_perturbed_weights(family):
+    model, batch = tiny_model(family.split()[0]), token_batch()
+    if family == "opt with LoRA":
+        config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = get_peft_model(model, config, autocast_adapter_dtype=False).eval()
+    trainable, before = tunable(model), bits(model)
+    plain = plain_logits(model, batch)
+    expected = expected_logits(model, trainable, batch, perturbation(BOTH, (1,)))
+    for logits in both_ways(model, trainable, batch, (1,)):
+        assert_equal_to_rounding(logits, expected)
+        assert all((found - plain).abs().max() > 1e-2 for found in logits)
+    assert_same_weights(model, before)
+    (again,) = run(PerturbedForward(model, trainable, NOISE), model, batch)
+    assert torch.equal(again, plain)
+
+
+@pytest.mark.parametrize("family", ["opt", "phi", "gemma2", "mixtral"])
+def test_frozen_parameters_are_not_perturbed(family):
+    model, batch = tiny_model(family), token_batch()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "norm" not in name and not name.endswith("bias")
+    trainable = tunable(model)
+    expected = expected_logits(model, trainable, batch, perturbation(BOTH))
+    perturbed = PerturbedForward(model, trainable, NOISE)
+    assert_equal_to_rounding(run(perturbed, model, batch, perturbation(BOTH)), expected)
+
+
+@pytest.mark.parametrize("family", ["opt", "gemma2"])
+@pytest.mark.parametrize("selection", [None, SELECTIONS["some entries"]])
+def test_a_pass_runs_any_list_of_probes_and_each_as_if_alone(family, selection):
+    model, batch = tiny_model(family), token_batch(selection)
+    probes = tuple(KeyedProbe(*probe) for probe in ((7, 0.03), (8, -0.05), (7, -0.03), (9, 0.0), (8, 0.1)))
+    change = Perturbation(probes, frozenset({1}))
+    expected = expected_logits(model, tunable(model), batch, change)
+    perturbed = PerturbedForward(model, tunable(model), NOISE)
+    assert_equal_to_rounding(run(perturbed, model, batch, change), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_of_any_number_of_pairs_gives_the_bits_of_passes_of_one_pair(family):
+    model = tiny_model(family, torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "up_proj" not in name and "fc1" not in name
+    perturbed = PerturbedForward(model, tunable(model), NOISE)
+    probes = tuple(KeyedProbe(key, sign * SCALE) for key in range(2) for sign in BOTH)
+    for selection in (None, *SELECTIONS.values()):
+        batch = token_batch(selection)
+        expected = [
+            logits
+            for pair in (probes[:2], probes[2:])
+            for logits in run(perturbed, model, batch, Perturbation(pair, frozenset({1})))
+        ]
+        found = run(perturbed, model, batch, Perturbation(probes, frozenset({1})))
+        assert list(map(torch.equal, found, expected)) == [True] * 4
+        in_three = run(perturbed, model, batch, Perturbation(probes[:3], frozenset({1})))
+        assert list(map(torch.equal, in_three[:2], expected[:2])) == [True] * 2  # the last of 3 runs alone
+
+
+def noise_that_counts():
+    noise = copy.copy(NOISE)
+    noise.calls = []
+
+    def perturb(weights, *arguments):
+        noise.calls.append(weights)
+        return NOISE.perturb(weights, *arguments)
+
+    noise.perturb = perturb
+    return noise
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_block_perturbed_at_once_gives_the_same_bits_with_one_call(family):
+    change, batch = perturbation(BOTH, dropped=(1,)), token_batch()
+    logits = []
+    for is_at_once in (False, True):
+        model, noise = tiny_model(family, torch.bfloat16), noise_that_counts()
+        at_once = blocks_of(model) if is_at_once else ()
+        perturbed = PerturbedForward(model, tunable(model, in_blocks(model)), noise, at_once=at_once)
+        logits.append(run(perturbed, model, batch, change))
+    assert all(map(torch.equal, *logits))
+    assert len(noise.calls) == NUM_BLOCKS - 1
+    run(perturbed, model, batch, perturbation(BOTH * 2, dropped=(1,)))  # more probes than copies at once
+    assert len(noise.calls) > 4 * NUM_BLOCKS
+
+
+def test_a_perturbed_block_in_16_bits_launches_33_kernels_and_stacks_six_biases():
+    num_launches = []
+    for num_layers in (1, 2):
+        config, _ = FAMILIES["opt"]
+        config = type(config)(**{**config.to_dict(), "num_hidden_layers": num_layers, "use_cache": False})
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        perturbed = PerturbedForward(model, tunable(model), NOISE)
+        run(perturbed, model, token_batch(), perturbation(BOTH))
+        with Operators() as operators:
+            run(perturbed, model, token_batch(), perturbation(BOTH))
+        num_launches.append(operators.count)
+    # The copies of biases lie next to each other where a block is perturbed at once, and need no stacking.
+    assert num_launches[1] - num_launches[0] == 33 + 6
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*((family, torch.bfloat16) for family in FAMILIES if family not in MIXTURES), ("opt", torch.float16)],
+)
+def test_in_16_bits_errors_are_those_of_a_plain_16_bit_forward(family, dtype):
+    model, batch = tiny_model(family, dtype), token_batch()
+    trainable, before = tunable(model), bits(model)
+    plain = plain_logits(copy.deepcopy(model).float(), batch)
+    exact = [reference(model, trainable, perturbation(sign, (1,))) for sign in (PLUS, MINUS)]
+    ways = both_ways(model, trainable, batch, (1,))
+    for side, exact_model in enumerate(exact):
+        expected = plain_logits(exact_model, batch)
+        rounding = (plain_logits(exact_model.to(dtype), batch).float() - expected).pow(2).mean().sqrt()
+        assert (expected - plain).pow(2).mean().sqrt() > 5 * rounding
+        for logits in ways:
+            assert logits[side].dtype == dtype
+            assert (logits[side].float() - expected).pow(2).mean().sqrt() < 1.5 * rounding
+    assert_same_weights(model, before)
+
+
+# The part of a pass that all probes share.
+
+
+@pytest.mark.parametrize(("dropped", "first"), [((1,), 0), ((0, 1), 2)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_before_the_first_perturbed_one_run_on_one_copy(family, dropped, first):
+    model, batch, rows = tiny_model(family), token_batch(), []
+    trainable = tunable(model, in_blocks(model))
+    expected = expected_logits(model, trainable, batch, perturbation(BOTH, dropped))
+    for block in blocks_of(model):
+        block.register_forward_hook(
+            lambda _, __, output: rows.append(len(output if isinstance(output, torch.Tensor) else output[0]))
+        )
+    perturbed = PerturbedForward(model, trainable, NOISE, blocks=blocks_of(model))
+    assert_equal_to_rounding(run(perturbed, model, batch, perturbation(BOTH, dropped)), expected)
+    assert rows == [ROWS if block < first else 2 * ROWS for block in range(NUM_BLOCKS)]
+    assert_equal_to_rounding(run(perturbed, model, batch), [plain_logits(model, batch)])
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, TOKENS])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masks_and_selections_fit_the_copies_of_the_batch(family, rows, is_shared):
+    model = tiny_model(family)
+    mask = torch.ones(rows, TOKENS, dtype=torch.int64)
+    mask[0, :4] = 0
+    selection = LogitSelection(torch.tensor([0, rows - 1, 0]), torch.tensor([9, 6, 5]), torch.tensor([40, 3]))
+    trainable = tunable(model, in_blocks(model) if is_shared else None)
+    change = Perturbation((KeyedProbe(7, SCALE), KeyedProbe(8, -SCALE), KeyedProbe(8, 0.0)), frozenset({0}))
+    batch = token_batch(selection, mask, rows)
+    expected = expected_logits(model, trainable, batch, change)
+    perturbed = PerturbedForward(model, trainable, NOISE, blocks=blocks_of(model) if is_shared else ())
+    assert_equal_to_rounding(run(perturbed, model, batch, change), expected)
+
+
+def test_with_all_blocks_dropped_and_nothing_else_trained_the_logits_do_not_move():
+    model, batch = tiny_model("opt"), token_batch()
+    plain = plain_logits(model, batch)
+    perturbed = PerturbedForward(model, tunable(model, in_blocks(model)), NOISE, blocks=blocks_of(model))
+    for signs in (PLUS, BOTH):
+        change = perturbation(signs, range(NUM_BLOCKS))
+        assert_equal_to_rounding(run(perturbed, model, batch, change), [plain] * len(signs))
+
+
+# The output head.
+
+
+@pytest.mark.parametrize("selection", SELECTIONS.values(), ids=SELECTIONS)
+@pytest.mark.parametrize("tuned", ["all", "none of the head", "bias only"])
+@pytest.mark.parametrize("family", ["opt", "gpt2", "phi", "gemma2"])
+def test_selected_logits_are_the_full_ones_indexed(family, tuned, selection):
+    model = tiny_model(family)
+    names = {name for name, _ in model.named_parameters()}
+    head = {name for name in names if "lm_head" in name or "embed" in name or "wte" in name}
+    only = {"all": names, "none of the head": names - head, "bias only": {"lm_head.bias"} & names}[tuned]
+    perturbed = PerturbedForward(model, tunable(model, only), NOISE)
+    for change in (None, *(perturbation(sign, (2,)) for sign in (PLUS, MINUS, BOTH))):
+        full = run(perturbed, model, token_batch(), change)
+        selected = run(perturbed, model, token_batch(selection), change)
+        assert_equal_to_rounding(selected, [select(logits, selection) for logits in full])
+
+
+@pytest.mark.parametrize("selection", SELECTIONS.values(), ids=SELECTIONS)
+def test_selected_logits_are_the_full_ones_indexed_in_bfloat16(selection):
+    model = tiny_model("phi", torch.bfloat16)  # its head has a bias
+    perturbed = PerturbedForward(model, tunable(model), NOISE)
+    for change in (None, perturbation(BOTH, (2,))):
+        full = run(perturbed, model, token_batch(), change)
+        for wanted, found in zip(full, run(perturbed, model, token_batch(selection), change), strict=True):
+            expected = select(wanted, selection).float()
+            # Two roundings to 8 bits, of the product and of the sum, stand against one or two.
+            torch.testing.assert_close(found.float(), expected, rtol=2**-6, atol=2**-6)
+
+
+def test_a_selection_from_a_model_without_a_head_is_refused():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(UserError, match="Sequential has no output head"):
+        run(PerturbedForward(model, {}, NOISE), model, token_batch(SELECTIONS["all entries"]))
+
+
+# Modules of unusual models.
+
+
+class Mixer(nn.Module):
+    """Owns parameters and has children that own some; its bias is not added last."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * torch.randn(width, width))
+        self.bias = nn.Parameter(0.3 * torch.randn(width))
+        self.inner = nn.Linear(width, width)
+        self.fail = False
+
+    def forward(self, hidden, *, mask):
+        mixed = torch.tanh(F.linear(self.inner(hidden), self.weight) + self.bias)
+        if self.fail:
+            raise RuntimeError("broken in the middle")
+        return hidden + mixed * mask
+
+
+class ToyModel(nn.Module):
+    """The root owns a parameter too, so that even the head, which runs twice, runs inside one copy."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.temperature = nn.Parameter(torch.ones(1))
+        self.blocks = nn.ModuleList(Mixer(8) for _ in range(2))
+        self.head = nn.Linear(8, VOCABULARY)
+        self.to(dtype)
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, input_ids):
+        hidden = self.embed(input_ids)
+        mask = (torch.arange(input_ids.shape[1]) % 3 > 0).to(hidden)[None, :, None]
+        for block in self.blocks:
+            hidden = block(hidden, mask=mask)
+        return CausalLMOutput(logits=(self.head(hidden) + self.head(2 * hidden)) * self.temperature)
+
+
+@pytest.mark.parametrize("only", [None, {"blocks.0.weight", "blocks.0.bias", "blocks.0.inner.weight"}])
+@pytest.mark.parametrize("selection", [None, *SELECTIONS.values()])
+def test_a_module_and_its_children_that_own_parameters_get_each_copy_right(only, selection):
+    model, batch = ToyModel(), token_batch(selection)
+    trainable = tunable(model, only)
+    expected = expected_logits(model, trainable, batch, perturbation(BOTH, (1,)))
+    for logits in both_ways(model, trainable, batch, (1,)):
+        assert_equal_to_rounding(logits, expected)
+
+
+def test_in_16_bits_a_module_with_children_or_with_a_bias_of_its_own_kind_keeps_its_dtype():
+    model, batch = ToyModel(torch.bfloat16), token_batch()
+    expected = expected_logits(model, tunable(model), batch, perturbation(BOTH))
+    for logits in both_ways(model, tunable(model), batch, ()):
+        for found, wanted in zip(logits, expected, strict=True):
+            torch.testing.assert_close(found.float(), wanted, rtol=0, atol=0.1)
+
+
+def test_an_exception_in_a_forward_leaves_the_parameters_and_the_next_run_as_they_were():
+    model, batch = ToyModel(), token_batch(SELECTIONS["some entries"])
+    before = bits(model)
+    perturbed = PerturbedForward(model, tunable(model), NOISE)
+    changes = [None, perturbation(MINUS), perturbation(BOTH)]
+    expected = [run(perturbed, model, batch, change) for change in changes]
+    for change in changes:
+        model.blocks[1].fail = True
+        with pytest.raises(RuntimeError, match="broken in the middle"):
+            run(perturbed, model, batch, change)
+        model.blocks[1].fail = False
+        assert_same_weights(model, before)
+        assert_equal_to_rounding([plain_logits(model, batch)], expected[0])
+        for again, logits in zip(changes, expected, strict=True):
+            assert all(map(torch.equal, run(perturbed, model, batch, again), logits))
+
+
+class OneTable(nn.Module):
+    """Gives its one tunable module whatever `positions` makes."""
+
+    def __init__(self, positions):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(64, 4)
+        self.positions = positions
+
+    def forward(self, input_ids):
+        table = self.table(self.positions(input_ids))
+        return CausalLMOutput(logits=table.expand(*input_ids.shape, 4))
+
+
+def run_table(positions, sign):
+    model = OneTable(positions)
+    trainable = {model.table.weight: NamedParameter("table.weight", 1, None)}
+    return run(PerturbedForward(model, trainable, NOISE), model, token_batch(), perturbation(sign))
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        lambda ids: torch.arange(ids.shape[1]),
+        lambda ids: torch.arange(2 * ROWS),  # as long as the doubled batch, and still no batch
+        lambda ids: torch.zeros(7, 4, dtype=torch.int64),
+    ],
+)
+def test_a_tensor_without_a_batch_dimension_is_refused_for_two_probes_with_the_way_out(positions):
+    with pytest.raises(UserError, match=r"without a batch dimension.*zo\.probes_per_pass=1"):
+        run_table(positions, BOTH)
+
+
+def test_a_tensor_without_a_batch_dimension_is_fine_for_one_probe():
+    (logits,) = run_table(lambda ids: torch.arange(ids.shape[1]), PLUS)
+    assert torch.equal(logits[0], logits[2])
+
+
+def test_a_tensor_shared_by_all_rows_is_repeated_for_each_copy():
+    plus, minus = run_table(lambda ids: torch.arange(ids.shape[1])[None], BOTH)
+    (single,) = run_table(lambda ids: torch.arange(ids.shape[1])[None], MINUS)
+    assert torch.equal(minus, single)
+    assert not torch.equal(plus, minus)
+
+
+# One module of 16 bits.
+
+
+def run_module(module, hidden, only=("weight", "bias"), scale=1e-3):
+    """Output of one bfloat16 module at theta + mu z, and theta + mu z itself in float32."""
+    module = module.to(torch.bfloat16)
+    ids = {"weight": 1, "bias": 2}
+    trainable = {getattr(module, name): NamedParameter(name, ids[name], None) for name in only}
+    model = nn.Sequential(module)
+    batch = MicroBatch({"input": hidden}, len(hidden))
+    change = perturbation(BOTH, scale=scale)
+    (plus, _) = run(PerturbedForward(model, trainable, NOISE), model, batch, change)
+    exact = {}
+    for parameter, named in trainable.items():
+        z = NOISE.draw(SEED, named.parameter_id, 0, parameter.numel(), CPU).view_as(parameter)
+        exact[named.name] = parameter.detach().float() + scale * z
+    return plus, exact
+
+
+HIDDEN = torch.randn(4, 5, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+@pytest.mark.parametrize("only", [("weight", "bias"), ("weight",), ("bias",)])
+def test_a_16_bit_norm_is_computed_with_float32_vectors_that_keep_the_perturbation(only):
+    plus, exact = run_module(nn.LayerNorm(16), HIDDEN, only)
+    vectors = {"weight": torch.ones(16), "bias": torch.zeros(16)} | exact
+    assert torch.equal(plus, F.layer_norm(HIDDEN.float(), (16,), **vectors).bfloat16())
+    if "weight" in only:
+        assert (exact["weight"].bfloat16() == 1).float().mean() > 0.5  # what 16 bits would have lost
+
+
+@pytest.mark.parametrize("module", [nn.Linear(16, 6), Conv1D(6, 16)], ids=["Linear", "Conv1D"])
+def test_a_16_bit_product_adds_its_bias_in_float32(module):
+    plus, exact = run_module(module, HIDDEN)
+    weight = exact["weight"].bfloat16()
+    expected = (HIDDEN.view(-1, 16) @ (weight.t() if isinstance(module, nn.Linear) else weight)).float()
+    assert torch.equal(plus, (expected + exact["bias"]).bfloat16().view(4, 5, 6))
+
+
+class Scaled(nn.Module):
+    """Owns a vector only, and a child that owns a matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.inner = nn.Linear(16, 6)
+
+    def forward(self, hidden):
+        return self.inner(hidden) * self.weight
+
+
+def test_a_16_bit_module_whose_children_need_16_bits_is_not_run_in_float32():
+    module = Scaled()
+    plus, exact = run_module(module, HIDDEN, only=("weight",), scale=0.1)
+    assert torch.equal(plus, module.inner(HIDDEN) * exact["weight"].bfloat16())
+
+
+# The estimate of the gradient.
+
+
+def z_scores(samples, expected):
+    """How many standard errors the mean of samples [K, ...] is away from what is expected."""
+    return (samples.mean(0) - expected) / (samples.std(0) / len(samples) ** 0.5)
+
+
+def test_the_estimate_is_unbiased_on_active_layers_and_independent_of_dropped_ones():
+    model, batch, scale, dropped = ToyModel(), token_batch(), 1e-3, (1,)
+    trainable = tunable(model)
+    perturbed = PerturbedForward(model, trainable, NOISE)
+    target = batch.inputs["input_ids"].roll(-1, 1)
+
+    def loss(logits):
+        return F.cross_entropy(logits.double().flatten(0, 1), target.flatten())
+
+    gradients = torch.autograd.grad(loss(model(**batch.inputs).logits), list(trainable))
+    gradient = torch.cat([part.flatten() for part in gradients]).double()
+    active = torch.cat([torch.full((p.numel(),), named.block != 1) for p, named in trainable.items()])
+    slopes, directions = [], []
+    for key in range(2500):
+        plus, minus = run(perturbed, model, batch, perturbation(BOTH, dropped, scale, key))
+        slopes.append((loss(plus) - loss(minus)) / (2 * scale))
+        z = [NOISE.draw(key, named.parameter_id, 0, p.numel(), CPU) for p, named in trainable.items()]
+        directions.append(torch.cat(z))
+    slopes, directions = torch.stack(slopes).detach(), torch.stack(directions).double()
+
+    own = gradient[active]
+    # Along the gradient itself, where a bias would show first.
+    along = slopes * (directions[:, active] @ own) / own.dot(own)
+    assert along.std() / len(along) ** 0.5 < 0.05
+    assert abs(float(z_scores(along, 1.0))) < 4
+    # And in every coordinate: squared z-scores have mean 1 if nothing but chance is in them.
+    assert (gradient[~active].abs() > 1e-4).any()
+    for chosen, expected in ((active, own), (~active, 0.0)):
+        scores = z_scores(slopes[:, None] * directions[:, chosen], expected)
+        assert scores.abs().max() < 6
+        assert 0.8 < scores.pow(2).mean() < 1.2
+    # For a loss that is linear at the scale of mu, E|g z'|^2 = (d' + 2) |gradient'|^2, with d' active
+    # parameters. That implies lemma 2 of LeZO (Wang et al. 2024): |gradient'|^2 <= 2 E|g z'|^2 + ....
+    squared = slopes.pow(2) * directions[:, active].pow(2).sum(1)
+    assert abs(float(z_scores(squared, (active.sum() + 2) * own.dot(own)))) < 4
