@@ -40,7 +40,7 @@ from lezo_ds.forward.batch import LossFunction, MicroBatch
 from lezo_ds.runs.directory import library_versions
 from lezo_ds.runs.trainer import make_engine
 from lezo_ds.sharding.checkpoint_files import DTYPES, resolve_model, with_safetensors
-from lezo_ds.tools.mezo_reference import InPlaceSteps, naive_steps, plain_steps
+from lezo_ds.tools.mezo_reference import InPlaceSteps, plain_weights, sharded_weights
 from lezo_ds.tools.opt_shapes import OPT_SHAPES, opt_config
 
 COLUMNS = (
@@ -81,8 +81,7 @@ def main(arguments: Namespace) -> None:
         rows = measure(recipe_inputs(config), variants, arguments.rounds)
     else:
         with ExitStack() as stack:
-            temporary = partial(stack.enter_context, tempfile.TemporaryDirectory())
-            directory = distributed.on_rank_zero(temporary)
+            directory = distributed.on_rank_zero(lambda: stack.enter_context(tempfile.TemporaryDirectory()))
             rows = measure(random_inputs(arguments, Path(directory)), variants, arguments.rounds)
             distributed.barrier()
     if distributed.rank() == 0:
@@ -248,9 +247,9 @@ def start_steps(
     kind, sparsity = parse_variant(variant)
     zo = inputs.zo(kind, sparsity)
     if kind == "mezo_reference":
-        return plain_steps(zo, plain(), inputs.published_batches, inputs.loss)
+        return InPlaceSteps(zo, plain_weights(plain()), inputs.published_batches, inputs.loss)
     if kind == "naive_zero3":
-        return naive_steps(zo, engine(), inputs.published_batches, inputs.loss)
+        return InPlaceSteps(zo, sharded_weights(engine()), inputs.published_batches, inputs.loss)
     return EngineSteps(engine(), inputs, zo)
 
 

@@ -110,7 +110,7 @@ def _fit_line(
 def _trained_text(config: RunConfig) -> str:
     if config.method not in TRAINED:
         return f"{config.method}, trains nothing"
-    trained = "all weights" if config.peft.kind == "none" else config.peft.kind
+    trained: str = "all weights" if config.peft.kind == "none" else config.peft.kind
     if config.method in ZEROTH_ORDER and config.zo.only_blocks:
         trained += " of the blocks"
     return f"{config.method}, trains {trained}"

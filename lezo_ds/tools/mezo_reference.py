@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,40 +20,39 @@ from lezo_ds.sharding import zero3
 WEIGHT_DECAY = 0.0
 
 
+class Weights(NamedTuple):
+    """Stored weights, each with the index of its block (None outside all blocks), and a forward pass.
+
+    `forward` returns the logits of a micro-batch: [sequences, tokens, vocabulary]. With `published`, weights
+    change by the expressions of the published code, which make temporary tensors. A view of a shard has to be
+    changed by one in-place operation instead, which also moves fewer bytes.
+    """
+
+    tensors: Sequence[tuple[Tensor, int | None]]
+    num_blocks: int
+    forward: Callable[[MicroBatch], Tensor]
+    published: bool
+
+
 class InPlaceSteps:
     """MeZO's steps on stored weights; with dropped blocks, LeZO's (Wang et al. 2024, algorithm 1).
 
     theta += mu z; l_plus; theta -= 2 mu z; l_minus; theta += mu z; theta -= eta g z. Each time, z is drawn
-    again from the same seed by torch's own generator. Each rank runs its share of the batch, computes all
-    logits, and one all-reduce sums the losses.
-
-    Args:
-        zo: learning rate, perturbation scale and sparsity.
-        tensors: the stored weights, each with the index of its block; None outside all blocks.
-        num_blocks: number of blocks of the model.
-        forward: returns the logits of a micro-batch: [sequences, tokens, vocabulary].
-        shares: returns the micro-batch of each rank at a step.
-        loss: (selected logits, micro-batch) -> summed loss of each example.
-        published: use the expressions of the published code, which make temporary tensors. A view of a
-            shard has to be changed by one in-place operation instead, which also moves fewer bytes.
+    again from the same seed by torch's own generator. Each rank runs its share of the batch (`shares(step)`
+    returns those of all ranks), computes all logits, and one all-reduce sums the losses.
     """
 
     def __init__(
         self,
         zo: ZoConfig,
-        *,
-        tensors: Sequence[tuple[Tensor, int | None]],
-        num_blocks: int,
-        forward: Callable[[MicroBatch], Tensor],
+        weights: Weights,
         shares: Callable[[int], Sequence[MicroBatch]],
         loss: LossFunction,
-        published: bool,
     ) -> None:
         assert zo.learning_rate is not None and zo.sparsity is not None
         self._learning_rate, self._scale = zo.learning_rate, zo.perturbation_scale
-        self._tensors, self._forward, self._shares, self._loss = tensors, forward, shares, loss
-        self._published = published
-        self._blocks, self._num_dropped = range(num_blocks), int(zo.sparsity * num_blocks + 0.5)
+        self._weights, self._shares, self._loss = weights, shares, loss
+        self._num_dropped = int(zo.sparsity * weights.num_blocks + 0.5)
         self._step_seeds, self._step_seed, self._num_steps = random.Random(0), 0, 0
 
     @torch.no_grad()
@@ -79,38 +79,36 @@ class InPlaceSteps:
 
     def _summed_loss(self, batch: MicroBatch) -> Tensor:
         assert batch.selection is not None, "a batch of candidates"
-        logits = self._forward(batch)[batch.selection.rows, batch.selection.positions]
+        logits = self._weights.forward(batch)[batch.selection.rows, batch.selection.positions]
         if batch.selection.vocabulary is not None:
             logits = logits[:, batch.selection.vocabulary]
         return self._loss(logits, batch).sum()
 
     def _perturb(self, multiple: float) -> None:
         for theta, z in self._with_noise():
-            if self._published:
+            if self._weights.published:
                 theta.data = theta.data + multiple * z * self._scale
             else:
                 theta.data.add_(z, alpha=multiple * self._scale)
 
     def _update(self, gradient: float) -> None:
         for theta, z in self._with_noise():
-            if self._published:
+            if self._weights.published:
                 theta.data = theta.data - self._learning_rate * (gradient * z + WEIGHT_DECAY * theta.data)
             else:
                 theta.data.add_(z, alpha=-self._learning_rate * gradient)
 
     def _with_noise(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each active tensor and its z, which is the same throughout a step."""
-        dropped = random.Random(self._step_seed).sample(self._blocks, self._num_dropped)
-        active = [values for values, block in self._tensors if block not in dropped]
+        dropped = random.Random(self._step_seed).sample(range(self._weights.num_blocks), self._num_dropped)
+        active = [values for values, block in self._weights.tensors if block not in dropped]
         generator = torch.Generator(active[0].device).manual_seed(self._step_seed)
         for theta in active:
             yield theta, torch.empty_like(theta).normal_(generator=generator)
 
 
-def plain_steps(
-    zo: ZoConfig, model: nn.Module, shares: Callable[[int], Sequence[MicroBatch]], loss: LossFunction
-) -> InPlaceSteps:
-    """Return "mezo_reference", on every rank's own model.
+def plain_weights(model: nn.Module) -> Weights:
+    """Return the weights of "mezo_reference", on every rank's own model.
 
     Where the published code does more, this is to its advantage. It pads on the left and therefore needs a
     mask; here padding is on the right, where causal attention never looks. Only the tokens of the candidates
@@ -123,14 +121,11 @@ def plain_steps(
         return logits
 
     tensors = [(values, layout.block_of(name)) for name, values in model.named_parameters()]
-    options = {"num_blocks": layout.num_blocks, "shares": shares, "loss": loss}
-    return InPlaceSteps(zo, tensors=tensors, forward=forward, published=True, **options)
+    return Weights(tensors, layout.num_blocks, forward, published=True)
 
 
-def naive_steps(
-    zo: ZoConfig, engine: LezoEngine, shares: Callable[[int], Sequence[MicroBatch]], loss: LossFunction
-) -> InPlaceSteps:
-    """Return "naive_zero3": MeZO as one would first write it on ZeRO-3, changing the shards in place."""
+def sharded_weights(engine: LezoEngine) -> Weights:
+    """Return the weights of "naive_zero3": MeZO as one would first write it on ZeRO-3, on the shards."""
     tensors = []
     for parameter in engine.weights.parameters:
         with parameter.shard() as shard:  # the view stays valid, except for weights on NVMe
@@ -141,5 +136,4 @@ def naive_steps(
         zero3.finish_updates()  # DeepSpeed gathers on another stream, and the shards have just been perturbed
         return engine.forward(replace(batch, selection=None))
 
-    options = {"num_blocks": engine.layout.num_blocks, "shares": shares, "loss": loss}
-    return InPlaceSteps(zo, tensors=tensors, forward=forward, published=False, **options)
+    return Weights(tensors, engine.layout.num_blocks, forward, published=False)

@@ -1,0 +1,113 @@
+"""lezo-ds init and the parts of the benchmark that need no launcher."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+import torch
+from own_data import write_byte_model, write_tickets
+from tiny_runs import TINY_OPT, make_batch
+from transformers import AutoModelForCausalLM
+
+from lezo_ds import distributed
+from lezo_ds.config import ZoConfig, load_config
+from lezo_ds.data.objectives import classification_loss
+from lezo_ds.errors import UserError
+from lezo_ds.tools import init
+from lezo_ds.tools.benchmark import COLUMNS, append, interleaved, parse_variant, table
+from lezo_ds.tools.init import describe_task
+from lezo_ds.tools.mezo_reference import InPlaceSteps, plain_weights
+
+TEXTS = [f"ticket number {number} says" for number in range(40)]
+CLASSES = ["bug", "billing"] * 20
+
+
+def records(**columns):
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def test_init_takes_the_only_columns_of_texts_and_labels():
+    title, task = describe_task(records(id=list(range(40)), body=TEXTS, topic=CLASSES))
+    assert title == "Classification of body by topic"
+    assert task == {"prompt": "{body}\nTopic:", "label_field": "topic", "labels": ["billing", "bug"]}
+    answers = [f"the answer is {number}" for number in range(60)]
+    questions = records(question=[f"what is {number}" for number in range(60)], answer=answers)
+    _, task = describe_task(questions, text="question", label="answer")
+    assert task == {"prompt": "{question}\nAnswer:", "completion": "{answer}"}
+    turns = [[{"role": "user", "content": "hi"}]] * 40
+    assert describe_task(records(turns=turns, source=CLASSES))[1] == {"messages": "turns"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "message"),
+    [
+        (
+            {"a": TEXTS, "b": TEXTS, "topic": CLASSES},
+            {},
+            "several columns hold texts: a, b; fix: give --text",
+        ),
+        ({"a": TEXTS, "b": CLASSES, "c": CLASSES}, {}, "few different values: b, c; fix: give --label"),
+        ({"a": TEXTS}, {}, "no column holds few different values"),
+        ({"a": TEXTS, "b": CLASSES}, {"label": "c"}, "--label c is not a column; fix: use one of a, b"),
+    ],
+)
+def test_init_asks_for_the_columns_that_are_not_clear(columns, options, message):
+    with pytest.raises(UserError, match=message):
+        describe_task(records(**columns), **options)
+
+
+def test_init_writes_a_recipe_that_a_run_can_start_from(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_byte_model(tmp_path / "model")
+    write_tickets(tmp_path / "tickets.csv")
+    arguments = {"model": "model", "data": "tickets.csv", "out": tmp_path / "recipe.yaml"}
+    init.main(Namespace(**arguments, text=None, label=None))
+    config = load_config(tmp_path / "recipe.yaml")
+    assert (config.data.label_field, config.run_dir) == ("topic", "runs/tickets")
+    assert "180 train, 60 dev, 60 test" in capsys.readouterr().out
+    with pytest.raises(UserError, match="exists"):
+        init.main(Namespace(**arguments, text=None, label=None))
+
+
+def test_the_reference_is_mezos_algorithm():
+    distributed.init_distributed()
+    model = AutoModelForCausalLM.from_config(TINY_OPT).eval().requires_grad_(False)
+    (batch,) = make_batch(0, num_micro_batches=1)
+    before = {name: values.clone() for name, values in model.named_parameters()}
+    zo = ZoConfig(learning_rate=1e-2, perturbation_scale=1e-3, sparsity=0.0)
+    steps = InPlaceSteps(zo, plain_weights(model), lambda _: [batch], classification_loss)
+    gradient = steps.step()
+    generator = torch.Generator().manual_seed(steps._step_seed)
+    noise = {name: torch.empty_like(values).normal_(generator=generator) for name, values in before.items()}
+
+    def loss(multiple):
+        for name, values in model.named_parameters():
+            values.copy_(before[name] + multiple * noise[name])
+        rows = model(**batch.inputs).logits[batch.selection.rows, batch.selection.positions]
+        return classification_loss(rows[:, batch.selection.vocabulary], batch).mean().item()
+
+    after = {name: values.clone() for name, values in model.named_parameters()}
+    assert gradient == pytest.approx((loss(1e-3) - loss(-1e-3)) / 2e-3, rel=0.02)
+    for name, values in after.items():
+        torch.testing.assert_close(values, before[name] - 1e-2 * gradient * noise[name], atol=1e-5, rtol=1e-4)
+
+
+def test_variants_rounds_and_rows(tmp_path):
+    assert [parse_variant(text) for text in ("ours:0.75", "recipe")] == [("ours", 0.75), ("recipe", 0.0)]
+    for wrong in ("our:0", "ours:2", "ours:x", "recipe:0.5"):
+        with pytest.raises(UserError, match="unknown variant"):
+            parse_variant(wrong)
+    distributed.init_distributed()
+    order = []
+    times = interleaved({name: lambda name=name: order.append(name) for name in "ab"}, rounds=3)
+    assert order == ["a", "b"] * 3 and set(map(len, times.values())) == {3}
+    row = dict.fromkeys(COLUMNS, 1) | {"variant": "ours:0", "peak_bytes": None, "partition_size": None}
+    for _ in range(2):
+        append(tmp_path / "rows.csv", [row])
+    lines = (tmp_path / "rows.csv").read_text().splitlines()
+    assert len(lines) == 3 and lines[1] == lines[2]
+    assert "ours:0" in table([row])
+    (tmp_path / "rows.csv").write_text("other,columns\n")
+    with pytest.raises(UserError, match="not a table"):
+        append(tmp_path / "rows.csv", [row])
