@@ -137,23 +137,16 @@ def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target):
     with Journal.create(run_dir / "journal.jsonl", replace(header, config=named)) as journal:
         for record in records:
             journal.append(record)
-    (run_dir / "config.yaml").write_text(yaml.safe_dump({**named, "run_dir": str(run_dir)}))
+    recorded = (run_dir / "config.yaml").read_text()
+    (run_dir / "config.yaml").write_text(recorded.replace("objective: task", "objective: evil:loss"))
     make_code(inputs, "evil", target)
-    pack, of_run = inputs / "run.tar.gz", ["--run", run_dir]
-    commands = {
-        "pack.py": [*of_run, "--out", pack],
-        "report.py": [run_dir],
-        "evaluate.py": [*of_run, "--step", "last", "--json"],
-        "export.py": [*of_run, "--step", "last", "--out", inputs / "exported"],
-    }
-    path = f"{REPOSITORY}{os.pathsep}{inputs}"
-    for program, arguments in commands.items():
-        finished = run_forked_well(arguments, program=program, PYTHONPATH=path)
-        assert ('"objective": "task"' in finished.out) == (program == "evaluate.py")
-    unpacked = ["--pack", pack, "--step", "last", "--out", inputs / "unpacked"]
-    run_forked_well(unpacked, program="export.py", PYTHONPATH=path)
+    path, of_run = f"{REPOSITORY}{os.pathsep}{inputs}", ["--run", run_dir, "--step", "last"]
+    run_forked_well([run_dir], program="report.py", PYTHONPATH=path)
+    run_forked_well([*of_run, "--out", inputs / "exported"], program="export.py", PYTHONPATH=path)
+    refused = run_forked(of_run, program="evaluate.py", PYTHONPATH=path)
+    assert_one_error(refused, 2, "train.objective=evil:loss of the run is in a module")
     assert not target.exists()
-    asked = [*commands["evaluate.py"], "train.objective=evil:loss"]
+    asked = [*of_run, "train.objective=evil:loss"]
     assert run_forked(asked, program="evaluate.py", PYTHONPATH=path).code == 2  # the module has no loss
     assert target.exists()
 
