@@ -15,15 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lezo_ds.data.encoding import (
-    EncodedExample,
-    PromptTokenizer,
-    cut_left,
-    cut_prompts,
-    num_kept_on_left,
-    prompt_room,
-    warn_of_cuts,
-)
+from lezo_ds.data.encoding import EncodedExample, PromptTokenizer, cut_left, cut_prompts, warn_of_cuts
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example
 
@@ -79,16 +71,13 @@ def encode_answers(
 def encode_questions(
     tokenizer: PromptTokenizer, examples: Sequence[Example], max_length: int, max_new_tokens: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each conversation up to where the assistant's last turn begins.
-
-    They are cut as in `encode_prompts`.
-    """
+    """Return the token ids of each conversation up to its last turn of the assistant, as `encode_prompts`."""
     prompts = []
     for example in examples:
         num_asked = len(example.messages) - (example.messages[-1].role == "assistant")
         text = _render(tokenizer.backend, example, num_asked, opened=True)
         prompts.append(tokenizer.backend(text, add_special_tokens=False, verbose=False)["input_ids"])
-    return cut_prompts(tokenizer, prompts, prompt_room(max_length, max_new_tokens))
+    return cut_prompts(tokenizer, prompts, max_length, max_new_tokens)
 
 
 def encode_conversation(
@@ -97,11 +86,8 @@ def encode_conversation(
     """Tokenize a conversation up to the end of its last turn of the assistant.
 
     The chat template writes all special tokens, BOS included. With `keep_end`, a conversation that is too
-    long loses its first tokens, after the BOS, instead of its last.
-
-    Returns:
-        The sequence and the spans of its turns. None if no token of the assistant is within `max_length`, or
-        no token before its turn, with `keep_end`.
+    long loses its first tokens, after the BOS, instead of its last. None if no token of the assistant is left
+    or, with `keep_end`, no token before its turn.
     """
     backend = tokenizer.backend
     if not backend.is_fast:
@@ -114,7 +100,7 @@ def encode_conversation(
     ids = ids[: spans[-1][1]]
     num_cut = max(len(ids) - max_length, 0)
     if num_cut and keep_end:
-        num_kept = num_kept_on_left(tokenizer, ids)
+        num_kept = int(tokenizer.bos_id in ids[:1])
         ids = list(cut_left(tokenizer, ids, max_length))
         spans = [(start - num_cut, stop - num_cut) for start, stop in spans]
         if spans[0][0] <= num_kept:

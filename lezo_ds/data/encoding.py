@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import is_protobuf_available, is_sentencepiece_available
+from transformers.utils import is_sentencepiece_available
 
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example
@@ -23,12 +23,11 @@ NEWLINE = "\n"
 
 @dataclass(frozen=True)
 class PromptTokenizer:
-    """A tokenizer of transformers, with the special tokens that prompts and answers need."""
+    """A tokenizer of transformers; its own special tokens are never added."""
 
     backend: PreTrainedTokenizerBase
-    """Splits text into tokens. Its own special tokens are never added."""
     bos_id: int | None
-    """First token of every sequence, None for models without one."""
+    """First token of every sequence; None for models without one."""
     pad_id: int
     """Fills rows on the right, where causal attention never looks; any id of the vocabulary."""
     eos_id: int | None = None
@@ -96,9 +95,7 @@ class EncodedExample:
 
     @property
     def gold(self) -> int:
-        """Index of the right candidate; ValueError if it is unknown."""
-        if self.label is None:
-            raise ValueError("the example has no label")
+        assert self.label is not None
         return self.label
 
 
@@ -108,16 +105,11 @@ def load_tokenizer(path: str) -> PromptTokenizer:
         backend = AutoTokenizer.from_pretrained(path, use_fast=True, trust_remote_code=False)
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # transformers raises many unrelated types here
-        if _needs_sentencepiece(Path(path)):
-            raise UserError(
-                f"{path} has tokenizer.model but no tokenizer.json, and sentencepiece is not installed",
-                fix="pip install sentencepiece protobuf",
-            ) from error
         shown = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(
-            f"cannot load the tokenizer of {path}: {shown}",
-            fix="correct model.path, or save config.json and the tokenizer's files there",
-        ) from error
+        fix = "correct model.path, or save config.json and the tokenizer's files there"
+        if (Path(path) / "tokenizer.model").is_file() and not is_sentencepiece_available():
+            fix = "pip install sentencepiece protobuf"  # transformers asks for another package
+        raise UserError(f"cannot load the tokenizer of {path}: {shown}", fix=fix) from error
     vocabulary_size = getattr(config.get_text_config(), "vocab_size", None)
     if vocabulary_size is None:
         raise UserError(f"{path} is not a language model: {type(config).__name__}", fix="correct model.path")
@@ -129,12 +121,6 @@ def load_tokenizer(path: str) -> PromptTokenizer:
         pad_id=backend.pad_token_id if backend.pad_token_id in vocabulary else 0,
         eos_id=backend.eos_token_id if backend.eos_token_id in vocabulary else None,
     )
-
-
-def _needs_sentencepiece(directory: Path) -> bool:
-    """Return whether a tokenizer needs a package that is missing; transformers asks for another one."""
-    is_alone = (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").is_file()
-    return is_alone and not (is_sentencepiece_available() and is_protobuf_available())
 
 
 def _bos_id(path: str, backend: PreTrainedTokenizerBase, model_type: str) -> int | None:
@@ -213,14 +199,14 @@ def encode_prompts(
 
     A prompt that does not fit in `max_length` with them is cut on the left, after the BOS.
     """
-    room = prompt_room(max_length, max_new_tokens)
     prompts = [tokenizer.encode([e.demonstrations + e.prompt.strip(" ")])[0] for e in examples]
-    return cut_prompts(tokenizer, prompts, room)
+    return cut_prompts(tokenizer, prompts, max_length, max_new_tokens)
 
 
 def cut_prompts(
-    tokenizer: PromptTokenizer, prompts: Sequence[Sequence[int]], room: int
+    tokenizer: PromptTokenizer, prompts: Sequence[Sequence[int]], max_length: int, max_new_tokens: int
 ) -> tuple[tuple[int, ...], ...]:
+    room = prompt_room(max_length, max_new_tokens)
     warn_of_cuts(sum(len(ids) > room for ids in prompts), len(prompts), room)
     return tuple(cut_left(tokenizer, ids, room) for ids in prompts)
 
@@ -244,10 +230,5 @@ def warn_of_cuts(num_cut: int, num_examples: int, max_length: int, where: str = 
 def cut_left(tokenizer: PromptTokenizer, ids: Sequence[int], max_length: int) -> tuple[int, ...]:
     """Return token ids without the first ones that are too many. A BOS stays."""
     num_over = max(len(ids) - max_length, 0)
-    num_kept = num_kept_on_left(tokenizer, ids)
+    num_kept = int(tokenizer.bos_id in ids[:1])
     return (*ids[:num_kept], *ids[num_kept + num_over :])
-
-
-def num_kept_on_left(tokenizer: PromptTokenizer, ids: Sequence[int]) -> int:
-    """Return how many of the first tokens a cut on the left keeps: 1 if the first is a BOS, else 0."""
-    return int(tokenizer.bos_id in ids[:1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,11 +23,6 @@ logger = logging.getLogger(__name__)
 MAX_CHARACTERS = 1_000_000
 """The longest text of a field. A tokenizer takes minutes and gigabytes for much longer ones."""
 
-MAX_DRAWN_DEV, MAX_DRAWN_TEST = 500, 1000
-"""The most records that are drawn from data.train for data.validation and data.test if these are not set."""
-
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-
 
 @dataclass(frozen=True)
 class Splits:
@@ -42,23 +36,16 @@ class Splits:
 
 
 def load_splits(task: Task, data: DataConfig) -> Splits:
-    """Read the records that a configuration asks for, check them, and split them.
-
-    Records without a right answer (no answer at all, or none among the candidates) are left out, with one
-    warning per split. An error of one record names its file and line or row.
-    """
-    if data.train is not None:
-        return _own_splits(task, data, data.train)
-    return _task_splits(task, data)
+    """Read the records that a configuration asks for, leave out those without a right answer, and split."""
+    return _task_splits(task, data) if data.train is None else _own_splits(task, data, data.train)
 
 
 def _task_splits(task: Task, data: DataConfig) -> Splits:
     """Draw train, dev and test examples as MeZO does (Malladi et al. 2023).
 
-    Train and dev are the first num_train + num_dev of a permutation of the training records; dev takes the
-    last num_dev of these. Test is the start of a permutation of the validation records with the same seed. If
-    there are too few training records, MeZO's scripts keep dev at its full size and shrink train (WSC trains
-    on 54 examples), and so does protocol mezo; clean raises an error.
+    Train and then dev are the start of a permutation of the training records; test is the start of one of the
+    validation records with the same seed. If there are too few training records, MeZO's scripts keep dev at
+    its full size and shrink train (WSC trains on 54 examples), and so does protocol mezo.
     """
     names = (task.train_split, task.validation_split)
     if data.path is None:
@@ -93,11 +80,10 @@ def _task_splits(task: Task, data: DataConfig) -> Splits:
 
 
 def _own_splits(task: Task, data: DataConfig, train: str) -> Splits:
-    """Read a user's own files, and draw the splits that have none from the training records.
+    """Read a user's own files, each permuted by the seed.
 
-    The records of a file are taken in the order of a permutation by the seed. What is missing is the start of
-    the permutation of the training records: first test, then dev; the rest is for training. So the test
-    examples do not depend on the other sizes.
+    A split without a file is the start of the permutation of the training records: first test, then dev. So
+    the test examples do not depend on the other sizes.
     """
     sources = {"train": train, "validation": data.validation, "test": data.test}
     rows = {
@@ -106,10 +92,7 @@ def _own_splits(task: Task, data: DataConfig, train: str) -> Splits:
         if source is not None
     }
     order, drawn = _permutation(data.seed, len(rows["train"])), {}
-    for name, wanted, limit in (
-        ("test", data.num_test, MAX_DRAWN_TEST),
-        ("validation", data.num_dev, MAX_DRAWN_DEV),
-    ):
+    for name, wanted, limit in (("test", data.num_test, 1000), ("validation", data.num_dev, 500)):
         if name in rows:
             drawn[name] = rows[name], _permutation(data.seed, len(rows[name]))[:wanted]
             continue
@@ -133,10 +116,9 @@ def _own_splits(task: Task, data: DataConfig, train: str) -> Splits:
 
 
 def with_demonstrations(task: Task, data: DataConfig, splits: Splits) -> Splits:
-    r"""Put solved examples before every question of dev and test, as MeZO does for in-context learning.
+    """Put solved examples before every question of dev and test, with a blank line after each.
 
-    A solved example is a prompt with its gold candidate, without white space at both ends. A blank line
-    follows each. They are the first training examples; with protocol mezo, others for each question.
+    They are the first training examples; with protocol mezo, others for each question.
     """
     wanted, per_question = data.num_demonstrations, data.protocol == "mezo"
     # A dev question comes from the same records, and its own answer is not shown to it.
@@ -196,22 +178,17 @@ def _build(task: Task, rows: Sequence[Row], order: Sequence[int]) -> tuple[Examp
 
 
 def _read_split(directory: Path, split: str) -> list[Row]:
-    if not directory.is_dir():
-        raise UserError(
-            f"data.path={directory} is not a directory", fix="correct it, or remove it to read the hub"
-        )
     lines = directory / f"{split}.jsonl"
     files = [lines] if lines.is_file() else sorted(directory.glob(f"{split}*.parquet"))
     if not files:
-        listed = ", ".join(sorted(file.name for file in directory.iterdir())) or "nothing"
         raise UserError(
-            f"{directory} holds {listed}, but not {split}.jsonl or {split}*.parquet", fix="add the file"
+            f"data.path={directory} has no {split}.jsonl or {split}*.parquet",
+            fix="correct it, or remove it to read the hub",
         )
     return [row for file in files for row in read_file(file)]
 
 
 def _answerable(task: Task, split: str, rows: Sequence[Row]) -> list[Row]:
-    """Check all records of a split. Return the rows of those that have a right answer."""
     kept = []
     for number, (place, record) in enumerate(rows, start=1):
         where = f"record {number} of the {split} split of {task.name}{place}"
@@ -261,7 +238,10 @@ def _check_fields(task: Task, where: str, record: Record) -> None:
                 fix=f"use the field types of {task.hub_id or 'the task'}",
             )
         for text in _texts_in(value):
-            _check_text(f"field {name} of {where}", text)
+            if len(text) > MAX_CHARACTERS:
+                raise UserError(f"field {name} of {where} has {len(text)} characters", fix="shorten it")
+            if not text.isascii() and _has_half_a_character(text):
+                raise UserError(f"field {name} of {where} has half of a character", fix="remove it")
 
 
 def _has_type(value: object, expected_type: type) -> bool:
@@ -283,9 +263,6 @@ def _texts_in(value: object) -> Iterator[str]:
             yield from _texts_in(item)
 
 
-def _check_text(where: str, text: str) -> None:
-    if len(text) > MAX_CHARACTERS:
-        raise UserError(f"{where} has {len(text)} characters, above {MAX_CHARACTERS}", fix="shorten it")
-    if not text.isascii() and (half := _LONE_SURROGATE.search(text)):
-        shown = ascii(text[max(0, half.start() - 20) : half.end() + 20])
-        raise UserError(f"{where} has half of a character: {shown}", fix="remove it, or complete it")
+def _has_half_a_character(text: str) -> bool:
+    """Return whether a text has a lone surrogate, which JSON can hold and no tokenizer accepts."""
+    return any("\ud800" <= character <= "\udfff" for character in text)

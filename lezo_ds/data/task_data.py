@@ -48,13 +48,11 @@ class EncodedSplit:
 
     examples: tuple[Example, ...]
     encoded: tuple[EncodedExample, ...]
-    """Every candidate after its prompt."""
     prompts: tuple[tuple[int, ...], ...] = ()
-    """The prompts for the model to continue; empty if it generates no answers."""
+    """Empty if the model generates no answers."""
     null_encoded: tuple[EncodedExample, ...] = ()
-    """Every candidate after its null prompt; empty if scores are not calibrated."""
+    """Empty if scores are not calibrated."""
     reads_records: bool = False
-    """Whether the objective reads the fields of the records."""
 
     def fingerprint(self) -> str:
         """Return a hash of all that decides losses and scores, in its order: 32 hex digits."""
@@ -80,19 +78,14 @@ class TaskData:
     test: EncodedSplit
     objective: Objective
     generation: GenerationSettings | None = None
-    """How to generate answers in evaluations; None if neither the task nor the objective needs any."""
+    """None if neither the task nor the objective needs answers."""
     packed: bool = False
-    """Whether training examples share rows."""
     loss_batch: int | None = None
     """Average a validation loss over parts of this number of examples first, then over the parts, weighted by
     their examples. None averages over all terms at once."""
 
-    def batch(self, config: RunConfig, step: int) -> list[MicroBatch]:
-        """Return the micro-batches of a step, which depend on the seed and the step only."""
-        return list(self.step_batch(config, step))
-
     def step_batch(self, config: RunConfig, step: int) -> StepBatch:
-        """Return the micro-batches of `batch`, each of which is laid out when it is read."""
+        """Return the micro-batches of a step, a function of the seed and the step, laid out when read."""
         drawn, size = np.array(self.step_rows(config, step)), config.train.micro_batch_size
         # Sorting by length first reduces padding: a micro-batch is padded to its longest example.
         rows = drawn[np.lexsort((drawn, self._lengths[drawn]))]
@@ -129,20 +122,18 @@ class TaskData:
         return np.array([self.objective.num_terms(example) for example in self.train.encoded])
 
     def objective_batch(self, split: EncodedSplit, rows: Sequence[int]) -> MicroBatch:
-        """Lay out some examples of a split for the objective."""
         if self.objective.build_batch is None:
             return self.prompt_batch(split, rows)
         batch = self.objective.build_batch([split.encoded[row] for row in rows], self.tokenizer.pad_id)
         return replace(batch, examples=tuple(split.examples[row] for row in rows))
 
     def prompt_batch(self, split: EncodedSplit, rows: Sequence[int]) -> MicroBatch:
-        """Lay out the prompts of some examples of a split for the model to continue."""
         assert self.generation is not None
         batch = prompt_batch([split.prompts[row] for row in rows], self.generation)
         return replace(batch, examples=tuple(split.examples[row] for row in rows))
 
     def _answer_batch(self, config: RunConfig, step: int, rows: Sequence[int]) -> MicroBatch:
-        """Lay out training prompts for the model to continue, each as often as it is sampled."""
+        """Lay out training prompts, each as often as it is sampled."""
         assert self.generation is not None
         keys, samples = config.generation, range(config.generation.num_samples)
         batch = self.prompt_batch(self.train, [row for row in rows for _ in samples])
@@ -150,9 +141,9 @@ class TaskData:
             return batch
         indices = [self.train.examples[row].index for row in rows]
         drawn = [sample_key(config.seed, step, index, sample) for index in indices for sample in samples]
+        settings = replace(self.generation, sampling=Sampling(keys.temperature, keys.top_p))
         inputs = {**batch.inputs, SAMPLE_KEYS: torch.tensor(drawn)}
-        sampling = Sampling(keys.temperature, keys.top_p)
-        return replace(batch, inputs=inputs, generation=replace(self.generation, sampling=sampling))
+        return replace(batch, inputs=inputs, generation=settings)
 
     def answers(self, tokens: Tensor) -> list[str]:
         """Return the answers in the new tokens [examples, n] of a `prompt_batch`."""
@@ -165,7 +156,6 @@ class TaskData:
 
 
 def load_task_data(config: RunConfig) -> TaskData:
-    """Load, sample and tokenize a run's task."""
     task = find_task(config.data)
     objective = load_objective(config.train.objective, task)
     _check_objective(config, task, objective)
