@@ -99,12 +99,7 @@ class ModelEngine:
 
     def run(self, micro_batch: MicroBatch, perturbation: Perturbation | None) -> tuple[Tensor, ...]:
         """Return the outputs of a forward pass at each probe, or at the weights themselves. A collective."""
-        outputs = self._perturbed(micro_batch, perturbation, runner(micro_batch, self._deepspeed))
-        self._release()
-        return outputs
-
-    def _release(self) -> None:
-        zero3.assert_released(self.weights.parameters)
+        return self._perturbed(micro_batch, perturbation, runner(micro_batch, self._deepspeed))
 
     def save_checkpoint(
         self, save_dir: str | Path, step: int | None = None, journal: str | None = None
@@ -485,6 +480,6 @@ def initialize(
         trainable,
         noise,
         blocks=blocks if config.only_blocks else (),
-        at_once=blocks if noise.takes_blocks and engine.has_whole_blocks else (),
+        at_once=blocks if noise.takes_blocks else (),
     )
     return LezoEngine(engine, perturbed, sharded, config=config, seed=seed, num_steps=num_steps)

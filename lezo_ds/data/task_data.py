@@ -32,7 +32,7 @@ from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
 from lezo_ds.data.splits import load_splits, with_demonstrations
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Sampling, StepBatch
-from lezo_ds.sharding.checkpoint_files import load_model_config, resolve_model
+from lezo_ds.model.checkpoint import load_model_config, resolve_model
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.metrics import REWARD

@@ -1,91 +1,139 @@
-"""A model's checkpoint: which tensors are its weights, and which checkpoints cannot be used."""
+"""Models on disk: which directories hold one, and which of them cannot be used."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import accelerate
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from lezo_ds.errors import UserError
+from lezo_ds.errors import HubError, UserError
 from lezo_ds.forward.blocks import BlockLayout, find_blocks
-from lezo_ds.sharding.checkpoint_files import (
-    DTYPES,
-    WeightFiles,
-    build_on_meta,
-    has_safetensors,
-    load_model_config,
-)
+from lezo_ds.sharding.files import WeightFiles, has_safetensors
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def resolve_model(model: str) -> Path:
+    """Return the local directory of a model: `model` itself, or the hub's copy, downloaded if needed.
+
+    Raises:
+        UserError: `model` is a directory without a config.json or safetensors, or the hub does not have it.
+        HubError: the hub cannot be reached, and the model is not in the local cache.
+    """
+    directory = Path(model)
+    if not directory.is_dir():
+        try:
+            patterns = ["*.json", "*.txt", "*.model", "*.safetensors"]
+            directory = Path(snapshot_download(model, allow_patterns=patterns))
+        except Exception as error:  # the hub client raises many types: offline, not found, bad name, network
+            is_final = isinstance(error, HFValidationError | RepositoryNotFoundError)
+            raise (UserError if is_final else HubError)(
+                f"model.path {model} is neither a directory nor a model that can be downloaded from the hub: "
+                f"{_first_line(error)}",
+                fix="check the name, or download the model first and set model.path to its directory",
+            ) from error
+    if not (directory / "config.json").is_file():
+        fix = "set model.path to the directory that holds config.json and the weights"
+        raise UserError(f"model.path {model} has no config.json", fix=fix)
+    if not has_safetensors(directory):
+        raise UserError(
+            f"model.path {model} has no weights as safetensors",
+            fix="if it has .bin files, convert them once: load it with transformers' from_pretrained, and "
+            "write it with save_pretrained",
+        )
+    return directory
+
+
+def load_model_config(directory: Path) -> Any:  # noqa: ANN401
+    """Return the transformers config of a model. Quantized weights and code are refused."""
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except (ValueError, OSError, KeyError) as error:
+        raise UserError(
+            f"the config of {directory} is not that of a model that transformers knows: {_first_line(error)}",
+            fix="update transformers, or use another model (remote code is never run)",
+        ) from error
+    if quantization := getattr(config, "quantization_config", None):
+        raise UserError(
+            f"the weights of {directory} are quantized: {dict(quantization).get('quant_method')}",
+            fix="set model.path to the checkpoint before it was quantized",
+        )
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        attention = getattr(part, "_attn_implementation", None)
+        if attention is not None and "/" in str(attention):  # transformers 5 would load it from the hub
+            raise UserError(
+                f"the config of {directory} names code on the hub, which is never run: {attention}",
+                fix="remove attn_implementation from config.json",
+            )
+    return config
+
+
+def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:  # noqa: ANN401
+    """Build a causal language model on the meta device, where only its buffers take memory."""
+    try:
+        with accelerate.init_empty_weights(include_buffers=False):
+            own_config = copy.deepcopy(config)  # the model keeps it and changes it
+            model = AutoModelForCausalLM.from_config(own_config, dtype=dtype, trust_remote_code=False)
+    except ValueError as error:
+        raise _not_causal(f"{type(config).__name__} is not that of a causal language model") from error
+    is_decoder = getattr(model.config, "is_decoder", False)
+    if model.config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_decoder:
+        raise _not_causal(f"{type(model).__name__} is an encoder: its tokens see those that follow them")
+    model.tie_weights()
+    model.config.use_cache = False
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _not_causal(what: str) -> UserError:
+    return UserError(what, fix="set model.path to a decoder, such as OPT, Llama, Qwen, Mistral or GPT-2")
 
 
 def build_checked(directory: Path, dtype: str) -> tuple[nn.Module, BlockLayout]:
-    """Build the model of a directory on the meta device, and check its files, without reading its weights.
-
-    Args:
-        directory: local directory of the model. Files of type .bin are not opened.
-        dtype: of the weights: "fp32", "bf16" or "fp16".
-
-    Raises:
-        UserError: the model has no transformer blocks, or its experts are modules of their own, or the files
-            do not hold its weights.
-    """
+    """Build the model of a directory on the meta device, and check its files, without reading its weights."""
     model = build_on_meta(load_model_config(directory), DTYPES[dtype])
     layout = find_blocks(model)
-    refuse_separate_experts(model, layout)
-    if has_safetensors(directory):
-        check_files(model, directory)
+    _refuse_separate_experts(model, layout)
+    check_files(model, directory)
     return model, layout
 
 
-def refuse_separate_experts(model: nn.Module, layout: BlockLayout) -> None:
-    """Check that no block has a list of experts that run only if a token chooses them.
+def _refuse_separate_experts(model: nn.Module, layout: BlockLayout) -> None:
+    """Refuse a block with a list of experts that run only if a token chooses them.
 
     Ranks gather the weights of a module when it runs. If their tokens chose different modules, they would
     wait for each other forever. Transformers 5 keeps the experts of a block in one module that always runs.
-
-    Raises:
-        UserError: a block has such a list.
     """
     for name, module in model.get_submodule(layout.path).named_modules():
         if name.rpartition(".")[2] == "experts" and isinstance(module, nn.ModuleList | nn.ModuleDict):
             raise UserError(
-                f"each expert of {type(model).__name__} is a module of its own",
-                got=f"{layout.path}.{name} with {len(module)} modules",
-                expected="one module with the experts of a block, as in Mixtral in transformers 5",
-                fix="update transformers, or use another model",
+                f"each expert of {type(model).__name__} is a module of its own: {layout.path}.{name}",
+                fix="update transformers, or use another model, such as Mixtral",
             )
 
 
 def check_files(model: nn.Module, directory: Path) -> None:
-    """Check that files hold the weights of a model, and nothing that the model needs besides them.
-
-    Args:
-        model: on the meta device, with real buffers.
-        directory: holds the files.
-
-    Raises:
-        UserError: the weights are quantized, missing or in a form that cannot be read, or the files hold a
-            buffer of the model with other values.
-    """
+    """Check that a directory holds the weights of a model, and nothing that the model needs besides them."""
     names = parameter_names(model)
-    parameters = {alias for aliases in names.values() for alias in aliases}
-    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
+    parameters = {alias: name for name, aliases in names.items() for alias in aliases}
+    state = model.state_dict()
     files = open_weights(model, directory)
-    try:
-        files.refuse_quantized(names, buffers)
-        files.find(names)
-        for name, buffer in buffers.items():
-            if name in files and not torch.equal(files.read(name).to(buffer), buffer):
-                raise UserError(
-                    f"the checkpoint holds values for {name}, which is not a parameter of the model",
-                    got="other values than those of a new model",
-                    expected="a model whose parameters are all that it learned",
-                    fix="use another model, since values outside the parameters are neither loaded nor saved",
-                )
-    finally:
-        files.close()
+    files.find(names, {name: tuple(state[name].shape) for name in names})
+    for name in state.keys() - parameters.keys():
+        if name in files and not torch.equal(files.read([name]).to(state[name]), state[name].flatten()):
+            raise UserError(
+                f"{directory} holds values of {name}, which are neither loaded nor saved: it is no parameter",
+                fix="use a model whose parameters are all that it learned",
+            )
 
 
 def open_weights(model: nn.Module, directory: Path) -> WeightFiles:
@@ -100,11 +148,13 @@ def open_weights(model: nn.Module, directory: Path) -> WeightFiles:
 def parameter_names(model: nn.Module, own_name: Callable[[str], str] = str) -> dict[str, tuple[str, ...]]:
     """Return all names of each parameter, by its first name. Tied parameters have several.
 
-    Args:
-        model: any model.
-        own_name: maps a name in the module tree to the parameter's own (`Adapter.own_name`).
+    `own_name` maps a name in the module tree to the parameter's own (`Adapter.own_name`).
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(own_name(name))
-    return {found[0]: tuple(found) for found in names.values()}
+    return {aliases[0]: tuple(aliases) for aliases in names.values()}
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -14,45 +14,28 @@ from lezo_ds.config import PeftConfig
 from lezo_ds.errors import LezoError
 from lezo_ds.forward.adapters import Adapter, make_adapter
 from lezo_ds.forward.blocks import BlockLayout, freeze_outside, gathering_limits, part_sizes
-from lezo_ds.model.checkpoint import build_checked, check_files, open_weights, parameter_names
+from lezo_ds.model.checkpoint import build_checked, open_weights, parameter_names, resolve_model
 from lezo_ds.model.snapshots import LOW_BITS_DIRECTORY, read_facts, write_snapshot
 from lezo_ds.sharding import zero3
-from lezo_ds.sharding.checkpoint_files import WeightFiles, has_safetensors, resolve_model, with_safetensors
-from lezo_ds.sharding.parameters import NamedParameter, parameter_ids, table_hash
+from lezo_ds.sharding.files import WeightFiles
+from lezo_ds.sharding.parameters import NamedParameter, ShardedParameter, parameter_ids, table_hash
 from lezo_ds.sharding.weights import ShardedWeights
-from lezo_ds.sharding.zero3 import ShardedParameter
 from lezo_ds.zo.updates import UpdatePrecision
 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The model on disk that a run starts from.
+    """The model on disk that a run starts from."""
 
-    Attributes:
-        name: hub id or directory, as given by the user.
-        directory: local directory of the base weights.
-        fingerprint: digest of the base weights after loading, 32 hex digits. An adapter does not affect it.
-        table_hash: hash of all parameter names and shapes, including those of an adapter.
-    """
-
-    name: str
+    name: str  # hub id or directory, as the user wrote it
     directory: Path
-    fingerprint: str
-    table_hash: str
+    fingerprint: str  # digest of the base weights after loading; an adapter does not affect it
+    table_hash: str  # of all parameter names and shapes, including those of an adapter
 
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model after loading.
-
-    Attributes:
-        module: the model with sharded parameters.
-        weights: this rank's shards.
-        layout: where the transformer blocks are.
-        base: the model on disk.
-        ds_config: the config for DeepSpeed's engine.
-        adapter: the adapter that is trained. None if all weights are trained.
-    """
+    """A model after loading: its module has sharded parameters, and `weights` are this rank's shards."""
 
     module: nn.Module
     weights: ShardedWeights
@@ -90,37 +73,20 @@ class ShardedModel:
         )
 
     def load_snapshot(self, directory: Path) -> None:
-        """Set the weights to those that `write` wrote, bit for bit. A collective.
-
-        Raises:
-            LezoError: the loaded weights do not have the digest in the snapshot's manifest.
-        """
-        self._load_snapshot(directory)
+        """Set the weights to those that `write` wrote, bit for bit. A collective."""
+        if self.adapter is None:
+            load_weights(self.weights, self.module, directory)
+        else:
+            prefix = self.adapter.stored_prefix.removesuffix(".")
+            files = WeightFiles(directory, prefix=prefix, single=self.adapter.weights_file)
+            _load(self.weights, self.weights.adapter_parameters, files, directory)
         facts = distributed.on_rank_zero(lambda: read_facts(directory)) or {}
         digest = self.weights.digest()
         if digest != facts.get("digest"):
             raise LezoError(
-                f"the weights in {directory} are not those that its manifest names; got: digest {digest}; "
-                f"expected: {facts.get('digest')}; fix: move this directory elsewhere, then run the same "
-                "command again"
+                f"the weights in {directory} have digest {digest}, not that of the manifest, "
+                f"{facts.get('digest')}; fix: move this directory elsewhere, then run the same command again"
             )
-
-    def _load_snapshot(self, directory: Path) -> None:
-        if self.adapter is None:
-            load_weights(self.weights, self.module, directory)
-            return
-        adapter = self.adapter
-        files = WeightFiles(
-            directory,
-            prefix=adapter.stored_prefix.removesuffix("."),
-            single=adapter.weights_file,
-        )
-        _load(
-            self.weights,
-            self.weights.adapter_parameters,
-            files=files,
-            low_bits=directory / LOW_BITS_DIRECTORY,
-        )
 
     def load_initial(self) -> None:
         """Set the weights to those before the first update, bit for bit. A collective."""
@@ -144,7 +110,7 @@ def load_sharded_model(
     """Build a model, shard it and load the shards. A collective: each rank reads only its own slices.
 
     Args:
-        model: hub id, or directory with config.json and safetensors (or .bin, which is converted once).
+        model: hub id, or directory with config.json and safetensors.
         ds_config: DeepSpeed config as a dict, from `lezo_ds.config.deepspeed.load_ds_config`.
         dtype: of the weights: "fp32", "bf16" or "fp16".
         precision: how updates will be stored.
@@ -152,15 +118,12 @@ def load_sharded_model(
         peft: the adapter to train. None trains all weights.
         partition_size: number of ranks that share one copy of the weights. None shares it among all ranks.
         only_blocks: whether parameters outside the transformer blocks are not trained.
-
-    Raises:
-        UserError: the model does not exist or has no transformer blocks, or the weights or the adapter do not
-            fit it.
     """
-    directory = _resolve_on_all_nodes(model)
+    if distributed.local_rank() == 0:  # downloads the model; the other ranks of the node read the cache
+        resolve_model(model)
+    distributed.barrier()
+    directory = resolve_model(model)
     module, layout = build_checked(directory, dtype)
-    if not has_safetensors(directory):
-        check_files(module, directory)  # the .bin files are converted by now
     adapter = make_adapter(peft)
     if adapter is not None:
         adapter.attach(module, layout)
@@ -169,66 +132,41 @@ def load_sharded_model(
     ids = parameter_ids(aliases)
     if only_blocks:
         freeze_outside(module, layout)
-    ds_config = _with_gathering_limits(ds_config, module, layout)
+    limits = gathering_limits(part_sizes(module, layout))
+    # DeepSpeed's hooks (0.19.8), which first-order training uses, do not release a weight that the pass uses
+    # again within this distance. It covers the whole pass, so that a tied embedding is gathered once.
+    reuse = {"stage3_max_reuse_distance": 2 * sum(parameter.numel() for parameter in module.parameters())}
+    ds_config = {**ds_config, "zero_optimization": {**limits, **ds_config["zero_optimization"], **reuse}}
     zero3.shard_model(module, ds_config, partition_size)
-    named = {
-        parameter: NamedParameter(name=name, parameter_id=ids[name], block=layout.block_of(name))
-        for name, parameter in ((own_name(name), parameter) for name, parameter in module.named_parameters())
-    }
-    parameters = zero3.sharded_parameters(module, named)
+    parameters = []
+    for module_name, parameter in module.named_parameters():
+        name = own_name(module_name)
+        named = NamedParameter(name, ids[name], layout.block_of(name))
+        parameters.append(ShardedParameter.of(parameter, named))
     weights = ShardedWeights(
         parameters, aliases=aliases, precision=precision, has_adapter=adapter is not None
     )
     load_weights(weights, module, directory)
-    shapes = {parameter.name: parameter.shape for parameter in parameters}
     base = BaseModel(
         name=model,
         directory=directory,
         fingerprint=weights.digest(weights.base_parameters),
-        table_hash=table_hash(shapes),
+        table_hash=table_hash({parameter.name: parameter.shape for parameter in parameters}),
     )
     if adapter is not None:
         adapter.fill(weights, module, seed)
         zero3.finish_updates()
         weights.keep_initial()
-    return ShardedModel(
-        module=module, weights=weights, layout=layout, base=base, ds_config=ds_config, adapter=adapter
-    )
+    return ShardedModel(module, weights, layout, base, ds_config, adapter)
 
 
 def load_weights(weights: ShardedWeights, model: nn.Module, directory: Path) -> None:
     """Load the model's own shards from a directory, and their low bits if it is a snapshot that has them."""
-    files = open_weights(model, directory)
-    _load(weights, weights.base_parameters, files=files, low_bits=directory / LOW_BITS_DIRECTORY)
+    _load(weights, weights.base_parameters, open_weights(model, directory), directory)
 
 
 def _load(
-    weights: ShardedWeights, parameters: Sequence[ShardedParameter], *, files: WeightFiles, low_bits: Path
+    weights: ShardedWeights, parameters: Sequence[ShardedParameter], files: WeightFiles, directory: Path
 ) -> None:
-    low_files = WeightFiles(low_bits) if low_bits.is_dir() else None
-    try:
-        weights.load(parameters, files, low_files)
-    finally:
-        files.close()
-        if low_files is not None:
-            low_files.close()
-
-
-def _resolve_on_all_nodes(model: str) -> Path:
-    # One rank of each node downloads and converts the model. The others wait and find it in the cache.
-    if distributed.local_rank() == 0:
-        with_safetensors(resolve_model(model))
-    distributed.barrier()
-    return resolve_model(model)
-
-
-def _with_gathering_limits(
-    ds_config: Mapping[str, Any], module: nn.Module, layout: BlockLayout
-) -> dict[str, Any]:
-    """Return the config with limits on gathering that fit the model, unless it sets its own."""
-    numel = sum(parameter.numel() for parameter in module.parameters())
-    limits = gathering_limits(part_sizes(module, layout))
-    # Where DeepSpeed's hooks gather (0.19.8), they do not release a weight that the forward pass uses again
-    # within this distance. It covers the whole pass, so that a tied embedding is gathered once.
-    reuse = {"stage3_max_reuse_distance": 2 * numel}
-    return {**ds_config, "zero_optimization": {**limits, **ds_config["zero_optimization"], **reuse}}
+    low_bits = directory / LOW_BITS_DIRECTORY
+    weights.load(parameters, files, WeightFiles(low_bits) if low_bits.is_dir() else None)

@@ -20,11 +20,11 @@ from lezo_ds.config.paths import DATA_KEYS
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.files import write_atomically
 from lezo_ds.journal import encode_journal, read_journal, step_checksums
+from lezo_ds.model.checkpoint import load_model_config, resolve_model
 from lezo_ds.model.snapshots import SnapshotOwner
 from lezo_ds.runs.directory import RunDirectory, refuse_unwritable
 from lezo_ds.runs.header import assert_same_model_config, config_of
 from lezo_ds.runs.restore import RecordedRun, read_run, restore
-from lezo_ds.sharding.checkpoint_files import load_model_config, resolve_model
 from lezo_ds.zo.records import StepRecord
 
 MAX_JOURNAL_BYTES = 64 << 20

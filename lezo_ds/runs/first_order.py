@@ -30,7 +30,7 @@ from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.files import failures_named, remove_directory, write_atomically
 from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
-from lezo_ds.forward.perturbed_forward import PerturbedForward
+from lezo_ds.forward.perturbed_forward import Perturbation, PerturbedForward
 from lezo_ds.journal import EvaluationRecord, Header, step_checksums
 from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.model.snapshots import (
@@ -128,10 +128,13 @@ class FirstOrderEngine(ModelEngine):
             )
         return loss
 
-    def _release(self) -> None:
+    def run(self, micro_batch: MicroBatch, perturbation: Perturbation | None) -> tuple[Tensor, ...]:
+        """Return the outputs of a forward pass. A collective."""
+        outputs = super().run(micro_batch, perturbation)
         # After the first training step, DeepSpeed keeps gathered weights for a backward pass. An evaluation
         # has no backward pass that would release them.
         zero3.release_gathered(self._deepspeed)
+        return outputs
 
     def save_training_state(self, root: Path) -> None:
         """Write weights, optimizer, schedule and loss scale to `root/step-NNNNNNNN`. A collective."""

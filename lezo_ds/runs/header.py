@@ -15,9 +15,9 @@ from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
 from lezo_ds.forward.module_calls import norm_facts
 from lezo_ds.journal import Header
+from lezo_ds.model.checkpoint import resolve_model
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.directory import library_versions
-from lezo_ds.sharding.checkpoint_files import resolve_model
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from lezo_ds.config import (
 from lezo_ds.data.evaluation import Model, answer_text, evaluate
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
+from lezo_ds.model.checkpoint import DTYPES, load_model_config, resolve_model
 from lezo_ds.registry import names_code
 from lezo_ds.runs.restore import read_run, restore
 from lezo_ds.runs.trainer import make_engine, set_threads
-from lezo_ds.sharding.checkpoint_files import DTYPES, load_model_config, resolve_model
 
 
 def score_run(path: Path, step: str, split: str, overrides: Sequence[str] = ()) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.engine import LezoEngine, initialize
 from lezo_ds.errors import UserError
 from lezo_ds.journal import read_journal
-from lezo_ds.model.checkpoint import build_checked
+from lezo_ds.model.checkpoint import build_checked, resolve_model
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.first_order import (
     FirstOrderEngine,
@@ -38,7 +38,6 @@ from lezo_ds.runs.first_order import (
 )
 from lezo_ds.runs.header import assert_same_run, make_header
 from lezo_ds.runs.run import ZerothOrderRun
-from lezo_ds.sharding.checkpoint_files import resolve_model
 from lezo_ds.zo.records import StepRecord
 
 logger = logging.getLogger(__name__)

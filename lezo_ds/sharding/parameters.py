@@ -1,21 +1,31 @@
-"""Names and ids of a model's parameters. They are the same for any sharding."""
+"""Parameters: names and ids that are the same for any sharding, and the part of each that a rank has.
+
+This and zero3.py rely on these facts about DeepSpeed 0.19.8, which tests/model/test_zero3.py checks:
+- A sharded parameter holds `ds_tensor`, a flat tensor of ceil(numel / size) elements. They are a slice of the
+  row-major flattened parameter that starts at rank * ceil(numel / size). Rank and size are those in the
+  process group that shares the parameter. Elements past the parameter's end are uninitialized memory.
+- `data` is empty while the parameter is not gathered.
+- With NVMe offload, `ds_tensor` holds data only between a swap in and a swap out.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed import comm
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
+from torch import Tensor
+
+from lezo_ds.distributed import device
 
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A parameter's identity.
-
-    Attributes:
-        name: its name in the unsharded model.
-        parameter_id: 32-bit id that selects its stream of noise.
-        block: index of its transformer block. None if it is outside all blocks.
-    """
+    """A parameter's name in the unsharded model, its 32-bit id, and its transformer block (None: outside)."""
 
     name: str
     parameter_id: int
@@ -23,7 +33,7 @@ class NamedParameter:
 
 
 def parameter_ids(names: Iterable[str]) -> dict[str, int]:
-    """Return a distinct 32-bit id for each parameter name.
+    """Return a distinct 32-bit id for each parameter name, which selects its stream of noise.
 
     An id is a hash of the name. If two names have the same hash, the later one in sorted order is hashed
     again. Ids do not depend on the order of the names, on the number of ranks, or on the dropped layers.
@@ -43,12 +53,117 @@ def _hash32(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
-def table_hash(shapes: dict[str, tuple[int, ...]]) -> str:
-    """Return a hash of all parameter names and shapes: 32 hex digits.
-
-    Two models with the same hash get the same noise.
-    """
+def table_hash(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return a hash of all names and shapes, 32 hex digits. Models with the same hash get the same noise."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(shapes):
         digest.update(f"{name}{list(shapes[name])};".encode())
     return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedParameter:
+    """One parameter of the sharded model, and the part of it that this rank has.
+
+    The part is the elements [start, start + count) of the flattened parameter of this `shape`. `count` is 0
+    if this rank has only padding. `parameter` is empty unless its weights are gathered.
+    """
+
+    named: NamedParameter
+    parameter: Any  # nn.Parameter with DeepSpeed's attributes
+    shape: tuple[int, ...]
+    start: int
+    count: int
+
+    @classmethod
+    def of(cls, parameter: Any, named: NamedParameter) -> ShardedParameter:  # noqa: ANN401
+        """Return the part that this rank has of a parameter that DeepSpeed has sharded."""
+        rank, num_ranks = parameter.ds_zero_partition_rank, parameter.ds_zero_partition_world_size
+        start, count = shard_range(parameter.ds_numel, rank, num_ranks)
+        shape = tuple(parameter.ds_shape)
+        return cls(named=named, parameter=parameter, shape=shape, start=start, count=count)
+
+    @property
+    def name(self) -> str:
+        return self.named.name
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the full parameter."""
+        return int(self.parameter.ds_numel)
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: to matrices, but not to biases and norms (as in MeZO's code)."""
+        return len(self.shape) > 1
+
+    @property
+    def group(self) -> Any:  # noqa: ANN401
+        """The process group of the ranks that share the parameter."""
+        return self.parameter.ds_process_group
+
+    @property
+    def shard_in_memory(self) -> Tensor | None:
+        """Elements [count] of this rank. None if they are in a file, which `shard` opens."""
+        return None if is_in_file(self.parameter) else _without_padding(self.parameter, self.count)
+
+    def shard(self, *, write: bool = False) -> OpenShard:
+        """Open this rank's elements [count], without the padding. They are only kept if `write` is true."""
+        return OpenShard(self.parameter, self.count, write=write)
+
+    def gather(self) -> Tensor:
+        """Return the full parameter on the CPU, on every rank. A collective: every rank must call it."""
+        with self.shard() as shard:
+            return self.gather_like(shard)
+
+    def gather_like(self, mine: Tensor) -> Tensor:
+        """Return, on the CPU, the full tensor of which `mine` [count] is this rank's part. A collective."""
+        num_ranks = self.parameter.ds_zero_partition_world_size
+        padded = torch.zeros(-(-self.numel // num_ranks), dtype=mine.dtype, device=device())
+        padded[: self.count] = mine
+        full = torch.empty(padded.numel() * num_ranks, dtype=padded.dtype, device=padded.device)
+        # The message is sent as bytes, because gloo does not support every dtype (for example, int16).
+        comm.all_gather_into_tensor(full.view(torch.uint8), padded.view(torch.uint8), group=self.group)
+        return full[: self.numel].view(self.shape).cpu()
+
+
+class OpenShard:
+    """The context of `ShardedParameter.shard`. A generator would take twice the time."""
+
+    def __init__(self, parameter: Any, count: int, *, write: bool = False) -> None:  # noqa: ANN401
+        self._parameter = parameter
+        self._count = count
+        self._write = write
+        self.is_swapped = is_in_file(parameter)
+
+    def __enter__(self) -> Tensor:
+        if self.is_swapped:  # the swapper has no public methods for one parameter
+            self._parameter.nvme_swapper.swap_in([self._parameter], async_op=False)
+        return _without_padding(self._parameter, self._count)
+
+    def __exit__(self, *_: object) -> None:
+        if self.is_swapped and self._write:
+            self._parameter.nvme_swapper.swap_out_and_release([self._parameter])
+        elif self.is_swapped:
+            self._parameter.nvme_swapper.remove_partition_and_release_buffers([self._parameter])
+
+
+def is_in_file(parameter: Any) -> bool:  # noqa: ANN401
+    """Return whether DeepSpeed keeps a shard in a file and it is not in memory now."""
+    return parameter.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE
+
+
+def _without_padding(parameter: Any, count: int) -> Tensor:  # noqa: ANN401
+    flat: Tensor = parameter.ds_tensor.data.view(-1)
+    return flat[:count]
+
+
+def shard_range(numel: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Return (start, count) of the elements of a parameter that one of `num_ranks` ranks holds.
+
+    >>> [shard_range(10, rank, 4) for rank in range(4)]
+    [(0, 3), (3, 3), (6, 3), (9, 1)]
+    """
+    size = -(-numel // num_ranks)
+    start = min(rank * size, numel)
+    return start, min(start + size, numel) - start

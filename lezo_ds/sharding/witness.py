@@ -3,88 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lezo_ds.noise import Shard, noise_backend
-from lezo_ds.sharding.zero3 import ShardedParameter
+from lezo_ds.sharding.parameters import ShardedParameter
 from lezo_ds.zo.updates import Distribution, StepUpdate, UpdatePrecision, updates_of_parameter
 
 _NUM_ELEMENTS = 64
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """A copy of some elements of a shard.
-
-    Attributes:
-        parameter: the parameter that the shard belongs to.
-        begin: index of the first element in the shard.
-        values: [n], at most 64 elements.
-        low: int16 [n], their low bits. None if the shard has none.
-    """
+class _Sample(NamedTuple):
+    """A copy of elements of a shard and of their low bits, which updates change in place."""
 
     parameter: ShardedParameter
-    begin: int
-    values: Tensor
-    low: Tensor | None
-
-    @classmethod
-    def take(cls, parameter: ShardedParameter, shard: Tensor, low: Tensor | None) -> Sample:
-        """Copy elements of a shard, at a position that depends on the parameter's id."""
-        begin = parameter.named.parameter_id % max(1, parameter.count - _NUM_ELEMENTS)
-        taken = slice(begin, begin + _NUM_ELEMENTS)
-        return cls(
-            parameter=parameter,
-            begin=begin,
-            values=shard[taken].clone(),
-            low=None if low is None else low[taken].clone(),
-        )
-
-    def equals(self, shard: Tensor, low: Tensor | None) -> bool:
-        """Return whether the shard and its low bits have the bits of the sample."""
-        end = self.begin + len(self.values)
-        # Floats would not do: -0.0 equals 0.0, and NaN does not equal itself.
-        bits = torch.equal(self.values.view(torch.uint8), shard[self.begin : end].view(torch.uint8))
-        return bits and (self.low is None or low is None or torch.equal(self.low, low[self.begin : end]))
+    elements: slice
+    copy: Shard
 
 
 class Witness:
-    """Samples of a rank's shards that are updated from the journal. `ShardedWeights.witness` makes them.
+    """Samples of a rank's shards, at positions that depend on the parameters' ids."""
 
-    Args:
-        samples: of the trained shards.
-        precision: how updates are stored.
-    """
-
-    def __init__(self, samples: Sequence[Sample], precision: UpdatePrecision) -> None:
-        self.samples = samples
+    def __init__(
+        self,
+        parameters: Sequence[ShardedParameter],
+        low_bits: Mapping[str, Tensor],
+        precision: UpdatePrecision,
+    ) -> None:
         self._precision = precision
+        self._samples = []
+        for parameter in parameters:
+            parameter_id, low = parameter.named.parameter_id, low_bits.get(parameter.name)
+            begin = parameter_id % max(1, parameter.count - _NUM_ELEMENTS)
+            elements = slice(begin, begin + _NUM_ELEMENTS)
+            low = None if low is None else low[elements].clone()
+            with parameter.shard() as shard:
+                copy = Shard(shard[elements].clone(), parameter.start + begin, parameter_id, low)
+            self._samples.append(_Sample(parameter, elements, copy))
 
     def follow(self, updates: Sequence[StepUpdate], distribution: Distribution = "normal") -> None:
-        """Apply the updates of steps, whose directions have that distribution, to the samples."""
-        for sample in self.samples:
-            parameter = sample.parameter
-            start, named = parameter.start + sample.begin, parameter.named
-            noise_backend(sample.values.device).update_(
-                [Shard(sample.values, start, named.parameter_id, sample.low)],
-                updates_of_parameter(updates, named.block, decays=parameter.decays),
-                self._precision,
-                distribution,
-            )
+        """Apply the updates of steps to the samples."""
+        for parameter, _, copy in self._samples:
+            changes = updates_of_parameter(updates, parameter.named.block, decays=parameter.decays)
+            backend = noise_backend(copy.values.device)
+            backend.update_([copy], changes, self._precision, distribution)
 
     def unlike(self, low_bits: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of the parameters whose shards differ from their samples.
-
-        Args:
-            low_bits: the low bits of this rank's shards, by parameter name.
-        """
+        """Return the names of the parameters whose shards, or whose low bits, differ from their samples."""
         names = []
-        for sample in self.samples:
-            name = sample.parameter.name
-            with sample.parameter.shard() as shard:
-                if not sample.equals(shard, low_bits.get(name)):
-                    names.append(name)
+        for parameter, elements, copy in self._samples:
+            with parameter.shard() as shard:
+                is_equal = _same_bits(copy.values, shard[elements])
+            if copy.low is not None:
+                is_equal &= torch.equal(copy.low, low_bits[parameter.name][elements])
+            if not is_equal:
+                names.append(parameter.name)
         return names
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    # Not of floats: -0.0 equals 0.0, and NaN does not equal itself.
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))

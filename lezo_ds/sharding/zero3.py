@@ -1,23 +1,9 @@
-"""Shards: how they are made, read, written and gathered. Only this module knows the internals of ZeRO-3.
-
-It relies on these facts about DeepSpeed 0.19.8, which tests/ranks/test_zero3.py checks:
-- A sharded parameter holds `ds_tensor`, a flat tensor of ceil(numel / size) elements. They are a slice of the
-  row-major flattened parameter that starts at rank * ceil(numel / size). Rank and size are those in the
-  process group that shares the parameter. Elements past the parameter's end are uninitialized memory.
-- `data` is empty while the parameter is not gathered.
-- If one rank holds the whole parameter, in memory of its device, its `data` is a view of `ds_tensor`
-  (`_keep_resident`, for forward passes only).
-- With NVMe offload, `ds_tensor` holds data only between a swap in and a swap out.
-"""
+"""ZeRO-3: makes the shards of a model, and the engines that run it."""
 
 from __future__ import annotations
 
-import functools
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import deepspeed
@@ -25,151 +11,14 @@ import torch
 import torch.distributed as dist
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lezo_ds.distributed.accelerator import device
-from lezo_ds.sharding.gather_ahead import GatherAhead
-from lezo_ds.sharding.parameters import NamedParameter
-
-GATHERING: tuple[tuple[type, tuple[str, str]], ...] = (
-    (GatherAhead, ("gather", "release")),
-    (PartitionedParameterCoordinator, ("fetch_sub_module", "release_sub_module")),
-)
-"""The classes and their methods that gather a module's weights before it runs and release them after it runs.
-Profilers wrap these methods."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardedParameter:
-    """One parameter of the sharded model, as this rank holds it.
-
-    Attributes:
-        named: its name, id and transformer block.
-        parameter: the torch parameter. Its data is empty unless DeepSpeed has gathered it.
-        shape: shape of the full parameter.
-        start: index of this rank's first element in the flattened parameter.
-        count: number of valid elements on this rank. It is 0 if the shard is all padding.
-    """
-
-    named: NamedParameter
-    parameter: nn.Parameter
-    shape: tuple[int, ...]
-    start: int
-    count: int
-
-    @property
-    def name(self) -> str:
-        """Name in the unsharded model."""
-        return self.named.name
-
-    @property
-    def decays(self) -> bool:
-        """Whether weight decay applies: to matrices, but not to biases and norms (as in MeZO's code)."""
-        return len(self.shape) > 1
-
-    @property
-    def group(self) -> Any:  # noqa: ANN401
-        """The process group of the ranks that share the parameter."""
-        return self._deepspeed.ds_process_group
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether the full parameter is resident on this rank."""
-        return bool(self._deepspeed.ds_status != ZeroParamStatus.NOT_AVAILABLE)
-
-    @property
-    def shard_in_memory(self) -> Tensor | None:
-        """Shard of this rank, as `shard` gives it. None if it is in a file, and in memory only while open."""
-        stored = self._deepspeed.ds_tensor
-        if stored.status is PartitionedParamStatus.NOT_AVAILABLE:
-            return None
-        return _without_padding(stored, self.count)
-
-    @property
-    def _deepspeed(self) -> Any:  # noqa: ANN401  # the parameter, with the attributes that DeepSpeed adds
-        return self.parameter
-
-    def shard(self, *, write: bool = False) -> _OpenShard:
-        """Open this rank's shard: a flat view [count] of its valid elements, without the padding.
-
-        Args:
-            write: whether changes of the view are kept. With NVMe offload they are written back.
-        """
-        return _OpenShard(self.parameter, self.count, write=write)
-
-    def gather(self) -> Tensor:
-        """Return the full parameter on the CPU, on every rank. A collective: every rank must call it."""
-        with self.shard() as shard:
-            return self.gather_like(shard)
-
-    def gather_like(self, mine: Tensor) -> Tensor:
-        """Return the full tensor, on the CPU, of a tensor that is sharded like this parameter. A collective.
-
-        Args:
-            mine: [count], this rank's elements.
-        """
-        partition_size = self._deepspeed.ds_zero_partition_world_size
-        padded = torch.zeros(-(-self.numel // partition_size), dtype=mine.dtype, device=device())
-        padded[: self.count] = mine
-        full = torch.empty(padded.numel() * partition_size, dtype=padded.dtype, device=padded.device)
-        # The message is sent as bytes, because gloo does not support every dtype (for example, int16).
-        comm.all_gather_into_tensor(full.view(torch.uint8), padded.view(torch.uint8), group=self.group)
-        return full[: self.numel].view(self.shape).cpu()
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of the full parameter."""
-        return int(self._deepspeed.ds_numel)
-
-
-class _OpenShard:
-    """The context of `ShardedParameter.shard`.
-
-    A step enters hundreds of them, and a generator would take twice the time.
-    """
-
-    def __init__(self, parameter: Any, count: int, *, write: bool) -> None:  # noqa: ANN401
-        self._parameter = parameter
-        self._count = count
-        self._write = write
-        self._swapped_in = False
-
-    def __enter__(self) -> Tensor:
-        stored = self._parameter.ds_tensor
-        # With NVMe offload the shard lives in a file. The swapper has no public methods for one parameter.
-        self._swapped_in = stored.status is PartitionedParamStatus.NOT_AVAILABLE
-        if self._swapped_in:
-            self._parameter.nvme_swapper.swap_in([self._parameter], async_op=False)
-        return _without_padding(stored, self._count)
-
-    def __exit__(self, *_: object) -> None:
-        if not self._swapped_in:
-            return
-        swapper = self._parameter.nvme_swapper
-        if self._write:
-            swapper.swap_out_and_release([self._parameter])
-        else:
-            swapper.remove_partition_and_release_buffers([self._parameter])
-
-
-def _without_padding(stored: Tensor, count: int) -> Tensor:
-    flat: Tensor = stored.data.view(-1)
-    return flat[:count]
-
-
-def shard_range(numel: int, rank: int, partition_size: int) -> tuple[int, int]:
-    """Return (start, count) of the elements of a parameter that one of `partition_size` ranks holds.
-
-    >>> [shard_range(10, rank, 4) for rank in range(4)]
-    [(0, 3), (3, 3), (6, 3), (9, 1)]
-    """
-    size = -(-numel // partition_size)
-    start = min(rank * size, numel)
-    return start, min(start + size, numel) - start
+from lezo_ds.distributed import device
+from lezo_ds.sharding.gather import GatherAhead, keep_in_step
+from lezo_ds.sharding.parameters import is_in_file
 
 
 def shard_model(model: nn.Module, ds_config: Mapping[str, Any], partition_size: int | None = None) -> None:
@@ -195,81 +44,28 @@ def shard_model(model: nn.Module, ds_config: Mapping[str, Any], partition_size: 
         sharded[parameter].partition()
     for module in model.modules():
         module._parameters.update({n: sharded[p] for n, p in module._parameters.items() if p is not None})
-        module._buffers.update(
-            {n: b.to(init.local_device) for n, b in module._buffers.items() if b is not None}
-        )
+        buffers = {n: b.to(init.local_device) for n, b in module._buffers.items() if b is not None}
+        module._buffers.update(buffers)
 
 
-@functools.cache
 def _partition_group(partition_size: int) -> Any:  # noqa: ANN401
-    """Return this rank's shard group: `partition_size` consecutive ranks. A collective on its first call.
+    """Return this rank's shard group: `partition_size` consecutive ranks. A collective.
 
     Every rank makes its own group only. A thousand ranks would otherwise make a thousand groups each.
     """
-    world_size, rank = comm.get_world_size(), comm.get_rank()
-    if partition_size == world_size:
+    if partition_size == comm.get_world_size():
         return comm.get_world_group()
-    start = rank - rank % partition_size
-    ranks = range(start, start + partition_size)
+    start = comm.get_rank() - comm.get_rank() % partition_size
+    # A new group has torch's default timeout, and torch 2.13 has no public method that returns the world's.
+    timeout = dist.group.WORLD._get_backend(device()).options._timeout  # type: ignore[union-attr]
     # MPI cannot make a group without the other ranks. DeepSpeed uses NCCL on GPUs and gloo on CPUs.
-    return dist.new_group(ranks, timeout=_world_timeout(), use_local_synchronization=True)
+    ranks = range(start, start + partition_size)
+    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
 
 
-def _world_timeout() -> timedelta | None:
-    """Return how long a message of all ranks waits; None, torch's default, if torch does not tell.
-
-    A new group has torch's default timeout, not that of the world group. torch 2.13 has no public method that
-    returns the latter, and its fake process group has none.
-    """
-    backend = dist.group.WORLD._get_backend(device())  # type: ignore[union-attr]
-    return getattr(getattr(backend, "options", None), "_timeout", None)
-
-
-def sharded_parameters(
-    model: nn.Module, named: Mapping[nn.Parameter, NamedParameter]
-) -> list[ShardedParameter]:
-    """Return all parameters of a sharded model, in the order of its named_parameters."""
-    found = []
-    parameters: list[Any] = list(model.parameters())
-    for parameter in parameters:
-        start, count = shard_range(
-            numel=parameter.ds_numel,
-            rank=parameter.ds_zero_partition_rank,
-            partition_size=parameter.ds_zero_partition_world_size,
-        )
-        found.append(
-            ShardedParameter(
-                named=named[parameter],
-                parameter=parameter,
-                shape=tuple(parameter.ds_shape),
-                start=start,
-                count=count,
-            )
-        )
-    return found
-
-
-def assert_released(parameters: Sequence[ShardedParameter]) -> None:
-    """Check that no parameter holds a gathered copy of its weights.
-
-    DeepSpeed and our forward pass read what a parameter holds as it is. After an update of the shards, a copy
-    would be stale. A parameter may hold nothing, or its own shard if that is the whole weight.
-
-    Raises:
-        RuntimeError: a parameter is gathered, or a resident one holds something else than its shard.
-    """
-    tensors: list[Any] = [parameter.parameter for parameter in parameters]
-    shards = [tensor.ds_tensor for tensor in tensors]
-    # `map` keeps these hundreds of calls out of the interpreter.
-    held, owned = list(map(Tensor.data_ptr, tensors)), list(map(Tensor.data_ptr, shards))
-    wanted = [
-        own if tensor.ds_status is ZeroParamStatus.AVAILABLE else 0
-        for tensor, own in zip(tensors, owned, strict=True)
-    ]
-    if held != wanted:
-        triples = zip(parameters, held, wanted, strict=True)
-        names = [parameter.name for parameter, is_at, must_be_at in triples if is_at != must_be_at]
-        raise RuntimeError(f"parameters still gathered after a forward pass: {names}")
+def finish_updates() -> None:
+    """Wait until the shards are updated: they are gathered on a stream that does not wait for the updates."""
+    get_accelerator().synchronize()
 
 
 @contextmanager
@@ -298,208 +94,45 @@ def gathered_modules(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def finish_updates() -> None:
-    """Wait until the shards are updated.
-
-    DeepSpeed gathers them on a stream of its own, which does not wait for the stream that updates them.
-    """
-    get_accelerator().synchronize()
-
-
-class ForwardEngine:
-    """Runs a sharded model forward.
-
-    Args:
-        deepspeed_engine: on the model.
-        run: the engine itself, if DeepSpeed's hooks gather the weights; otherwise the model.
-
-    Attributes:
-        module: the model.
-        monitor: DeepSpeed's monitor.
-        has_whole_blocks: whether all weights of a block are there when the block begins. DeepSpeed's hooks
-            gather those of one module at a time.
-    """
-
-    def __init__(self, deepspeed_engine: Any, run: Callable[..., Any]) -> None:  # noqa: ANN401
-        self.has_whole_blocks = run is not deepspeed_engine
-        self.module = deepspeed_engine.module
-        self.monitor = deepspeed_engine.monitor
-        self._deepspeed = deepspeed_engine  # what it holds ends with it
-        self._run = run
-
-    def __call__(self, **inputs: Any) -> Any:  # noqa: ANN401
-        """Return the model's output. A collective if the weights are sharded."""
-        return self._run(**inputs)
-
-
-def start_forward_engine(
-    model: nn.Module, blocks: Iterable[nn.Module], ds_config: Mapping[str, Any]
-) -> ForwardEngine:
+def start_forward_engine(model: nn.Module, blocks: Sequence[nn.Module], ds_config: Mapping[str, Any]) -> Any:  # noqa: ANN401
     """Wrap a sharded model in a DeepSpeed engine without an optimizer, for forward passes only.
 
-    DeepSpeed makes and keeps the shards. Its hooks gather them, module by module, only if they are offloaded
-    from this rank's device: the hooks take two thirds of the host's time in a step. If the shards are on the
-    device, a block is gathered with one message. If they are whole weights, nothing is gathered at all.
+    DeepSpeed makes, keeps and offloads the shards. Its hooks would gather them module by module, and take two
+    thirds of the host's time in a step, so a block is gathered by one message here. Weights that this rank
+    has in full, on its device, are not gathered at all.
 
     Args:
         model: from `shard_model`.
         blocks: its transformer blocks.
         ds_config: stage 3.
     """
-    blocks = list(blocks)
-    parameters: list[Any] = list(model.parameters())
-    is_here = all(map(_is_here, parameters))
-    is_whole = is_here and all(parameter.ds_zero_partition_world_size == 1 for parameter in parameters)
-    if not is_whole and get_accelerator().device_name() != "cpu":
-        keep_in_step(blocks)
     engine, *_ = deepspeed.initialize(model=model, config=dict(ds_config))
     engine.eval()
-    if not is_here:
-        # Without an optimizer, `engine.optimizer` is DeepSpeedZeRoOffload (0.19.8). Its backward hooks are
-        # registered as forward hooks, so they cost time even if there is no backward pass.
-        for hook in engine.optimizer.backward_hooks:
-            hook.remove()
-        return ForwardEngine(engine, run=engine)
-    _remove_hooks(engine)
-    if is_whole:
-        _keep_resident(parameters)
-    else:
-        stream = None if get_accelerator().is_synchronized_device() else get_accelerator().Stream()
-        ahead = engine.zero_max_live_parameters() if engine.zero_prefetch_bucket_size() > 0 else 0
-        GatherAhead(model, _parts_of(model, blocks, stream), max_numel=ahead)
-    return ForwardEngine(engine, run=model)
-
-
-def _is_here(parameter: Any) -> bool:  # noqa: ANN401  # the parameter, with what DeepSpeed adds
-    stored = parameter.ds_tensor
-    return bool(stored.status == PartitionedParamStatus.AVAILABLE and stored.device == device())
-
-
-def _remove_hooks(engine: Any) -> None:  # noqa: ANN401
-    """Remove all that DeepSpeed does while a model runs forward (0.19.8)."""
-    engine.optimizer.destroy()  # the hooks that gather and release
+    engine.optimizer.destroy()  # DeepSpeedZeRoOffload (0.19.8): the hooks that gather and release
     # These start timers that only a training engine reads, and let parameters gather themselves.
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
-    for module in engine.module.modules():
+    engine.forward = model.__call__
+    for module in model.modules():
         # DeepSpeed has put in its place a dict that gathers a parameter when it is read.
         module._parameters = module.__dict__.pop("_original_parameters")
-
-
-def _keep_resident(parameters: Iterable[Any]) -> None:
-    """Let each parameter be its own shard, which is the whole weight."""
-    for parameter in parameters:
-        parameter.data = parameter.ds_tensor.data.view(parameter.ds_shape)
-        # With another status, DeepSpeed would gather a copy where it meets the parameter.
-        parameter.ds_status = ZeroParamStatus.AVAILABLE
-
-
-def _parts_of(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    stream: Any,  # noqa: ANN401
-) -> dict[nn.Module, list[_ShardedPart]]:
-    """Return the parts of each block, and of each module outside the blocks that has parameters."""
-    used_by = {block: list(block.parameters()) for block in blocks}
-    inside = {module for block in blocks for module in block.modules()}
-    for module in model.modules():
-        if module not in inside:
-            used_by[module] = list(module.parameters(recurse=False))
-            for child in module.children():
-                if isinstance(child, nn.ParameterDict | nn.ParameterList):  # they do not run themselves
-                    used_by[module] += child.parameters()
-    num_users = Counter(parameter for used in used_by.values() for parameter in used)
-    shared = {p: _ShardedPart([p], stream, is_shared=True) for p, users in num_users.items() if users > 1}
-    found: dict[nn.Module, list[_ShardedPart]] = {}
-    for module, used in used_by.items():
-        own = [parameter for parameter in used if parameter not in shared]
-        found[module] = [shared[parameter] for parameter in used if parameter in shared]
-        by_kind: dict[Any, list[Any]] = {}
-        for parameter in own:
-            by_kind.setdefault(parameter.dtype, []).append(parameter)
-        found[module] += [_ShardedPart(same, stream) for same in by_kind.values()]
-    return {module: parts for module, parts in found.items() if parts}
-
-
-class _ShardedPart:
-    """Parameters that are gathered with one message. It is a `gather_ahead.Part`.
-
-    The message has the shards of each rank one after the other. Each parameter is then copied to memory of
-    its own, whose alignment does not depend on its neighbors: matrix products may give other bits otherwise.
-
-    Args:
-        parameters: at least one, of one dtype.
-        stream: on a GPU, where messages and copies run, so that they overlap with the forward pass.
-        is_shared: see `gather_ahead.Part`.
-    """
-
-    def __init__(self, parameters: Sequence[Any], stream: Any, *, is_shared: bool = False) -> None:  # noqa: ANN401
-        self.numel = sum(parameter.ds_numel for parameter in parameters)
-        self.is_shared = is_shared
-        self._parameters = parameters
-        self._stream = stream
-        self._sizes = [parameter.ds_tensor.numel() for parameter in parameters]
-        first = parameters[0]
-        self._group = first.ds_process_group
-        self._rank, self._num_ranks = first.ds_zero_partition_rank, first.ds_zero_partition_world_size
-        self._like = {"dtype": first.dtype, "device": device()}
-        self._released = torch.empty(0, **self._like)
-        self._message: tuple[Tensor, Any] | None = None
-
-    def start(self) -> None:
-        """Send the message."""
-        shards = []
-        for parameter in self._parameters:
-            parameter.ds_status = ZeroParamStatus.INFLIGHT
-            shards.append(parameter.ds_tensor)
-        with get_accelerator().stream(self._stream):
-            flat = torch.empty(self._num_ranks, sum(self._sizes), **self._like)
-            mine = flat[self._rank]
-            torch.cat(shards, out=mine)
-            work = comm.all_gather_into_tensor(flat.view(-1), mine, group=self._group, async_op=True)
-        self._message = flat, work
-
-    def wait(self) -> None:
-        """Receive the message."""
-        assert self._message is not None, "a part is asked for before it is waited for"
-        flat, work = self._message
-        with get_accelerator().stream(self._stream):
-            work.wait()
-            whole = [torch.empty(self._num_ranks, size, **self._like) for size in self._sizes]
-            torch.split_with_sizes_copy(flat, self._sizes, dim=1, out=whole)
-        if self._stream is not None:
-            get_accelerator().current_stream().wait_stream(self._stream)
-        for parameter, padded in zip(self._parameters, whole, strict=True):
-            parameter.data = padded.view(-1)[: parameter.ds_numel].view(parameter.ds_shape)
+    parameters: list[Any] = list(model.parameters())
+    if all(map(_is_complete, parameters)):
+        for parameter in parameters:
+            parameter.data = parameter.ds_tensor.data.view(parameter.ds_shape)
+            # With another status, DeepSpeed would gather a copy where it meets the parameter.
             parameter.ds_status = ZeroParamStatus.AVAILABLE
-        self._message = None
-
-    def release(self) -> None:
-        """Free the whole weights, as soon as the GPU is done with them."""
-        for parameter in self._parameters:
-            if self._stream is not None:
-                parameter.data.record_stream(get_accelerator().current_stream())
-            parameter.data = self._released
-            parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+    else:
+        if not get_accelerator().is_synchronized_device():
+            keep_in_step(blocks)
+        ahead = engine.zero_max_live_parameters() if engine.zero_prefetch_bucket_size() > 0 else 0
+        GatherAhead(model, blocks, max_numel=ahead)
+    return engine
 
 
-def keep_in_step(blocks: Iterable[nn.Module]) -> None:
-    """Keep the host at most one block ahead of the GPU.
-
-    The memory of a gathered block is reused only after the GPU is done with the block. A faster host would
-    allocate new memory for every block. FSDP's limit_all_gathers (PyTorch pull request 83917) does the same.
-    """
-    asked: deque[Any] = deque()
-
-    def wait(*_: Any) -> None:  # noqa: ANN401
-        event = get_accelerator().Event()
-        event.record()
-        asked.append(event)
-        if len(asked) > 1:
-            asked.popleft().synchronize()
-
-    for block in blocks:
-        block.register_forward_hook(wait)
+def _is_complete(parameter: Any) -> bool:  # noqa: ANN401  # the parameter, with what DeepSpeed adds
+    is_here = not is_in_file(parameter) and parameter.ds_tensor.device == device()
+    return is_here and parameter.ds_zero_partition_world_size == 1
 
 
 def start_training_engine(

@@ -37,9 +37,9 @@ from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.files import make_directory
 from lezo_ds.forward.batch import LossFunction, MicroBatch
+from lezo_ds.model.checkpoint import DTYPES, resolve_model
 from lezo_ds.runs.directory import library_versions
 from lezo_ds.runs.trainer import make_engine
-from lezo_ds.sharding.checkpoint_files import DTYPES, resolve_model, with_safetensors
 from lezo_ds.tools.mezo_reference import InPlaceSteps, plain_weights, sharded_weights
 from lezo_ds.tools.opt_shapes import OPT_SHAPES, opt_config
 
@@ -136,7 +136,7 @@ class Inputs:
         )
 
     def plain_model(self) -> nn.Module:
-        directory = with_safetensors(resolve_model(self.config.model.path))
+        directory = resolve_model(self.config.model.path)
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             directory, dtype=DTYPES[self.config.model.dtype], trust_remote_code=False
         )

@@ -13,7 +13,7 @@ from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, check_world, make_l
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import HubError
-from lezo_ds.sharding.checkpoint_files import resolve_model
+from lezo_ds.model.checkpoint import resolve_model
 from lezo_ds.tools.memory_plan import (
     GIB,
     InputSizes,

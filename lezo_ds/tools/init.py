@@ -16,7 +16,7 @@ from lezo_ds.config import load_config
 from lezo_ds.data.tables import read_source
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, write_atomically
-from lezo_ds.sharding.checkpoint_files import build_on_meta, load_model_config, resolve_model
+from lezo_ds.model.checkpoint import build_on_meta, load_model_config, resolve_model
 from lezo_ds.tasks.base import Record
 from lezo_ds.tasks.template import field_text
 from lezo_ds.tools.dry_run import dry_run

@@ -41,8 +41,7 @@ from lezo_ds.forward.blocks import (
     part_sizes,
 )
 from lezo_ds.forward.perturbed_forward import COPIES_AT_ONCE
-from lezo_ds.model.checkpoint import build_checked
-from lezo_ds.sharding.checkpoint_files import DTYPES, build_on_meta
+from lezo_ds.model.checkpoint import DTYPES, build_checked, build_on_meta
 from lezo_ds.tools.opt_shapes import opt_config
 
 GIB = 1 << 30

@@ -1,0 +1,186 @@
+"""Gathers weights a block at a time, one block ahead of the forward pass."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+
+from lezo_ds.distributed import device
+from lezo_ds.sharding.parameters import OpenShard
+
+
+class Part:
+    """Weights of one dtype that are gathered by one message and released together.
+
+    The message has the shards of each rank one after the other. Each parameter is then copied to memory of
+    its own, whose alignment does not depend on its neighbors: matrix products may give other bits otherwise.
+    """
+
+    def __init__(self, parameters: Sequence[Any], stream: Any, *, is_shared: bool = False) -> None:  # noqa: ANN401
+        self.numel = sum(parameter.ds_numel for parameter in parameters)
+        # Weights of several modules stay gathered until the pass ends, so that a pass gathers them once.
+        self.is_shared = is_shared
+        self._parameters = parameters
+        self._stream = stream  # on a GPU, messages and copies overlap with the forward pass
+        self._sizes = [parameter.ds_tensor.ds_numel for parameter in parameters]
+        first = parameters[0]
+        self._group = first.ds_process_group
+        self._rank, self._num_ranks = first.ds_zero_partition_rank, first.ds_zero_partition_world_size
+        self._like = {"dtype": first.dtype, "device": device()}
+        self._are_here = all(parameter.ds_tensor.device == device() for parameter in parameters)
+        self._released = torch.empty(0, **self._like)
+        self._message: tuple[Tensor, Any] | None = None
+
+    def start(self) -> None:
+        """Send the message. A collective that does not wait."""
+        with get_accelerator().stream(self._stream):
+            flat = torch.empty(self._num_ranks, sum(self._sizes), **self._like)
+            mine = flat[self._rank]
+            if self._are_here:
+                torch.cat([parameter.ds_tensor for parameter in self._parameters], out=mine)
+            else:
+                for parameter, part in zip(self._parameters, torch.split(mine, self._sizes), strict=True):
+                    opened = OpenShard(parameter, part.numel())
+                    with opened as shard:  # in a buffer that is used again, if it was in a file
+                        part.copy_(shard, non_blocking=not opened.is_swapped)
+            work = comm.all_gather_into_tensor(flat.view(-1), mine, group=self._group, async_op=True)
+        self._message = flat, work
+
+    def wait(self) -> None:
+        """Receive the message that `start` has sent."""
+        assert self._message is not None
+        flat, work = self._message
+        with get_accelerator().stream(self._stream):
+            work.wait()
+            padded = [torch.empty(self._num_ranks, size, **self._like) for size in self._sizes]
+            torch.split_with_sizes_copy(flat, self._sizes, dim=1, out=padded)
+        if self._stream is not None:
+            get_accelerator().current_stream().wait_stream(self._stream)
+        for parameter, full in zip(self._parameters, padded, strict=True):
+            parameter.data = full.view(-1)[: parameter.ds_numel].view(parameter.ds_shape)
+        self._message = None
+
+    def release(self) -> None:
+        """Free the gathered weights, as soon as the GPU is done with them."""
+        for parameter in self._parameters:
+            if self._stream is not None:
+                parameter.data.record_stream(get_accelerator().current_stream())
+            parameter.data = self._released
+
+
+class GatherAhead:
+    """Gathers the parts that a module needs before it runs, and those of the next module while it runs.
+
+    The next module is the one that followed the last time. In the first pass, each module waits for its own
+    weights. All ranks must run the same modules. No part is gathered ahead if there would then be more
+    elements than `max_numel`.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], max_numel: float) -> None:
+        self._max_numel = max_numel
+        self._numel = 0
+        self._started: list[Part] = []
+        self._gathered: list[Part] = []
+        self._following: dict[int, Sequence[Part]] = {}
+        self._last: Sequence[Part] = ()
+        model.register_forward_pre_hook(self._begin)
+        for module, parts in _parts_of(model, blocks).items():
+            module.register_forward_pre_hook(partial(self.gather, parts))
+            module.register_forward_hook(partial(self.release, parts))
+        model.register_forward_hook(self._end)
+
+    def gather(self, parts: Sequence[Part], *_: object) -> None:
+        """Make parts available, and start to gather those that are expected next."""
+        for part in parts:
+            if part not in self._gathered:
+                if part not in self._started:
+                    self._start(part)
+                self._wait(part)
+        self._following[id(self._last)] = parts
+        self._last = parts
+        for part in self._following.get(id(parts), ()):
+            is_here = part in self._gathered or part in self._started
+            if not is_here and self._numel + part.numel <= self._max_numel:
+                self._start(part)
+
+    def release(self, parts: Sequence[Part], *_: object) -> None:
+        """Free the parts that no other module uses."""
+        for part in parts:
+            if not part.is_shared:
+                self._release(part)
+
+    def _start(self, part: Part) -> None:
+        part.start()
+        self._numel += part.numel
+        self._started.append(part)
+
+    def _wait(self, part: Part) -> None:
+        part.wait()
+        self._started.remove(part)
+        self._gathered.append(part)
+
+    def _release(self, part: Part) -> None:
+        part.release()
+        self._gathered.remove(part)
+        self._numel -= part.numel
+
+    def _begin(self, *_: object) -> None:
+        self._end()  # an error may have ended the pass before
+        self._last = ()
+
+    def _end(self, *_: object) -> None:
+        for part in list(self._started):
+            self._wait(part)
+        for part in list(self._gathered):
+            self._release(part)
+
+
+def _parts_of(model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[nn.Module, Sequence[Part]]:
+    """Return the parts of each block, and of each module outside the blocks that has parameters."""
+    used_by = {block: list(block.parameters()) for block in blocks}
+    inside = {module for block in blocks for module in block.modules()}
+    for module in set(model.modules()) - inside:
+        used_by[module] = list(module.parameters(recurse=False))
+        for child in module.children():
+            if isinstance(child, nn.ParameterDict | nn.ParameterList):  # they do not run themselves
+                used_by[module] += child.parameters()
+    num_users = Counter(parameter for used in used_by.values() for parameter in used)
+    stream = None if get_accelerator().is_synchronized_device() else get_accelerator().Stream()
+    shared = {p: Part([p], stream, is_shared=True) for p, users in num_users.items() if users > 1}
+    parts: dict[nn.Module, list[Part]] = {}
+    for module, used in used_by.items():
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in used:
+            if parameter not in shared:
+                by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        of_module = [shared[parameter] for parameter in used if parameter in shared]
+        of_module += [Part(same, stream) for same in by_dtype.values()]
+        if of_module:
+            parts[module] = of_module
+    return parts
+
+
+def keep_in_step(blocks: Iterable[nn.Module]) -> None:
+    """Keep the host at most one block ahead of the GPU.
+
+    The memory of a gathered block is reused only after the GPU is done with the block. A faster host would
+    allocate new memory for every block. FSDP's limit_all_gathers (PyTorch pull request 83917) does the same.
+    """
+    events: deque[Any] = deque()
+
+    def wait(*_: Any) -> None:  # noqa: ANN401
+        event = get_accelerator().Event()
+        event.record()
+        events.append(event)
+        if len(events) > 1:
+            events.popleft().synchronize()
+
+    for block in blocks:
+        block.register_forward_hook(wait)

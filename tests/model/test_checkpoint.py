@@ -1,0 +1,228 @@
+"""Models on disk: which tensors are read as which parameter, and which checkpoints are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tiny_models import FAMILIES, tiny_model
+from transformers import AutoModelForCausalLM, BertConfig, DeepseekV3Config
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from lezo_ds.errors import UserError
+from lezo_ds.model.checkpoint import (
+    build_checked,
+    build_on_meta,
+    check_files,
+    load_model_config,
+    open_weights,
+    parameter_names,
+    resolve_model,
+)
+from lezo_ds.sharding.files import WeightFiles, stored_parameters
+
+FC1 = "model.decoder.layers.0.fc1"
+
+
+def assert_reads(directory, model):
+    """Check that all parameters of a model are read from a directory, in slices, bit for bit."""
+    check_files(model, directory)
+    files = open_weights(model, directory)
+    parameters = dict(model.named_parameters())
+    stored = files.find(parameter_names(model), {name: tuple(p.shape) for name, p in parameters.items()})
+    assert stored.keys() == parameters.keys()
+    for name, tensors in stored.items():
+        flat = parameters[name].detach().flatten()
+        middle = len(flat) // 3
+        parts = files.read(tensors, 0, middle), files.read(tensors, middle, len(flat))
+        assert torch.equal(torch.cat(parts), flat), name
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("opt", torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def single(model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("single")
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def sharded(model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("sharded")
+    model.save_pretrained(directory, max_shard_size="4KB")
+    return directory
+
+
+@pytest.fixture
+def changed(single, tmp_path):
+    """A function that copies the model and changes its config and its tensors."""
+
+    def copy(change):
+        directory = shutil.copytree(single, tmp_path / "model")
+        config = json.loads((directory / "config.json").read_text())
+        tensors = load_file(directory / "model.safetensors")
+        change(config, tensors)
+        (directory / "config.json").write_text(json.dumps(config))
+        save_file(tensors, directory / "model.safetensors")
+        return directory
+
+    return copy
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_checkpoints_of_every_family_are_read(family, tmp_path):
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    assert_reads(tmp_path, model)
+
+
+def test_weights_in_several_files_or_of_the_base_model_alone_are_read(model, sharded, tmp_path):
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    assert_reads(sharded, model)
+    model.model.save_pretrained(tmp_path)
+    assert_reads(tmp_path, model)
+
+
+def test_a_tied_parameter_is_read_under_whichever_of_its_names_it_is_stored(model, changed):
+    embedding, head = "model.decoder.embed_tokens.weight", "lm_head.weight"
+    assert parameter_names(model)[embedding] == (embedding, head)
+    assert_reads(changed(lambda _, tensors: tensors.update({head: tensors.pop(embedding)})), model)
+
+
+def test_names_that_transformers_renames_are_read_and_the_models_own_come_first():
+    conversions = get_model_conversion_mapping(tiny_model("gpt_neox"))
+    assert stored_parameters(["embed_out.weight"], conversions)["lm_head.weight"] == ("embed_out.weight",)
+    both = stored_parameters(["embed_out.weight", "lm_head.weight"], conversions)
+    assert both["lm_head.weight"] == ("lm_head.weight",)
+
+
+@pytest.fixture(scope="module")
+def tensors(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tensors")
+    shapes = {
+        "scalar": (),
+        "vector": (17,),
+        "matrix": (7, 5),
+        "row": (1, 9),
+        "column": (9, 1),
+        "cube": (4, 3, 5),
+    }
+    values = {name: torch.randn(shape) for name, shape in shapes.items()}
+    save_file(values, directory / "model.safetensors")
+    return directory, values
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_any_range_is_the_slice_of_the_flattened_tensors(tensors, data):
+    directory, values = tensors
+    names = data.draw(st.lists(st.sampled_from(sorted(values)), min_size=1, max_size=3))
+    flat = torch.cat([values[name].flatten() for name in names])
+    start = data.draw(st.integers(0, len(flat)))
+    stop = data.draw(st.integers(start, len(flat)))
+    assert torch.equal(WeightFiles(directory).read(names, start, stop), flat[start:stop])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda _, tensors: tensors.pop(f"{FC1}.bias"),
+            rf"lacks 1 of the model's \d+ parameters, such as {FC1}",
+        ),
+        (
+            lambda _, tensors: tensors.update({f"{FC1}.bias": torch.zeros(64)}),
+            r"has shape \(64,\), .* needs \(24,\)",
+        ),
+        (lambda config, _: config.update(quantization_config={"quant_method": "fp8"}), "are quantized: fp8"),
+        (
+            lambda _, tensors: tensors.update(
+                {f"{FC1}.weight": tensors[f"{FC1}.weight"].to(torch.float8_e4m3fn)}
+            ),
+            f"{FC1}.weight .* has type F8_E4M3, not floats; fix: .*before it was quantized",
+        ),
+        (
+            lambda config, _: config.update(model_type="unknown"),
+            "not that of a model that transformers knows",
+        ),
+    ],
+)
+def test_a_checkpoint_that_is_not_the_models_weights_is_refused_before_loading(changed, change, message):
+    with pytest.raises(UserError, match=message):
+        build_checked(changed(change), "fp32")
+
+
+def test_tensors_of_modules_that_the_model_lacks_are_no_reason_to_refuse_it(changed):
+    def add(_, tensors):
+        tensors["score.weight"] = torch.zeros(2, 2)
+        tensors["model.decoder.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+
+    build_checked(changed(add), "fp32")
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_cut_or_missing_file_of_weights_is_refused_with_its_name(sharded, tmp_path, damage):
+    directory = shutil.copytree(sharded, tmp_path / "model")
+    victim = sorted(directory.glob("*.safetensors"))[1]
+    victim.write_bytes(victim.read_bytes()[:-10]) if damage == "cut" else victim.unlink()
+    with pytest.raises(UserError, match=f"{victim.name} cannot be read"):
+        WeightFiles(directory)
+
+
+@pytest.mark.parametrize("index", ['{"weight_map": {"a": "../other/model.safetensors"}}', "[]", "{broken"])
+def test_an_index_that_names_anything_but_files_in_its_directory_is_refused(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UserError, match=r"model\.safetensors\.index\.json cannot be read: \w+Error"):
+        WeightFiles(tmp_path)
+
+
+def test_a_directory_without_config_or_safetensors_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(
+        UserError, match=r"no weights as safetensors; fix: .* convert them once: .*save_pretrained"
+    ):
+        resolve_model(str(tmp_path))
+
+
+def test_code_on_the_hub_that_a_config_names_is_refused(single, tmp_path):
+    config = json.loads((single / "config.json").read_text()) | {"attn_implementation": "someone/kernel"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="names code on the hub"):
+        load_model_config(tmp_path)
+
+
+def test_an_encoder_is_refused_because_its_tokens_see_the_answer():
+    config = BertConfig(vocab_size=40, hidden_size=8, num_attention_heads=2, num_hidden_layers=2)
+    with pytest.raises(UserError, match="is an encoder"):
+        build_on_meta(config, torch.float32)
+    config.is_decoder = True
+    build_on_meta(config, torch.float32)
+
+
+def test_a_model_that_learned_more_than_its_parameters_is_refused(tmp_path):
+    """The router of DeepSeek-V3 corrects its scores by a buffer, which is neither loaded nor saved."""
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 4, "q_lora_rank": 4}
+    heads |= {"qk_rope_head_dim": 4, "v_head_dim": 4, "qk_nope_head_dim": 4}
+    routing = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 1}
+    config = DeepseekV3Config(num_hidden_layers=2, first_k_dense_replace=1, **sizes, **heads, **routing)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    build_checked(tmp_path, "fp32")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[name] += 0.5
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=f"holds values of {name}, which are neither loaded nor saved"):
+        build_checked(tmp_path, "fp32")

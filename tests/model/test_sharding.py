@@ -1,0 +1,515 @@
+"""Weights in shards: loading, gathering, updating and comparing them, on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from assets import REPOSITORY
+from deepspeed import comm
+from deepspeed.ops.op_builder import AsyncIOBuilder
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+from safetensors.torch import load_file
+from tiny_runs import DS_CONFIG, NUM_BLOCKS, VOCABULARY, full_weights, start_engine, train, write_model
+from torch import nn
+from transformers import OPTConfig
+
+from lezo_ds import distributed
+from lezo_ds.engine import scalar_bytes
+from lezo_ds.model.checkpoint import DTYPES, build_checked, parameter_names
+from lezo_ds.model.sharded_model import load_weights
+from lezo_ds.noise import noise_backend
+from lezo_ds.noise.reference import join_master
+from lezo_ds.sharding import zero3
+from lezo_ds.sharding.gather import GatherAhead, Part
+from lezo_ds.sharding.parameters import NamedParameter, ShardedParameter, parameter_ids, shard_range
+from lezo_ds.sharding.weights import ShardedWeights
+from lezo_ds.step import PlanFormat
+from lezo_ds.zo.records import StepRecord
+from lezo_ds.zo.updates import step_updates
+
+pytestmark = pytest.mark.distributed
+
+
+@given(numel=st.integers(1, 10_000), num_ranks=st.integers(1, 64))
+def test_shard_ranges_cover_every_element_once_in_order(numel, num_ranks):
+    ranges = [shard_range(numel, rank, num_ranks) for rank in range(num_ranks)]
+    covered = [element for start, count in ranges for element in range(start, start + count)]
+    assert covered == list(range(numel))
+    assert max(count for _, count in ranges) == -(-numel // num_ranks)
+
+
+# What this package knows of DeepSpeed's inside, checked against the installed version.
+
+SHAPES = {"matrix": (7, 3), "vector": (5,), "single": (1,), "even": (4, 6)}
+
+
+class _Holder(nn.Module):
+    """Parameters whose sizes the ranks do not divide, one tied, one frozen, one in 16 bits; and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        for name, shape in SHAPES.items():
+            dtype = torch.bfloat16 if name == "even" else torch.float32
+            setattr(self, name, nn.Parameter(torch.empty(shape, device="meta", dtype=dtype)))
+        self.vector.requires_grad_(False)
+        self.inner = nn.Linear(3, 7, bias=False, device="meta")
+        self.inner.weight = self.matrix
+        self.register_buffer("table", torch.arange(3.0))
+
+
+def _describe_shards(num_ranks):
+    distributed.init_distributed()
+    model = _Holder()
+    zero3.shard_model(model, json.loads(DS_CONFIG.read_text()) | {"train_micro_batch_size_per_gpu": 1})
+    parameters = [ShardedParameter.of(p, NamedParameter(n, 0, None)) for n, p in model.named_parameters()]
+    for p in parameters:
+        stored = p.parameter.ds_tensor
+        stored.data.fill_(float("nan"))  # the padding keeps it
+        with p.shard(write=True) as shard:
+            assert shard.shape == (p.count,)
+            shard.copy_(torch.arange(p.start, p.start + p.count))
+        assert (p.start, p.count) == shard_range(p.numel, distributed.rank(), num_ranks)
+        assert stored.shape == (-(-p.numel // num_ranks),)  # flat
+        assert stored.dtype == p.parameter.dtype
+        assert p.parameter.data.numel() == 0  # nothing stays gathered
+        assert torch.isnan(stored[p.count :]).all()
+        with deepspeed.zero.GatheredParameters([p.parameter]):
+            # DeepSpeed builds the row-major parameter from the slices, and drops the padding.
+            full = p.parameter.data.clone()
+        assert torch.equal(full.float(), torch.arange(p.numel).view(p.shape).float())
+        assert torch.equal(p.gather().float(), full.float())
+        int16 = torch.arange(p.start, p.start + p.count, dtype=torch.int16) - 3
+        assert torch.equal(p.gather_like(int16), torch.arange(p.numel, dtype=torch.int16).view(p.shape) - 3)
+    assert model.inner.weight is model.matrix
+    assert torch.equal(model.table, torch.arange(3.0))
+    return [(p.name, p.shape, p.parameter.requires_grad) for p in parameters]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_shards_are_flat_slices_and_their_padding_is_never_read(num_ranks):
+    expected = [(name, shape, name != "vector") for name, shape in SHAPES.items()]
+    assert run_ranks(_describe_shards, num_ranks, num_ranks) == [expected] * num_ranks
+
+
+def _gather_both_ways(dtype, count):
+    distributed.init_distributed()
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    equal = []
+    for group in (None, groups[dist.get_rank() % 2]):
+        size = dist.get_world_size(group)
+        mine = torch.arange(count).mul(dist.get_rank() + 1).to(dtype)
+        wanted, own, in_place = (torch.zeros(size * count, dtype=dtype) for _ in range(3))
+        dist.all_gather_into_tensor(wanted, mine, group)
+        comm.all_gather_into_tensor(own, mine, group=group)
+        part = in_place.view(size, count)[dist.get_rank(group)]  # as gather.py does
+        part.copy_(mine)
+        comm.all_gather_into_tensor(in_place, part, group=group, async_op=True).wait()
+        equal += [torch.equal(own, wanted), torch.equal(in_place, wanted), bool(wanted.any())]
+    return equal
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+def test_broadcasts_gather_what_an_all_gather_does(dtype):
+    assert run_ranks(_gather_both_ways, 4, dtype, 1001) == [[True] * 6] * 4
+
+
+# Gathering.
+
+
+def _count_gathers(directory):
+    """Return the parts that each of two passes gathered, how many ahead, hooks, and what stays gathered."""
+    started, waited = [], []
+    start, gather = Part.start, GatherAhead.gather
+    Part.start = lambda self: (started.append(self.numel), start(self))[1]
+    GatherAhead.gather = lambda self, parts, *_: (gather(self, parts), waited.append(len(started)))[1]
+    engine = start_engine(directory)
+    passes = []
+    for _ in range(2):
+        train(engine, 1, num_micro_batches=distributed.world_size())
+        passes.append((list(started), list(waited)))
+        started.clear()
+        waited.clear()
+    hooks = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in engine.module.modules())
+    held = [p.name for p in engine.weights.parameters if p.parameter.numel()]
+    kinds = {type(m._parameters) for m in engine.module.modules()}
+    return passes, hooks, held, sum(p.numel for p in engine.weights.parameters), kinds
+
+
+def test_a_block_is_one_message_every_weight_is_gathered_once_a_pass_and_the_next_block_ahead(opt_directory):
+    for passes, num_hooks, held, numel, kinds in run_ranks(_count_gathers, 2, opt_directory):
+        for started, waited in passes:
+            # Blocks, both embeddings and the last norm; the head is tied.
+            assert (len(started), len(waited)) == (NUM_BLOCKS + 3, NUM_BLOCKS + 4)
+            assert sum(started) == numel
+        first, second = (waited for _, waited in passes)
+        assert first[:5] == [1, 2, 3, 4, 5]
+        assert second[:5] == [2, 3, 4, 5, 6]
+        assert num_hooks == 2 * (NUM_BLOCKS + 4) + 2  # and the root's own
+        assert (held, kinds) == ([], {dict})
+
+
+def test_weights_that_a_rank_has_in_full_are_not_gathered(opt_directory):
+    ((passes, num_hooks, held, _, kinds),) = run_ranks(_count_gathers, 1, opt_directory)
+    assert (passes, num_hooks, kinds) == ([([], []), ([], [])], 0, {dict})
+    assert len(held) == 4 + 16 * NUM_BLOCKS
+
+
+def _most_gathered(directory):
+    most, start, wait = 0, Part.start, Part.wait
+    engine = start_engine(directory)
+
+    def counted(self):
+        nonlocal most
+        wait(self)
+        most = max(most, sum(p.parameter.numel() for p in engine.weights.parameters))
+
+    Part.start, Part.wait = start, counted
+    train(engine, 2, num_micro_batches=distributed.world_size())
+    sizes = {
+        block: sum(p.numel for p in engine.weights.parameters if p.named.block == block)
+        for block in (None, 0)
+    }
+    return most, sizes[0], max(p.numel for p in engine.weights.parameters if p.named.block is None)
+
+
+def test_no_rank_gathers_more_than_two_blocks_and_what_is_tied(opt_directory):
+    for most, block, tied in run_ranks(_most_gathered, 2, opt_directory):
+        assert block < most <= 2 * block + tied
+
+
+def _interrupt(directory):
+    """Return whether a pass after one that ended in the middle gives what it gives without."""
+    engine = start_engine(directory)
+    num_passes = distributed.world_size()
+    expected = train(engine, 2, num_passes)
+    again = start_engine(directory)
+    train(again, 1, num_passes)
+
+    def fail(*_):
+        raise InterruptedError
+
+    hook = again.module.model.decoder.layers[1].fc1.register_forward_hook(fail)
+    try:
+        train(again, 1, num_passes)
+    except InterruptedError:
+        hook.remove()
+    return expected[1] == train(again, 1, num_passes)[0]
+
+
+def test_a_pass_after_one_that_an_error_ended_is_as_any_other(opt_directory):
+    assert run_ranks(_interrupt, 2, opt_directory) == [True, True]
+
+
+# Where the shards are: the same run, bit for bit.
+
+NUM_STEPS = 4
+
+
+def _train(directory, dtype, num_ranks, zero=None, partition_size=None):
+    changes = {"zero_optimization": zero} if zero else {}
+    engine = start_engine(directory, dtype, num_ranks, changes, partition_size=partition_size)
+    records = train(engine, NUM_STEPS)
+    fresh = start_engine(directory, dtype, num_ranks, changes, partition_size=partition_size)
+    fresh.load_checkpoint(directory / "none", records)
+    starts = [p.start for p in engine.weights.parameters]
+    return records, engine.weights.digest(), full_weights(engine), fresh.weights.digest(), starts
+
+
+def assert_equal_runs(runs, expected):
+    for records, digest, weights, replayed, _ in runs:
+        assert records == expected[0]
+        assert digest == replayed == expected[1]
+        assert weights.keys() == expected[2].keys()
+        assert all(torch.equal(weights[name], expected[2][name]) for name in weights)
+
+
+@pytest.mark.parametrize(("num_ranks", "partition_size", "dtype"), [(2, 1, "fp32"), (4, 2, "bf16")])
+def test_replicas_equal_full_partitioning(opt_directory, dtype, num_ranks, partition_size):
+    expected, *_ = run_ranks(_train, 1, opt_directory, dtype, 1)
+    assert_equal_runs(run_ranks(_train, num_ranks, opt_directory, dtype, num_ranks), expected)
+    runs = run_ranks(_train, num_ranks, opt_directory, dtype, num_ranks, None, partition_size)
+    assert_equal_runs(runs, expected)
+    for rank, run in enumerate(runs):
+        assert run[4] == runs[rank % partition_size][4]
+    assert len({tuple(run[4]) for run in runs}) == partition_size
+
+
+def _group_of(partition_size):
+    distributed.init_distributed(timeout_seconds=77)
+    before = set(dist.distributed_c10d._world.pg_map)
+    group = zero3._partition_group(partition_size)
+    num_new = len(set(dist.distributed_c10d._world.pg_map) - before)
+    timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return dist.get_process_group_ranks(group), num_new, timeout
+
+
+def test_a_rank_makes_no_group_but_its_own_which_waits_as_long_as_all_ranks_do():
+    assert run_ranks(_group_of, 4, 2) == [([0, 1], 1, 77)] * 2 + [([2, 3], 1, 77)] * 2
+
+
+def _count_bytes(directory, partition_size):
+    engine = start_engine(directory, num_ranks=2, partition_size=partition_size)
+    train(engine, 1)
+    with distributed.counted_bytes() as counts:
+        train(engine, 10)
+    return counts
+
+
+def test_replicas_of_one_rank_exchange_nothing_but_scalars(opt_directory):
+    for sent in run_ranks(_count_bytes, 2, opt_directory, 1):
+        assert sent.keys() == {"broadcast", "all_reduce"}
+        plan_format = PlanFormat(NUM_BLOCKS, num_probes=2, has_weights=False)
+        assert sum(sent.values()) == 10 * scalar_bytes(plan_format, 4)
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory):
+    """An OPT with shards of 1 MiB and more, the least that DeepSpeed puts on a disk."""
+    config = OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=512,
+        word_embed_proj_dim=512,
+        ffn_dim=2048,
+        num_hidden_layers=NUM_BLOCKS,
+        num_attention_heads=4,
+        max_position_embeddings=2046,  # OPT adds two
+    )
+    return write_model(config, tmp_path_factory.mktemp("wide"), torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def in_memory(wide_model):
+    return run_ranks(_train, 1, wide_model, "bf16", 1)[0]
+
+
+COMPILING_SECONDS = 600.0  # DeepSpeed's async_io, at its first use on a machine
+ON_DISK_PER_RANK = 4 * 2 + 1  # both feed-forward matrices of each block, and the positions
+
+
+@pytest.mark.timeout(COMPILING_SECONDS + 300)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("name", ["cpu", "nvme"])
+def test_a_run_with_offloaded_shards_equals_one_without(wide_model, in_memory, name, num_ranks, tmp_path):
+    zero = json.loads((REPOSITORY / "ds_configs" / f"zero3_{name}_offload.json").read_text())[
+        "zero_optimization"
+    ]
+    zero["offload_param"] |= {"pin_memory": False}
+    if name == "nvme":
+        if not AsyncIOBuilder().is_compatible(verbose=False):
+            pytest.skip("DeepSpeed's async_io needs libaio: apt-get install libaio-dev")
+        # One buffer for what is read, and one for what is written.
+        zero["offload_param"] |= {"max_in_cpu": 0, "buffer_size": 1 << 21, "buffer_count": 24}
+        zero["offload_param"]["nvme_path"] = str(tmp_path)
+    runs = run_ranks(_train, num_ranks, wide_model, "bf16", num_ranks, zero, timeout=COMPILING_SECONDS)
+    if name == "nvme":
+        assert len(list(tmp_path.rglob("*.swp"))) == num_ranks * ON_DISK_PER_RANK
+    assert_equal_runs(runs, in_memory)
+
+
+# Loading.
+
+
+def shard(directory, dtype, precision):
+    """Return a model's shards without DeepSpeed's engine, which refuses fp16 on some CPUs."""
+    torch.set_num_threads(1)
+    distributed.init_distributed()
+    model, layout = build_checked(Path(directory), dtype)
+    aliases = parameter_names(model)
+    ids = parameter_ids(aliases)
+    zero3.shard_model(model, json.loads(DS_CONFIG.read_text()) | {"train_micro_batch_size_per_gpu": 1})
+    parameters = [
+        ShardedParameter.of(parameter, NamedParameter(name, ids[name], layout.block_of(name)))
+        for name, parameter in model.named_parameters()
+    ]
+    weights = ShardedWeights(parameters, aliases=aliases, precision=precision)
+    load_weights(weights, model, Path(directory))
+    return weights
+
+
+def gather(weights):
+    """Return the full values in float32 as stored, by name. A collective."""
+    return {p.name: join_master(p.gather(), weights.gather_low_bits(p)) for p in weights.parameters}
+
+
+def _load(directory, dtype, precision):
+    weights = shard(directory, dtype, precision)
+    return gather(weights), weights.digest(), {p.name: p.count for p in weights.parameters}
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_ranks_together_hold_the_checkpoint_with_the_bits_that_16_bits_cannot_hold(opt_directory, dtype):
+    stored = load_file(opt_directory / "model.safetensors")
+    results = run_ranks(_load, 2, opt_directory, dtype, "fp32_master")
+    ((rounded, *_),) = run_ranks(_load, 1, opt_directory, dtype, "nearest")
+    assert {digest for _, digest, _ in results} == {
+        run_ranks(_load, 1, opt_directory, dtype, "fp32_master")[0][1]
+    }
+    for name, tensor in stored.items():
+        assert sum(counts[name] for *_, counts in results) == tensor.numel()
+        torch.testing.assert_close(
+            results[0][0][name], tensor, rtol=0, atol=2.0**-40 if dtype == "fp16" else 0
+        )
+        assert torch.equal(rounded[name], tensor.to(DTYPES[dtype]).float())
+
+
+LARGE = OPTConfig(
+    vocab_size=2000,
+    hidden_size=768,
+    word_embed_proj_dim=768,
+    num_attention_heads=12,
+    ffn_dim=3072,
+    num_hidden_layers=8,
+    max_position_embeddings=64,
+)
+
+
+def _peak_memory_of_loading(small, large):
+    """Return bytes: peak of this process's memory above that before, the model, its largest parameter."""
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    train(start_engine(small, num_ranks=num_ranks), 1, num_ranks)  # what libraries take on first use
+    before = _memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    weights = start_engine(large, num_ranks=num_ranks).weights
+    peak = _memory("VmHWM") - before
+    sizes = [parameter.numel * 4 for parameter in weights.parameters]
+    return peak, sum(sizes), max(sizes)
+
+
+def _memory(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak can be reset on Linux only")
+def test_no_rank_holds_more_than_its_share_while_loading(opt_directory, tmp_path):
+    large = write_model(LARGE, tmp_path)
+    for peak, model, largest in run_ranks(_peak_memory_of_loading, 2, opt_directory, large):
+        assert model / 2 < peak < 1.2 * model / 2 + 2 * largest
+
+
+# Updating and replaying.
+
+
+def make_records(num_steps):
+    """Return steps with random gradients, some skipped, some at learning rate 0."""
+    generator = torch.Generator().manual_seed(5)
+    records = []
+    for step in range(num_steps):
+        gradient = float(torch.randn((), generator=generator, dtype=torch.float64))
+        dropped = tuple(sorted(torch.randperm(NUM_BLOCKS, generator=generator)[:2].tolist()))
+        applied = step % 7 != 3
+        records.append(
+            StepRecord(
+                step=step,
+                key=1000 + step,
+                dropped_layers=dropped,
+                projected_grads=(gradient,) if applied else (),
+                learning_rate=0.0 if step % 11 == 5 else 1e-3,
+                perturbation_scale=1e-3,
+                loss=0.5 if applied else None,
+                applied=applied,
+            )
+        )
+    return records
+
+
+def _update(directory, dtype):
+    """Return, for each precision, digests before, after one by one, and after many at once; and one step."""
+    records, digests = make_records(60), {}
+    for precision in ("fp32_master", "stochastic", "nearest"):
+        weights = shard(directory, dtype, precision)
+        before, witness = weights.digest(), weights.witness()
+        for step in range(len(records)):
+            weights.apply(step_updates(records, step, step + 1, weight_decay=0.1))
+        witness.follow(step_updates(records, 0, len(records), weight_decay=0.1))
+        assert witness.unlike(weights.low_bits) == []
+        replayed = shard(directory, dtype, precision)
+        replayed.apply(step_updates(records, 0, 25, weight_decay=0.1))
+        replayed.apply(step_updates(records, 25, len(records), weight_decay=0.1))
+        digests[precision] = (before, weights.digest(), replayed.digest())
+    weights = shard(directory, dtype, "fp32_master")
+    before = gather(weights)
+    weights.apply(step_updates(records, 0, 1, weight_decay=0.1))
+    noise, cpu = noise_backend(torch.device("cpu")), torch.device("cpu")
+    z = {
+        p.name: noise.draw(records[0].key, p.named.parameter_id, 0, p.numel, cpu).view(p.shape)
+        for p in weights.parameters
+    }
+    return digests, before, gather(weights), z
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_updates_and_their_replay_are_the_formula_and_the_same_bits_on_any_number_of_ranks(
+    opt_directory, dtype
+):
+    results = [
+        result for num_ranks in (1, 2) for result in run_ranks(_update, num_ranks, opt_directory, dtype)
+    ]
+    digests, before, after, z = results[0]
+    assert all(other[0] == digests for other in results)
+    assert all(start != live == replayed for start, live, replayed in digests.values())
+    assert len({live for _, live, _ in digests.values()}) == (1 if dtype == "fp32" else 3)
+    record = make_records(1)[0]
+    dropped = tuple(f"model.decoder.layers.{block}." for block in record.dropped_layers)
+    for name, value in before.items():
+        decay = 1 - record.learning_rate * 0.1 if value.dim() > 1 else 1
+        expected = value * decay - record.learning_rate * record.projected_grads[0] * z[name]
+        if name.startswith(dropped):
+            assert torch.equal(after[name], value)
+        else:
+            torch.testing.assert_close(after[name], expected, rtol=1e-6, atol=1e-9)
+
+
+def _flip_one_bit(directory):
+    weights = shard(directory, "bf16", "fp32_master")
+    parameter = weights.parameters[5]
+    witness, digests, unlike = weights.witness(), [weights.digests()], []
+    begin = parameter.named.parameter_id % (parameter.count - 64)
+    for bits in (parameter.parameter.ds_tensor.view(torch.int16), weights.low_bits[parameter.name]):
+        if distributed.rank() == 1:
+            bits[begin] ^= 1
+        digests.append(weights.digests())
+        unlike.append(witness.unlike(weights.low_bits))
+    return distributed.rank(), parameter.name, digests, unlike
+
+
+def test_one_flipped_bit_of_a_shard_or_its_low_bits_is_seen_by_the_digest_and_the_witness(opt_directory):
+    for rank, name, (clean, high, low), unlike in run_ranks(_flip_one_bit, 2, opt_directory):
+        assert len({clean[name], high[name], low[name]}) == 3
+        assert all(clean[other] == high[other] == low[other] for other in clean if other != name)
+        assert unlike == ([[name], [name]] if rank == 1 else [[], []])
+
+
+def _train_with_padding(directory, poison, root):
+    engine = start_engine(directory, "bf16", 4)
+    paddings = [p.parameter.ds_tensor.data[p.count :] for p in engine.weights.parameters]
+    for padding in paddings if poison else ():
+        padding.fill_(float("nan"))
+    base, records = engine.weights.digest(), train(engine, 2)
+    path = engine.save_checkpoint(root)
+    poisoned = sum(int(padding.isnan().sum()) for padding in paddings)
+    engine.load_checkpoint(root, records, 0)
+    engine.load_checkpoint(root, records, 2)
+    return (
+        (base, records, engine.weights.digest()),
+        str(path),
+        poisoned == sum(p.numel() for p in paddings) > 60,
+    )
+
+
+def test_nan_in_the_padding_of_the_last_shard_reaches_nothing_and_stays_where_it_is(opt_directory, tmp_path):
+    clean = run_ranks(_train_with_padding, 4, opt_directory, False, tmp_path / "clean")
+    poisoned = run_ranks(_train_with_padding, 4, opt_directory, True, tmp_path / "poisoned")
+    assert [result[0] for result in clean] == [result[0] for result in poisoned]
+    assert poisoned[-1][2]
+    for folder in ("", "low_bits"):
+        (left,), (right,) = (sorted(Path(r[0][1], folder).glob("*.safetensors")) for r in (clean, poisoned))
+        assert left.read_bytes() == right.read_bytes()
