@@ -186,13 +186,12 @@ def _export() -> None:
         parser.error("give two of --run, --journal and --out")
 
     from lezo_ds import distributed
-    from lezo_ds.runs.export import export_journal, export_run, write_journal
+    from lezo_ds.runs.export import export_run, write_journal
 
     if out is None:
         print(f"{run}: {journal}, {write_journal(run, journal):,} bytes")
         return
-    export = export_run if journal is None else export_journal
-    step = export(run or journal, arguments.step, out, tuple(arguments.overrides))
+    step = export_run(run or journal, arguments.step, out, tuple(arguments.overrides))
     if distributed.rank() == 0:
         print(f"step {step} of {run or journal}: {out}")
 

@@ -41,41 +41,32 @@ def export_run(path: Path, step: str, target: Path, overrides: Sequence[str] = (
     """Write a run's model at a step as a Hugging Face directory; return the number of updates. A collective.
 
     Args:
-        path: directory of the run.
+        path: directory of the run, or a file from `write_journal`. It needs the override model.path=...
         step: "best", "last" or a number of updates.
         target: directory to create. It must not exist, or must be empty.
         overrides: key=value changes to the run's configuration; see `read_run`.
     """
     distributed.init_distributed()
-    return _export(distributed.on_rank_zero(lambda: _find(read_run(path, overrides), step, target)), target)
 
+    def read() -> tuple[RecordedRun, int]:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise UserError(f"{target} exists and is not an empty directory", fix="set another --out")
+        run = read_file(path, overrides) if path.is_file() else read_run(path, overrides)
+        return run, run.find_step(step)
 
-def export_journal(file: Path, step: str, target: Path, overrides: Sequence[str] = ()) -> int:
-    """Do what `export_run` does for a file from `write_journal`. The overrides name the base model."""
-    distributed.init_distributed()
-    return _export(distributed.on_rank_zero(lambda: _find(read_file(file, overrides), step, target)), target)
-
-
-def _find(run: RecordedRun, step: str, target: Path) -> tuple[RecordedRun, int]:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} exists and is not an empty directory", fix="set another --out")
-    return run, run.find_step(step)
-
-
-def _export(found: tuple[RecordedRun, int], target: Path) -> int:
-    run, step = found
-    engine = restore(run, step)
-    digest, expected = engine.weights.digest(), run.digests.get(step)
+    run, number = distributed.on_rank_zero(read)
+    engine = restore(run, number)
+    digest, expected = engine.weights.digest(), run.digests.get(number)
     if expected not in (None, digest):
         raise LezoError(
-            f"the weights of step {step} have the digest {digest}, but those of the run had {expected}; "
+            f"the weights of step {number} have the digest {digest}, but those of the run had {expected}; "
             "fix: use the same package version and settings as the run"
         )
     if distributed.rank() == 0:
         known = "no digest in the run to compare with" if expected is None else "the same as in the run"
         logger.info("digest of the weights: %s (%s)", digest, known)
-    engine.write_model(target, distributed.on_rank_zero(lambda: model_card(run, step, digest)))
-    return step
+    engine.write_model(target, distributed.on_rank_zero(lambda: model_card(run, number, digest)))
+    return number
 
 
 def write_journal(path: Path, file: Path) -> int:

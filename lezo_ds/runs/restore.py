@@ -30,18 +30,13 @@ logger = logging.getLogger(__name__)
 class RecordedRun:
     """The records of a run: of its directory, or of an exported journal."""
 
-    directory: RunDirectory
-    """Of an exported journal, that file: there are no snapshots in it."""
+    directory: RunDirectory  # of an exported journal, that file: there are no snapshots in it
     header: Header
-    config: RunConfig
-    """With overrides applied."""
-    records: Sequence[JournalRecord]
-    """Of a first-order run, its evaluations."""
-    num_steps: int
-    """Number of steps done; of a first-order run, those up to its last checkpoint."""
+    config: RunConfig  # with overrides applied
+    records: Sequence[JournalRecord]  # of a first-order run, its evaluations
+    num_steps: int  # of a first-order run, up to its last checkpoint
     owner: SnapshotOwner
-    digests: Mapping[int, str]
-    """Digests of the weights after some steps."""
+    digests: Mapping[int, str]  # of the weights after some steps
 
     @property
     def steps(self) -> list[StepRecord]:

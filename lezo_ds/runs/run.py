@@ -7,7 +7,7 @@ import math
 import resource
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -234,8 +234,7 @@ class Run(ABC, Generic[E]):
         examples = self.data.dev if split == "dev" else self.data.test
         if self.writes and split == "test":  # this may take as long as many steps
             logger.info("scoring %d test examples", len(examples.examples))
-        model = _Stoppable(self.engine, self._look_for_requests)
-        result = evaluate(model, self.data, examples, batch_size=self.config.train.eval_batch_size)
+        result = evaluate(self, self.data, examples, batch_size=self.config.train.eval_batch_size)
         if self.writes and split == "test":
             self._finish_records()
             self.directory.write_predictions(at, prediction_rows(examples.examples, result.predicted))
@@ -250,6 +249,16 @@ class Run(ABC, Generic[E]):
         self._log({f"{split}_loss": record.loss, f"{split}_{metric}": result.score})
         if self.writes:
             logger.info("%s", evaluation_line(record, metric))
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the outputs in an evaluation, or leave it if any rank was asked to stop. A collective.
+
+        An evaluation may take longer than a batch system waits after its signal. The next run does it again.
+        """
+        self._look_for_requests()
+        if self.engine.agree_on_stop():
+            raise _Stopped
+        return self.engine.forward(micro_batch)
 
     def _evaluation(self, split: str, step: int) -> EvaluationRecord | None:
         return next((e for e in self.evaluations if e.split == split and e.step == step), None)
@@ -309,16 +318,13 @@ class Run(ABC, Generic[E]):
 
     def _peak_memory_bytes(self) -> int:
         """Return the largest peak memory of any rank so far: of its GPU if it has one, or of its process."""
-        engine = self.engine
-        peaks = torch.zeros(engine.world_size + 1, dtype=torch.float64, device=engine.device)
-        if engine.device.type == "cuda":
-            peaks[engine.global_rank] = torch.cuda.max_memory_allocated(engine.device)
+        if self.engine.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.engine.device)
         else:
-            # Linux counts KiB.
-            peaks[engine.global_rank] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        if self.writes:  # a process that resumes a finished run uses less than the one that trained it
-            peaks[-1] = self.directory.read_results().get("peak_memory_bytes", 0)
-        return int(max(distributed.sum_vector(peaks)))
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+        # A process that resumes a finished run uses less than the one that trained it.
+        earlier = int(self.directory.read_results().get("peak_memory_bytes", 0))
+        return int(max(earlier, *distributed.gather_objects(peak)))
 
 
 class ZerothOrderRun(Run[LezoEngine]):
@@ -439,21 +445,3 @@ def stopping_step(evaluations: Sequence[EvaluationRecord], patience: int | None)
 
 class _Stopped(Exception):  # noqa: N818  # this is not an error
     """All ranks have agreed to stop."""
-
-
-class _Stoppable:
-    """An engine for an evaluation, which all ranks can agree to leave before each forward pass.
-
-    An evaluation may take longer than a batch system waits after its signal. The next run does it again.
-    """
-
-    def __init__(self, engine: ModelEngine, look: Callable[[], None]) -> None:
-        self._engine = engine
-        self._look = look  # called before each vote
-
-    def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the engine's outputs for a micro-batch, or leave the evaluation. A collective."""
-        self._look()
-        if self._engine.agree_on_stop():
-            raise _Stopped
-        return self._engine.forward(micro_batch)

@@ -24,7 +24,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.model.checkpoint import DTYPES, load_model_config, resolve_model
 from lezo_ds.registry import names_code
 from lezo_ds.runs.restore import read_run, restore
-from lezo_ds.runs.trainer import make_engine, set_threads
+from lezo_ds.runs.trainer import make_engine
 
 
 def score_run(path: Path, step: str, split: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -38,7 +38,6 @@ def score_run(path: Path, step: str, split: str, overrides: Sequence[str] = ()) 
     run = distributed.on_rank_zero(lambda: read_run(path, overrides))
     number = run.find_step(step)
     _refuse_recorded_code(run.config, overrides)
-    set_threads()
     engine = restore(run, number)
     return {"run": str(path), "step": number, **_score(run.config, engine, split)}
 
@@ -78,7 +77,6 @@ def score_model(
     if split == "test" and config.method == "zero_shot" and config.data.train is None:
         # No training or validation example is used here, and a directory may have only a few.
         config = replace(config, data=replace(config.data, num_train=1, num_dev=1))
-    set_threads()
     return {"model": model, **_score(config, make_engine(config), split)}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -22,21 +21,11 @@ def progress_bar(num_steps: int, num_done: int, *, is_shown: bool) -> tqdm[Any]:
         initial=num_done,
         disable=not is_shown,
         desc="training",
-        ncols=_columns(),
-        nrows=24,  # of a terminal without rows, tqdm would show nothing
         smoothing=0.05,
         bar_format=None if is_terminal else _LINE_FORMAT,
         mininterval=0.1 if is_terminal else 20,
         leave=is_terminal,
     )
-
-
-def _columns() -> int:
-    """Return the width of the terminal; 100 if there is none, or if it does not tell (as under `script`)."""
-    try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns or 100
-    except (OSError, ValueError):
-        return 100
 
 
 def number(value: float | None) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -55,58 +54,36 @@ def train(config: RunConfig) -> dict[str, Any]:
     "finished" is false if the run was asked to stop early. Bad input raises before any weights are loaded,
     whenever possible.
     """
-    with distributed.lost_ranks_reported(lambda: "last good step: none, the run was starting"):
-        return _train(config)
-
-
-def _train(config: RunConfig) -> dict[str, Any]:
-    distributed.init_distributed(config.train.timeout_seconds)
-    if config.method in TRAINED:
-        check_world(config, distributed.world_size())
-    set_threads()
-    data = load_task_data(config)
-    directory = RunDirectory(config.run_dir)
-    with ExitStack() as lock:
+    nothing_done = distributed.lost_ranks_reported(lambda: "last good step: none, the run was starting")
+    with nothing_done, ExitStack() as lock:
+        distributed.init_distributed(config.train.timeout_seconds)
+        if config.method in TRAINED:
+            check_world(config, distributed.world_size())
+        data = load_task_data(config)
+        directory = RunDirectory(config.run_dir)
 
         def prepare() -> dict[str, Any]:
             _check_model(config)
             lock.enter_context(directory.locked())
-            _check_before_loading(config, data, directory)
+            _check_records(config, data, directory)
             return monitor_sections(config)
 
         monitors = distributed.on_rank_zero(prepare)
         if config.method == "adamw":
-            trained = make_first_order_engine(config, monitors)
+            trained = _make_first_order_engine(config, monitors)
             return FirstOrderRun(config, data=data, directory=directory, engine=trained).execute()
         engine = make_engine(config, monitors)
         return ZerothOrderRun(config, data=data, directory=directory, engine=engine).execute()
 
 
-def set_threads() -> None:
-    """Set the number of threads of a CPU operation to OMP_NUM_THREADS (default 1: it affects the last bits).
-
-    With a GPU, no result depends on the number of CPU threads. They update offloaded weights, so they are at
-    least this rank's share of the cores.
-    """
-    num_threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1
-    if distributed.device().type != "cpu":
-        num_cores = len(os.sched_getaffinity(0))
-        num_threads = max(num_threads, num_cores // torch.accelerator.device_count())
-    torch.set_num_threads(num_threads)
-
-
-def make_first_order_engine(
-    config: RunConfig, monitors: Mapping[str, Any] = MappingProxyType({})
-) -> FirstOrderEngine:
-    """Load a run's model, sharded over all ranks, to fine-tune it by AdamW. A collective."""
+def _make_first_order_engine(config: RunConfig, monitors: Mapping[str, Any]) -> FirstOrderEngine:
     assert config.train.steps is not None
     num_passes = config.train.batch_size // config.train.micro_batch_size // distributed.world_size()
     ds_config = {
-        **_ds_config(config, monitors),
+        **_prepared(config, monitors),
         "train_batch_size": config.train.batch_size,
         "gradient_accumulation_steps": num_passes,
     }
-    logger.info("loading %s", config.model.path)
     return initialize_first_order(
         config.model.path,
         config.adamw,
@@ -118,7 +95,7 @@ def make_first_order_engine(
     )
 
 
-def make_engine(config: RunConfig, monitors: Mapping[str, Any] = MappingProxyType({})) -> LezoEngine:
+def make_engine(config: RunConfig, monitors: Mapping[str, Any] | None = None) -> LezoEngine:
     """Load a run's model, sharded over all ranks. A collective.
 
     The engine trains if the method is zeroth-order. Otherwise it only scores. `monitors` are sections of the
@@ -126,11 +103,10 @@ def make_engine(config: RunConfig, monitors: Mapping[str, Any] = MappingProxyTyp
     """
     zo = config.zo if config.method in ZEROTH_ORDER else _SCORING_ONLY
     peft = config.peft if config.method in TRAINED else None
-    logger.info("loading %s", config.model.path)
     return initialize(
         config.model.path,
         zo,
-        ds_config=_ds_config(config, monitors),
+        ds_config=_prepared(config, monitors),
         dtype=config.model.dtype,
         seed=config.seed,
         peft=peft,
@@ -139,14 +115,25 @@ def make_engine(config: RunConfig, monitors: Mapping[str, Any] = MappingProxyTyp
     )
 
 
-def _ds_config(config: RunConfig, monitors: Mapping[str, Any]) -> dict[str, Any]:
+def _prepared(config: RunConfig, monitors: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Set the number of threads of a CPU operation, and return the DeepSpeed JSON.
+
+    On CPUs, the number of threads affects the last bits: it is OMP_NUM_THREADS, or else 1. With a GPU it does
+    not. The threads then update offloaded weights, so they are at least this rank's share of the cores.
+    """
+    num_threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1
+    if distributed.device().type != "cpu":
+        num_cores = len(os.sched_getaffinity(0))
+        num_threads = max(num_threads, num_cores // torch.accelerator.device_count())
+    torch.set_num_threads(num_threads)
+    logger.info("loading %s", config.model.path)
     ds_config = load_ds_config(
         config.deepspeed,
         dtype=config.model.dtype,
         world_size=distributed.world_size(),
         micro_batch_size=config.train.micro_batch_size,
     )
-    return {**monitors, **ds_config}
+    return {**(monitors or {}), **ds_config}
 
 
 def monitor_sections(config: RunConfig) -> dict[str, Any]:
@@ -176,8 +163,8 @@ def _check_model(config: RunConfig) -> None:
         make_layer_policy(config.zo, layout.num_blocks, trains_outside=outside)
 
 
-def _check_before_loading(config: RunConfig, data: TaskData, directory: RunDirectory) -> None:
-    """Refuse what would fail after the weights are loaded."""
+def _check_records(config: RunConfig, data: TaskData, directory: RunDirectory) -> None:
+    """Refuse, before weights are loaded, to resume a run as another one."""
     is_first_order = config.method == "adamw"
     other = directory.journal if is_first_order else directory.training_state
     if other.exists():
