@@ -52,8 +52,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         option = next((word for word in message.split() if word.startswith("--")), "").partition("=")[0]
-        near = nearest(option, self._option_string_actions)
-        fix = f"did you mean {near[0]}?" if option and near else f"see {self.prog} --help"
+        near = nearest(option, self._option_string_actions) if "unrecognized" in message else []
+        fix = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
         if self._takes_keys and "unrecognized" in message:
             from lezo_ds.config.schema import READER
 

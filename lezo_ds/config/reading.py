@@ -95,6 +95,7 @@ class Reader:
             self.keys |= {f"{name}.{key}": of_key for key, of_key in section["properties"].items()}
             self._required |= {f"{name}.{key}" for key in section.get("required", ())}
         self.may_differ = frozenset(name for name, key in self.keys.items() if "may_differ_on_resume" in key)
+        self._maps = {name for name, key in self.keys.items() if key.get("type") == "object"}
 
     def flatten(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return sections and keys as one dict with dotted keys; a section that is null has none."""
@@ -102,16 +103,18 @@ class Reader:
         for name, value in values.items():
             if name not in self._sections:
                 flat[str(name)] = value
-            elif value is not None:
-                if not isinstance(value, Mapping):
-                    raise UserError(f"{name}={value!r} is not a section", fix=f"write its keys below {name}:")
+            elif isinstance(value, Mapping):
                 flat |= {f"{name}.{key}": of_key for key, of_key in value.items()}
+            elif value is not None:
+                raise UserError(f"{name}={value!r} is not a section", fix=f"write its keys below {name}:")
         return flat
 
     def read(self, flat: Mapping[str, Any], where: str) -> Any:  # noqa: ANN401 (the dataclass)
         """Return the dataclass. UserError: an unknown or missing key, or a wrong value."""
         nested: dict[str, Any] = {name: {} for name in self._sections}
         for name, value in flat.items():
+            if name not in self.keys and name.rpartition(".")[0] not in self._maps:
+                raise self._unknown(name, where)
             *path, leaf = name.split(".")
             section = nested
             for part in path:
@@ -154,22 +157,22 @@ class Reader:
             lines.append(textwrap.indent(textwrap.fill(" ".join(key["description"].split()), 92), "    "))
         return "\n".join(lines)
 
+    def _unknown(self, name: str, where: str) -> UserError:
+        if name in self._sections:
+            return UserError(f"{name} in {where} is a section", fix=f"set its keys, as in {name}.KEY=VALUE")
+        same = [key for key in self.keys if key.rpartition(".")[2] == name.rpartition(".")[2]]
+        near = same or nearest(name, [*self.keys, *self._sections])
+        fix = f"did you mean {' or '.join(near)}?" if near else "lezo-ds train --help lists the keys"
+        return UserError(f"unknown key {name} in {where}", fix=fix)
+
     def _refusal(self, error: ValidationError, where: str) -> UserError:
         errors = {".".join(map(str, each["loc"])): each for each in error.errors()}
-        for name, each in errors.items():
-            if each["type"] == "unexpected_keyword_argument":
-                same = [key for key in self.keys if key.rpartition(".")[2] == name.rpartition(".")[2]]
-                near = same or nearest(name, [*self.keys, *self._sections])
-                fix = f"did you mean {near[0]}?" if near else "lezo-ds train --help lists the keys"
-                return UserError(f"unknown key {name} in {where}", fix=fix)
         missing = [name for name, each in errors.items() if each["type"] == "missing"]
         if missing:
             names = ", ".join(f"{name} ({expected(self.keys[name])})" for name in missing)
             return UserError(f"missing in {where}: {names}", fix=f"add {missing[0]}=...")
         path, each = next(iter(errors.items()))
-        name = next((key for key in self.keys if f"{path}.".startswith(f"{key}.")), "")
-        if not name:
-            return UserError(f"{path} in {where} is a section", fix=f"set its keys, as in {path}.KEY=VALUE")
+        name = next(key for key in self.keys if f"{path}.".startswith(f"{key}."))
         key, value = self.keys[name], each["input"]
         near = nearest(str(value), [choice for entry in _alternatives(key) for choice in _names(entry)])
         fix = "lezo-ds train --help describes it"

@@ -117,7 +117,7 @@ def assert_one_error(finished, code, *fragments):
 
 def assert_refused(command, *fragments, code=2):
     """Run a command; assert that it ends with one error line that holds the fragments, and with the code."""
-    assert_one_error(run(command), code, *fragments, "got: ", "expected: ")
+    assert_one_error(run(command), code, *fragments)
 
 
 @contextmanager

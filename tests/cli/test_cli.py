@@ -1,0 +1,112 @@
+"""The command line: three ways to start a command, its arguments, and errors of one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+from assets import REPOSITORY
+from commands import assert_one_error, environment, python, run, run_well
+
+from lezo_ds import __version__, cli
+from lezo_ds.config import config_from_dict, load_config
+from lezo_ds.errors import UserError
+
+HELP = """
+import sys
+from lezo_ds.cli import COMMANDS
+for name, (command, _) in COMMANDS.items():
+    sys.argv = [name, "--help"]
+    try:
+        command()
+    except SystemExit as end:
+        assert end.code == 0
+print(*sorted({"torch", "deepspeed", "transformers", "pandas"} & sys.modules.keys()))
+"""
+
+
+def start(monkeypatch, *arguments):
+    """Run the program in this process, for what ends before a command does its work."""
+    monkeypatch.setattr(sys, "argv", ["lezo-ds", *map(str, arguments)])
+    cli._run_program()
+
+
+def test_every_command_has_a_help_that_needs_no_torch():
+    finished = run_well([sys.executable, "-c", HELP])
+    assert [f"usage: lezo-ds {name} " in finished.out for name in cli.COMMANDS] == [True] * 7
+    assert finished.out.splitlines()[-1] == ""
+    assert "zo.sparsity: a number from 0 to 1 or null; default null" in finished.out
+
+
+def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tmp_path):
+    program = str(REPOSITORY / ".venv" / "bin" / "lezo-ds")
+    words = ["train", "--config", "demo", "zo.sparsity=0.5", "--print-config", "seed=3"]
+    found = [run_well([sys.executable, "-m", "lezo_ds", *words]), run_well(python(*words[1:]))]
+    if os.path.exists(program):  # noqa: PTH110
+        found.append(run_well([program, *words]))
+    assert len({finished.out for finished in found}) == 1
+    printed = yaml.safe_load(found[0].out)
+    assert config_from_dict(printed, "print") == load_config("demo", ["zo.sparsity=0.5", "seed=3"])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", "nothing is not one of init, train,"),
+        ("trian", "trian is not one of .* fix: did you mean train?"),
+        ("train --config demo --zo.sparsity 0.5", "fix: write zo.sparsity=VALUE, without dashes"),
+        ("train --config demo --seed=5", "fix: write seed=VALUE, without dashes"),
+        ("train --config demo --dry-rn", "unrecognized arguments: --dry-rn; fix: did you mean --dry-run?"),
+        ("train --config", "expected one argument; fix: see lezo-ds train --help"),
+        ("train --config demo --gpus 0", "argument --gpus: 0 is not an integer above 0"),
+        ("train --config demo steps", "steps is not of the form key=value"),
+        ("train --config $UNSET/r.yaml", "names an environment variable that is not set"),
+        ("evaluate", "one of the arguments --run --model is required"),
+        ("evaluate --run r --config demo", "--config goes with --model"),
+        ("export --run r", "give two of --run, --journal and --out"),
+        ("export --run=$UNSET/r --out x", "names an environment variable that is not set"),
+        ("--path launch/nothing", "is no shipped file"),
+    ],
+)
+def test_a_wrong_argument_is_refused_with_a_hint(words, expected, monkeypatch):
+    with pytest.raises(UserError, match=expected) as caught:
+        start(monkeypatch, *words.split())
+    assert "; fix: " in str(caught.value)
+
+
+def test_arguments_and_keys_may_alternate_and_launchers_add_their_rank(monkeypatch, capsys):
+    words = "train --local_rank=0 seed=3 --config demo train.steps=9 --print-config seed=4"
+    start(monkeypatch, *words.split())
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["seed"], printed["train"]["steps"]) == (4, 9)
+
+
+def test_shipped_files_are_found_by_their_path(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    start(monkeypatch, "--path", "launch/slurm/one_node.sbatch")
+    assert capsys.readouterr().out.strip() == str(REPOSITORY / "launch" / "slurm" / "one_node.sbatch")
+    with pytest.raises(SystemExit):
+        start(monkeypatch, "--version")
+    assert capsys.readouterr().out.strip() == f"lezo_ds {__version__}"
+
+
+def test_an_error_is_one_line_and_exit_code_2():
+    finished = run(python("--config", "demo", 'data.prompt="a\\nb"', "data.task=sst2"))
+    assert_one_error(finished, 2, "data.prompt cannot change data.task=sst2")
+    assert finished.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("stdout", [subprocess.PIPE, None])
+def test_a_reader_that_is_gone_does_not_end_a_command(stdout):
+    """As in `lezo-ds train --help | head -1`, and where standard output is closed from the start."""
+    command = [sys.executable, "-m", "lezo_ds", "train", "--config", "demo", "--print-config"]
+    words = command if stdout else ["sh", "-c", f"{' '.join(command)} >&-"]
+    with subprocess.Popen(
+        words, stdout=stdout, stderr=subprocess.PIPE, env=environment(), cwd=REPOSITORY
+    ) as process:
+        if process.stdout is not None:
+            process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 0)
