@@ -43,18 +43,15 @@ def candidate_batch(
 ) -> MicroBatch:
     """Lay out every candidate of every example, to train a classification task or to score candidates.
 
-    There are two layouts. If all examples have the same candidates, and each candidate is one token after
-    the same context, each example is one row: its context. The batch then selects the candidates' logits
-    [E, C] only, because the rest of the vocabulary cancels in any comparison of candidates. Otherwise, or
-    without `deduplicate`, each candidate is a row, and the batch selects the logits that predict its tokens,
-    over the whole vocabulary. The last token of a sequence is never fed, because no logits after it are read.
+    If all examples have the same candidates, each of one token, each example is one row: its context. The
+    batch then selects the candidates' logits [E, C] only, because the rest of the vocabulary cancels in any
+    comparison of candidates. Otherwise, or without `deduplicate`, each candidate is a row, and the batch
+    selects the logits over the whole vocabulary that predict its tokens. The last token is never fed.
 
     Returns:
-        A batch of weight E. Its labels hold "label" int64 [E] if all labels are known. The second layout
-        has N candidate tokens, S rows, at most T tokens per candidate and at most C candidates per
-        example. It adds "target_ids" int64 [N]; "token_slots" int64 [S, T], the logit rows of each
-        candidate; and "candidate_slots" int64 [E, C], the rows of each example. -1 fills the slots of
-        shorter candidates and of examples with fewer candidates.
+        A batch of weight E with the label "label" int64 [E] if all labels are known. The second layout adds
+        "target_ids" int64 [tokens]; "token_slots" int64 [rows, longest candidate], the logits of each
+        candidate; and "candidate_slots" int64 [E, most candidates], the rows of each example; filled with -1.
     """
     vocabulary = _shared_candidates(examples) if deduplicate else None
     labels = [example.label for example in examples if example.label is not None]
@@ -76,8 +73,7 @@ def candidate_batch(
 def teacher_forcing_batch(examples: Sequence[EncodedExample], pad_id: int) -> MicroBatch:
     """Lay out the gold candidate of every example, to train on its tokens.
 
-    The batch's weight is its number of gold tokens N. Its labels are "target_ids" int64 [N] and "token_slots"
-    int64 [E, T], as in `candidate_batch`.
+    The weight is the number of gold tokens. "target_ids" and "token_slots" are those of `candidate_batch`.
     """
     sequences = [example.sequences[example.gold] for example in examples]
     targets = [example.targets(example.gold) for example in examples]
@@ -138,11 +134,7 @@ def _pad(sequences: Sequence[tuple[int, ...]], pad_id: int) -> Tensor:
 
 
 def _slots(counts: Sequence[int]) -> Tensor:
-    """Assign consecutive items to groups, in order: int64 [groups, max count], filled with -1.
-
-    >>> _slots([2, 1]).tolist()
-    [[0, 1], [2, -1]]
-    """
+    """Assign consecutive items to groups: [2, 1] gives [[0, 1], [2, -1]], int64 [groups, max count]."""
     length = torch.tensor(counts).unsqueeze(1)
     column = torch.arange(int(length.max()))
     return torch.where(column < length, length.cumsum(0) - length + column, -1)

@@ -1,8 +1,7 @@
 """Evaluation: scoring of examples, shared among the ranks, with the same result for any number of ranks.
 
-The inputs of the model (candidates after their prompts, or prompts to continue) are sorted by length, so that
-batches have little padding. The batches do not depend on the number of ranks. Every rank runs the same number
-of batches. Each value is computed by one rank and is 0 on the others, so one sum gives all ranks all values.
+Inputs are sorted by length, so that batches have little padding, and batches do not depend on the number of
+ranks. Each value is computed by one rank and is 0 on the others, so one sum gives all ranks all values.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ class Model(Protocol):
 def evaluate(engine: Model, data: TaskData, split: EncodedSplit, batch_size: int) -> EvaluationResult:
     """Score every example by the mean log-probability of its candidates, or by its generated answer.
 
-    A collective. `batch_size` is the number of sequences in a forward pass. A calibrated score is the summed
-    log-probability of a candidate's tokens after the prompt, minus that after the null prompt.
+    A collective. `batch_size` is the number of sequences in a forward pass. Calibration: `encode_null`.
     """
     return _Evaluation(engine, data, split, batch_size).run()
 
@@ -73,18 +71,15 @@ def answer_text(example: Example, predicted: Prediction) -> str:
 
 def prediction_rows(examples: Sequence[Example], predicted: Sequence[Prediction]) -> list[dict[str, Any]]:
     """Return the index of each example, its prompt, the right answers and the answer of the model."""
-    rows = []
-    for example, answer in zip(examples, predicted, strict=True):
-        gold = () if example.label is None else (example.candidates[example.label],)
-        rows.append(
-            {
-                "index": example.index,
-                "prompt": example.prompt,
-                "right": [text.strip() for text in example.references or gold],
-                "predicted": answer_text(example, answer),
-            }
-        )
-    return rows
+    return [
+        {
+            "index": example.index,
+            "prompt": example.prompt,
+            "right": [text.strip() for text in example.references or example.gold_texts],
+            "predicted": answer_text(example, answer),
+        }
+        for example, answer in zip(examples, predicted, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -117,22 +112,21 @@ class _Evaluation:
 
     def _scores(self, sums: Sequence[Tensor]) -> Tensor:
         """Return the score of each candidate, float64 [examples, candidates], filled with -inf."""
-        if self.split.null_encoded:
-            null_sums = self._log_probabilities(self.split.null_encoded)
-            return _padded([given - null for given, null in zip(sums, null_sums, strict=True)])
-        return _padded(self._means(sums))
+        if not self.split.null_encoded:
+            return self._means(sums)
+        nulls = self._log_probabilities(self.split.null_encoded)
+        return _padded([given - null for given, null in zip(sums, nulls, strict=True)])
 
-    def _means(self, sums: Sequence[Tensor]) -> list[Tensor]:
+    def _means(self, sums: Sequence[Tensor]) -> Tensor:
         pairs = zip(sums, self.split.encoded, strict=True)
-        return [summed / torch.tensor(example.option_lengths) for summed, example in pairs]
+        return _padded([summed / torch.tensor(example.option_lengths) for summed, example in pairs])
 
     def _task_loss(self, sums: Sequence[Tensor]) -> float:
         """Return the task's own loss, computed from the log-probabilities of the candidates."""
         golds = [example.gold for example in self.split.encoded]
         if self.data.task.kind == "classification":
-            return F.cross_entropy(_padded(self._means(sums)), torch.tensor(golds)).item()
-        gold_sums = [summed[gold] for summed, gold in zip(sums, golds, strict=True)]
-        return self._mean(-torch.stack(gold_sums))
+            return F.cross_entropy(self._means(sums), torch.tensor(golds)).item()
+        return self._mean(-torch.stack([summed[gold] for summed, gold in zip(sums, golds, strict=True)]))
 
     def _mean(self, losses: Tensor) -> float:
         """Return the mean of the objective from its sum over each example, float64 [examples]."""
@@ -150,9 +144,8 @@ class _Evaluation:
     def _log_probabilities(self, encoded: Sequence[EncodedExample]) -> list[Tensor]:
         """Return the summed log-probability of each candidate's tokens: float64 [candidates] per example.
 
-        Equal sequences run only once. Sequences that differ only in their last token run as one row, since
-        the logits for that token come from the tokens before it. An example with one-token candidates thus
-        takes one row, and an example with many long candidates spreads over several batches.
+        Equal sequences run only once. Those that differ only in their last token run as one row, since the
+        logits for that token come from the tokens before it.
         """
         wanted = [list(zip(example.sequences, example.option_lengths, strict=True)) for example in encoded]
         distinct = sorted(set(chain.from_iterable(wanted)), key=lambda pair: (len(pair[0]), pair))

@@ -52,10 +52,9 @@ def generation_settings(
 
 
 def prompt_batch(prompts: Sequence[tuple[int, ...]], settings: GenerationSettings) -> MicroBatch:
-    """Lay out R prompts for the model to continue, in a batch of weight R.
+    """Lay out prompts for the model to continue, padded on the left so that they end in the same column.
 
-    Rows are padded on the left, so that all prompts end in the same column. The attention mask is 0 on the
-    padding. Models also derive the tokens' positions from it.
+    The attention mask is 0 on the padding. Models also derive the tokens' positions from it.
     """
     width = max(map(len, prompts))
     inputs = {
@@ -85,14 +84,8 @@ def write_tokens(
 ) -> Tensor:
     """Continue the prompts of a `prompt_batch`. A collective: all ranks run until all their rows have ended.
 
-    Args:
-        model: a causal language model of transformers. Its own generation settings are replaced.
-        settings: the maximum length, what ends a row, and how tokens are drawn.
-        sample_keys: int64 [rows], the key of each row's random numbers, if tokens are drawn.
-        inputs: the other inputs of the batch.
-
-    Returns:
-        int64 [rows, at most max_new_tokens], the new tokens, with padding after the end of each row.
+    Returns int64 [rows, at most max_new_tokens], the new tokens, with padding after the end of each row.
+    `sample_keys`, int64 [rows], are the keys of the rows' random numbers, if tokens are drawn.
     """
     width = inputs["input_ids"].shape[1]
     # We replace the model's generation_config instead of passing ours to generate(): transformers fills

@@ -55,10 +55,8 @@ With generation.num_samples, the answers to one record come one after the other.
 def candidate_scores(logits: Tensor, batch: MicroBatch) -> Tensor:
     """Score each candidate of a `candidate_batch` by the mean log-probability of its tokens.
 
-    Returns:
-        float32 [E, C], -inf where an example has fewer candidates. If the batch has one row per example,
-        these are the candidates' logits, which differ from log-probabilities by a constant per example.
-        Only differences within an example are meaningful then.
+    Returns float32 [E, C], -inf where an example has fewer candidates. If the batch has one row per example,
+    these are logits, of which only differences within an example are meaningful.
     """
     if "target_ids" not in batch.labels:
         return logits.float()
@@ -73,10 +71,7 @@ def classification_loss(logits: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def teacher_forcing_loss(logits: Tensor, batch: MicroBatch) -> Tensor:
-    """Return the cross-entropy of the gold tokens, summed over each example, float32 [E].
-
-    The weight of a `teacher_forcing_batch` makes the loss of a step the mean over tokens.
-    """
+    """Return the cross-entropy of the gold tokens, summed over each example, float32 [E]."""
     return _gather(_token_losses(logits, batch), batch.labels["token_slots"], 0.0).sum(dim=1)
 
 
@@ -112,7 +107,7 @@ def training_objective(kind: TaskKind) -> Objective:
 
 
 def _num_gold_tokens(example: EncodedExample) -> int:
-    return len(example.targets(example.gold))
+    return example.option_lengths[example.gold]
 
 
 def f1_loss(answers: Sequence[str], batch: MicroBatch) -> Tensor:

@@ -31,8 +31,7 @@ _MAX_ROWS = 0.75
 def can_pack(config: Any, max_length: int) -> bool:  # noqa: ANN401
     """Return whether position ids and a mask are enough to keep the sequences of a row apart.
 
-    They are if the model's attention accepts any mask, nothing else mixes tokens, and no attention window
-    is shorter than a sequence. Our mask replaces the model's own, which would apply the window.
+    No attention window may be shorter than a sequence: our mask replaces the model's, which would apply it.
     """
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model is None or "position_ids" not in inspect.signature(model.forward).parameters:
@@ -47,14 +46,10 @@ def can_pack(config: Any, max_length: int) -> bool:  # noqa: ANN401
 
 
 def pack(batch: MicroBatch) -> MicroBatch:
-    """Lay out the S rows of a batch, padded on the right to W, in as few rows of this width as they need.
+    """Lay out the rows of a batch, padded on the right to W, in as few rows of this width as they need.
 
-    Tokens after the last selected logits of a sequence are dropped. The batch is returned unchanged if it
-    selects no logits, or if packing removes less than a quarter of its rows.
-
-    Returns:
-        R rows: "input_ids" and "position_ids" int64 [R, W], and "attention_mask" bool [R, 1, W, W], true
-        where a token is visible. The selected logits are the same, in the same order.
+    Returns "input_ids" and "position_ids" int64 [R, W] and "attention_mask" bool [R, 1, W, W], and selects
+    the same logits in the same order. Tokens after the last selected logits of a sequence are dropped.
     """
     if batch.selection is None:
         return batch
@@ -88,8 +83,7 @@ def pack(batch: MicroBatch) -> MicroBatch:
 def deal(rows: np.ndarray, num_micro_batches: int) -> np.ndarray:
     """Deal examples, sorted by length, to micro-batches that have about the same number of tokens.
 
-    Ranks run different micro-batches and then wait for each other, so one with all long examples would keep
-    the others waiting. Returns the examples of the first micro-batch, then those of the second, and so on.
+    Ranks run different micro-batches and then wait for each other.
 
     >>> deal(np.array([10, 11, 12, 13, 14, 15]), 2).tolist()
     [15, 12, 11, 14, 13, 10]
@@ -100,11 +94,7 @@ def deal(rows: np.ndarray, num_micro_batches: int) -> np.ndarray:
 
 
 def _first_fit(lengths: Sequence[int], width: int) -> tuple[list[int], list[int]]:
-    """Return the row and the offset of each sequence: the longest first, each in the first row with room.
-
-    >>> _first_fit([3, 5, 2, 4], width=6)
-    ([2, 0, 1, 1], [0, 0, 4, 0])
-    """
+    """Return the row and the offset of each sequence: the longest first, each in the first row with room."""
     rows, offsets = [0] * len(lengths), [0] * len(lengths)
     filled: list[int] = []
     for sequence in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

@@ -159,7 +159,7 @@ def draw_demonstrations(
 
 
 def _after(question: Example, shown: Sequence[Example]) -> Example:
-    solved = [(e.prompt + e.candidates[e.label]).strip() for e in shown if e.label is not None]
+    solved = [(example.prompt + text).strip() for example in shown for text in example.gold_texts]
     return replace(question, demonstrations="".join(f"{text}\n\n" for text in solved))
 
 

@@ -12,10 +12,7 @@ from lezo_ds.tasks.base import Record
 
 @dataclass(frozen=True)
 class Template:
-    """A text with fields: {name} stands for a field, {{ and }} for braces.
-
-    A dot leads into a nested field. Unlike `str.format`, a template reads nothing but the record.
-    """
+    """A text with fields: {name} or {section.name}. Unlike `str.format`, it reads nothing but the record."""
 
     parts: tuple[tuple[str, str | None], ...]
     """Pairs of a text and the field after it, which is None at the end of the template."""
@@ -63,10 +60,7 @@ def parse_template(key: str, text: str) -> Template:
 
 
 def field_path(record: Record, field: str) -> list[str]:
-    """Return the names that lead to a field, from the outside in.
-
-    A dot leads into a nested field, unless a column of a table has the dotted name.
-    """
+    """Return the names that lead to a field; a column of a table may have a dot in its name."""
     return [field] if field in record else field.split(".")
 
 
