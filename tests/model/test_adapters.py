@@ -1,0 +1,284 @@
+"""LoRA and prefix tuning: where they start, what they compute, and that other libraries open what is saved.
+
+tests/runs/test_matrix.py trains, resumes, replays and exports them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import PeftModel
+from ranks import run_ranks
+from tiny_adapters import PREFIX_LENGTH, peft_config, start_engine, train, whole_batch, write_families
+from tiny_models import FAMILIES, VOCABULARY, tiny_model
+from tiny_runs import SEED, full_weights, write_model
+from tiny_runs import start_engine as start_plain_engine
+from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig
+
+from lezo_ds.config import PeftConfig
+from lezo_ds.data.generation import prompt_batch
+from lezo_ds.errors import UserError
+from lezo_ds.forward.adapters import load_prefix, make_adapter
+from lezo_ds.forward.adapters.lora import uniform
+from lezo_ds.forward.adapters.prefix import initial_ids
+from lezo_ds.forward.batch import GenerationSettings, MicroBatch
+from lezo_ds.forward.blocks import find_blocks
+from lezo_ds.forward.perturbed_forward import KeyedProbe, Perturbation
+from lezo_ds.zo.keys import adapter_key
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SCALE = 5.0 / 2  # alpha / r of the tiny adapters
+PROMPTS = [(0, 5, 9, 30), (0, 7), (0, 11, 12, 13, 14, 15, 16, 17)]
+SETTINGS = GenerationSettings(max_new_tokens=6, stop_ids=(2,), pad_id=1)
+
+
+def load(directory, dtype="fp32"):
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype]).eval()
+
+
+# LoRA.
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 60), st.integers(0, 60))
+def test_a_slice_of_the_first_values_is_the_same_however_it_is_cut(seed, parameter_id, start, count):
+    whole = uniform(seed, parameter_id, 0, 120)
+    assert torch.equal(uniform(seed, parameter_id, start, count), whole[start : start + count])
+
+
+def test_the_first_values_are_uniform_and_each_seed_and_parameter_has_its_own():
+    values = uniform(adapter_key(3), 7, 0, 40_000)
+    assert values.min() >= -1 and values.max() < 1
+    counts = torch.histc(values, 20, -1, 1)
+    assert float(((counts - 2000) ** 2 / 2000).sum()) < 43.8  # 19 degrees of freedom, once in a thousand
+    for other in (uniform(adapter_key(4), 7, 0, 40_000), uniform(adapter_key(3), 8, 0, 40_000)):
+        assert abs(float(torch.corrcoef(torch.stack([values, other]))[0, 1])) < 0.02
+
+
+def _lora(directory, family, dtype, num_ranks, root):
+    """Return weights and logits before and after 3 steps, and the directory of a snapshot."""
+    engine = start_engine(directory, peft_config("lora", family), dtype, num_ranks, learning_rate=1.0)
+    first = full_weights(engine), engine.forward(whole_batch())
+    train(engine, 3)
+    return first, (full_weights(engine), engine.forward(whole_batch())), engine.save_checkpoint(root)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("family", "dtype", "num_ranks"), [("gpt2", "fp32", 1), ("llama", "bf16", 2)])
+def test_lora_starts_at_the_model_adds_the_scaled_product_and_is_opened_by_peft(
+    family, dtype, num_ranks, tmp_path
+):
+    directory = write_families([family], tmp_path)[family]
+    *_, result = run_ranks(_lora, num_ranks, directory, family, dtype, num_ranks, tmp_path / "saved")
+    (first, first_logits), (weights, logits), snapshot = result
+    batch, tolerance = whole_batch().inputs, 1e-4 if dtype == "fp32" else 0.05
+    with torch.no_grad():
+        torch.testing.assert_close(first_logits, load(directory, dtype)(**batch).logits)
+        bound = 16**-0.5  # kaiming_uniform_(a=sqrt(5)), as peft starts A
+        for name, value in first.items():
+            if name.endswith(".lora_A.weight"):
+                assert value.shape == (2, 16)
+                assert 0.7 * bound < float(value.abs().max()) <= bound
+            assert not (name.endswith(".lora_B.weight") and value.any())
+
+        model = load(directory)
+        plain = model(**batch).logits
+        for name, parameter in model.named_parameters():
+            adapter = name.removesuffix(".weight")
+            if f"{adapter}.lora_A.weight" in weights:
+                down, up = (weights[f"{adapter}.lora_{side}.weight"].float() for side in "AB")
+                product = SCALE * up @ down
+                parameter += product.T if family == "gpt2" else product
+        expected = model(**batch).logits
+        torch.testing.assert_close(logits.float(), expected, rtol=tolerance, atol=tolerance)
+        assert float((expected - plain).abs().max()) > 5 * tolerance
+
+        opened = PeftModel.from_pretrained(load(directory, dtype), snapshot, autocast_adapter_dtype=False)
+        assert opened.peft_config["default"].base_model_name_or_path == str(directory)
+        torch.testing.assert_close(opened.eval()(**batch).logits, logits)
+
+
+def test_the_models_own_parameters_are_frozen_and_keep_their_names():
+    model = tiny_model("opt")
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    adapter = make_adapter(peft_config("lora"))
+    adapter.attach(model, find_blocks(model))
+    names = {adapter.own_name(name): parameter for name, parameter in model.named_parameters()}
+    assert {name: id(names[name]) for name in before} == before
+    assert {name for name, p in names.items() if p.requires_grad} == names.keys() - before.keys()
+
+
+def test_a_whole_name_takes_one_module_and_the_end_of_a_name_all_of_them():
+    for targets, num_blocks in (("q_proj", 3), ("model.layers.1.mlp.up_proj", 1)):
+        model = tiny_model("llama")
+        make_adapter(PeftConfig(kind="lora", lora_targets=targets)).attach(model, find_blocks(model))
+        assert sum(parameter.requires_grad for parameter in model.parameters()) == 2 * num_blocks
+
+
+@pytest.mark.parametrize("targets", ["q_proj,nowhere", "self_attn", "proj", ",", "embed_tokens"])
+def test_targets_that_match_nothing_or_no_linear_module_are_refused_with_those_there_are(targets):
+    model = tiny_model("llama")
+    adapter = make_adapter(PeftConfig(kind="lora", lora_targets=targets))
+    with pytest.raises(UserError, match="some of down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj"):
+        adapter.attach(model, find_blocks(model))
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+# Prefix tuning.
+
+
+def test_the_first_tokens_follow_from_the_seed_alone():
+    assert initial_ids(0, 5, 50272) == [31280, 569, 31140, 33440, 12490]
+    assert initial_ids(1, 5, 50272)[:3] != initial_ids(0, 3, 50272) == [31280, 569, 31140]
+
+
+def _prefix(directory, family, dtype, num_ranks, root):
+    """Return the first values, and after 3 steps the values, logits, new tokens and a snapshot."""
+    engine = start_engine(directory, peft_config("prefix", family), dtype, num_ranks, learning_rate=3.0)
+
+    def values():
+        weights = full_weights(engine).items()
+        keys, values = (
+            [value for name, value in weights if name.endswith(f".prefix.{kind}")]
+            for kind in ("key", "value")
+        )
+        return list(zip(keys, values, strict=True))
+
+    first = values()
+    train(engine, 3)
+    logits, batch = engine.forward(whole_batch()), prompt_batch(PROMPTS, SETTINGS)
+    probes = (KeyedProbe(5, 0.3), KeyedProbe(5, -0.3))
+    with torch.no_grad():
+        both = engine.run(batch, Perturbation(probes, frozenset({0})))
+        each = [engine.run(batch, Perturbation((probe,), frozenset({0})))[0] for probe in probes]
+    for left, right in zip(both, each, strict=True):
+        assert dtype == "bf16" or left[:, : right.shape[1]].tolist() == right.tolist()
+    return first, values(), logits, engine.forward(batch), engine.save_checkpoint(root)
+
+
+def logits_by_hand(model, prefix, ids):
+    """Return the logits of right-padded text behind a prefix in the cache, the text's positions from 0."""
+    rows, tokens = ids.shape
+    cache = DynamicCache(config=model.config)
+    for block, (key, value) in enumerate(prefix):
+        cache.update(key.expand(rows, -1, -1, -1), value.expand(rows, -1, -1, -1), block)
+    with torch.no_grad():
+        return model(
+            ids,
+            past_key_values=cache,
+            attention_mask=torch.ones(rows, PREFIX_LENGTH + tokens, dtype=torch.int64),
+            position_ids=torch.arange(tokens).expand(rows, -1),
+        ).logits
+
+
+def continue_by_hand(model, prefix, prompt):
+    """Write greedily, the whole text anew for each token."""
+    ids = list(prompt)
+    while len(ids) - len(prompt) < SETTINGS.max_new_tokens and (len(ids) == len(prompt) or ids[-1] != 2):
+        ids.append(int(logits_by_hand(model, prefix, torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("family", ["opt", "llama", "mistral", "qwen3", "gpt2"])
+def test_a_prefix_equals_keys_and_values_put_before_the_text_by_hand(family, tmp_path):
+    dtype, num_ranks = ("bf16", 2) if family == "llama" else ("fp32", 1)
+    config = FAMILIES[family][0]
+    if family == "mistral":
+        config = MistralConfig(**(config.to_dict() | {"sliding_window": None}))
+    directory = write_model(config, tmp_path / family)
+    *_, result = run_ranks(_prefix, num_ranks, directory, family, dtype, num_ranks, tmp_path / "saved")
+    first, prefix, logits, tokens, snapshot = result
+    model, batch = load(directory, dtype), whole_batch().inputs
+    with torch.no_grad():
+        cache = model(torch.tensor([initial_ids(SEED, PREFIX_LENGTH, VOCABULARY)]), use_cache=True)
+    for (key, value), layer in zip(first, cache.past_key_values.layers, strict=True):
+        torch.testing.assert_close(key, layer.keys[0])
+        torch.testing.assert_close(value, layer.values[0])
+
+    expected, tolerance = logits_by_hand(model, prefix, batch["input_ids"]), 1e-5 if dtype == "fp32" else 0.03
+    torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
+    before = logits_by_hand(model, first, batch["input_ids"])
+    assert float((expected - before).abs().max()) > 2 * tolerance
+    if dtype == "fp32":  # in bf16, the probabilities of two tokens may be the same
+        for prompt, row in zip(PROMPTS, tokens.tolist(), strict=True):
+            written = continue_by_hand(model, prefix, prompt)
+            assert row == written + [SETTINGS.pad_id] * (len(row) - len(written))
+
+    load_prefix(model, snapshot)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).logits, logits)
+    with pytest.raises(UserError, match="does not fit"):
+        load_prefix(tiny_model("llama" if family == "opt" else "opt"), snapshot)
+
+
+def _sliding_logits(directory):
+    engine = start_engine(directory, peft_config("prefix"))
+    batch = MicroBatch({"input_ids": torch.arange(3, 23).unsqueeze(0)}, 1)
+    first = engine.forward(batch)
+    for parameter in engine.weights.adapter_parameters:
+        with parameter.shard(write=True) as shard:
+            shard.mul_(2)
+    return first, engine.forward(batch)
+
+
+@pytest.mark.distributed
+def test_a_prefix_is_seen_past_a_sliding_window(tmp_path):
+    directory = write_families(["mistral"], tmp_path)["mistral"]  # its window: 8 tokens, 3 blocks
+    ((before, after),) = run_ranks(_sliding_logits, 1, directory)
+    assert ((before - after).abs().amax(-1) > 1e-3).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prefix_lies_in_every_block_and_is_all_that_is_trained(family):
+    model = tiny_model(family)
+    layout, adapter = find_blocks(model), make_adapter(peft_config("prefix"))
+    if family == "gemma2":
+        with pytest.raises(UserError, match="needs sdpa attention, which Gemma2ForCausalLM does not use"):
+            adapter.attach(model, layout)
+        return
+    adapter.attach(model, layout)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert all(name.endswith((".prefix.key", ".prefix.value")) for name in trained)
+    assert [layout.block_of(name) for name in trained] == [0, 0, 1, 1, 2, 2]
+    heads = 4 if family in ("opt", "opt_projected", "gpt_neox", "gpt2", "phi") else 2
+    assert {p.shape for p in trained.values()} == {(heads, PREFIX_LENGTH, 4)}
+
+
+# Both.
+
+
+def _bases(directory):
+    adapters = [start_engine(directory, peft_config(kind)).base for kind in ("lora", "prefix")]
+    return start_plain_engine(directory).base, adapters
+
+
+@pytest.mark.distributed
+def test_the_fingerprint_is_the_base_models_and_the_table_holds_the_adapters_names(opt_directory):
+    ((plain, bases),) = run_ranks(_bases, 1, opt_directory)
+    assert {base.fingerprint for base in bases} == {plain.fingerprint}
+    assert len({plain.table_hash, *(base.table_hash for base in bases)}) == 3
+
+
+def _first_values_of_another_machine(directory, root, num_ranks):
+    """Train from first values that this engine itself would not compute; return records and a digest."""
+    engine = start_engine(directory, peft_config("prefix"), num_ranks=num_ranks)
+    for parameter in engine.weights.adapter_parameters:
+        with parameter.shard(write=True) as shard:
+            shard.mul_(1 + 2.0**-20)
+    engine.save_checkpoint(root)
+    return train(engine, 2), engine.weights.digest()
+
+
+def _resumed_digest(directory, root, records):
+    engine = start_engine(directory, peft_config("prefix"))
+    engine.load_checkpoint(root, records)
+    return engine.weights.digest()
+
+
+@pytest.mark.distributed
+def test_the_first_values_in_a_snapshot_count_not_those_computed_again(opt_directory, tmp_path):
+    (records, digest), _ = run_ranks(_first_values_of_another_machine, 2, opt_directory, tmp_path, 2)
+    assert run_ranks(_resumed_digest, 1, opt_directory, tmp_path, records) == [digest]
+    assert run_ranks(_resumed_digest, 1, opt_directory, tmp_path / "none", records) != [digest]
