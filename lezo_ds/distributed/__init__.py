@@ -1,7 +1,6 @@
 """The process group: how ranks join it, the device of each rank, and the scalars that ranks exchange."""
 
-from lezo_ds.distributed.accelerator import device, local_rank
-from lezo_ds.distributed.arithmetic import arithmetic_facts, cpu_name
+from lezo_ds.distributed.accelerator import arithmetic_facts, cpu_name, device, local_rank
 from lezo_ds.distributed.collectives import (
     barrier,
     broadcast_bytes,
@@ -15,13 +14,7 @@ from lezo_ds.distributed.collectives import (
     sum_vector,
     world_size,
 )
-from lezo_ds.distributed.start import (
-    free_port,
-    init_distributed,
-    lost_ranks_reported,
-    shut_down,
-    slurm_rank_variables,
-)
+from lezo_ds.distributed.start import init_distributed, lost_ranks_reported, shut_down
 
 __all__ = [
     "arithmetic_facts",
@@ -31,7 +24,6 @@ __all__ = [
     "counted_bytes",
     "cpu_name",
     "device",
-    "free_port",
     "gather_integers",
     "gather_objects",
     "init_distributed",
@@ -40,7 +32,6 @@ __all__ = [
     "on_rank_zero",
     "rank",
     "shut_down",
-    "slurm_rank_variables",
     "sum_integers",
     "sum_vector",
     "world_size",

@@ -1,9 +1,10 @@
-"""The device of this rank, and changes to DeepSpeed that CPUs need."""
+"""The device of this rank, what it computes with, and changes to DeepSpeed that CPUs need."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import platform
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -15,30 +16,33 @@ from torch import Tensor
 
 from lezo_ds.errors import UserError
 
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_DEFAULT_WORKSPACE = ":4096:8"
+"""cuBLAS repeats its results if its workspace has a fixed size (its documentation, "Results
+reproducibility"). This is the size that torch 2.13 gives it on Hopper GPUs anyway."""
 
-def take_device() -> None:
-    """Make this rank's own GPU the current device. On a CPU, do nothing.
 
-    Raises:
-        UserError: this rank sees fewer GPUs than its node has ranks.
-    """
-    accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
-        return
-    seen = accelerator.device_count()
-    if local_rank() >= seen:
-        raise UserError(
-            f"rank {local_rank()} of its node has no GPU of its own",
-            got=f"{seen} visible",
-            expected="one GPU for each rank of the node, all of them visible to every rank",
-            fix="start fewer ranks or correct CUDA_VISIBLE_DEVICES (Slurm: --gpus-per-node, not -per-task)",
-        )
-    accelerator.set_device(local_rank())
+def local_rank() -> int:
+    """Return the index of this rank on its node, from 0."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def device() -> torch.device:
     """Return the device of this rank."""
     return torch.device(get_accelerator().current_device_name())
+
+
+def take_device() -> None:
+    """Make this rank's own GPU the current device. On a CPU, do nothing."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return
+    if local_rank() >= accelerator.device_count():
+        raise UserError(
+            f"rank {local_rank()} of its node has no GPU of its own: it sees {accelerator.device_count()}",
+            fix="start fewer ranks or correct CUDA_VISIBLE_DEVICES (Slurm: --gpus-per-node, not -per-task)",
+        )
+    accelerator.set_device(local_rank())
 
 
 def adapt_to_cpu() -> None:
@@ -50,18 +54,14 @@ def adapt_to_cpu() -> None:
         # DeepSpeed would compile its shared-memory all-reduce. That takes a compiler and half a minute, and
         # it can fail (DeepSpeed issue 7108). Only `inference_all_reduce` uses it, which is not used here.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # DeepSpeed gathers all weights through this method, of an instance that it makes itself.
         TorchBackend.all_gather_into_tensor = _gather_by_broadcasts
 
 
-class _Works:
+class _Works(list[Any]):
     """Several asynchronous messages that are waited for as one."""
 
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
     def wait(self) -> None:
-        for work in self._works:
+        for work in self:
             work.wait()
 
 
@@ -83,7 +83,7 @@ def _gather_by_broadcasts(
     if mine.data_ptr() != input_tensor.data_ptr():
         mine.copy_(input_tensor.view(-1))
     works = _Works(
-        [dist.broadcast(part, rank, group, async_op=True) for part, rank in zip(parts, ranks, strict=True)]
+        dist.broadcast(part, rank, group, async_op=True) for part, rank in zip(parts, ranks, strict=True)
     )
     if async_op:
         return works
@@ -91,6 +91,34 @@ def _gather_by_broadcasts(
     return None
 
 
-def local_rank() -> int:
-    """Return the index of this rank on its node, from 0."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+def fix_arithmetic() -> None:
+    """Switch off what trades precision for speed in products. Call this before CUDA starts."""
+    os.environ.setdefault(_WORKSPACE, _DEFAULT_WORKSPACE)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+def arithmetic_facts(device: torch.device) -> dict[str, str]:
+    """Return, by name, what else than versions of libraries decides the last bits of a result."""
+    matmul = torch.backends.cuda.matmul
+    is_forced = os.environ.get("NVIDIA_TF32_OVERRIDE") == "1"
+    tf32 = matmul.allow_tf32 or torch.backends.cudnn.allow_tf32 or is_forced
+    reduced = matmul.allow_fp16_reduced_precision_reduction or matmul.allow_bf16_reduced_precision_reduction
+    # torch picks the widest instructions of a CPU.
+    cpu = f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
+    return {
+        "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "TF32": "on" if tf32 else "off",
+        "reduced-precision reductions": "on" if reduced else "off",
+        _WORKSPACE: os.environ.get(_WORKSPACE, "not set"),
+    }
+
+
+def cpu_name() -> str:
+    """Return the name of this machine's CPU, or of its architecture if Linux does not tell it."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -51,10 +51,10 @@ def broadcast_object(value: Any) -> Any:  # noqa: ANN401
 
 def gather_objects(value: Any) -> list[Any]:  # noqa: ANN401
     """Return the values of all ranks, by rank. They are pickled, which is too slow to do in every step."""
-    found: list[Any] = [None] * world_size()
+    values: list[Any] = [None] * world_size()
     # deepspeed.comm's function ends the process if its logger is on (0.19.8).
-    dist.all_gather_object(found, value)
-    return found
+    dist.all_gather_object(values, value)
+    return values
 
 
 def gather_integers(values: Sequence[int]) -> list[list[int]]:
@@ -75,12 +75,7 @@ def sum_vector(values: torch.Tensor) -> list[float]:
 
 
 def sum_integers(values: Sequence[int], group: Any = None) -> list[int]:  # noqa: ANN401
-    """Return the element-wise sum of integers in [-2**63, 2**63) over the ranks, modulo 2**64 and signed.
-
-    Args:
-        values: every rank has the same number of them.
-        group: a process group; None for all ranks.
-    """
+    """Return the element-wise sum of integers in [-2**63, 2**63) over the ranks, modulo 2**64 and signed."""
     vector = torch.tensor(values, dtype=torch.int64, device=device())
     comm.all_reduce(vector, group=group)
     return vector.cpu().tolist()
@@ -107,11 +102,7 @@ def counted_bytes() -> Iterator[dict[str, int]]:
 
 
 def on_rank_zero(action: Callable[[], _T]) -> _T:
-    """Run `action` on rank 0 and return its result on every rank. A collective.
-
-    Raises:
-        LezoError: `action` raised it. Every rank raises it, so that no rank waits for one that has stopped.
-    """
+    """Run `action` on rank 0 and return its result, or raise its LezoError, on every rank. A collective."""
     outcome: tuple[Any, LezoError | None] = (None, None)
     if rank() == 0:
         try:

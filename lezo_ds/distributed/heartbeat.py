@@ -32,19 +32,13 @@ _states: list[Callable[[], str]] = []
 
 
 class Heartbeat:
-    """The count of this rank, and what is known of the others.
-
-    Args:
-        rank: of this process.
-        num_ranks: number of ranks.
-        limit_seconds: see `LIMIT_SECONDS`.
-    """
+    """The count of this rank, and what is known of the others."""
 
     def __init__(self, rank: int, num_ranks: int, limit_seconds: float) -> None:
         self._rank = rank
         self._interval = limit_seconds / _BEATS
         # How often this thread has looked since the count of a rank last changed. This is not a time, so that
-        # a machine that slept does not find all others lost when it wakes up.
+        # a machine that slept does not take all others for lost when it wakes up.
         self._missed = dict.fromkeys(range(1, num_ranks) if rank == 0 else [0], 0)
         self._store_is_gone = False
         self._stopped = threading.Event()
@@ -58,12 +52,11 @@ class Heartbeat:
         )
 
     def start(self) -> None:
-        """Start to count and to watch."""
         for work in (self._count, self._watch):
             threading.Thread(target=work, daemon=True, name=f"heartbeat{work.__name__}").start()
 
     def stop(self) -> None:
-        """Stop both. After this, no rank is found lost."""
+        """Stop both threads. After this, no rank is reported as lost."""
         self._stopped.set()
 
     def _count(self) -> None:
@@ -90,21 +83,16 @@ class Heartbeat:
                 if missed >= _BEATS:
                     self._report(f"rank {rank} has shown no sign of life for {self._interval * _BEATS:.0f} s")
 
-    def _report(self, found: str) -> None:
+    def _report(self, what: str) -> None:
         for state in _states[-1:]:  # a copy: the main thread may leave the context at this moment
             if not self._stopped.is_set():
-                end_with(lost_rank_error(found, state()))
+                end_with(lost_rank_error(what, state()))
 
 
-def lost_rank_error(found: str, state: str) -> LostRankError:
-    """Return the error for a rank that has ended or hangs.
-
-    Args:
-        found: what shows it.
-        state: a description of the run, such as its last good step.
-    """
+def lost_rank_error(what: str, state: str) -> LostRankError:
+    """Return the error for a rank that has ended or hangs. `state` describes the run."""
     return LostRankError(
-        f"another rank has ended, or has not answered in time; got: {found}; {state}; "
+        f"another rank has ended, or has not answered in time: {what}; {state}; "
         "fix: read the error of that rank, then run the same command again"
     )
 
@@ -114,10 +102,7 @@ def ending_if_lost(state: Callable[[], str]) -> Iterator[None]:
     """End this process, with exit code 6 and one line, if another rank is lost inside the context.
 
     The main thread may be inside a message that never ends. It cannot raise an error, so that the process
-    ends at once, as if it were killed.
-
-    Args:
-        state: returns a description of the run for the error. Another thread calls it.
+    ends at once, as if it were killed. Another thread calls `state`.
     """
     _states.append(state)
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import os
 import re
 import socket
@@ -9,33 +11,32 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 from deepspeed import comm
-from torch.distributed import DistError
+from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import register_rendezvous_handler
 
-from lezo_ds.distributed import heartbeat, rendezvous
-from lezo_ds.distributed.accelerator import adapt_to_cpu, take_device
-from lezo_ds.distributed.arithmetic import fix_arithmetic
+from lezo_ds.distributed import heartbeat
+from lezo_ds.distributed.accelerator import adapt_to_cpu, fix_arithmetic, take_device
+from lezo_ds.errors import UserError
 
 # Phrases that occur in gloo's errors and in no others. gloo raises a plain RuntimeError (torch 2.13).
 _LOST = re.compile(
     r"[Cc]onnection (closed|reset|refused)|[Tt]imed out waiting|timeout caused|gloo/transport|Socket closed"
 )
-_heartbeats: list[heartbeat.Heartbeat] = []
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_SCHEME = "lezo"
+_PENDING_CONNECTIONS = 4096
+_heartbeats: list[heartbeat.Heartbeat] = []
 
 
 def init_distributed(timeout_seconds: int = 1800) -> None:
-    """Join the process group, with the arithmetic of `fix_arithmetic`. A second call does nothing.
+    """Join the process group. A collective waits for the other ranks for so long. A second call does nothing.
 
     The `deepspeed` launcher and torchrun set RANK and the other variables. For srun they are derived from
     SLURM_*, and for mpirun mpi4py provides them. A process that none of these started is the only rank.
-
-    Args:
-        timeout_seconds: how long a collective waits for the other ranks.
-
-    Raises:
-        UserError: this rank has no GPU of its own, or rank 0 cannot listen on MASTER_ADDR and MASTER_PORT.
     """
     fix_arithmetic()
     if comm.is_initialized():
@@ -45,7 +46,7 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
         _set_rank_variables()
     take_device()  # before the first message: otherwise every rank would send it from GPU 0
     timeout = timedelta(seconds=timeout_seconds)
-    comm.init_distributed(timeout=timeout, init_method=rendezvous.prepare(), verbose=False)
+    comm.init_distributed(timeout=timeout, init_method=prepare_rendezvous(), verbose=False)
     if comm.get_world_size() > 1:
         limit = min(heartbeat.LIMIT_SECONDS, timeout_seconds)
         _heartbeats.append(heartbeat.Heartbeat(comm.get_rank(), comm.get_world_size(), limit))
@@ -56,17 +57,23 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
         beating.start()
 
 
+def shut_down() -> None:
+    """Leave the process group. A collective: a rank that leaves early breaks the messages of the others."""
+    while _heartbeats:
+        _heartbeats.pop().stop()
+    if comm.is_initialized():
+        comm.barrier()
+        comm.destroy_process_group()
+    if "mpi4py.MPI" in sys.modules:
+        # mpirun treats a process that ends without this call as crashed.
+        sys.modules["mpi4py.MPI"].Finalize()
+
+
 @contextmanager
 def lost_ranks_reported(state: Callable[[], str]) -> Iterator[None]:
-    """Turn an error of a message between ranks into one that says that another rank is lost.
+    """Turn an error of a message between ranks into LostRankError. `state` describes the run, for the error.
 
-    If the message never ends, the heartbeat finds the lost rank and ends the process with the same line.
-
-    Args:
-        state: returns a description of the run for the error, such as its last good step.
-
-    Raises:
-        LostRankError: a message between ranks failed.
+    If the message never ends, the heartbeat ends the process with the same line.
     """
     try:
         with heartbeat.ending_if_lost(state):
@@ -87,41 +94,33 @@ def _set_rank_variables() -> None:
     elif any(name in os.environ for name in ("PMI_SIZE", "PMIX_RANK")):
         _ask_mpi()
     else:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(free_port()))
+        os.environ.setdefault("MASTER_PORT", str(port))
 
 
 def _ask_mpi() -> None:
     from deepspeed.comm.comm import mpi_discovery
 
-    given = os.environ.get("MASTER_ADDR")
+    address = os.environ.get("MASTER_ADDR")
     mpi_discovery(distributed_port=int(os.environ.get("MASTER_PORT", "29500")), verbose=False)
-    if given is not None:
-        os.environ["MASTER_ADDR"] = given
+    if address is not None:
+        os.environ["MASTER_ADDR"] = address
     elif os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == os.environ["WORLD_SIZE"]:
         os.environ["MASTER_ADDR"] = "127.0.0.1"  # every rank is on this machine
 
 
 def slurm_rank_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return RANK and the other variables of a task that srun started.
+    """Return RANK and the other variables of a task that srun started, from its SLURM_*.
 
     The address is the first node of the job step, where task 0 runs. The port is derived from the numbers of
     the job and the step, and it is below the range that Linux uses for outgoing connections. A MASTER_ADDR or
     MASTER_PORT that is already set is kept.
-
-    Args:
-        variables: SLURM_* of the task.
-
-    >>> ours = slurm_rank_variables(
-    ...     {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "7",
-    ...      "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[07-08,11],big1"}
-    ... )
-    >>> ours["MASTER_ADDR"], ours["MASTER_PORT"]
-    ('gpu07', '10112')
     """
-    nodes = re.sub(
-        r"\[(\d+)[^]]*\]", r"\1", variables["SLURM_STEP_NODELIST"]
-    )  # keeps the first of each range
+    # keeps the first of each range: gpu[07-08,11],big1 is gpu07,big1
+    nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", variables["SLURM_STEP_NODELIST"])
     meeting = 16 * int(variables["SLURM_JOB_ID"]) + int(variables["SLURM_STEP_ID"])
     return {
         "RANK": variables["SLURM_PROCID"],
@@ -132,20 +131,66 @@ def slurm_rank_variables(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def free_port() -> int:
-    """Return a TCP port that is free on this machine at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def prepare_rendezvous() -> str:
+    """Return the `init_method` for torch's process group. MASTER_ADDR and the other variables must be set.
+
+    torch's own store listens on every address of rank 0's machine, whatever MASTER_ADDR says (PyTorch issue
+    173909, torch 2.13). Its messages are neither encrypted nor authenticated, so other machines should not be
+    able to reach it. Ours listens on the address in MASTER_ADDR only. If that is the loopback, gloo and NCCL
+    use it too, unless their variables are set. Ranks that torchrun started use torchrun's own store.
+    """
+    if is_loopback(os.environ["MASTER_ADDR"]):
+        loopbacks = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+        for variable in _INTERFACE_VARIABLES:
+            os.environ.setdefault(variable, loopbacks[0] if loopbacks else "lo")
+    return "env://" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else f"{_SCHEME}://"
 
 
-def shut_down() -> None:
-    """Leave the process group. A collective: a rank that leaves early breaks the messages of the others."""
-    while _heartbeats:
-        _heartbeats.pop().stop()
-    if comm.is_initialized():
-        comm.barrier()
-        comm.destroy_process_group()
-    if "mpi4py.MPI" in sys.modules:
-        # mpirun treats a process that ends without this call as crashed.
-        sys.modules["mpi4py.MPI"].Finalize()
+def is_loopback(host: str) -> bool:
+    """Return whether a name or an address is a loopback, which means the own machine on every machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen_at(host: str, port: int) -> socket.socket | None:
+    """Return a socket that listens on the host's address only, or None if this machine cannot see it.
+
+    The other machines may know the host by an address that this machine does not have: its own name may
+    resolve to its loopback, or the address may belong to a machine that forwards. With None, torch listens on
+    all addresses.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if is_loopback(str(address[0])) and not is_loopback(host):
+            return None
+        return socket.create_server((str(address[0]), port), family=family, backlog=_PENDING_CONNECTIONS)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            return None
+        raise UserError(
+            f"rank 0 cannot listen on {host}, port {port}: {error}",
+            fix="set MASTER_ADDR or MASTER_PORT (with the deepspeed launcher: --master_addr, --master_port)",
+        ) from error
+
+
+def _meet(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[Store, int, int]]:  # noqa: ANN401
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    listener = listen_at(host, port) if rank == 0 else None
+    store = TCPStore(
+        host_name=host,
+        port=port,
+        world_size=world_size,
+        is_master=rank == 0,
+        timeout=timeout,
+        multi_tenant=True,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+    # torch asks for a second item only if ranks join again, which they never do here.
+    yield store, rank, world_size
+
+
+# This registers the handler for the whole process, under a scheme of its own that torch does not use.
+register_rendezvous_handler(_SCHEME, _meet)  # type: ignore[no-untyped-call]

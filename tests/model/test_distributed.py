@@ -1,0 +1,244 @@
+"""How ranks meet and where they listen, what they compute with, and how a lost one is found."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from commands import PATIENCE_SECONDS, assert_all_end, free_port, mpirun, ranks_of, start, wait_until
+from ranks import run_ranks
+from run_ends import STEP, num_steps, reaches
+from torch.distributed import Store, TCPStore
+
+from lezo_ds import distributed
+from lezo_ds.distributed import accelerator, heartbeat
+from lezo_ds.distributed import start as start_module
+from lezo_ds.distributed.accelerator import arithmetic_facts, fix_arithmetic, take_device
+from lezo_ds.distributed.start import is_loopback, listen_at, prepare_rendezvous, slurm_rank_variables
+from lezo_ds.errors import LostRankError, UserError
+
+CPU = torch.device("cpu")
+
+# Meeting.
+
+
+def _listening(address):
+    os.environ["MASTER_ADDR"] = address
+    distributed.init_distributed()
+    distributed.barrier()
+    mine = psutil.Process().net_connections("inet")
+    addresses = {connection.laddr.ip for connection in mine if connection.status == psutil.CONN_LISTEN}
+    distributed.barrier()
+    return addresses, distributed.sum_integers([1])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.2"])
+def test_ranks_listen_at_the_address_where_they_meet_and_on_the_loopback_only(address):
+    """127.0.0.2 stands for a machine's second interface."""
+    results = run_ranks(_listening, 2, address)
+    assert [number for _, number in results] == [[2], [2]]
+    assert set.union(*(addresses for addresses, _ in results)) <= {"127.0.0.1", "::1", address}
+    assert address == "localhost" or address in results[0][0]
+
+
+class _LateStore(Store):
+    """What the ranks meet through, slow to answer."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__()
+        self._store = TCPStore(*arguments, **options)
+
+    def set(self, key, value):
+        self._store.set(key, value)
+
+    def wait(self, keys, *timeout):
+        self._store.wait(keys, *timeout)
+
+    def get(self, key):
+        time.sleep(0.3)
+        return self._store.get(key)
+
+
+def _rank_0_ends_once_it_has_joined():
+    if os.environ["RANK"] == "1":
+        start_module.TCPStore = _LateStore
+    distributed.init_distributed()
+    if os.environ["RANK"] == "0":
+        os._exit(2)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_ends_at_once_does_not_stop_one_that_still_joins():
+    with pytest.raises(AssertionError, match=r"^1 of 2 ranks failed\nrank 0: died"):
+        run_ranks(_rank_0_ends_once_it_has_joined, 2)
+
+
+def test_a_listener_has_its_address_and_one_of_another_machine_is_left_to_torch(monkeypatch):
+    port = free_port()
+    with listen_at("127.0.0.1", port) as listener:
+        assert is_loopback(listener.getsockname()[0])
+        with pytest.raises(UserError, match=rf"cannot listen on 127\.0\.0\.1, port {port}.*master_port"):
+            listen_at("127.0.0.1", port)
+    assert listen_at("192.0.2.77", free_port()) is None
+    with pytest.raises(UserError, match=r"rank 0 cannot listen on no\.such\.host\.invalid"):
+        listen_at("no.such.host.invalid", 29500)
+    # A machine's own name may stand for its loopback, and its peers know it by another address.
+    addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29500))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
+    assert listen_at("node-1", 29500) is None
+
+
+@pytest.mark.parametrize(
+    ("address", "users", "interface"),
+    [("127.0.0.1", None, "lo"), ("localhost", "eth7", "eth7"), ("10.0.0.1", None, None)],
+)
+def test_the_libraries_stay_on_the_loopback_unless_told_otherwise(address, users, interface, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", address)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, users or "")
+        if users is None:
+            monkeypatch.delenv(name)
+    assert prepare_rendezvous() == "lezo://"
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        assert (os.environ.get(name) or "none").startswith(interface or "none")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert prepare_rendezvous() == "env://"
+
+
+def slurm_task(job=7, step=0, nodes="n1", **more):
+    task = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": str(job)}
+    return slurm_rank_variables(task | {"SLURM_STEP_ID": str(step), "SLURM_STEP_NODELIST": nodes, **more})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1,n2", "n1"),
+        ("gpu[007,009-011],big[1-3]", "gpu007"),
+        ("rack[2-3]node[05-08].site", "rack2node05.site"),
+    ],
+)
+def test_a_slurm_task_is_a_rank_that_meets_the_others_at_the_first_node(nodes, first):
+    ranks = slurm_task(nodes=nodes)
+    assert (ranks["RANK"], ranks["LOCAL_RANK"], ranks["WORLD_SIZE"]) == ("3", "1", "4")
+    assert ranks["MASTER_ADDR"] == first
+    assert slurm_task(nodes=nodes, MASTER_ADDR="10.0.0.1", MASTER_PORT="5")["MASTER_PORT"] == "5"
+
+
+def test_concurrent_jobs_and_steps_meet_at_ports_of_their_own():
+    ports = {int(slurm_task(job, step)["MASTER_PORT"]) for job in range(900, 1000) for step in range(16)}
+    assert len(ports) == 1600
+    assert 10_000 <= min(ports) <= max(ports) < 30_000
+
+
+# What a rank computes with.
+
+
+@dataclass
+class _Accelerator:
+    """What DeepSpeed says of a node with so many GPUs; there is none here."""
+
+    count: int
+    current: int = 0
+
+    def device_name(self):
+        return "cuda"
+
+    def device_count(self):
+        return self.count
+
+    def set_device(self, index):
+        self.current = index
+
+
+def test_a_rank_takes_the_gpu_of_its_own_before_the_first_message(monkeypatch):
+    node = _Accelerator(2)
+    monkeypatch.setattr(accelerator, "get_accelerator", lambda: node)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    take_device()
+    assert node.current == 1
+    node.count = 1
+    with pytest.raises(
+        UserError, match=r"rank 1 of its node has no GPU of its own: it sees 1; fix: .*--gpus-per-node"
+    ):
+        take_device()
+
+
+def test_what_trades_precision_for_speed_is_switched_off_and_recorded(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    matmul = torch.backends.cuda.matmul  # without GPUs, nothing else reads these
+    matmul.allow_tf32 = matmul.allow_bf16_reduced_precision_reduction = True
+    before = arithmetic_facts(CPU)
+    assert list(before.values())[1:] == ["on", "on", "not set"]
+    assert before["processor"].endswith(f", {torch.backends.cpu.get_cpu_capability()}")
+    fix_arithmetic()
+    off = {"TF32": "off", "reduced-precision reductions": "off", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert arithmetic_facts(CPU) == {"processor": before["processor"], **off}
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    fix_arithmetic()
+    assert list(arithmetic_facts(CPU).values())[1:] == ["on", "off", ":16:8"]
+
+
+# Lost ranks.
+
+
+def _be_slow(seconds):
+    """Be busy for longer than the limit on one rank: once in Python, and once in a call that just waits."""
+    heartbeat.LIMIT_SECONDS = 2.0
+    distributed.init_distributed()
+    with distributed.lost_ranks_reported(lambda: "last good step: none"):
+        if distributed.rank() == 1:
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                sum(range(100_000))
+        distributed.barrier()
+        if distributed.rank() == 0:
+            time.sleep(seconds)
+        distributed.barrier()
+    if distributed.rank() == 1:  # it has done its work, and is not missed
+        for beating in start_module._heartbeats:
+            beating.stop()
+    time.sleep(seconds)
+    return distributed.sum_integers([1])
+
+
+@pytest.mark.distributed
+def test_a_rank_that_is_slow_or_has_done_its_work_is_not_lost():
+    assert run_ranks(_be_slow, 2, 5.0) == [[2]] * 2
+
+
+@pytest.mark.distributed
+def test_a_hung_rank_ends_the_run_long_before_the_timeout_of_a_message(recipe, tmp_path):
+    """A stopped process closes no socket, and torch's timeout is half an hour."""
+    lengths = ["train.steps=60", "train.eval_every=30", "train.snapshot_every=0"]
+    sizes = ["train.batch_size=2", "train.micro_batch_size=1"]
+    program = str(Path(__file__).parents[1] / "helpers" / "quick_heartbeat_train.py")
+    with start(
+        mpirun(2, "--config", recipe, f"run_dir={tmp_path}", *lengths, *sizes, program=program)
+    ) as process:
+        wait_until(lambda: reaches(tmp_path, STEP, 4), process)
+        ranks = ranks_of(process)
+        ranks[1].send_signal(signal.SIGSTOP)
+        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+        assert_all_end(ranks)
+    assert process.returncode == LostRankError.exit_code
+    ((what, step),) = re.findall(r"error: another rank has ended, .*?: (.*?); last good step: (\d+);", err)
+    assert what == "rank 1 has shown no sign of life for 6 s"
+    assert int(step) in (num_steps(tmp_path) - 1, num_steps(tmp_path) - 2)
+
+
+def test_a_closed_connection_gives_the_same_line():
+    with pytest.raises(LostRankError) as broken, distributed.lost_ranks_reported(lambda: "last good step: 7"):
+        raise RuntimeError("Connection closed by peer")
+    missed = heartbeat.lost_rank_error("Connection closed by peer", "last good step: 7")
+    assert (str(missed), missed.exit_code) == (str(broken.value), broken.value.exit_code)
