@@ -118,7 +118,8 @@ class Inputs:
     """
 
     config: RunConfig
-    columns: Mapping[str, Any]
+    model: str
+    length: int  # tokens of an example, on average
     loss: LossFunction
     batches: Callable[[int], list[MicroBatch]]
     published_batches: Callable[[int], list[MicroBatch]]
@@ -163,9 +164,9 @@ def recipe_inputs(config: RunConfig) -> Inputs:
         examples = [data.train.encoded[row] for row in data.step_rows(config, step)]
         return [build(examples[rank::ranks], data.tokenizer.pad_id) for rank in range(ranks)]
 
-    length = statistics.mean(example.num_tokens for example in data.train.encoded)
-    columns = _columns(config, Path(config.model.path).name, round(length))
-    return Inputs(config, columns, data.loss, partial(data.batch, config), published)
+    length = round(statistics.mean(example.num_tokens for example in data.train.encoded))
+    batches = partial(data.batch, config)
+    return Inputs(config, Path(config.model.path).name, length, data.loss, batches, published)
 
 
 def random_inputs(setting: Namespace, directory: Path) -> Inputs:
@@ -208,20 +209,7 @@ def random_inputs(setting: Namespace, directory: Path) -> Inputs:
     ours = [candidate_batch(part, _PAD) for part in parts]
     published = [candidate_batch(part, _PAD, deduplicate=False) for part in parts]
     name = setting.shape if setting.layers is None else f"{setting.shape} with {setting.layers} blocks"
-    columns = _columns(config, name, length)
-    return Inputs(config, columns, classification_loss, lambda _: ours, lambda _: published)
-
-
-def _columns(config: RunConfig, model: str, length: int) -> dict[str, Any]:
-    return {
-        "model": model,
-        "task": config.data.task,
-        "length": length,
-        "batch": config.train.batch_size,
-        "dtype": config.model.dtype,
-        "update_precision": config.zo.update_precision,
-        "partition_size": config.partition_size,
-    }
+    return Inputs(config, name, length, classification_loss, lambda _: ours, lambda _: published)
 
 
 class EngineSteps:
@@ -263,9 +251,15 @@ def measure(inputs: Inputs, variants: Sequence[str], rounds: int) -> list[dict[s
         for _ in range(WARM_UP_STEPS):
             action()
     times = interleaved(actions, rounds)
-    versions = library_versions()
+    versions, config = library_versions(), inputs.config
     shared = {
-        **inputs.columns,
+        "model": inputs.model,
+        "task": config.data.task,
+        "length": inputs.length,
+        "batch": config.train.batch_size,
+        "dtype": config.model.dtype,
+        "update_precision": config.zo.update_precision,
+        "partition_size": config.partition_size,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": _machine(),
         "lezo_ds": versions["lezo_ds"],

@@ -15,7 +15,7 @@ With b bytes a weight, R ranks that share the weights, and c copies of the batch
     reserve          what the libraries need
 
 Each part is at its own maximum, although not all of them are at the same moment. No forward pass runs while
-weights are loaded or AdamW takes its step, so only the larger of the two counts.
+AdamW takes its step, so only the larger of the two counts. On CPUs, loading 16-bit weights may need more.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ GPU_RESERVE = int(2.0 * GIB)
 _LOW_BITS, _FP32 = 2, 4
 _ADAMW_STATES = 3 * _FP32  # DeepSpeed's fp32 copy of the weights, and two moments
 _ADAMW_STEP = 3 * _FP32  # fp32 gradients, and two temporaries of torch's AdamW
-_SPLIT_BYTES = 18  # per element while low bits are split off: 16-bit and float32 values, three of integers
 _MAX_LIVE, _REDUCE_BUCKET = 10**9, 5 * 10**8  # DeepSpeed's defaults, in elements
-_NUM_BUFFERS, _BUFFER = 5, 10**8  # likewise, for shards on a disk
 _HIDDEN_STATES = 5  # held while a block runs: both embeddings, the block's input, the residual, the norm
 _WIDE_OUTPUTS = 2  # held besides a block's widest outputs: both copies joined, and a float32 bias added
 
@@ -104,7 +102,6 @@ class RankMemory:
 
     parts: Mapping[str, int]
     host: int
-    disk: int
 
     @property
     def total(self) -> int:
@@ -113,9 +110,8 @@ class RankMemory:
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.parts.items())
-        offloaded = {"the host's memory": self.host, "disk": self.disk}
-        rest = "".join(f"; {size / GIB:.2f} GiB of {name}" for name, size in offloaded.items() if size)
-        return f"{self.total / GIB:.2f} GiB: {parts}{rest}"
+        host = f"; {self.host / GIB:.2f} GiB of the host's memory" if self.host else ""
+        return f"{self.total / GIB:.2f} GiB: {parts}{host}"
 
 
 def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
@@ -190,42 +186,36 @@ def rank_memory(
     zero = ds_config["zero_optimization"]
     offload = zero.get("offload_param", {})
     device = offload.get("device", "none")
-    leaves_device = device != "none" and on_gpu
-    is_offloaded = leaves_device or device == "nvme"
+    is_offloaded = device != "none" and on_gpu
     num_shards = config.partition_size or world_size
     trained = model.num_trained // num_shards
-    shards = in_memory = model.num_parameters * model.itemsize // num_shards
+    shards = model.num_parameters * model.itemsize // num_shards
     low_bits = _LOW_BITS * trained if _keeps_low_bits(config, model) else 0
     if device == "nvme":
-        buffers = int(offload.get("buffer_count", _NUM_BUFFERS)) * int(offload.get("buffer_size", _BUFFER))
-        in_memory = buffers * model.itemsize
-    elif leaves_device and offload.get("pin_memory"):
+        shards = int(offload.get("buffer_count", 5)) * int(offload.get("buffer_size", 10**8)) * model.itemsize
+    elif is_offloaded and offload.get("pin_memory"):
         # torch rounds each block of pinned memory up to a power of two (CachingHostAllocator.h, 2.13).
         sizes = [-(-numel // num_shards) * model.itemsize for numel in model.parameters]
-        in_memory = sum(1 << (size - 1).bit_length() for size in sizes)
+        shards = sum(1 << (size - 1).bit_length() for size in sizes)
     gathered = _gathered(config, model, zero, on_gpu=on_gpu, is_offloaded=is_offloaded)
     running = {
-        "gathered": gathered if num_shards > 1 or leaves_device else 0,
+        "gathered": gathered if num_shards > 1 or is_offloaded else 0,
         "copies": _copies(config, model, inputs, at_once=on_gpu and not is_offloaded),
         "activations": _activations(config, model, inputs),
         "logits": _logits(config, model, inputs),
     }
-    not_running = {"loading": _loading(config, model, num_shards, on_gpu)}
-    states = 0
-    if config.method == "adamw":
-        states = _adamw_states(zero, model, trained, world_size, on_gpu)
-        not_running = {"AdamW's step": _ADAMW_STEP * trained}
+    is_adamw = config.method == "adamw"
+    updating = {"AdamW's step": _ADAMW_STEP * trained if is_adamw else 0}
     held = {
-        "shards": 0 if leaves_device else in_memory,
-        "low bits": 0 if leaves_device else low_bits,
-        "AdamW's states": states,
+        "shards": 0 if is_offloaded else shards,
+        "low bits": 0 if is_offloaded else low_bits,
+        "AdamW's states": _adamw_states(zero, model, trained, world_size, on_gpu) if is_adamw else 0,
         "reserve": GPU_RESERVE if on_gpu else CPU_RESERVE,
     }
-    parts = held | max(running, not_running, key=lambda moment: sum(moment.values()))
+    parts = held | max(running, updating, key=lambda moment: sum(moment.values()))
     return RankMemory(
         parts={name: size for name, size in parts.items() if size},
-        host=in_memory + low_bits if leaves_device else 0,
-        disk=shards if device == "nvme" else 0,
+        host=shards + low_bits if is_offloaded else 0,
     )
 
 
@@ -291,21 +281,6 @@ def _adamw_states(
         bucket = min(bucket, model.num_trained)
     num_buckets = 2 if world_size > 1 else 1  # gradients are reordered before they are summed
     return trained * (model.itemsize + _ADAMW_STATES) + num_buckets * bucket * model.itemsize
-
-
-def _loading(config: RunConfig, model: ModelSizes, num_shards: int, on_gpu: bool) -> int:
-    # A prefix starts from the keys and values of a forward pass, which gathers each module.
-    prefix = model.largest_module * model.itemsize if config.peft.kind == "prefix" else 0
-    if on_gpu:  # values are read into the host's memory, one shard at a time
-        return prefix
-    if not _keeps_low_bits(config, model):
-        return max(prefix, max(model.parameters) * model.itemsize // num_shards)
-    # The low bits of later parameters are not there yet.
-    reading, later = [], 0
-    for numel in reversed(model.parameters):
-        later += numel
-        reading.append(numel * _SPLIT_BYTES - later * _LOW_BITS)
-    return max(prefix, max(reading) // num_shards)
 
 
 def _trained(module: nn.Module, recurse: bool = True) -> int:
