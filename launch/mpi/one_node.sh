@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run on this machine with Open MPI. The first argument is the number of ranks. From the root of the repository:
 #
-#   launch/mpi/one_node.sh 2 --config opt-13b-sst2-lezo [key=value ...]
+#   launch/mpi/one_node.sh 2 --config llama-3.1-8b [key=value ...]
 #
 # kill -USR1 PID, with the PID of mpirun, asks the ranks to stop. The same command resumes the run.
 set -euo pipefail

@@ -2,7 +2,7 @@
 # Run on several nodes with Open MPI and ssh. Start it in the root of the repository. All nodes must see the
 # repository, the environment, the model, the data and run_dir under the same paths:
 #
-#   launch/mpi/several_nodes.sh HOSTFILE --config opt-30b-sst2-lezo [key=value ...]
+#   launch/mpi/several_nodes.sh HOSTFILE --config llama-3.1-8b [key=value ...]
 #
 # HOSTFILE has a line for each node, such as "name slots=4" for 4 ranks. The ranks meet at the first node. ssh must
 # reach every node without a password. Ranks that hang at the start probably use the wrong network: set
