@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import inspect
 import io
 import json
 import logging
 import os
+import pkgutil
 import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, get_args
 
+import yaml
+
 from lezo_ds import __version__
+from lezo_ds.config import Dtype, config_to_dict, load_config
 from lezo_ds.config.paths import expand, find_file
 from lezo_ds.config.reading import nearest
+from lezo_ds.config.schema import READER
 from lezo_ds.errors import LezoError, UserError, end_with, launched_rank
+from lezo_ds.zo.updates import UpdatePrecision
 
 _RECIPE_HELP = "a YAML file, the name of one in launch/recipes, or paper (with model= task= method= [peft=])"
 
@@ -29,37 +36,30 @@ _RECIPE_HELP = "a YAML file, the name of one in launch/recipes, or paper (with m
 class _Parser(argparse.ArgumentParser):
     """Raises UserError for bad arguments, so that they are one line with exit code 2."""
 
-    def __init__(self, command: str | None, description: str) -> None:
+    takes_keys = False
+
+    def __init__(self, command: str, description: str) -> None:
         super().__init__(
-            prog=f"lezo-ds {command}" if command else "lezo-ds",
+            prog=f"lezo-ds {command}".strip(),
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
         self.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
-        self._takes_keys = False
 
     def add_keys(self) -> None:
-        """Add the overrides of the recipe's keys."""
-        self._takes_keys = True
+        self.takes_keys = True
         self.add_argument(
             "overrides", nargs="*", metavar="key=value", help="change a key of the recipe or run"
         )
-
-    def parse(self) -> argparse.Namespace:
-        """Return the arguments of this command, of which options and words may alternate."""
-        return self.parse_intermixed_args()
 
     def error(self, message: str) -> NoReturn:
         option = next((word for word in message.split() if word.startswith("--")), "").partition("=")[0]
         near = nearest(option, self._option_string_actions) if "unrecognized" in message else []
         fix = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
-        if self._takes_keys and "unrecognized" in message:
-            from lezo_ds.config.schema import READER
-
-            name = option.removeprefix("--")
-            if name in READER.keys or "." in name:
-                fix = f"write {name}=VALUE, without dashes"
+        name = option.removeprefix("--")
+        if self.takes_keys and "unrecognized" in message and (name in READER.keys or "." in name):
+            fix = f"write {name}=VALUE, without dashes"
         raise UserError(f"{self.prog}: {message}", fix=fix)
 
 
@@ -78,7 +78,7 @@ def _name(text: str) -> str:
     return expand(text, "an argument")
 
 
-def _train() -> None:
+def _train(parser: _Parser) -> None:
     """Fine-tune a model: deepspeed --num_gpus 2 --module lezo_ds train --config RECIPE key=value ...
 
     The same command resumes a run that was stopped.
@@ -87,10 +87,6 @@ def _train() -> None:
     begins with ./ or ../ or, except for run_dir, if it exists there. Others are relative to the working
     directory.
     """
-    from lezo_ds.config import config_to_dict, load_config
-    from lezo_ds.config.schema import READER
-
-    parser = _Parser("train", f"{_text(_train)}\nKeys:\n{READER.describe()}")
     add = parser.add_argument
     add("--config", metavar="RECIPE", help=_RECIPE_HELP)
     add("--dry-run", action="store_true", help="check everything but the weights, and print the memory")
@@ -99,11 +95,11 @@ def _train() -> None:
     add("--print-config", action="store_true", help="print the configuration as a YAML recipe")
     add("--json", action="store_true", help="print the results as JSON instead of a summary")
     parser.add_keys()
-    arguments = parser.parse()
+
+
+def run_train(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.config, arguments.overrides)
     if arguments.print_config:
-        import yaml
-
         print(yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True), end="")
         return
     from lezo_ds import distributed
@@ -123,14 +119,13 @@ def _train() -> None:
         print(json.dumps(shown, indent=1) if arguments.json else run_summary(config.run_dir, results))
 
 
-def _evaluate() -> None:
+def _evaluate(parser: _Parser) -> None:
     """Score a model, or the weights of a run at any step.
 
     lezo-ds evaluate --run DIR --step best
     lezo-ds evaluate --model DIR data.task=sst2 data.path=DIR
     lezo-ds evaluate --model DIR --config RECIPE
     """
-    parser = _Parser("evaluate", _text(_evaluate))
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=_path, metavar="DIR", help="directory of a run")
@@ -141,10 +136,11 @@ def _evaluate() -> None:
     add("--predictions", type=_path, metavar="FILE", help="write all predictions as JSON")
     add("--json", action="store_true", help="print the scores as JSON instead of a line")
     parser.add_keys()
-    arguments = parser.parse()
-    if arguments.run is not None and arguments.config is not None:
-        parser.error("--config goes with --model; a run has its own configuration")
 
+
+def run_evaluate(arguments: argparse.Namespace) -> None:
+    if arguments.run is not None and arguments.config is not None:
+        raise UserError("a run has its own configuration: --config goes with --model", fix="remove --config")
     from lezo_ds import distributed
     from lezo_ds.runs.scoring import score_model, score_run
     from lezo_ds.runs.screen import scores_summary
@@ -161,30 +157,25 @@ def _evaluate() -> None:
         print(json.dumps(scores, indent=1) if arguments.json else scores_summary(scores))
 
 
-def _export() -> None:
+def _export(parser: _Parser) -> None:
     """Write the model of any step of a run as a Hugging Face directory, or a run as one small file.
 
     lezo-ds export --run DIR --step best --out DIR [key=value ...]
     lezo-ds export --run DIR --journal FILE
     lezo-ds export --journal FILE --step best --out DIR model.path=BASE_MODEL
     """
-    parser = _Parser("export", _text(_export))
     add = parser.add_argument
     add("--run", type=_path, metavar="DIR", help="directory of the run")
-    add(
-        "--journal",
-        type=_path,
-        metavar="FILE",
-        help="with --run, write it; else read it",
-    )
+    add("--journal", type=_path, metavar="FILE", help="with --run, write it; else read it")
     add("--step", default="best", help="best (lowest validation loss), last, or a number")
     add("--out", type=_path, metavar="DIR", help="directory to write")
     parser.add_keys()
-    arguments = parser.parse()
+
+
+def run_export(arguments: argparse.Namespace) -> None:
     run, journal, out = arguments.run, arguments.journal, arguments.out
     if [run, journal, out].count(None) != 1:
-        parser.error("give two of --run, --journal and --out")
-
+        raise UserError("export needs two of --run, --journal and --out", fix="see lezo-ds export --help")
     from lezo_ds import distributed
     from lezo_ds.runs.export import export_run, write_journal
 
@@ -196,7 +187,7 @@ def _export() -> None:
         print(f"step {step} of {run or journal}: {out}")
 
 
-def _sweep() -> None:
+def _sweep(parser: _Parser) -> None:
     r"""Run every combination of a grid, one after the other, and compare the settings over seeds.
 
     lezo-ds sweep --config RECIPE --out runs/sweep \
@@ -210,7 +201,6 @@ def _sweep() -> None:
     gives them back: train.keep_snapshots=2 keeps two snapshots. launch/slurm/sweep.sbatch runs a sweep as a
     Slurm array.
     """
-    parser = _Parser("sweep", _text(_sweep))
     add = parser.add_argument
     add("--config", required=True, metavar="RECIPE", help=_RECIPE_HELP)
     add("--out", type=_path, required=True, metavar="DIR", help="directory of the sweep")
@@ -222,31 +212,20 @@ def _sweep() -> None:
     one.add_argument("--index", type=int, metavar="N", help="start only this run, and write no table")
     one.add_argument("--list", action="store_true", help="only list the runs and write the tables")
     parser.add_keys()
-    arguments = parser.parse()
-
-    from lezo_ds.tools.sweep import main as run
-
-    run(arguments)
 
 
-def _report() -> None:
+def _report(parser: _Parser) -> None:
     """Print the results of runs as a table, averaged over seeds, or write a page with the table and curves.
 
     lezo-ds report RUN...
     lezo-ds report RUN... --html page.html
     """
-    parser = _Parser("report", _text(_report))
     add = parser.add_argument
     add("runs", nargs="+", type=_name, metavar="RUN", help="directory of a run, or a pattern: 'runs/*'")
     add("--html", type=_path, metavar="FILE", help="write a page instead of a table")
-    arguments = parser.parse()
-
-    from lezo_ds.tools.report import main as run
-
-    run(arguments)
 
 
-def _init() -> None:
+def _init(parser: _Parser) -> None:
     """Look at a model and a file of your own data, and write a commented recipe for them.
 
     lezo-ds init MODEL DATA --out recipe.yaml
@@ -255,21 +234,15 @@ def _init() -> None:
     DATA is a .csv, .tsv, .json, .jsonl or .parquet file, or OWNER/NAME:SPLIT on the hub. Without --text, the
     only column of texts is read; without --label, the only column with few different values is learned.
     """
-    parser = _Parser("init", _text(_init))
     add = parser.add_argument
     add("model", type=_name, metavar="MODEL", help="directory of a model, or its hub id")
     add("data", type=_name, metavar="DATA", help="file of records, or a split on the hub")
     add("--out", type=_path, default=Path("recipe.yaml"), metavar="FILE", help="default: recipe.yaml")
     add("--text", metavar="COLUMN", help="the column that the model reads")
     add("--label", metavar="COLUMN", help="the column with the gold label or text")
-    arguments = parser.parse()
-
-    from lezo_ds.tools.init import main as run
-
-    run(arguments)
 
 
-def _benchmark() -> None:
+def _benchmark(parser: _Parser) -> None:
     """Time variants of one step against each other.
 
     lezo-ds benchmark mezo_reference naive_zero3 ours:0 ours:0.75 --out results.csv
@@ -280,10 +253,6 @@ def _benchmark() -> None:
     describes). Ratios are relative to the first variant. Without --config, weights are random, and all
     examples have the same length: that of a typical example of the task.
     """
-    from lezo_ds.config import Dtype
-    from lezo_ds.zo.updates import UpdatePrecision
-
-    parser = _Parser("benchmark", _text(_benchmark))
     add = parser.add_argument
     add("variants", nargs="+", metavar="VARIANT", help="a variant, or key=value for a key of the recipe")
     add("--config", metavar="RECIPE", help="measure the model and the batches of this recipe")
@@ -297,29 +266,32 @@ def _benchmark() -> None:
     add("--dtype", choices=get_args(Dtype), default="fp32", help="of the weights (default: fp32)")
     add("--update-precision", choices=get_args(UpdatePrecision), default="fp32_master")
     add("--partition-size", type=_positive, metavar="N", help="number of ranks that share the weights")
-    arguments = parser.parse()
-
-    from lezo_ds.tools.benchmark import main as run
-
-    run(arguments)
 
 
-def _text(command: Callable[[], None]) -> str:
-    import inspect
-
-    return inspect.getdoc(command) or ""
-
-
-COMMANDS: dict[str, tuple[Callable[[], None], str]] = {
-    "init": (_init, "write a recipe for a model and a file of your own data"),
-    "train": (_train, "fine-tune a model, or check a recipe and print its plan"),
-    "evaluate": (_evaluate, "score a model, or the weights of a run at any step"),
-    "export": (_export, "write the model of any step of a run, or a run as one small file"),
-    "report": (_report, "show runs as tables, or as a page with figures"),
-    "sweep": (_sweep, "run every combination of a grid"),
-    "benchmark": (_benchmark, "time variants of a step against each other"),
+COMMANDS: dict[str, tuple[Callable[[_Parser], None], str, str]] = {
+    "init": (_init, "lezo_ds.tools.init:main", "write a recipe for a model and a file of your own data"),
+    "train": (_train, "lezo_ds.cli:run_train", "fine-tune a model, or check a recipe and print its memory"),
+    "evaluate": (_evaluate, "lezo_ds.cli:run_evaluate", "score a model, or the weights of a run at any step"),
+    "export": (
+        _export,
+        "lezo_ds.cli:run_export",
+        "write the model of any step of a run, or a run as one file",
+    ),
+    "report": (_report, "lezo_ds.tools.report:main", "show runs as a table, or as a page with curves"),
+    "sweep": (_sweep, "lezo_ds.tools.sweep:main", "run every combination of a grid, or tune a key"),
+    "benchmark": (_benchmark, "lezo_ds.tools.benchmark:main", "time variants of a step against each other"),
 }
-"""Each command and what it does, by its name."""
+"""By its name: what adds a command's arguments, the function that takes them, and what the command does."""
+
+
+def run_command(name: str) -> None:
+    """Run a command on the arguments in `sys.argv`."""
+    add_arguments, function, _ = COMMANDS[name]
+    keys = f"\n\nKeys:\n{READER.describe()}" if name == "train" else ""
+    parser = _Parser(name, (inspect.getdoc(add_arguments) or "") + keys)
+    add_arguments(parser)
+    arguments = parser.parse_intermixed_args()  # options and words may alternate
+    pkgutil.resolve_name(function)(arguments)
 
 
 def main(command: str | None = None) -> None:
@@ -335,7 +307,7 @@ def main(command: str | None = None) -> None:
         if command is None:
             _run_program()
         else:
-            COMMANDS[command][0]()
+            run_command(command)
     except LezoError as error:
         end_with(error)
     # A command that did not need torch has not imported this module.
@@ -351,11 +323,11 @@ def main(command: str | None = None) -> None:
 
 
 def _run_program() -> None:
-    commands = "\n".join(f"  {name:10} {summary}" for name, (_, summary) in COMMANDS.items())
+    commands = "\n".join(f"  {name:10} {summary}" for name, (_, _, summary) in COMMANDS.items())
     description = (
         f"Fine-tune language models without gradients, on DeepSpeed ZeRO-3.\n\ncommands:\n{commands}\n\n"
     )
-    parser = _Parser(None, f"{description}`lezo-ds COMMAND --help` describes the arguments of a command.")
+    parser = _Parser("", f"{description}`lezo-ds COMMAND --help` describes the arguments of a command.")
     add = parser.add_argument
     add("--version", action="version", version=f"lezo_ds {__version__}")
     add("--path", metavar="FILE", help="print where a shipped file is, such as launch/slurm/one_node.sbatch")
@@ -372,7 +344,7 @@ def _run_program() -> None:
     elif arguments.command in COMMANDS:
         # What a run records of its command line is the same as for the script.
         sys.argv = [f"launch/{arguments.command}.py", *arguments.arguments]
-        COMMANDS[arguments.command][0]()
+        run_command(arguments.command)
     else:
         near = nearest(arguments.command or "", COMMANDS)
         fix = f"did you mean {near[0]}?" if near else "see lezo-ds --help"

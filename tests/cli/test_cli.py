@@ -17,11 +17,11 @@ from lezo_ds.errors import UserError
 
 HELP = """
 import sys
-from lezo_ds.cli import COMMANDS
-for name, (command, _) in COMMANDS.items():
+from lezo_ds.cli import COMMANDS, run_command
+for name in COMMANDS:
     sys.argv = [name, "--help"]
     try:
-        command()
+        run_command(name)
     except SystemExit as end:
         assert end.code == 0
 print(*sorted({"torch", "deepspeed", "transformers", "pandas"} & sys.modules.keys()))
@@ -66,7 +66,7 @@ def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tm
         ("train --config $UNSET/r.yaml", "names an environment variable that is not set"),
         ("evaluate", "one of the arguments --run --model is required"),
         ("evaluate --run r --config demo", "--config goes with --model"),
-        ("export --run r", "give two of --run, --journal and --out"),
+        ("export --run r", "needs two of --run, --journal and --out"),
         ("export --run=$UNSET/r --out x", "names an environment variable that is not set"),
         ("--path launch/nothing", "is no shipped file"),
     ],
