@@ -22,41 +22,6 @@ BATCH_SIZE = 32
 # the prompts and candidates were worked out by hand, the tokens by the tokenizers library from the text.
 PUBLISHED = {
     "sst2": (830, "bad . It was", (" terrible", " great"), (3618, 338, 270, 267), ((284,), (282,))),
-    "rte": (
-        208,
-        "The girl was found in Drummondville.\n"
-        'Does this mean that "Drummondville contains the girl." is true? Yes or No?\n',
-        ("Yes", "No"),
-        (
-            *(1146, 2033, 267, 1199, 303, 3587, 373, 8182, 2472, 17, 202),
-            *(39, 1318, 497, 1944, 349, 746, 39, 3671, 8182, 2472, 3965, 274, 2033, 1540, 325, 2166, 34),
-            *(881, 291, 402, 3419, 34, 202),
-        ),
-        ((6928,), (4997,)),
-    ),
-    "cb": (
-        14,
-        "Suppose A: Your turn. B: Okay. Uh, I don't think they should abolish it. "
-        'Can we infer that "they should abolish it"? Yes, No, or Maybe?\n',
-        ("Yes", "No", "Maybe"),
-        (
-            *(54, 88, 587, 716, 346, 29, 7888, 1272, 17, 399, 29, 6685, 347, 17, 481, 75, 15, 266, 3314, 594),
-            *(1597, 622, 1215, 476, 344, 584, 337, 17, 1524, 634, 303, 692, 349, 746, 5296, 1215, 476, 344),
-            *(584, 337, 4841, 881, 291, 15, 3419, 15, 402, 2030, 737, 34, 202),
-        ),
-        ((6928,), (4997,), (8177,)),
-    ),
-    "boolq": (
-        2644,
-        "The Punisher (season 2) -- The season is set for release in 2019. "
-        "Are they going to make a punisher season 2?\n",
-        ("Yes", "No"),
-        (
-            *(1146, 420, 381, 584, 263, 389, 4179, 423, 12, 388, 369, 889, 325, 934, 348, 3003, 303, 7465),
-            *(17, 3963, 622, 1573, 308, 938, 264, 3903, 584, 263, 889, 423, 34, 202),
-        ),
-        ((6928,), (4997,)),
-    ),
     "copa": (
         58,
         "The man fainted because ",
@@ -73,15 +38,15 @@ def tokenizer():
     return load_tokenizer(str(shared_asset("models/opt-mini")))
 
 
-@pytest.fixture(scope="module", params=PUBLISHED)
-def data(request):
-    path = shared_asset(f"data/{request.param}") / "validation.jsonl"
-    return TASKS[request.param], [record for _, record in read_file(path)]
+def load(name):
+    path = shared_asset(f"data/{name}") / "validation.jsonl"
+    return TASKS[name], [record for _, record in read_file(path)]
 
 
-def test_a_published_record_becomes_the_text_and_tokens_of_the_protocol(data, tokenizer):
-    task, validation = data
-    row, prompt, candidates, prompt_ids, candidate_ids = PUBLISHED[task.name]
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_record_becomes_the_text_and_tokens_of_the_protocol(name, tokenizer):
+    task, validation = load(name)
+    row, prompt, candidates, prompt_ids, candidate_ids = PUBLISHED[name]
     example = task.build_example(validation[row], row)
     assert (example.prompt, example.candidates) == (prompt, candidates)
     encoded = encode_example(tokenizer, example, MAX_LENGTH)
@@ -89,10 +54,11 @@ def test_a_published_record_becomes_the_text_and_tokens_of_the_protocol(data, to
     assert encoded.option_lengths == tuple(len(ids) for ids in candidate_ids)
 
 
-def test_the_majority_class_is_that_of_the_published_labels(data):
-    task, validation = data
+@pytest.mark.parametrize("name", MAJORITY)
+def test_the_majority_class_is_that_of_the_published_labels(name):
+    task, validation = load(name)
     examples = [task.build_example(record, row) for row, record in enumerate(validation)]
-    assert majority_class_score(examples, accuracy) == MAJORITY[task.name]
+    assert majority_class_score(examples, accuracy) == MAJORITY[name]
 
 
 @torch.inference_mode()
