@@ -7,18 +7,8 @@ from functools import cache
 
 import pytest
 import torch
-from test_perturbed_forward import (
-    BOTH,
-    MINUS,
-    NOISE,
-    PLUS,
-    blocks_of,
-    in_blocks,
-    perturbation,
-    reference,
-    tunable,
-)
-from tiny_models import FAMILIES, VOCABULARY, tiny_model
+from test_perturbed_forward import BOTH, MINUS, NOISE, PLUS, blocks_of, in_blocks, perturbation, reference
+from tiny_models import FAMILIES, VOCABULARY, tiny_model, tunable
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
