@@ -101,12 +101,8 @@ class RunDirectory:
         """Write config.yaml, and environment.json with versions, hardware, number of ranks and command."""
         facts = {
             "versions": library_versions(),
-            "hardware": {
-                "device": str(device),
-                "gpu": torch.cuda.get_device_name() if device.type == "cuda" else None,
-                "cpu": cpu_name(),
-                "cores": os.cpu_count(),
-            },
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else cpu_name(),
+            "cores": os.cpu_count(),
             "platform": platform.platform(),
             "world_size": world_size,
             "threads": torch.get_num_threads(),

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import get_linear_schedule_with_warmup
 
 from lezo_ds import distributed
-from lezo_ds.config import RESUME_MAY_DIFFER, AdamWConfig, PeftConfig, RunConfig
+from lezo_ds.config import RESUME_MAY_DIFFER, RunConfig
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import DivergenceError, UserError
@@ -54,16 +54,11 @@ RESUME_MAY_DIFFER_FIRST_ORDER = RESUME_MAY_DIFFER - {"train.steps"}  # the learn
 class FirstOrderEngine(ModelEngine):
     """A sharded model and its AdamW, from `initialize_first_order`."""
 
-    def __init__(
-        self,
-        deepspeed_engine: Any,  # noqa: ANN401
-        perturbed: PerturbedForward,
-        sharded: ShardedModel,
-        seed: int,
-    ) -> None:
-        super().__init__(deepspeed_engine, perturbed, sharded)
+    _last_loss: float | None = None
+
+    def __init__(self, engine: Any, perturbed: PerturbedForward, sharded: ShardedModel, seed: int) -> None:  # noqa: ANN401
+        super().__init__(engine, perturbed, sharded)
         self._seed = seed
-        self._last_loss: float | None = None
 
     @property
     def learning_rate(self) -> float:
@@ -155,38 +150,38 @@ class FirstOrderEngine(ModelEngine):
         self.global_steps = step
 
 
-def initialize_first_order(
-    model: str,
-    config: AdamWConfig,
-    num_steps: int,
-    ds_config: Mapping[str, Any],
-    dtype: str = "fp32",
-    seed: int = 0,
-    peft: PeftConfig | None = None,
-) -> FirstOrderEngine:
-    """Load a model (hub id or directory), sharded over all ranks, and return the engine that trains it.
+def initialize_first_order(config: RunConfig, ds_config: Mapping[str, Any]) -> FirstOrderEngine:
+    """Load a run's model, sharded over all ranks, and return the engine that fine-tunes it by AdamW.
 
-    The learning rate falls to 0 over `num_steps`. `ds_config` has gradient_accumulation_steps, the number of
-    micro-batches of a step that a rank runs. Updates of 16-bit weights go to an fp32 copy. Dropout depends on
-    (seed, step, micro-batch), an adapter's start on the seed.
+    The learning rate falls to 0 over the run. Updates of 16-bit weights go to an fp32 copy.
     """
+    model, train = config.model, config.train
+    assert train.steps is not None
     distributed.init_distributed()
     # DeepSpeed 0.19 calls it at every step, and torch 2.13 warns at every call.
     warnings.filterwarnings(
         "ignore", message=".*reduce_scatter_tensor. is deprecated", category=FutureWarning
     )
+    num_passes = train.batch_size // train.micro_batch_size // distributed.world_size()
+    batch = {"train_batch_size": train.batch_size, "gradient_accumulation_steps": num_passes}
+    ds_config = {"gradient_clipping": MAX_GRADIENT_NORM, **ds_config, **batch}
     sharded = load_sharded_model(
-        model, ds_config=ds_config, dtype=dtype, precision="nearest", seed=seed, peft=peft
+        model.path,
+        ds_config=ds_config,
+        dtype=model.dtype,
+        precision="nearest",
+        seed=config.seed,
+        peft=config.peft,
     )
     trainable = [parameter for parameter in sharded.module.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=config.learning_rate, weight_decay=config.weight_decay)
-    schedule = get_linear_schedule_with_warmup(optimizer, 0, num_steps)
-    ds_config = {"gradient_clipping": MAX_GRADIENT_NORM, **ds_config}
+    adamw = config.adamw
+    optimizer = torch.optim.AdamW(trainable, lr=adamw.learning_rate, weight_decay=adamw.weight_decay)
+    schedule = get_linear_schedule_with_warmup(optimizer, 0, train.steps)
     engine = zero3.start_training_engine(
         model=sharded.module, optimizer=optimizer, schedule=schedule, ds_config=ds_config
     )
     perturbed = PerturbedForward(sharded.module, {}, noise_backend(distributed.device()))
-    return FirstOrderEngine(engine, perturbed, sharded, seed=seed)
+    return FirstOrderEngine(engine, perturbed, sharded, config.seed)
 
 
 @dataclass(frozen=True)
@@ -194,12 +189,9 @@ class TrainingState:
     """The content of training_state.json, which names the checkpoint to resume from."""
 
     header: Header
-    world_size: int
-    """Number of ranks. The optimizer states in the checkpoint have one shard per rank."""
-    step: int = 0
-    """Number of steps that the checkpoint has seen; 0 if there is no checkpoint yet."""
-    evaluations: tuple[EvaluationRecord, ...] = ()
-    """All evaluations so far. Those after the checkpoint are repeated when the run resumes."""
+    world_size: int  # the optimizer states in the checkpoint have one shard per rank
+    step: int = 0  # that the checkpoint has seen; 0 if there is none yet
+    evaluations: tuple[EvaluationRecord, ...] = ()  # those after the checkpoint are repeated
 
     @property
     def owner(self) -> SnapshotOwner:
@@ -275,8 +267,7 @@ class FirstOrderRun(Run[FirstOrderEngine]):
         evaluations = [*self.evaluations, record]
         if record.split == "dev" and best_evaluation(evaluations) is record:
             self._write_snapshot()
-        self._state = replace(self._state, evaluations=tuple(evaluations))
-        self._write_state()
+        self._write_state(evaluations=tuple(evaluations))
 
     def _is_saved(self, step: int) -> bool:
         return self._state.step == step
@@ -286,19 +277,19 @@ class FirstOrderRun(Run[FirstOrderEngine]):
         # removed only when the file names the new one.
         self._write_snapshot()
         self.engine.save_training_state(self.directory.checkpoints)
-        self._state = replace(self._state, step=self.engine.global_steps)
-        self._write_state()
+        self._write_state(step=self.engine.global_steps)
         if self.writes:
             _remove(self.directory.checkpoints, lambda step: step != self._state.step)
+
+    def _write_state(self, **changes: Any) -> None:  # noqa: ANN401
+        self._state = replace(self._state, **changes)
+        distributed.on_rank_zero(lambda: self._state.write(self.directory.training_state))
 
     def _write_snapshot(self) -> None:
         target = snapshot_path(self.directory.snapshots, self.engine.global_steps)
         if not distributed.on_rank_zero(lambda: read_manifest(target) is not None):
             owner = self._state.owner
             self.engine.write_model(target, journal=owner.checksum(self.engine.global_steps))
-
-    def _write_state(self) -> None:
-        distributed.on_rank_zero(lambda: self._state.write(self.directory.training_state))
 
     def _protected(self) -> tuple[int, ...]:
         best = best_evaluation(self.evaluations)

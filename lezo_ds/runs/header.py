@@ -30,13 +30,9 @@ _UNIMPORTANT = ("_name_or_path", "transformers_version")
 
 
 def make_header(config: RunConfig, data: TaskData, fingerprint: str, parameter_table: str) -> Header:
-    """Return the header of a run: everything in its configuration but run_dir, and hashes of its inputs.
+    """Return the header of a run: its configuration but for run_dir, and hashes of its inputs.
 
-    Args:
-        config: configuration of the run.
-        data: data of the run.
-        fingerprint: digest of the base weights.
-        parameter_table: digest of the names, ids and shapes of the parameters.
+    `fingerprint` is of the base weights, `parameter_table` of the names, ids and shapes of the parameters.
     """
     model = resolve_model(config.model.path)
     device = distributed.device()
@@ -64,17 +60,11 @@ def config_of(header: Header, run_dir: Path, overrides: Sequence[str] = ()) -> R
 
 
 def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str]) -> None:
-    """Refuse to continue a run with another model, noise, data or configuration than it was started with.
+    """Refuse to continue a run with other inputs than it was started with, but for keys that may differ.
 
     Other library versions and another processor only cause a warning.
-
-    Args:
-        recorded: header of the run.
-        ours: header that this process would write.
-        may_differ: dotted configuration keys that may differ.
     """
-    changed = _differences(_facts(recorded), _facts(ours))
-    for key, old, new in changed:
+    for key, old, new in _differences(_facts(recorded), _facts(ours)):
         if key not in may_differ:
             version, own_version = recorded.libraries.get("lezo_ds"), ours.libraries["lezo_ds"]
             by = "" if version == own_version else f", written by lezo_ds {version} (this is {own_version})"

@@ -29,12 +29,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.journal import read_journal
 from lezo_ds.model.checkpoint import build_checked, resolve_model
 from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.first_order import (
-    FirstOrderEngine,
-    FirstOrderRun,
-    check_training_state,
-    initialize_first_order,
-)
+from lezo_ds.runs.first_order import FirstOrderRun, check_training_state, initialize_first_order
 from lezo_ds.runs.header import assert_same_run, make_header
 from lezo_ds.runs.run import ZerothOrderRun
 from lezo_ds.zo.records import StepRecord
@@ -43,9 +38,6 @@ logger = logging.getLogger(__name__)
 
 _SCORING_ONLY = ZoConfig(learning_rate=0.0, sparsity=0.0, update_precision="nearest")
 """Settings of an engine that updates nothing, and therefore stores no low bits of the weights."""
-
-_MONITOR_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
-"""The packages that DeepSpeed's monitors need."""
 
 
 def train(config: RunConfig) -> dict[str, Any]:
@@ -70,29 +62,10 @@ def train(config: RunConfig) -> dict[str, Any]:
 
         monitors = distributed.on_rank_zero(prepare)
         if config.method == "adamw":
-            trained = _make_first_order_engine(config, monitors)
+            trained = initialize_first_order(config, _prepared(config, monitors))
             return FirstOrderRun(config, data=data, directory=directory, engine=trained).execute()
         engine = make_engine(config, monitors)
         return ZerothOrderRun(config, data=data, directory=directory, engine=engine).execute()
-
-
-def _make_first_order_engine(config: RunConfig, monitors: Mapping[str, Any]) -> FirstOrderEngine:
-    assert config.train.steps is not None
-    num_passes = config.train.batch_size // config.train.micro_batch_size // distributed.world_size()
-    ds_config = {
-        **_prepared(config, monitors),
-        "train_batch_size": config.train.batch_size,
-        "gradient_accumulation_steps": num_passes,
-    }
-    return initialize_first_order(
-        config.model.path,
-        config.adamw,
-        num_steps=config.train.steps,
-        ds_config=ds_config,
-        dtype=config.model.dtype,
-        seed=config.seed,
-        peft=config.peft,
-    )
 
 
 def make_engine(config: RunConfig, monitors: Mapping[str, Any] | None = None) -> LezoEngine:
@@ -142,18 +115,16 @@ def monitor_sections(config: RunConfig) -> dict[str, Any]:
     files = {"enabled": True, "output_path": f"{config.run_dir}/monitors", "job_name": run}
     service = {"enabled": True, "project": "lezo_ds"}
     sections = {
-        "csv": ("csv_monitor", files),
-        "tensorboard": ("tensorboard", files),
-        "wandb": ("wandb", service | {"group": run}),
-        "comet": ("comet", service | {"experiment_name": run, "samples_log_interval": 1}),
+        "csv": ("csv_monitor", "csv", files),
+        "tensorboard": ("tensorboard", "tensorboard", files),
+        "wandb": ("wandb", "wandb", service | {"group": run}),
+        "comet": ("comet", "comet_ml", service | {"experiment_name": run, "samples_log_interval": 1}),
     }
-    for name in config.train.report_to or ():
-        if name in _MONITOR_PACKAGES and find_spec(_MONITOR_PACKAGES[name]) is None:
-            package = _MONITOR_PACKAGES[name]
-            raise UserError(
-                f"train.report_to={name} needs the package {package}", fix=f"pip install {package}"
-            )
-    return dict(sections[name] for name in config.train.report_to or ())
+    chosen = [sections[name] for name in config.train.report_to or ()]
+    for _, package, _ in chosen:
+        if find_spec(package) is None:
+            raise UserError(f"train.report_to needs the package {package}", fix=f"pip install {package}")
+    return {section: values for section, _, values in chosen}
 
 
 def _check_model(config: RunConfig) -> None:

@@ -16,7 +16,7 @@ from tiny_runs import DS_CONFIG, SEED, TINY_OPT, make_batch, write_model
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from lezo_ds.config import AdamWConfig
+from lezo_ds.config import AdamWConfig, config_from_dict
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.errors import DivergenceError, UserError
@@ -61,11 +61,18 @@ def without_gradient(logits, batch):
 def train_and_resume(directory, root, num_ranks):
     """Return steps and weights, those after a resumption, and the errors of steps that cannot be done."""
     torch.set_num_threads(1)
-    ds_config = load_ds_config(DS_CONFIG, "fp32", num_ranks, 2)
-    ds_config |= {"train_batch_size": 8, "gradient_accumulation_steps": 4 // num_ranks}
+    values = {
+        "run_dir": "none",
+        "seed": SEED,
+        "method": "adamw",
+        "model": {"path": directory, "dtype": "fp32"},
+        "adamw": {"learning_rate": CONFIG.learning_rate, "weight_decay": CONFIG.weight_decay},
+        "train": {"steps": NUM_STEPS, "batch_size": 8, "micro_batch_size": 2},
+    }
+    config = config_from_dict(values, "the test")
 
     def start():
-        return initialize_first_order(directory, CONFIG, NUM_STEPS, ds_config, "fp32", SEED)
+        return initialize_first_order(config, load_ds_config(DS_CONFIG, "fp32", num_ranks, 2))
 
     engine = start()
     steps = train(engine, 2)

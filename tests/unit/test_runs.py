@@ -233,9 +233,7 @@ def test_report_to_names_sections_of_deepspeeds_json():
     assert sections["tensorboard"]["output_path"] == "runs/x/monitors"
     assert sections == dict.fromkeys(("csv_monitor", "tensorboard"), sections["tensorboard"])
     assert monitor_sections(config()) == {}
-    with pytest.raises(
-        UserError, match=r"train\.report_to=comet needs the package comet_ml; fix: pip install"
-    ):
+    with pytest.raises(UserError, match=r"train\.report_to needs the package comet_ml; fix: pip install"):
         monitor_sections(config("train.report_to=[comet]"))
 
 
