@@ -161,6 +161,7 @@ def test_a_journal_whose_steps_were_changed_does_not_pass_for_the_run(journal, r
 CODE_KEYS = {
     "data": {"task": "evil:X", "metric": "evil:X"},
     "train": {"objective": "evil:X", "report_to": ["wandb"]},
+    "zo": {"estimator": "evil:X", "layer_policy": "evil:X"},
 }
 
 
