@@ -1,4 +1,4 @@
-"""Writing of files that are either whole or absent, even after a crash or a power cut."""
+"""Writing of files that are either complete or absent, even after a crash or a power cut."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from lezo_ds.errors import LezoError
 
 
 def sync(path: Path) -> None:
-    """Sync a file's content, or the entries of a directory (created, renamed, removed), to the disk.
-
-    Raises:
-        OSError: the path cannot be opened or synced.
-    """
+    """Sync a file's content, or the entries of a directory (created, renamed, removed), to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -26,11 +22,7 @@ def sync(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its missing parents, and sync them so that a crash does not lose them.
-
-    Raises:
-        OSError: a directory cannot be made, or its path is a file.
-    """
+    """Make a directory and its missing parents, and sync them so that a crash does not lose them."""
     if path.is_dir():
         return
     make_directory(path.parent)
@@ -40,16 +32,12 @@ def make_directory(path: Path) -> None:
 
 @contextmanager
 def failures_named(path: Path) -> Iterator[None]:
-    """Turn an OSError into an error that says which file of a run cannot be written.
-
-    Raises:
-        LezoError: instead of the OSError.
-    """
+    """Turn an OSError into a LezoError that says which file of a run cannot be written."""
     try:
         yield
     except OSError as error:
         raise LezoError(
-            f"{path} cannot be written; got: {error}; "
+            f"{path} cannot be written: {error}; "
             "fix: free space on its disk or allow writing, then run the same command again"
         ) from error
 
@@ -58,14 +46,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
     """Write a file so that readers, and a restart after a crash, see either the old or the new content.
 
     The content is written to `.<name>.tmp` in the same directory. Only one process may write to a path at a
-    time. A temporary file that a killed writer left is overwritten.
-
-    Args:
-        path: file to create or replace, in an existing directory.
-        content: bytes, or text that is stored as UTF-8 without changing its line ends.
-
-    Raises:
-        OSError: the disk is full, or the directory is missing or not writable. The old content stays.
+    time. A temporary file that a killed writer left is overwritten. Text is stored as UTF-8.
     """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.tmp")
@@ -93,10 +74,6 @@ def remove_directory(path: Path) -> None:
 
 
 def sha256_file(path: Path) -> str:
-    """Return the SHA-256 of a file's content as 64 hexadecimal digits.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the SHA-256 of a file's content as 64 hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,5 +1,8 @@
+"""Digests of weights, and the ids and hashes of parameters, which are the same for any sharding."""
+
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 
 import pytest
@@ -7,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lezo_ds.sharding import digest
+from lezo_ds.sharding import digest, parameters
 from lezo_ds.sharding.digest import shard_digest
+from lezo_ds.sharding.parameters import parameter_ids, table_hash
 
 DTYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 PARAMETER_IDS = st.integers(0, 2**32 - 1)
@@ -72,17 +76,9 @@ def test_a_flip_of_any_single_bit_changes_it(patterns, data, dtype, start, param
 
 def test_more_than_one_chunk_gives_the_sum_of_the_chunks(monkeypatch):
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    whole = shard_digest(values, 5, 9)
-    monkeypatch.setattr(digest, "_CHUNK", 64)
-    assert shard_digest(values, 5, 9) == whole
-
-
-def test_keys_of_neighbouring_elements_and_parameters_share_no_pattern():
-    one = torch.ones(1, dtype=torch.int16)
-    keys = [shard_digest(one, start, parameter_id) for start in range(200) for parameter_id in range(20)]
-    assert len(set(keys)) == 4000
-    ones_per_bit = torch.tensor([[key >> bit & 1 for bit in range(1, 64)] for key in keys]).double().mean(0)
-    assert (ones_per_bit - 0.5).abs().max() < 0.05
+    expected = shard_digest(values, 5, 9)
+    monkeypatch.setitem(digest._CHUNKS, "cpu", 64)
+    assert shard_digest(values, 5, 9) == expected
 
 
 @pytest.mark.parametrize(
@@ -95,3 +91,46 @@ def test_keys_of_neighbouring_elements_and_parameters_share_no_pattern():
 def test_digests_are_the_recorded_ones(dtype, start, parameter_id, expected):
     values = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=dtype)
     assert shard_digest(values, start, parameter_id) == expected
+
+
+NAMES = [f"model.decoder.layers.{index}.{part}.weight" for index in range(48) for part in ("fc1", "fc2", "q")]
+
+
+def test_ids_are_the_recorded_ones():
+    ids = parameter_ids(["model.decoder.embed_tokens.weight", "model.decoder.layers.0.fc1.bias"])
+    assert ids == {
+        "model.decoder.embed_tokens.weight": 270094208,
+        "model.decoder.layers.0.fc1.bias": 128067829,
+    }
+
+
+def test_ids_depend_neither_on_the_order_nor_on_the_other_names():
+    shuffled = random.Random(0).sample(NAMES, len(NAMES))
+    assert parameter_ids(shuffled) == parameter_ids(NAMES)
+    assert parameter_ids(NAMES[:5]) == {name: parameter_ids(NAMES)[name] for name in NAMES[:5]}
+
+
+def colliding_names():
+    """Two names with the same 32-bit hash: by the birthday bound among about 80,000."""
+    seen = {}
+    for index in range(10**6):
+        name = f"layers.{index}.weight"
+        value = parameters._hash32(name)
+        if value in seen:
+            return seen[value], name
+        seen[value] = name
+    raise AssertionError("no collision found")
+
+
+def test_names_with_the_same_hash_get_different_ids_in_any_order():
+    pair = colliding_names()
+    ids = parameter_ids([*pair, "other"])
+    assert len(set(ids.values())) == 3
+    assert ids == parameter_ids(["other", *reversed(pair)])
+    first = min(pair)
+    assert ids[first] == parameter_ids([first])[first]
+
+
+def test_the_table_hash_is_the_recorded_one_in_any_order():
+    assert table_hash({"a": (2, 3), "b": (4,)}) == "b4e39c3ccfb607d134e09c2f9846e467"
+    assert table_hash({"b": (4,), "a": (2, 3)}) == "b4e39c3ccfb607d134e09c2f9846e467"
