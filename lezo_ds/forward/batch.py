@@ -81,17 +81,11 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 class StepBatch:
-    """All micro-batches of a step. Each is built when it is first read: a rank reads only its own.
-
-    Args:
-        weights: weight of each micro-batch.
-        build: (index) -> the micro-batch, the same on every rank.
-        content: what identifies the batch, such as the indices of its examples. Ranks compare it.
-    """
+    """All micro-batches of a step. Each is built when it is first read: a rank reads only its own."""
 
     def __init__(self, weights: Sequence[float], build: Callable[[int], MicroBatch], content: bytes) -> None:
-        self.weights = weights
-        self.content = content
+        self.weights = weights  # of each micro-batch
+        self.content = content  # identifies the batch, by the indices of its examples; ranks compare it
         self._build = build
         self._built: dict[int, MicroBatch] = {}
 
@@ -117,5 +111,4 @@ class StepBatch:
 
     @cached_property
     def total_weight(self) -> float:
-        """Number of terms of the mean loss of the step."""
         return sum(self.weights)

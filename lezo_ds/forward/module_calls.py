@@ -86,14 +86,9 @@ def cast_floats(values: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
 def runner_at_probes(
     module: nn.Module, original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], rows: int
 ) -> RunAtProbes | None:
-    """Return the function that serves this call for all probes at once, or None if there is none.
+    """Return the function that runs this call of a forward for all probes at once; None if there is none.
 
-    Args:
-        module: some of its parameters are perturbed.
-        original: its forward.
-        args: of the call.
-        kwargs: of the call.
-        rows: number of rows of all copies of the batch together. 1 allows any number.
+    `rows` is the number of rows of all copies of the batch together; 1 allows any number.
     """
     if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
         return None

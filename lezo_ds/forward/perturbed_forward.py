@@ -75,16 +75,11 @@ class _Trained(NamedTuple):
 
 
 class _SharedStart:
-    """Copies the batch where the first perturbed block begins. Before it, all probes have the same pass.
-
-    Args:
-        first: index of that block.
-        then: the pass from there on.
-    """
+    """Copies the batch where the first perturbed block begins. Before it, all probes have the same pass."""
 
     def __init__(self, first: int, then: _Pass) -> None:
-        self.first = first
-        self.then = then
+        self.first = first  # index of that block
+        self.then = then  # the pass from there on
         # By identity, and with the tensor itself, so that no other tensor gets its identity meanwhile.
         self._copied: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -271,6 +266,7 @@ class PerturbedForward:
         return [[copy for (copy,) in of_weight] for of_weight in zip(*of_probes, strict=True)]
 
     def _wrap_block(self, block: nn.Module) -> None:
+        """Let the copies of all weights of a block be made at once when it begins."""
         original, owned = block.forward, self._owned_by(_modules_that_run(block))
 
         @wraps(original)
@@ -292,6 +288,7 @@ class PerturbedForward:
         block.forward = forward
 
     def _wrap_start(self, index: int, block: nn.Module) -> None:
+        """Let a block run on copies of the batch, if the first perturbed block is this one or before it."""
         original = block.forward
 
         @wraps(original)
