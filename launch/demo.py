@@ -112,7 +112,7 @@ def summary(run_dir: Path) -> str:
         pair for pair in zip(before, after, strict=True) if pair[0]["predicted"] != pair[1]["predicted"]
     ]
     better = sum(new["predicted"] in new["right"] for _, new in changed)
-    lines.append(f"{better} answers became right, {len(changed) - better} became wrong, for example:")
+    lines.append(f"{better} answers became right, {len(changed) - better} became wrong. The first:")
     for old, new in changed[:5]:
         lines.append(f"  {old['predicted']} -> {new['predicted']}: {new['prompt'].splitlines()[0][:70]}")
     return "\n".join(lines)

@@ -165,7 +165,10 @@ def recipe_inputs(config: RunConfig) -> Inputs:
         return [build(examples[rank::ranks], data.tokenizer.pad_id) for rank in range(ranks)]
 
     length = round(statistics.mean(example.num_tokens for example in data.train.encoded))
-    batches = partial(data.batch, config)
+
+    def batches(step: int) -> list[MicroBatch]:
+        return list(data.step_batch(config, step))
+
     return Inputs(config, Path(config.model.path).name, length, data.loss, batches, published)
 
 

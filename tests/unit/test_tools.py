@@ -6,7 +6,9 @@ from argparse import Namespace
 
 import pytest
 import torch
+from assets import write_recipe
 from own_data import write_byte_model, write_tickets
+from ranks import run_ranks
 from tiny_runs import TINY_OPT, make_batch
 from transformers import AutoModelForCausalLM
 
@@ -15,7 +17,7 @@ from lezo_ds.config import ZoConfig, load_config
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.errors import UserError
 from lezo_ds.tools import init
-from lezo_ds.tools.benchmark import COLUMNS, append, interleaved, parse_variant, table
+from lezo_ds.tools.benchmark import COLUMNS, append, interleaved, measure, parse_variant, recipe_inputs, table
 from lezo_ds.tools.init import describe_task
 from lezo_ds.tools.mezo_reference import InPlaceSteps, plain_weights
 
@@ -111,3 +113,19 @@ def test_variants_rounds_and_rows(tmp_path):
     (tmp_path / "rows.csv").write_text("other,columns\n")
     with pytest.raises(UserError, match="not a table"):
         append(tmp_path / "rows.csv", [row])
+
+
+def measured_rows(recipe):
+    distributed.init_distributed()
+    inputs = recipe_inputs(load_config(recipe, ["run_dir=none", "train.micro_batch_size=4"]))
+    return measure(inputs, ["mezo_reference", "naive_zero3", "ours:0.5", "recipe"], rounds=1)
+
+
+@pytest.mark.distributed
+def test_every_variant_is_measured_on_the_batches_of_a_recipe(tmp_path):
+    rows, _ = run_ranks(measured_rows, 2, write_recipe(tmp_path))
+    assert all(set(row) == set(COLUMNS) and row["seconds"] > 0 and row["ranks"] == 2 for row in rows)
+    published, naive, ours, recipe = rows
+    assert published["ratio"] == 1.0 and published["gathered_bytes"] == 0
+    assert published["tokens"] == naive["tokens"] > ours["tokens"] == recipe["tokens"]
+    assert naive["gathered_bytes"] > ours["gathered_bytes"] > 0  # two passes, and one at both signs
