@@ -56,7 +56,6 @@ def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tm
     ("words", "expected"),
     [
         ("", "nothing is not one of init, train,"),
-        ("trian", "trian is not one of .* fix: did you mean train?"),
         ("train --config demo --zo.sparsity 0.5", "fix: write zo.sparsity=VALUE, without dashes"),
         ("train --config demo --seed=5", "fix: write seed=VALUE, without dashes"),
         ("train --config demo --dry-rn", "unrecognized arguments: --dry-rn; fix: did you mean --dry-run?"),
