@@ -141,7 +141,7 @@ tags: [lezo_ds, {method}]{base_model}
 
 # {base}, fine-tuned on {task}
 
-lezo_ds trained {trained} of {base} with method {method} (zeroth-order: forward passes only, if it is lezo).
+lezo_ds trained {trained} of {base} with {optimizer}.
 These are the weights after {step} of {num_steps} steps. Their digest is {digest}, that of the base weights
 {fingerprint}.
 
@@ -167,6 +167,7 @@ def model_card(run: RecordedRun, step: int, digest: str) -> str:
     return _CARD.format(
         library="peft" if kind == "lora" else "transformers",
         method=config.method,
+        optimizer="AdamW" if config.method == "adamw" else "LeZO, by forward passes only",
         base_model=f"\nbase_model: {base}" if is_hub_id else "",
         base=base,
         task=_plain(config.data.task),

@@ -133,10 +133,8 @@ def restore(run: RecordedRun, step: int) -> LezoEngine:
     distributed.on_rank_zero(lambda: assert_same_model_config(run.header, run.config.model.path))
     # A replay reads the records only. Neither the estimator nor the layer policy, which may be a user's code,
     # is needed for it.
-    zo = replace(run.config.zo, estimator="spsa", estimator_options={}, directions=1, sparsity=0.0)
-    zo = replace(
-        zo, layer_policy="uniform", layer_policy_options={}, learning_rate=0.0, lr_schedule="constant"
-    )
+    zo = replace(run.config.zo, estimator="spsa", estimator_options={}, directions=1, learning_rate=0.0)
+    zo = replace(zo, layer_policy="uniform", layer_policy_options={}, sparsity=0.0, lr_schedule="constant")
     engine = make_engine(replace(run.config, zo=zo))
     if engine.base.fingerprint != run.header.model_fingerprint:
         raise UserError(
