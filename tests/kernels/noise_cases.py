@@ -1,0 +1,101 @@
+"""Operations of the noise on shards and weights of many kinds, and the digests that their results have."""
+
+import hashlib
+import itertools
+import json
+from pathlib import Path
+
+import torch
+
+from lezo_ds.noise import Shard, Weight
+from lezo_ds.noise.reference import split_master
+from lezo_ds.zo.updates import Update
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "noise.json").read_text())
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DISTRIBUTIONS = ("normal", "rademacher")
+PRECISIONS = ("stochastic", "fp32_master", "nearest")
+KEY = 2**63 + 12345
+SCALES = ([1e-3, -1e-3], [0.25, 0.0])
+UPDATES = [Update(KEY, 0.01, 0.999), Update(2**64 - 1, -0.3), Update(0, 3e-7, 1 - 1e-6)]
+SHAPES = [(7, 153), (2048,), (16, 8), (0, 3), (33,), (5, 1030), (9, 1)]
+SHARDS = [(1104, 0), (1101, 0), (1040, 4096), (30, 7), (1056, 2**34 + 2), (5003, 4099), (0, 10)]
+"""Numbers of elements and starts."""
+
+PERTURB_CASES = [("perturb", *case) for case in itertools.product(DISTRIBUTIONS, DTYPES, DTYPES)]
+UPDATE_CASES = [("update", *case) for case in itertools.product(DISTRIBUTIONS, DTYPES, PRECISIONS)]
+CASES = {
+    " ".join(str(word).removeprefix("torch.") for word in case): case for case in PERTURB_CASES + UPDATE_CASES
+}
+
+
+def hashed(count):
+    """Integers of 32 bits without a pattern."""
+    return torch.arange(1, count + 1) * 0x9E3779B1 % 2**32 * 0x85EBCA6B % 2**32
+
+
+def values_of_every_size(count):
+    """fp32 values from far below fp16's smallest to its overflow, zeros of both signs, infinities and NaN."""
+    bits = hashed(count)
+    exponents = 97 + (bits >> 8) % 49  # 2**-30 to 2**18
+    values = ((bits & 0x807FFFFF) | (exponents << 23)).to(torch.int32).view(torch.float32)
+    special = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 65504.0, 65519.9, 65520.0, 3.3e38, 1e-40]
+    values[: len(special)] = torch.tensor(special)[:count]
+    return values
+
+
+def stored(values, dtype, precision, device="cpu"):
+    """A shard and its low bits."""
+    high, low = split_master(values, dtype) if precision == "fp32_master" else (values.to(dtype), None)
+    return high.to(device), None if low is None else low.to(device)
+
+
+def result(noise, case, device="cpu"):
+    """All tensors that an operation returns or writes."""
+    operation, distribution, dtype, other = case
+    return (perturbed if operation == "perturb" else updated)(noise, distribution, dtype, other, device)
+
+
+def perturbed(noise, distribution, dtype, out_dtype, device):
+    thetas = [
+        values_of_every_size(torch.Size(shape).numel()).to(dtype).view(shape).to(device) for shape in SHAPES
+    ]
+    # Vectors have copies in fp32, as in models.
+    weights = [
+        Weight(theta, place, torch.float32 if place % 3 == 1 else out_dtype)
+        for place, theta in enumerate(thetas)
+    ]
+    of_rows = [
+        Weight(thetas[place], place, out_dtype, torch.tensor(rows, device=device))
+        for place, rows in ((0, [3, 0, 3]), (5, [1, 4]), (6, [8]))
+    ]
+    copies = []
+    for scales in SCALES:
+        copies += noise.perturb(weights, KEY, scales, distribution)
+        copies += [noise.perturb([weight], KEY, scales, distribution)[0] for weight in of_rows]
+    return list(itertools.chain(*copies))
+
+
+def updated(noise, distribution, dtype, precision, device):
+    shards = []
+    for parameter_id, (count, start) in enumerate(SHARDS):
+        values, low = stored(values_of_every_size(count), dtype, precision, device)
+        shards.append(Shard(values, start, parameter_id, low))
+    noise.update_(shards, UPDATES, precision, distribution)
+    return [tensor for shard in shards for tensor in (shard.values, shard.low) if tensor is not None]
+
+
+def bits(tensor):
+    """The bit patterns, with one pattern for all NaN: the backends may differ in the payload of a NaN."""
+    if tensor.dtype == torch.int16:
+        return tensor.cpu()
+    patterns = tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+    return patterns.where(~tensor.isnan(), -1).cpu()
+
+
+def digest(tensors):
+    """One digest of the bits of all tensors."""
+    hashed = hashlib.sha256()
+    for tensor in tensors:
+        hashed.update(bits(tensor).contiguous().numpy().tobytes())
+    return hashed.hexdigest()[:16]

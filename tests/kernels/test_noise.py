@@ -1,0 +1,284 @@
+"""Every operation of the noise gives the same bits in every backend, and always gave them.
+
+Triton's backend needs a GPU (pytest -m gpu) or Triton's interpreter, in which test_noise_triton.py runs it.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from noise_cases import (
+    CASES,
+    DISTRIBUTIONS,
+    DTYPES,
+    GOLDEN,
+    KEY,
+    PRECISIONS,
+    bits,
+    digest,
+    hashed,
+    result,
+    stored,
+    values_of_every_size,
+)
+
+from lezo_ds.noise import Shard, Weight, noise_backend, reference, stacked
+from lezo_ds.noise.cpu import CpuNoise
+from lezo_ds.noise.reference import (
+    EagerNoise,
+    dither_words,
+    draw,
+    join_master,
+    philox4x32_10,
+    round_stochastic,
+    split_master,
+)
+from lezo_ds.zo.updates import Update
+
+CPU = torch.device("cpu")
+REFERENCE = EagerNoise()
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TRITON = pytest.param("triton", marks=() if IS_INTERPRETED else pytest.mark.gpu)
+
+every_distribution = pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+
+
+@pytest.fixture(params=["eager", "cpu", TRITON])
+def backend(request):
+    """A backend and its device."""
+    if request.param == "eager":
+        return REFERENCE, CPU
+    if request.param == "cpu":
+        return CpuNoise(), CPU
+    if not (IS_INTERPRETED or torch.cuda.is_available()):
+        pytest.skip("no GPU")
+    from lezo_ds.noise.gpu import TritonNoise
+
+    return TritonNoise(), CPU if IS_INTERPRETED else torch.device("cuda")
+
+
+def assert_same_bits(actual, expected):
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    different = int((bits(actual) != bits(expected)).sum())
+    assert different == 0, f"{different} of {actual.numel()} elements differ"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_operation_has_the_bits_of_the_reference_and_its_golden_digest(backend, case):
+    noise, device = backend
+    found = result(noise, CASES[case], device)
+    for actual, expected in zip(found, result(REFERENCE, CASES[case]), strict=True):
+        assert_same_bits(actual, expected)
+    assert digest(found) == GOLDEN["results"][case]
+
+
+@pytest.mark.parametrize("golden", GOLDEN["draws"], ids=lambda golden: golden["what"])
+def test_draws_have_their_golden_bits(backend, golden):
+    noise, device = backend
+    where = golden["key"], golden["parameter_id"], golden["start"]
+
+    def words(tensor):
+        return " ".join(f"{int(word) & 0xFFFFFFFF:08x}" for word in tensor)
+
+    z = noise.draw(*where, len(golden["normal"].split()), device)
+    assert words(z.cpu().view(torch.int32)) == golden["normal"]
+    signs = torch.zeros(len(golden["rademacher"]), device=device)
+    shard = Shard(signs, golden["start"], golden["parameter_id"])
+    noise.update_([shard], [Update(golden["key"], -1.0)], "nearest", "rademacher")
+    assert "".join({1.0: "+", -1.0: "-"}[sign] for sign in signs.tolist()) == golden["rademacher"]
+    assert words(dither_words(*where, len(golden["dither"].split()), CPU)) == golden["dither"]
+
+
+@every_distribution
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_reference_is_the_plain_formulas_in_fp32(dtype, distribution):
+    theta = values_of_every_size(1071).to(dtype).view(7, 9, 17)
+    z = draw(distribution, KEY, 6, 0, theta.numel(), CPU).view_as(theta)
+    scales = [1e-3, -1e-3, 0.0, 0.25, 0.5, -0.25]
+    (copies,) = REFERENCE.perturb([Weight(theta, 6, dtype)], KEY, scales, distribution)
+    for scale, copy in zip(scales, copies, strict=True):
+        # The sum would turn -0.0 + 0.0 into 0.0.
+        assert_same_bits(copy, (theta.float() + z * scale).to(dtype) if scale else theta)
+    shard = theta.flatten().clone()
+    REFERENCE.update_([Shard(shard, 0, 6)], [Update(KEY, 0.3, 0.99)], "nearest", distribution)
+    assert_same_bits(shard, (theta.float() * 0.99 - z * 0.3).to(dtype).flatten())
+
+
+@every_distribution
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_slices_and_single_updates_give_the_bits_of_one_call(backend, precision, distribution, monkeypatch):
+    noise, device = backend
+    monkeypatch.setattr(reference, "CHUNK", 64)
+    updates = [Update(KEY, 0.01, 0.999), Update(7, -0.3)]
+    values = values_of_every_size(1101)
+    full, full_low = stored(values, torch.bfloat16, precision, device)
+    parts, parts_low = stored(values, torch.bfloat16, precision, device)
+    noise.update_([Shard(full, 0, 6, full_low)], updates, precision, distribution)
+    for update in updates:
+        for first, last in ((0, 367), (367, 734), (734, 1101)):
+            low = None if parts_low is None else parts_low[first:last]
+            noise.update_([Shard(parts[first:last], first, 6, low)], [update], precision, distribution)
+    assert_same_bits(parts, full)
+    if full_low is not None:
+        assert_same_bits(parts_low, full_low)
+
+
+def test_a_transposed_parameter_is_perturbed_by_its_row_major_index_and_copies_can_be_stacked(backend):
+    noise, device = backend
+    theta = values_of_every_size(35).view(5, 7)
+    weights = [Weight(theta.t().contiguous().to(device).t(), 6, theta.dtype)]
+    (copies,) = noise.perturb(weights, KEY, [0.1, -0.1])
+    assert_same_bits(
+        stacked(copies), torch.stack(REFERENCE.perturb([Weight(theta, 6, theta.dtype)], KEY, [0.1, -0.1])[0])
+    )
+    assert_same_bits(stacked(copies[:1]), copies[0][None])
+    strided = torch.tensor([3, 9, 0, 9], device=device)[::2]
+    ((rows,),) = noise.perturb([weights[0]._replace(rows=strided)], KEY, [0.1])
+    assert_same_bits(rows, copies[0][strided])
+    noise.update_([], [Update(KEY, 0.1)], "nearest")
+    noise.update_([Shard(theta.flatten().to(device), 0, 6)], [], "nearest")
+    assert noise.perturb([], KEY, [0.1]) == []
+
+
+def test_opposite_scales_share_a_draw_and_a_scale_of_zero_draws_nothing(monkeypatch):
+    calls = []
+
+    def record(self, weights, key, scale, num_signs, distribution):
+        calls.append((scale, num_signs))
+        return [[weights[0].theta] * num_signs]
+
+    monkeypatch.setattr(EagerNoise, "_perturb", record)
+    (copies,) = REFERENCE.perturb(
+        [Weight(torch.ones(4), 6, torch.float32)], KEY, [1.0, -1.0, 2.0, 0.0, 2.0, 1.0]
+    )
+    assert len(copies) == 6
+    assert calls == [(1.0, 2), (2.0, 1), (2.0, 1), (1.0, 1)]
+
+
+# The known answers that come with Random123 (Salmon et al. 2011): counter, key, result.
+KNOWN_ANSWERS = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
+def test_philox_gives_the_known_answers_of_random123(counter, key, expected):
+    words = tuple(torch.tensor([int(word, 16)]) for word in counter.split())
+    key0, key1 = (int(word, 16) for word in key.split())
+    assert " ".join(f"{int(word):08x}" for word in philox4x32_10(words, (key0, key1))) == expected
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**40 - 600), st.integers(0, 299))
+def test_any_slice_of_the_noise_holds_its_values(key, parameter_id, start, skip):
+    for distribution in DISTRIBUTIONS:
+        part = draw(distribution, key, parameter_id, start + skip, 300 - skip, CPU)
+        assert torch.equal(part, draw(distribution, key, parameter_id, start, 300, CPU)[skip:])
+    dither = dither_words(key, parameter_id, start + skip, 300 - skip, CPU)
+    assert torch.equal(dither, dither_words(key, parameter_id, start, 300, CPU)[skip:])
+
+
+def test_a_million_draws_have_their_distribution_and_no_correlations():
+    normal, signs = (
+        draw(distribution, 2024, 5, 0, 1_000_000, CPU).double() for distribution in DISTRIBUTIONS
+    )
+    ordered = normal.sort().values
+    above = (torch.arange(1, 1_000_001) / 1e6 - torch.special.ndtr(ordered)).abs().max()
+    assert above * 1000 < 1.63  # Kolmogorov and Smirnov: the 1 % critical value
+    assert abs(normal.var() - 1) < 4e-3 * math.sqrt(2)
+    assert abs(signs.mean()) < 4e-3 and set(signs.tolist()) == {1.0, -1.0}
+    assert signs[: 7812 * 128].view(-1, 128).mean(dim=0).abs().max() < 4.5 / math.sqrt(7812)
+    dither = dither_words(2024, 5, 0, 1_000_000, CPU)
+    uniform = [
+        (dither & (2**n - 1)).double() / 2**n - 0.5 for n in (13, 16, 20)
+    ]  # the bits that rounding uses
+    assert all(abs(part.var() - 1 / 12) < 1e-3 for part in uniform)
+    others = [signs, *(part * math.sqrt(12) for part in uniform)]
+    for key, parameter_id in ((2025, 5), (2024 + 2**32, 5), (2024, 6), (2024, 5 + 2**31)):
+        others.append(draw("normal", key, parameter_id, 0, 1_000_000, CPU).double())
+    assert all(abs((normal * other).mean()) < 4e-3 for other in others)
+    for z in (normal, signs):
+        assert all(abs((z[:-lag] * z[lag:]).mean()) < 4e-3 for lag in (1, 2, 3, 4, 7, 32, 128, 1024))
+
+
+def fp32(patterns):
+    return torch.tensor(patterns, dtype=torch.int64).to(torch.int32).view(torch.float32)
+
+
+def test_a_bf16_master_keeps_every_bit_pattern_next_to_a_nearest_bf16():
+    values = fp32((torch.arange(1 << 16) << 16 | hashed(1 << 16) >> 16).tolist())
+    high, low = split_master(values, torch.bfloat16)
+    assert torch.equal(join_master(high, low).view(torch.int32), values.view(torch.int32))
+    finite = values.abs() < 3e38
+    error, least = ((part.double() - values.double()).abs()[finite] for part in (high, values.bfloat16()))
+    assert torch.equal(error, least)
+
+
+def test_an_fp16_master_is_exact_in_the_normal_range_and_within_two_to_the_minus_40_below():
+    values = values_of_every_size(100_000)
+    high, low = split_master(values, torch.float16)
+    assert_same_bits(high, values.half())
+    joined, size = join_master(high, low), values.abs()
+    normal = (size >= 2**-14) & (size < 65520)
+    assert torch.equal(joined[normal], values[normal])
+    assert low[normal].abs().max() <= 16384
+    assert (joined.double() - values.double())[size < 2**-14].abs().max() <= 2.0**-40
+    assert torch.equal(joined[size >= 65520], values[size >= 65520].half().float())
+    assert not low[size >= 65520].any()
+
+
+# Values, with the number of dither bits that decide: 16 in bf16, 13 in fp16, 20 in its subnormals.
+ROUNDINGS = [
+    (torch.bfloat16, 16, [0.02, -1.7, 3.1e-5, 1.1e-39]),
+    (torch.float16, 13, [0.02, -1.7, 2.0**-14 * 1.0003, 1023.7]),
+    (torch.float16, 20, [6.1e-5, -3.3e-6, 1.25 * 2.0**-24, -(2.0**-26), 2.0**-44]),
+]
+
+
+@pytest.mark.parametrize(("dtype", "num_bits", "numbers"), ROUNDINGS)
+def test_stochastic_rounding_picks_a_neighbor_and_is_right_on_average(dtype, num_bits, numbers):
+    words = torch.arange(1 << num_bits)
+    for number in numbers:
+        values = torch.full((len(words),), number)
+        rounded = round_stochastic(values, words, dtype)
+        exact = values[0].double()
+        assert rounded.double().min() <= exact <= rounded.double().max()
+        low, high = rounded.view(torch.int16).unique().tolist()
+        assert high - low == 1
+        # Over all words the mean is the value itself; fp16's subnormals are cut off at the 44th place.
+        assert abs(rounded.double().mean() - exact) <= (2.0**-44 if num_bits == 20 else 0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_stochastic_rounding_leaves_what_the_format_holds(dtype):
+    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    for word in (0, 2**32 - 1):
+        assert_same_bits(round_stochastic(values.float(), torch.full((len(values),), word), dtype), values)
+
+
+# How much of many tiny updates arrives: the projection of the weights' change on their exact sum. Steps of
+# 3e-6 (learning rate 1e-7, projected gradient 30) against weights of 0.02, where half a unit in the last
+# place is 6e-5 in bf16 and 8e-6 in fp16, which gets steps a tenth as large.
+SIGNAL = {"stochastic": (0.9, 1.1), "fp32_master": (0.999, 1.001), "nearest": (-0.1, 0.5)}
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 3e-6), (torch.float16, 3e-7)])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_tiny_updates_survive_stochastic_and_master_storage_only(dtype, size, precision):
+    noise, generator = noise_backend(CPU), torch.Generator().manual_seed(0)
+    assert isinstance(noise, CpuNoise)
+    start = (0.02 * torch.randn(50_000, generator=generator)).to(dtype)
+    coefficients = torch.randn(1000, generator=generator) * size
+    updates = [Update(1000 + index, float(coefficient)) for index, coefficient in enumerate(coefficients)]
+    exact = torch.zeros(50_000)
+    noise.update_([Shard(exact, 0, 4)], updates, "nearest")
+    values, low = stored(start.float(), dtype, precision)
+    noise.update_([Shard(values, 0, 4, low)], updates, precision)
+    change, exact = join_master(values, low).double() - start.double(), exact.double()
+    least, most = SIGNAL[precision]
+    assert least <= float(change @ exact / (exact @ exact)) <= most

@@ -1,0 +1,194 @@
+"""The Triton kernels without a GPU: their tests in Triton's interpreter, and what they compile to."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lezo_ds.errors import UserError
+from lezo_ds.noise import Shard, Weight, noise_backend
+from lezo_ds.zo.updates import Update
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lezo_ds.noise import gpu
+from lezo_ds.noise import triton_kernels as kernels
+from lezo_ds.noise.reference import box_muller
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+compiles = pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter does not compile")
+on_triton = () if IS_INTERPRETED else pytest.mark.gpu
+STORAGE = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
+TYPES = {
+    "table_ptr": "*i64",
+    "out_ptr": "*u8",
+    "rows_ptr": "*i64",
+    "keys_ptr": "*u64",
+    "multipliers_ptr": "*fp32",
+    "key": "u64",
+    "parameter_id": "u32",
+    "scale": "fp32",
+    "num_updates": "i32",
+    "distance": "i64",
+    "width": "i64",
+    "tiles_of_row": "i32",
+}
+
+
+@compiles
+def test_the_triton_backend_passes_its_tests_in_the_interpreter():
+    # In a process of its own: Triton reads the variable when the kernels are defined.
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", str(Path(__file__).parent), "-k", "triton", "-q"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-5000:]
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 60
+
+
+@triton.jit
+def box_muller_kernel(words_ptr, out_ptr, count, tile: tl.constexpr):
+    """Four normals of each block; words_ptr is uint32 [4, count]."""
+    block = tl.program_id(0) * tile + tl.arange(0, tile)
+    inside = block < count
+    word0 = tl.load(words_ptr + block, mask=inside)
+    word1 = tl.load(words_ptr + count + block, mask=inside)
+    word2 = tl.load(words_ptr + 2 * count + block, mask=inside)
+    word3 = tl.load(words_ptr + 3 * count + block, mask=inside)
+    out = out_ptr + block[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(out, kernels.box_muller(word0, word1, word2, word3), mask=inside[:, None])
+
+
+@pytest.mark.parametrize("words", ["all radii", "quadrants"])
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=on_triton)])
+def test_box_muller_of_chosen_words_has_the_bits_of_the_reference(words, backend):
+    if not (IS_INTERPRETED or torch.cuda.is_available()):
+        pytest.skip("no GPU")
+    if words == "all radii":
+        # Of a word, 23 bits decide about the radius. An angle of 0 gives the radius itself, and 0.
+        radii = torch.arange(0, 1 << 23, 32 if IS_INTERPRETED else 1) << 9  # the interpreter is slow
+        first, second = (radii | (radii * 0x9E3779B9 >> 20) % 512).view(2, -1)
+        chosen = torch.stack([first, torch.zeros_like(first), second, torch.zeros_like(first)])
+    else:
+        bounds = torch.arange(8)[:, None] * (1 << 29) + torch.arange(-2, 3)
+        angles = torch.cat([bounds.flatten() % (1 << 32), torch.arange(1 << 16) * 0x9E3779B1 % (1 << 32)])
+        radii = angles * 0x85EBCA6B % (1 << 32)
+        chosen = torch.stack([radii, angles, radii.flip(0), angles.flip(0)])
+    device = "cpu" if IS_INTERPRETED else "cuda"
+    for part in chosen.split(1 << 18, dim=1):
+        out = torch.empty(part.shape[1], 4, device=device)
+        grid = (triton.cdiv(part.shape[1], 1 << 16),)
+        unsigned = part.to(torch.uint32).to(device)
+        box_muller_kernel[grid](unsigned, out, part.shape[1], 1 << 16, enable_fp_fusion=False)
+        assert torch.equal(out.cpu().view(torch.int32), box_muller(*part).view(torch.int32))
+
+
+def compiled_for_hopper(kernel, storage, distribution, precision=None, *, wide=False):
+    """What `kernel` becomes for compute capability 9.0; needs no GPU.
+
+    `wide`: of tensors as nearly all are, which begin and end at multiples of 16 bytes.
+    """
+    names = kernel.arg_names
+    types = TYPES | dict.fromkeys(("theta_ptr", "plus_ptr", "minus_ptr"), f"*{storage}")
+    constants = {"dtype": STORAGE[storage], "out_dtype": STORAGE[storage], "distribution": distribution}
+    constants |= {"aligned": wide, "unit": 16 if wide else 1, "num_columns": 16}
+    constants |= {"precision": precision, "two_signs": True}
+    sixteen = [name for name in names if name.endswith("_ptr") or name == "distance"]
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items() if name in names},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in sixteen if wide},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False}).asm
+
+
+@compiles
+@pytest.mark.parametrize("distribution", ["normal", "rademacher"])
+@pytest.mark.parametrize("storage", STORAGE)
+def test_every_operation_is_rounded_on_its_own_on_a_gpu(storage, distribution):
+    precisions = ["nearest"] if storage == "fp32" else ["nearest", "stochastic", "fp32_master"]
+    cases = [(kernels.perturb_kernel, None), (kernels.perturb_rows_kernel, None)]
+    for kernel, precision in [*cases, *((kernels.update_kernel, precision) for precision in precisions)]:
+        assembly = compiled_for_hopper(kernel, storage, distribution, precision)["ptx"]
+        # In four normals: two of each logarithm, two of each root, one of each cosine. No other is fused.
+        num_elements = gpu._TILE[distribution] // 128
+        fused = num_elements // 4 * 2 * (2 + 2 + 1) if distribution == "normal" else 0
+        if storage == "fp16" and precision == "fp32_master":
+            fused += 2 * num_elements  # low bits are read and written
+        assert len(re.findall(r"\bfma\.rn\.f32\b", assembly)) == fused
+        approximate = re.findall(r"\S*\.(?:approx|ftz)\S*", assembly)
+        assert set(approximate) == ({"rsqrt.approx.ftz.f32"} if distribution == "normal" else set())
+        if storage == "bf16" and precision in (None, "nearest"):
+            assert "cvt.rn.bf16" in assembly  # rounded to nearest by the hardware
+
+
+MOST_INSTRUCTIONS = {
+    # Of a pair of perturbed weights (in 16 bits with a second store, in fp32, that runs instead), of an
+    # update, and of an update with low bits.
+    "normal": {"fp32": (53, 55), "bf16": (58, 55, 61), "fp16": (58, 55, 70)},
+    "rademacher": {"fp32": (15, 15), "bf16": (20, 15, 20), "fp16": (20, 15, 29)},
+}
+
+
+@compiles
+@pytest.mark.parametrize("distribution", MOST_INSTRUCTIONS)
+@pytest.mark.parametrize("storage", STORAGE)
+def test_an_element_takes_few_instructions(storage, distribution, tmp_path):
+    cases = [
+        (kernels.perturb_kernel, None),
+        (kernels.update_kernel, "nearest"),
+        (kernels.update_kernel, "fp32_master"),
+    ]
+    for (kernel, precision), most in zip(cases, MOST_INSTRUCTIONS[distribution][storage], strict=False):
+        path = tmp_path / "kernel.cubin"
+        path.write_bytes(compiled_for_hopper(kernel, storage, distribution, precision, wide=True)["cubin"])
+        command = [triton.knobs.nvidia.nvdisasm.path, "--print-code", str(path)]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?!NOP)([^;]+);", listing)
+        assert most - 10 < len(instructions) / (gpu._TILE[distribution] // 128) <= most
+
+
+@compiles
+def test_alike_parameters_take_one_launch_and_others_one_for_each_kind(monkeypatch):
+    launched = []
+    monkeypatch.setattr(gpu.Launch, "run", lambda launch, *_: launched.append(launch._constants))
+    matrix, vector, odd = (
+        torch.zeros(16, 16).bfloat16(),
+        torch.zeros(16).bfloat16(),
+        torch.zeros(3).bfloat16(),
+    )
+    alike = [Weight(matrix, 1, torch.bfloat16), Weight(vector, 2, torch.float32)]
+    others = [Weight(odd, 3, torch.float32), Weight(torch.zeros(16), 4, torch.float32)]
+    noise = gpu.TritonNoise()
+    for num_others in (0, 1, 2):
+        weights = alike + others[:num_others]
+        for _ in range(2):
+            noise.perturb(weights, 5, [0.1, -0.1])
+            shards = [Shard(weight.theta.view(-1), 0, weight.parameter_id) for weight in weights]
+            noise.update_(shards, [Update(5, 0.1)], "stochastic")
+        first, second = launched[: len(launched) // 2], launched[len(launched) // 2 :]
+        assert len(first) == 2 * (1 + num_others)
+        assert all(constants is again for constants, again in zip(first, second, strict=True))  # reused
+        launched.clear()
+
+
+def test_a_gpu_on_which_triton_cannot_build_is_refused_before_weights_load(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(gpu.TritonNoise, "draw", fails)
+    with pytest.raises(UserError, match=r"Triton needs .* RuntimeError: Failed to find C compiler"):
+        noise_backend(torch.device("cuda"))
