@@ -102,12 +102,12 @@ def build_checked(directory: Path, dtype: str) -> tuple[nn.Module, BlockLayout]:
     """Build the model of a directory on the meta device, and check its files, without reading its weights."""
     model = build_on_meta(load_model_config(directory), DTYPES[dtype])
     layout = find_blocks(model)
-    _refuse_separate_experts(model, layout)
+    refuse_separate_experts(model, layout)
     check_files(model, directory)
     return model, layout
 
 
-def _refuse_separate_experts(model: nn.Module, layout: BlockLayout) -> None:
+def refuse_separate_experts(model: nn.Module, layout: BlockLayout) -> None:
     """Refuse a block with a list of experts that run only if a token chooses them.
 
     Ranks gather the weights of a module when it runs. If their tokens chose different modules, they would
