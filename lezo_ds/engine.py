@@ -207,9 +207,12 @@ class LezoEngine(ModelEngine):
         self.config = config
         self.learning_rates = make_schedule(config, self._num_steps)
         self.estimator = make_estimator(config)
-        self.layer_policy = make_layer_policy(config, self.layout.num_blocks)
+        num_blocks = self.layout.num_blocks
+        trained = (p.named for p in self.weights.parameters if p.parameter.requires_grad)
+        trains_outside = any(named.block >= num_blocks for named in trained)
+        self.layer_policy = make_layer_policy(config, num_blocks, trains_outside=trains_outside)
         self.plan_format = step.PlanFormat(
-            self.layout.num_blocks, self.estimator.num_probes, self.layer_policy.has_weights
+            self.layer_policy.num_groups, self.estimator.num_probes, self.layer_policy.has_weights
         )
         self.records: list[StepRecord] = []
         self._settings_agreed = False
@@ -418,8 +421,8 @@ class LezoEngine(ModelEngine):
 def scalar_bytes(plan_format: step.PlanFormat, num_micro_batches: int) -> int:
     """Return the bytes of a step's messages besides gathered weights: the plan and one all-reduce.
 
-    >>> scalar_bytes(step.PlanFormat(num_layers=40, num_probes=2, has_weights=False), num_micro_batches=1)
-    133
+    >>> scalar_bytes(step.PlanFormat(num_groups=42, num_probes=2, has_weights=False), num_micro_batches=1)
+    134
     """
     num_losses = plan_format.num_probes * num_micro_batches
     return plan_format.num_bytes + 8 * (num_losses + _NUM_VOTES + NUM_PROOF_NUMBERS)
@@ -470,8 +473,6 @@ def initialize(
         for parameter in sharded.weights.parameters
         if parameter.parameter.requires_grad
     }
-    trains_outside = any(named.block is None for named in trainable.values())
-    make_layer_policy(config, sharded.layout.num_blocks, trains_outside=trains_outside)
     blocks = list(sharded.module.get_submodule(sharded.layout.path).children())
     engine = zero3.start_forward_engine(sharded.module, blocks, sharded.ds_config)
     noise = noise_backend(distributed.device())

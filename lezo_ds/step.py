@@ -118,11 +118,11 @@ class StepPlan:
 class PlanFormat:
     """The bytes of a run's plans. All ranks know their number, so no message has to announce its length.
 
-    >>> PlanFormat(num_layers=40, num_probes=2, has_weights=False).num_bytes
-    61
+    >>> PlanFormat(num_groups=42, num_probes=2, has_weights=False).num_bytes  # a model of 40 blocks
+    62
     """
 
-    num_layers: int
+    num_groups: int
     num_probes: int
     has_weights: bool
 
@@ -148,16 +148,16 @@ class PlanFormat:
             key=key,
             learning_rate=learning_rate,
             perturbation_scale=scale,
-            dropped_layers=tuple(layer for layer in range(self.num_layers) if dropped >> layer & 1),
+            dropped_layers=tuple(layer for layer in range(self.num_groups) if dropped >> layer & 1),
             layer_weights=tuple(rest[2 * self.num_probes :]),
             probes=tuple(Probe(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)),
         )
 
     @property
     def _mask_bytes(self) -> int:
-        return -(-self.num_layers // 8)
+        return -(-self.num_groups // 8)
 
     @property
     def _format(self) -> str:
-        weights = self.num_layers if self.has_weights else 0
+        weights = self.num_groups if self.has_weights else 0
         return f"<qQdd{self._mask_bytes}s" + "Id" * self.num_probes + "d" * weights

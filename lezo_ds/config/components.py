@@ -38,7 +38,7 @@ def make_layer_policy(zo: ZoConfig, num_layers: int, *, trains_outside: bool = T
             fix="set zo.sparsity=0.5, or zo.only_blocks=false and peft.kind=none",
         )
     policy = LAYER_POLICIES.find(zo.layer_policy)
-    return policy(num_layers=num_layers, num_dropped=dropped, **zo.layer_policy_options)
+    return policy(num_layers, dropped, trains_outside=trains_outside, **zo.layer_policy_options)
 
 
 def make_schedule(zo: ZoConfig, num_steps: int | None) -> LearningRates:

@@ -18,15 +18,17 @@ class BlockLayout:
     path: str  # dotted name, for example "model.decoder.layers"
     num_blocks: int
 
-    def block_of(self, parameter_name: str) -> int | None:
-        """Return the index of the block that a parameter belongs to, or None if it is outside all blocks.
+    def block_of(self, parameter_name: str, *, is_embedding: bool = False) -> int:
+        """Return the index of a parameter's block; num_blocks for embeddings, num_blocks + 1 for the rest.
 
         >>> BlockLayout("model.layers", 2).block_of("model.layers.1.mlp.up_proj.weight")
         1
+        >>> BlockLayout("model.layers", 2).block_of("model.norm.weight")
+        3
         """
         prefix = self.path + "."
         if not parameter_name.startswith(prefix):
-            return None
+            return self.num_blocks + (not is_embedding)
         return int(parameter_name[len(prefix) :].split(".", 1)[0])
 
 

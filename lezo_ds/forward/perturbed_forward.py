@@ -119,7 +119,7 @@ class PerturbedForward:
         blocks: Sequence[nn.Module] = (),
         at_once: Iterable[nn.Module] = (),
     ) -> None:
-        assert not blocks or all(named.block is not None for named in trainable.values())
+        assert all(named.block < len(blocks) for named in trainable.values()) or not blocks
         self._trainable = trainable
         self._noise = noise
         self._num_blocks = len(blocks)

@@ -139,9 +139,11 @@ def load_sharded_model(
     ds_config = {**ds_config, "zero_optimization": {**limits, **ds_config["zero_optimization"], **reuse}}
     zero3.shard_model(module, ds_config, partition_size)
     parameters = []
+    embeddings = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
     for module_name, parameter in module.named_parameters():
         name = own_name(module_name)
-        named = NamedParameter(name, ids[name], layout.block_of(name))
+        block = layout.block_of(name, is_embedding=parameter in embeddings)
+        named = NamedParameter(name, ids[name], block)
         parameters.append(ShardedParameter.of(parameter, named))
     weights = ShardedWeights(
         parameters, aliases=aliases, precision=precision, has_adapter=adapter is not None

@@ -117,7 +117,7 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
             fix="copy it again in binary mode, or write it again: lezo-ds export --run DIR --journal FILE",
         ) from error
     text_config = load_model_config(resolve_model(config.model.path)).get_text_config()
-    num_weights = {0, text_config.num_hidden_layers}
+    num_weights = {0, text_config.num_hidden_layers, text_config.num_hidden_layers + 2}
     is_zeroth_order = config.method in ZEROTH_ORDER and config.peft.kind != "prefix"
     if not is_zeroth_order or any(len(record.layer_weights) not in num_weights for record in steps):
         raise UserError(

@@ -25,11 +25,11 @@ from lezo_ds.distributed import device
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A parameter's name in the unsharded model, its 32-bit id, and its transformer block (None: outside)."""
+    """A parameter's name in the unsharded model, its 32-bit id, and its block (`BlockLayout.block_of`)."""
 
     name: str
     parameter_id: int
-    block: int | None
+    block: int
 
 
 def parameter_ids(names: Iterable[str]) -> dict[str, int]:

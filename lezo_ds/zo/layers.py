@@ -22,9 +22,10 @@ from lezo_ds.zo.records import StepRecord
 
 @dataclass(frozen=True)
 class LayerSample:
-    """The sorted indices of the blocks that a step drops, and a factor for the update of each block.
+    """The sorted indices of the groups that a step drops, and a factor for the update of each group.
 
-    `weights` has one factor for each block of the model, or is empty if all are 1.
+    A group is a block, the embeddings, or the other weights outside the blocks. `weights` is empty if all
+    factors are 1.
     """
 
     dropped: tuple[int, ...]
@@ -42,8 +43,15 @@ class LayerPolicy(ABC):
     """Number of transformer blocks of the model."""
     num_dropped: int
     """How many of them a step drops, 0 to num_layers."""
+    trains_outside: bool = True
+    """Whether weights outside the blocks are trained, as two groups: the embeddings, and the rest."""
     has_weights: ClassVar[bool] = False
     """Whether its samples have weights."""
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups of parameters that a sample may drop."""
+        return self.num_layers + 2 * self.trains_outside
 
     @property
     def num_kept(self) -> int:
@@ -103,13 +111,13 @@ class Fixed(LayerPolicy):
 
 @dataclass(frozen=True)
 class AdaLezo(LayerPolicy):
-    """A bandit over the blocks: those whose perturbation changed the loss most are perturbed most often.
+    """A bandit over groups: those whose perturbation changed the loss most are perturbed most often.
 
-    Source: AdaLeZO as its authors run it (UnifiedZO's trainer). With scores Q_i / max Q of the blocks,
-    p = (1 - gamma) softmax(score / tau) + gamma / L. A step draws k blocks with replacement and perturbs the
-    distinct ones. The update of block i is multiplied by count_i * min(1 / (k p_i), clip). After an applied
-    step, Q_i <- (1 - alpha) Q_i + alpha |g| for each distinct block. The authors use a clip of 4 on hard
-    tasks and 16 on easy ones. Weights outside the blocks are in no group here; every step perturbs them.
+    Source: AdaLeZO as its authors run it (UnifiedZO's trainer). The n groups are the blocks, the embeddings,
+    and the rest. With scores Q_i / max Q, p = (1 - gamma) softmax(score / tau) + gamma / n. A step draws
+    k = (1 - sparsity) n groups with replacement and perturbs the distinct ones. The update of group i is
+    multiplied by count_i * min(1 / (k p_i), clip). After an applied step, Q_i <- (1 - alpha) Q_i + alpha |g|
+    for each distinct group. The authors use sparsity 0.8, and clip 4 on hard tasks, 16 on easy ones.
     """
 
     tau: float = 0.6
@@ -135,30 +143,30 @@ class AdaLezo(LayerPolicy):
         first = len(records) - len(records) % self.interval
         probabilities = self._probabilities(records[:first])
         ends = list(accumulate(probabilities))
-        num_draws = max(1, self.num_kept)
+        num_draws = max(1, self.num_groups * self.num_kept // self.num_layers)
         draws = (layer_draw(seed, first, draw) * ends[-1] for draw in range(num_draws))
         counts = Counter(sum(end <= point for end in ends[:-1]) for point in draws)
         factors = (min(1 / (num_draws * p), self.clip) for p in probabilities)
         return LayerSample(
-            dropped=tuple(layer for layer in range(self.num_layers) if layer not in counts),
-            weights=tuple(counts[layer] * factor for layer, factor in enumerate(factors)),
+            dropped=tuple(group for group in range(self.num_groups) if group not in counts),
+            weights=tuple(counts[group] * factor for group, factor in enumerate(factors)),
         )
 
     def _probabilities(self, records: Sequence[StepRecord]) -> list[float]:
         # The averages continue those of the step before: anew at every step, a run would be quadratic.
         done, quality = self.__dict__.get("_averages", (0, []))
         if done == 0 or done > len(records):
-            done, quality = 0, [0.0] * self.num_layers
+            done, quality = 0, [0.0] * self.num_groups
         for record in records[done:]:
             if record.applied:
                 size = min(sum(map(abs, record.projected_grads)) / len(record.projected_grads), 1e300)
-                for layer in set(range(self.num_layers)).difference(record.dropped_layers):
-                    quality[layer] = (1 - self.alpha) * quality[layer] + self.alpha * size
+                for group in set(range(self.num_groups)).difference(record.dropped_layers):
+                    quality[group] = (1 - self.alpha) * quality[group] + self.alpha * size
         self.__dict__["_averages"] = (len(records), quality)
         largest = max(quality) or 1.0
         shares = [math.exp((value / largest - 1) / self.tau) for value in quality]
         total = sum(shares)
-        return [(1 - self.gamma) * share / total + self.gamma / self.num_layers for share in shares]
+        return [(1 - self.gamma) * share / total + self.gamma / self.num_groups for share in shares]
 
 
 LAYER_POLICIES: Registry[type[LayerPolicy]] = Registry("layer policy", "zo.layer_policy", kind=LayerPolicy)

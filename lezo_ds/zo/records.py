@@ -15,7 +15,7 @@ class StepRecord:
     key: int
     """Key of the step's noise, 0 to 2**64 - 1."""
     dropped_layers: tuple[int, ...]
-    """Sorted indices of the transformer blocks that were neither perturbed nor updated."""
+    """Sorted indices of the blocks (or groups outside them) that were neither perturbed nor updated."""
     projected_grads: tuple[float, ...]
     """The estimate of the derivative along each direction."""
     learning_rate: float
@@ -25,7 +25,7 @@ class StepRecord:
     applied: bool
     """False if the step was skipped, because a loss or a projected gradient was not finite."""
     layer_weights: tuple[float, ...] = ()
-    """Factor of the update of each transformer block; empty if all are 1."""
+    """Factor of the update of each block and group outside; empty if all are 1."""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.key, int) and 0 <= self.key < 2**64):

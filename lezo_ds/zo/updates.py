@@ -46,21 +46,21 @@ def step_updates(
     ]
 
 
-def updates_of_parameter(updates: Iterable[StepUpdate], layer: int | None, *, decays: bool) -> list[Update]:
+def updates_of_parameter(updates: Iterable[StepUpdate], block: int, *, decays: bool) -> list[Update]:
     """Return all updates of one parameter, in order.
 
     Args:
         updates: of steps.
-        layer: index of the transformer block that holds the parameter; None outside the blocks.
+        block: index of the transformer block that holds the parameter, or of a group outside the blocks.
         decays: whether the parameter decays.
     """
     result = []
     for update in updates:
         record = update.record
-        if layer in record.dropped_layers:
+        if block in record.dropped_layers:
             continue
         share = record.learning_rate / len(record.projected_grads)
-        weight = record.layer_weights[layer] if layer is not None and record.layer_weights else 1.0
+        weight = record.layer_weights[block] if record.layer_weights else 1.0
         changes = [
             Update(direction_key(record.key, direction), share * gradient * weight)
             for direction, gradient in enumerate(record.projected_grads)

@@ -38,6 +38,7 @@ class Reference:
         self.noise = noise_backend(CPU)
         self.model = model.eval()
         self.model.config.use_cache = False
+        self.num_blocks = model.config.num_hidden_layers
         named = {own_name(name): parameter for name, parameter in model.named_parameters()}
         ids = parameter_ids(named)
         self.parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
@@ -55,7 +56,7 @@ class Reference:
         for direction, scale in probes:
             for name, parameter in self.parameters.items():
                 parameter.data = self._stored(name)
-                if _block(name) not in dropped_blocks:
+                if _block(name, self.num_blocks) not in dropped_blocks:
                     wide = parameter.data.float() + scale * self._noise(name, direction_key(key, direction))
                     # Vectors (biases and norms) stay in float32: a 16-bit 1.0 has no room for mu z.
                     parameter.data = wide if wide.dim() == 1 else wide.to(self.dtype)
@@ -69,10 +70,10 @@ class Reference:
         """Do the step that a record describes."""
         share = record.learning_rate / len(record.projected_grads)
         for name, value in self.values.items():
-            block = _block(name)
+            block = _block(name, self.num_blocks)
             if block in record.dropped_layers:
                 continue
-            weight = record.layer_weights[block] if record.layer_weights and block is not None else 1.0
+            weight = record.layer_weights[block] if record.layer_weights else 1.0
             factor = 1 - record.learning_rate * weight_decay if value.dim() > 1 else 1.0
             for direction, gradient in enumerate(record.projected_grads):
                 key = direction_key(record.key, direction)
@@ -140,10 +141,10 @@ def estimate(estimator, scale, losses):
     return base, [(side - base) / unit for side in sides]
 
 
-def _block(name):
-    """Return the index of the transformer block that a parameter is in, None outside the blocks."""
+def _block(name, num_blocks):
+    """Return the index of a parameter's transformer block, or of its group outside the blocks."""
     found = re.search(r"layers\.(\d+)\.", name)
-    return int(found[1]) if found else None
+    return int(found[1]) if found else num_blocks + ("embed" not in name)
 
 
 def _nearest(values, dtype, precision):

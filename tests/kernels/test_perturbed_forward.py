@@ -43,7 +43,7 @@ def blocks_of(model):
 def in_blocks(model):
     """The names of the parameters in the blocks."""
     layout = find_blocks(model)
-    return {name for name, _ in model.named_parameters() if layout.block_of(name) is not None}
+    return {name for name, _ in model.named_parameters() if layout.block_of(name) < layout.num_blocks}
 
 
 def perturbation(signs, dropped=(), scale=SCALE, key=SEED):
@@ -425,7 +425,7 @@ class OneTable(nn.Module):
 
 def run_table(positions, sign):
     model = OneTable(positions)
-    trainable = {model.table.weight: NamedParameter("table.weight", 1, None)}
+    trainable = {model.table.weight: NamedParameter("table.weight", 1, 99)}
     return run(PerturbedForward(model, trainable, NOISE), model, token_batch(), perturbation(sign))
 
 
@@ -461,7 +461,7 @@ def run_module(module, hidden, only=("weight", "bias"), scale=1e-3):
     """Output of one bfloat16 module at theta + mu z, and theta + mu z itself in float32."""
     module = module.to(torch.bfloat16)
     ids = {"weight": 1, "bias": 2}
-    trainable = {getattr(module, name): NamedParameter(name, ids[name], None) for name in only}
+    trainable = {getattr(module, name): NamedParameter(name, ids[name], 99) for name in only}
     model = nn.Sequential(module)
     batch = MicroBatch({"input": hidden}, len(hidden))
     change = perturbation(BOTH, scale=scale)

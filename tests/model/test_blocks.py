@@ -25,7 +25,7 @@ def test_each_parameter_of_every_family_belongs_to_the_block_whose_module_holds_
         for parameter in block.parameters()
     }
     for name, parameter in model.named_parameters():
-        assert layout.block_of(name) == expected.get(id(parameter)), name
+        assert layout.block_of(name) == expected.get(id(parameter), NUM_BLOCKS + 1), name
     freeze_outside(model, layout)
     assert all(p.requires_grad == (id(p) in expected) for p in model.parameters())
 
@@ -33,7 +33,8 @@ def test_each_parameter_of_every_family_belongs_to_the_block_whose_module_holds_
 def test_names_of_blocks_are_told_apart():
     layout = BlockLayout("layers", 12)
     assert [layout.block_of(f"layers.{index}.w") for index in (1, 10, 11)] == [1, 10, 11]
-    assert layout.block_of("layers_norm.1.w") is layout.block_of("base.layers.1.w") is None
+    assert layout.block_of("layers_norm.1.w") == layout.block_of("base.layers.1.w") == 13
+    assert layout.block_of("embed.w", is_embedding=True) == 12
 
 
 def test_the_list_with_the_most_parameters_is_taken_and_experts_inside_a_block_are_not():

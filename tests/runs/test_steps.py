@@ -180,6 +180,6 @@ def test_a_step_gathers_the_model_once_a_pass_and_sends_little_else(
         assert shards * 2 == 10 * own_passes * padded
         assert gathers == 10 * own_passes * (NUM_BLOCKS + 3)  # and both embeddings and the last norm
         assert {name: calls for name, (calls, _) in counts.items()} == {"broadcast": 10, "all_reduce": 10}
-        plan_format = PlanFormat(NUM_BLOCKS, num_probes=2 * directions, has_weights=False)
+        plan_format = PlanFormat(NUM_BLOCKS + 2, num_probes=2 * directions, has_weights=False)
         other = sum(size for _, size in counts.values()) / 10
         assert other == scalar_bytes(plan_format, 4) <= 232 + 88 * directions

@@ -58,7 +58,7 @@ def test_a_plan_comes_back_from_its_bytes_bit_for_bit(drawn):
 
 def test_the_message_has_the_recorded_bytes():
     plan = StepPlan(3, 2**64 - 1, 1e-6, 1e-3, (0, 7, 8, 9), (), (Probe(0, 1e-3), Probe(0, -1e-3)))
-    data = PlanFormat(num_layers=10, num_probes=2, has_weights=False).pack(plan)
+    data = PlanFormat(num_groups=10, num_probes=2, has_weights=False).pack(plan)
     probes = struct.pack("<Id", 0, 1e-3) + struct.pack("<Id", 0, -1e-3)
     assert data == struct.pack("<qQdd", 3, 2**64 - 1, 1e-6, 1e-3) + bytes([0x81, 0x03]) + probes
 

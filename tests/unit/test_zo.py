@@ -156,7 +156,7 @@ def test_a_step_subtracts_its_share_of_every_direction_except_in_dropped_blocks(
     record, skipped = make_records(2, num_directions=3, skipped=(1,))
     updates = step_updates([record, skipped], 0, 2)
     expected = [record.learning_rate / 3 * gradient for gradient in record.projected_grads]
-    for layer in (None, *range(NUM_LAYERS)):
+    for layer in range(NUM_LAYERS + 2):
         changes = updates_of_parameter(updates, layer, decays=True)
         if layer in record.dropped_layers:
             assert changes == []
@@ -210,10 +210,13 @@ def test_a_policy_drops_sorted_blocks_of_the_model_and_is_pure(name, num_dropped
     for step in range(30):
         sample = policy.sample(3, records[:step])
         assert list(sample.dropped) == sorted(set(sample.dropped))
-        assert set(sample.dropped) <= set(range(NUM_LAYERS))
-        # Draws with replacement may keep fewer blocks than they are.
-        assert len(sample.dropped) == num_dropped or (name == "adalezo" and len(sample.dropped) > num_dropped)
-        assert len(sample.weights) == (NUM_LAYERS if policy.has_weights else 0)
+        if name == "adalezo":  # which draws groups, with replacement
+            assert set(sample.dropped) < set(range(NUM_LAYERS + 2))
+            assert len(sample.weights) == NUM_LAYERS + 2
+        else:
+            assert len(sample.dropped) == num_dropped
+            assert set(sample.dropped) <= set(range(NUM_LAYERS))
+            assert sample.weights == ()
         assert LAYER_POLICIES[name](NUM_LAYERS, num_dropped).sample(3, records[:step]) == sample
 
 
@@ -250,7 +253,7 @@ def test_a_fixed_policy_keeps_the_named_blocks_or_the_last_ones(blocks, kept):
 
 
 def adalezo_records(gradients):
-    """Records of steps of four blocks that keep one block each: pairs of the block and its gradients."""
+    """Records of steps of four groups that keep one each: pairs of the group and its gradients."""
     return [
         StepRecord(step, 0, tuple(set(range(4)) - {kept}), values, 0.1, 1e-3, 1.0, True)
         for step, (kept, values) in enumerate(gradients)
@@ -258,7 +261,7 @@ def adalezo_records(gradients):
 
 
 def test_adalezo_is_the_bandit_of_its_authors():
-    policy = AdaLezo(num_layers=4, num_dropped=2, alpha=0.5, clip=3.0)
+    policy = AdaLezo(num_layers=2, num_dropped=1, alpha=0.5, clip=3.0)
     records = adalezo_records([(0, (8.0,)), (1, (-1.0, 3.0)), (0, (2.0,))])
     quality = [(8 / 2) / 2 + 2 / 2, 2 / 2, 0.0, 0.0]
     shares = [math.exp(value / 3 / 0.6) for value in quality]
@@ -290,7 +293,9 @@ def test_adalezo_keeps_a_draw_for_an_interval_and_continues_its_averages_from_an
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.tuples(st.floats(-1e300, 1e300))), max_size=30))
 def test_adalezo_bounds_the_factors_whatever_the_gradients_are(gradients):
-    sample = AdaLezo(num_layers=4, num_dropped=1, clip=4.0).sample(0, adalezo_records(gradients))
+    sample = AdaLezo(num_layers=4, num_dropped=1, trains_outside=False, clip=4.0).sample(
+        0, adalezo_records(gradients)
+    )
     assert all(0 <= weight <= 3 * 4.0 for weight in sample.weights)
 
 
