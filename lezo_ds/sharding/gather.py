@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from lezo_ds.distributed import device
-from lezo_ds.sharding.parameters import OpenShard
+from lezo_ds.sharding.parameters import OpenShard, is_on_device
 
 
 class Part:
@@ -34,7 +34,7 @@ class Part:
         self._group = first.ds_process_group
         self._rank, self._num_ranks = first.ds_zero_partition_rank, first.ds_zero_partition_world_size
         self._like = {"dtype": first.dtype, "device": device()}
-        self._are_here = all(parameter.ds_tensor.device == device() for parameter in parameters)
+        self._are_here = all(is_on_device(parameter) for parameter in parameters)
         self._released = torch.empty(0, **self._like)
         self._message: tuple[Tensor, Any] | None = None
 

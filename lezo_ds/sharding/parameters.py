@@ -153,6 +153,11 @@ def is_in_file(parameter: Any) -> bool:  # noqa: ANN401
     return parameter.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE
 
 
+def is_on_device(parameter: Any) -> bool:  # noqa: ANN401
+    """Return whether a shard is in the memory of this rank's device."""
+    return not is_in_file(parameter) and bool(parameter.ds_tensor.device == device())
+
+
 def _without_padding(parameter: Any, count: int) -> Tensor:  # noqa: ANN401
     flat: Tensor = parameter.ds_tensor.data.view(-1)
     return flat[:count]

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lezo_ds.distributed import device
 from lezo_ds.sharding.gather import GatherAhead, keep_in_step
-from lezo_ds.sharding.parameters import is_in_file
+from lezo_ds.sharding.parameters import is_on_device
 
 
 def shard_model(model: nn.Module, ds_config: Mapping[str, Any], partition_size: int | None = None) -> None:
@@ -131,8 +131,7 @@ def start_forward_engine(model: nn.Module, blocks: Sequence[nn.Module], ds_confi
 
 
 def _is_complete(parameter: Any) -> bool:  # noqa: ANN401  # the parameter, with what DeepSpeed adds
-    is_here = not is_in_file(parameter) and parameter.ds_tensor.device == device()
-    return is_here and parameter.ds_zero_partition_world_size == 1
+    return is_on_device(parameter) and bool(parameter.ds_zero_partition_world_size == 1)
 
 
 def start_training_engine(

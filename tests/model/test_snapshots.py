@@ -201,6 +201,7 @@ def test_only_the_snapshots_of_a_run_belong_to_it():
         (3, own | {"step": 3, "journal": "c3"}),
     ):
         assert not owner.owns(step, other)
+    assert not SnapshotOwner(base="b", checksums=("c",)).owns(1, {"base": "b", "step": 2, "journal": "c"})
 
 
 def _save_again_and_where_it_cannot(model, root, blocked):
