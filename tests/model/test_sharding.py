@@ -217,10 +217,11 @@ def _train(directory, dtype, num_ranks, zero=None, partition_size=None):
     changes = {"zero_optimization": zero} if zero else {}
     engine = start_engine(directory, dtype, num_ranks, changes, partition_size=partition_size)
     records = train(engine, NUM_STEPS)
+    digest, weights = engine.weights.digest(), full_weights(engine)
     fresh = start_engine(directory, dtype, num_ranks, changes, partition_size=partition_size)
     fresh.load_checkpoint(directory / "none", records)
     starts = [p.start for p in engine.weights.parameters]
-    return records, engine.weights.digest(), full_weights(engine), fresh.weights.digest(), starts
+    return records, digest, weights, fresh.weights.digest(), starts
 
 
 def assert_equal_runs(runs, expected):
