@@ -9,10 +9,12 @@ import pytest
 from commands import (
     PATIENCE_SECONDS,
     assert_all_end,
+    assert_one_error,
     deepspeed,
     listening_at,
     mpirun,
     ranks_of,
+    run,
     run_forked_well,
     start,
     wait_until,
@@ -57,3 +59,9 @@ def test_a_run_stops_with_its_launcher_goes_on_under_another_and_ends_as_if_neve
     run_forked_well(arguments("run"))
     run_forked_well(arguments("undisturbed"))
     assert end(run_dir) == end(tmp_path / "undisturbed")
+
+
+def test_a_launcher_passes_on_one_line_and_the_exit_code(recipe, tmp_path):
+    command = mpirun(2, "--config", recipe, f"run_dir={tmp_path / 'run'}", "train.micro_batch_size=8")
+    assert_one_error(run(command), 2, "train.micro_batch_size")
+    assert not (tmp_path / "run").exists()

@@ -183,7 +183,7 @@ def test_a_rank_with_other_settings_is_named_before_the_first_step(
 
 
 def sample_of(engine, name):
-    return next(sample for sample in engine._witness.samples if sample.parameter.name == name)
+    return next(sample for sample in engine._witness._samples if sample.parameter.name == name)
 
 
 def _flip_and_go_on(directory, journal, dtype, num_ranks, low, dropped):
@@ -194,7 +194,7 @@ def _flip_and_go_on(directory, journal, dtype, num_ranks, low, dropped):
     left_out = set(step.decide(engine).dropped_layers)
     name = FC1.format(min(left_out if dropped else set(range(4)) - left_out))
     if engine.global_rank == num_ranks - 1:
-        index = sample_of(engine, name).begin + 5
+        index = sample_of(engine, name).elements.start + 5
         flip(engine.weights.low_bits[name] if low else shard_of(engine, name), index, bit=3)
     train(engine, 1)
     return name, error_of(engine.check_weights)
@@ -221,7 +221,7 @@ def _flip_in_a_replica(directory, dtype, low):
     train(engine, 2)
     name = FC1.format(2)
     if engine.global_rank == 1:
-        index = sample_of(engine, name).begin - 1
+        index = sample_of(engine, name).elements.start - 1
         flip(engine.weights.low_bits[name] if low else shard_of(engine, name), index)
     return name, error_of(engine.check_weights)
 
