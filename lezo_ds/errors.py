@@ -1,4 +1,4 @@
-"""The errors of this package. A message says what is wrong, the value, the expected value, and the fix."""
+"""The errors of this package, and how a process ends with one."""
 
 from __future__ import annotations
 
@@ -30,16 +30,10 @@ class LezoError(Exception):
 
 
 class UserError(LezoError):
-    """Bad input: a config value, a file, or a command line. The message is one line.
+    """Bad input: one sentence that has what is wrong, the value and what was expected, and a fix.
 
-    Args:
-        what: what is wrong, with the name of the key, file or record.
-        got: the invalid value, shown with repr unless it is a string.
-        expected: the valid values.
-        fix: what the user can do about it.
-
-    >>> print(UserError("zo.sparsity is too large", got=1.5, expected="0 to 1", fix="set zo.sparsity=0.75"))
-    zo.sparsity is too large; got: 1.5; expected: 0 to 1; fix: set zo.sparsity=0.75
+    >>> print(UserError("zo.sparsity=1.5 is not between 0 and 1", fix="set zo.sparsity=0.75"))
+    zo.sparsity=1.5 is not between 0 and 1; fix: set zo.sparsity=0.75
     """
 
     exit_code = 2
@@ -49,15 +43,8 @@ class UserError(LezoError):
         # arguments, and the message already holds all of them.
         return type(self), (str(self),)
 
-    def __init__(self, what: str, *, got: object = None, expected: str = "", fix: str = "") -> None:
-        parts = [what]
-        if got is not None:
-            parts.append(f"got: {got if isinstance(got, str) else repr(got)}")
-        if expected:
-            parts.append(f"expected: {expected}")
-        if fix:
-            parts.append(f"fix: {fix}")
-        super().__init__("; ".join(parts))
+    def __init__(self, message: str, *, fix: str = "") -> None:
+        super().__init__(f"{message}; fix: {fix}" if fix else message)
 
 
 class HubError(UserError):

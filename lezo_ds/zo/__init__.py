@@ -5,3 +5,5 @@ strategies). A policy drops transformer blocks. An estimator chooses probes thet
 their losses into one projected gradient for each direction. An update subtracts the directions from theta.
 All state is a function of the step records, so a resumed run and a replay need nothing else.
 """
+
+from lezo_ds.zo import adalezo, normalized  # noqa: F401 (they register components)

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lezo_ds.errors import UserError
+from lezo_ds.zo.adalezo import AdaLezo
 from lezo_ds.zo.estimators import ESTIMATORS, Spsa, mean_losses
 from lezo_ds.zo.keys import direction_key, layer_order, step_key
-from lezo_ds.zo.layers import LAYER_POLICIES, AdaLezo, Fixed, Uniform
+from lezo_ds.zo.layers import LAYER_POLICIES, Fixed, Uniform
 from lezo_ds.zo.passes import passes_of_step
 from lezo_ds.zo.records import StepRecord
 from lezo_ds.zo.schedules import SCHEDULES, LearningRates

@@ -1,0 +1,87 @@
+"""Estimators of normalized descent: their steps have the same length for losses of any scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lezo_ds.zo.estimators import ESTIMATORS, Estimate, Estimator, OneSided, Probe, add_in_order
+from lezo_ds.zo.records import StepRecord
+
+
+@dataclass(frozen=True)
+class Fzoo(OneSided):
+    """g_d = (l(theta + mu z_d) - l(theta)) / s, with s the sample deviation of the l(theta + mu z_d).
+
+    Source: FZOO (Dang et al., ICLR 2026, arXiv 2506.09034), which draws z from {-1, +1}. s is about mu times
+    the norm of the gradient, so this is normalized descent, and mu cancels out. With fewer than 4 directions,
+    the square of 1 / s has no finite mean (for normal losses).
+    """
+
+    min_directions: ClassVar[int] = 4
+
+    def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
+        """Return the difference of each direction's loss from that at theta, over the deviation."""
+        base, *sides = losses
+        spread = deviation(sides, degrees_of_freedom=len(sides) - 1)
+        return Estimate(base, _in_units_of(spread, [side - base for side in sides]))
+
+
+@dataclass(frozen=True)
+class EvolutionStrategies(Estimator):
+    """g_d = -(r_d - mean r) / s, with r_d = -l(theta + mu z_d) the reward of direction d and s its deviation.
+
+    Source: Evolution Strategies at Scale (Qiu et al., PMLR 306, 2026, arXiv 2509.24372), with n = 30
+    directions and mu = 1e-3. The factor 1 / mu is part of the learning rate, and s is the population's
+    deviation. It is meant for rewards, which need no gradient. Rewards of any scale give the same steps.
+    """
+
+    ranks: bool = False
+    """Whether ranks from -1/2 to 1/2 replace rewards (Salimans et al. 2017)."""
+    min_directions: ClassVar[int] = 2
+
+    def probes(self, records: Sequence[StepRecord]) -> tuple[Probe, ...]:
+        """Return theta + mu z for each direction."""
+        return tuple(Probe(direction, self.perturbation_scale) for direction in range(self.num_directions))
+
+    def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
+        """Return the standard score, or the centered rank, of each loss; the loss is their mean."""
+        mean = add_in_order(losses) / len(losses)
+        if self.ranks:
+            return Estimate(mean, _centered_ranks(losses))
+        spread = deviation(losses, degrees_of_freedom=len(losses))
+        return Estimate(mean, _in_units_of(spread, [loss - mean for loss in losses]))
+
+
+ESTIMATORS.add("fzoo", Fzoo)
+ESTIMATORS.add("evolution-strategies", EvolutionStrategies)
+
+
+def deviation(values: Sequence[float], degrees_of_freedom: int) -> float:
+    """Return the standard deviation, with the same bits on every machine; NaN if a value is not finite."""
+    if all(value == values[0] for value in values):  # their mean may be rounded to another value
+        return 0.0 if math.isfinite(values[0]) else math.nan
+    mean = add_in_order(values) / len(values)
+    squares = [(value - mean) * (value - mean) for value in values]
+    return math.sqrt(add_in_order(squares) / degrees_of_freedom)
+
+
+def _in_units_of(spread: float, values: Sequence[float]) -> tuple[float, ...]:
+    """Return values / spread, or zeros if the spread is 0: values that are all the same say nothing."""
+    return tuple(0.0 if spread == 0 else value / spread for value in values)
+
+
+def _centered_ranks(values: Sequence[float]) -> tuple[float, ...]:
+    """Return the rank of each value, from -1/2 (the smallest) to 1/2; equal values share their mean rank.
+
+    >>> _centered_ranks([3.0, 1.0, 1.0])
+    (0.5, -0.25, -0.25)
+    """
+    ranks = []
+    for value in values:
+        num_below = sum(other < value for other in values)
+        num_equal = sum(other == value for other in values)
+        ranks.append((num_below + (num_equal - 1) / 2) / (len(values) - 1) - 0.5)
+    return tuple(ranks)
