@@ -6,7 +6,6 @@ It imports nothing heavy, so that a wrong key is refused at once.
 from lezo_ds.config.components import (
     copies_per_pass,
     find_task,
-    forward_passes_per_step,
     make_estimator,
     make_layer_policy,
     make_schedule,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from lezo_ds.config.schema import RESUME_MAY_DIFFER, ZEROTH_ORDER, DataConfig, RunConfig, ZoConfig
 from lezo_ds.errors import UserError
@@ -15,11 +15,8 @@ from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy, num_dropped
 from lezo_ds.zo.passes import passes_of_step
 from lezo_ds.zo.schedules import SCHEDULES, LearningRates
 
-DESCRIBING_KEYS = (
-    *("prompt", "label_field", "labels", "choices", "completion"),
-    *("messages", "chat_template", "system_prompt"),
-)
-"""Keys of the section data that describe a task."""
+DESCRIBING_KEYS = tuple(field.name for field in fields(Description) if field.name != "metric")
+"""Keys of the section data that describe a task. A metric may be set for any task."""
 
 
 def make_estimator(zo: ZoConfig) -> Estimator:
@@ -54,7 +51,7 @@ def make_schedule(zo: ZoConfig, num_steps: int | None) -> LearningRates:
 
 def may_differ_on_resume(config: RunConfig) -> frozenset[str]:
     """Return the keys that may differ on resumption: train.steps only if the learning rate ignores it."""
-    depends = SCHEDULES.find(config.zo.lr_schedule).depends_on_length
+    depends = config.method == "adamw" or SCHEDULES.find(config.zo.lr_schedule).depends_on_length
     return RESUME_MAY_DIFFER - ({"train.steps"} if depends else set())
 
 
@@ -63,13 +60,6 @@ def num_passes(config: RunConfig) -> int:
     num_micro_batches = config.train.batch_size // config.train.micro_batch_size
     num_probes = make_estimator(config.zo).num_probes
     return len(passes_of_step(num_micro_batches, num_probes, config.zo.probes_per_pass))
-
-
-def forward_passes_per_step(config: RunConfig) -> int:
-    """Return how many times a step runs its batch, in forward passes. A backward pass counts as two."""
-    if config.method in ZEROTH_ORDER:
-        return make_estimator(config.zo).num_probes
-    return 3 if config.method == "adamw" else 0
 
 
 def copies_per_pass(config: RunConfig) -> int:
@@ -91,10 +81,8 @@ def find_task(data: DataConfig) -> Task:
 def described_task(data: DataConfig) -> Task:
     """Return the task that a configuration with `data.task` custom describes. Nothing is imported."""
     if data.prompt is None and data.messages is None:
-        raise UserError(
-            f"data.task={CUSTOM} needs data.prompt or data.messages",
-            fix='add a template of the text that the model reads, such as "{text} This ticket is about"',
-        )
+        fix = 'add a template of the text that the model reads, such as "{text} This ticket is about"'
+        raise UserError(f"data.task={CUSTOM} needs data.prompt or data.messages", fix=fix)
     if data.train is None and data.path is None:
         raise UserError("a task of your own needs data.train", fix="add data.train=FILE")
     return make_task(Description(**{name: getattr(data, name) for name in (*DESCRIBING_KEYS, "metric")}))

@@ -16,14 +16,9 @@ from lezo_ds.errors import UserError, cut
 
 _ONLY_VALUES: Mapping[str, tuple[tuple[object, ...], str]] = {
     # DeepSpeed keeps parameters below the threshold gathered, and never reads their updated shards.
-    "zero_optimization.stage3_param_persistence_threshold": ((0,), "resident copies become stale"),
     "zero_optimization.param_persistence_threshold": ((0,), "resident copies become stale"),
     "zero_optimization.memory_efficient_linear": ((False,), "it changes the losses of bf16"),
     "zero_optimization.allgather_sequential": ((True,), "gathered weights would take twice the memory"),
-    "zero_optimization.stage3_allgather_sequential": (
-        (True,),
-        "gathered weights would take twice the memory",
-    ),
     # hpZ keeps a second copy of the weights inside each node, which updates of the shards do not reach.
     "zero_optimization.zero_hpz_partition_size": ((0, 1), "the second copy becomes stale"),
     "zero_optimization.zero_quantized_weights": ((False,), "the gathered weights would be quantized"),
@@ -31,7 +26,7 @@ _ONLY_VALUES: Mapping[str, tuple[tuple[object, ...], str]] = {
     "gradient_accumulation_steps": ((1,), "use train.batch_size and train.micro_batch_size"),
     "torch_autocast.enabled": ((False,), "use model.dtype"),
 }
-"""Keys, the values that they may have, and the problem with other values."""
+"""Keys, with or without DeepSpeed's prefix stage3_; the values they may have; the problem with others."""
 
 
 def load_ds_config(
@@ -39,12 +34,8 @@ def load_ds_config(
 ) -> dict[str, Any]:
     """Return a DeepSpeed JSON, checked by DeepSpeed and completed for deepspeed.initialize.
 
-    Args:
-        path: the file, or the name of one in ds_configs, such as zero3_bf16. None is ZeRO-3 with defaults.
-            Keys that begin with "_" are comments.
-        dtype: fp32, bf16 or fp16, from the recipe. The JSON does not have to repeat it.
-        world_size: number of ranks.
-        micro_batch_size: number of examples in one forward pass of one rank.
+    `path` is a file, or the name of one in ds_configs, such as zero3_bf16; None is ZeRO-3 with defaults. Keys
+    that begin with "_" are comments. The JSON need not repeat dtype and micro-batch size of the recipe.
     """
     source = str(path or "the default")
     config: dict[str, Any] = {"zero_optimization": {"stage": 3}} if path is None else _read_json(str(path))
@@ -61,10 +52,12 @@ def load_ds_config(
         "fp16.enabled": ((dtype == "fp16",), f"it contradicts model.dtype={dtype}"),
     }
     for key, value in flat.items():
-        values, reason = limits.get(key, ((value,), ""))
-        if value not in values or value == "auto":
-            text = f"{key}={json.dumps(value)} in {source} cannot be used"
-            raise UserError(f"{text}: {reason}" if reason else text, fix=f"remove {key}")
+        allowed, reason = limits.get(key.replace(".stage3_", "."), ((value,), ""))
+        if value not in allowed or value == "auto":
+            reason = reason or "every value must be set"
+            raise UserError(
+                f"{key}={json.dumps(value)} in {source} cannot be used: {reason}", fix=f"remove {key}"
+            )
     if dtype != "fp32":
         config[dtype] = {**config.get(dtype, {}), "enabled": True}
     # Without allgather_sequential, DeepSpeed gathers several weights into a second buffer and copies them.

@@ -73,17 +73,12 @@ ExactStrings = Annotated[list[str], BeforeValidator(lambda text: [text] if isins
 
 
 class Reader:
-    """Reads values of one dataclass, whose fields are keys or sections of keys.
-
-    Attributes:
-        keys: the JSON schema of each key, by dotted name.
-        may_differ: the keys that are marked by `may_differ_on_resume` in their JSON schema.
-    """
+    """Reads values of one dataclass, whose fields are keys or sections of keys."""
 
     def __init__(self, config_type: type) -> None:
         self._adapter = TypeAdapter[Any](config_type)
         schema = self._adapter.json_schema()
-        self.keys: dict[str, dict[str, Any]] = {}
+        self.keys: dict[str, dict[str, Any]] = {}  # the JSON schema of each key, by dotted name
         self._sections: set[str] = set()
         self._required = set(schema["required"])
         for name, entry in schema["properties"].items():
@@ -143,17 +138,14 @@ class Reader:
         except yaml.YAMLError as error:
             raise UserError(f"{cut(text, 200)} is not YAML", fix=f"quote all of it: '{name}=...'") from error
 
-    def accepted(self, name: str) -> str:
-        """Return what a key accepts, and its default, in words."""
-        key = self.keys[name]
-        default = json.dumps(key.get("default", {}))
-        return f"{expected(key)}; {'required' if name in self._required else f'default {default}'}"
-
     def describe(self) -> str:
         """Return every key with its type, limits, default and meaning."""
         lines = []
         for name, key in self.keys.items():
-            lines.append(textwrap.fill(f"{name}: {self.accepted(name)}", 96, subsequent_indent="    "))
+            default = (
+                "required" if name in self._required else f"default {json.dumps(key.get('default', {}))}"
+            )
+            lines.append(textwrap.fill(f"{name}: {_expected(key)}; {default}", 96, subsequent_indent="    "))
             lines.append(textwrap.indent(textwrap.fill(" ".join(key["description"].split()), 92), "    "))
         return "\n".join(lines)
 
@@ -169,7 +161,7 @@ class Reader:
         errors = {".".join(map(str, each["loc"])): each for each in error.errors()}
         missing = [name for name, each in errors.items() if each["type"] == "missing"]
         if missing:
-            names = ", ".join(f"{name} ({expected(self.keys[name])})" for name in missing)
+            names = ", ".join(f"{name} ({_expected(self.keys[name])})" for name in missing)
             return UserError(f"missing in {where}: {names}", fix=f"add {missing[0]}=...")
         path, each = next(iter(errors.items()))
         name = next(key for key in self.keys if f"{path}.".startswith(f"{key}."))
@@ -178,13 +170,13 @@ class Reader:
         fix = "lezo-ds train --help describes it"
         if near:
             fix = f"did you mean {near[0]}?"
-        elif "string" in expected(key) and isinstance(value, bool | int | float):
+        elif "string" in _expected(key) and isinstance(value, bool | int | float):
             fix = f'write it in quotes: "{value}"'.replace("True", "yes").replace("False", "no")
         shown = cut(json.dumps(value, ensure_ascii=False), 200)
-        return UserError(f"{name}={shown} in {where} is not {expected(key)}", fix=fix)
+        return UserError(f"{name}={shown} in {where} is not {_expected(key)}", fix=fix)
 
 
-def expected(key: Mapping[str, Any]) -> str:
+def _expected(key: Mapping[str, Any]) -> str:
     """Return what a key accepts, in words, from its JSON schema."""
     return " or ".join(map(_words, _alternatives(key)))
 
@@ -230,8 +222,7 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the recipe {path}: {error}", fix="check the path") from error
     except yaml.YAMLError as error:
-        text = " ".join(str(error).split())
-        raise UserError(f"{path} is not valid YAML: {text}", fix="correct the line that is named") from error
+        raise UserError(f"{path} is not valid YAML: {error}", fix="correct the line that is named") from error
     if not isinstance(values, dict):
         raise UserError(f"{path} holds no keys", fix="write `key: value` lines, as in launch/recipes")
     return values

@@ -24,9 +24,7 @@ from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy
 def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of a recipe, changed by `key=value` overrides, of which the last counts.
 
-    Args:
-        source: a YAML file, the name of one in launch/recipes, "paper" (see `paper_recipe`), or None.
-        overrides: dotted keys and values, such as "zo.learning_rate=1e-6".
+    `source` is a YAML file, the name of one in launch/recipes, "paper" (see `paper_recipe`), or None.
     """
     if source == "paper":
         values, overrides = paper_recipe(overrides)
@@ -46,7 +44,7 @@ def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Run
 
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration as nested plain dicts: what config.yaml and the journal hold."""
+    """Return the configuration as nested plain dicts, as in config.yaml and the journal."""
     return dataclasses.asdict(config)
 
 
@@ -60,13 +58,9 @@ def config_from_dict(
 ) -> RunConfig:
     """Return the configuration that nested plain dicts hold: the inverse of `config_to_dict`.
 
-    Args:
-        values: sections and keys; keys with a default may be left out.
-        where: the source of the values, for messages.
-        overrides: as in `load_config`.
-        recorded: whether a run recorded the values. They are then not checked against each other, which
-            would import the user's modules that they name, and their paths stay.
-        folder: of the recipe that holds the values (see `resolve_paths`).
+    `where` names their source in messages. `recorded` values come from a run: their paths stay, and they are
+    not checked against each other, which would import the user's modules that they name. `folder` is that of
+    the recipe that holds the values (see `resolve_paths`).
     """
     flat = READER.flatten(values)
     if not recorded:

@@ -27,18 +27,10 @@ from lezo_ds.zo.schedules import SCHEDULES
 from lezo_ds.zo.updates import Distribution, UpdatePrecision
 
 Dtype = Literal["fp32", "bf16", "fp16"]
-"""The type in which the weights are stored, gathered and multiplied."""
-
 Method = Literal["lezo", "adamw", "zero_shot", "icl", "zero_shot_sfc", "icl_sfc"]
-"""The rows of the papers' tables. Only lezo and adamw train."""
-
 ZEROTH_ORDER: frozenset[Method] = frozenset({"lezo"})
 TRAINED: frozenset[Method] = ZEROTH_ORDER | {"adamw"}
-
-# The adapters are in lezo_ds.forward.adapters. This module does not import them, because that loads torch.
 PeftKind = Literal["none", "lora", "prefix"]
-"""What is trained: all weights, low-rank adapters, or key and value vectors before every sequence."""
-
 Monitors = Annotated[list[Literal["comet", "csv", "tensorboard", "wandb"]], BeforeValidator(split)]
 Options = dict[str, str | bool | int | float]
 
@@ -50,8 +42,6 @@ _STRICT = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True,
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class ModelConfig:
-    """The model that is tuned."""
-
     path: Annotated[str, _MAY_DIFFER]
     """Hub id or directory of a decoder language model in the Hugging Face layout."""
 
@@ -61,16 +51,13 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class DataConfig:
-    """The examples that the model is trained and scored on."""
-
     task: Annotated[str, Named(TASKS, CUSTOM)] = "sst2"
-    """Name of the task, in upper or lower case. The default is custom if data.prompt or data.messages is
-    given: a task that the keys below describe. package.module:TASK is a Task of your own (see
-    lezo_ds/tasks/base.py)."""
+    """Name of the task. The default is custom if data.prompt or data.messages is set: a task that the keys
+    below describe. package.module:TASK is a Task of your own (see lezo_ds/tasks/base.py)."""
 
     path: Annotated[str | None, _MAY_DIFFER] = None
-    """Directory that holds the task's train and validation files (.jsonl or .parquet). Null reads them from
-    the Hugging Face hub, unless data.train is given."""
+    """Directory with the task's train and validation files (.jsonl or .parquet). Null reads them from the
+    Hugging Face hub, unless data.train is set."""
 
     train: Annotated[str | None, _MAY_DIFFER] = None
     """File with your own training records: .csv or .tsv (with a header), .json, .jsonl or .parquet. Or a
@@ -97,8 +84,7 @@ class DataConfig:
     with. With data.choices: a list of the labels of the choices, in their order."""
 
     choices: Strings | None = None
-    """Multiple choice: templates of the choices, such as [{a}, {b}], or one field that holds a list of
-    texts."""
+    """Multiple choice: templates of the choices, such as [{a}, {b}], or one field with a list of texts."""
 
     completion: str | None = None
     """Generation: template of the text to write, such as {answer}. If it is one field that holds a list,
@@ -106,9 +92,8 @@ class DataConfig:
     the records have no right answers, and train.objective must name a reward."""
 
     messages: str | None = None
-    """Chat: the field that holds a conversation, a list of {role, content} with the roles system (first),
-    user and assistant. The tokenizer's chat template writes it, and the loss is the mean over the tokens of
-    all turns of the assistant."""
+    """Chat: the field with a conversation, a list of {role, content} with the roles system (first), user and
+    assistant, for the tokenizer's chat template. The loss is the mean over the assistant's tokens."""
 
     chat_template: bool = False
     """Whether the tokenizer's chat template writes data.prompt as the turn of a user, and data.completion as
@@ -118,16 +103,14 @@ class DataConfig:
     """First turn of each conversation, as the system, unless the record has one of its own."""
 
     metric: Annotated[str, Named(METRICS)] | None = None
-    """The score: accuracy or macro_f1 (classification), accuracy (multiple choice), f1 (of words) or
-    exact_match (generation), token_accuracy (chat), reward (the mean of the reward that train.objective
-    names), or your own function (predictions, examples) -> 0 to 1 (see lezo_ds/tasks/metrics.py). Null takes
-    the task's own: reward if the records have no right answers."""
+    """The score: accuracy, macro_f1 (classification only), f1 (of words) or exact_match (generation),
+    token_accuracy (chat), reward (the mean of train.objective), or your own function (predictions, examples)
+    -> 0 to 1 (see lezo_ds/tasks/metrics.py). Null takes the task's own: reward without right answers."""
 
     protocol: Protocol = "clean"
     """clean uses split sizes that fit the task. mezo does what MeZO's published scripts do: split sizes,
-    demonstrations drawn for each question, and three details that rarely matter: white space before a text,
-    the maximum length of a text with its gold answer, and how the validation loss is averaged (see
-    docs/protocol.md). With data.train, all records are used."""
+    demonstrations drawn for each question, and three details that rarely matter (see docs/protocol.md). With
+    data.train, all records are used."""
 
     num_train: PositiveInt | None = None
     """Number of training examples. Null takes the protocol's number."""
@@ -139,24 +122,20 @@ class DataConfig:
     """Maximum number of test examples, which give the final score. Null takes the protocol's number."""
 
     max_length: PositiveInt = 2048
-    """Maximum length of an input, in tokens. Longer inputs are cut on the left, conversations (data.messages)
-    at their end."""
+    """Maximum length of an input, in tokens. Longer ones are cut on the left, conversations at their end."""
 
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed that selects the examples of each split."""
 
     num_demonstrations: PositiveInt = 32
-    """Number of solved examples shown before each question, with method icl: the first training examples, or
+    """Number of solved examples that method icl shows before each question: the first training examples, or
     others for each question with data.protocol mezo."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class PeftConfig:
-    """Parameter-efficient fine-tuning: the model's own weights stay as they are."""
-
     kind: PeftKind = "none"
-    """What is trained: all weights (none), low-rank adapters (lora), or key and value vectors before every
-    sequence (prefix)."""
+    """What is trained: all weights (none), low-rank adapters (lora), or vectors before each input (prefix)."""
 
     lora_rank: PositiveInt = 8
     """Rank r of the adapters."""
@@ -217,17 +196,15 @@ class ZoConfig:
     """Options of the estimator, as estimator_options.NAME."""
 
     only_blocks: bool = False
-    """Whether only the transformer blocks are perturbed and updated. The embeddings, the output head and the
-    norm before it then stay as they are, and everything before the first block that a step perturbs is
-    computed once for all probes of a pass. The papers perturb all weights."""
+    """Whether only the transformer blocks are perturbed and updated. Everything before the first block that a
+    step perturbs is then computed once for all probes of a pass. The papers perturb all weights."""
 
     noise_distribution: Distribution = "normal"
-    """Distribution of a direction's elements: normal (the papers'), or rademacher, which is +1 or -1 and much
-    cheaper to draw."""
+    """Distribution of a direction's elements: normal (the papers') or rademacher (+1 or -1, drawn faster)."""
 
     directions: PositiveInt = 1
-    """Number of random directions per step, whose gradient estimates are averaged. Each is evaluated on the
-    whole batch. N directions on N ranks take the time of one direction on one rank."""
+    """Number of random directions per step, each on the whole batch, whose gradient estimates are averaged. N
+    directions on N ranks take the time of one direction on one rank."""
 
     probes_per_pass: PositiveInt = 2
     """Number of perturbed copies of the batch in one forward pass, which gathers each weight once. 2 runs
@@ -248,8 +225,6 @@ class ZoConfig:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class TrainConfig:
-    """Length of the run, batch sizes, and what happens between steps."""
-
     steps: Annotated[PositiveInt | None, _MAY_DIFFER] = None
     """Number of steps of the whole run. Methods lezo and adamw need it."""
 
@@ -261,28 +236,24 @@ class TrainConfig:
     of the losses; the number of ranks does not."""
 
     eval_batch_size: Annotated[PositiveInt, _MAY_DIFFER] = 16
-    """Number of sequences in one forward pass of an evaluation. A sequence is a prompt, or a prompt with one
-    candidate."""
+    """Number of sequences (prompts, each with one candidate if any) in a forward pass of an evaluation."""
 
     eval_every: PositiveInt | None = None
     """Number of steps between evaluations. Null evaluates every tenth of the run, as in the papers."""
 
     patience: Annotated[PositiveInt | None, _MAY_DIFFER] = None
-    """Stop early, after this number of evaluations in a row without a better validation loss. Null does all
-    steps."""
+    """Stop after so many evaluations in a row without a better validation loss. Null does all steps."""
 
     objective: str = "task"
     """What is minimized: the task's own loss (task), minus the mean F1 of generated answers (f1), or your own
-    function (package.module:function), which may also be a reward of the answers, to be maximized (see
-    lezo_ds/data/objectives.py)."""
+    package.module:function, a loss or a reward of the answers (see lezo_ds/data/objectives.py)."""
 
     snapshot_every: Annotated[NonNegativeInt | None, _MAY_DIFFER] = None
     """Number of steps between snapshots. Null uses eval_every; 0 writes only the last one."""
 
     keep_snapshots: Annotated[NonNegativeInt, _MAY_DIFFER] = 2
-    """Number of snapshots to keep. The newest are kept. 0 keeps one until the run has finished, and no
-    weights after that: a replay of the journal gives them back, but those of adamw are gone. lezo-ds sweep
-    sets 0 for lezo unless it is set."""
+    """Number of the newest snapshots to keep. 0, the default of lezo-ds sweep with lezo, keeps no weights of
+    a finished run: a replay of the journal gives them back, but those of adamw are gone."""
 
     report_to: Annotated[Monitors | None, _MAY_DIFFER] = None
     """DeepSpeed's monitors that get the content of metrics.jsonl, too, such as [tensorboard, csv]. Files are
@@ -294,8 +265,6 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class GenerationConfig:
-    """The answers that the model writes, in evaluations and for objectives that read answers."""
-
     max_new_tokens: PositiveInt = 50
     """Maximum length of an answer, in tokens. The default is MeZO's."""
 
@@ -304,8 +273,7 @@ class GenerationConfig:
     answer is read up to the first of them. Null is the first newline, as in MeZO's tasks."""
 
     temperature: NonNegativeFloat = 0.0
-    """Temperature at which tokens are drawn in training. 0 takes the most probable token. Evaluations always
-    do."""
+    """Temperature of sampling in training. 0 takes the most probable token, as evaluations always do."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Draw from the most probable tokens only that have this probability together. Null draws from all."""
@@ -326,9 +294,8 @@ class RunConfig:
 
     method: Method = "lezo"
     """lezo (zo.sparsity=0 is MeZO), adamw (first-order), or one that does not train: zero_shot, icl
-    (in-context learning), zero_shot_sfc and icl_sfc. The last two are MeZO's options --sfc and --icl_sfc: the
-    log-probability of an answer after a prompt without content is subtracted (icl_sfc: after the
-    demonstrations and such a prompt)."""
+    (in-context learning), zero_shot_sfc and icl_sfc. The last two, MeZO's --sfc and --icl_sfc, subtract the
+    log-probability of an answer after a prompt without content."""
 
     model: ModelConfig
     data: DataConfig
@@ -339,9 +306,8 @@ class RunConfig:
     generation: GenerationConfig
 
     partition_size: Annotated[PositiveInt | None, _MAY_DIFFER] = None
-    """Number of ranks that share one copy of the weights. It must divide the number of ranks. Such groups
-    exchange only scalars with each other. Use 1 if one GPU can hold the model. Null shares one copy among
-    all ranks."""
+    """Number of ranks that share one copy of the weights, a divisor of the number of ranks. Such groups
+    exchange only scalars with each other. Use 1 if one GPU can hold the model. Null is all ranks."""
 
     deepspeed: Annotated[str | None, _MAY_DIFFER] = None
     """Path of the DeepSpeed JSON, or the name of one in ds_configs, such as zero3_bf16. Null uses ZeRO-3 with

@@ -47,15 +47,18 @@ class RunDirectory:
         self._results = self.path / "results.json"
         self._predictions = self.path / "predictions"
         self._metrics = self.path / "metrics.jsonl"
-        self._config = self.path / "config.yaml"
-        self._environment = self.path / "environment.json"
+        self._facts = (self.path / "config.yaml", self.path / "environment.json")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Create the directory, and keep other processes from writing to it, on any host that shares it."""
-        with refuse_unwritable(self.path, option="run_dir"):
+        try:
             make_directory(self.path)
             file = (self.path / ".lock").open("a+")  # it stays: a file that is removed could be locked twice
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be written to: {error}", fix="set another run_dir"
+            ) from error
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,7 +82,7 @@ class RunDirectory:
         outputs = [self._metrics, self._predictions, self._results, self.snapshots, self.checkpoints]
         if not any(path.exists() for path in outputs):
             return []
-        return [path for path in (self._config, self._environment, *outputs) if path.exists()]
+        return [path for path in (*self._facts, *outputs) if path.exists()]
 
     def set_aside(self, paths: Sequence[Path], reason: str) -> None:
         """Move files of another run to a new folder `earlier-N`, so that they are neither used nor lost."""
@@ -108,8 +111,9 @@ class RunDirectory:
             "threads": torch.get_num_threads(),
             "command": ["python", *sys.argv],
         }
-        _write(self._config, yaml.safe_dump(config, sort_keys=False))
-        _write(self._environment, json.dumps(facts, indent=1) + "\n")
+        config_file, environment_file = self._facts
+        self.write(config_file, yaml.safe_dump(config, sort_keys=False))
+        self.write(environment_file, json.dumps(facts, indent=1) + "\n")
 
     def cut_metrics(self, step: int) -> float:
         """Drop the metrics of all steps after `step` and return the seconds that the run took until then."""
@@ -123,23 +127,20 @@ class RunDirectory:
             if entry["step"] <= step:
                 kept.append(line)
                 seconds = entry["seconds"]
-        _write(self._metrics, "".join(line + "\n" for line in kept))
+        self.write(self._metrics, "".join(line + "\n" for line in kept))
         return seconds
 
     def log_metrics(self, entry: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl."""
         with failures_named(self._metrics), self._metrics.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
     def write_predictions(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Write the rows of `prediction_rows` for the test examples, one JSON object on each line."""
-        path = self._predictions / f"step-{step:08}.jsonl"
-        with failures_named(path):
-            path.parent.mkdir(exist_ok=True)
-        _write(path, "".join(json.dumps(row) + "\n" for row in rows))
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        self.write(self._predictions / f"step-{step:08}.jsonl", text)
 
     def read_results(self) -> dict[str, Any]:
-        """Return the content of results.json; nothing if it is missing or damaged: it is written anew."""
+        """Return the content of results.json; nothing if it is missing or damaged."""
         try:
             results = json.loads(self._results.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -147,25 +148,16 @@ class RunDirectory:
         return results if isinstance(results, dict) else {}
 
     def write_results(self, results: dict[str, Any]) -> None:
-        """Write results.json."""
-        _write(self._results, json.dumps(results, indent=1) + "\n")
+        self.write(self._results, json.dumps(results, indent=1) + "\n")
 
-
-@contextmanager
-def refuse_unwritable(path: Path, option: str) -> Iterator[None]:
-    """Turn an OSError into an error about the path of an option."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path} cannot be written to: {error}", fix=f"set another {option}") from error
+    def write(self, path: Path, text: str) -> None:
+        """Replace a file of the run. LezoError: it cannot be written."""
+        with failures_named(path):
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, text)
 
 
 def library_versions() -> dict[str, str]:
     """Return the versions of everything that can change the numbers of a run."""
     versions = {"python": platform.python_version(), "lezo_ds": lezo_ds.__version__}
     return versions | {name: importlib.metadata.version(name) for name in LIBRARIES}
-
-
-def _write(path: Path, text: str) -> None:
-    with failures_named(path):
-        write_atomically(path, text)

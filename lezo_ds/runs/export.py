@@ -18,14 +18,20 @@ from lezo_ds import distributed
 from lezo_ds.config import ZEROTH_ORDER
 from lezo_ds.config.paths import DATA_KEYS
 from lezo_ds.errors import LezoError, UserError
-from lezo_ds.files import write_atomically
-from lezo_ds.journal import encode_journal, read_journal, step_checksums
+from lezo_ds.files import failures_named, write_atomically
+from lezo_ds.journal import encode_journal, read_journal
 from lezo_ds.model.checkpoint import load_model_config, resolve_model
-from lezo_ds.model.snapshots import SnapshotOwner
-from lezo_ds.runs.directory import RunDirectory, refuse_unwritable
-from lezo_ds.runs.header import assert_same_model_config, config_of
-from lezo_ds.runs.restore import RecordedRun, read_run, restore
-from lezo_ds.zo.records import StepRecord
+from lezo_ds.runs.directory import RunDirectory
+from lezo_ds.runs.records import (
+    RecordedRun,
+    assert_same_model_config,
+    config_of,
+    evaluations_of,
+    owner_of,
+    read_run,
+    steps_of,
+)
+from lezo_ds.runs.trainer import restore
 
 MAX_JOURNAL_BYTES = 64 << 20
 """Largest exported journal that is read. 20,000 steps take about 8 MB."""
@@ -38,13 +44,10 @@ logger = logging.getLogger(__name__)
 
 
 def export_run(path: Path, step: str, target: Path, overrides: Sequence[str] = ()) -> int:
-    """Write a run's model at a step as a Hugging Face directory; return the number of updates. A collective.
+    """Write a run's model as a Hugging Face directory and return the number of its updates. A collective.
 
-    Args:
-        path: directory of the run, or a file from `write_journal`. It needs the override model.path=...
-        step: "best", "last" or a number of updates.
-        target: directory to create. It must not exist, or must be empty.
-        overrides: key=value changes to the run's configuration; see `read_run`.
+    `path` is the directory of the run, or a file from `write_journal`, which needs an override of model.path.
+    `step` is "best", "last" or a number of updates. `target` must not exist, or must be empty.
     """
     distributed.init_distributed()
 
@@ -84,7 +87,7 @@ def write_journal(path: Path, file: Path) -> int:
         config[section] = {**config[section], name: _public_name(config[section][name])}
     config["digests"] = {str(step): digest for step, digest in run.digests.items()}
     content = encode_journal(replace(run.header, config=config), run.records)
-    with refuse_unwritable(file, option="--journal"):
+    with failures_named(file):
         write_atomically(file, content)
     return len(content)
 
@@ -104,7 +107,7 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
             if any(len(line) > _MAX_LINE_BYTES for line in stream):
                 raise ValueError(f"a line has more than {_MAX_LINE_BYTES} bytes")
         header, records = read_journal(file)
-        steps = [record for record in records if isinstance(record, StepRecord)]
+        steps = steps_of(records)
         digests = {int(step): str(digest) for step, digest in header.config.get("digests", {}).items()}
         base = _plain(header.config["model"]["path"])
         config = config_of(header, file, (*_ANY_MACHINE, *overrides))
@@ -120,16 +123,15 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
     num_weights = {0, text_config.num_hidden_layers, text_config.num_hidden_layers + 2}
     is_zeroth_order = config.method in ZEROTH_ORDER and config.peft.kind != "prefix"
     if not is_zeroth_order or any(len(record.layer_weights) not in num_weights for record in steps):
-        raise UserError(
-            f"{file} is not of a run of {config.model.path}", fix="set model.path to its base model"
-        )
+        fix = "set model.path to its base model"
+        raise UserError(f"{file} is not of a run of {config.model.path}", fix=fix)
     if config.peft.kind == "lora" and config.peft.lora_rank > text_config.hidden_size:
         raise UserError(
             f"peft.lora_rank={config.peft.lora_rank} in {file} is larger than the model's width, "
             f"{text_config.hidden_size}",
             fix="do not use this file",
         )
-    owner = SnapshotOwner(header.model_fingerprint, step_checksums(header, records))
+    owner = owner_of(header, records)
     return RecordedRun(RunDirectory(file), header, config, records, len(steps), owner, digests)
 
 
@@ -161,7 +163,7 @@ def model_card(run: RecordedRun, step: int, digest: str) -> str:
     base = _plain(path if is_hub_id else Path(path).name)
     load = f"AutoModelForCausalLM.from_pretrained({'DIR' if kind == 'none' else repr(base)})"
     rows = []
-    for record in run.evaluations:
+    for record in evaluations_of(run.records):
         scores = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
         rows.append(f"| {_plain(record.split)} | {record.step} | {_plain(scores)} |")
     return _CARD.format(

@@ -3,19 +3,16 @@
 Every rank runs its share of a step's micro-batches forward and backward. DeepSpeed averages the gradients
 over the ranks, shards gradients and optimizer states, and updates the shards. As in MeZO's own fine-tuning
 (Malladi et al. 2023, with transformers' Trainer), dropout is on in training and off in evaluations, and
-gradients are clipped unless DeepSpeed's JSON says otherwise. DeepSpeed's checkpoint and training_state.json
-are the training state of a run.
+gradients are clipped unless DeepSpeed's JSON says otherwise.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +21,23 @@ from torch import Tensor
 from transformers import get_linear_schedule_with_warmup
 
 from lezo_ds import distributed
-from lezo_ds.config import RESUME_MAY_DIFFER, RunConfig
+from lezo_ds.config import RunConfig, may_differ_on_resume
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import DivergenceError, UserError
-from lezo_ds.files import failures_named, remove_directory, write_atomically
 from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
 from lezo_ds.forward.perturbed_forward import Perturbation, PerturbedForward
-from lezo_ds.journal import EvaluationRecord, Header, step_checksums
+from lezo_ds.journal import EvaluationRecord
 from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
-from lezo_ds.model.snapshots import (
-    SnapshotOwner,
-    read_manifest,
-    remove_snapshots,
-    snapshot_path,
-    snapshot_steps,
-)
+from lezo_ds.model.snapshots import read_manifest, remove_snapshots, snapshot_path
 from lezo_ds.noise import noise_backend
 from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.header import assert_same_run, make_header
-from lezo_ds.runs.run import Run, best_evaluation
+from lezo_ds.runs.records import TrainingState, assert_same_run, best_evaluation, make_header, owner_of
+from lezo_ds.runs.run import Run
 from lezo_ds.sharding import zero3
 from lezo_ds.zo.keys import dropout_key
 
 MAX_GRADIENT_NORM = 1.0  # the default of transformers' Trainer
-RESUME_MAY_DIFFER_FIRST_ORDER = RESUME_MAY_DIFFER - {"train.steps"}  # the learning rate depends on it
 
 
 class FirstOrderEngine(ModelEngine):
@@ -184,52 +173,13 @@ def initialize_first_order(config: RunConfig, ds_config: Mapping[str, Any]) -> F
     return FirstOrderEngine(engine, perturbed, sharded, config.seed)
 
 
-@dataclass(frozen=True)
-class TrainingState:
-    """The content of training_state.json, which names the checkpoint to resume from."""
-
-    header: Header
-    world_size: int  # the optimizer states in the checkpoint have one shard per rank
-    step: int = 0  # that the checkpoint has seen; 0 if there is none yet
-    evaluations: tuple[EvaluationRecord, ...] = ()  # those after the checkpoint are repeated
-
-    @property
-    def owner(self) -> SnapshotOwner:
-        """The owner of the run's snapshots: there is no chain of steps, so all have the header's checksum."""
-        return SnapshotOwner(self.header.model_fingerprint, step_checksums(self.header, ()))
-
-    def write(self, path: Path) -> None:
-        """Replace the file atomically."""
-        with failures_named(path):
-            write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
-
-
-def read_training_state(path: Path) -> TrainingState:
-    """Read the file that `TrainingState.write` wrote."""
-    try:
-        values = json.loads(path.read_text())
-        return TrainingState(
-            header=Header(**values["header"]),
-            world_size=values["world_size"],
-            step=values["step"],
-            evaluations=tuple(EvaluationRecord(**record) for record in values["evaluations"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} cannot be read: {type(error).__name__}: {error}",
-            fix="restore the file from a copy, or use another run_dir",
-        ) from error
-
-
 class FirstOrderRun(Run[FirstOrderEngine]):
-    """A run whose engine is a FirstOrderEngine."""
-
-    saves_when_stopped = True
+    """A run of AdamW. DeepSpeed's checkpoint, which training_state.json names, is its training state."""
 
     def __init__(
         self, config: RunConfig, data: TaskData, directory: RunDirectory, engine: FirstOrderEngine
     ) -> None:
-        super().__init__(config=config, data=data, directory=directory, engine=engine)
+        super().__init__(config, data, directory, engine)
         header = make_header(config, data, engine.base.fingerprint, engine.base.table_hash)
         self._state = TrainingState(header, engine.world_size)
 
@@ -244,15 +194,15 @@ class FirstOrderRun(Run[FirstOrderEngine]):
     def _open_state(self) -> TrainingState:
         path, state = self.directory.training_state, self._state
         if path.exists():
-            recorded = read_training_state(path)
-            _check_state(recorded, state.header, state.world_size)
+            recorded = TrainingState.read(path)
+            assert_same_run(recorded.header, state.header, may_differ_on_resume(self.config))
             done = tuple(record for record in recorded.evaluations if record.step <= recorded.step)
             state = replace(recorded, world_size=state.world_size, evaluations=done)
-            self._set_aside_foreign_snapshots(state.owner)
+            self._set_aside_foreign_snapshots(owner_of(state.header, ()))
         else:
             self.directory.set_aside(self.directory.outputs(), "an earlier run left")
-        _remove(self.directory.checkpoints, lambda step: step != state.step)
-        _remove(self.directory.snapshots, lambda step: step > state.step)
+        remove_snapshots(self.directory.checkpoints, [state.step])
+        remove_snapshots(self.directory.snapshots, range(state.step + 1))
         return state
 
     def _train_step(self) -> dict[str, Any]:
@@ -269,70 +219,34 @@ class FirstOrderRun(Run[FirstOrderEngine]):
             self._write_snapshot()
         self._write_state(evaluations=tuple(evaluations))
 
-    def _is_saved(self, step: int) -> bool:
-        return self._state.step == step
-
     def _save(self) -> None:
+        if self._state.step == self.engine.global_steps:
+            return
         # training_state.json is written last. A crash before that resumes from the old checkpoint, which is
         # removed only when the file names the new one.
         self._write_snapshot()
         self.engine.save_training_state(self.directory.checkpoints)
         self._write_state(step=self.engine.global_steps)
         if self.writes:
-            _remove(self.directory.checkpoints, lambda step: step != self._state.step)
+            remove_snapshots(self.directory.checkpoints, [self._state.step])
 
     def _write_state(self, **changes: Any) -> None:  # noqa: ANN401
         self._state = replace(self._state, **changes)
-        distributed.on_rank_zero(lambda: self._state.write(self.directory.training_state))
+        path, text = self.directory.training_state, self._state.to_json()
+        distributed.on_rank_zero(lambda: self.directory.write(path, text))
 
     def _write_snapshot(self) -> None:
         target = snapshot_path(self.directory.snapshots, self.engine.global_steps)
         if not distributed.on_rank_zero(lambda: read_manifest(target) is not None):
-            owner = self._state.owner
-            self.engine.write_model(target, journal=owner.checksum(self.engine.global_steps))
+            checksum = owner_of(self._state.header, ()).checksum(self.engine.global_steps)
+            self.engine.write_model(target, journal=checksum)
 
     def _protected(self) -> tuple[int, ...]:
         best = best_evaluation(self.evaluations)
         return () if best is None else (best.step,)
-
-    def _drop_weights(self) -> None:
-        remove_directory(self.directory.checkpoints)
-        remove_snapshots(self.directory.snapshots)
 
     def _restore(self, step: int) -> None:
         self.engine.load_model(snapshot_path(self.directory.snapshots, step), step)
 
     def _num_skipped(self) -> int:
         return self.engine.skipped_steps
-
-
-def check_training_state(config: RunConfig, data: TaskData, directory: RunDirectory) -> None:
-    """Refuse, before weights are loaded, to resume a run with other settings, data or number of ranks."""
-    state = read_training_state(directory.training_state)
-    ours = make_header(config, data, state.header.model_fingerprint, state.header.parameter_table_hash)
-    _check_state(state, ours, distributed.world_size())
-    if state.step > 0 and not snapshot_path(directory.checkpoints, state.step).is_dir():
-        raise weights_removed(directory.path)
-
-
-def _check_state(state: TrainingState, ours: Header, world_size: int) -> None:
-    assert_same_run(state.header, ours, RESUME_MAY_DIFFER_FIRST_ORDER)
-    if state.step > 0 and state.world_size != world_size:
-        raise UserError(
-            f"the checkpoint of a first-order run has {state.world_size} ranks, not {world_size}",
-            fix=f"start {state.world_size} ranks, or use another run_dir",
-        )
-
-
-def weights_removed(run_dir: Path) -> UserError:
-    """Return the error for a first-order run whose weights are needed, but were removed at its end."""
-    return UserError(
-        f"run {run_dir} has no weights: train.keep_snapshots=0 removed them, and adamw has no journal",
-        fix=f"train again: --config {run_dir / 'config.yaml'} run_dir=NEW train.keep_snapshots=1",
-    )
-
-
-def _remove(root: Path, unwanted: Callable[[int], bool]) -> None:
-    for step in snapshot_steps(root):
-        if unwanted(step):
-            shutil.rmtree(snapshot_path(root, step))

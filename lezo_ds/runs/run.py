@@ -7,8 +7,8 @@ import math
 import resource
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +20,9 @@ from lezo_ds.config import TRAINED, RunConfig, config_to_dict, may_differ_on_res
 from lezo_ds.data.evaluation import evaluate, prediction_rows
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine import LezoEngine, ModelEngine
+from lezo_ds.files import remove_directory
 from lezo_ds.forward.batch import MicroBatch
-from lezo_ds.journal import EvaluationRecord, Journal, step_checksums
+from lezo_ds.journal import EvaluationRecord, Journal
 from lezo_ds.model.snapshots import (
     SnapshotOwner,
     prune_snapshots,
@@ -32,7 +33,15 @@ from lezo_ds.model.snapshots import (
     snapshot_steps,
 )
 from lezo_ds.runs.directory import RunDirectory, library_versions
-from lezo_ds.runs.header import assert_same_run, make_header
+from lezo_ds.runs.records import (
+    assert_same_run,
+    best_evaluation,
+    evaluations_of,
+    make_header,
+    owner_of,
+    steps_of,
+    stopping_step,
+)
 from lezo_ds.runs.screen import evaluation_line, number, progress_bar
 from lezo_ds.runs.signals import LauncherWatch, on_stop_signals
 from lezo_ds.zo.records import StepRecord
@@ -52,9 +61,6 @@ class Run(ABC, Generic[E]):
     collectives, in which a rank that decided otherwise would hang.
     """
 
-    saves_when_stopped: ClassVar[bool] = False
-    """Whether a stopped run would otherwise lose the steps after its last snapshot."""
-
     def __init__(self, config: RunConfig, data: TaskData, directory: RunDirectory, engine: E) -> None:
         self.config = config
         self.data = data
@@ -63,6 +69,8 @@ class Run(ABC, Generic[E]):
         self.writes = engine.global_rank == 0
         self.evaluations: list[EvaluationRecord] = []
         self.num_steps = (config.train.steps or 0) if config.method in TRAINED else 0
+        self._has_journal = config.method != "adamw"  # whose replay gives weights without a snapshot back
+        self._journal: Journal | None = None  # on rank 0
         self._launcher = LauncherWatch()
         self._eval_every = config.train.eval_every or max(1, self.num_steps // 10)
         self._num_done = 0
@@ -83,11 +91,7 @@ class Run(ABC, Generic[E]):
 
     @abstractmethod
     def _save(self) -> None:
-        """Write a snapshot of the current step. A collective."""
-
-    @abstractmethod
-    def _is_saved(self, step: int) -> bool:
-        """Return, on rank 0, whether `_save` has been done at this step."""
+        """Write a snapshot of the current step, unless there is one. A collective."""
 
     @abstractmethod
     def _restore(self, step: int) -> None:
@@ -101,15 +105,13 @@ class Run(ABC, Generic[E]):
     def _num_skipped(self) -> int:
         """Return, on rank 0, the number of skipped steps."""
 
-    def _drop_weights(self) -> None:
-        """Remove the weights of the run, which has finished, but for those that no replay can compute."""
-        remove_snapshots(self.directory.snapshots, self._protected())
-
     def _check(self) -> None:
         """Check that the weights are those of the run. A collective."""
 
-    def _finish_records(self) -> None:
-        """Wait until what the run has recorded is on the disk. A file that relies on it is written next."""
+    def _sync_journal(self) -> None:
+        """Wait until all records are on the disk. A file that relies on them is written next."""
+        if self._journal is not None:
+            self._journal.sync()
 
     def execute(self) -> dict[str, Any]:
         """Run to the end, or until all ranks agree to stop, and return the content of results.json."""
@@ -121,11 +123,14 @@ class Run(ABC, Generic[E]):
                 finished, best = self._run_to_end()
             results = self._results(best, finished)
             if self.writes:
-                self._finish_records()
+                self._sync_journal()
                 self.directory.write_results(results)
                 if finished and self.config.train.keep_snapshots == 0:
-                    self._drop_weights()
+                    remove_directory(self.directory.checkpoints)
+                    remove_snapshots(self.directory.snapshots, self._protected() if self._has_journal else ())
                 self.directory.stop_file.unlink(missing_ok=True)
+            if self._journal is not None:
+                self._journal.close()
             return results
 
     def _last_good_step(self) -> str:
@@ -222,7 +227,7 @@ class Run(ABC, Generic[E]):
         try:
             self._evaluate("dev", at=step)
         except _Stopped:
-            if self.saves_when_stopped:
+            if not self._has_journal:
                 self._snapshot_if_due()
             raise
 
@@ -236,7 +241,7 @@ class Run(ABC, Generic[E]):
             logger.info("scoring %d test examples", len(examples.examples))
         result = evaluate(self, self.data, examples, batch_size=self.config.train.eval_batch_size)
         if self.writes and split == "test":
-            self._finish_records()
+            self._sync_journal()
             self.directory.write_predictions(at, prediction_rows(examples.examples, result.predicted))
         metric = self.data.task.metric
         metrics = {metric: result.score}
@@ -266,16 +271,14 @@ class Run(ABC, Generic[E]):
     def _snapshot_if_due(self) -> None:
         step, train = self.engine.global_steps, self.config.train
         every = self._eval_every if train.snapshot_every is None else train.snapshot_every
-        asked = self.engine.snapshot_agreed or (self.saves_when_stopped and self.engine.stop_agreed)
+        asked = self.engine.snapshot_agreed or (self.engine.stop_agreed and not self._has_journal)
         is_last = step == self.num_steps or self._has_lost_patience()
         due = is_last or (every > 0 and step % every == 0) or asked
         if step == 0 or not due:
             return
-        if not distributed.on_rank_zero(lambda: self._is_saved(step)):
-            self._check()
-            self._save()
-            if self.writes:
-                self._prune_snapshots()
+        self._save()
+        if self.writes:
+            self._prune_snapshots()
         if self.writes and self.engine.snapshot_agreed:
             self.directory.save_file.unlink(missing_ok=True)
 
@@ -333,15 +336,6 @@ class ZerothOrderRun(Run[LezoEngine]):
     Rank 0 has the journal, which holds all records.
     """
 
-    _journal: Journal | None = None
-
-    def execute(self) -> dict[str, Any]:
-        """Run as `Run.execute` does, and close the journal."""
-        results = super().execute()
-        if self._journal is not None:
-            self._journal.close()
-        return results
-
     def _open(self) -> None:
         """Create the journal, or open it and replay it."""
         self.evaluations = distributed.on_rank_zero(self._open_journal)
@@ -362,17 +356,15 @@ class ZerothOrderRun(Run[LezoEngine]):
         self._journal = Journal.open(path)
         assert_same_run(self._journal.header, header, may_differ_on_resume(self.config))
         self._set_aside_foreign_snapshots(self._owner())
-        return [record for record in self._journal.records if isinstance(record, EvaluationRecord)]
+        return evaluations_of(self._journal.records)
 
     def _steps(self) -> list[StepRecord]:
         """Return all steps on rank 0, and none elsewhere."""
-        records = self._journal.records if self._journal is not None else ()
-        return [record for record in records if isinstance(record, StepRecord)]
+        return [] if self._journal is None else steps_of(self._journal.records)
 
     def _owner(self) -> SnapshotOwner:
         assert self._journal is not None, "only rank 0 has the journal"
-        header = self._journal.header
-        return SnapshotOwner(header.model_fingerprint, step_checksums(header, self._journal.records))
+        return owner_of(self._journal.header, self._journal.records)
 
     def _protected(self) -> tuple[int, ...]:
         # A prefix starts from the activations of a forward pass, which another machine rounds differently.
@@ -393,14 +385,17 @@ class ZerothOrderRun(Run[LezoEngine]):
         if self._journal is not None:
             self._journal.append(record)
 
-    def _is_saved(self, step: int) -> bool:
-        manifest = read_manifest(snapshot_path(self.directory.snapshots, step))
-        return manifest is not None and bool(self._owner().owns(step, manifest))
-
     def _save(self) -> None:
         step = self.engine.global_steps
-        checksum = self._owner().checksum(step) if self.writes else None
-        self.engine.save_checkpoint(self.directory.snapshots, step, checksum)
+
+        def is_saved() -> bool:
+            manifest = read_manifest(snapshot_path(self.directory.snapshots, step))
+            return manifest is not None and self._owner().owns(step, manifest)
+
+        if not distributed.on_rank_zero(is_saved):
+            self._check()
+            checksum = self._owner().checksum(step) if self.writes else None
+            self.engine.save_checkpoint(self.directory.snapshots, step, checksum)
 
     def _restore(self, step: int | None) -> None:
         owner = self._owner() if self.writes else None
@@ -411,36 +406,6 @@ class ZerothOrderRun(Run[LezoEngine]):
 
     def _check(self) -> None:
         self.engine.check_weights()
-
-    def _finish_records(self) -> None:
-        self.engine.finish_records()
-
-
-def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
-    """Return the evaluation with the lowest validation loss, the criterion of the papers.
-
-    The first of several equal ones counts. A loss of None is higher than any other.
-    """
-    losses = [record for record in evaluations if record.split == "dev"]
-    return min(losses, key=lambda record: math.inf if record.loss is None else record.loss, default=None)
-
-
-def stopping_step(evaluations: Sequence[EvaluationRecord], patience: int | None) -> int | None:
-    """Return the step at which `patience` validations in a row were not better than the best before them.
-
-    None if training goes on. It is a pure function of the evaluations, in order, so a run that resumes stops
-    where it would have stopped.
-    """
-    lowest, num_worse = math.inf, 0
-    for record in evaluations:
-        if record.split != "dev":
-            continue
-        loss = math.inf if record.loss is None else record.loss
-        num_worse = 0 if loss < lowest else num_worse + 1
-        lowest = min(lowest, loss)
-        if num_worse == patience:
-            return record.step
-    return None
 
 
 class _Stopped(Exception):  # noqa: N818  # this is not an error

@@ -23,8 +23,8 @@ from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.model.checkpoint import DTYPES, load_model_config, resolve_model
 from lezo_ds.registry import names_code
-from lezo_ds.runs.restore import read_run, restore
-from lezo_ds.runs.trainer import make_engine
+from lezo_ds.runs.records import read_run
+from lezo_ds.runs.trainer import make_engine, restore
 
 
 def score_run(path: Path, step: str, split: str, overrides: Sequence[str] = ()) -> dict[str, Any]:

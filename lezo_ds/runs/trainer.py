@@ -1,4 +1,4 @@
-"""Start or resume the run that a configuration describes, for lezo-ds train."""
+"""Start or resume the run that a configuration describes, and restore the weights of a recorded one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,20 @@ from lezo_ds.engine import LezoEngine, initialize
 from lezo_ds.errors import UserError
 from lezo_ds.journal import read_journal
 from lezo_ds.model.checkpoint import build_checked, resolve_model
+from lezo_ds.model.snapshots import snapshot_path, snapshot_steps
+from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.first_order import FirstOrderRun, check_training_state, initialize_first_order
-from lezo_ds.runs.header import assert_same_run, make_header
+from lezo_ds.runs.first_order import FirstOrderRun, initialize_first_order
+from lezo_ds.runs.records import (
+    RecordedRun,
+    TrainingState,
+    assert_same_model_config,
+    assert_same_run,
+    make_header,
+    steps_of,
+    weights_removed,
+)
 from lezo_ds.runs.run import ZerothOrderRun
-from lezo_ds.zo.records import StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -136,28 +146,61 @@ def _check_model(config: RunConfig) -> None:
 
 def _check_records(config: RunConfig, data: TaskData, directory: RunDirectory) -> None:
     """Refuse, before weights are loaded, to resume a run as another one."""
-    is_first_order = config.method == "adamw"
-    other = directory.journal if is_first_order else directory.training_state
-    if other.exists():
+    num_ranks = distributed.world_size()
+    if config.method == "adamw" and config.partition_size not in (None, num_ranks):
         raise UserError(
-            f"run_dir {directory.path} holds a run of another method: there is a {other.name}",
-            fix="set another run_dir",
+            f"method adamw shards the weights among all ranks; partition_size={config.partition_size}",
+            fix="set partition_size=null",
         )
-    if is_first_order:
-        if config.partition_size not in (None, distributed.world_size()):
-            raise UserError(
-                f"method adamw shards the weights among all ranks; partition_size={config.partition_size}",
-                fix="set partition_size=null",
-            )
-        if directory.training_state.exists():
-            check_training_state(config, data, directory)
+    state = None
+    if directory.training_state.exists():
+        state = TrainingState.read(directory.training_state)
+        header, num_done = state.header, state.step
     elif directory.journal.exists():
         header, records = read_journal(directory.journal)
-        ours = make_header(config, data, header.model_fingerprint, header.parameter_table_hash)
-        assert_same_run(header, ours, may_differ_on_resume(config))
-        num_done = sum(isinstance(record, StepRecord) for record in records)
-        if config.train.steps is not None and config.train.steps < num_done:
+        num_done = len(steps_of(records))
+    else:
+        return
+    ours = make_header(config, data, header.model_fingerprint, header.parameter_table_hash)
+    assert_same_run(header, ours, may_differ_on_resume(config))
+    if config.train.steps is not None and config.train.steps < num_done:
+        raise UserError(
+            f"run {directory.path} has {num_done} steps already; train.steps={config.train.steps}",
+            fix=f"set train.steps={num_done} or more, or another run_dir",
+        )
+    if state is not None and num_done > 0:
+        if state.world_size != num_ranks:
             raise UserError(
-                f"run {directory.path} has {num_done} steps already; train.steps={config.train.steps}",
-                fix=f"set train.steps={num_done} or more, or another run_dir",
+                f"the checkpoint of a first-order run has {state.world_size} ranks, not {num_ranks}",
+                fix=f"start {state.world_size} ranks, or use another run_dir",
             )
+        if not snapshot_path(directory.checkpoints, num_done).is_dir():
+            raise weights_removed(directory.path)
+
+
+def restore(run: RecordedRun, step: int) -> LezoEngine:
+    """Return an engine with exactly the weights that the run had after `step` updates. A collective."""
+    if run.header.noise_version != NOISE_VERSION:
+        raise UserError(
+            f"run {run.directory.path} has noise version {run.header.noise_version}, not {NOISE_VERSION}",
+            fix="use the version of lezo_ds that wrote it, or open one of its snapshots",
+        )
+    distributed.on_rank_zero(lambda: assert_same_model_config(run.header, run.config.model.path))
+    # A replay reads the records only. Neither the estimator nor the layer policy, which may be a user's code,
+    # is needed for it.
+    zo = replace(run.config.zo, estimator="spsa", estimator_options={}, directions=1, learning_rate=0.0)
+    zo = replace(zo, layer_policy="uniform", layer_policy_options={}, sparsity=0.0, lr_schedule="constant")
+    engine = make_engine(replace(run.config, zo=zo))
+    if engine.base.fingerprint != run.header.model_fingerprint:
+        raise UserError(
+            f"{run.config.model.path} is not the base model of the run: its fingerprint is "
+            f"{engine.base.fingerprint}, not {run.header.model_fingerprint}",
+            fix="add model.path=... with the directory of the base model",
+        )
+    if run.config.method == "adamw":
+        engine.load_model(snapshot_path(run.directory.snapshots, step), step)
+        return engine
+    if distributed.rank() == 0 and step > 0 and not snapshot_steps(run.directory.snapshots):
+        logger.info("step %d is replayed from the base weights and the journal", step)
+    engine.load_checkpoint(run.directory.snapshots, steps_of(run.records), step, run.owner)
+    return engine

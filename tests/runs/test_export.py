@@ -22,7 +22,7 @@ from lezo_ds.journal import encode_journal, read_journal
 from lezo_ds.model.snapshots import read_manifest
 from lezo_ds.runs import export as exporting
 from lezo_ds.runs.export import model_card, read_file, write_journal
-from lezo_ds.runs.restore import read_run
+from lezo_ds.runs.records import evaluations_of, read_run
 from lezo_ds.tasks import TASKS
 from lezo_ds.zo.records import StepRecord
 
@@ -246,7 +246,7 @@ def test_no_string_of_a_run_becomes_markup_in_the_model_card(finished):
     assert f"| test | 0 | accuracy {results_of(finished)['zero_shot']:.4f}" in text
     config = run.config
     model, data = replace(config.model, path=HOSTILE), replace(config.data, task=HOSTILE)
-    records = [replace(record, split=HOSTILE) for record in run.evaluations]
+    records = [replace(record, split=HOSTILE) for record in evaluations_of(run.records)]
     spoiled = replace(run, config=replace(config, model=model, data=data), records=records)
     hostile = model_card(spoiled, 8, "digest")
     assert "curl" in hostile

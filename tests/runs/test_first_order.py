@@ -199,7 +199,7 @@ def test_a_run_stopped_then_killed_ends_as_if_nothing_had_happened(recipe, undis
     [
         ("seed=0", "has 2 ranks, not 1"),
         ("train.steps=24", "train.steps differs"),
-        ("method=lezo", "holds a run of another method"),
+        ("method=lezo", "method differs"),
     ],
 )
 def test_a_run_is_not_resumed_as_another(override, message, recipe, undisturbed):

@@ -21,7 +21,6 @@ from lezo_ds.config import (
     config_from_dict,
     config_to_dict,
     copies_per_pass,
-    forward_passes_per_step,
     load_config,
     num_passes,
 )
@@ -278,11 +277,10 @@ def test_the_help_describes_every_key():
 # Steps and ranks.
 
 
-def test_forward_passes_and_copies_are_those_of_the_estimator():
+def test_passes_and_copies_are_those_of_the_estimator():
     config = config_with("zo.directions=4", "zo.probes_per_pass=4", "train.micro_batch_size=8")
-    assert (num_passes(config), forward_passes_per_step(config), copies_per_pass(config)) == (4, 8, 4)
-    adamw = config_with("method=adamw")
-    assert (forward_passes_per_step(adamw), copies_per_pass(adamw)) == (3, 1)
+    assert (num_passes(config), copies_per_pass(config)) == (4, 4)
+    assert copies_per_pass(config_with("method=adamw")) == 1
 
 
 @pytest.mark.parametrize(

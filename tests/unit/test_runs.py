@@ -16,9 +16,7 @@ from lezo_ds.config import RESUME_MAY_DIFFER, config_from_dict, config_to_dict, 
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.journal import EvaluationRecord, Header
 from lezo_ds.runs.directory import RunDirectory
-from lezo_ds.runs.first_order import TrainingState, read_training_state
-from lezo_ds.runs.header import assert_same_run
-from lezo_ds.runs.run import best_evaluation, stopping_step
+from lezo_ds.runs.records import TrainingState, assert_same_run, best_evaluation, stopping_step
 from lezo_ds.runs.screen import evaluation_line, progress_bar, run_summary, scores_summary
 from lezo_ds.runs.trainer import monitor_sections
 
@@ -178,15 +176,16 @@ STATE = TrainingState(
 )
 
 
-def test_a_state_is_read_as_it_was_written(tmp_path):
-    path = tmp_path / "state.json"
-    STATE.write(path)
-    assert read_training_state(path) == STATE
+def test_a_state_is_read_as_it_was_written(directory):
+    path = directory.training_state
+    directory.write(path, STATE.to_json())
+    assert TrainingState.read(path) == STATE
     path.write_text(path.read_text()[:-9])
     with pytest.raises(UserError, match=r"state.json cannot be read: .*restore the file"):
-        read_training_state(path)
-    with pytest.raises(LezoError, match=r"none/state.json"):
-        STATE.write(tmp_path / "none" / "state.json")
+        TrainingState.read(path)
+    with pytest.raises(LezoError, match=r"journal.jsonl/state.json cannot be written"):
+        directory.journal.touch()
+        directory.write(directory.journal / "state.json", STATE.to_json())
 
 
 # Early stopping.

@@ -1,0 +1,277 @@
+"""What a run records: a header with its inputs, steps and evaluations; and which runs can continue it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lezo_ds import distributed
+from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, flatten
+from lezo_ds.data.task_data import TaskData
+from lezo_ds.errors import UserError
+from lezo_ds.files import sync
+from lezo_ds.forward.module_calls import norm_facts
+from lezo_ds.journal import EvaluationRecord, Header, JournalRecord, read_journal, step_checksums
+from lezo_ds.model.checkpoint import resolve_model
+from lezo_ds.model.snapshots import SnapshotOwner, read_facts, read_manifest, snapshot_path, snapshot_steps
+from lezo_ds.noise import NOISE_VERSION
+from lezo_ds.runs.directory import RunDirectory, library_versions
+from lezo_ds.zo.records import StepRecord
+
+logger = logging.getLogger(__name__)
+
+_INPUTS = ("tokenizer", "model_config", "data_fingerprints", "digests")
+"""Entries of a header's configuration that are not keys: what the run read from files, and the digests of its
+weights by step, which only an exported journal has."""
+
+_UNIMPORTANT = ("_name_or_path", "transformers_version")
+"""Keys of a model's config.json that change if the model is only copied or saved again."""
+
+
+def make_header(config: RunConfig, data: TaskData, fingerprint: str, parameter_table: str) -> Header:
+    """Return the header of a run: its configuration but for run_dir, and hashes of its inputs.
+
+    `fingerprint` is of the base weights, `parameter_table` of the names, ids and shapes of the parameters.
+    """
+    model = resolve_model(config.model.path)
+    device = distributed.device()
+    keys = {key: value for key, value in config_to_dict(config).items() if key != "run_dir"}
+    splits = {"train": data.train, "dev": data.dev, "test": data.test}
+    inputs = {
+        "tokenizer": _tokenizer_hash(model),
+        "model_config": _model_config(model),
+        "data_fingerprints": {name: split.fingerprint() for name, split in splits.items()},
+    }
+    return Header(
+        noise_version=NOISE_VERSION,
+        model_fingerprint=fingerprint,
+        parameter_table_hash=parameter_table,
+        config=keys | inputs,
+        libraries=library_versions(),
+        arithmetic={**distributed.arithmetic_facts(device), **norm_facts(device)},
+    )
+
+
+def config_of(header: Header, run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the configuration in a header, with `key=value` overrides. No module is imported."""
+    values = {key: value for key, value in header.config.items() if key not in _INPUTS}
+    return config_from_dict(values | {"run_dir": str(run_dir)}, f"run {run_dir}", overrides, recorded=True)
+
+
+def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str]) -> None:
+    """Refuse to continue a run with other inputs than it was started with, but for keys that may differ.
+
+    Other library versions and another processor only cause a warning.
+    """
+
+    def facts(header: Header) -> dict[str, Any]:
+        hashes = {"model_fingerprint": header.model_fingerprint, "parameters": header.parameter_table_hash}
+        return {"noise_version": header.noise_version, **hashes, **header.config}
+
+    for key, old, new in _differences(facts(recorded), facts(ours)):
+        if key not in may_differ:
+            version, own_version = recorded.libraries.get("lezo_ds"), ours.libraries["lezo_ds"]
+            by = "" if version == own_version else f", written by lezo_ds {version} (this is {own_version})"
+            raise UserError(
+                f"{key} differs from the journal's{by}: it is {new}, and was {old}",
+                fix="use the inputs that the run was started with, or another run_dir",
+            )
+    machine, our_machine = recorded.libraries | recorded.arithmetic, ours.libraries | ours.arithmetic
+    for key, old, new in _differences(machine, our_machine):
+        logger.warning("%s was %s when the journal was started and is %s now", key, old, new)
+
+
+def assert_same_model_config(recorded: Header, model: str) -> None:
+    """Refuse to restore the weights of a run into a base model with another config.json."""
+    directory = resolve_model(model)
+    for key, old, new in _differences(recorded.config["model_config"], _model_config(directory)):
+        raise UserError(
+            f"{key} in {directory / 'config.json'} differs from the run's: it is {new}, and was {old}",
+            fix="add model.path=... with the directory of the base model",
+        )
+
+
+def _model_config(model: Path) -> dict[str, Any]:
+    # JSON has no infinity, but Python writes and reads one. The journal keeps it as a string.
+    values = json.loads((model / "config.json").read_text(), parse_constant=str)
+    return {key: value for key, value in values.items() if key not in _UNIMPORTANT}
+
+
+def _tokenizer_hash(model: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(model.iterdir()):
+        if file.name in ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model"):
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the dotted key and both values, as text, of each item that differs between two nested dicts."""
+    old, new = flatten(left), flatten(right)
+
+    def text(side: Mapping[str, Any], key: str) -> str:
+        return repr(side[key]) if key in side else "absent"
+
+    return [
+        (key, text(old, key), text(new, key))
+        for key in sorted(old.keys() | new.keys())
+        if key not in old or key not in new or old[key] != new[key]
+    ]
+
+
+def steps_of(records: Iterable[JournalRecord]) -> list[StepRecord]:
+    return [record for record in records if isinstance(record, StepRecord)]
+
+
+def evaluations_of(records: Iterable[JournalRecord]) -> list[EvaluationRecord]:
+    return [record for record in records if isinstance(record, EvaluationRecord)]
+
+
+def owner_of(header: Header, records: Iterable[JournalRecord]) -> SnapshotOwner:
+    """Return the owner of a run's snapshots. AdamW has no chain of steps: all have the header's checksum."""
+    return SnapshotOwner(header.model_fingerprint, step_checksums(header, records))
+
+
+def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
+    """Return the evaluation with the lowest validation loss, the criterion of the papers.
+
+    The first of several equal ones counts. A loss of None is higher than any other.
+    """
+    losses = [record for record in evaluations if record.split == "dev"]
+    return min(losses, key=lambda record: math.inf if record.loss is None else record.loss, default=None)
+
+
+def stopping_step(evaluations: Sequence[EvaluationRecord], patience: int | None) -> int | None:
+    """Return the step at which `patience` validations in a row were not better than the best before them.
+
+    None if training goes on. It depends on the evaluations alone, so a run that resumes stops where it would
+    have stopped.
+    """
+    lowest, num_worse = math.inf, 0
+    for record in evaluations:
+        if record.split != "dev":
+            continue
+        loss = math.inf if record.loss is None else record.loss
+        num_worse = 0 if loss < lowest else num_worse + 1
+        lowest = min(lowest, loss)
+        if num_worse == patience:
+            return record.step
+    return None
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The content of training_state.json, the records of AdamW, which name the checkpoint to resume from."""
+
+    header: Header
+    world_size: int  # the optimizer states in the checkpoint have one shard per rank
+    step: int = 0  # that the checkpoint has seen; 0 if there is none yet
+    evaluations: tuple[EvaluationRecord, ...] = ()  # those after the checkpoint are repeated
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> TrainingState:
+        try:
+            values = json.loads(path.read_text())
+            header = Header(**values["header"])
+            evaluations = tuple(EvaluationRecord(**record) for record in values["evaluations"])
+            return cls(header, values["world_size"], values["step"], evaluations)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path} cannot be read: {type(error).__name__}: {error}",
+                fix="restore the file from a copy, or use another run_dir",
+            ) from error
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """The records of a run: of its directory, or of an exported journal."""
+
+    directory: RunDirectory  # of an exported journal, that file: there are no snapshots in it
+    header: Header
+    config: RunConfig  # with overrides applied
+    records: Sequence[JournalRecord]  # of a first-order run, its evaluations
+    num_steps: int  # of a first-order run, up to its last checkpoint
+    owner: SnapshotOwner
+    digests: Mapping[int, str]  # of the weights after some steps
+
+    def find_step(self, step: str) -> int:
+        """Return the number of updates for "best" (lowest validation loss), "last" or a number."""
+        number = int(step) if step.isdecimal() else None
+        if step == "last":
+            number = self.num_steps
+        elif step == "best":
+            best = best_evaluation(evaluations_of(self.records))
+            if best is None:
+                raise UserError(
+                    f"run {self.directory.path} has no evaluation yet, so it has no best step",
+                    fix="use --step last, or resume the run",
+                )
+            number = best.step
+        kept: Sequence[int] = range(self.num_steps + 1)
+        expected = f"0 to {self.num_steps}"
+        if self.config.method == "adamw":
+            kept = self._snapshots()
+            if self.num_steps > 0 and not kept and not self.directory.checkpoints.is_dir():
+                raise weights_removed(self.directory.path)
+            expected = f"a step with a snapshot ({', '.join(map(str, kept)) or 'none yet'})"
+        if number is None or number not in kept:
+            fix = f"set --step to best, last, or {expected}"
+            raise UserError(f"run {self.directory.path} has no step {step}", fix=fix)
+        return number
+
+    def _snapshots(self) -> list[int]:
+        root = self.directory.snapshots
+        manifests = {step: read_manifest(snapshot_path(root, step)) for step in snapshot_steps(root)}
+        return [step for step, facts in manifests.items() if facts and self.owner.owns(step, facts)]
+
+
+def read_run(path: Path, overrides: Sequence[str] = ()) -> RecordedRun:
+    """Read a run's directory. `key=value` overrides change its configuration, such as a moved model."""
+    directory = RunDirectory(path)
+    if directory.training_state.is_file():
+        state = TrainingState.read(directory.training_state)
+        records: Sequence[JournalRecord] = state.evaluations
+        header, num_steps, owner = state.header, state.step, owner_of(state.header, ())
+    elif directory.journal.is_file():
+        header, records = read_journal(directory.journal)
+        # What the caller writes must not outlive the last line of a running process.
+        with suppress(OSError):  # a disk that cannot be written has nothing to sync
+            sync(directory.journal)
+        num_steps, owner = len(steps_of(records)), owner_of(header, records)
+    else:
+        raise UserError(
+            f"{path} is not the directory of a run: it has no journal.jsonl and no training_state.json",
+            fix="use the run_dir that lezo-ds train printed",
+        )
+    config, digests = config_of(header, path, overrides), _digests(directory, owner)
+    return RecordedRun(directory, header, config, records, num_steps, owner, digests)
+
+
+def _digests(directory: RunDirectory, owner: SnapshotOwner) -> dict[int, str]:
+    """Return the digests in a run's results and snapshots, by the number of updates."""
+    root = directory.snapshots
+    facts = {step: read_facts(snapshot_path(root, step)) for step in snapshot_steps(root)}
+    digests = {step: found["digest"] for step, found in facts.items() if found and owner.owns(step, found)}
+    results = directory.read_results()
+    if results:
+        step = results["best_step"] if results["finished"] else results["steps"]
+        digests[step or 0] = results["weights_digest"]
+    return digests
+
+
+def weights_removed(run_dir: Path) -> UserError:
+    """Return the error for a first-order run whose weights are needed, but were removed at its end."""
+    return UserError(
+        f"run {run_dir} has no weights: train.keep_snapshots=0 removed them, and adamw has no journal",
+        fix=f"train again: --config {run_dir / 'config.yaml'} run_dir=NEW train.keep_snapshots=1",
+    )
