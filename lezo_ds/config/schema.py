@@ -135,7 +135,7 @@ class DataConfig:
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class PeftConfig:
     kind: PeftKind = "none"
-    """What is trained: all weights (none), low-rank adapters (lora), or vectors before each input (prefix)."""
+    """What is trained: all weights (none), low-rank adapters (lora), or a prefix of vectors (prefix)."""
 
     lora_rank: PositiveInt = 8
     """Rank r of the adapters."""
