@@ -476,11 +476,5 @@ def initialize(
     blocks = list(sharded.module.get_submodule(sharded.layout.path).children())
     engine = zero3.start_forward_engine(sharded.module, blocks, sharded.ds_config)
     noise = noise_backend(distributed.device())
-    perturbed = PerturbedForward(
-        sharded.module,
-        trainable,
-        noise,
-        blocks=blocks if config.only_blocks else (),
-        at_once=blocks if noise.takes_blocks else (),
-    )
+    perturbed = PerturbedForward(sharded.module, trainable, noise, blocks, shares_start=config.only_blocks)
     return LezoEngine(engine, perturbed, sharded, config=config, seed=seed, num_steps=num_steps)

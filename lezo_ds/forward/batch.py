@@ -17,9 +17,7 @@ class LogitSelection:
     """The logits that a batch needs. The output head computes only these and returns [N, K]."""
 
     rows: Tensor  # int64 [N], the sequence of each row of logits
-    positions: (
-        Tensor  # int64 [N], the hidden state that is read; its logits predict the token at position + 1
-    )
+    positions: Tensor  # int64 [N], the hidden state that is read: its logits predict the next token
     vocabulary: Tensor | None = None  # int64 [K], entries of the vocabulary; None selects all
 
 
@@ -47,19 +45,13 @@ class GenerationSettings:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The part of a step's batch that one forward pass runs.
-
-    `weight` is the number of terms (examples or tokens) of the mean loss in it: the loss of a step is the sum
-    of all losses of its micro-batches divided by the sum of their weights.
-    """
+    """The part of a step's batch that one forward pass runs."""
 
     inputs: Mapping[str, Tensor]  # keyword arguments of the model's forward; the first dimension is the batch
-    weight: float
+    weight: float  # number of examples or tokens that the mean loss of a step counts
     labels: Mapping[str, Tensor] = field(default_factory=dict)  # what the loss function reads besides logits
     selection: LogitSelection | None = None  # None selects all logits: [rows, tokens, vocabulary]
-    generation: GenerationSettings | None = (
-        None  # the output is the new tokens, int64 [rows, <= max_new_tokens]
-    )
+    generation: GenerationSettings | None = None  # the output is new tokens: int64 [rows, <= max_new_tokens]
     examples: tuple[Example, ...] = ()  # for objectives that read text
 
 
@@ -94,16 +86,15 @@ class StepBatch:
         """Return a batch, which may be a sequence of micro-batches that are built already."""
         if isinstance(batch, StepBatch):
             return batch
-        return cls([micro_batch.weight for micro_batch in batch], batch.__getitem__, b"")
+        return cls([micro_batch.weight for micro_batch in batch], batch.__getitem__, content=b"")
 
     def __len__(self) -> int:
         return len(self.weights)
 
     def __getitem__(self, index: int) -> MicroBatch:
         if index not in self._built:
-            built = self._build(index)
-            assert built.weight == self.weights[index], f"micro-batch {index} has weight {built.weight}"
-            self._built[index] = built
+            self._built[index] = self._build(index)
+            assert self._built[index].weight == self.weights[index]
         return self._built[index]
 
     def __iter__(self) -> Iterator[MicroBatch]:

@@ -35,12 +35,12 @@ class BlockLayout:
 def find_blocks(model: nn.Module) -> BlockLayout:
     """Find the transformer blocks of a decoder: the outermost ModuleList of one class with most parameters.
 
-    This holds for OPT, Llama, Qwen, Mistral, GPT-NeoX and GPT-2, with and without adapters, so no list of
-    model names is needed. A list inside a block (for example, of experts) is not outermost.
+    A list inside a block (for example, of experts) is not outermost.
     """
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     sizes = {
-        name: _num_parameters(module)
+        # A parameter that ZeRO-3 has sharded is empty. Its full size is ds_numel.
+        name: sum(int(getattr(p, "ds_numel", p.numel())) for p in module.parameters())
         for name, module in lists.items()
         if not any(name.startswith(other + ".") for other in lists)
         and len({type(block) for block in module}) == 1
@@ -76,16 +76,14 @@ class PartSizes(NamedTuple):
 
 def part_sizes(model: nn.Module, layout: BlockLayout) -> PartSizes:
     """Return the sizes of what is gathered at a time from a model that is not sharded yet."""
-    parts = _parts(model, layout)
+    blocks = model.get_submodule(layout.path)
+    inside = set(blocks.modules())
+    parts = [set(block.parameters()) for block in blocks.children()]
+    parts += [set(module.parameters(recurse=False)) for module in model.modules() if module not in inside]
     num_users = Counter(parameter for part in parts for parameter in part)
     tied = {parameter for parameter, number in num_users.items() if number > 1}
     sizes = [sum(parameter.numel() for parameter in part - tied) for part in parts]
     return PartSizes(largest=max(sizes), tied=sum(parameter.numel() for parameter in tied))
-
-
-def largest_module(model: nn.Module, layout: BlockLayout) -> int:
-    """Return the number of elements of the largest block, or of a larger module outside the blocks."""
-    return max(sum(parameter.numel() for parameter in part) for part in _parts(model, layout))
 
 
 def gathering_limits(parts: PartSizes) -> dict[str, int]:
@@ -94,15 +92,3 @@ def gathering_limits(parts: PartSizes) -> dict[str, int]:
         "stage3_prefetch_bucket_size": parts.largest,
         "stage3_max_live_parameters": parts.tied + 2 * parts.largest,
     }
-
-
-def _parts(model: nn.Module, layout: BlockLayout) -> list[set[nn.Parameter]]:
-    blocks = model.get_submodule(layout.path)
-    inside = set(blocks.modules())
-    outside = [set(module.parameters(recurse=False)) for module in model.modules() if module not in inside]
-    return [set(block.parameters()) for block in blocks.children()] + outside
-
-
-def _num_parameters(module: nn.Module) -> int:
-    # A parameter that ZeRO-3 has sharded is empty. Its full size is ds_numel.
-    return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in module.parameters())

@@ -76,11 +76,7 @@ def call_with_copies(
 
 def cast_floats(values: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
     """Return a value with all floating-point tensors in it cast."""
-
-    def cast(value: Any) -> Any:  # noqa: ANN401
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    return tree_map(cast, values)
+    return tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, values)
 
 
 def runner_at_probes(

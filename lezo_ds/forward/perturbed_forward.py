@@ -6,16 +6,15 @@ nothing has to be restored, so nothing drifts. Under ZeRO-3 the wrapper runs bet
 gather the module's parameters before it and release them after it.
 
 With k probes the batch is repeated k times, [x; x; ...]. A module with active parameters runs on each copy of
-the batch with the weights of one probe, and all from one gather. Modules with parameters run on two copies at
-a time, because the bits of a matrix product depend on its number of rows: the losses of a pass are then those
-of passes of two probes. A module without parameters runs once over all copies.
+the batch with the weights of one probe, and all from one gather. A module without parameters runs once over
+all copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +36,8 @@ from lezo_ds.sharding.parameters import NamedParameter
 from lezo_ds.zo.updates import Distribution
 
 COPIES_AT_ONCE = 2
-"""How many copies of the batch a module with parameters runs on at a time. The two probes of a direction of
-SPSA need the same noise. The last bits of losses depend on this number."""
+"""Copies of the batch that a module with parameters runs on at a time. The bits of a matrix product depend on
+its number of rows, so the losses of a pass of more probes are those of passes of two."""
 
 
 class KeyedProbe(NamedTuple):
@@ -99,16 +98,12 @@ class _SharedStart:
 
 
 class PerturbedForward:
-    """Wraps a model so that it can run at perturbed weights.
+    """Wraps a causal language model in eval mode so that it can run at perturbed weights.
 
-    Args:
-        model: a causal language model of transformers (or one with the same interface), in eval mode.
-        trainable: the parameters that may be perturbed; a parameter that is tied appears once.
-        noise: draws z.
-        blocks: the transformer blocks, if no parameter outside them is trainable. What is before the first
-            perturbed one is then computed once for all probes.
-        at_once: blocks whose parameters are perturbed with one call of the noise (on a GPU, one kernel) when
-            the block begins. They must be gathered by then.
+    `trainable` are the parameters that may be perturbed; a parameter that is tied appears once. If
+    `noise.takes_blocks`, one call of the noise (on a GPU, one kernel) perturbs all weights of a block when it
+    begins; they must be gathered by then. With `shares_start`, for which nothing outside the blocks may be
+    trainable, what is before the first perturbed block is computed once for all probes.
     """
 
     def __init__(
@@ -117,12 +112,13 @@ class PerturbedForward:
         trainable: Mapping[nn.Parameter, NamedParameter],
         noise: NoiseBackend,
         blocks: Sequence[nn.Module] = (),
-        at_once: Iterable[nn.Module] = (),
+        *,
+        shares_start: bool = False,
     ) -> None:
-        assert all(named.block < len(blocks) for named in trainable.values()) or not blocks
+        assert not shares_start or all(named.block < len(blocks) for named in trainable.values())
         self._trainable = trainable
         self._noise = noise
-        self._num_blocks = len(blocks)
+        self._blocks_that_share = range(len(blocks) if shares_start else 0)
         self._now = _Pass()
         self._start: _SharedStart | None = None
         self._selection: LogitSelection | None = None
@@ -130,10 +126,9 @@ class PerturbedForward:
         for module in model.modules():
             if any(parameter is not None for parameter in module._parameters.values()):
                 self._wrap(module)
-        for block in at_once:
-            self._wrap_block(block)
-        for index, block in enumerate(blocks):
-            self._wrap_start(index, block)
+        if noise.takes_blocks or shares_start:
+            for index, block in enumerate(blocks):
+                self._wrap_block(index, block)
         self._model_name = type(model).__name__
         get_head = getattr(model, "get_output_embeddings", None)
         self._head: nn.Module | None = get_head() if get_head else None
@@ -143,10 +138,7 @@ class PerturbedForward:
     def __call__(
         self, batch: MicroBatch, perturbation: Perturbation | None, call: Callable[..., Any]
     ) -> tuple[Tensor, ...]:
-        """Return, for each probe (or once at theta), the logits or whatever tensor `call` returns.
-
-        `call` runs the model on keyword arguments: DeepSpeed's engine, the model, or generation.
-        """
+        """Return the logits, or the tensor that `call(**inputs)` returns, at each probe or once at theta."""
         if batch.selection is not None and self._head is None:
             raise UserError(
                 f"{self._model_name} has no output head: get_output_embeddings() is missing",
@@ -157,7 +149,7 @@ class PerturbedForward:
             rows = len(next(iter(inputs.values())))
             then = _Pass(perturbation.probes, rows, perturbation.dropped_layers, perturbation.distribution)
         num_copies = len(then.probes) or 1
-        first = min(set(range(self._num_blocks)) - then.dropped, default=None)
+        first = min(set(self._blocks_that_share) - then.dropped, default=None)
         # Probes write continuations of their own, and share nothing from their second token on.
         if num_copies > 1 and first is not None and batch.generation is None:
             self._start = _SharedStart(first, then)
@@ -242,18 +234,15 @@ class PerturbedForward:
         probes = self._now.probes
         if self._of_block and all((entry.parameter, probes[0]) in self._of_block for entry in active):
             return [[self._of_block[entry.parameter, probe] for probe in probes] for entry in active]
-        weights = [
-            Weight(entry.parameter.data, entry.named.parameter_id, copy_dtype(entry.parameter))
-            for entry in active
-        ]
+        weights = [Weight(p.data, named.parameter_id, copy_dtype(p)) for _, p, named in active]
         return self._perturbed(weights)
 
     def _rows(self, table: _Trained, rows: Tensor) -> Tensor:
         """Return some rows of a perturbed matrix at the one probe that runs: [*rows.shape, width]."""
-        parameter = table.parameter
-        weight = Weight(parameter.data, table.named.parameter_id, parameter.dtype, rows.reshape(-1))
-        ((found,),) = self._perturbed([weight])
-        return found.view(*rows.shape, -1)
+        theta = table.parameter.data
+        weight = Weight(theta, table.named.parameter_id, theta.dtype, rows.reshape(-1))
+        ((copy,),) = self._perturbed([weight])
+        return copy.view(*rows.shape, -1)
 
     def _perturbed(self, weights: Sequence[Weight]) -> list[list[Tensor]]:
         """Return the perturbed copies of each weight, one for each probe that runs."""
@@ -265,12 +254,18 @@ class PerturbedForward:
         of_probes = [self._noise.perturb(weights, probe.key, [probe.scale], distribution) for probe in probes]
         return [[copy for (copy,) in of_weight] for of_weight in zip(*of_probes, strict=True)]
 
-    def _wrap_block(self, block: nn.Module) -> None:
-        """Let the copies of all weights of a block be made at once when it begins."""
-        original, owned = block.forward, self._owned_by(_modules_that_run(block))
+    def _wrap_block(self, index: int, block: nn.Module) -> None:
+        """Let a block start with the copies of the batch that it needs and those of all its weights."""
+        original = block.forward
+        owned = self._owned_by(_modules_that_run(block)) if self._noise.takes_blocks else ()
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            start = self._start
+            if start is not None and index >= start.first:
+                self._now = start.then
+                copied = partial(start.copied, is_first=index == start.first)
+                args, kwargs = _mapped(copied, args), _mapped(copied, kwargs)
             active, probes = self._active(owned), self._now.probes
             # The copies of more probes would take too much memory.
             if not active or len(probes) > COPIES_AT_ONCE:
@@ -284,24 +279,6 @@ class PerturbedForward:
                 return original(*args, **kwargs)
             finally:
                 self._of_block = {}
-
-        block.forward = forward
-
-    def _wrap_start(self, index: int, block: nn.Module) -> None:
-        """Let a block run on copies of the batch, if the first perturbed block is this one or before it."""
-        original = block.forward
-
-        @wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            start = self._start
-            if start is None or index < start.first:
-                return original(*args, **kwargs)
-            self._now = start.then
-
-            def copied(value: Any) -> Any:  # noqa: ANN401
-                return start.copied(value, index == start.first)
-
-            return original(*_mapped(copied, args), **_mapped(copied, kwargs))
 
         block.forward = forward
 
@@ -364,9 +341,8 @@ def _has_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def _share_of(now: _Pass, first: int, num_copies: int) -> Callable[[Any], Any]:
     """Return the function that takes the share of some copies of a tensor [copies x rows (x tokens), ...].
 
-    A tensor that is the same for all sequences ([1, tokens] position ids, [1, 1, tokens, tokens] masks) is
-    expanded to the rows of a single copy: models that index it by row would fail otherwise. A tensor of one
-    dimension is refused, because a batch cannot be told from as many tokens.
+    A tensor that is the same for all sequences, such as [1, tokens] position ids, is expanded to the rows of
+    a single copy, for models that index it by row. One dimension may be a batch or its tokens: refused.
     """
     all_rows = len(now.probes) * now.rows
 
@@ -380,8 +356,7 @@ def _share_of(now: _Pass, first: int, num_copies: int) -> Callable[[Any], Any]:
             size = length // len(now.probes)
             return value[first * size : (first + num_copies) * size]
         raise UserError(
-            f"a module with parameters gets a tensor of shape {tuple(value.shape)} without a batch dimension "
-            f"({all_rows} or a multiple)",
+            f"a module gets a tensor {tuple(value.shape)} without a batch dimension of {all_rows} rows",
             fix="set zo.probes_per_pass=1 for this model",
         )
 

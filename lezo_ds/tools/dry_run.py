@@ -14,14 +14,7 @@ from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import HubError
 from lezo_ds.model.checkpoint import resolve_model
-from lezo_ds.tools.memory_plan import (
-    GIB,
-    InputSizes,
-    ModelSizes,
-    measured_inputs,
-    model_sizes,
-    rank_memory,
-)
+from lezo_ds.tools.memory_plan import GIB, InputSizes, ModelSizes, measured_inputs, model_sizes, rank_memory
 from lezo_ds.tools.opt_shapes import OPT_SHAPES
 
 T = TypeVar("T")
@@ -32,21 +25,16 @@ _OFFLOAD = "zero3_cpu_offload"
 
 
 def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | None = None) -> str:
-    """Check a configuration and return the facts of its run, one per line.
+    """Check a configuration and return the facts of its run, one per line, and what fits GPUs of some GiB.
 
-    What is on the hub and cannot be reached is listed as not checked. A local path must be right.
-
-    Args:
-        config: configuration of the run.
-        num_gpus: number of GPUs to plan for, with one rank on each; None for the ranks and devices of this
-            process group.
-        gpu_memory: GiB of each of them; None to print no table of what fits.
+    The plan is for `num_gpus` GPUs with one rank on each; None plans for the ranks and devices of this
+    process group. What is on the hub and cannot be reached is listed as not checked.
     """
     world_size = num_gpus or distributed.world_size()
     on_gpu = num_gpus is not None or distributed.device().type != "cpu"
     check_world(config, world_size)
     load_ds_config(config.deepspeed, config.model.dtype, world_size, config.train.micro_batch_size)
-    lines: list[Line] = [("run directory", config.run_dir), ("method", _trained_text(config))]
+    lines: list[Line] = [("run directory", config.run_dir), ("method", config.method)]
     if config.method in TRAINED:
         train = config.train
         share = f"{train.batch_size // train.micro_batch_size} micro-batches of {train.micro_batch_size}"
@@ -61,10 +49,20 @@ def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | 
         longest = min(config.data.max_length, model.max_length or config.data.max_length)
         inputs = InputSizes(longest) if data is None else measured_inputs(config, data)
         lines += _model_lines(config, model)
-        memory = rank_memory(config, model, inputs, world_size=world_size, on_gpu=on_gpu)
-        lines.append(("memory", f"of a rank, with inputs of at most {inputs.length} tokens: {memory}"))
-        if gpu_memory is not None:
-            lines += what_fits(config, model, inputs, num_ranks=world_size, gpu_bytes=int(gpu_memory * GIB))
+        if config.method == "adamw":
+            size = (model.itemsize * 2 + 12) * model.num_trained / world_size / GIB
+            lines.append(
+                (
+                    "memory",
+                    f"of a rank: {size:.2f} GiB of weights, gradients and optimizer states; "
+                    "activations and DeepSpeed's buckets come on top",
+                )
+            )
+        else:
+            memory = rank_memory(config, model, inputs, world_size=world_size, on_gpu=on_gpu)
+            lines.append(("memory", f"of a rank, with inputs of at most {inputs.length} tokens: {memory}"))
+            if gpu_memory is not None:
+                lines += what_fits(config, model, inputs, world_size, int(gpu_memory * GIB))
     if data is not None:
         lines += _data_lines(config, data)
     lines += [("not checked", text) for text in not_checked]
@@ -72,15 +70,13 @@ def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | 
 
 
 def what_fits(
-    config: RunConfig, model: ModelSizes, inputs: InputSizes, *, num_ranks: int, gpu_bytes: int
+    config: RunConfig, model: ModelSizes, inputs: InputSizes, num_ranks: int, gpu_bytes: int
 ) -> list[Line]:
     """Return a line for each way to share the weights, with the largest micro-batch that fits a GPU.
 
     The weights are offloaded to the hosts' memory only if nothing fits otherwise.
     """
     sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
-    if config.method == "adamw":
-        sizes = [num_ranks]
     ways = [replace(config, partition_size=size) for size in sizes]
     lines = [_fit_line(way, model, inputs, num_ranks, gpu_bytes) for way in ways]
     if not any(fits for _, fits in lines):
@@ -107,17 +103,7 @@ def _fit_line(
     return text, fits
 
 
-def _trained_text(config: RunConfig) -> str:
-    if config.method not in TRAINED:
-        return f"{config.method}, trains nothing"
-    trained: str = "all weights" if config.peft.kind == "none" else config.peft.kind
-    if config.method in ZEROTH_ORDER and config.zo.only_blocks:
-        trained += " of the blocks"
-    return f"{config.method}, trains {trained}"
-
-
 def _unless_on_hub(check: Callable[[], T], not_checked: list[str]) -> T | None:
-    """Return the result of a check; None if the hub cannot be reached, which is noted once."""
     try:
         return check()
     except HubError as error:
@@ -127,14 +113,16 @@ def _unless_on_hub(check: Callable[[], T], not_checked: list[str]) -> T | None:
 
 
 def _model_lines(config: RunConfig, model: ModelSizes) -> list[Line]:
-    dropped = 0
+    blocks = f"{model.num_blocks} in {model.blocks_path}"
     if config.method in ZEROTH_ORDER:
         policy = make_layer_policy(config.zo, model.num_blocks, trains_outside=model.trains_outside)
-        dropped = policy.num_dropped
+        blocks += f", {policy.num_dropped} dropped per step"
     size = f"{model.num_parameters:,} parameters"
+    if config.method in TRAINED:
+        size += f", {model.num_trained:,} trained"
     return [
         ("model", f"{config.model.path}: {model.class_name}, {size}, {config.model.dtype}"),
-        ("blocks", f"{model.num_blocks} in {model.blocks_path}, {dropped} dropped per step"),
+        ("blocks", blocks),
     ]
 
 
@@ -158,7 +146,6 @@ def _shown_example(data: TaskData) -> str:
 
 
 def _quoted(data: TaskData, ids: tuple[int, ...]) -> str:
-    """Return the text of tokens, cut on the left, with line breaks and special tokens visible."""
     text: str = data.tokenizer.backend.decode(list(ids), clean_up_tokenization_spaces=False)
     start = "" if len(text) <= _MAX_SHOWN else "[...] "
     return start + json.dumps(text[-_MAX_SHOWN:], ensure_ascii=False)

@@ -2,20 +2,19 @@
 
 With b bytes a weight, R ranks that share the weights, and c copies of the batch a pass (zo.probes_per_pass):
 
-    shards           b x parameters / R
-    low bits         2 x trained / R, if zo.update_precision is fp32_master and b is 2
-    AdamW's states   (b + 12) x trained / R: gradients, fp32 weights, two moments; and its buckets
-    gathered         b x (2 x largest part + tied weights): the block that runs, and the message with the next
-                     one; on a GPU 1 part more, because the host runs ahead of it. Where DeepSpeed gathers
-                     (AdamW, offloaded weights): b x (stage3_max_live_parameters + largest module)
-    copies           b x min(c, 2) x largest perturbed module; on a GPU, b x c x perturbed weights of a block,
-                     if c is at most 2 and no weights are offloaded
-    activations      b x c x tokens x activation width; keys and values of written tokens
-    logits           (b c + 8) x answers' tokens x vocabulary
-    reserve          what the libraries need
+    shards       b x parameters / R
+    low bits     2 x trained / R, if zo.update_precision is fp32_master and b is 2
+    gathered     b x (2 x largest part + tied weights): the block that runs, and the message with the next
+                 one; on a GPU 1 part more, because the host runs ahead of it. Where DeepSpeed gathers
+                 (offloaded weights): b x (stage3_max_live_parameters + largest part)
+    copies       b x min(c, 2) x largest perturbed module; on a GPU, b x c x perturbed weights of a block, if
+                 c is at most 2 and no weights are offloaded
+    activations  b x c x tokens x activation width; keys and values of written tokens
+    logits       (b c + 8) x answers' tokens x vocabulary
+    reserve      what the libraries need
 
-Each part is at its own maximum, although not all of them are at the same moment. No forward pass runs while
-AdamW takes its step, so only the larger of the two counts. On CPUs, loading 16-bit weights may need more.
+Each part is at its own maximum, although not all of them are at the same moment. On CPUs, loading 16-bit
+weights may need more. This is not for AdamW, whose memory depends on DeepSpeed's buckets.
 """
 
 from __future__ import annotations
@@ -32,14 +31,7 @@ from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.batches import PAD_MULTIPLE
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.forward.adapters import make_adapter
-from lezo_ds.forward.blocks import (
-    PartSizes,
-    find_blocks,
-    freeze_outside,
-    gathering_limits,
-    largest_module,
-    part_sizes,
-)
+from lezo_ds.forward.blocks import PartSizes, find_blocks, freeze_outside, gathering_limits, part_sizes
 from lezo_ds.forward.perturbed_forward import COPIES_AT_ONCE
 from lezo_ds.model.checkpoint import DTYPES, build_checked, build_on_meta
 from lezo_ds.tools.opt_shapes import opt_config
@@ -52,9 +44,6 @@ GPU_RESERVE = int(2.0 * GIB)
 """Bytes of CUDA's context, NCCL's buffers and memory that the allocator cannot use. Assumed, not measured."""
 
 _LOW_BITS, _FP32 = 2, 4
-_ADAMW_STATES = 3 * _FP32  # DeepSpeed's fp32 copy of the weights, and two moments
-_ADAMW_STEP = 3 * _FP32  # fp32 gradients, and two temporaries of torch's AdamW
-_MAX_LIVE, _REDUCE_BUCKET = 10**9, 5 * 10**8  # DeepSpeed's defaults, in elements
 _HIDDEN_STATES = 5  # held while a block runs: both embeddings, the block's input, the residual, the norm
 _WIDE_OUTPUTS = 2  # held besides a block's widest outputs: both copies joined, and a float32 bias added
 
@@ -69,7 +58,6 @@ class ModelSizes:
     parameters: tuple[int, ...]  # a tied parameter appears once
     num_trained: int
     trains_outside: bool  # whether parameters outside the blocks are trained
-    largest_module: int  # the largest block, or a larger module outside the blocks
     parts: PartSizes
     largest_perturbed: int  # of the modules whose copies are made; rows of embeddings are perturbed alone
     blocks_trained: int
@@ -115,12 +103,7 @@ class RankMemory:
 
 
 def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
-    """Build a run's model without memory for its weights and return its sizes.
-
-    Args:
-        config: decides dtype and adapter.
-        source: directory with the model's config.json, or a key of OPT_SHAPES.
-    """
+    """Build a run's model from a directory or the name of an OPT shape, without weights; return its sizes."""
     dtype = DTYPES[config.model.dtype]
     model: Any
     if isinstance(source, str):
@@ -147,7 +130,6 @@ def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
         parameters=tuple(parameter.numel() for parameter in model.parameters()),
         num_trained=_trained(model),
         trains_outside=_trained(model) > _trained(blocks),
-        largest_module=largest_module(model, layout),
         parts=part_sizes(model, layout),
         largest_perturbed=max(_trained(module, recurse=False) for module in copied),
         blocks_trained=_trained(blocks),
@@ -188,55 +170,39 @@ def rank_memory(
     device = offload.get("device", "none")
     is_offloaded = device != "none" and on_gpu
     num_shards = config.partition_size or world_size
-    trained = model.num_trained // num_shards
     shards = model.num_parameters * model.itemsize // num_shards
-    low_bits = _LOW_BITS * trained if _keeps_low_bits(config, model) else 0
+    keeps_low_bits = config.method in ZEROTH_ORDER and config.zo.update_precision == "fp32_master"
+    low_bits = _LOW_BITS * model.num_trained // num_shards if keeps_low_bits and model.itemsize < _FP32 else 0
     if device == "nvme":
         shards = int(offload.get("buffer_count", 5)) * int(offload.get("buffer_size", 10**8)) * model.itemsize
     elif is_offloaded and offload.get("pin_memory"):
         # torch rounds each block of pinned memory up to a power of two (CachingHostAllocator.h, 2.13).
         sizes = [-(-numel // num_shards) * model.itemsize for numel in model.parameters]
         shards = sum(1 << (size - 1).bit_length() for size in sizes)
-    gathered = _gathered(config, model, zero, on_gpu=on_gpu, is_offloaded=is_offloaded)
-    running = {
-        "gathered": gathered if num_shards > 1 or is_offloaded else 0,
+    parts = {
+        "shards": 0 if is_offloaded else shards,
+        "low bits": 0 if is_offloaded else low_bits,
+        "reserve": GPU_RESERVE if on_gpu else CPU_RESERVE,
+        "gathered": _gathered(model, zero, num_shards, on_gpu=on_gpu, is_offloaded=is_offloaded),
         "copies": _copies(config, model, inputs, at_once=on_gpu and not is_offloaded),
         "activations": _activations(config, model, inputs),
         "logits": _logits(config, model, inputs),
     }
-    is_adamw = config.method == "adamw"
-    updating = {"AdamW's step": _ADAMW_STEP * trained if is_adamw else 0}
-    held = {
-        "shards": 0 if is_offloaded else shards,
-        "low bits": 0 if is_offloaded else low_bits,
-        "AdamW's states": _adamw_states(zero, model, trained, world_size, on_gpu) if is_adamw else 0,
-        "reserve": GPU_RESERVE if on_gpu else CPU_RESERVE,
-    }
-    parts = held | max(running, updating, key=lambda moment: sum(moment.values()))
-    return RankMemory(
-        parts={name: size for name, size in parts.items() if size},
-        host=shards + low_bits if is_offloaded else 0,
-    )
-
-
-def _keeps_low_bits(config: RunConfig, model: ModelSizes) -> bool:
-    asked = config.method in ZEROTH_ORDER and config.zo.update_precision == "fp32_master"
-    return asked and model.itemsize < _FP32
+    used = {name: size for name, size in parts.items() if size}
+    return RankMemory(used, host=shards + low_bits if is_offloaded else 0)
 
 
 def _gathered(
-    config: RunConfig, model: ModelSizes, zero: Mapping[str, Any], *, on_gpu: bool, is_offloaded: bool
+    model: ModelSizes, zero: Mapping[str, Any], num_shards: int, *, on_gpu: bool, is_offloaded: bool
 ) -> int:
-    if config.method != "adamw" and not is_offloaded:
-        largest, tied = model.parts
-        num_parts = 3 if on_gpu else 2
-        return max(tied + num_parts * largest, 2 * tied) * model.itemsize
-    limits = gathering_limits(model.parts)
-    default = _MAX_LIVE if config.method == "adamw" else limits["stage3_max_live_parameters"]
-    max_live = int(zero.get("stage3_max_live_parameters", default))
-    # In flight is gloo's buffer on CPUs, and on a GPU the module that still runs when the host asks for the
-    # next ones.
-    return (min(max_live, model.num_parameters) + model.largest_module) * model.itemsize
+    largest, tied = model.parts
+    if is_offloaded:  # a module still runs when the host asks for the next ones
+        limits = gathering_limits(model.parts) | zero
+        max_live = min(int(limits["stage3_max_live_parameters"]), model.num_parameters)
+        return (max_live + max(largest, tied)) * model.itemsize
+    if num_shards == 1:
+        return 0
+    return max(tied + (3 if on_gpu else 2) * largest, 2 * tied) * model.itemsize
 
 
 def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes, *, at_once: bool) -> int:
@@ -258,8 +224,6 @@ def _activations(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> in
     if inputs.new_tokens:
         rows = max(train_rows, eval_rows) if inputs.trains_on_answers else eval_rows
         size += rows * (inputs.length + inputs.new_tokens) * model.num_blocks * model.cached_width
-    if config.method == "adamw":  # a block's activations for the backward pass (Korthikanti et al. 2022)
-        size += train_rows * inputs.length * model.num_blocks * model.activation_width
     return size * model.itemsize
 
 
@@ -271,16 +235,6 @@ def _logits(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> int:
     training *= inputs.num_labels or model.vocabulary_size
     scoring = train.eval_batch_size * (model.itemsize + loss) * model.vocabulary_size
     return inputs.answer_tokens * max(training if config.method in TRAINED else 0, scoring)
-
-
-def _adamw_states(
-    zero: Mapping[str, Any], model: ModelSizes, trained: int, world_size: int, on_gpu: bool
-) -> int:
-    bucket = int(zero.get("reduce_bucket_size", _REDUCE_BUCKET))
-    if not on_gpu:  # untouched pages of a bucket take no memory
-        bucket = min(bucket, model.num_trained)
-    num_buckets = 2 if world_size > 1 else 1  # gradients are reordered before they are summed
-    return trained * (model.itemsize + _ADAMW_STATES) + num_buckets * bucket * model.itemsize
 
 
 def _trained(module: nn.Module, recurse: bool = True) -> int:

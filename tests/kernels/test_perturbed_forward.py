@@ -207,8 +207,8 @@ def test_a_block_perturbed_at_once_gives_the_same_bits_with_one_call(family):
     logits = []
     for is_at_once in (False, True):
         model, noise = tiny_model(family, torch.bfloat16), noise_that_counts()
-        at_once = blocks_of(model) if is_at_once else ()
-        perturbed = PerturbedForward(model, tunable(model, in_blocks(model)), noise, at_once=at_once)
+        noise.takes_blocks = is_at_once
+        perturbed = PerturbedForward(model, tunable(model, in_blocks(model)), noise, blocks_of(model))
         logits.append(run(perturbed, model, batch, change))
     assert all(map(torch.equal, *logits))
     assert len(noise.calls) == NUM_BLOCKS - 1
@@ -264,7 +264,7 @@ def test_blocks_before_the_first_perturbed_one_run_on_one_copy(family, dropped, 
         block.register_forward_hook(
             lambda _, __, output: rows.append(len(output if isinstance(output, torch.Tensor) else output[0]))
         )
-    perturbed = PerturbedForward(model, trainable, NOISE, blocks=blocks_of(model))
+    perturbed = PerturbedForward(model, trainable, NOISE, blocks_of(model), shares_start=True)
     assert_equal_to_rounding(run(perturbed, model, batch, perturbation(BOTH, dropped)), expected)
     assert rows == [ROWS if block < first else 2 * ROWS for block in range(NUM_BLOCKS)]
     assert_equal_to_rounding(run(perturbed, model, batch), [plain_logits(model, batch)])
@@ -282,14 +282,16 @@ def test_masks_and_selections_fit_the_copies_of_the_batch(family, rows, is_share
     change = Perturbation((KeyedProbe(7, SCALE), KeyedProbe(8, -SCALE), KeyedProbe(8, 0.0)), frozenset({0}))
     batch = token_batch(selection, mask, rows)
     expected = expected_logits(model, trainable, batch, change)
-    perturbed = PerturbedForward(model, trainable, NOISE, blocks=blocks_of(model) if is_shared else ())
+    perturbed = PerturbedForward(model, trainable, NOISE, blocks_of(model), shares_start=is_shared)
     assert_equal_to_rounding(run(perturbed, model, batch, change), expected)
 
 
 def test_with_all_blocks_dropped_and_nothing_else_trained_the_logits_do_not_move():
     model, batch = tiny_model("opt"), token_batch()
     plain = plain_logits(model, batch)
-    perturbed = PerturbedForward(model, tunable(model, in_blocks(model)), NOISE, blocks=blocks_of(model))
+    perturbed = PerturbedForward(
+        model, tunable(model, in_blocks(model)), NOISE, blocks_of(model), shares_start=True
+    )
     for signs in (PLUS, BOTH):
         change = perturbation(signs, range(NUM_BLOCKS))
         assert_equal_to_rounding(run(perturbed, model, batch, change), [plain] * len(signs))

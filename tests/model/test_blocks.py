@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.errors import UserError
-from lezo_ds.forward.blocks import BlockLayout, find_blocks, freeze_outside, largest_module, part_sizes
+from lezo_ds.forward.blocks import BlockLayout, find_blocks, freeze_outside, part_sizes
 from lezo_ds.model.checkpoint import refuse_separate_experts
 
 
@@ -71,16 +71,15 @@ def test_lists_of_unequal_or_empty_modules_and_those_inside_them_are_refused():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_largest_module_is_a_block_or_what_is_larger_outside(family):
+def test_the_largest_part_is_a_block_or_a_larger_module_outside(family):
     model = tiny_model(family)
     layout = find_blocks(model)
     block = sum(p.numel() for p in model.get_submodule(layout.path)[0].parameters())
-    assert largest_module(model, layout) == block
     config = copy.deepcopy(FAMILIES[family][0])
     config.vocab_size = 1000
     model = AutoModelForCausalLM.from_config(config)
     head = sum(p.numel() for p in model.get_output_embeddings().parameters())
-    assert largest_module(model, layout) == head > block
+    assert head > block
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight.numel() if is_tied else 0
     # A tied embedding stays gathered in a pass, and counts on its own.

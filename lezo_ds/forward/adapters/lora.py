@@ -11,16 +11,13 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.errors import UserError
-from lezo_ds.forward.adapters.base import Adapter
 from lezo_ds.forward.blocks import BlockLayout
 from lezo_ds.noise.reference import NORMAL_STREAM, words_of_blocks
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.keys import adapter_key
 
-_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 
-
-class LoraAdapter(Adapter):
+class LoraAdapter:
     """LoRA. B starts at 0, so that the output of the model does not change. A starts as in peft."""
 
     weights_file = "adapter_model.safetensors"
@@ -28,15 +25,10 @@ class LoraAdapter(Adapter):
 
     def __init__(self, rank: int, alpha: float, targets: str) -> None:
         self._targets = [name.strip() for name in targets.split(",") if name.strip()]
-        self._lora = LoraConfig(
-            r=rank,
-            lora_alpha=alpha,
-            target_modules=self._targets,
-            task_type="CAUSAL_LM",
-            inference_mode=False,
-        )
+        self._lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=self._targets, task_type="CAUSAL_LM")
 
     def attach(self, model: nn.Module, layout: BlockLayout) -> None:
+        """Freeze the model, which is not sharded yet, and add the adapter's parameters, without values."""
         matched = matching_modules(model, self._targets)
         # GPT-2's linear module is Conv1D, which stores its weight transposed.
         self._lora.fan_in_fan_out = any(isinstance(module, Conv1D) for module in matched)
@@ -54,13 +46,13 @@ class LoraAdapter(Adapter):
         return name.replace(".lora_A.default.", ".lora_A.").replace(".lora_B.default.", ".lora_B.")
 
     def fill(self, weights: ShardedWeights, model: nn.Module, seed: int) -> None:
+        """Set the initial values, which depend only on the seed."""
         for parameter in weights.adapter_parameters:
-            if parameter.name.endswith(_UP):
+            if parameter.name.endswith(".lora_B.weight"):
                 weights.fill(parameter, torch.zeros(parameter.count))
                 continue
-            assert parameter.name.endswith(_DOWN), f"unknown LoRA parameter {parameter.name}"
-            parameter_id = parameter.named.parameter_id
-            values = uniform(adapter_key(seed), parameter_id, parameter.start, parameter.count)
+            key, parameter_id = adapter_key(seed), parameter.named.parameter_id
+            values = uniform(key, parameter_id, parameter.start, parameter.count)
             bound = parameter.shape[1] ** -0.5  # kaiming_uniform_ with a = sqrt(5)
             weights.fill(parameter, values * bound)
 

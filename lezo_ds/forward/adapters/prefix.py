@@ -21,7 +21,6 @@ from transformers.masking_utils import sdpa_mask
 
 from lezo_ds import distributed
 from lezo_ds.errors import UserError
-from lezo_ds.forward.adapters.base import Adapter
 from lezo_ds.forward.blocks import BlockLayout, find_blocks
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.weights import ShardedWeights
@@ -50,16 +49,18 @@ class Prefix(nn.Module):
         return self.key.repeat(rows, 1, 1, 1), self.value.repeat(rows, 1, 1, 1)
 
 
-class PrefixAdapter(Adapter):
+class PrefixAdapter:
     """It starts from the keys and values of random tokens (Malladi et al. 2023, table 17)."""
 
     weights_file = "prefix.safetensors"
+    stored_prefix = ""
+    own_name = staticmethod(str)
 
     def __init__(self, length: int) -> None:
         self._length = length
 
     def attach(self, model: nn.Module, layout: BlockLayout) -> None:
-        """Freeze the model and add a `Prefix` to the attention module of each block."""
+        """Freeze the model, which is not sharded yet, and add a `Prefix` to the attention of each block."""
         switchable: Any = getattr(model, "_can_set_attn_implementation", None)
         used = getattr(model.config, "_attn_implementation", None)
         if switchable is None or not switchable() or used != "sdpa":
@@ -85,7 +86,7 @@ class PrefixAdapter(Adapter):
             attentions[0].prefix = Prefix((num_heads, self._length, width), like)
 
     def fill(self, weights: ShardedWeights, model: nn.Module, seed: int) -> None:
-        """Run the model on random tokens and take their keys and values. Then switch the attention."""
+        """Take the keys and values of random tokens, then switch the attention. A collective."""
         config: Any = model.config
         ids = initial_ids(seed, self._length, config.get_text_config().vocab_size)
         with torch.no_grad(), zero3.gathered_modules(model):
@@ -114,12 +115,7 @@ class PrefixAdapter(Adapter):
 
 
 def load_prefix(model: nn.Module, directory: Path) -> None:
-    """Add a trained prefix to its base model, from `from_pretrained`, which is frozen.
-
-    Args:
-        model: changed in place.
-        directory: a snapshot or an exported step of a run of prefix tuning.
-    """
+    """Freeze a base model of transformers and add the prefix of a snapshot or an exported step to it."""
     length = json.loads((directory / _CONFIG).read_text())["prefix_length"]
     tensors = load_file(directory / PrefixAdapter.weights_file)
     PrefixAdapter(length).attach(model, find_blocks(model))
