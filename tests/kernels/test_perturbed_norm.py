@@ -1,4 +1,4 @@
-"""The LayerNorm of GPUs, on a GPU or in Triton's interpreter (test_noise_triton.py runs the latter)."""
+"""The LayerNorm of GPUs, on a GPU (pytest -m gpu) or in Triton's interpreter (see test_noise_triton.py)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,13 @@ from lezo_ds.noise.gpu import Launch
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE = (4, 3)
-on_triton = pytest.mark.skipif(
-    DEVICE.type == "cpu" and not IS_INTERPRETED,
-    reason="no GPU; test_noise_triton.py runs it in the interpreter",
-)
 
 
+@pytest.fixture(params=[pytest.param("triton", marks=() if IS_INTERPRETED else pytest.mark.gpu)])
 def norm_at_probes():
-    from lezo_ds.forward.norm_kernel import norm_at_probes  # it imports Triton, which CPUs often do not have
-
-    return norm_at_probes
+    if not (IS_INTERPRETED or torch.cuda.is_available()):
+        pytest.skip("no GPU")
+    return pytest.importorskip("lezo_ds.forward.norm_kernel").norm_at_probes
 
 
 def layer_norm(width, dtype=torch.bfloat16, **options):
@@ -53,14 +50,13 @@ def copies_of(module, names, num_copies):
     return found
 
 
-@on_triton
 @pytest.mark.parametrize("names", [("weight", "bias"), ("weight",), ("bias",)], ids=" ".join)
 @pytest.mark.parametrize("width", [16, 100, 768])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_triton_norms_at_each_probe_are_those_of_float64_rounded_once(dtype, width, names):
+def test_triton_norms_at_each_probe_are_those_of_float64_rounded_once(dtype, width, names, norm_at_probes):
     module, batch = layer_norm(width, dtype), batch_of(width, dtype)
     copies = copies_of(module, names, 2)
-    found = norm_at_probes()(module, copies, batch, 2)
+    found = norm_at_probes(module, copies, batch, 2)
     assert found.shape == batch.shape and found.dtype == dtype
     for probe, (result, share) in enumerate(zip(found.chunk(2), batch.chunk(2), strict=True)):
         vectors = [
@@ -74,18 +70,16 @@ def test_triton_norms_at_each_probe_are_those_of_float64_rounded_once(dtype, wid
         assert (result == expected.to(dtype)).float().mean() > 0.99
 
 
-@on_triton
-def test_triton_norms_have_the_bits_of_one_row_and_one_probe_at_a_time():
+def test_triton_norms_have_the_bits_of_one_row_and_one_probe_at_a_time(norm_at_probes):
     module, batch = layer_norm(100, bias=False), batch_of(100)
     copies = copies_of(module, ("weight",), 2)
-    together = norm_at_probes()(module, copies, batch, 2)
+    together = norm_at_probes(module, copies, batch, 2)
     for row in range(len(batch)):
         own = {"weight": [copies["weight"][row // 2]]}
-        assert torch.equal(norm_at_probes()(module, own, batch[row : row + 1], 1)[0], together[row])
+        assert torch.equal(norm_at_probes(module, own, batch[row : row + 1], 1)[0], together[row])
 
 
-@on_triton
-def test_a_triton_model_of_16_bits_loses_as_much_as_one_with_norms_of_torch(monkeypatch):
+def test_a_triton_model_of_16_bits_loses_as_much_as_one_with_norms_of_torch(monkeypatch, norm_at_probes):
     model = tiny_model("opt").to(DEVICE, torch.bfloat16)
     perturbed = PerturbedForward(model, tunable(model), noise_backend(DEVICE))
     tokens = torch.arange(3, 33, device=DEVICE).view(3, 10)
