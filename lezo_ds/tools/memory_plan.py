@@ -197,7 +197,7 @@ def _gathered(
 ) -> int:
     largest, tied = model.parts
     if is_offloaded:  # a module still runs when the host asks for the next ones
-        limits = gathering_limits(model.parts) | zero
+        limits = {**gathering_limits(model.parts), **zero}
         max_live = min(int(limits["stage3_max_live_parameters"]), model.num_parameters)
         return (max_live + max(largest, tied)) * model.itemsize
     if num_shards == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -60,21 +60,20 @@ logger = logging.getLogger(__name__)
 
 
 def main(arguments: Namespace) -> None:
-    """Print the table, or write the page.
-
-    Args:
-        arguments: runs (directories and patterns) and html (a file or None).
-    """
-    runs = name_experiments(read_runs(find_runs(arguments.runs)))
+    """Print the table of the runs, or write the page, if arguments.html is a file."""
+    runs = read_runs(find_runs(arguments.runs))
     for run in runs[~runs["finished"]].itertuples():
         logger.warning("warning: %s: %s", run.directory, run.problem)
+    if runs["method"].isna().all():
+        raise UserError("none of these directories holds a run", fix="give the run_dir of runs, or a pattern")
+    runs = name_experiments(runs)
     if arguments.html is not None:
         with failures_named(arguments.html):
             write_atomically(arguments.html, page(runs))
-        return
-    if not runs["finished"].any():
+    elif runs["finished"].any():
+        print(markdown(score_table(runs)))
+    else:
         raise UserError("none of these runs is finished", fix="start them again (they resume), or use --html")
-    print(markdown(score_table(runs)))
 
 
 def find_runs(patterns: Iterable[str]) -> list[Path]:
@@ -94,9 +93,8 @@ def find_runs(patterns: Iterable[str]) -> list[Path]:
 def read_runs(directories: Iterable[Path]) -> pd.DataFrame:
     """Return one row for each directory, whether or not it holds a finished run.
 
-    The columns are directory, model, task, method ("mezo" is LeZO that drops no block), every key of
-    config.yaml under its dotted name, metric and MEASURED from results.json, finished, and problem: why the
-    run is not finished. A value that does not exist is missing.
+    The columns are _COLUMNS and every key of config.yaml. The method "mezo" is LeZO that drops no block, and
+    problem says why a run is not finished. A value that does not exist is missing.
     """
     frame = pd.DataFrame([_read_run(Path(directory)) for directory in directories])
     frame = frame.reindex(columns=[*_COLUMNS, *(name for name in frame if name not in _COLUMNS)])
@@ -107,12 +105,9 @@ def over_seeds(frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     """Return one row for each combination of the keys' values, in the order of appearance.
 
     The columns are the keys; runs and finished, their numbers; and over the finished runs each of MEASURED as
-    a mean and NAME_deviation as the sample standard deviation. A mean is missing if a finished run lacks the
-    value.
+    a mean, missing if any lacks the value, and NAME_deviation as the sample standard deviation.
     """
-    groups = pd.Series(0, frame.index)
-    if keys and len(frame):
-        groups = frame.groupby(list(keys), sort=False, dropna=False).ngroup()
+    groups = frame.groupby(list(keys) or (lambda _: 0), sort=False, dropna=False).ngroup()
     done = frame[frame["finished"]].groupby(groups)[MEASURED]
     parts = [
         frame.loc[~groups.duplicated(), list(keys)].reset_index(drop=True),
@@ -134,39 +129,39 @@ def best_setting(summary: pd.DataFrame) -> int | None:
 
 def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:
     """Return runs with the column experiment: the method, and the settings that differ between its runs."""
-    titles = runs["method"].map(lambda method: _METHODS.get(method, method))
-    adapters = runs["peft.kind"].map(lambda kind: "" if kind == "none" else f" {kind}")
-    names = titles.where(runs["method"].isna(), titles + adapters)
     settings = [name for name in runs if "." in name and name not in _NOT_SETTINGS]
-    varying: dict[Any, list[str]] = {}
-    for key, group in runs.groupby(["model", "task", names], dropna=False):
-        varying[key] = [name for name in settings if group[name].nunique(dropna=False) > 1]
-
-    def text(run: pd.Series, name: str) -> str:
-        keys = varying.get((run["model"], run["task"], name), [])
-        values = [f"{key.rpartition('.')[2]}={_short(run[key])}" for key in keys if pd.notna(run[key])]
-        return ", ".join([name, *values])
-
-    texts = [text(run, name) for (_, run), name in zip(runs.iterrows(), names, strict=True) if pd.notna(name)]
-    return runs.assign(experiment=pd.Series(texts, runs.index[names.notna()], dtype=object))
+    experiments = pd.Series(None, runs.index, dtype=object)
+    for (_, _, method, adapter), group in runs.groupby(["model", "task", "method", "peft.kind"]):
+        title = _METHODS.get(method, method) + ("" if adapter == "none" else f" {adapter}")
+        varying = [name for name in settings if group[name].nunique(dropna=False) > 1]
+        for index, run in group.iterrows():
+            values = [f"{key.rpartition('.')[2]}={_short(run[key])}" for key in varying if pd.notna(run[key])]
+            experiments[index] = ", ".join([title, *values])
+    return runs.assign(experiment=experiments)
 
 
 def score_table(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the texts of a table with a row for each experiment of `name_experiments`."""
     keys = ["model", "task", "experiment", "metric", "method", "peft.kind"]
     summary = over_seeds(runs[runs["finished"]], keys)
-    columns = {"model": summary["model"].map(lambda path: Path(path).name), "task": summary["task"]}
-    columns |= {"method": summary["experiment"], "metric": summary["metric"]}
-    columns["test"] = summary.apply(_score, axis=1)
-    columns["paper"] = summary.apply(_paper_score, axis=1)
-    for name, title in (("zero_shot", "before"), ("majority_class", "majority")):
-        columns[title] = summary.apply(lambda row, name=name: _unit(row[name], row["metric"]), axis=1)
-    for name, title in (("best_dev_loss", "validation loss"), ("steps", "steps"), ("seconds", "seconds")):
-        columns[title] = summary[name].map(lambda value: "-" if pd.isna(value) else f"{value:.4g}")
-    columns["GB"] = summary["peak_memory_bytes"].map(
-        lambda size: "-" if pd.isna(size) else f"{size / 1e9:.2f}"
-    )
-    return pd.DataFrame(columns)
+    rows = [
+        {
+            "model": Path(row["model"]).name,
+            "task": row["task"],
+            "method": row["experiment"],
+            "metric": row["metric"],
+            "test": _score(row),
+            "paper": _paper_score(row),
+            "before": _unit(row["zero_shot"], row["metric"]),
+            "majority": _unit(row["majority_class"], row["metric"]),
+            "validation loss": _number(row["best_dev_loss"]),
+            "steps": _number(row["steps"]),
+            "seconds": _number(row["seconds"]),
+            "GB": _number(row["peak_memory_bytes"] / 1e9),
+        }
+        for row in summary.to_dict("records")
+    ]
+    return pd.DataFrame(rows)
 
 
 def markdown(table: pd.DataFrame) -> str:
@@ -211,14 +206,12 @@ def read_curves(runs: pd.DataFrame) -> pd.DataFrame:
         try:
             lines = (Path(run["directory"]) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
             rows = [json.loads(line) for line in lines if line.endswith("}")]  # a crash may cut the last one
-            points = [
-                (row["step"], row["seconds"] / 60, row["dev_loss"]) for row in rows if "dev_loss" in row
-            ]
+            part = pd.DataFrame(rows, columns=["step", "seconds", "dev_loss"]).dropna()
         except DAMAGE as error:
             logger.warning("warning: no curve of %s: %s", run["directory"], error)
             continue
-        part = pd.DataFrame(points, columns=["step", "minutes", "dev_loss"])
-        parts.append(part.assign(**{name: run[name] for name in ("model", "task", "experiment")}))
+        names = {name: run[name] for name in ("model", "task", "experiment")}
+        parts.append(part.assign(minutes=part["seconds"] / 60, **names))
     keys = ["model", "task", "experiment", "step"]
     return pd.concat(parts).groupby(keys, sort=False)[["minutes", "dev_loss"]].mean().reset_index()
 
@@ -228,10 +221,8 @@ def _read_run(directory: Path) -> dict[str, Any]:
     try:
         values = load_yaml((directory / "config.yaml").read_text(encoding="utf-8"))
         config = config_to_dict(config_from_dict(values, str(directory), recorded=True))
-        row |= {
-            key: str(value) if isinstance(value, list | tuple) else value
-            for key, value in flatten(config).items()
-        }
+        for key, value in flatten(config).items():
+            row[key] = str(value) if isinstance(value, list | tuple) else value
         is_mezo = row["method"] == "lezo" and row["zo.sparsity"] == 0
         source = row["data.train"] or row["data.path"] if row["data.task"] == CUSTOM else None
         row |= {"model": row["model.path"], "method": "mezo" if is_mezo else row["method"]}
@@ -250,13 +241,13 @@ def _read_run(directory: Path) -> dict[str, Any]:
         return {**row, "problem": f"damaged results.json ({' '.join(str(error).split())})"}
 
 
-def _score(row: pd.Series) -> str:
+def _score(row: Mapping[str, Any]) -> str:
     deviation = row["test_deviation"]
     spread = "" if pd.isna(deviation) else f" ± {_unit(deviation, row['metric'])}"
     return f"{_unit(row['test'], row['metric'])}{spread} ({row['finished']})"
 
 
-def _paper_score(row: pd.Series) -> str:
+def _paper_score(row: Mapping[str, Any]) -> str:
     """Return the score of LeZO's tables (Wang et al. 2024) for the same model, task and method."""
     cell = Experiment(Path(row["model"]).name.lower(), row["task"].lower(), row["method"], row["peft.kind"])
     return f"{PAPER_SCORES[cell].mean:.1f}" if cell in PAPER_SCORES else "-"
@@ -267,6 +258,10 @@ def _unit(score: float, metric: str) -> str:
     if pd.isna(score):
         return "-"
     return f"{score:.3f}" if metric == REWARD else f"{100 * score:.1f}"
+
+
+def _number(value: float) -> str:
+    return "-" if pd.isna(value) else f"{value:.4g}"
 
 
 def _short(value: object) -> str:

@@ -152,3 +152,5 @@ def test_a_report_has_a_row_for_each_experiment_and_names_what_differs(plan, tmp
     assert "| 85.0 ± 7.1 (2) |" in capsys.readouterr().out
     with pytest.raises(UserError, match="there is no run"):
         find_runs([str(tmp_path / "none*")])
+    with pytest.raises(UserError, match="none of these directories holds a run"):
+        report.main(Namespace(runs=[str(tmp_path / "sweep" / "other")], html=None))
