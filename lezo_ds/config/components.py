@@ -9,7 +9,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Task
 from lezo_ds.tasks.custom import CUSTOM, Description, make_task
-from lezo_ds.tasks.metrics import find_metric
+from lezo_ds.tasks.metrics import find_score
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy, num_dropped
 from lezo_ds.zo.passes import passes_of_step
@@ -74,7 +74,7 @@ def find_task(data: DataConfig) -> Task:
     task = described_task(data) if data.task == CUSTOM else TASKS.find(data.task)
     if data.metric is not None:
         task = replace(task, metric=data.metric)
-    find_metric(task.metric, task.kind)
+    find_score(task.metric, task.kind)
     return task
 
 

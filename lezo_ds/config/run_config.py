@@ -16,7 +16,7 @@ from lezo_ds.config.reading import nearest, read_yaml
 from lezo_ds.config.schema import READER, TRAINED, ZEROTH_ORDER, RunConfig
 from lezo_ds.errors import UserError
 from lezo_ds.registry import names_code, options_of
-from lezo_ds.tasks.custom import CUSTOM, no_answers
+from lezo_ds.tasks.custom import CUSTOM
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy
 
@@ -129,7 +129,9 @@ def _check_data(config: RunConfig) -> None:
     data = config.data
     if data.task == CUSTOM:
         if not (described_task(data).has_answers or names_code(config.train.objective)):
-            raise no_answers()
+            fix = "add data.label_field and data.labels (classification), data.choices (multiple choice), "
+            fix += "data.completion (generation), or a reward: train.objective=package.module:function"
+            raise UserError("data.prompt alone does not say what the model shall answer", fix=fix)
     elif described := [
         f"data.{name}" for name in DESCRIBING_KEYS if getattr(data, name) not in (None, False)
     ]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -18,16 +19,12 @@ PAD_MULTIPLE = 8  # MeZO's value; tensor cores are fastest on multiples of 8
 def batch_indices(seed: int, step: int, num_examples: int, batch_size: int) -> list[int]:
     """Return the indices of the examples of a step (from 0), as a pure function of the arguments.
 
-    Examples come from an endless stream: one permutation of all examples after another, one for each epoch.
-    Step t takes the positions t * batch_size to (t + 1) * batch_size - 1. A batch may therefore end one
+    Examples come from an endless stream: one permutation of all examples for each epoch. A batch may end one
     epoch and begin the next, no example is dropped, and a resumed run does not have to skip through data.
     """
     first = step * batch_size
-    epochs = range(first // num_examples, (first + batch_size - 1) // num_examples + 1)
-    stream = np.concatenate([_permutation(seed, epoch, num_examples) for epoch in epochs])
-    start = first - epochs.start * num_examples
-    batch: list[int] = stream[start : start + batch_size].tolist()
-    return batch
+    stream = (divmod(position, num_examples) for position in range(first, first + batch_size))
+    return [int(_permutation(seed, epoch, num_examples)[position]) for epoch, position in stream]
 
 
 @lru_cache(maxsize=2)  # a step reads at most two epochs, unless a batch is larger than the training set
@@ -41,21 +38,19 @@ def _permutation(seed: int, epoch: int, num_examples: int) -> np.ndarray:
 def candidate_batch(
     examples: Sequence[EncodedExample], pad_id: int, *, deduplicate: bool = True
 ) -> MicroBatch:
-    """Lay out every candidate of every example, to train a classification task or to score candidates.
+    """Lay out every candidate of every labeled example, to train a classification task.
 
-    If all examples have the same candidates, each of one token, each example is one row: its context. The
+    If all E examples have the same candidates, each of one token, each example is one row: its context. The
     batch then selects the candidates' logits [E, C] only, because the rest of the vocabulary cancels in any
     comparison of candidates. Otherwise, or without `deduplicate`, each candidate is a row, and the batch
     selects the logits over the whole vocabulary that predict its tokens. The last token is never fed.
 
-    Returns:
-        A batch of weight E with the label "label" int64 [E] if all labels are known. The second layout adds
-        "target_ids" int64 [tokens]; "token_slots" int64 [rows, longest candidate], the logits of each
-        candidate; and "candidate_slots" int64 [E, most candidates], the rows of each example; filled with -1.
+    The label "label" is int64 [E]. The second layout adds "target_ids" int64 [tokens]; "token_slots" int64
+    [rows, longest candidate], the logits of each candidate; and "candidate_slots" int64 [E, most candidates],
+    the rows of each example; filled with -1.
     """
     vocabulary = _shared_candidates(examples) if deduplicate else None
-    labels = [example.label for example in examples if example.label is not None]
-    known = {"label": torch.tensor(labels, dtype=torch.int64)} if len(labels) == len(examples) else {}
+    labels = {"label": torch.tensor([example.gold for example in examples])}
     if vocabulary is not None:
         contexts = [example.sequences[0][:-1] for example in examples]
         selection = LogitSelection(
@@ -63,11 +58,12 @@ def candidate_batch(
             positions=torch.tensor([len(context) - 1 for context in contexts]),
             vocabulary=torch.tensor(vocabulary),
         )
-        return MicroBatch({"input_ids": _pad(contexts, pad_id)}, len(examples), known, selection=selection)
+        return MicroBatch({"input_ids": _pad(contexts, pad_id)}, len(examples), labels, selection=selection)
     sequences = [ids for example in examples for ids in example.sequences]
     targets = [example.targets(place) for example in examples for place in range(len(example.sequences))]
-    slots = {"candidate_slots": _slots([len(example.sequences) for example in examples])}
-    return _token_batch(sequences, targets, pad_id, weight=len(examples), labels=known | slots)
+    labels["candidate_slots"] = _slots([len(example.sequences) for example in examples])
+    batch = _token_batch(sequences, targets, pad_id)
+    return replace(batch, weight=len(examples), labels={**batch.labels, **labels})
 
 
 def teacher_forcing_batch(examples: Sequence[EncodedExample], pad_id: int) -> MicroBatch:
@@ -77,7 +73,7 @@ def teacher_forcing_batch(examples: Sequence[EncodedExample], pad_id: int) -> Mi
     """
     sequences = [example.sequences[example.gold] for example in examples]
     targets = [example.targets(example.gold) for example in examples]
-    return _token_batch(sequences, targets, pad_id, weight=sum(map(len, targets)))
+    return _token_batch(sequences, targets, pad_id)
 
 
 def scoring_batch(sequences: Sequence[tuple[int, ...]], lengths: Sequence[int], pad_id: int) -> MicroBatch:
@@ -87,7 +83,7 @@ def scoring_batch(sequences: Sequence[tuple[int, ...]], lengths: Sequence[int], 
     """
     pairs = zip(sequences, lengths, strict=True)
     targets = [range(len(ids) - length, len(ids)) for ids, length in pairs]
-    return _token_batch(sequences, targets, pad_id, weight=sum(lengths), share_rows=True)
+    return _token_batch(sequences, targets, pad_id, share_rows=True)
 
 
 def _shared_candidates(examples: Sequence[EncodedExample]) -> list[int] | None:
@@ -106,8 +102,6 @@ def _token_batch(
     targets: Sequence[Sequence[int]],
     pad_id: int,
     *,
-    weight: int,
-    labels: dict[str, Tensor] | None = None,
     share_rows: bool = False,
 ) -> MicroBatch:
     """Feed each sequence without its last token; select the logits that predict the tokens at its targets."""
@@ -122,8 +116,8 @@ def _token_batch(
     token_slots = _slots([len(places) for places in targets])
     return MicroBatch(
         inputs={"input_ids": _pad(fed, pad_id)},
-        weight=weight,
-        labels={"target_ids": torch.tensor(target_ids), "token_slots": token_slots} | (labels or {}),
+        weight=len(target_ids),
+        labels={"target_ids": torch.tensor(target_ids), "token_slots": token_slots},
         selection=LogitSelection(torch.tensor(rows), torch.tensor(positions)),
     )
 

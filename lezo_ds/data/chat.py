@@ -1,8 +1,8 @@
 """Conversations as token ids, written by the tokenizer's own chat template.
 
 A template may mark the assistant's turns itself, between {% generation %} and {% endgeneration %}. Otherwise
-we let it write the turns before each turn of the assistant, with the words that begin such a turn, and the
-turns up to its end. The whole text must begin with both, and the turn lies between their ends.
+it writes the turns before each turn of the assistant, with the words that begin such a turn, and the turns up
+to its end. The whole text must begin with both, and the turn lies between their ends.
 """
 
 from __future__ import annotations
@@ -37,17 +37,12 @@ def encode_conversations(
     pairs = [(example, encode_conversation(tokenizer, example, max_length)) for example in examples]
     kept = [(example, encoded) for example, encoded in pairs if encoded is not None]
     if not kept:
-        raise UserError(
-            f"no conversation has a token of the assistant within data.max_length={max_length}",
-            fix="raise data.max_length",
-        )
+        what = f"no conversation has a token of the assistant within data.max_length={max_length}"
+        raise UserError(what, fix="raise data.max_length, or correct what the chat template marks")
     warn_of_cuts(sum(encoded.truncated for _, encoded in kept), len(pairs), max_length, "at their end")
-    if len(kept) < len(pairs):
-        first = next(example for example, encoded in pairs if encoded is None)
-        text = (
-            "%d of %d conversations have no token of the assistant in max_length %d and are left out, as %s"
-        )
-        logger.warning(text, len(pairs) - len(kept), len(pairs), max_length, first.where)
+    if left_out := [example for example, encoded in pairs if encoded is None]:
+        text = "%d of %d conversations have no token of the assistant in max_length %d: %s is left out"
+        logger.warning(text, len(left_out), len(pairs), max_length, left_out[0].where)
     return tuple(example for example, _ in kept), tuple(encoded for _, encoded in kept)
 
 
@@ -59,10 +54,8 @@ def encode_answers(
     for example in examples:
         answer = encode_conversation(tokenizer, example, max_length, keep_end=True)
         if answer is None:
-            raise UserError(
-                f"the answer of {example.where} leaves no token before it in data.max_length={max_length}",
-                fix="raise data.max_length, or shorten the answer",
-            )
+            what = f"the answer of {example.where} leaves no token before it in data.max_length={max_length}"
+            raise UserError(what, fix="raise data.max_length, or shorten the answer")
         encoded.append(answer)
     warn_of_cuts(sum(answer.truncated for answer in encoded), len(encoded), max_length)
     return tuple(encoded)
@@ -91,12 +84,12 @@ def encode_conversation(
     """
     backend = tokenizer.backend
     if not backend.is_fast:
-        raise UserError(
-            f"the tokenizer of {backend.name_or_path} does not tell which characters a token stands for",
-            fix="save it with a fast tokenizer (tokenizer.json), or do not use its chat template",
-        )
-    turns = _marked_turns if _MARKED.search(_template(backend)) else _measured_turns
+        fix = "save it with a fast tokenizer (tokenizer.json), or do not use its chat template"
+        raise UserError(f"the tokenizer of {backend.name_or_path} does not map tokens to text", fix=fix)
+    turns = _marked_turns if _MARKED.search(str(backend.chat_template)) else _measured_turns
     ids, spans = turns(backend, example)
+    if not spans:
+        return None
     ids = ids[: spans[-1][1]]
     num_cut = max(len(ids) - max_length, 0)
     if num_cut and keep_end:
@@ -119,17 +112,6 @@ def encode_conversation(
     )
 
 
-def _template(backend: PreTrainedTokenizerBase) -> str:
-    try:
-        template: str = backend.get_chat_template()
-    except ValueError as error:
-        raise UserError(
-            f"the tokenizer of {backend.name_or_path} has no chat template",
-            fix="use a model that was trained for conversations, or add its template as chat_template.jinja",
-        ) from error
-    return template
-
-
 def _marked_turns(backend: PreTrainedTokenizerBase, example: Example) -> tuple[list[int], list[Span]]:
     """Return the token ids of a conversation, and the spans that its template marks, in tokens."""
     written = _apply(
@@ -137,11 +119,6 @@ def _marked_turns(backend: PreTrainedTokenizerBase, example: Example) -> tuple[l
     )
     ids, mask = written["input_ids"], written["assistant_masks"]
     runs = [list(run) for is_marked, run in groupby(range(len(ids)), key=mask.__getitem__) if is_marked]
-    if not runs:
-        raise UserError(
-            f"the chat template of {backend.name_or_path} marks no token of {example.where}",
-            fix="write the assistant's content between {% generation %} and {% endgeneration %}",
-        )
     return ids, [(run[0], run[-1] + 1) for run in runs]
 
 
@@ -161,10 +138,8 @@ def _measured_turns(backend: PreTrainedTokenizerBase, example: Example) -> tuple
         offsets = enumerate(encoded["offset_mapping"])
         inside = [place for place, (begin, end) in offsets if begin < stop and start < end]
         if not inside:
-            raise UserError(
-                f"the chat template of {backend.name_or_path} omits turn {number + 1} of {example.where}",
-                fix="correct the record: some templates drop what stands between <think> and </think>",
-            )
+            fix = "correct the record: some templates drop what stands between <think> and </think>"
+            raise UserError(f"the chat template omits turn {number + 1} of {example.where}", fix=fix)
         spans.append((inside[0], inside[-1] + 1))
     return encoded["input_ids"], spans
 
@@ -174,17 +149,13 @@ def _prefix_length(
 ) -> int:
     """Return the length of the first turns, in characters, once they are checked to begin the whole text."""
     if num_turns == 0:
-        raise UserError(
-            f"the assistant speaks first in {example.where}, so nothing shows where its turn begins",
-            fix="set data.system_prompt, or mark the assistant's turns in the template with {% generation %}",
-        )
+        fix = "set data.system_prompt, or mark the assistant's turns in the template with {% generation %}"
+        raise UserError(f"the assistant speaks first in {example.where}, so its start is unknown", fix=fix)
     before = _render(backend, example, num_turns, opened=opened)
     if not text.startswith(before):
-        raise UserError(
-            f"the chat template of {backend.name_or_path} writes the first turns of {example.where} in "
-            "another way if more turns follow",
-            fix="mark the assistant's turns in the template with {% generation %}, or split the record",
-        )
+        what = f"the chat template changes the first turns of {example.where} if more turns follow"
+        fix = "mark the assistant's turns in the template with {% generation %}, or split the record"
+        raise UserError(what, fix=fix)
     return len(before)
 
 
@@ -192,19 +163,18 @@ def _render(
     backend: PreTrainedTokenizerBase, example: Example, num_turns: int, *, opened: bool = False
 ) -> str:
     """Return the text of the first turns; if `opened`, with the words that begin the assistant's turn."""
-    _template(backend)
-    text: str = _apply(backend, example, num_turns, tokenize=False, add_generation_prompt=opened)
-    return text
+    return str(_apply(backend, example, num_turns, tokenize=False, add_generation_prompt=opened))
 
 
 def _apply(backend: PreTrainedTokenizerBase, example: Example, num_turns: int, **options: bool) -> Any:  # noqa: ANN401
+    if not backend.chat_template:
+        fix = "use a model that was trained for conversations, or add its template as chat_template.jinja"
+        raise UserError(f"the tokenizer of {backend.name_or_path} has no chat template", fix=fix)
     messages = [message._asdict() for message in example.messages[:num_turns]]
     try:
         return backend.apply_chat_template(messages, **options)
     except Exception as error:  # a template raises errors of its own and of Jinja
         shown = " ".join(f"{type(error).__name__}: {error}".split())
         roles = ", ".join(message["role"] for message in messages[:8])
-        raise UserError(
-            f"the chat template of {backend.name_or_path} cannot write {example.where} ({roles}): {shown}",
-            fix="correct or remove the record, or remove data.system_prompt",
-        ) from error
+        what = f"the chat template of {backend.name_or_path} cannot write {example.where} ({roles}): {shown}"
+        raise UserError(what, fix="correct or remove the record, or remove data.system_prompt") from error

@@ -15,9 +15,6 @@ from lezo_ds.tasks.base import Example
 
 logger = logging.getLogger(__name__)
 
-OPT_BOS_ID = 0
-OPT_BOS_TOKEN = "<s>"
-
 NEWLINE = "\n"
 
 
@@ -41,28 +38,19 @@ class PromptTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids as the model generated it, without special tokens."""
-        text: str = self.backend.decode(
-            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(self.backend.decode(list(ids), **options))
 
     def stop_ids(self, stops: Sequence[str] = (NEWLINE,)) -> tuple[int, ...]:
-        """Return the ids that end an answer, sorted: EOS, and every token with one of `stops` in its text.
-
-        This decodes the whole vocabulary, so call it once.
-        """
+        """Return the ids that end an answer, sorted: EOS, and every token with one of `stops` in its text."""
         if self.eos_id is None:
-            raise UserError(
-                "the tokenizer has no end-of-sequence token, which generated answers need",
-                fix="set eos_token in the model's tokenizer_config.json",
-            )
+            fix = "set eos_token in the model's tokenizer_config.json"
+            raise UserError("the tokenizer has no end-of-sequence token, which ends answers", fix=fix)
         texts = [self.backend.decode([token]) for token in range(len(self.backend))] if stops else []
         ids = {token for token, text in enumerate(texts) if any(stop in text for stop in stops)}
         if not ids and NEWLINE in stops:
-            raise UserError(
-                "the tokenizer has no token with a newline, which ends generated answers",
-                fix="choose another model, or set generation.stop",
-            )
+            fix = "choose another model, or set generation.stop"
+            raise UserError("the tokenizer has no token with a newline, which ends answers", fix=fix)
         return tuple(sorted(ids | {self.eos_id}))
 
 
@@ -71,15 +59,13 @@ class EncodedExample:
     """The candidates of one example as token sequences."""
 
     sequences: tuple[tuple[int, ...], ...]
-    """BOS, prompt and candidate for each candidate. None if the record has no right answer."""
+    """BOS, prompt and candidate for each candidate; empty if the record has no right answer."""
     option_lengths: tuple[int, ...]
-    """Number of tokens of each sequence that belong to its candidate, at least 1. They are at its end, unless
-    `spans` says where they are."""
+    """Number of tokens of each sequence that belong to its candidate: those at its end, or in `spans`."""
     label: int | None
     truncated: bool
     spans: tuple[tuple[int, int], ...] = ()
-    """The pairs (start, stop) of the assistant's turns in the only sequence of a conversation. It ends with
-    the last."""
+    """The pairs (start, stop) of the assistant's turns in the only sequence of a conversation."""
 
     def targets(self, candidate: int) -> list[int]:
         """Return the positions in a candidate's sequence of the tokens that belong to it, in order."""
@@ -97,6 +83,9 @@ class EncodedExample:
     def gold(self) -> int:
         assert self.label is not None
         return self.label
+
+    def num_gold_tokens(self) -> int:
+        return self.option_lengths[self.gold]
 
 
 def load_tokenizer(path: str) -> PromptTokenizer:
@@ -129,42 +118,34 @@ def _bos_id(path: str, backend: PreTrainedTokenizerBase, model_type: str) -> int
         return backend.bos_token_id if adds_bos else None
     # OPT was trained on inputs that begin with <s> (id 0), but its published tokenizer begins them with
     # </s> (id 2). Like MeZO, we use the token of the training.
-    token = backend.convert_ids_to_tokens(OPT_BOS_ID)
-    if token != OPT_BOS_TOKEN:
-        raise UserError(
-            f"the tokenizer of the OPT model {path} has {token!r} at id {OPT_BOS_ID}, not {OPT_BOS_TOKEN}",
-            fix="use the tokenizer that the model was trained with",
-        )
-    return OPT_BOS_ID
+    token = backend.convert_ids_to_tokens(0)
+    if token != "<s>":
+        fix = "use the tokenizer that the model was trained with"
+        raise UserError(f"the tokenizer of the OPT model {path} has {token!r} at id 0, not <s>", fix=fix)
+    return 0
 
 
 def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int) -> EncodedExample:
     """Tokenize every candidate of one example after its prompt.
 
-    Spaces (not newlines) at both ends of a text are stripped first. The number of a candidate's own tokens
-    is tokens(prompt + candidate) - tokens(prompt), both without demonstrations. Sequences longer than
-    `max_length` are cut on the left, after the BOS.
+    Spaces (not newlines) at both ends of a text are stripped first. Sequences longer than `max_length` are
+    cut on the left, after the BOS.
     """
-    prompt = example.prompt.strip(" ")
     texts = [(example.prompt + candidate).strip(" ") for candidate in example.candidates]
-    prompt_ids, *full = tokenizer.encode([prompt, *texts])
-    # MeZO counts by difference too. Tokens may merge across the boundary, so the tokens of the candidate
-    # alone would be another number.
+    prompt_ids, *full = tokenizer.encode([example.prompt.strip(" "), *texts])
+    # MeZO counts by difference, too, without demonstrations. Tokens may merge across the boundary, so the
+    # tokens of the candidate alone would be another number.
     option_lengths = tuple(len(ids) - len(prompt_ids) for ids in full)
     if example.demonstrations:
         full = tokenizer.encode([example.demonstrations + text for text in texts])
     sequences = tuple(cut_left(tokenizer, ids, max_length) for ids in full)
     for candidate, ids, length in zip(example.candidates, sequences, option_lengths, strict=True):
         if length < 1:
-            raise UserError(
-                f"the candidate {candidate!r} of {example.where} adds no token to the prompt",
-                fix="fill in or remove the record (records without an answer do not count in its number)",
-            )
+            fix = "fill in or remove the record (records without an answer do not count in its number)"
+            raise UserError(f"the candidate {candidate!r} of {example.where} adds no token", fix=fix)
         if length >= len(ids):
-            raise UserError(
-                f"a candidate of {example.where} leaves no token before it: {length} of {len(ids)}",
-                fix=f"raise data.max_length={max_length}" if len(ids) == max_length else "give it a prompt",
-            )
+            fix = f"raise data.max_length={max_length}" if len(ids) == max_length else "give it a prompt"
+            raise UserError(f"a candidate of {example.where} leaves no token before it", fix=fix)
     return EncodedExample(sequences, option_lengths, example.label, truncated=sequences != tuple(full))
 
 
@@ -185,10 +166,8 @@ def encode_null(tokenizer: PromptTokenizer, example: Example, max_length: int) -
     zero_shot_sfc (MeZO's --sfc); icl_sfc is MeZO's --icl_sfc.
     """
     if example.null_prompt is None:
-        raise UserError(
-            "methods zero_shot_sfc and icl_sfc need a task with candidates, not one that generates answers",
-            fix="set method=zero_shot or icl",
-        )
+        what = "methods zero_shot_sfc and icl_sfc need a task with candidates, not one that generates answers"
+        raise UserError(what, fix="set method=zero_shot or icl")
     return encode_example(tokenizer, replace(example, prompt=example.null_prompt), max_length)
 
 
@@ -214,10 +193,8 @@ def cut_prompts(
 def prompt_room(max_length: int, max_new_tokens: int) -> int:
     """Return the maximum length of a prompt, in tokens, if `max_new_tokens` follow it."""
     if max_length - max_new_tokens < 2:
-        raise UserError(
-            f"data.max_length={max_length} leaves no room for a prompt before {max_new_tokens} new tokens",
-            fix=f"set data.max_length to at least {max_new_tokens + 2}",
-        )
+        what = f"data.max_length={max_length} leaves no room for a prompt before {max_new_tokens} new tokens"
+        raise UserError(what, fix=f"set data.max_length to at least {max_new_tokens + 2}")
     return max_length - max_new_tokens
 
 

@@ -19,16 +19,11 @@ from torch.nn.utils.rnn import pad_sequence
 from lezo_ds import distributed
 from lezo_ds.data.batches import scoring_batch, teacher_forcing_batch
 from lezo_ds.data.encoding import EncodedExample
-from lezo_ds.data.objectives import (
-    count_right_tokens,
-    predictions,
-    teacher_forcing_loss,
-    training_objective,
-)
+from lezo_ds.data.objectives import count_right_tokens, teacher_forcing_loss, training_objective
 from lezo_ds.data.task_data import EncodedSplit, TaskData
 from lezo_ds.forward.batch import MicroBatch, to_device
 from lezo_ds.tasks.base import Example
-from lezo_ds.tasks.metrics import Prediction, TokenCounts, find_metric, majority_class_score
+from lezo_ds.tasks.metrics import Prediction, TokenCounts, find_score, majority_class_score
 
 T = TypeVar("T")
 
@@ -55,10 +50,7 @@ class Model(Protocol):
 
 
 def evaluate(engine: Model, data: TaskData, split: EncodedSplit, batch_size: int) -> EvaluationResult:
-    """Score every example by the mean log-probability of its candidates, or by its generated answer.
-
-    A collective. `batch_size` is the number of sequences in a forward pass. Calibration: `encode_null`.
-    """
+    """Return the loss and the score of a split, from `batch_size` sequences at a time. A collective."""
     return _Evaluation(engine, data, split, batch_size).run()
 
 
@@ -70,7 +62,6 @@ def answer_text(example: Example, predicted: Prediction) -> str:
 
 
 def prediction_rows(examples: Sequence[Example], predicted: Sequence[Prediction]) -> list[dict[str, Any]]:
-    """Return the index of each example, its prompt, the right answers and the answer of the model."""
     return [
         {
             "index": example.index,
@@ -91,10 +82,10 @@ class _Evaluation:
 
     def run(self) -> EvaluationResult:
         data, examples = self.data, self.split.examples
-        is_own_loss = data.objective == training_objective(data.task.kind)
         tokens = self._new_tokens() if self.split.prompts else None
         predicted: Sequence[Prediction]
         # The task's own loss follows from the scores, so it needs no further passes.
+        is_own_loss = data.objective == training_objective(data.task.kind)
         if data.task.kind == "generation":
             assert tokens is not None
             predicted, loss = data.answers(tokens), self._objective_loss(tokens)
@@ -104,8 +95,8 @@ class _Evaluation:
         else:
             sums = self._log_probabilities(self.split.encoded)
             loss = self._task_loss(sums) if is_own_loss else self._objective_loss(tokens)
-            predicted = predictions(self._scores(sums))
-        measure = find_metric(data.task.metric, data.task.kind).score
+            predicted = self._scores(sums).argmax(dim=1).tolist()  # the first one wins a tie
+        measure = find_score(data.task.metric, data.task.kind)
         # Without a measure, the loss is minus the mean reward.
         score = -loss if measure is None else measure(predicted, examples)
         return EvaluationResult(loss, score, majority_class_score(examples, measure), tuple(predicted))
@@ -119,7 +110,7 @@ class _Evaluation:
 
     def _means(self, sums: Sequence[Tensor]) -> Tensor:
         pairs = zip(sums, self.split.encoded, strict=True)
-        return _padded([summed / torch.tensor(example.option_lengths) for summed, example in pairs])
+        return _padded([total / torch.tensor(example.option_lengths) for total, example in pairs])
 
     def _task_loss(self, sums: Sequence[Tensor]) -> float:
         """Return the task's own loss, computed from the log-probabilities of the candidates."""
@@ -130,22 +121,17 @@ class _Evaluation:
 
     def _mean(self, losses: Tensor) -> float:
         """Return the mean of the objective from its sum over each example, float64 [examples]."""
-        encoded, own = self.split.encoded, training_objective(self.data.task.kind)
-        # Teacher forcing sums over tokens; all other objectives have one term per example.
-        by_token = own.loss is teacher_forcing_loss and self.data.objective == own
-        num_terms = torch.tensor([e.option_lengths[e.gold] if by_token else 1 for e in encoded])
+        num_terms = torch.tensor([self.data.objective.num_terms(e) for e in self.split.encoded])
         if self.data.loss_batch is None:
             return float(losses.sum() / num_terms.sum())
-        total = 0.0
-        for rows in _cut(list(range(len(encoded))), self.data.loss_batch):
-            total += len(rows) * float(losses[rows].sum() / num_terms[rows].sum())
-        return total / len(encoded)
+        parts = _cut(list(range(len(losses))), self.data.loss_batch)
+        sums = [len(rows) * float(losses[rows].sum() / num_terms[rows].sum()) for rows in parts]
+        return sum(sums) / len(losses)
 
     def _log_probabilities(self, encoded: Sequence[EncodedExample]) -> list[Tensor]:
         """Return the summed log-probability of each candidate's tokens: float64 [candidates] per example.
 
-        Equal sequences run only once. Those that differ only in their last token run as one row, since the
-        logits for that token come from the tokens before it.
+        Equal sequences run once. Those that differ in their last token only run as one row (`scoring_batch`).
         """
         wanted = [list(zip(example.sequences, example.option_lengths, strict=True)) for example in encoded]
         distinct = sorted(set(chain.from_iterable(wanted)), key=lambda pair: (len(pair[0]), pair))
@@ -173,8 +159,8 @@ class _Evaluation:
 
         groups = _groups([example.num_tokens for example in encoded], self.batch_size)
         losses, right = self._share(groups, 2, score).unbind(dim=1)
-        totals = [example.option_lengths[example.gold] for example in encoded]
-        return losses, [TokenCounts(int(n), total) for n, total in zip(right, totals, strict=True)]
+        pairs = zip(right, encoded, strict=True)
+        return losses, [TokenCounts(int(count), example.num_gold_tokens()) for count, example in pairs]
 
     def _new_tokens(self) -> Tensor:
         """Return the tokens that the model generates after each prompt, int64 [examples, max_new_tokens]."""

@@ -28,13 +28,12 @@ from lezo_ds.data.encoding import NEWLINE, PromptTokenizer
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Sampling
 
 SAMPLE_KEYS = "sample_keys"
-"""The input of a batch that holds the key of each row's random numbers."""
+"""The input of a batch that holds the key of each row's random numbers, int64 [rows], if they are drawn."""
 
 
 def generation_settings(
     tokenizer: PromptTokenizer, max_new_tokens: int, stops: Sequence[str] = (NEWLINE,)
 ) -> GenerationSettings:
-    """Return the settings of greedy generation of answers that end at EOS or at one of the texts `stops`."""
     # One ASCII character is always part of one token. A longer text may spread over several.
     spread = tuple(stop for stop in stops if len(stop) > 1 or not stop.isascii())
 
@@ -42,13 +41,9 @@ def generation_settings(
         text = tokenizer.decode(ids)
         return any(stop in text for stop in spread)
 
-    return GenerationSettings(
-        max_new_tokens=max_new_tokens,
-        stop_ids=tokenizer.stop_ids(stops),
-        pad_id=tokenizer.pad_id,
-        stops=tuple(stops),
-        has_ended=has_ended if spread else None,
-    )
+    stop_ids = tokenizer.stop_ids(stops)
+    ends = has_ended if spread else None
+    return GenerationSettings(max_new_tokens, stop_ids, tokenizer.pad_id, tuple(stops), ends)
 
 
 def prompt_batch(prompts: Sequence[tuple[int, ...]], settings: GenerationSettings) -> MicroBatch:
@@ -66,10 +61,7 @@ def prompt_batch(prompts: Sequence[tuple[int, ...]], settings: GenerationSetting
 
 
 def runner(batch: MicroBatch, engine: Any) -> Callable[..., Any]:  # noqa: ANN401
-    """Return the function that runs a batch, given the batch's inputs as keyword arguments.
-
-    It generates tokens if the batch has `generation`; otherwise it is a forward pass of DeepSpeed's engine.
-    """
+    """Return the function that runs the inputs of a batch: generation, or DeepSpeed's forward pass."""
     if batch.generation is None:
         return engine  # type: ignore[no-any-return]
     return partial(write_tokens, engine.module, batch.generation)
@@ -82,10 +74,9 @@ def write_tokens(
     sample_keys: Tensor | None = None,
     **inputs: Tensor,
 ) -> Tensor:
-    """Continue the prompts of a `prompt_batch`. A collective: all ranks run until all their rows have ended.
+    """Return new tokens, int64 [rows, at most max_new_tokens], with padding after the end of each row.
 
-    Returns int64 [rows, at most max_new_tokens], the new tokens, with padding after the end of each row.
-    `sample_keys`, int64 [rows], are the keys of the rows' random numbers, if tokens are drawn.
+    A collective: all ranks run until all their rows have ended.
     """
     width = inputs["input_ids"].shape[1]
     # We replace the model's generation_config instead of passing ours to generate(): transformers fills
@@ -99,13 +90,12 @@ def write_tokens(
         use_cache=True,
     )
     # A forward pass gathers ZeRO-3 shards from all ranks, so no rank may stop earlier than the others.
+    ends = [] if settings.has_ended is None else [_EndOfRows(settings.has_ended, width)]
     tokens: Tensor = model.generate(
         **inputs,
         synced_gpus=distributed.world_size() > 1,
         logits_processor=_processors(settings.sampling, sample_keys, width),
-        stopping_criteria=StoppingCriteriaList(
-            [] if settings.has_ended is None else [_EndOfRows(settings.has_ended, width)]
-        ),
+        stopping_criteria=StoppingCriteriaList(ends),
     )
     return tokens[:, width:]
 
@@ -124,9 +114,8 @@ def _processors(sampling: Sampling | None, keys: Tensor | None, width: int) -> L
 class _GumbelNoise(LogitsProcessor):  # type: ignore[misc]  # transformers has no types
     """Adds Gumbel noise to logits. The index of the largest sum is a sample of their softmax.
 
-    Unlike with draws from the distribution itself, two rows with the same noise and nearly the same logits
-    mostly get the same token (Maddison et al. 2014, "A* sampling"): the two losses of a direction then differ
-    by the weights and less by chance.
+    Two rows with the same noise and nearly the same logits mostly get the same token (Maddison et al. 2014,
+    "A* sampling"): the two losses of a direction then differ by the weights and less by chance.
     """
 
     def __init__(self, keys: Sequence[int], prompt_width: int) -> None:

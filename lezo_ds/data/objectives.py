@@ -53,10 +53,10 @@ With generation.num_samples, the answers to one record come one after the other.
 
 
 def candidate_scores(logits: Tensor, batch: MicroBatch) -> Tensor:
-    """Score each candidate of a `candidate_batch` by the mean log-probability of its tokens.
+    """Return the mean log-probability of the tokens of each candidate of a `candidate_batch`, float32 [E, C].
 
-    Returns float32 [E, C], -inf where an example has fewer candidates. If the batch has one row per example,
-    these are logits, of which only differences within an example are meaningful.
+    It is -inf where an example has fewer candidates. If the batch has one row per example, these are logits,
+    of which only differences within an example are meaningful.
     """
     if "target_ids" not in batch.labels:
         return logits.float()
@@ -103,11 +103,7 @@ def training_objective(kind: TaskKind) -> Objective:
     """Return the objective with which MeZO trains a kind of task."""
     if kind == "classification":
         return Objective(candidate_batch, classification_loss)
-    return Objective(teacher_forcing_batch, teacher_forcing_loss, num_terms=_num_gold_tokens)
-
-
-def _num_gold_tokens(example: EncodedExample) -> int:
-    return example.option_lengths[example.gold]
+    return Objective(teacher_forcing_batch, teacher_forcing_loss, num_terms=EncodedExample.num_gold_tokens)
 
 
 def f1_loss(answers: Sequence[str], batch: MicroBatch) -> Tensor:
@@ -124,10 +120,8 @@ def reward(function: RewardFunction) -> RewardFunction:
 
 def _f1_objective(task: Task) -> Objective:
     if task.kind != "generation":
-        raise UserError(
-            f"train.objective=f1 needs a task that generates answers, not {task.name}",
-            fix="set train.objective=task",
-        )
+        what = f"train.objective=f1 needs a task that generates answers, not {task.name}"
+        raise UserError(what, fix="set train.objective=task")
     return Objective(build_batch=None, loss=f1_loss)
 
 
@@ -157,10 +151,8 @@ def load_objective(name: str, task: Task) -> Objective:
         shape = (len(batch.examples),)
         if not (isinstance(losses, Tensor) and losses.is_floating_point() and losses.shape == shape):
             shown = f"{losses.dtype} {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
-            raise UserError(
-                f"train.objective={name} returned {shown}, not one loss per example",
-                fix=f"return a float tensor of shape {shape}",
-            )
+            what = f"train.objective={name} returned {shown}, not one loss per example"
+            raise UserError(what, fix=f"return a float tensor of shape {shape}")
         return losses
 
     return Objective(build_batch, loss)
@@ -174,10 +166,8 @@ def _reward_loss(name: str, function: RewardFunction) -> ObjectiveFunction:
         except (TypeError, ValueError, RuntimeError):  # what torch raises for lists that are not of numbers
             rewards = torch.empty(())
         if rewards.shape != (len(answers),) or not rewards.isfinite().all():
-            raise UserError(
-                f"train.objective={name} returned {str(values)[:80]}, not one finite reward per answer",
-                fix=f"return a list of {len(answers)} numbers, in the order of the answers",
-            )
+            what = f"train.objective={name} returned {str(values)[:80]}, not one finite reward per answer"
+            raise UserError(what, fix=f"return a list of {len(answers)} numbers, in the order of the answers")
         return -rewards
 
     return loss
@@ -193,12 +183,6 @@ def _call(name: str, function: Callable[..., Any], *arguments: Any) -> Any:  # n
         place = traceback.extract_tb(error.__traceback__)[-1]
         shown = f"{type(error).__name__}: {error} ({place.filename} line {place.lineno})"
         raise UserError(f"train.objective={name} failed: {shown}", fix="correct the function") from error
-
-
-def predictions(scores: Tensor) -> list[int]:
-    """Return the index of each example's best candidate from scores [E, C]; the first one wins a tie."""
-    best: list[int] = scores.argmax(dim=1).tolist()
-    return best
 
 
 def _token_losses(logits: Tensor, batch: MicroBatch) -> Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args, get_origin
@@ -13,15 +15,15 @@ import numpy as np
 
 from lezo_ds.config.schema import DataConfig
 from lezo_ds.data.tables import Row, read_file, read_hub, read_source
-from lezo_ds.errors import UserError, cut
+from lezo_ds.errors import UserError
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import Example, Record
-from lezo_ds.tasks.template import field_path
+from lezo_ds.tasks.template import field_path, shown
 
 logger = logging.getLogger(__name__)
 
 MAX_CHARACTERS = 1_000_000
-"""The longest text of a field. A tokenizer takes minutes and gigabytes for much longer ones."""
+"""The longest value of a field. A tokenizer takes minutes and gigabytes for much longer texts."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,13 @@ def _task_splits(task: Task, data: DataConfig) -> Splits:
     its full size and shrink train (WSC trains on 54 examples), and so does protocol mezo.
     """
     names = (task.train_split, task.validation_split)
-    if data.path is None:
-        files = " and ".join(f"{name}.jsonl" for name in names)
-        fix = f"set data.path to a directory with {files}"
-        if task.hub_id is None:
-            raise UserError(f"task {task.name} has no data set on the hub", fix=f"{fix}, or set data.train")
+    if data.path is not None:
+        splits = [_read_split(Path(data.path), name) for name in names]
+    elif task.hub_id is not None:
+        fix = f"set data.path to a directory with {names[0]}.jsonl and {names[1]}.jsonl"
         splits = read_hub(task.hub_id, task.hub_config, names, fix=fix)
     else:
-        splits = [_read_split(Path(data.path), name) for name in names]
+        raise UserError(f"task {task.name} has no data set on the hub", fix="set data.path or data.train")
     train, test = (_answerable(task, name, rows) for name, rows in zip(names, splits, strict=True))
     sizes = task.mezo_sizes if data.protocol == "mezo" else task.sizes
     num_train = data.num_train or sizes.num_train
@@ -63,10 +64,8 @@ def _task_splits(task: Task, data: DataConfig) -> Splits:
     num_left = len(train) - num_dev
     if num_train > num_left:
         if data.protocol == "clean" or num_left < 1:
-            raise UserError(
-                f"{task.name} has {len(train)} training records, too few for {num_train} + {num_dev}",
-                fix="set a smaller data.num_train or data.num_dev",
-            )
+            what = f"{task.name} has {len(train)} training records, too few for {num_train} + {num_dev}"
+            raise UserError(what, fix="set a smaller data.num_train or data.num_dev")
         text = "%s: %d training examples instead of %d: MeZO's protocol takes %d of %d records for dev"
         logger.warning(text, task.name, num_left, num_train, num_dev, len(train))
         num_train = num_left
@@ -102,10 +101,8 @@ def _own_splits(task: Task, data: DataConfig, train: str) -> Splits:
         logger.info(text, name, size, len(rows["train"]), train, data.seed)
     num_dev = len(drawn["validation"][1])
     if len(order) < (data.num_train or 1) or (data.num_dev or 0) > num_dev:
-        raise UserError(
-            f"{train} leaves {len(order)} records for training and {num_dev} for validation, too few",
-            fix="set a smaller data.num_train, data.num_dev or data.num_test, or add records",
-        )
+        fix = "set a smaller data.num_train, data.num_dev or data.num_test, or add records"
+        raise UserError(f"{train} leaves {len(order)} records to train on and {num_dev} for dev", fix=fix)
     order = order[: data.num_train]
     return Splits(
         train=_build(task, rows["train"], order),
@@ -124,10 +121,8 @@ def with_demonstrations(task: Task, data: DataConfig, splits: Splits) -> Splits:
     # A dev question comes from the same records, and its own answer is not shown to it.
     available = len(splits.records) - 1 if per_question else len(splits.train)
     if wanted > available:
-        raise UserError(
-            f"data.num_demonstrations={wanted} is more than the {available} solved examples",
-            fix=f"set data.num_demonstrations={available}, or add training examples",
-        )
+        fix = f"set data.num_demonstrations={available}, or add training examples"
+        raise UserError(f"data.num_demonstrations={wanted} is more than the {available} examples", fix=fix)
 
     def show(questions: tuple[Example, ...], own_rows: Sequence[int] = ()) -> tuple[Example, ...]:
         if not per_question:
@@ -164,27 +159,22 @@ def _after(question: Example, shown: Sequence[Example]) -> Example:
 
 
 def _permutation(seed: int, num_records: int) -> list[int]:
-    # MeZO calls np.random.seed(seed) and np.random.permutation. RandomState gives the same stream without
-    # changing NumPy's global state; np.random.default_rng would give another one.
+    # The stream of MeZO's np.random.seed(seed) and np.random.permutation, without the global state.
     order: list[int] = np.random.RandomState(seed).permutation(num_records).tolist()
     return order
 
 
 def _build(task: Task, rows: Sequence[Row], order: Sequence[int]) -> tuple[Example, ...]:
-    return tuple(
-        replace(task.build_example(rows[row][1], row), record=rows[row][1], place=rows[row][0])
-        for row in order
-    )
+    drawn = [(row, *rows[row]) for row in order]
+    return tuple(replace(task.build_example(r, row), record=r, place=place) for row, place, r in drawn)
 
 
 def _read_split(directory: Path, split: str) -> list[Row]:
     lines = directory / f"{split}.jsonl"
     files = [lines] if lines.is_file() else sorted(directory.glob(f"{split}*.parquet"))
     if not files:
-        raise UserError(
-            f"data.path={directory} has no {split}.jsonl or {split}*.parquet",
-            fix="correct it, or remove it to read the hub",
-        )
+        fix = "correct it, or remove it to read the hub"
+        raise UserError(f"data.path={directory} has no {split}.jsonl or {split}*.parquet", fix=fix)
     return [row for file in files for row in read_file(file)]
 
 
@@ -195,10 +185,8 @@ def _answerable(task: Task, split: str, rows: Sequence[Row]) -> list[Row]:
         if _checked_label(task, where, record) is not None or not task.has_answers:
             kept.append((place, record))
     if not kept:
-        raise UserError(
-            f"none of the {len(rows)} records of the {split} split of {task.name} has an answer",
-            fix="correct the file",
-        )
+        what = f"none of the {len(rows)} records of the {split} split of {task.name} has an answer"
+        raise UserError(what, fix="correct the file")
     if len(kept) < len(rows):
         text = "%d of %d records of the %s split of %s have no right answer and are left out"
         logger.warning(text, len(rows) - len(kept), len(rows), split, task.name)
@@ -212,10 +200,8 @@ def _checked_label(task: Task, where: str, record: Record) -> int | None:
     except UserError as error:
         raise UserError(f"{where} does not fit the task: {error}") from error
     if example.label is not None and not 0 <= example.label < len(example.candidates):
-        raise UserError(
-            f"{where} has the label {example.label}, not 0 to {len(example.candidates) - 1}",
-            fix="remove records without a label (-1 in the test splits of the hub)",
-        )
+        what = f"{where} has the label {example.label}, not 0 to {len(example.candidates) - 1}"
+        raise UserError(what, fix="remove records without a label (-1 in the test splits of the hub)")
     return example.label
 
 
@@ -226,43 +212,25 @@ def _check_fields(task: Task, where: str, record: Record) -> None:
             if not isinstance(value, Mapping) or part not in value:
                 fields = [str(field) for field in value] if isinstance(value, Mapping) else []
                 near = difflib.get_close_matches(part, fields, n=1)
-                raise UserError(
-                    f"{where} has no field {name}, only {', '.join(fields) or cut(repr(value), 80)}",
-                    fix=f"did you mean {near[0]}?" if near else "correct the names of fields, or the file",
-                )
+                fix = f"did you mean {near[0]}?" if near else "correct the names of fields, or the file"
+                what = f"{where} has no field {name}, only {', '.join(fields) or shown(value)}"
+                raise UserError(what, fix=fix)
             value = value[part]
         if not _has_type(value, expected_type):
             expected = expected_type if get_args(expected_type) else expected_type.__name__
-            raise UserError(
-                f"field {name} of {where} is {cut(repr(value), 80)}, not of type {expected}",
-                fix=f"use the field types of {task.hub_id or 'the task'}",
-            )
-        for text in _texts_in(value):
-            if len(text) > MAX_CHARACTERS:
-                raise UserError(f"field {name} of {where} has {len(text)} characters", fix="shorten it")
-            if not text.isascii() and _has_half_a_character(text):
-                raise UserError(f"field {name} of {where} has half of a character", fix="remove it")
+            what = f"field {name} of {where} is {shown(value)}, not of type {expected}"
+            raise UserError(what, fix=f"use the field types of {task.hub_id or 'the task'}")
+        text = json.dumps(value, ensure_ascii=False, default=str)
+        if len(text) > MAX_CHARACTERS:
+            what = f"field {name} of {where} has more than {MAX_CHARACTERS} characters"
+            raise UserError(what, fix="shorten it")
+        if re.search("[\ud800-\udfff]", text):  # JSON can hold it, and no tokenizer accepts it
+            raise UserError(f"field {name} of {where} has half of a character", fix="remove it")
 
 
 def _has_type(value: object, expected_type: type) -> bool:
     """Return whether a value has exactly this type, so that True is not an int."""
-    if expected_type is object:
-        return True
     if get_origin(expected_type) is list:
         (item_type,) = get_args(expected_type)
         return isinstance(value, list) and all(type(item) is item_type for item in value)
-    return type(value) is expected_type
-
-
-def _texts_in(value: object) -> Iterator[str]:
-    """Yield every text in a value of a record, which may hold lists and sections."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | Mapping):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts_in(item)
-
-
-def _has_half_a_character(text: str) -> bool:
-    """Return whether a text has a lone surrogate, which JSON can hold and no tokenizer accepts."""
-    return any("\ud800" <= character <= "\udfff" for character in text)
+    return expected_type is object or type(value) is expected_type

@@ -24,12 +24,7 @@ Row = tuple[str, Record]
 
 
 def read_source(key: str, source: str) -> list[Row]:
-    """Return the records of a file, or of a split on the hub.
-
-    Args:
-        key: the recipe key that names the source.
-        source: path of a file that ends as in READERS; or OWNER/NAME:SPLIT or OWNER/NAME/CONFIG:SPLIT.
-    """
+    """Return the records of a file, or of OWNER/NAME:SPLIT or OWNER/NAME/CONFIG:SPLIT on the hub."""
     path = Path(source)
     hub_name, colon, split = source.rpartition(":")
     if colon and not path.exists() and 1 <= hub_name.count("/") <= 2:
@@ -39,10 +34,8 @@ def read_source(key: str, source: str) -> list[Row]:
         rows = read_file(path)
     else:
         missing = "" if path.is_file() else ", which is not a file"
-        raise UserError(
-            f"cannot read {key}={source}{missing}",
-            fix=f"name a file that ends in {', '.join(READERS)}, or OWNER/NAME:SPLIT on the hub",
-        )
+        fix = f"name a file that ends in {', '.join(READERS)}, or OWNER/NAME:SPLIT on the hub"
+        raise UserError(f"cannot read {key}={source}{missing}", fix=fix)
     if not rows:
         raise UserError(f"{key}={source} has no records", fix=f"fill the file, or correct {key}")
     return rows
@@ -59,10 +52,8 @@ def read_file(path: Path) -> list[Row]:
     except (OSError, ValueError, RecursionError, csv.Error, ArrowException) as error:
         last = f" after{rows[-1][0]}" if rows else ""
         shown = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(
-            f"{path} cannot be read{last}: {shown}",
-            fix=f"save it as the UTF-8 {path.suffix} file that its name says, or use .jsonl",
-        ) from error
+        fix = f"save it as the UTF-8 {path.suffix} file that its name says, or use .jsonl"
+        raise UserError(f"{path} cannot be read{last}: {shown}", fix=fix) from error
     return rows
 
 

@@ -81,8 +81,7 @@ class TaskData:
     """None if neither the task nor the objective needs answers."""
     packed: bool = False
     loss_batch: int | None = None
-    """Average a validation loss over parts of this number of examples first, then over the parts, weighted by
-    their examples. None averages over all terms at once."""
+    """Average a validation loss over parts of this number of examples first; None averages over all terms."""
 
     def step_batch(self, config: RunConfig, step: int) -> StepBatch:
         """Return the micro-batches of a step, a function of the seed and the step, laid out when read."""
@@ -123,20 +122,20 @@ class TaskData:
 
     def objective_batch(self, split: EncodedSplit, rows: Sequence[int]) -> MicroBatch:
         if self.objective.build_batch is None:
-            return self.prompt_batch(split, rows)
-        batch = self.objective.build_batch([split.encoded[row] for row in rows], self.tokenizer.pad_id)
+            batch = self.prompt_batch(split, rows)
+        else:
+            batch = self.objective.build_batch([split.encoded[row] for row in rows], self.tokenizer.pad_id)
         return replace(batch, examples=tuple(split.examples[row] for row in rows))
 
     def prompt_batch(self, split: EncodedSplit, rows: Sequence[int]) -> MicroBatch:
         assert self.generation is not None
-        batch = prompt_batch([split.prompts[row] for row in rows], self.generation)
-        return replace(batch, examples=tuple(split.examples[row] for row in rows))
+        return prompt_batch([split.prompts[row] for row in rows], self.generation)
 
     def _answer_batch(self, config: RunConfig, step: int, rows: Sequence[int]) -> MicroBatch:
         """Lay out training prompts, each as often as it is sampled."""
         assert self.generation is not None
         keys, samples = config.generation, range(config.generation.num_samples)
-        batch = self.prompt_batch(self.train, [row for row in rows for _ in samples])
+        batch = self.objective_batch(self.train, [row for row in rows for _ in samples])
         if keys.temperature == 0:
             return batch
         indices = [self.train.examples[row].index for row in rows]
@@ -226,14 +225,11 @@ def _check_objective(config: RunConfig, task: Task, objective: Objective) -> Non
         raise UserError(f"method adamw cannot use {name}, which has no gradient", fix="set method=lezo")
     if (task.metric == REWARD or not task.has_answers) and not objective.is_reward:
         needs = "data.metric=reward" if task.has_answers else "a task without right answers"
-        raise UserError(
-            f"{needs} needs a reward, not {name}",
-            fix="set train.objective=package.module:function, a function with the decorator `reward`",
-        )
+        fix = "set train.objective=package.module:function, a function with the decorator `reward`"
+        raise UserError(f"{needs} needs a reward, not {name}", fix=fix)
     if config.method.startswith("icl") and not task.has_answers:
-        raise UserError(
-            f"method {config.method} shows solved examples, and the task has none", fix="set method=zero_shot"
-        )
+        what = f"method {config.method} shows solved examples, and the task has none"
+        raise UserError(what, fix="set method=zero_shot")
 
 
 def _check_model(data: TaskData, model_config: Any) -> None:  # noqa: ANN401
@@ -247,13 +243,13 @@ def _check_model(data: TaskData, model_config: Any) -> None:  # noqa: ANN401
         largest = max([largest, *map(max, (*sequences, *split.prompts))])
     num_positions = getattr(model_config, "max_position_embeddings", None)
     if num_positions is not None and longest > num_positions:
-        raise UserError(
-            f"an input has {longest} tokens, and the model has {num_positions} positions",
-            fix=f"set data.max_length={num_positions}",
-        )
+        what = f"an input has {longest} tokens, and the model has {num_positions} positions"
+        raise UserError(what, fix=f"set data.max_length={num_positions}")
     if largest >= model_config.vocab_size:
         token = data.tokenizer.backend.convert_ids_to_tokens(largest)
+        what = (
+            f"the tokenizer writes {token!r} (id {largest}), and the model has {model_config.vocab_size} ids"
+        )
         raise UserError(
-            f"the tokenizer writes {token!r} (id {largest}), and the model has {model_config.vocab_size} ids",
-            fix="use the tokenizer that the model was trained with, or resize the model's embedding",
+            what, fix="use the tokenizer that the model was trained with, or resize its embedding"
         )

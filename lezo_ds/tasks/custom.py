@@ -6,10 +6,10 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lezo_ds.errors import UserError, cut
+from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example, Message, Record, Task, TaskKind
 from lezo_ds.tasks.metrics import REWARD
-from lezo_ds.tasks.template import Template, field_text, field_value, parse_template
+from lezo_ds.tasks.template import Template, field_text, field_value, parse_template, shown
 
 CUSTOM = "custom"
 """The name of a task that a recipe describes."""
@@ -43,7 +43,7 @@ class Description:
 
 
 _Built = tuple[TaskKind, tuple[str, ...], Callable[[Record, int], Example]]
-"""A kind of task, the fields it reads apart from the prompt's, and its function (record, row) -> Example."""
+"""A kind of task, the fields it reads, and its function (record, row) -> Example."""
 
 
 def make_task(described: Description) -> Task:
@@ -52,76 +52,46 @@ def make_task(described: Description) -> Task:
     It is chat if it has messages, classification if it has labels, multiple choice if it has choices,
     otherwise generation.
     """
-    has_answers = bool(described.keys_set("messages", "label_field", "labels", "choices", "completion"))
-    if described.messages is not None:
-        _refuse_others("messages", described, "prompt", "label_field", "labels", "choices", "completion")
-        prompt_fields: tuple[str, ...] = ()
-        kind, fields, build = _chat(described.messages, described.system_prompt)
-    else:
-        prompt = _parse_prompt(described)
-        prompt_fields = prompt.fields
-        kind, fields, build = _with_prompt(described, prompt)
+    has_answers = bool(described.keys_set("messages", "labels", "choices", "completion"))
+    kind, fields, build = _with_prompt(described) if described.messages is None else _chat(described)
     return Task(
         name=CUSTOM,
         hub_id=None,
         hub_config=None,
         kind=kind,
-        fields=dict.fromkeys((*prompt_fields, *fields), object),
+        fields=dict.fromkeys(fields, object),
         build_example=build,
         has_answers=has_answers,
         metric=described.metric or (_METRICS[kind] if has_answers else REWARD),
     )
 
 
-def no_answers() -> UserError:
-    """Return the error for a description that does not say what is right."""
-    return UserError(
-        "data.prompt alone does not say what the model shall answer",
-        fix="add data.label_field and data.labels (classification), data.choices (multiple choice), "
-        "data.completion (generation), or a reward: train.objective=package.module:function",
-    )
-
-
 def _refuse_others(name: str, described: Description, *others: str) -> None:
     if both := ", ".join(described.keys_set(*others)):
-        raise UserError(
-            f"data.{name} and {both} cannot be set together", fix=f"remove data.{name}, or {both}"
-        )
+        fix = f"remove data.{name}, or {both}"
+        raise UserError(f"data.{name} and {both} cannot be set together", fix=fix)
 
 
-def _parse_prompt(described: Description) -> Template:
+def _with_prompt(described: Description) -> _Built:
     if described.system_prompt is not None and not described.chat_template:
-        raise UserError(
-            "data.system_prompt needs data.chat_template=true or data.messages",
-            fix="add data.chat_template: true, or write the text into data.prompt",
-        )
+        fix = "add data.chat_template=true, or write the text into data.prompt"
+        raise UserError("data.system_prompt needs data.chat_template=true or data.messages", fix=fix)
     assert described.prompt is not None
     prompt = parse_template("data.prompt", described.prompt)
     if not prompt.fields:
-        raise UserError(
-            f"data.prompt={described.prompt!r} names no field of the records",
-            fix="put the name of a field in braces, such as {text}",
-        )
-    return prompt
-
-
-def _with_prompt(described: Description, prompt: Template) -> _Built:
+        fix = "put the name of a field in braces, such as {text}"
+        raise UserError(f"data.prompt={described.prompt!r} names no field of the records", fix=fix)
     if described.completion is not None:
         _refuse_others("completion", described, "label_field", "labels", "choices")
         return _generation(described, prompt, parse_template("data.completion", described.completion))
-    if not described.keys_set("label_field", "labels", "choices"):
+    if not described.keys_set("labels", "choices"):
         return _generation(described, prompt, None)
     if described.chat_template:
-        raise UserError(
-            "data.chat_template needs data.completion or a reward, not data.labels or data.choices",
-            fix="write the answer as data.completion, or remove data.chat_template",
-        )
-    if described.choices is None and described.labels is None:
-        raise no_answers()
+        fix = "write the answer as data.completion, or remove data.chat_template"
+        raise UserError("data.chat_template does not go with data.labels or data.choices", fix=fix)
     if described.label_field is None:
-        raise UserError(
-            "data.label_field is missing", fix="set it to the field of the records that holds the label"
-        )
+        fix = "set it to the field of the records that holds the label"
+        raise UserError("data.label_field is missing", fix=fix)
     if described.choices is not None:
         return _multiple_choice(prompt, described.label_field, described.choices, described.labels)
     assert described.labels is not None
@@ -143,32 +113,29 @@ def _classification(prompt: Template, field: str, labels: Sequence[str] | Mappin
         label = _label(field, field_value(record, field), tuple(words))
         return Example(text, candidates, label, index, null_prompt=prompt.empty)
 
-    return "classification", (field,), build
+    return "classification", (*prompt.fields, field), build
 
 
 def _multiple_choice(
     prompt: Template, field: str, choices: Sequence[str], labels: Sequence[str] | Mapping[str, str] | None
 ) -> _Built:
     if isinstance(labels, Mapping):
-        raise UserError(
-            "data.labels of a task with data.choices is a map, not a list",
-            fix="list the values of data.label_field in the order of the choices, such as [A, B, C, D]",
-        )
+        fix = "list the values of data.label_field in the order of the choices, such as [A, B, C, D]"
+        raise UserError("data.labels of a task with data.choices is a map, not a list", fix=fix)
     templates = [parse_template("data.choices", text) for text in choices]
 
     def build(record: Record, index: int) -> Example:
         text = prompt.fill(record)
         texts = [choice for template in templates for choice in template.texts(record)]
         if len(texts) < 2 or not all(texts):
-            raise UserError(
-                f"data.choices gives {cut(repr(texts), 80)}, not two or more texts",
-                fix="correct the record, or data.choices",
-            )
+            fix = "correct the record, or data.choices"
+            raise UserError(f"data.choices gives {shown(texts)}, not two or more texts", fix=fix)
         candidates = tuple(_after(text, choice) for choice in texts)
         label = _choice_label(field, field_value(record, field), texts, labels)
         return Example(text, candidates, label, index, null_prompt=prompt.empty)
 
-    return "multiple_choice", (field, *(name for template in templates for name in template.fields)), build
+    fields = (*prompt.fields, field, *(name for template in templates for name in template.fields))
+    return "multiple_choice", fields, build
 
 
 def _choice_label(field: str, value: object, texts: list[str], labels: Sequence[str] | None) -> int | None:
@@ -194,10 +161,13 @@ def _generation(described: Description, prompt: Template, completion: Template |
         messages = _with_system(turns, described.system_prompt)
         return Example(text, answers[:1], label, index, references=answers, messages=messages)
 
-    return "generation", () if completion is None else completion.fields, build
+    return "generation", (*prompt.fields, *(completion.fields if completion is not None else ())), build
 
 
-def _chat(field: str, system_prompt: str | None) -> _Built:
+def _chat(described: Description) -> _Built:
+    _refuse_others("messages", described, "prompt", "label_field", "labels", "choices", "completion")
+    field = str(described.messages)
+
     def build(record: Record, index: int) -> Example:
         messages = _read_messages(field, field_value(record, field))
         last = max((row for row, turn in enumerate(messages) if turn.role == ASSISTANT), default=None)
@@ -205,7 +175,7 @@ def _chat(field: str, system_prompt: str | None) -> _Built:
             return Example(messages[-1].content, (), None, index)
         asked = messages[last - 1].content if last else ""
         gold = (messages[last].content,)
-        turns = _with_system(messages[: last + 1], system_prompt)
+        turns = _with_system(messages[: last + 1], described.system_prompt)
         return Example(asked, gold, 0, index, references=gold, messages=turns)
 
     return "chat", (field,), build
@@ -214,7 +184,7 @@ def _chat(field: str, system_prompt: str | None) -> _Built:
 def _read_messages(field: str, value: object) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         raise UserError(
-            f'field {field} is {_shown(value)}, not a list such as [{{"role": "user", "content": "Hello"}}]',
+            f'field {field} is {shown(value)}, not a list such as [{{"role": "user", "content": "Hello"}}]',
             fix="use a .jsonl, .json or .parquet file, and name the field with the list in data.messages",
         )
     return tuple(_read_turn(f"turn {number} of field {field}", turn) for number, turn in enumerate(value, 1))
@@ -222,16 +192,14 @@ def _read_messages(field: str, value: object) -> tuple[Message, ...]:
 
 def _read_turn(where: str, turn: object) -> Message:
     if not isinstance(turn, Mapping) or not {"role", "content"} <= turn.keys():
-        raise UserError(f"{where} is {_shown(turn)}, without role and content", fix="rename its keys")
+        raise UserError(f"{where} is {shown(turn)}, without role and content", fix="rename its keys")
     role, content = turn["role"], turn["content"]
     if role not in (USER, ASSISTANT) and not (role == SYSTEM and where.startswith("turn 1 ")):
-        raise UserError(
-            f"{where} has the role {_shown(role)}, not {USER} or {ASSISTANT}, or {SYSTEM} in the first turn",
-            fix="correct the role, or remove the record",
-        )
+        what = f"{where} has the role {shown(role)}, not {USER} or {ASSISTANT}, or {SYSTEM} in the first turn"
+        raise UserError(what, fix="correct the role, or remove the record")
     if not isinstance(content, str) or (role == ASSISTANT and turn.get("tool_calls")):
-        shown = "a call of a tool" if isinstance(content, str) else _shown(content)
-        raise UserError(f"the content of {where} is {shown}, not text", fix="correct or remove the record")
+        what = "a call of a tool" if isinstance(content, str) else shown(content)
+        raise UserError(f"the content of {where} is {what}, not text", fix="correct or remove the record")
     if role == ASSISTANT and not content.strip():
         raise UserError(f"{where} is the assistant's and is empty", fix="fill it in, or remove the record")
     return Message(role, content)
@@ -253,7 +221,7 @@ def _label(field: str, value: object, values: Sequence[str]) -> int | None:
             return values.index(word)
     near = difflib.get_close_matches(text, values, n=1)
     raise UserError(
-        f"field {field} is {cut(text, 80)}, which is none of data.labels: {', '.join(values)}",
+        f"field {field} is {shown(text)}, which is none of data.labels: {', '.join(values)}",
         fix=f"did you mean {near[0]}?" if near else "correct the record, or add it to data.labels",
     )
 
@@ -261,7 +229,3 @@ def _label(field: str, value: object, values: Sequence[str]) -> int | None:
 def _after(prompt: str, text: str) -> str:
     """Return a text as it continues a prompt: after a space, unless there is white space between them."""
     return text if prompt[-1:].isspace() or text[:1].isspace() else f" {text}"
-
-
-def _shown(value: object) -> str:
-    return cut("null" if value is None else repr(value), 80)

@@ -6,8 +6,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from lezo_ds.errors import UserError
 from lezo_ds.registry import Registry, names_code
@@ -33,16 +32,15 @@ Score = Callable[[Sequence[Any], Sequence[Example]], float]
 
 def accuracy(predicted: Sequence[int], examples: Sequence[Example]) -> float:
     """Return the share of examples whose predicted candidate is the label or a reference."""
-    right = [
-        choice == example.label or example.candidates[choice] in example.references
-        for choice, example in zip(predicted, examples, strict=True)
-    ]
-    return sum(right) / len(right)
+    pairs = zip(predicted, examples, strict=True)
+    return sum(choice == e.label or e.candidates[choice] in e.references for choice, e in pairs) / len(
+        examples
+    )
 
 
 def mean_f1(answers: Sequence[str], examples: Sequence[Example]) -> float:
-    scores = [best_f1(answer, example.references) for answer, example in zip(answers, examples, strict=True)]
-    return sum(scores) / len(scores)
+    pairs = zip(answers, examples, strict=True)
+    return sum(best_f1(answer, e.references) for answer, e in pairs) / len(examples)
 
 
 def macro_f1(predicted: Sequence[int], examples: Sequence[Example]) -> float:
@@ -57,52 +55,44 @@ def macro_f1(predicted: Sequence[int], examples: Sequence[Example]) -> float:
 
 def exact_match(answers: Sequence[str], examples: Sequence[Example]) -> float:
     """Return the share of answers that equal a reference once both are normalized."""
-    right = [
-        normalize(answer) in map(normalize, example.references)
-        for answer, example in zip(answers, examples, strict=True)
-    ]
-    return sum(right) / len(right)
+    pairs = zip(answers, examples, strict=True)
+    return sum(normalize(answer) in map(normalize, e.references) for answer, e in pairs) / len(examples)
 
 
 def token_accuracy(predicted: Sequence[TokenCounts], examples: Sequence[Example]) -> float:
     return sum(counts.right for counts in predicted) / sum(counts.total for counts in predicted)
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A score of predictions, its name in texts, and the kinds of task that it can score (empty: all)."""
+class Metric(NamedTuple):
+    """A score of predictions, and the kinds of task that it can score."""
 
-    title: str
     score: Score | None
-    """None for REWARD."""
-    kinds: tuple[TaskKind, ...] = ()
+    kinds: tuple[TaskKind, ...]
 
 
 REWARD = "reward"
-"""The metric that is the mean of the run's own reward, which may be any number."""
+"""The metric that is the mean of the run's own reward, which may be any number. It scores no predictions."""
 
 METRICS: Registry[Metric] = Registry("metric", "data.metric")
-METRICS.add("accuracy", Metric("accuracy", accuracy, ("classification", "multiple_choice")))
-METRICS.add("f1", Metric("token F1", mean_f1, ("generation",)))
-METRICS.add("macro_f1", Metric("macro-F1", macro_f1, ("classification",)))
-METRICS.add("exact_match", Metric("exact match", exact_match, ("generation",)))
-METRICS.add("token_accuracy", Metric("token accuracy", token_accuracy, ("chat",)))
-METRICS.add(REWARD, Metric("mean reward", None))
+METRICS.add("accuracy", Metric(accuracy, ("classification", "multiple_choice")))
+METRICS.add("f1", Metric(mean_f1, ("generation",)))
+METRICS.add("macro_f1", Metric(macro_f1, ("classification",)))
+METRICS.add("exact_match", Metric(exact_match, ("generation",)))
+METRICS.add("token_accuracy", Metric(token_accuracy, ("chat",)))
+METRICS.add(REWARD, Metric(None, get_args(TaskKind)))
 
 
-def find_metric(name: str, kind: TaskKind) -> Metric:
-    """Return the metric of this name, or of the `Score` that package.module:function names."""
+def find_score(name: str, kind: TaskKind) -> Score | None:
+    """Return the score of a metric, or the `Score` that package.module:function names; None for REWARD."""
+    metric: Any = METRICS.find(name)
     if names_code(name):
-        score: Any = METRICS.find(name)
-        return Metric(name, score)
-    metric = METRICS.find(name)
-    if metric.kinds and kind not in metric.kinds:
-        fitting = [other for other, entry in METRICS.items() if not entry.kinds or kind in entry.kinds]
-        raise UserError(
-            f"data.metric={name} does not fit a task of the kind {kind}",
-            fix=f"set data.metric to {', '.join(fitting)} or package.module:function",
-        )
-    return metric
+        return metric  # type: ignore[no-any-return]
+    if kind not in metric.kinds:
+        fitting = ", ".join(other for other, entry in METRICS.items() if kind in entry.kinds)
+        fix = f"set data.metric to {fitting} or package.module:function"
+        raise UserError(f"data.metric={name} does not fit a task of the kind {kind}", fix=fix)
+    score: Score | None = metric.score
+    return score
 
 
 def majority_class_score(examples: Sequence[Example], score: Score | None) -> float | None:

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from lezo_ds.errors import UserError
 from lezo_ds.registry import Registry
 from lezo_ds.tasks.base import Example, Record, SplitSizes, Task, TaskKind
+from lezo_ds.tasks.template import field_value, parse_template
 
 TASKS: Registry[Task] = Registry("task", "data.task", kind=Task)
-
-_Change = Mapping[str, Callable[[str], str]]
-"""How fields of a record are changed before they are part of a prompt."""
-
-
-def _template(text: str, change: _Change) -> tuple[dict[str, Any], Callable[[Record], str]]:
-    """Return the fields of a prompt, and the function that fills them in."""
-    fields = [field for _, field, _, _ in string.Formatter().parse(text) if field]
-
-    def fill(record: Record) -> str:
-        return text.format(**{field: change.get(field, str)(record[field]) for field in fields})
-
-    return dict.fromkeys(fields, str), fill
 
 
 def _add(
@@ -43,30 +30,33 @@ def _classification(
     prompt: str,
     candidates: tuple[str, ...],
     *,
-    change: _Change | None = None,
     null_prompt: str = "",
+    change: Callable[[Record], Record] = dict,
     **sizes: SplitSizes,
 ) -> None:
     """Register a task whose field "label" is the index of the right candidate."""
-    fields, fill = _template(prompt, change or {})
+    template = parse_template(name, prompt)
 
     def build_example(record: Record, index: int) -> Example:
-        return Example(fill(record), candidates, record["label"], index, null_prompt=null_prompt)
+        text = template.fill(change(record))
+        return Example(text, candidates, record["label"], index, null_prompt=null_prompt)
 
-    _add(name, hub, "classification", fields | {"label": int}, build_example, **sizes)
+    fields = dict.fromkeys(template.fields, str) | {"label": int}
+    _add(name, hub, "classification", fields, build_example, **sizes)
 
 
 def _generation(name: str, hub: tuple[str, str | None], prompt: str, answers: str) -> None:
     """Register a task that trains on the first of a list of answers, and is scored against all."""
-    fields, fill = _template(prompt, {"question": str.strip})
-    section, _, field = answers.partition(".")
+    template = parse_template(name, prompt)
 
     def build_example(record: Record, index: int) -> Example:
-        right = tuple(record[section][field])
+        text = template.fill({**record, "question": record["question"].strip()})
+        right = tuple(field_value(record, answers))
         gold = tuple(f" {answer}\n" for answer in right[:1])
-        return Example(fill(record), gold, 0 if right else None, index, references=right)
+        return Example(text, gold, 0 if right else None, index, references=right)
 
-    _add(name, hub, "generation", fields | {answers: list[str]}, build_example, metric="f1")
+    fields = dict.fromkeys(template.fields, str) | {answers: list[str]}
+    _add(name, hub, "generation", fields, build_example, metric="f1")
 
 
 def _build_boolq(record: Record, index: int) -> Example:
@@ -76,11 +66,10 @@ def _build_boolq(record: Record, index: int) -> Example:
 
 
 def _build_copa(record: Record, index: int) -> Example:
-    conjunctions = {"effect": " so ", "cause": " because "}
-    conjunction = conjunctions.get(record["question"])
+    conjunction = {"effect": " so ", "cause": " because "}.get(record["question"])
     if conjunction is None:
-        asked = record["question"]
-        raise UserError(f"field question={asked} is neither effect nor cause", fix="correct the record")
+        what = f"field question={record['question']} is neither effect nor cause"
+        raise UserError(what, fix="correct the record")
 
     def choice(text: str) -> str:
         first, *others = text.split(" ")
@@ -117,7 +106,7 @@ _classification(
     ("nyu-mll/glue", "sst2"),
     "{sentence} It was",
     (" terrible", " great"),
-    change={"sentence": str.strip},
+    change=lambda record: {"sentence": record["sentence"].strip()},
     null_prompt=" It was",
 )
 _classification(
@@ -146,7 +135,7 @@ _classification(
     ("aps/super_glue", "wsc.fixed"),
     '{text}\nIn the previous sentence, does the pronoun "{span2_text}" refer to {span1_text}? Yes or No?\n',
     ("No", "Yes"),
-    change={"span2_text": str.lower},
+    change=lambda record: {**record, "span2_text": record["span2_text"].lower()},
     # mezo_sizes keeps its default: MeZO's dev split takes 500 of the 554 records and leaves 54 to train on.
     sizes=SplitSizes(num_train=454, num_dev=100),
 )

@@ -3,10 +3,10 @@ r"""Templates: texts with the fields of a record in braces, such as "{text}\nThi
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from lezo_ds.errors import UserError
+from lezo_ds.errors import UserError, cut
 from lezo_ds.tasks.base import Record
 
 
@@ -45,17 +45,12 @@ def parse_template(key: str, text: str) -> Template:
     """Return the template in the value of a recipe key."""
     try:
         pieces = list(string.Formatter().parse(text))
+        for _, field, options, conversion in pieces:
+            if field is not None and (not field or field != field.strip() or options or conversion):
+                raise ValueError("braces without the plain name of a field")
     except ValueError as error:
-        raise UserError(
-            f"{key}={text!r} is not a template: {error}",
-            fix="write a field as {text}, and {{ and }} for braces that are part of the text",
-        ) from error
-    for _, field, options, conversion in pieces:
-        if field is not None and (not field or field != field.strip() or options or conversion):
-            raise UserError(
-                f"{key}={text!r} has braces without the plain name of a field",
-                fix="write a field as {text}, and {{ and }} for braces that are part of the text",
-            )
+        fix = "write a field as {text}, and {{ and }} for braces that are part of the text"
+        raise UserError(f"{key}={text!r} is not a template: {error}", fix=fix) from error
     return Template(tuple((literal, field) for literal, field, _, _ in pieces))
 
 
@@ -64,10 +59,9 @@ def field_path(record: Record, field: str) -> list[str]:
     return [field] if field in record else field.split(".")
 
 
-def field_value(record: Record, field: str) -> object:
-    value: object = record
+def field_value(record: Record, field: str) -> Any:  # noqa: ANN401
+    value: Any = record
     for part in field_path(record, field):
-        assert isinstance(value, Mapping)
         value = value[part]
     return value
 
@@ -78,5 +72,10 @@ def field_text(field: str, value: object) -> str:
         return str(value).lower()
     if isinstance(value, str | int | float):
         return str(value)
-    shown = "null" if value is None else repr(value)[:80]
-    raise UserError(f"field {field} is {shown}, not text or a number", fix="fill it in, or use another field")
+    fix = "fill it in, or use another field"
+    raise UserError(f"field {field} is {shown(value)}, not text or a number", fix=fix)
+
+
+def shown(value: object) -> str:
+    """Return the value of a field as an error shows it."""
+    return cut("null" if value is None else repr(value), 80)

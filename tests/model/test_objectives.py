@@ -9,7 +9,6 @@ from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.objectives import (
     f1_loss,
     load_objective,
-    predictions,
     reward,
     training_objective,
 )
@@ -41,12 +40,6 @@ def test_losses_and_finite_gradients_are_computed_in_float32_whatever_the_logits
     torch.testing.assert_close(losses, objective.loss(logits.float(), batch), rtol=0, atol=0)
     losses.sum().backward()
     assert logits.grad.isfinite().all()  # also of an example with fewer candidates than others
-
-
-def test_the_best_candidate_wins_and_the_first_of_equals():
-    absent = float("-inf")
-    scores = torch.tensor([[-2.0, -1.0, -3.0], [-1.0, -1.0, absent], [-5.0, -4.0, -4.0]])
-    assert predictions(scores) == [1, 0, 1]
 
 
 def test_f1_as_a_loss_is_minus_the_best_f1_of_each_answer():

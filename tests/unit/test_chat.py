@@ -33,7 +33,6 @@ TEMPLATES = {
     "strict": WITHOUT_SYSTEM,
     "none": None,
     "dropping": PLAIN.replace("turn['content'] + '</s>\n'", "turn['content'].split('</think>')[-1]"),
-    "unmarked": MARKED.replace("turn['role'] == 'assistant'", "turn['role'] == 'model'"),
     "endless": PLAIN.replace("</s>", ""),
 }
 
@@ -102,9 +101,8 @@ def test_what_a_template_writes_into_the_turn_itself_is_learned(tokenizers):
         ("none", TURNS, "none has no chat template; fix: use a model that was trained for conversations"),
         ("strict", TURNS, r"strict cannot write record 3 \(t.jsonl line 3\) .*: TemplateError: no system"),
         ("plain", TURNS[2:], r"the assistant speaks first in record 3 \(t.jsonl line 3\)"),
-        ("thinking", TURNS, r"writes the first turns of record 3 .* in another way if more turns follow"),
+        ("thinking", TURNS, "changes the first turns of record 3 .* if more turns follow"),
         ("dropping", (TURNS[1], Message("assistant", "Hm.</think>")), "omits turn 2 of record 3"),
-        ("unmarked", TURNS, "marks no token of record 3"),
     ],
 )
 def test_a_conversation_that_the_template_cannot_write_is_refused(name, turns, message, tokenizers):

@@ -84,7 +84,7 @@ def test_what_is_too_long_is_cut_on_the_left_after_the_bos_with_one_warning(opt,
     ("candidate", "max_length", "message"),
     [
         ("  ", 2048, "the candidate '  ' of record 4 adds no token"),
-        (" great\n", 2, r"leaves no token before it: 2 of 2; fix: raise data.max_length=2"),
+        (" great\n", 2, r"leaves no token before it; fix: raise data.max_length=2"),
     ],
 )
 def test_a_candidate_without_tokens_or_context_is_refused(opt, candidate, max_length, message):

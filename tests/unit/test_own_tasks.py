@@ -139,7 +139,10 @@ def test_a_task_and_a_metric_of_a_module_are_imported():
         (COMPLETION | {"metric": "exact_mach"}, "did you mean exact_match"),
         (CHAT | {"prompt": "{q}"}, "data.messages and data.prompt cannot be set together"),
         (CHAT | {"metric": "f1"}, "data.metric=f1 does not fit a task of the kind chat"),
-        (ANSWER | {"completion": None, "label_field": "a", "labels": ["x", "y"]}, "needs data.completion"),
+        (
+            ANSWER | {"completion": None, "label_field": "a", "labels": ["x", "y"]},
+            "does not go with data.labels",
+        ),
         (ANSWER | {"chat_template": False, "system_prompt": "x"}, "data.system_prompt needs"),
     ],
 )

@@ -14,7 +14,7 @@ from lezo_ds.tasks.metrics import (
     METRICS,
     accuracy,
     best_f1,
-    find_metric,
+    find_score,
     macro_f1,
     majority_class_score,
     mean_f1,
@@ -126,4 +126,4 @@ def test_scores_of_several_examples():
 @pytest.mark.parametrize(("name", "kind"), [("f1", "classification"), ("accuracy", "generation")])
 def test_a_metric_that_does_not_fit_the_kind_of_task_is_refused(name, kind):
     with pytest.raises(UserError, match=f"data.metric={name} does not fit a task of the kind {kind}"):
-        find_metric(name, kind)
+        find_score(name, kind)
