@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lezo_ds.noise import noise_backend
-from lezo_ds.noise.reference import dither_words, round_stochastic
+from lezo_ds.noise.reference import dither_words, draw, round_stochastic
 from lezo_ds.sharding.parameters import parameter_ids
 from lezo_ds.zo.keys import direction_key
 
@@ -35,7 +34,6 @@ class Reference:
 
     def __init__(self, model, dtype, precision, distribution="normal", own_name=str):
         self.dtype, self.precision, self.distribution = dtype, precision, distribution
-        self.noise = noise_backend(CPU)
         self.model = model.eval()
         self.model.config.use_cache = False
         self.num_blocks = model.config.num_hidden_layers
@@ -87,8 +85,7 @@ class Reference:
 
     def _noise(self, name, key):
         shape = self.values[name].shape
-        z = self.noise.draw(key, self.ids[name], 0, shape.numel(), CPU, self.distribution)
-        return z.view(shape)
+        return draw(self.distribution, key, self.ids[name], 0, shape.numel(), CPU).view(shape)
 
     def _stored(self, name):
         return _nearest(self.values[name], self.dtype, self.precision)
