@@ -45,10 +45,18 @@ class NoiseBackend(ABC):
 
     takes_blocks = False  # whether one call for all of a block is worth the memory for all their copies
 
-    def draw(self, key: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
-        """Return z of the elements [start, start + count), from a normal distribution: fp32 [count]."""
+    def draw(
+        self,
+        key: int,
+        parameter_id: int,
+        start: int,
+        count: int,
+        device: torch.device,
+        distribution: Distribution = "normal",
+    ) -> Tensor:
+        """Return z of the elements [start, start + count): fp32 [count]."""
         values = torch.zeros(count, device=device)
-        self.update_([Shard(values, start, parameter_id)], [Update(key, -1.0)], "nearest")
+        self.update_([Shard(values, start, parameter_id)], [Update(key, -1.0)], "nearest", distribution)
         return values
 
     def perturb(
@@ -94,23 +102,18 @@ class NoiseBackend(ABC):
         precision: UpdatePrecision,
         distribution: Distribution = "normal",
     ) -> None:
-        """Apply the same updates to shards of one device, in order and in one pass over memory.
+        """Apply the same updates to shards of one device: theta * factor - coefficient * z, in order.
 
-        Each update computes theta * factor - coefficient * z in fp32; both products and the difference are
-        rounded on their own, and the result is stored by `precision`. Several updates in one call give the
-        same bits as one call for each.
+        Both products and the difference are rounded to fp32, each on its own, and each update is stored by
+        `precision`: the bits are those of one call for each.
         """
 
 
+@functools.cache
 def noise_backend(device: torch.device) -> NoiseBackend:
     """Return the fastest backend for a device. Without a C++ compiler, that of CPUs is plain PyTorch."""
-    return _backend_of(device.type)
-
-
-@functools.cache
-def _backend_of(device_type: str) -> NoiseBackend:
-    if device_type == "cuda":
-        return _triton_noise()
+    if device.type == "cuda":
+        return _triton_noise(device)
     from lezo_ds.noise.cpu import BuildError, CpuNoise
     from lezo_ds.noise.reference import EagerNoise
 
@@ -125,13 +128,13 @@ def _backend_of(device_type: str) -> NoiseBackend:
     return EagerNoise()
 
 
-def _triton_noise() -> NoiseBackend:
+def _triton_noise(device: torch.device) -> NoiseBackend:
     try:
         from lezo_ds.noise.gpu import TritonNoise  # CPUs do not need Triton and often do not have it
 
         noise = TritonNoise()
         # The first launch builds Triton's launcher; a missing compiler must show now, not in a training step.
-        noise.draw(0, 0, 0, 1, torch.device("cuda"))
+        noise.draw(0, 0, 0, 1, device)
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise UserError(
             f"Triton needs a C compiler and Python's headers; {type(error).__name__}: {error}",

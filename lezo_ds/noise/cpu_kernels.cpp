@@ -1,8 +1,8 @@
 // The noise operations for CPUs: the same bits as reference.py, vectorized by the compiler.
 //
-// Build with -O3 -march=native -ffp-contract=off and never with -ffast-math: the bits equal those of the other
-// backends only if every fp32 operation is rounded on its own. Except for Philox, all hot loops run over plain
-// arrays without branches, so that GCC turns them into SIMD code. A tile of noise fits into the L1 cache.
+// Build with -ffp-contract=off and never with -ffast-math: the bits equal those of the other backends only if
+// every fp32 operation is rounded on its own. Except for Philox, all hot loops run over plain arrays without
+// branches, so that GCC turns them into SIMD code. A tile of noise fits into the L1 cache.
 
 #include <algorithm>
 #include <atomic>
@@ -15,7 +15,7 @@
 #include <type_traits>
 #include <vector>
 
-#if defined(__SSE2__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -39,9 +39,7 @@ inline To bit_cast(From value) {
     return result;
 }
 
-// ---------------------------------------------------------------- Philox4x32-10 (Salmon et al. 2011)
-
-// One word of several blocks, each in the low half of 64 bits; the high halves are undefined. The processor's
+// A word of each of several blocks, in the low half of 64 bits; the high halves are undefined. The processor's
 // 32 x 32 -> 64 bit multiplication expects this layout, and GCC does not choose it by itself.
 #if defined(__AVX512F__)
 typedef uint64_t Lanes __attribute__((vector_size(64)));
@@ -49,9 +47,6 @@ inline Lanes product(Lanes a, Lanes b) { return (Lanes)_mm512_mul_epu32((__m512i
 #elif defined(__AVX2__)
 typedef uint64_t Lanes __attribute__((vector_size(32)));
 inline Lanes product(Lanes a, Lanes b) { return (Lanes)_mm256_mul_epu32((__m256i)a, (__m256i)b); }
-#elif defined(__SSE2__)
-typedef uint64_t Lanes __attribute__((vector_size(16)));
-inline Lanes product(Lanes a, Lanes b) { return (Lanes)_mm_mul_epu32((__m128i)a, (__m128i)b); }
 #else
 typedef uint64_t Lanes __attribute__((vector_size(16)));
 inline Lanes product(Lanes a, Lanes b) { return (a & 0xFFFFFFFFu) * b; }
@@ -60,7 +55,6 @@ inline Lanes product(Lanes a, Lanes b) { return (a & 0xFFFFFFFFu) * b; }
 constexpr int NUM_LANES = sizeof(Lanes) / sizeof(uint64_t);
 static_assert(BLOCK_MULTIPLE % NUM_LANES == 0);
 
-// Selects the noise of a parameter.
 struct Noise {
     int distribution;
     uint64_t key;
@@ -69,7 +63,7 @@ struct Noise {
     int block_bits() const { return distribution == NORMAL ? 2 : 7; }  // a block has 2**block_bits elements
 };
 
-// The Philox words of blocks: word[j][i] is word j of block i, in the low half.
+// Philox4x32-10 (Salmon et al. 2011) of blocks: word[j][i] is word j of block i, in the low half.
 struct alignas(64) TileWords {
     uint64_t word[4][TILE_BLOCKS];
 
@@ -90,18 +84,14 @@ struct alignas(64) TileWords {
                 k0 += 0x9E3779B9u;
                 k1 += 0xBB67AE85u;
             }
-            std::memcpy(&word[0][i], &c0, sizeof(Lanes));
-            std::memcpy(&word[1][i], &c1, sizeof(Lanes));
-            std::memcpy(&word[2][i], &c2, sizeof(Lanes));
-            std::memcpy(&word[3][i], &c3, sizeof(Lanes));
+            const Lanes words[] = {c0, c1, c2, c3};
+            for (int j = 0; j < 4; ++j) std::memcpy(&word[j][i], &words[j], sizeof(Lanes));
         }
     }
 };
 
-// ---------------------------------------------------------------- Box-Muller
-
-// The formulas of reference.py with fewer operations, as in triton_kernels.py. A factor that is a power of two
-// changes no other bit of a result, so it can move to the constants: those here are of the logarithm times -2.
+// The formulas of reference.py with fewer operations. The constants are those of the logarithm times -2: a power
+// of two changes no other bit of a result.
 inline float minus_two_log_uniform(uint32_t word) {
     // 1 + k / 2**23 with k = word >> 9, less 1 - 2**-24, is u: all exact.
     const float uniform = bit_cast<float>((word >> 9) | 0x3F800000u) - 0.999999940395355224609375f;
@@ -110,14 +100,10 @@ inline float minus_two_log_uniform(uint32_t word) {
     const int32_t power = (bits - 0x3F3504F4) & -0x800000;
     const float x = bit_cast<float>(bits - power) - 1.0f;
     const float exponent = static_cast<float>(power);
-    float polynomial = x * -1.40753672584e-1f + 2.3029220620e-1f;
-    polynomial = polynomial * x + -2.3353997480e-1f;
-    polynomial = polynomial * x + 2.4840281692e-1f;
-    polynomial = polynomial * x + -2.8498645574e-1f;
-    polynomial = polynomial * x + 3.3336115330e-1f;
-    polynomial = polynomial * x + -4.0001429530e-1f;
-    polynomial = polynomial * x + 4.9999987986e-1f;
-    polynomial = polynomial * x + -6.6666662348e-1f;
+    float polynomial = -1.40753672584e-1f;
+    for (const float coefficient : {2.3029220620e-1f, -2.3353997480e-1f, 2.4840281692e-1f, -2.8498645574e-1f,
+                                    3.3336115330e-1f, -4.0001429530e-1f, 4.9999987986e-1f, -6.6666662348e-1f})
+        polynomial = polynomial * x + coefficient;
     const float square = x * x;
     const float tail = polynomial * x * square + exponent * (4.24388880e-4f / 0x1p23f) + square;
     return (x * -2.0f + tail) + exponent * (-1.38671875f / 0x1p23f);
@@ -133,7 +119,7 @@ struct SinCos {
     float sin, cos;
 };
 
-// The first bit of `word` counts as 0.
+// The first bit of `word` counts as 0: `signed_radius` has the sign.
 inline SinCos sin_cos(uint32_t word) {
     const float x = static_cast<float>(static_cast<int32_t>(word << 2)) * 3.657291987e-10f;
     const float square = x * x;
@@ -146,14 +132,12 @@ inline SinCos sin_cos(uint32_t word) {
     return {odd ? cosine : sine, odd ? -sine : cosine};
 }
 
-// ---------------------------------------------------------------- What is drawn for each element
-
-inline int whole_vectors(int num_blocks) {
+inline int full_vectors(int num_blocks) {
     return (num_blocks + BLOCK_MULTIPLE - 1) / BLOCK_MULTIPLE * BLOCK_MULTIPLE;
 }
 
 void fill_normals(float *__restrict__ z, Noise noise, uint64_t block, int num_blocks) {
-    num_blocks = whole_vectors(num_blocks);
+    num_blocks = full_vectors(num_blocks);
     const TileWords words(noise, 0, block, num_blocks);
     for (int i = 0; i < num_blocks; ++i) {
         const auto word = [&](int j) { return static_cast<uint32_t>(words.word[j][i]); };
@@ -177,7 +161,7 @@ void fill_signs(float *__restrict__ z, Noise noise, uint64_t block, int num_bloc
         }
 }
 
-// Draws z of the elements [element, element + length) of a tile into `buffer`, and returns where the first is.
+// Draws z of the elements [element, element + length) of a tile, and returns where in `buffer` the first is.
 const float *draw(float *buffer, Noise noise, int64_t element, int length) {
     const int bits = noise.block_bits(), last = (1 << bits) - 1, offset = static_cast<int>(element & last);
     const uint64_t block = static_cast<uint64_t>(element >> bits);
@@ -187,16 +171,13 @@ const float *draw(float *buffer, Noise noise, int64_t element, int length) {
     return buffer + offset;
 }
 
-// The same for the dither.
 const uint32_t *draw_dither(uint32_t *__restrict__ buffer, Noise noise, int64_t element, int length) {
-    const int offset = static_cast<int>(element % 4), num_blocks = whole_vectors((offset + length + 3) / 4);
+    const int offset = static_cast<int>(element % 4), num_blocks = full_vectors((offset + length + 3) / 4);
     const TileWords words(noise, 1, static_cast<uint64_t>(element / 4), num_blocks);
     for (int i = 0; i < num_blocks; ++i)
         for (int j = 0; j < 4; ++j) buffer[4 * i + j] = static_cast<uint32_t>(words.word[j][i]);
     return buffer + offset;
 }
-
-// ---------------------------------------------------------------- Storage formats
 
 constexpr uint32_t FP16_EXPONENT_OFFSET = 112u << 23;  // fp32's exponent bias minus fp16's
 constexpr uint32_t SMALLEST_NORMAL_FP16 = 0x38800000;  // 2**-14 in fp32
@@ -259,7 +240,7 @@ struct Fp16 {
     static uint16_t stochastic(float value, uint32_t dither) {
         const uint32_t bits = bit_cast<uint32_t>(value), magnitude = bits & 0x7FFFFFFF;
         const uint32_t normal = (magnitude - FP16_EXPONENT_OFFSET + (dither & 0x1FFF)) >> 13;
-        // Larger values do not use this result; the minimum only keeps their conversion to an integer defined.
+        // The minimum only keeps the conversion of larger values, which are not subnormal, defined.
         const float below = bit_cast<float>(std::min(magnitude, SMALLEST_NORMAL_FP16));
         const uint32_t fixed_point = static_cast<uint32_t>(static_cast<int32_t>(below * 0x1p44f));
         return finish(bits, magnitude, normal, (fixed_point + (dither & 0xFFFFF)) >> 20);
@@ -293,10 +274,8 @@ struct Fp16 {
     }
 };
 
-// ---------------------------------------------------------------- Operations on a contiguous range
-
 // Calls body(position, length) for each tile of the elements [start, start + count); `position` counts from `start`.
-// Tiles end where blocks of the distribution end, so that no block is drawn for two of them.
+// Tiles end where blocks end, so that no block is drawn for two of them.
 template <typename Body>
 void for_tiles(Noise noise, int64_t start, int64_t count, Body body) {
     for (int64_t position = 0; position < count;) {
@@ -379,8 +358,7 @@ void parallel_for(int64_t count, int64_t size, int num_threads, Body body) {
     const int64_t num_helpers = std::min<int64_t>(num_threads, num_pieces) - 1;
     try {
         for (int64_t i = 0; i < num_helpers; ++i) threads.emplace_back(work);
-    } catch (const std::system_error &) {
-        // The system allows no more threads; those that started, and this one, do all pieces.
+    } catch (const std::system_error &) {  // no more threads are allowed; those that started do all pieces
     }
     work();
     for (std::thread &thread : threads) thread.join();
@@ -396,8 +374,6 @@ void with_format(int format, Body body) {
 }
 
 }  // namespace
-
-// ---------------------------------------------------------------- C interface (see cpu.py)
 
 extern "C" {
 

@@ -16,8 +16,7 @@ from lezo_ds.noise import triton_kernels as kernels
 from lezo_ds.noise.reference import PER_BLOCK
 from lezo_ds.zo.updates import Distribution, Update, UpdatePrecision
 
-# Elements of one program, as in `triton_kernels._tile`. No bit depends on it, and it is not tuned: no element
-# is read twice, so it only sets how many programs there are.
+# Elements of one program, as in `triton_kernels._tile`; no bit depends on it.
 _TILE: dict[Distribution, int] = {"normal": 512 * 4, "rademacher": 32 * 128}
 _ALIGNMENT = 512  # of copies in bytes, like that of torch's allocator: matrix products may depend on it
 _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -26,9 +25,9 @@ _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.f
 class Launch:
     """A kernel with the number of its programs and its last arguments, which are the same in all runs.
 
-    Triton looks at all arguments to find the kernel that is compiled for them, which takes longer than the
-    launch. It looks at the types, and at which addresses and integers are multiples of 16, unless a kernel
-    says `do_not_specialize`. Runs of one launch must not differ in these, so only the first looks.
+    Only in the first run does Triton choose the compiled kernel, which takes longer than the launch. It goes
+    by types, and by which addresses and integers are multiples of 16 unless `do_not_specialize` excepts them;
+    runs of one launch must not differ in these.
     """
 
     def __init__(
@@ -38,32 +37,26 @@ class Launch:
         constants: Mapping[str, Any],
         num_warps: int = 4,
     ) -> None:
-        self._kernel = kernel
-        self._grid = (num_programs, 1, 1)
-        self._constants = [constants[name] for name in kernel.arg_names[-len(constants) :]]
-        self._num_warps = num_warps
-        self._compiled: Any = None
+        self.kernel, self.num_programs, self.constants = kernel, num_programs, constants
+        self._ordered = [constants[name] for name in kernel.arg_names[-len(constants) :]]
+        self._num_warps, self._compiled = num_warps, None
 
     def run(self, first: Tensor, *others: object) -> None:
         """Run the kernel on its arguments before the constants, on the device of the first."""
-        if self._grid[0] == 0:
+        if self.num_programs == 0:
             return
+        grid, arguments = (self.num_programs, 1, 1), (first, *others, *self._ordered)
         with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
             if self._compiled is not None:
-                self._compiled[self._grid](first, *others, *self._constants)
-                return
-            # enable_fp_fusion=False: a fused multiply-add rounds once where the other backends round twice.
-            # Triton's interpreter returns None.
-            self._compiled = self._kernel[self._grid](
-                first, *others, *self._constants, num_warps=self._num_warps, enable_fp_fusion=False
-            )
+                self._compiled[grid](*arguments)
+            else:
+                # A fused multiply-add rounds once where the other backends round twice.
+                options = {"num_warps": self._num_warps, "enable_fp_fusion": False}
+                self._compiled = self.kernel[grid](*arguments, **options)  # None in Triton's interpreter
 
 
 class TritonNoise(NoiseBackend):
-    """One kernel perturbs all parameters of a call, and one updates all shards of a call, if they are alike.
-
-    Rows out of range are not caught.
-    """
+    """One launch perturbs or updates all alike tensors of a call. Rows out of range are not caught."""
 
     takes_blocks = True
 
@@ -82,7 +75,7 @@ class TritonNoise(NoiseBackend):
         # All copies in one piece of memory: those of plus, then those of minus.
         out = torch.empty(num_signs * num_bytes, dtype=torch.uint8, device=device)
         for table, launch in launches:
-            launch.run(table, out, key, scale, num_bytes)
+            launch.run(table, None, out, key, scale, num_bytes)
         of_dtype = {dtype: out.view(dtype) for dtype in {weight.out_dtype for weight in weights}}
         return [[of_dtype[dtype].as_strided(*view) for dtype, *view in of_weight] for of_weight in views]
 
@@ -100,8 +93,9 @@ class TritonNoise(NoiseBackend):
             stored = "nearest" if values.dtype == torch.float32 else precision
             constants = (("dtype", values.dtype), ("precision", stored))
             low_address = 0 if low is None else low.data_ptr()
-            part = (constants, parameter_id, values.numel(), values.data_ptr(), low_address, start, start)
-            parts.append(part)
+            parts.append(
+                (constants, parameter_id, values.numel(), values.data_ptr(), low_address, start, start)
+            )
         device = shards[0].values.device
         keys, multipliers = _updates_on_device(pack_updates(updates).tobytes(), device)
         for table, launch in _launches("update_kernel", tuple(parts), distribution, device):
@@ -113,17 +107,22 @@ def _perturb_rows(
 ) -> list[Tensor]:
     theta, parameter_id, out_dtype, rows = weight
     assert rows is not None
-    theta, rows = theta.contiguous(), rows.contiguous()
-    width, per_block = theta.shape[1], PER_BLOCK[distribution]
-    outs = [torch.empty((len(rows), width), dtype=out_dtype, device=theta.device) for _ in range(num_signs)]
-    aligned = width % per_block == 0
+    theta, rows, width = theta.contiguous(), rows.contiguous(), theta.shape[1]
     # A row that starts within a block can touch one more tile.
-    tiles_of_row = _num_tiles(distribution, 0 if aligned else per_block - 1, width)
-    constants = {"aligned": aligned, "distribution": distribution}
-    launch = Launch(kernels.perturb_rows_kernel, len(rows) * tiles_of_row, constants)
-    plus, minus = outs if num_signs == 2 else (outs[0], None)
-    launch.run(theta, rows, plus, minus, key, parameter_id, scale, width, tiles_of_row)
-    return outs
+    start = 0 if width % PER_BLOCK[distribution] == 0 else PER_BLOCK[distribution] - 1
+    constants = (("dtype", theta.dtype), ("out_dtype", out_dtype), ("two_signs", num_signs == 2))
+    num_tiles = _num_tiles(distribution, start, width)
+    part = (constants, parameter_id, width, theta.data_ptr(), 0, start, num_tiles)
+    ((table, of_row),) = _launches("perturb_kernel", (part,), distribution, theta.device)
+    num_bytes = _aligned(len(rows) * width * out_dtype.itemsize)
+    out = torch.empty(num_signs, num_bytes, dtype=torch.uint8, device=theta.device)
+    launch = Launch(of_row.kernel, len(rows) * num_tiles, of_row.constants)
+    launch.run(table, rows, out, key, scale, num_bytes)
+    return [copy.view(out_dtype)[: len(rows) * width].view(len(rows), width) for copy in out]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _num_tiles(distribution: Distribution, start: int, count: int) -> int:
@@ -147,14 +146,11 @@ def _copies(
     for address, shape, dtype, parameter_id, out_dtype in facts:
         is_fp32 = out_dtype == torch.float32
         # Copies in fp32 and in 16 bits can come from one kernel.
-        constants = (
-            ("dtype", dtype),
-            ("out_dtype", dtype if is_fp32 else out_dtype),
-            ("two_signs", num_signs == 2),
-        )
+        stored = ("out_dtype", dtype if is_fp32 else out_dtype)
+        constants = (("dtype", dtype), stored, ("two_signs", num_signs == 2))
         parts.append((constants, parameter_id, shape.numel(), address, end, 0, is_fp32))
         offsets.append(end)
-        end += -(-shape.numel() * out_dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        end += _aligned(shape.numel() * out_dtype.itemsize)
     views = []
     for (_, shape, _, _, dtype), offset in zip(facts, offsets, strict=True):
         strides = torch.empty(shape, device="meta").stride()
@@ -169,16 +165,15 @@ def _launches(
 ) -> list[tuple[Tensor, Launch]]:
     """Return a table and a launch for each kind of parts: those that one compiled kernel serves.
 
-    A part is (constants of the kernel, parameter id, number of elements, address, first of the two fields
-    that depend on the kernel, index of the first element, second field); see `triton_kernels._part`.
+    A part is (constants of the kernel, parameter id, number of elements, address, fifth field, index of the
+    first element, sixth field); see `triton_kernels._part`.
     """
     alike: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
     for constants, parameter_id, count, address, other, start, last in parts:
         unit = 16 if count % 16 == address % 16 == other % 16 == 0 else 1
         kind = (*constants, ("aligned", start % PER_BLOCK[distribution] == 0), ("unit", unit))
         num_tiles = _num_tiles(distribution, start, count)
-        column = (num_tiles, parameter_id, count, address, other, last)
-        alike.setdefault(kind, []).append(column)
+        alike.setdefault(kind, []).append((num_tiles, parameter_id, count, address, other, last))
     launches = []
     for kind, columns in alike.items():
         num_columns = max(16, 1 << (len(columns) - 1).bit_length())  # a kernel is compiled for each number

@@ -3,14 +3,13 @@
 Philox4x32-10, the counter-based generator of Salmon et al. 2011, encrypts the counter (block low word, block
 high word, parameter id, stream) with the 64-bit key, and gives four 32-bit words for each block of elements.
 
-Normals are made of them by Box-Muller. Logarithm, sine and cosine are polynomials that use only IEEE fp32
-additions, multiplications and square roots, each rounded on its own, so that PyTorch, C++ and Triton produce
-the same bits. Fused multiply-adds would give others, and save 15 % of the instructions on an H100. Signs, the
+Normals are computed by Box-Muller. Logarithm, sine and cosine are polynomials of IEEE fp32 additions and
+multiplications, each rounded on its own, so that PyTorch, C++ and Triton produce the same bits. Signs, the
 directions of Spall's simultaneous perturbations (1992), are the bits of the words.
 
 A zeroth-order update is far below half a unit in the last place of most 16-bit weights, so rounding to
-nearest loses it. Two methods keep it: stochastic rounding with a dither that can be replayed, and 16 low bits
-stored in addition to the 16-bit value. Both use only integer arithmetic and exact fp32 operations.
+nearest loses it. Two exact methods keep it: stochastic rounding with a dither that can be replayed, and 16
+low bits in addition to the 16-bit value.
 """
 
 from __future__ import annotations
@@ -161,11 +160,8 @@ def round_stochastic(values: Tensor, words: Tensor, dtype: torch.dtype) -> Tenso
 
     bf16: the low 16 bits of the dither word are added to the fp32 bits, then the last 16 bits are cut off.
     fp16: if |x| >= 2**-14, the same with 13 bits; otherwise |x| is expressed in units of 2**-44 (truncated),
-    the low 20 bits of the word are added, and the last 20 bits are cut off. fp32, infinities and NaN do not
-    change.
+    the low 20 bits of the word are added, and the last 20 bits are cut off. Infinities and NaN do not change.
     """
-    if dtype == torch.float32:
-        return values
     bits = values.view(torch.int32)
     dither = words.to(torch.int32)
     if dtype == torch.bfloat16:
@@ -211,19 +207,6 @@ def join_master(high: Tensor, low: Tensor | None) -> Tensor:
         return ((high.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
     unit = (_low_unit_exponent(high) << 23).view(torch.float32)
     return high.to(torch.float32) + low.to(torch.float32) * unit
-
-
-def store(values: Tensor, shard: Tensor, low: Tensor | None, words: Tensor | None) -> None:
-    """Write fp32 values [n] to a shard and its low bits, if there are any; dithered if there are words."""
-    if low is not None:
-        high, low_values = split_master(values, shard.dtype)
-        assert low_values is not None
-        shard.copy_(high)
-        low.copy_(low_values)
-    elif words is not None:
-        shard.copy_(round_stochastic(values, words, shard.dtype))
-    else:
-        shard.copy_(values)
 
 
 def _low_unit_exponent(high: Tensor) -> Tensor:
@@ -273,8 +256,14 @@ class EagerNoise(NoiseBackend):
                 elements = (parameter_id, start + first, last - first, values.device)
                 for key, coefficient, factor in updates:
                     z = draw(distribution, key, *elements)
-                    master = join_master(part, part_low) * factor - z * coefficient
-                    store(master, part, part_low, dither_words(key, *elements) if dithered else None)
+                    changed = join_master(part, part_low) * factor - z * coefficient
+                    if dithered:
+                        changed = round_stochastic(changed, dither_words(key, *elements), values.dtype)
+                    if part_low is not None:
+                        changed, changed_low = split_master(changed, values.dtype)
+                        assert changed_low is not None
+                        part_low.copy_(changed_low)
+                    part.copy_(changed)
 
 
 def _chunks(count: int, size: int) -> Iterator[tuple[int, int]]:

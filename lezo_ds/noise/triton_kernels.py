@@ -1,14 +1,11 @@
-"""The noise operations as Triton kernels: the same bits as reference.py, z in registers only.
+"""The noise operations as Triton kernels: the formulas of reference.py in fewer instructions.
 
 Launch them with enable_fp_fusion=False: the bits equal those of the other backends only if every fp32
-operation is rounded on its own. tl.fma stands where the product is exact, so that it rounds like the product
-and the sum; and in `_root`. The formulas are those of reference.py with fewer instructions: a
-factor that is a power of two changes no other bit of a result, so it can move to the constants.
+operation is rounded on its own. Outside `_root`, tl.fma stands only where the product is exact.
 """
 
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-calls=False
-# Only scalars have types, and a kernel has no objects to bundle its arguments in.
 # ruff: noqa: ANN001, ANN201, ANN202, PLR0913
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def _minus_two_log_uniform(word):
-    """See `reference._minus_two_log_uniform`. The constants are those of the logarithm times -2."""
+    # The constants are those of the logarithm times -2: a power of two changes no other bit of a result.
     # 1 + k / 2**23 with k = word >> 9, less 1 - 2**-24, is u: all exact.
     uniform = ((word >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
     bits = uniform.to(tl.int32, bitcast=True)
@@ -45,11 +42,7 @@ def _minus_two_log_uniform(word):
 
 @triton.jit
 def _root(x):
-    """Return the square root of x in [2**-24, 64], correctly rounded.
-
-    These are the instructions of sqrt.rn for all but very small and very large x. sqrt.rn tests for those,
-    and the branch costs as much as the root.
-    """
+    """Return the correctly rounded root of x in [2**-24, 64]: sqrt.rn without its branch for other x."""
     if INTERPRETED:
         root = tl.sqrt_rn(x)
     else:
@@ -71,7 +64,7 @@ def _radius(word, angle):
 
 @triton.jit
 def _sin_cos(word):
-    """See `reference._sin_cos`; the first bit of `word` counts as 0."""
+    """Return (sine, cosine); the first bit of `word` counts as 0."""
     x = (word << 2).to(tl.int32, bitcast=True).to(tl.float32) * 3.657291987e-10
     square = x * x
     sine = (square * -1.9515295891e-4 + 8.3321608736e-3) * square + -1.6666654611e-1
@@ -85,10 +78,7 @@ def _sin_cos(word):
 
 @triton.jit
 def _product(word, factor: tl.constexpr):
-    """Return the high and the low half of word * factor, by one instruction.
-
-    LLVM multiplies twice for some of the products that are written in 64 bits.
-    """
+    """Return the high and the low half of word * factor by one instruction, where LLVM often takes two."""
     if INTERPRETED:
         product = word.to(tl.uint64) * factor
         low, high = product.to(tl.uint32), (product >> 32).to(tl.uint32)
@@ -106,7 +96,7 @@ def _product(word, factor: tl.constexpr):
 
 @triton.jit
 def _words(key, parameter_id, block, stream: tl.constexpr):
-    """See `reference.words_of_blocks`; four of uint32. tl.philox takes two multiplications for a product."""
+    """Return the four words of each block, uint32. tl.philox takes two multiplications for a product."""
     word0 = block.to(tl.uint32)
     word1 = (block >> 32).to(tl.uint32)
     word2 = word0 * 0 + tl.cast(parameter_id, tl.uint32)
@@ -131,7 +121,7 @@ def _in_order(v0, v1, v2, v3):
 
 @triton.jit
 def box_muller(word0, word1, word2, word3):
-    """See `reference.box_muller`; fp32 [n, 4]."""
+    """Return the normals of blocks: fp32 [n, 4]."""
     radius01 = _radius(word0, word1)
     radius23 = _radius(word2, word3)
     sin01, cos01 = _sin_cos(word1)
@@ -167,7 +157,6 @@ def _dither(key, parameter_id, block, per_block: tl.constexpr):
 
 @triton.jit
 def round_nearest(value, dtype: tl.constexpr):
-    """Round to nearest, ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = value.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -180,7 +169,6 @@ def round_nearest(value, dtype: tl.constexpr):
 
 @triton.jit
 def _round_stochastic(value, dither, dtype: tl.constexpr):
-    """See `reference.round_stochastic`."""
     bits = value.to(tl.int32, bitcast=True)
     if dtype == tl.bfloat16:
         rounded = (bits + (dither & 0xFFFF)) >> 16
@@ -206,7 +194,6 @@ def _low_unit(high):
 
 @triton.jit
 def _split_master(value, dtype: tl.constexpr):
-    """See `reference.split_master`."""
     if dtype == tl.bfloat16:
         bits = value.to(tl.int32, bitcast=True)
         high_bits = (bits + 0x8000) >> 16
@@ -223,7 +210,6 @@ def _split_master(value, dtype: tl.constexpr):
 
 @triton.jit
 def _join_master(high, low):
-    """See `reference.join_master`."""
     if high.dtype == tl.bfloat16:
         bits = (high.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low.to(tl.int32)
         value = bits.to(tl.float32, bitcast=True)
@@ -235,11 +221,9 @@ def _join_master(high, low):
 
 @triton.jit
 def _tile(tile, start, count, aligned: tl.constexpr, distribution: tl.constexpr):
-    """Return a tile's blocks [n], the positions of its elements from `start`, and a mask of those that exist.
+    """Return a tile's blocks [n], its elements' positions from `start`, and a mask of those that exist.
 
-    Positions and mask are [n, elements of a block]. `aligned` promises that `start` is the first of a block,
-    which allows wide accesses. With four elements a block, each thread holds whole blocks, so that no element
-    moves between threads from drawing to storing.
+    Positions and mask are [n, elements of a block]. `aligned` promises that `start` begins a block.
     """
     per_block: tl.constexpr = 128 if distribution == "rademacher" else 4
     num_blocks: tl.constexpr = 32 if distribution == "rademacher" else 512
@@ -259,9 +243,9 @@ def _tile(tile, start, count, aligned: tl.constexpr, distribution: tl.constexpr)
 def _part(table_ptr, unit: tl.constexpr, num_columns: tl.constexpr):
     """Return the number of this program's tile in its part of a call, and the other fields of the part.
 
-    A table is int64 [6, num_columns], with a column for each part: number of its first program (out of reach
-    in columns without a part), parameter id, number of elements, address, and two fields that depend on the
-    kernel. The third to fifth are in units: the compiler uses wide accesses where it sees multiples of 16.
+    A table is int64 [6, num_columns], with a column for each part: number of its first program, parameter id,
+    number of elements, address, and two fields that depend on the kernel. The third to fifth are multiples of
+    `unit`: the compiler uses wide accesses where it sees multiples of 16.
     """
     program = tl.program_id(0).to(tl.int64)
     first = tl.load(table_ptr + tl.arange(0, num_columns))
@@ -274,13 +258,7 @@ def _part(table_ptr, unit: tl.constexpr, num_columns: tl.constexpr):
 
 
 @triton.jit
-def _pointer(address, dtype: tl.constexpr, unit: tl.constexpr):
-    return tl.multiple_of(address.to(tl.pointer_type(dtype)), unit)
-
-
-@triton.jit
 def _store_copy(out_ptr, position, value, inside, is_fp32, out_dtype: tl.constexpr):
-    """Store fp32 values as fp32 or as `out_dtype`."""
     if is_fp32 != 0:
         tl.store(out_ptr.to(tl.pointer_type(tl.float32)) + position, value, mask=inside)
     else:
@@ -291,6 +269,7 @@ def _store_copy(out_ptr, position, value, inside, is_fp32, out_dtype: tl.constex
 @triton.jit(do_not_specialize=["key"])
 def perturb_kernel(
     table_ptr,
+    rows_ptr,
     out_ptr,
     key: tl.uint64,
     scale: tl.float32,
@@ -303,46 +282,27 @@ def perturb_kernel(
     num_columns: tl.constexpr,
     distribution: tl.constexpr,
 ):
-    """For full parameters, plus = theta + scale * z and, if there are two signs, minus = theta - scale * z.
+    """Write plus = theta + scale * z and, if there are two signs, minus = theta - scale * z.
 
-    The last fields of a part are the distance of plus from `out_ptr` in bytes, and whether plus is fp32
-    instead of `out_dtype`. minus lies `distance` bytes after plus.
+    plus is a part's fifth field of bytes after `out_ptr`, and minus `distance` bytes after plus. Without
+    `rows_ptr`, the sixth says whether the copies are fp32 instead of `out_dtype`. With it, the only part has
+    the elements of one row, row i of plus is that of theta[rows[i]], and the sixth is the tiles of a row.
     """
-    tile, parameter_id, count, address, offset, is_fp32 = _part(table_ptr, unit, num_columns)
-    out_ptr += offset
-    block, position, inside = _tile(tile, 0, count, aligned, distribution)
-    theta = tl.load(_pointer(address, dtype, unit) + position, mask=inside).to(tl.float32)
+    tile, parameter_id, count, address, offset, last = _part(table_ptr, unit, num_columns)
+    theta_ptr, start, is_fp32 = tl.multiple_of(address.to(tl.pointer_type(dtype)), unit), 0, last
+    if rows_ptr is not None:
+        row = tile.to(tl.int32) // last.to(tl.int32)
+        tile -= row.to(tl.int64) * last
+        start = tl.load(rows_ptr + row) * count
+        theta_ptr += start
+        offset += row * count * (out_dtype.primitive_bitwidth // 8)
+        is_fp32 = 0
+    block, position, inside = _tile(tile, start, count, aligned, distribution)
+    theta = tl.load(theta_ptr + position, mask=inside).to(tl.float32)
     change = scale * _draw(key, parameter_id, block, distribution)
-    _store_copy(out_ptr, position, theta + change, inside, is_fp32, out_dtype)
+    _store_copy(out_ptr + offset, position, theta + change, inside, is_fp32, out_dtype)
     if two_signs:
-        _store_copy(out_ptr + distance, position, theta - change, inside, is_fp32, out_dtype)
-
-
-@triton.jit(do_not_specialize=["key", "parameter_id"])
-def perturb_rows_kernel(
-    theta_ptr,
-    rows_ptr,
-    plus_ptr,
-    minus_ptr,
-    key: tl.uint64,
-    parameter_id: tl.uint32,
-    scale: tl.float32,
-    width: tl.int64,
-    tiles_of_row: tl.int32,
-    aligned: tl.constexpr,
-    distribution: tl.constexpr,
-):
-    """Row i of plus (and minus) = theta[rows[i]] + (and -) scale * z. `minus_ptr` may be None."""
-    program = tl.program_id(0)
-    tile, target = (program % tiles_of_row).to(tl.int64), (program // tiles_of_row).to(tl.int64)
-    source = tl.load(rows_ptr + target)
-    block, position, inside = _tile(tile, source * width, width, aligned, distribution)
-    theta = tl.load(theta_ptr + source * width + position, mask=inside).to(tl.float32)
-    change = scale * _draw(key, parameter_id, block, distribution)
-    out = target * width + position
-    tl.store(plus_ptr + out, round_nearest(theta + change, plus_ptr.dtype.element_ty), mask=inside)
-    if minus_ptr is not None:
-        tl.store(minus_ptr + out, round_nearest(theta - change, minus_ptr.dtype.element_ty), mask=inside)
+        _store_copy(out_ptr + offset + distance, position, theta - change, inside, is_fp32, out_dtype)
 
 
 @triton.jit(do_not_specialize=["num_updates"])
@@ -366,8 +326,8 @@ def update_kernel(
     """
     tile, parameter_id, count, address, low_address, start = _part(table_ptr, unit, num_columns)
     block, position, inside = _tile(tile, start, count, aligned, distribution)
-    shard_ptr = _pointer(address, dtype, unit) + position
-    low_ptr = _pointer(low_address, tl.int16, unit) + position
+    shard_ptr = tl.multiple_of(address.to(tl.pointer_type(dtype)), unit) + position
+    low_ptr = tl.multiple_of(low_address.to(tl.pointer_type(tl.int16)), unit) + position
     stored = tl.load(shard_ptr, mask=inside)
     low = stored  # a loop needs its variables before it; unused unless `precision` is fp32_master
     if precision == "fp32_master":

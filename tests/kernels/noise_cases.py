@@ -22,11 +22,13 @@ SHAPES = [(7, 153), (2048,), (16, 8), (0, 3), (33,), (5, 1030), (9, 1)]
 SHARDS = [(1104, 0), (1101, 0), (1040, 4096), (30, 7), (1056, 2**34 + 2), (5003, 4099), (0, 10)]
 """Numbers of elements and starts."""
 
-PERTURB_CASES = [("perturb", *case) for case in itertools.product(DISTRIBUTIONS, DTYPES, DTYPES)]
-UPDATE_CASES = [("update", *case) for case in itertools.product(DISTRIBUTIONS, DTYPES, PRECISIONS)]
-CASES = {
-    " ".join(str(word).removeprefix("torch.") for word in case): case for case in PERTURB_CASES + UPDATE_CASES
-}
+# All pairs of distribution, dtype, and dtype of the copies or precision.
+CASES = [
+    (operation, DISTRIBUTIONS[(i + j) % 2], dtype, other)
+    for operation, others in (("perturb", DTYPES), ("update", PRECISIONS))
+    for (i, dtype), (j, other) in itertools.product(enumerate(DTYPES), enumerate(others))
+]
+CASES = {" ".join(str(word).removeprefix("torch.") for word in case): case for case in CASES}
 
 
 def hashed(count):

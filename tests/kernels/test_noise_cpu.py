@@ -1,71 +1,60 @@
 """How the C++ kernels are built, and what must not change their bits: threads, processors, libraries."""
 
-import os
 import platform
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from noise_cases import CASES, KEY, digest, result
+from noise_cases import CASES, GOLDEN, KEY, digest, result
 
-from lezo_ds.noise import Shard, Weight, cpu
+from lezo_ds.noise import Shard, Weight, cpu, noise_backend
 from lezo_ds.noise.cpu import CpuNoise
 from lezo_ds.noise.reference import EagerNoise, split_master
 from lezo_ds.zo.updates import Update
 
 CPU = torch.device("cpu")
-PRINT_BACKEND_AND_NOISE = """
-import logging, torch
-logging.basicConfig(level=logging.INFO)
-from lezo_ds.noise import noise_backend
-for _ in range(2):
-    noise = noise_backend(torch.device("cpu"))
-print(type(noise).__name__, noise.draw(1, 2, 3, 4, torch.device("cpu")).tolist())
-"""
 
 
-def start_python(cache, **variables):
-    return subprocess.Popen(
-        [sys.executable, "-c", PRINT_BACKEND_AND_NOISE],
-        env=os.environ
-        | {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(Path(__file__).parents[2])}
-        | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture
+def first_use(monkeypatch, tmp_path):
+    """An empty cache of libraries and of backends."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    noise_backend.cache_clear()
+    yield
+    noise_backend.cache_clear()
 
 
-def expected_line(backend):
-    return f"{backend} {EagerNoise().draw(1, 2, 3, 4, CPU).tolist()}"
+@pytest.mark.usefixtures("first_use")
+@pytest.mark.parametrize("reason", ["no C++ compiler", "cannot compile this", "Not a directory"])
+def test_where_the_kernels_cannot_be_built_plain_pytorch_runs_with_one_warning(
+    reason, tmp_path, monkeypatch, caplog
+):
+    if reason == "Not a directory":
+        (tmp_path / "cache").write_text("a file")
+    else:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    if reason == "cannot compile this":
+        (tmp_path / "g++").write_text("#!/bin/sh\necho cannot compile this >&2\nexit 1\n")
+        (tmp_path / "g++").chmod(0o755)
+    backends = [noise_backend(CPU) for _ in range(2)]
+    assert [type(backend) for backend in backends] == [EagerNoise] * 2
+    (warning,) = caplog.messages[-1:]
+    assert "install a C++ compiler" in warning and reason in warning
+    assert caplog.text.count("install a C++ compiler") == 1
 
 
-def test_where_the_kernels_cannot_be_built_pytorch_gives_the_same_noise_and_one_warning(tmp_path):
-    compiler, blocked = tmp_path / "g++", tmp_path / "file"
-    compiler.write_text("#!/bin/sh\necho cannot compile this >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    blocked.write_text("not a folder")
-    runs = {
-        "no C++ compiler": start_python(tmp_path / "cache", PATH=""),
-        "cannot compile this": start_python(tmp_path / "cache", PATH=str(tmp_path)),
-        "Not a directory": start_python(blocked),
-    }
-    for reason, process in runs.items():
-        output, errors = process.communicate()
-        assert output.strip() == expected_line("EagerNoise"), errors
-        assert errors.count("install a C++ compiler") == errors.count(reason) == 1
-
-
-def test_ranks_that_build_at_once_share_one_library_that_is_then_reused(tmp_path):
-    for rank in [start_python(tmp_path) for _ in range(2)]:
-        output, errors = rank.communicate()
-        assert output.strip() == expected_line("CpuNoise"), errors
-    output, errors = start_python(tmp_path).communicate()
-    assert output.strip() == expected_line("CpuNoise")
-    assert "compiling" not in errors
-    assert [path.suffix for path in (tmp_path / "lezo_ds").iterdir()] == [".so"]
+@pytest.mark.usefixtures("first_use")
+def test_ranks_that_build_at_once_share_one_library_that_is_then_reused(monkeypatch, tmp_path, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(cpu, "FLAGS", [flag.replace("-O3", "-O0") for flag in cpu.FLAGS])
+    with ThreadPoolExecutor(2) as ranks:
+        libraries = list(ranks.map(lambda _: cpu._built_library(), range(2)))
+    assert caplog.text.count("compiling") == 2
+    assert cpu._built_library() == libraries[0] == libraries[1]
+    assert caplog.text.count("compiling") == 2
+    assert list((tmp_path / "cache" / "lezo_ds").iterdir()) == [libraries[0]]
+    assert torch.equal(CpuNoise().draw(1, 2, 3, 999, CPU), EagerNoise().draw(1, 2, 3, 999, CPU))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86")
@@ -76,9 +65,8 @@ def test_older_instruction_sets_give_the_same_bits(monkeypatch, tmp_path, instru
     monkeypatch.setattr(cpu, "FLAGS", [flag.replace("native", instruction_set) for flag in cpu.FLAGS])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     older = CpuNoise()
-    assert len(list((tmp_path / "lezo_ds").iterdir())) == 1
-    for case in CASES.values():
-        assert digest(result(older, case)) == digest(result(CpuNoise(), case))
+    for name, case in CASES.items():
+        assert digest(result(older, case)) == GOLDEN["results"][name]
 
 
 @pytest.fixture

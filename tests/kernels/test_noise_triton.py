@@ -30,17 +30,14 @@ on_triton = () if IS_INTERPRETED else pytest.mark.gpu
 STORAGE = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
 TYPES = {
     "table_ptr": "*i64",
-    "out_ptr": "*u8",
     "rows_ptr": "*i64",
+    "out_ptr": "*u8",
     "keys_ptr": "*u64",
     "multipliers_ptr": "*fp32",
     "key": "u64",
-    "parameter_id": "u32",
     "scale": "fp32",
     "num_updates": "i32",
     "distance": "i64",
-    "width": "i64",
-    "tiles_of_row": "i32",
 }
 
 
@@ -55,7 +52,7 @@ def test_the_triton_backend_passes_its_tests_in_the_interpreter():
         check=False,
     )
     assert result.returncode == 0, result.stdout[-5000:]
-    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 60
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) >= 45
 
 
 @triton.jit
@@ -95,81 +92,74 @@ def test_box_muller_of_chosen_words_has_the_bits_of_the_reference(words, backend
         assert torch.equal(out.cpu().view(torch.int32), box_muller(*part).view(torch.int32))
 
 
-def compiled_for_hopper(kernel, storage, distribution, precision=None, *, wide=False):
-    """What `kernel` becomes for compute capability 9.0; needs no GPU.
+def compiled_for_hopper(storage, distribution, operation):
+    """What a kernel becomes for compute capability 9.0 and tensors with multiples of 16 bytes; needs no GPU.
 
-    `wide`: of tensors as nearly all are, which begin and end at multiples of 16 bytes.
+    The operation is "perturb", "rows" or the precision of an update.
     """
-    names = kernel.arg_names
-    types = TYPES | dict.fromkeys(("theta_ptr", "plus_ptr", "minus_ptr"), f"*{storage}")
+    kernel = kernels.perturb_kernel if operation in ("perturb", "rows") else kernels.update_kernel
+    names, types = kernel.arg_names, dict(TYPES)
     constants = {"dtype": STORAGE[storage], "out_dtype": STORAGE[storage], "distribution": distribution}
-    constants |= {"aligned": wide, "unit": 16 if wide else 1, "num_columns": 16}
-    constants |= {"precision": precision, "two_signs": True}
-    sixteen = [name for name in names if name.endswith("_ptr") or name == "distance"]
+    constants |= {"aligned": True, "unit": 16, "num_columns": 16, "precision": operation, "two_signs": True}
+    if operation != "rows":
+        del types["rows_ptr"]
+        constants["rows_ptr"] = None
+    sixteen = [name for name in types if name.endswith("_ptr") or name == "distance"]
     source = ASTSource(
         fn=kernel,
         signature={name: types.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items() if name in names},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in sixteen if wide},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in sixteen if name in names},
     )
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False}).asm
 
 
-@compiles
-@pytest.mark.parametrize("distribution", ["normal", "rademacher"])
-@pytest.mark.parametrize("storage", STORAGE)
-def test_every_operation_is_rounded_on_its_own_on_a_gpu(storage, distribution):
-    precisions = ["nearest"] if storage == "fp32" else ["nearest", "stochastic", "fp32_master"]
-    cases = [(kernels.perturb_kernel, None), (kernels.perturb_rows_kernel, None)]
-    for kernel, precision in [*cases, *((kernels.update_kernel, precision) for precision in precisions)]:
-        assembly = compiled_for_hopper(kernel, storage, distribution, precision)["ptx"]
-        # In four normals: two of each logarithm, two of each root, one of each cosine. No other is fused.
-        num_elements = gpu._TILE[distribution] // 128
-        fused = num_elements // 4 * 2 * (2 + 2 + 1) if distribution == "normal" else 0
-        if storage == "fp16" and precision == "fp32_master":
-            fused += 2 * num_elements  # low bits are read and written
-        assert len(re.findall(r"\bfma\.rn\.f32\b", assembly)) == fused
-        approximate = re.findall(r"\S*\.(?:approx|ftz)\S*", assembly)
-        assert set(approximate) == ({"rsqrt.approx.ftz.f32"} if distribution == "normal" else set())
-        if storage == "bf16" and precision in (None, "nearest"):
-            assert "cvt.rn.bf16" in assembly  # rounded to nearest by the hardware
-
-
-MOST_INSTRUCTIONS = {
-    # Of a pair of perturbed weights (in 16 bits with a second store, in fp32, that runs instead), of an
-    # update, and of an update with low bits.
-    "normal": {"fp32": (53, 55), "bf16": (58, 55, 61), "fp16": (58, 55, 70)},
-    "rademacher": {"fp32": (15, 15), "bf16": (20, 15, 20), "fp16": (20, 15, 29)},
-}
+# And the most instructions of an element. Perturbed 16-bit weights have a second store, for copies in fp32.
+COMPILED = [
+    ("fp32", "normal", "perturb", 53),
+    ("fp32", "normal", "nearest", 55),
+    ("bf16", "normal", "perturb", 58),
+    ("bf16", "normal", "rows", 59),
+    ("bf16", "normal", "nearest", 55),
+    ("bf16", "normal", "stochastic", 70),
+    ("bf16", "normal", "fp32_master", 61),
+    ("fp16", "normal", "stochastic", 82),
+    ("fp16", "normal", "fp32_master", 70),
+    ("bf16", "rademacher", "perturb", 20),
+    ("bf16", "rademacher", "nearest", 15),
+    ("fp16", "rademacher", "fp32_master", 29),
+]
 
 
 @compiles
-@pytest.mark.parametrize("distribution", MOST_INSTRUCTIONS)
-@pytest.mark.parametrize("storage", STORAGE)
-def test_an_element_takes_few_instructions(storage, distribution, tmp_path):
-    cases = [
-        (kernels.perturb_kernel, None),
-        (kernels.update_kernel, "nearest"),
-        (kernels.update_kernel, "fp32_master"),
-    ]
-    for (kernel, precision), most in zip(cases, MOST_INSTRUCTIONS[distribution][storage], strict=False):
-        path = tmp_path / "kernel.cubin"
-        path.write_bytes(compiled_for_hopper(kernel, storage, distribution, precision, wide=True)["cubin"])
-        command = [triton.knobs.nvidia.nvdisasm.path, "--print-code", str(path)]
-        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?!NOP)([^;]+);", listing)
-        assert most - 10 < len(instructions) / (gpu._TILE[distribution] // 128) <= most
+@pytest.mark.parametrize(("storage", "distribution", "operation", "most"), COMPILED)
+def test_gpu_code_is_short_and_rounds_every_operation_on_its_own(
+    storage, distribution, operation, most, tmp_path
+):
+    compiled = compiled_for_hopper(storage, distribution, operation)
+    # In four normals: two of each logarithm, two of each root, one of each cosine. No other is fused.
+    num_elements = gpu._TILE[distribution] // 128
+    fused = num_elements // 4 * 2 * (2 + 2 + 1) if distribution == "normal" else 0
+    if storage == "fp16" and operation == "fp32_master":
+        fused += 2 * num_elements  # low bits are read and written
+    assert len(re.findall(r"\bfma\.rn\.f32\b", compiled["ptx"])) == fused
+    approximate = re.findall(r"\S*\.(?:approx|ftz)\S*", compiled["ptx"])
+    assert set(approximate) == ({"rsqrt.approx.ftz.f32"} if distribution == "normal" else set())
+    if storage == "bf16" and operation in ("perturb", "rows", "nearest"):
+        assert "cvt.rn.bf16" in compiled["ptx"]  # rounded to nearest by the hardware
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(compiled["cubin"])
+    command = [triton.knobs.nvidia.nvdisasm.path, "--print-code", str(path)]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?!NOP)([^;]+);", listing)
+    assert most - 10 < len(instructions) / num_elements <= most
 
 
 @compiles
 def test_alike_parameters_take_one_launch_and_others_one_for_each_kind(monkeypatch):
     launched = []
-    monkeypatch.setattr(gpu.Launch, "run", lambda launch, *_: launched.append(launch._constants))
-    matrix, vector, odd = (
-        torch.zeros(16, 16).bfloat16(),
-        torch.zeros(16).bfloat16(),
-        torch.zeros(3).bfloat16(),
-    )
+    monkeypatch.setattr(gpu.Launch, "run", lambda launch, *_: launched.append(launch.constants))
+    matrix, vector, odd = (torch.zeros(shape).bfloat16() for shape in ((16, 16), (16,), (3,)))
     alike = [Weight(matrix, 1, torch.bfloat16), Weight(vector, 2, torch.float32)]
     others = [Weight(odd, 3, torch.float32), Weight(torch.zeros(16), 4, torch.float32)]
     noise = gpu.TritonNoise()
