@@ -45,7 +45,7 @@ def root(tmp_path_factory):
         (directory / name).symlink_to(REPOSITORY / name)
     real = directory / "runs" / "demo" / "assets"
     write_reader(real / "SmolLM2-135M-Instruct")
-    write_data(real / "reviews", num_train=600, num_validation=500)
+    write_data(real / "reviews", num_train=1200, num_validation=500)
     for text in blocks("yaml"):
         if "tickets.csv" in text:
             (directory / "tickets.yaml").write_text(text)
