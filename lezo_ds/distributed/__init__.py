@@ -6,7 +6,6 @@ from lezo_ds.distributed.collectives import (
     broadcast_bytes,
     broadcast_object,
     counted_bytes,
-    gather_integers,
     gather_objects,
     on_rank_zero,
     rank,
@@ -15,24 +14,3 @@ from lezo_ds.distributed.collectives import (
     world_size,
 )
 from lezo_ds.distributed.start import init_distributed, lost_ranks_reported, shut_down
-
-__all__ = [
-    "arithmetic_facts",
-    "barrier",
-    "broadcast_bytes",
-    "broadcast_object",
-    "counted_bytes",
-    "cpu_name",
-    "device",
-    "gather_integers",
-    "gather_objects",
-    "init_distributed",
-    "local_rank",
-    "lost_ranks_reported",
-    "on_rank_zero",
-    "rank",
-    "shut_down",
-    "sum_integers",
-    "sum_vector",
-    "world_size",
-]

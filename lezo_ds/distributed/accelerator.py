@@ -17,9 +17,9 @@ from torch import Tensor
 from lezo_ds.errors import UserError
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+# cuBLAS repeats its results if its workspace has a fixed size (its documentation, "Results reproducibility").
+# This is the size that torch 2.13 gives it on Hopper GPUs anyway.
 _DEFAULT_WORKSPACE = ":4096:8"
-"""cuBLAS repeats its results if its workspace has a fixed size (its documentation, "Results
-reproducibility"). This is the size that torch 2.13 gives it on Hopper GPUs anyway."""
 
 
 def local_rank() -> int:
@@ -33,7 +33,7 @@ def device() -> torch.device:
 
 
 def take_device() -> None:
-    """Make this rank's own GPU the current device. On a CPU, do nothing."""
+    """Make this rank's own GPU, if it has one, the current device."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return
@@ -46,10 +46,7 @@ def take_device() -> None:
 
 
 def adapt_to_cpu() -> None:
-    """On a CPU, change DeepSpeed for the whole process. Call this before the process group is made.
-
-    Both changes are tested with DeepSpeed 0.19.8. Neither has a setting in DeepSpeed.
-    """
+    """On a CPU, change DeepSpeed (0.19.8) for the process, before the process group is made."""
     if get_accelerator().device_name() == "cpu":
         # DeepSpeed would compile its shared-memory all-reduce. That takes a compiler and half a minute, and
         # it can fail (DeepSpeed issue 7108). Only `inference_all_reduce` uses it, which is not used here.
@@ -58,8 +55,6 @@ def adapt_to_cpu() -> None:
 
 
 class _Works(list[Any]):
-    """Several asynchronous messages that are waited for as one."""
-
     def wait(self) -> None:
         for work in self:
             work.wait()
@@ -72,10 +67,9 @@ def _gather_by_broadcasts(
     group: Any = None,  # noqa: ANN401
     async_op: bool = False,
 ) -> _Works | None:
-    """Do what TorchBackend.all_gather_into_tensor does. With gloo this takes a fifth of the time.
+    """Do what TorchBackend.all_gather_into_tensor does, with gloo in a fifth of the time.
 
-    torch's all-gather for gloo copies everything it sends and receives through temporary buffers. Its
-    broadcast does not (torch 2.13).
+    Its all-gather copies all that it sends and receives through temporary buffers (torch 2.13).
     """
     ranks = dist.get_process_group_ranks(group)
     parts = output_tensor.view(len(ranks), -1)
@@ -101,13 +95,12 @@ def fix_arithmetic() -> None:
 
 
 def arithmetic_facts(device: torch.device) -> dict[str, str]:
-    """Return, by name, what else than versions of libraries decides the last bits of a result."""
+    """Return, by name, what decides the last bits of a result besides the versions of libraries."""
     matmul = torch.backends.cuda.matmul
     is_forced = os.environ.get("NVIDIA_TF32_OVERRIDE") == "1"
     tf32 = matmul.allow_tf32 or torch.backends.cudnn.allow_tf32 or is_forced
     reduced = matmul.allow_fp16_reduced_precision_reduction or matmul.allow_bf16_reduced_precision_reduction
-    # torch picks the widest instructions of a CPU.
-    cpu = f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
+    cpu = f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"  # torch uses its widest instructions
     return {
         "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "TF32": "on" if tf32 else "off",

@@ -23,7 +23,7 @@ def rank() -> int:
 
 
 def world_size(group: Any = None) -> int:  # noqa: ANN401
-    """Return the number of ranks in a process group (None: all ranks), or 1 before the first group starts."""
+    """Return the number of ranks in a process group (None: all ranks). It is 1 before the group starts."""
     return comm.get_world_size(group) if comm.is_initialized() else 1
 
 
@@ -43,39 +43,27 @@ def broadcast_bytes(data: bytes, num_bytes: int) -> bytes:
 
 
 def broadcast_object(value: Any) -> Any:  # noqa: ANN401
-    """Return rank 0's value on every rank. It is pickled, which is too slow to do in every step."""
+    """Return rank 0's value on every rank. Pickling it is too slow for every step."""
     box = [value]
     comm.broadcast_object_list(box, 0, device=device())
     return box[0]
 
 
 def gather_objects(value: Any) -> list[Any]:  # noqa: ANN401
-    """Return the values of all ranks, by rank. They are pickled, which is too slow to do in every step."""
+    """Return the values of all ranks, by rank. Pickling them is too slow for every step."""
     values: list[Any] = [None] * world_size()
-    # deepspeed.comm's function ends the process if its logger is on (0.19.8).
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value)  # deepspeed.comm's ends the process if its logger is on (0.19.8)
     return values
 
 
-def gather_integers(values: Sequence[int]) -> list[list[int]]:
-    """Return the integers of all ranks, by rank. Each is in [-2**63, 2**63), and every rank has as many."""
-    mine = torch.tensor(values, dtype=torch.int64, device=device())
-    gathered = mine.new_empty(world_size() * len(values))
-    comm.all_gather_into_tensor(gathered, mine)
-    return gathered.view(world_size(), len(values)).tolist()
-
-
 def sum_vector(values: torch.Tensor) -> list[float]:
-    """Return the element-wise sum over all ranks of a float64 vector on this rank's device. One all-reduce.
-
-    The sum of an element is exact if the element is nonzero on at most one rank.
-    """
+    """Return the sum over all ranks of a float64 vector on this rank's device. One all-reduce."""
     comm.all_reduce(values)
     return values.cpu().tolist()
 
 
 def sum_integers(values: Sequence[int], group: Any = None) -> list[int]:  # noqa: ANN401
-    """Return the element-wise sum of integers in [-2**63, 2**63) over the ranks, modulo 2**64 and signed."""
+    """Return the element-wise sum of signed 64-bit integers over the ranks, modulo 2**64."""
     vector = torch.tensor(values, dtype=torch.int64, device=device())
     comm.all_reduce(vector, group=group)
     return vector.cpu().tolist()
@@ -85,8 +73,7 @@ def sum_integers(values: Sequence[int], group: Any = None) -> list[int]:  # noqa
 def counted_bytes() -> Iterator[dict[str, int]]:
     """Count the bytes that this rank passes to each operation of deepspeed.comm inside the context.
 
-    The dict is filled when the context ends. Operations run one after the other while they are counted. A
-    rank passes its part to an all-gather, and the whole tensor to a reduction or a broadcast.
+    The dict is filled at the end. Meanwhile operations run one after the other.
     """
     counts: dict[str, int] = {}
     comm.configure(enabled=True, prof_all=True, verbose=False)
@@ -103,13 +90,13 @@ def counted_bytes() -> Iterator[dict[str, int]]:
 
 def on_rank_zero(action: Callable[[], _T]) -> _T:
     """Run `action` on rank 0 and return its result, or raise its LezoError, on every rank. A collective."""
-    outcome: tuple[Any, LezoError | None] = (None, None)
+    outcome: Any = None
     if rank() == 0:
         try:
-            outcome = (action(), None)
+            outcome = action()
         except LezoError as error:
-            outcome = (None, error)
-    value, problem = broadcast_object(outcome)
-    if problem is not None:
-        raise problem
-    return value  # type: ignore[no-any-return]
+            outcome = error
+    outcome = broadcast_object(outcome)
+    if isinstance(outcome, LezoError):
+        raise outcome
+    return outcome  # type: ignore[no-any-return]

@@ -4,8 +4,8 @@ With gloo, a rank that ends breaks the messages of the others. With NCCL, and if
 until torch's timeout, half an hour by default, and NCCL then ends them without a message of ours.
 
 A thread of each rank counts in a store that rank 0 holds. Rank 0 watches the counts of all others, and they
-watch that of rank 0: if rank 0 ends because it misses one, the others then miss rank 0. The count says that
-the process runs, and nothing of the main thread. A long step or a slow disk is therefore no reason to end.
+watch that of rank 0. The count says that the process runs, not what its main thread does: a long step or a
+slow disk is no reason to end.
 """
 
 from __future__ import annotations
@@ -13,32 +13,29 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lezo_ds.errors import LostRankError, end_with
 
+# A rank is lost if its count stays the same for so long. A thread cannot count while another one holds the
+# interpreter's lock, as a library might while it reads or writes a large file.
 LIMIT_SECONDS = 300.0
-"""A rank is lost if its count stays the same for so long. A thread cannot count while another one holds the
-interpreter's lock, as a library might while it reads or writes a large file."""
-
 _BEATS = 60  # in this time; a slow beat does not matter
 _RANK_ZERO_SECONDS = 3.0
 
-_states: list[Callable[[], str]] = []
+states: list[Callable[[], str]] = []
+"""Functions that describe the run, one for each `lost_ranks_reported` that the main thread is in."""
 
 
 class Heartbeat:
-    """The count of this rank, and what is known of the others."""
-
     def __init__(self, rank: int, num_ranks: int, limit_seconds: float) -> None:
         self._rank = rank
         self._interval = limit_seconds / _BEATS
-        # How often this thread has looked since the count of a rank last changed. This is not a time, so that
-        # a machine that slept does not take all others for lost when it wakes up.
+        # Looks since the count of a rank changed. This is not a time, so that a machine that slept does not
+        # take all others for lost when it wakes up.
         self._missed = dict.fromkeys(range(1, num_ranks) if rank == 0 else [0], 0)
         self._store_is_gone = False
         self._stopped = threading.Event()
@@ -56,7 +53,6 @@ class Heartbeat:
             threading.Thread(target=work, daemon=True, name=f"heartbeat{work.__name__}").start()
 
     def stop(self) -> None:
-        """Stop both threads. After this, no rank is reported as lost."""
         self._stopped.set()
 
     def _count(self) -> None:
@@ -84,28 +80,13 @@ class Heartbeat:
                     self._report(f"rank {rank} has shown no sign of life for {self._interval * _BEATS:.0f} s")
 
     def _report(self, what: str) -> None:
-        for state in _states[-1:]:  # a copy: the main thread may leave the context at this moment
+        for state in states[-1:]:  # a copy: the main thread may leave the context at this moment
             if not self._stopped.is_set():
                 end_with(lost_rank_error(what, state()))
 
 
 def lost_rank_error(what: str, state: str) -> LostRankError:
-    """Return the error for a rank that has ended or hangs. `state` describes the run."""
     return LostRankError(
         f"another rank has ended, or has not answered in time: {what}; {state}; "
         "fix: read the error of that rank, then run the same command again"
     )
-
-
-@contextmanager
-def ending_if_lost(state: Callable[[], str]) -> Iterator[None]:
-    """End this process, with exit code 6 and one line, if another rank is lost inside the context.
-
-    The main thread may be inside a message that never ends. It cannot raise an error, so that the process
-    ends at once, as if it were killed. Another thread calls `state`.
-    """
-    _states.append(state)
-    try:
-        yield
-    finally:
-        _states.pop()

@@ -21,7 +21,7 @@ from lezo_ds.distributed import heartbeat
 from lezo_ds.distributed.accelerator import adapt_to_cpu, fix_arithmetic, take_device
 from lezo_ds.errors import UserError
 
-# Phrases that occur in gloo's errors and in no others. gloo raises a plain RuntimeError (torch 2.13).
+# Phrases of gloo's errors and of no others. gloo raises a plain RuntimeError (torch 2.13).
 _LOST = re.compile(
     r"[Cc]onnection (closed|reset|refused)|[Tt]imed out waiting|timeout caused|gloo/transport|Socket closed"
 )
@@ -36,7 +36,7 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
     """Join the process group. A collective waits for the other ranks for so long. A second call does nothing.
 
     The `deepspeed` launcher and torchrun set RANK and the other variables. For srun they are derived from
-    SLURM_*, and for mpirun mpi4py provides them. A process that none of these started is the only rank.
+    SLURM_*, and for mpirun mpi4py has them. A process that none of these started is the only rank.
     """
     fix_arithmetic()
     if comm.is_initialized():
@@ -50,8 +50,8 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
     if comm.get_world_size() > 1:
         limit = min(heartbeat.LIMIT_SECONDS, timeout_seconds)
         _heartbeats.append(heartbeat.Heartbeat(comm.get_rank(), comm.get_world_size(), limit))
-    # No rank returns before all have joined. Otherwise a rank that ends at once, for example because of bad
-    # input, would break the connections of the ranks that are still joining.
+    # A rank that ends at once, for example because of bad input, would break the connections of the ranks
+    # that are still joining.
     comm.barrier()
     for beating in _heartbeats:
         beating.start()
@@ -65,24 +65,26 @@ def shut_down() -> None:
         comm.barrier()
         comm.destroy_process_group()
     if "mpi4py.MPI" in sys.modules:
-        # mpirun treats a process that ends without this call as crashed.
-        sys.modules["mpi4py.MPI"].Finalize()
+        sys.modules["mpi4py.MPI"].Finalize()  # without it, mpirun treats the process as crashed
 
 
 @contextmanager
 def lost_ranks_reported(state: Callable[[], str]) -> Iterator[None]:
-    """Turn an error of a message between ranks into LostRankError. `state` describes the run, for the error.
+    """Turn an error of a message between ranks into LostRankError, with the `state` of the run.
 
-    If the message never ends, the heartbeat ends the process with the same line.
+    The main thread may be in a message that never ends. If a rank is lost then, the heartbeat's thread calls
+    `state` and ends the process with the same line and exit code.
     """
+    heartbeat.states.append(state)
     try:
-        with heartbeat.ending_if_lost(state):
-            yield
+        yield
     except RuntimeError as error:
         text = " ".join(str(error).split())
         if not (isinstance(error, DistError) or _LOST.search(text)):
             raise
         raise heartbeat.lost_rank_error(text[:200], state()) from error
+    finally:
+        heartbeat.states.pop()
 
 
 def _set_rank_variables() -> None:
@@ -115,9 +117,8 @@ def _ask_mpi() -> None:
 def slurm_rank_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Return RANK and the other variables of a task that srun started, from its SLURM_*.
 
-    The address is the first node of the job step, where task 0 runs. The port is derived from the numbers of
-    the job and the step, and it is below the range that Linux uses for outgoing connections. A MASTER_ADDR or
-    MASTER_PORT that is already set is kept.
+    The address is the first node of the job step, where task 0 runs. The port depends on the job and the
+    step, and is below those that Linux uses for outgoing connections.
     """
     # keeps the first of each range: gpu[07-08,11],big1 is gpu07,big1
     nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", variables["SLURM_STEP_NODELIST"])
@@ -132,12 +133,12 @@ def slurm_rank_variables(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def prepare_rendezvous() -> str:
-    """Return the `init_method` for torch's process group. MASTER_ADDR and the other variables must be set.
+    """Return the `init_method` for torch's process group.
 
-    torch's own store listens on every address of rank 0's machine, whatever MASTER_ADDR says (PyTorch issue
-    173909, torch 2.13). Its messages are neither encrypted nor authenticated, so other machines should not be
-    able to reach it. Ours listens on the address in MASTER_ADDR only. If that is the loopback, gloo and NCCL
-    use it too, unless their variables are set. Ranks that torchrun started use torchrun's own store.
+    torch's own store, whose messages are neither encrypted nor authenticated, listens on every address of
+    rank 0's machine (PyTorch issue 173909, torch 2.13). Ours listens on the address in MASTER_ADDR only. If
+    that is the loopback, gloo and NCCL use it too, unless their variables are set. Ranks that torchrun
+    started use torchrun's own store.
     """
     if is_loopback(os.environ["MASTER_ADDR"]):
         loopbacks = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
@@ -147,7 +148,6 @@ def prepare_rendezvous() -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name or an address is a loopback, which means the own machine on every machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -155,11 +155,10 @@ def is_loopback(host: str) -> bool:
 
 
 def listen_at(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens on the host's address only, or None if this machine cannot see it.
+    """Return a socket that listens on the host's address only, or None: torch then listens on all of them.
 
-    The other machines may know the host by an address that this machine does not have: its own name may
-    resolve to its loopback, or the address may belong to a machine that forwards. With None, torch listens on
-    all addresses.
+    The other machines may know this one by an address that it does not have: its own name may resolve to its
+    loopback, or the address may belong to a machine that forwards.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -188,9 +187,7 @@ def _meet(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[Store, int, i
         multi_tenant=True,
         master_listen_fd=None if listener is None else listener.detach(),
     )
-    # torch asks for a second item only if ranks join again, which they never do here.
-    yield store, rank, world_size
+    yield store, rank, world_size  # torch asks for a second item only if ranks join again
 
 
-# This registers the handler for the whole process, under a scheme of its own that torch does not use.
 register_rendezvous_handler(_SCHEME, _meet)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Models on disk: which directories hold one, and which of them cannot be used."""
+"""Models on disk: which directories hold one, and which of them are refused."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 def resolve_model(model: str) -> Path:
     """Return the local directory of a model: `model` itself, or the hub's copy, downloaded if needed.
 
-    Raises:
-        UserError: `model` is a directory without a config.json or safetensors, or the hub does not have it.
-        HubError: the hub cannot be reached, and the model is not in the local cache.
+    HubError is raised if the hub cannot be reached, and the model is not in the local cache.
     """
     directory = Path(model)
     if not directory.is_dir():
@@ -46,16 +44,13 @@ def resolve_model(model: str) -> Path:
         fix = "set model.path to the directory that holds config.json and the weights"
         raise UserError(f"model.path {model} has no config.json", fix=fix)
     if not has_safetensors(directory):
-        raise UserError(
-            f"model.path {model} has no weights as safetensors",
-            fix="if it has .bin files, convert them once: load it with transformers' from_pretrained, and "
-            "write it with save_pretrained",
-        )
+        fix = "convert .bin files once with transformers: from_pretrained, then save_pretrained"
+        raise UserError(f"model.path {model} has no weights as safetensors", fix=fix)
     return directory
 
 
 def load_model_config(directory: Path) -> Any:  # noqa: ANN401
-    """Return the transformers config of a model. Quantized weights and code are refused."""
+    """Return the transformers config of a model without quantized weights or code of its own."""
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
@@ -99,7 +94,7 @@ def _not_causal(what: str) -> UserError:
 
 
 def build_checked(directory: Path, dtype: str) -> tuple[nn.Module, BlockLayout]:
-    """Build the model of a directory on the meta device, and check its files, without reading its weights."""
+    """Build the model of a directory on the meta device and check its files. Its weights are not read."""
     model = build_on_meta(load_model_config(directory), DTYPES[dtype])
     layout = find_blocks(model)
     refuse_separate_experts(model, layout)
@@ -110,8 +105,8 @@ def build_checked(directory: Path, dtype: str) -> tuple[nn.Module, BlockLayout]:
 def refuse_separate_experts(model: nn.Module, layout: BlockLayout) -> None:
     """Refuse a block with a list of experts that run only if a token chooses them.
 
-    Ranks gather the weights of a module when it runs. If their tokens chose different modules, they would
-    wait for each other forever. Transformers 5 keeps the experts of a block in one module that always runs.
+    Ranks whose tokens chose different modules would wait forever for each other's weights. Transformers 5
+    keeps the experts of a block in one module that always runs.
     """
     for name, module in model.get_submodule(layout.path).named_modules():
         if name.rpartition(".")[2] == "experts" and isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -123,12 +118,10 @@ def refuse_separate_experts(model: nn.Module, layout: BlockLayout) -> None:
 
 def check_files(model: nn.Module, directory: Path) -> None:
     """Check that a directory holds the weights of a model, and nothing that the model needs besides them."""
-    names = parameter_names(model)
-    parameters = {alias: name for name, aliases in names.items() for alias in aliases}
-    state = model.state_dict()
+    names, state = parameter_names(model), model.state_dict()
     files = open_weights(model, directory)
     files.find(names, {name: tuple(state[name].shape) for name in names})
-    for name in state.keys() - parameters.keys():
+    for name in state.keys() - {alias for aliases in names.values() for alias in aliases}:
         if name in files and not torch.equal(files.read([name]).to(state[name]), state[name].flatten()):
             raise UserError(
                 f"{directory} holds values of {name}, which are neither loaded nor saved: it is no parameter",
@@ -138,11 +131,8 @@ def check_files(model: nn.Module, directory: Path) -> None:
 
 def open_weights(model: nn.Module, directory: Path) -> WeightFiles:
     """Open the weights of a model that transformers can load, under their names in the model."""
-    return WeightFiles(
-        directory,
-        prefix=getattr(model, "base_model_prefix", ""),
-        conversions=get_model_conversion_mapping(model),
-    )
+    prefix = getattr(model, "base_model_prefix", "")
+    return WeightFiles(directory, prefix=prefix, conversions=get_model_conversion_mapping(model))
 
 
 def parameter_names(model: nn.Module, own_name: Callable[[str], str] = str) -> dict[str, tuple[str, ...]]:

@@ -51,26 +51,16 @@ class ShardedModel:
         return bool(offload.get("device") == "nvme")
 
     def write(self, target: Path, step: int, card: str = "", journal: str | None = None) -> None:
-        """Write the model, or its adapter, to the directory `target`. A collective.
+        """Write the model, or its adapter, after `step` updates to the directory `target`. A collective.
 
-        Args:
-            target: the directory to make (see lezo_ds.model.snapshots).
-            step: number of updates so far.
-            card: text of the README.md. If it is empty, the README.md of the base model is copied.
-            journal: on rank 0, checksum of the run's records after this step (see `SnapshotOwner`).
+        `card` is the text of the README.md (empty: the base model's). On rank 0, `journal` is the checksum of
+        the run's records after this step (see `SnapshotOwner`).
         """
         facts = {"step": step, "digest": self.weights.digest(), "base": self.base.fingerprint}
         if journal is not None:
             facts["journal"] = journal
-        write_snapshot(
-            self.weights,
-            target,
-            source=self.base.directory,
-            facts=facts,
-            adapter=self.adapter,
-            base_model=self.base.name,
-            card=card,
-        )
+        base, name = self.base.directory, self.base.name
+        write_snapshot(self.weights, target, base, facts, adapter=self.adapter, base_model=name, card=card)
 
     def load_snapshot(self, directory: Path) -> None:
         """Set the weights to those that `write` wrote, bit for bit. A collective."""
@@ -109,15 +99,7 @@ def load_sharded_model(
 ) -> ShardedModel:
     """Build a model, shard it and load the shards. A collective: each rank reads only its own slices.
 
-    Args:
-        model: hub id, or directory with config.json and safetensors.
-        ds_config: DeepSpeed config as a dict, from `lezo_ds.config.deepspeed.load_ds_config`.
-        dtype: of the weights: "fp32", "bf16" or "fp16".
-        precision: how updates will be stored.
-        seed: of the run. It determines the initial values of an adapter.
-        peft: the adapter to train. None trains all weights.
-        partition_size: number of ranks that share one copy of the weights. None shares it among all ranks.
-        only_blocks: whether parameters outside the transformer blocks are not trained.
+    See `lezo_ds.engine.initialize`. With `only_blocks`, parameters outside the blocks are not trained.
     """
     if distributed.local_rank() == 0:  # downloads the model; the other ranks of the node read the cache
         resolve_model(model)
@@ -127,14 +109,14 @@ def load_sharded_model(
     adapter = make_adapter(peft)
     if adapter is not None:
         adapter.attach(module, layout)
-    own_name = str if adapter is None else adapter.own_name
+    own_name = adapter.own_name if adapter else str
     aliases = parameter_names(module, own_name)
     ids = parameter_ids(aliases)
     if only_blocks:
         freeze_outside(module, layout)
     limits = gathering_limits(part_sizes(module, layout))
-    # DeepSpeed's hooks (0.19.8), which first-order training uses, do not release a weight that the pass uses
-    # again within this distance. It covers the whole pass, so that a tied embedding is gathered once.
+    # DeepSpeed's hooks (0.19.8), which first-order training uses, keep a weight that the pass uses again
+    # within this distance. It covers the full pass, so that a tied embedding is gathered once.
     reuse = {"stage3_max_reuse_distance": 2 * sum(parameter.numel() for parameter in module.parameters())}
     ds_config = {**ds_config, "zero_optimization": {**limits, **ds_config["zero_optimization"], **reuse}}
     zero3.shard_model(module, ds_config, partition_size)
@@ -143,18 +125,11 @@ def load_sharded_model(
     for module_name, parameter in module.named_parameters():
         name = own_name(module_name)
         block = layout.block_of(name, is_embedding=parameter in embeddings)
-        named = NamedParameter(name, ids[name], block)
-        parameters.append(ShardedParameter.of(parameter, named))
-    weights = ShardedWeights(
-        parameters, aliases=aliases, precision=precision, has_adapter=adapter is not None
-    )
+        parameters.append(ShardedParameter.of(parameter, NamedParameter(name, ids[name], block)))
+    weights = ShardedWeights(parameters, aliases=aliases, precision=precision, has_adapter=bool(adapter))
     load_weights(weights, module, directory)
-    base = BaseModel(
-        name=model,
-        directory=directory,
-        fingerprint=weights.digest(weights.base_parameters),
-        table_hash=table_hash({parameter.name: parameter.shape for parameter in parameters}),
-    )
+    names_and_shapes = table_hash({parameter.name: parameter.shape for parameter in parameters})
+    base = BaseModel(model, directory, weights.digest(weights.base_parameters), names_and_shapes)
     if adapter is not None:
         adapter.fill(weights, module, seed)
         zero3.finish_updates()

@@ -26,41 +26,30 @@ MANIFEST = "lezo_manifest.json"
 LOW_BITS_DIRECTORY = "low_bits"
 _MAX_FILE_BYTES = 4 << 30
 _NAME = re.compile(r"step-(\d{8})")
-_COMPANION_SUFFIXES = {".json", ".jinja", ".md", ".model", ".txt"}
-"""Suffixes of the files that are copied from the base model. None of them is for weights or code."""
+_COMPANION_SUFFIXES = {".json", ".jinja", ".md", ".model", ".txt"}  # none of weights or code
 
 
 def snapshot_path(root: Path, step: int) -> Path:
-    """Return the directory of the snapshot taken after `step` updates."""
     return root / f"step-{step:08d}"
 
 
 def write_snapshot(
     weights: ShardedWeights,
     target: Path,
-    *,
     source: Path,
-    facts: dict[str, Any],
+    facts: Mapping[str, Any],
+    *,
     adapter: Adapter | None = None,
     base_model: str = "",
     card: str = "",
 ) -> None:
     """Write the model, or its adapter, to `target`. A collective: rank 0 writes, and every rank raises.
 
-    A model is written as a directory that `from_pretrained` opens, an adapter in peft's format if peft has
-    one for it, and low bits to a folder of their own. All files go to a temporary directory and are synced;
-    the manifest with their hashes is the last one. One rename makes them visible. Rank 0 holds at most one
+    A model is written as a directory that `from_pretrained` opens, with the tokenizer and the config of the
+    base model in `source`; an adapter in peft's format, if peft has one for it; low bits to a folder of their
+    own. All files go to a temporary directory and are synced; the manifest, with their hashes and `facts`, is
+    the last one. One rename makes them visible, or replaces an older `target`. Rank 0 holds at most one
     output file (4 GiB, or one parameter) at a time.
-
-    Args:
-        weights: the weights to write.
-        target: the directory to make. It is replaced if it exists.
-        source: directory of the base model. Its tokenizer is copied, and its config with the weights' dtype.
-        facts: entries of the manifest in addition to the files: step, digest, base, and the journal's
-            checksum (see `SnapshotOwner`).
-        adapter: if it is set, only its parameters are written.
-        base_model: hub id or directory of the model that the adapter belongs to.
-        card: text of the README.md. If it is empty, the README.md of the base model is copied.
     """
     temporary = target.with_name(f".{target.name}.tmp")
     dtype = str(weights.parameters[0].parameter.dtype).removeprefix("torch.")
@@ -115,8 +104,7 @@ class _Attempt:
 class _TensorWriter:
     """Writes tensors to numbered safetensors files and an index, or to one file named `single`.
 
-    It holds the tensors of one file at a time, while huggingface_hub.save_torch_state_dict needs all tensors
-    at once.
+    It holds those of one file at a time; huggingface_hub.save_torch_state_dict needs all tensors at once.
     """
 
     def __init__(self, directory: Path, single: str | None = None) -> None:
@@ -185,10 +173,8 @@ def _publish(temporary: Path, target: Path, facts: dict[str, Any]) -> None:
 class SnapshotOwner:
     """The run that may use a snapshot. The manifests of its snapshots have these values."""
 
-    base: str
-    """Fingerprint of the base model."""
-    checksums: Sequence[str]
-    """Chained checksum of the journal after 0, 1, ... steps. A first-order run has one for all steps."""
+    base: str  # fingerprint of the base model
+    checksums: Sequence[str]  # of the journal after 0, 1, ... steps; a first-order run has one for all steps
 
     def checksum(self, step: int) -> str:
         """Return the checksum for the manifest of the snapshot after `step` updates."""
@@ -196,7 +182,6 @@ class SnapshotOwner:
         return self.checksums[min(step, len(self.checksums) - 1)]
 
     def owns(self, step: int, manifest: Mapping[str, Any]) -> bool:
-        """Return whether the snapshot after `step` updates belongs to the run."""
         expected = {"base": self.base, "step": step, "journal": self.checksum(step)}
         return expected.items() <= manifest.items()
 
@@ -228,21 +213,18 @@ def read_facts(directory: Path) -> dict[str, Any] | None:
 
 def snapshot_steps(root: Path) -> list[int]:
     """Return the steps of the snapshots in a folder, in ascending order. They may be damaged."""
-    if not root.is_dir():
-        return []
-    return sorted(int(match[1]) for path in root.iterdir() if (match := _NAME.fullmatch(path.name)))
+    names = (path.name for path in root.glob("step-*"))
+    return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
 
 def newest_snapshot(root: Path, step: int, owner: SnapshotOwner | None = None) -> int | None:
     """Return the step of the newest valid snapshot up to `step` of a run (None: of any), or None."""
     own = []
-    for number in snapshot_steps(root):
+    for number in (number for number in snapshot_steps(root) if number <= step):
         facts = read_facts(snapshot_path(root, number))
-        if number > step or facts is None:
-            continue
-        if owner is None or owner.owns(number, facts):
+        if owner is None or (facts is not None and owner.owns(number, facts)):
             own.append(number)
-        else:
+        elif facts is not None:
             logger.warning("snapshot %s belongs to another run", snapshot_path(root, number))
     return _newest_valid(root, own)
 
@@ -253,21 +235,19 @@ def _newest_valid(root: Path, steps: Iterable[int]) -> int | None:
 
 
 def prune_snapshots(root: Path, keep: int, protected: Iterable[int] = ()) -> None:
-    """Remove all snapshots except the newest `keep` and the protected steps. Remove unfinished ones as well.
+    """Remove all snapshots, and unfinished ones, except the newest `keep` and the protected steps.
 
-    If none of the snapshots that stay is valid, the newest valid one of the others also stays.
+    If none of these is valid, the newest valid one of the others also stays.
     """
     for leftover in root.glob(".step-*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
     steps = snapshot_steps(root)
     kept = {*steps[-keep:], *protected} & set(steps)
-    others = set(steps) - kept
-    if others and _newest_valid(root, kept) is None:
-        kept |= {step for step in [_newest_valid(root, others)] if step is not None}
+    if len(kept) < len(steps) and _newest_valid(root, kept) is None:
+        kept |= {step for step in [_newest_valid(root, steps)] if step is not None}
     remove_snapshots(root, kept)
 
 
 def remove_snapshots(root: Path, protected: Iterable[int] = ()) -> None:
-    """Remove all snapshots except those of the protected steps."""
     for step in set(snapshot_steps(root)) - set(protected):
         shutil.rmtree(snapshot_path(root, step), ignore_errors=True)

@@ -1,7 +1,7 @@
 """Weights on disk as safetensors, read in slices; and which stored tensors hold which parameter.
 
 Transformers 5 keeps the experts of a block in one parameter, and published checkpoints keep a tensor for
-each. The rules are transformers' own (its conversion mapping).
+each. Its own conversion mapping says which.
 """
 
 from __future__ import annotations
@@ -41,13 +41,10 @@ class _StoredTensor(NamedTuple):
 
 
 class WeightFiles:
-    """The weights of a model directory.
+    """The weights of a model directory: model.safetensors, an index and its files, or the file `single`.
 
-    Args:
-        directory: holds model.safetensors, or an index and its files.
-        prefix: the base-model prefix (for example, "model"), which a checkpoint of the bare decoder lacks.
-        conversions: how the model's parameters are made from tensors of other names (`stored_parameters`).
-        single: name of the file that holds all tensors, if it is not one of the above.
+    `prefix` is that of the base model (for example, "model"), which a checkpoint of the bare decoder lacks.
+    `conversions` make the model's parameters from tensors of other names (`stored_parameters`).
     """
 
     def __init__(
@@ -76,16 +73,14 @@ class WeightFiles:
     ) -> dict[str, tuple[str, ...]]:
         """Return the tensors whose flattened values, one after the other, are each parameter.
 
-        Args:
-            names: all names of each parameter, by its first name (tied parameters have several).
-            shapes: of the parameters, by first name.
+        `names` are all names of each parameter, by its first name. `shapes` also has the first names.
         """
         found: dict[str, tuple[str, ...]] = {}
         for name, aliases in names.items():
-            spellings = (spelling for alias in aliases for spelling in self._spellings(alias))
-            stored = [self._stored[spelling] for spelling in spellings if spelling in self._stored]
-            if stored:
-                found[name] = stored[0]
+            for alias in aliases:
+                for spelling in (alias, f"{self._prefix}.{alias}", alias.removeprefix(f"{self._prefix}.")):
+                    if spelling in self._stored:
+                        found.setdefault(name, self._stored[spelling])
         if missing := sorted(names.keys() - found.keys()):
             raise UserError(
                 f"{self._directory} lacks {len(missing)} of the model's {len(names)} parameters, such as "
@@ -96,7 +91,7 @@ class WeightFiles:
             self._check(name, tensors, shapes[name])
         return found
 
-    def _check(self, name: str, tensors: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    def _check(self, name: str, tensors: Sequence[str], shape: tuple[int, ...]) -> None:
         if not tensors:
             raise UserError(
                 f"{self._directory} stores parameter {name} in a form that cannot be read in slices",
@@ -116,13 +111,8 @@ class WeightFiles:
                 fix="use a checkpoint that belongs to the config.json",
             )
 
-    def _spellings(self, name: str) -> tuple[str, ...]:
-        if not self._prefix:
-            return (name,)
-        return (name, f"{self._prefix}.{name}", name.removeprefix(self._prefix + "."))
-
     def read(self, tensors: Iterable[str], start: int = 0, stop: int | None = None) -> Tensor:
-        """Read elements [start, stop) of flattened tensors, one after the other, in their stored dtype."""
+        """Read elements [start, stop) of the flattened tensors, joined, in their stored dtype."""
         parts, begin = [torch.empty(0)], 0
         for tensor in tensors:
             numel = math.prod(self._tensors[tensor].shape)
@@ -134,14 +124,10 @@ class WeightFiles:
         return torch.cat(parts[1:]) if len(parts) > 2 else parts[-1]
 
     def _read_slice(self, tensor: str, start: int, stop: int) -> Tensor:
-        """Read elements [start, stop) of a flattened tensor. Only the rows that contain them are read.
-
-        The files are memory-mapped: pages that were read count as this process's memory until the file is
-        closed. So each read opens its file.
-        """
         file, shape, _ = self._tensors[tensor]
         row = math.prod(shape[1:])
         first = start // row
+        # The file is memory-mapped: pages that were read count as this process's memory until it is closed.
         with _opened(file) as handle:
             view = handle.get_slice(tensor)
             rows: Tensor = view[first : -(-stop // row)] if shape else view[...]
@@ -181,12 +167,8 @@ def stored_parameters(
 ) -> dict[str, tuple[str, ...]]:
     """Map names of parameters to the tensors whose flattened values, one after the other, are the parameter.
 
-    Each tensor also stands for a parameter of its own name, which comes first if both exist. The tuple is
-    empty if transformers would change or reorder values.
-
-    Args:
-        names: of all tensors of a checkpoint.
-        conversions: the model's, from transformers' `get_model_conversion_mapping`.
+    `names` are those of all tensors, each of which also stands for a parameter of its own name. That comes
+    first if both exist. The tuple is empty if transformers would change or reorder values.
     """
     names = sorted(names, key=dot_natural_key)  # expert 10 comes after expert 9
     renamings = [rule for rule in conversions if isinstance(rule, WeightRenaming)]
@@ -203,19 +185,16 @@ def stored_parameters(
         rule = next(rule for rule in converters if by_pattern.keys() <= set(rule.source_patterns))
         columns = [by_pattern.get(pattern, []) for pattern in rule.source_patterns]
         is_in_order = _keeps_order(rule) and len(set(map(len, columns))) == 1
-        stored[target] = (
-            tuple(n for group in zip(*columns, strict=True) for n in group) if is_in_order else ()
-        )
+        groups = zip(*columns, strict=True) if is_in_order else ()
+        stored[target] = tuple(name for group in groups for name in group)
     return stored | {name: (name,) for name in names}
 
 
 def _keeps_order(rule: WeightConverter) -> bool:
     """Return whether a rule stacks experts after joining the rows of each: no value changes its place."""
-    match rule.operations:
-        case [MergeModulelist(dim=0)]:
-            joins = len(rule.source_patterns) == 1
-        case [MergeModulelist(dim=0), Concatenate(dim=1)]:
-            joins = True
-        case _:
-            joins = False
-    return joins and len(rule.target_patterns) == 1
+    match rule.operations, rule.source_patterns, rule.target_patterns:
+        case [MergeModulelist(dim=0)], [_], [_]:
+            return True
+        case [MergeModulelist(dim=0), Concatenate(dim=1)], _, [_]:
+            return True
+    return False

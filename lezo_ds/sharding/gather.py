@@ -19,14 +19,13 @@ from lezo_ds.sharding.parameters import OpenShard, is_on_device
 class Part:
     """Weights of one dtype that are gathered by one message and released together.
 
-    The message has the shards of each rank one after the other. Each parameter is then copied to memory of
-    its own, whose alignment does not depend on its neighbors: matrix products may give other bits otherwise.
+    Each parameter is copied from the message to memory of its own, whose alignment does not depend on its
+    neighbors: matrix products may give other bits otherwise.
     """
 
     def __init__(self, parameters: Sequence[Any], stream: Any, *, is_shared: bool = False) -> None:  # noqa: ANN401
         self.numel = sum(parameter.ds_numel for parameter in parameters)
-        # Weights of several modules stay gathered until the pass ends, so that a pass gathers them once.
-        self.is_shared = is_shared
+        self.is_shared = is_shared  # by several modules: gathered once, and released when the pass ends
         self._parameters = parameters
         self._stream = stream  # on a GPU, messages and copies overlap with the forward pass
         self._sizes = [parameter.ds_tensor.ds_numel for parameter in parameters]
@@ -39,7 +38,7 @@ class Part:
         self._message: tuple[Tensor, Any] | None = None
 
     def start(self) -> None:
-        """Send the message. A collective that does not wait."""
+        """Send the message, without waiting for it."""
         with get_accelerator().stream(self._stream):
             flat = torch.empty(self._num_ranks, sum(self._sizes), **self._like)
             mine = flat[self._rank]
@@ -48,13 +47,13 @@ class Part:
             else:
                 for parameter, part in zip(self._parameters, torch.split(mine, self._sizes), strict=True):
                     opened = OpenShard(parameter, part.numel())
-                    with opened as shard:  # in a buffer that is used again, if it was in a file
+                    with opened as shard:  # the buffer of a swapped shard is reused at once
                         part.copy_(shard, non_blocking=not opened.is_swapped)
             work = comm.all_gather_into_tensor(flat.view(-1), mine, group=self._group, async_op=True)
         self._message = flat, work
 
     def wait(self) -> None:
-        """Receive the message that `start` has sent."""
+        """Receive what `start` has sent."""
         assert self._message is not None
         flat, work = self._message
         with get_accelerator().stream(self._stream):
@@ -78,26 +77,28 @@ class Part:
 class GatherAhead:
     """Gathers the parts that a module needs before it runs, and those of the next module while it runs.
 
-    The next module is the one that followed the last time. In the first pass, each module waits for its own
-    weights. All ranks must run the same modules. No part is gathered ahead if there would then be more
-    elements than `max_numel`.
+    The next module is the one that followed the last time. All ranks must run the same modules. Nothing is
+    gathered ahead if there would then be more elements than `max_numel`.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], max_numel: float) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], max_numel: float = 0) -> None:
         self._max_numel = max_numel
         self._numel = 0
         self._started: list[Part] = []
         self._gathered: list[Part] = []
         self._following: dict[int, Sequence[Part]] = {}
         self._last: Sequence[Part] = ()
-        model.register_forward_pre_hook(self._begin)
+        self._hooks: list[Any] = [model.register_forward_pre_hook(self._reset)]  # an error may end a pass
         for module, parts in _parts_of(model, blocks).items():
-            module.register_forward_pre_hook(partial(self.gather, parts))
-            module.register_forward_hook(partial(self.release, parts))
-        model.register_forward_hook(self._end)
+            self._hooks.append(module.register_forward_pre_hook(partial(self.gather, parts)))
+            self._hooks.append(module.register_forward_hook(partial(self.release, parts)))
+        self._hooks.append(model.register_forward_hook(self._reset))
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def gather(self, parts: Sequence[Part], *_: object) -> None:
-        """Make parts available, and start to gather those that are expected next."""
         for part in parts:
             if part not in self._gathered:
                 if part not in self._started:
@@ -111,7 +112,6 @@ class GatherAhead:
                 self._start(part)
 
     def release(self, parts: Sequence[Part], *_: object) -> None:
-        """Free the parts that no other module uses."""
         for part in parts:
             if not part.is_shared:
                 self._release(part)
@@ -131,11 +131,8 @@ class GatherAhead:
         self._gathered.remove(part)
         self._numel -= part.numel
 
-    def _begin(self, *_: object) -> None:
-        self._end()  # an error may have ended the pass before
+    def _reset(self, *_: object) -> None:
         self._last = ()
-
-    def _end(self, *_: object) -> None:
         for part in list(self._started):
             self._wait(part)
         for part in list(self._gathered):
@@ -168,10 +165,10 @@ def _parts_of(model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[nn.Modul
 
 
 def keep_in_step(blocks: Iterable[nn.Module]) -> None:
-    """Keep the host at most one block ahead of the GPU.
+    """Keep the host at most one block ahead of the GPU, as FSDP's limit_all_gathers (PyTorch PR 83917) does.
 
-    The memory of a gathered block is reused only after the GPU is done with the block. A faster host would
-    allocate new memory for every block. FSDP's limit_all_gathers (PyTorch pull request 83917) does the same.
+    A faster host would allocate new memory for every block, because that of a gathered block is reused only
+    after the GPU is done with it.
     """
     events: deque[Any] = deque()
 

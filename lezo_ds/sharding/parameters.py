@@ -1,9 +1,9 @@
 """Parameters: names and ids that are the same for any sharding, and the part of each that a rank has.
 
-This and zero3.py rely on these facts about DeepSpeed 0.19.8, which tests/model/test_zero3.py checks:
-- A sharded parameter holds `ds_tensor`, a flat tensor of ceil(numel / size) elements. They are a slice of the
-  row-major flattened parameter that starts at rank * ceil(numel / size). Rank and size are those in the
-  process group that shares the parameter. Elements past the parameter's end are uninitialized memory.
+This room relies on these facts about DeepSpeed 0.19.8, which tests/model/test_sharding.py checks:
+- A sharded parameter holds `ds_tensor`, a flat tensor of ceil(numel / size) elements: the slice of the
+  flattened parameter that starts at rank * ceil(numel / size). Rank and size are those in the process group
+  that shares the parameter. Elements past the parameter's end are uninitialized memory.
 - `data` is empty while the parameter is not gathered.
 - With NVMe offload, `ds_tensor` holds data only between a swap in and a swap out.
 """
@@ -36,17 +36,16 @@ def parameter_ids(names: Iterable[str]) -> dict[str, int]:
     """Return a distinct 32-bit id for each parameter name, which selects its stream of noise.
 
     An id is a hash of the name. If two names have the same hash, the later one in sorted order is hashed
-    again. Ids do not depend on the order of the names, on the number of ranks, or on the dropped layers.
+    again.
     """
-    ids: dict[str, int] = {}
-    taken: set[int] = set()
+    names_by_id: dict[int, str] = {}
     for name in sorted(names):
-        attempt = 0
-        while (candidate := _hash32(f"{name}#{attempt}" if attempt else name)) in taken:
+        attempt, candidate = 0, _hash32(name)
+        while candidate in names_by_id:
             attempt += 1
-        ids[name] = candidate
-        taken.add(candidate)
-    return ids
+            candidate = _hash32(f"{name}#{attempt}")
+        names_by_id[candidate] = name
+    return {name: parameter_id for parameter_id, name in names_by_id.items()}
 
 
 def _hash32(text: str) -> int:
@@ -63,21 +62,19 @@ def table_hash(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedParameter:
-    """One parameter of the sharded model, and the part of it that this rank has.
+    """One parameter of the sharded model, of which this rank has elements [start, start + count).
 
-    The part is the elements [start, start + count) of the flattened parameter of this `shape`. `count` is 0
-    if this rank has only padding. `parameter` is empty unless its weights are gathered.
+    They are elements of the flattened parameter. `count` is 0 if this rank has only padding.
     """
 
     named: NamedParameter
-    parameter: Any  # nn.Parameter with DeepSpeed's attributes
+    parameter: Any  # nn.Parameter with DeepSpeed's attributes; empty unless its weights are gathered
     shape: tuple[int, ...]
     start: int
     count: int
 
     @classmethod
     def of(cls, parameter: Any, named: NamedParameter) -> ShardedParameter:  # noqa: ANN401
-        """Return the part that this rank has of a parameter that DeepSpeed has sharded."""
         rank, num_ranks = parameter.ds_zero_partition_rank, parameter.ds_zero_partition_world_size
         start, count = shard_range(parameter.ds_numel, rank, num_ranks)
         shape = tuple(parameter.ds_shape)
@@ -89,7 +86,6 @@ class ShardedParameter:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the full parameter."""
         return int(self.parameter.ds_numel)
 
     @property
@@ -99,20 +95,14 @@ class ShardedParameter:
 
     @property
     def group(self) -> Any:  # noqa: ANN401
-        """The process group of the ranks that share the parameter."""
         return self.parameter.ds_process_group
 
-    @property
-    def shard_in_memory(self) -> Tensor | None:
-        """Elements [count] of this rank. None if they are in a file, which `shard` opens."""
-        return None if is_in_file(self.parameter) else _without_padding(self.parameter, self.count)
-
     def shard(self, *, write: bool = False) -> OpenShard:
-        """Open this rank's elements [count], without the padding. They are only kept if `write` is true."""
+        """Open this rank's elements [count] without the padding. Changes are kept only with `write`."""
         return OpenShard(self.parameter, self.count, write=write)
 
     def gather(self) -> Tensor:
-        """Return the full parameter on the CPU, on every rank. A collective: every rank must call it."""
+        """Return the full parameter on the CPU, on every rank. A collective."""
         with self.shard() as shard:
             return self.gather_like(shard)
 
@@ -139,7 +129,8 @@ class OpenShard:
     def __enter__(self) -> Tensor:
         if self.is_swapped:  # the swapper has no public methods for one parameter
             self._parameter.nvme_swapper.swap_in([self._parameter], async_op=False)
-        return _without_padding(self._parameter, self._count)
+        flat: Tensor = self._parameter.ds_tensor.data.view(-1)
+        return flat[: self._count]
 
     def __exit__(self, *_: object) -> None:
         if self.is_swapped and self._write:
@@ -149,18 +140,11 @@ class OpenShard:
 
 
 def is_in_file(parameter: Any) -> bool:  # noqa: ANN401
-    """Return whether DeepSpeed keeps a shard in a file and it is not in memory now."""
     return parameter.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE
 
 
 def is_on_device(parameter: Any) -> bool:  # noqa: ANN401
-    """Return whether a shard is in the memory of this rank's device."""
     return not is_in_file(parameter) and bool(parameter.ds_tensor.device == device())
-
-
-def _without_padding(parameter: Any, count: int) -> Tensor:  # noqa: ANN401
-    flat: Tensor = parameter.ds_tensor.data.view(-1)
-    return flat[:count]
 
 
 def shard_range(numel: int, rank: int, num_ranks: int) -> tuple[int, int]:

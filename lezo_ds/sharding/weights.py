@@ -25,12 +25,8 @@ _LOW_STREAM = 0x80000000  # keeps the digest of the low bits apart from that of 
 class ShardedWeights:
     """The shards of one rank, and their low bits with `fp32_master`.
 
-    Args:
-        parameters: all parameters of the model.
-        aliases: all names of each parameter, by its first name (tied weights have several).
-        precision: how updates are stored (see lezo_ds.noise.reference).
-        has_adapter: whether the trainable parameters are those of an adapter. A checkpoint of the model does
-            not hold them.
+    `aliases` are all names of each parameter, by its first name: tied weights have several. With
+    `has_adapter`, the trainable parameters are those of an adapter, which no checkpoint of the model has.
     """
 
     def __init__(
@@ -44,8 +40,7 @@ class ShardedWeights:
         self.parameters = parameters
         self.adapter_parameters = [p for p in parameters if has_adapter and p.parameter.requires_grad]
         self.base_parameters = [p for p in parameters if not (has_adapter and p.parameter.requires_grad)]
-        self.low_bits: dict[str, Tensor] = {}
-        """The int16 low bits of this rank's shards, by name."""
+        self.low_bits: dict[str, Tensor] = {}  # int16, of this rank's shards, by name
         self._initial: list[tuple[ShardedParameter, Tensor, Tensor | None]] = []
         self._aliases = aliases
         self._precision = precision
@@ -65,26 +60,21 @@ class ShardedWeights:
         files: WeightFiles,
         low_bits: WeightFiles | None = None,
     ) -> None:
-        """Fill shards from files, of which each rank reads only its own elements.
-
-        `low_bits` are those of a snapshot. Without them, bits of the files that a 16-bit shard cannot hold
-        become its low bits.
-        """
+        """Fill shards from files, of which each rank reads its own elements; `low_bits` are a snapshot's."""
         aliases = {parameter.name: self._aliases[parameter.name] for parameter in parameters}
         stored = files.find(aliases, {parameter.name: parameter.shape for parameter in parameters})
         for parameter in parameters:
             end = parameter.start + parameter.count
-            values = files.read(stored[parameter.name], parameter.start, end)
             low = None
             if low_bits and self._keeps_low_bits(parameter):
                 low = low_bits.read((parameter.name,), parameter.start, end)
-            self.fill(parameter, values, low)
+            self.fill(parameter, files.read(stored[parameter.name], parameter.start, end), low)
         finish_updates()
 
     def fill(self, parameter: ShardedParameter, values: Tensor, low: Tensor | None = None) -> None:
         """Fill one shard with values [count] of any dtype, and its low bits with `low`, int16 [count].
 
-        Without `low`, bits of `values` that a 16-bit shard cannot hold become its low bits.
+        Without `low`, the bits of `values` that a 16-bit shard cannot hold become its low bits.
         """
         with parameter.shard(write=True) as shard:
             if self._keeps_low_bits(parameter):
@@ -133,35 +123,27 @@ class ShardedWeights:
             return
         in_memory: dict[torch.device, list[Shard]] = {}
         for parameter in parameters:
-            values = parameter.shard_in_memory
-            if values is not None:
-                in_memory.setdefault(values.device, []).append(self._updated_shard(parameter, values))
-                continue
-            with parameter.shard(write=True) as values:
-                shard = self._updated_shard(parameter, values)
-                noise_backend(values.device).update_([shard], updates, self._precision, distribution)
+            opened, low = parameter.shard(write=True), self.low_bits.get(parameter.name)
+            with opened as values:
+                shard = Shard(values, parameter.start, parameter.named.parameter_id, low)
+                if opened.is_swapped:
+                    noise_backend(values.device).update_([shard], updates, self._precision, distribution)
+                else:
+                    in_memory.setdefault(values.device, []).append(shard)
         # The backend follows the shards: offloaded ones are updated on the CPU.
         for device, shards in in_memory.items():
             noise_backend(device).update_(shards, updates, self._precision, distribution)
 
-    def _updated_shard(self, parameter: ShardedParameter, values: Tensor) -> Shard:
-        low = self.low_bits.get(parameter.name)
-        return Shard(values, parameter.start, parameter.named.parameter_id, low)
-
     def witness(self) -> Witness:
-        """Return a witness of the trained shards as they are now."""
         trained = [parameter for _, parameters in self._trained_by_block for parameter in parameters]
         return Witness(trained, self.low_bits, self._precision)
 
     def unlike_replicas(self) -> list[tuple[int, str]]:
-        """Return (rank, name) of each shard that differs from the same shard in the first shard group.
-
-        A collective: every rank gets all pairs. Digests cover all bits of the shards and of their low bits.
-        """
+        """Return (rank, name) of each shard that differs from that in the first shard group. A collective."""
         num_sharers = distributed.world_size(self.parameters[0].group)
         if num_sharers == distributed.world_size():
             return []
-        by_rank = distributed.gather_integers(self._shard_digests(self.parameters))
+        by_rank = distributed.gather_objects(self._shard_digests(self.parameters))
         return [
             (rank, parameter.name)
             for rank, digests in enumerate(by_rank)
@@ -172,16 +154,12 @@ class ShardedWeights:
         ]
 
     def digests(self, parameters: Sequence[ShardedParameter] | None = None) -> dict[str, int]:
-        """Return a digest of each full parameter (None: of all) and its low bits. A collective.
-
-        The digests are the same for any sharding.
-        """
+        """Return a digest of each full parameter and its low bits, for any sharding. A collective."""
         parameters = self.parameters if parameters is None else parameters
         sums = distributed.sum_integers(self._shard_digests(parameters), parameters[0].group)
         return dict(zip((parameter.name for parameter in parameters), sums, strict=True))
 
     def _shard_digests(self, parameters: Sequence[ShardedParameter]) -> list[int]:
-        """Return a digest of each of this rank's shards and its low bits: signed 64-bit integers."""
         digests = []
         for parameter in parameters:
             parameter_id, low = parameter.named.parameter_id, self.low_bits.get(parameter.name)
@@ -193,7 +171,7 @@ class ShardedWeights:
         return digests
 
     def digest(self, parameters: Sequence[ShardedParameter] | None = None) -> str:
-        """Return one digest of parameters (None: of all), 32 hex digits. A collective, as `digests`."""
+        """Return one digest of parameters (None: of all), 32 hex digits. A collective."""
         text = ";".join(f"{name}:{value}" for name, value in sorted(self.digests(parameters).items()))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -16,11 +16,9 @@ _NUM_ELEMENTS = 64
 
 
 class _Sample(NamedTuple):
-    """A copy of elements of a shard and of their low bits, which updates change in place."""
-
     parameter: ShardedParameter
     elements: slice
-    copy: Shard
+    copy: Shard  # of the elements and of their low bits
 
 
 class Witness:
@@ -44,14 +42,13 @@ class Witness:
             self._samples.append(_Sample(parameter, elements, copy))
 
     def follow(self, updates: Sequence[StepUpdate], distribution: Distribution = "normal") -> None:
-        """Apply the updates of steps to the samples."""
         for parameter, _, copy in self._samples:
             changes = updates_of_parameter(updates, parameter.named.block, decays=parameter.decays)
             backend = noise_backend(copy.values.device)
             backend.update_([copy], changes, self._precision, distribution)
 
     def unlike(self, low_bits: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of the parameters whose shards, or whose low bits, differ from their samples."""
+        """Return the names of the parameters whose shards or low bits differ from their samples."""
         names = []
         for parameter, elements, copy in self._samples:
             with parameter.shard() as shard:

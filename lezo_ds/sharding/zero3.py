@@ -24,13 +24,9 @@ from lezo_ds.sharding.parameters import is_on_device
 def shard_model(model: nn.Module, ds_config: Mapping[str, Any], partition_size: int | None = None) -> None:
     """Turn a model on the meta device into a ZeRO-3 sharded model in place, one parameter at a time.
 
-    The values of the shards are undefined until they are loaded. Memory for one full parameter at a time is
-    reserved, but never written.
-
-    Args:
-        model: its parameters are on the meta device, tied parameters are tied, and its buffers are real.
-        ds_config: the DeepSpeed config, stage 3. It decides where shards live (device, CPU, NVMe).
-        partition_size: number of ranks that share one copy of the weights. None shares it among all ranks.
+    Tied parameters stay tied. The values of the shards are undefined until they are loaded. Memory for one
+    full parameter at a time is reserved, but never written. `partition_size` ranks share one copy of the
+    weights (None: all ranks).
     """
     group = _partition_group(partition_size or comm.get_world_size())
     init = deepspeed.zero.Init(config_dict_or_path=dict(ds_config), data_parallel_group=group)
@@ -38,8 +34,7 @@ def shard_model(model: nn.Module, ds_config: Mapping[str, Any], partition_size: 
     for parameter in model.parameters():
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=init.local_device)
         sharded[parameter] = nn.Parameter(full, requires_grad=parameter.requires_grad)
-        # These are the two halves of zero.Init's _zero_init_param (0.19.8). In between it broadcasts the full
-        # parameter from rank 0, which is of no use here, because the values are not loaded yet.
+        # zero.Init's _zero_init_param (0.19.8) without its broadcast from rank 0: nothing is loaded yet.
         init._convert_to_deepspeed_param(sharded[parameter])
         sharded[parameter].partition()
     for module in model.modules():
@@ -49,10 +44,7 @@ def shard_model(model: nn.Module, ds_config: Mapping[str, Any], partition_size: 
 
 
 def _partition_group(partition_size: int) -> Any:  # noqa: ANN401
-    """Return this rank's shard group: `partition_size` consecutive ranks. A collective.
-
-    Every rank makes its own group only. A thousand ranks would otherwise make a thousand groups each.
-    """
+    """Return this rank's shard group: `partition_size` consecutive ranks. No rank makes the other groups."""
     if partition_size == comm.get_world_size():
         return comm.get_world_group()
     start = comm.get_rank() - comm.get_rank() % partition_size
@@ -68,43 +60,12 @@ def finish_updates() -> None:
     get_accelerator().synchronize()
 
 
-@contextmanager
-def gathered_modules(model: nn.Module) -> Iterator[None]:
-    """Gather each module's own parameters while it runs. This allows forward passes before the engine starts.
-
-    Every rank must run the same passes.
-    """
-    running: list[Any] = []
-
-    def gather(module: nn.Module, _inputs: Any) -> None:  # noqa: ANN401
-        running.append(deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False))))
-        running[-1].__enter__()
-
-    def release(_module: nn.Module, _inputs: Any, _output: Any) -> None:  # noqa: ANN401
-        running.pop().__exit__(None, None, None)
-
-    hooks: list[Any] = []
-    for module in model.modules():
-        if next(module.parameters(recurse=False), None) is not None:
-            hooks += [module.register_forward_pre_hook(gather), module.register_forward_hook(release)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def start_forward_engine(model: nn.Module, blocks: Sequence[nn.Module], ds_config: Mapping[str, Any]) -> Any:  # noqa: ANN401
     """Wrap a sharded model in a DeepSpeed engine without an optimizer, for forward passes only.
 
-    DeepSpeed makes, keeps and offloads the shards. Its hooks would gather them module by module, and take two
-    thirds of the host's time in a step, so a block is gathered by one message here. Weights that this rank
-    has in full, on its device, are not gathered at all.
-
-    Args:
-        model: from `shard_model`.
-        blocks: its transformer blocks.
-        ds_config: stage 3.
+    DeepSpeed makes, keeps and offloads the shards. Its hooks, which gather module by module and take two
+    thirds of the host's time in a step, are replaced by those of `GatherAhead`. Weights that this rank has in
+    full, on its device, are not gathered at all.
     """
     engine, *_ = deepspeed.initialize(model=model, config=dict(ds_config))
     engine.eval()
@@ -114,7 +75,7 @@ def start_forward_engine(model: nn.Module, blocks: Sequence[nn.Module], ds_confi
     engine.module_forward_post_hook.remove()
     engine.forward = model.__call__
     for module in model.modules():
-        # DeepSpeed has put in its place a dict that gathers a parameter when it is read.
+        # DeepSpeed has replaced it by a dict that gathers a parameter when it is read.
         module._parameters = module.__dict__.pop("_original_parameters")
     parameters: list[Any] = list(model.parameters())
     if all(map(_is_complete, parameters)):
@@ -137,14 +98,7 @@ def _is_complete(parameter: Any) -> bool:  # noqa: ANN401  # the parameter, with
 def start_training_engine(
     *, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, ds_config: Mapping[str, Any]
 ) -> Any:  # noqa: ANN401
-    """Wrap a sharded model in a DeepSpeed engine that also shards gradients and optimizer states.
-
-    Args:
-        model: from `shard_model`, with its shards loaded.
-        optimizer: of its trainable parameters.
-        schedule: of the learning rate, from torch or transformers.
-        ds_config: stage 3, with gradient_accumulation_steps.
-    """
+    """Wrap a loaded model in a DeepSpeed engine that also shards gradients and optimizer states."""
     # With offload, DeepSpeed would insist on its own CPU optimizer, which has to be compiled.
     config = {**ds_config, "zero_force_ds_cpu_optimizer": False}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
@@ -161,9 +115,8 @@ def release_gathered(training_engine: Any) -> None:  # noqa: ANN401
 def no_gathered_weights_saved() -> Iterator[None]:
     """Make autograd save a reference to a gathered weight (or a view of it) instead of the weight itself.
 
-    Otherwise the graph of a forward pass keeps every gathered weight until the backward pass, so that every
-    rank holds the whole model (DeepSpeed issue 1465). When the backward pass reads a weight, DeepSpeed has
-    gathered it again.
+    Otherwise every rank holds the full model until the backward pass (DeepSpeed issue 1465), for which
+    DeepSpeed gathers the weights again.
     """
 
     def pack(tensor: Tensor) -> Any:  # noqa: ANN401
@@ -171,8 +124,7 @@ def no_gathered_weights_saved() -> Iterator[None]:
         if not hasattr(owner, "ds_tensor"):
             return tensor
         assert owner is not None
-        offset = tensor.storage_offset() - owner.storage_offset()
-        return owner, tensor.shape, tensor.stride(), offset
+        return owner, tensor.shape, tensor.stride(), tensor.storage_offset() - owner.storage_offset()
 
     def unpack(saved: Any) -> Tensor:  # noqa: ANN401
         if isinstance(saved, Tensor):

@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from lezo_ds import distributed
 from lezo_ds.errors import UserError
 from lezo_ds.forward.blocks import BlockLayout, find_blocks
-from lezo_ds.sharding import zero3
+from lezo_ds.sharding.gather import GatherAhead
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.keys import prefix_key
 
@@ -89,10 +89,12 @@ class PrefixAdapter:
         """Take the keys and values of random tokens, then switch the attention. A collective."""
         config: Any = model.config
         ids = initial_ids(seed, self._length, config.get_text_config().vocab_size)
-        with torch.no_grad(), zero3.gathered_modules(model):
-            body: Any = model.base_model
+        body: Any = model.base_model
+        gather = GatherAhead(body, list(model.get_submodule(find_blocks(model).path)))
+        with torch.no_grad():
             tokens = torch.tensor([ids], device=distributed.device())
             cache = body(input_ids=tokens, use_cache=True).past_key_values
+        gather.remove()
         parameters = {parameter.parameter: parameter for parameter in weights.adapter_parameters}
         attentions: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "prefix", None), Prefix)]
         for attention in attentions:
