@@ -155,7 +155,7 @@ def _copy_companions(source: Path, temporary: Path, dtype: str) -> None:
     (temporary / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
 
 
-def _publish(temporary: Path, target: Path, facts: dict[str, Any]) -> None:
+def _publish(temporary: Path, target: Path, facts: Mapping[str, Any]) -> None:
     files = {}
     for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
         sync(path)

@@ -7,8 +7,8 @@ import re
 import signal
 import socket
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -33,10 +33,8 @@ CPU = torch.device("cpu")
 def _listening(address):
     os.environ["MASTER_ADDR"] = address
     distributed.init_distributed()
-    distributed.barrier()
     mine = psutil.Process().net_connections("inet")
     addresses = {connection.laddr.ip for connection in mine if connection.status == psutil.CONN_LISTEN}
-    distributed.barrier()
     return addresses, distributed.sum_integers([1])
 
 
@@ -51,8 +49,6 @@ def test_ranks_listen_at_the_address_where_they_meet_and_on_the_loopback_only(ad
 
 
 class _LateStore(Store):
-    """What the ranks meet through, slow to answer."""
-
     def __init__(self, *arguments, **options):
         super().__init__()
         self._store = TCPStore(*arguments, **options)
@@ -99,18 +95,15 @@ def test_a_listener_has_its_address_and_one_of_another_machine_is_left_to_torch(
 
 @pytest.mark.parametrize(
     ("address", "users", "interface"),
-    [("127.0.0.1", None, "lo"), ("localhost", "eth7", "eth7"), ("10.0.0.1", None, None)],
+    [("127.0.0.1", "", "lo"), ("localhost", "eth7", "eth7"), ("10.0.0.1", "", "none")],
 )
 def test_the_libraries_stay_on_the_loopback_unless_told_otherwise(address, users, interface, monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", address)
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, users or "")
-        if users is None:
-            monkeypatch.delenv(name)
+    variables = {"GLOO_SOCKET_IFNAME": users, "NCCL_SOCKET_IFNAME": users} if users else {}
+    monkeypatch.setattr(os, "environ", {"MASTER_ADDR": address, **variables})
     assert prepare_rendezvous() == "lezo://"
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        assert (os.environ.get(name) or "none").startswith(interface or "none")
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        assert os.environ.get(name, "none").startswith(interface)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     assert prepare_rendezvous() == "env://"
 
 
@@ -128,10 +121,10 @@ def slurm_task(job=7, step=0, nodes="n1", **more):
     ],
 )
 def test_a_slurm_task_is_a_rank_that_meets_the_others_at_the_first_node(nodes, first):
-    ranks = slurm_task(nodes=nodes)
-    assert (ranks["RANK"], ranks["LOCAL_RANK"], ranks["WORLD_SIZE"]) == ("3", "1", "4")
-    assert ranks["MASTER_ADDR"] == first
-    assert slurm_task(nodes=nodes, MASTER_ADDR="10.0.0.1", MASTER_PORT="5")["MASTER_PORT"] == "5"
+    own = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}
+    ranks = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+    assert slurm_task(nodes=nodes) == ranks | {"MASTER_ADDR": first, "MASTER_PORT": "10112"}
+    assert slurm_task(nodes=nodes, **own) == ranks | own
 
 
 def test_concurrent_jobs_and_steps_meet_at_ports_of_their_own():
@@ -143,33 +136,14 @@ def test_concurrent_jobs_and_steps_meet_at_ports_of_their_own():
 # What a rank computes with.
 
 
-@dataclass
-class _Accelerator:
-    """What DeepSpeed says of a node with so many GPUs; there is none here."""
-
-    count: int
-    current: int = 0
-
-    def device_name(self):
-        return "cuda"
-
-    def device_count(self):
-        return self.count
-
-    def set_device(self, index):
-        self.current = index
-
-
-def test_a_rank_takes_the_gpu_of_its_own_before_the_first_message(monkeypatch):
-    node = _Accelerator(2)
+def test_a_rank_takes_the_gpu_of_its_own(monkeypatch):
+    node = Mock(**{"device_name.return_value": "cuda", "device_count.return_value": 2})  # none is here
     monkeypatch.setattr(accelerator, "get_accelerator", lambda: node)
     monkeypatch.setenv("LOCAL_RANK", "1")
     take_device()
-    assert node.current == 1
-    node.count = 1
-    with pytest.raises(
-        UserError, match=r"rank 1 of its node has no GPU of its own: it sees 1; fix: .*--gpus-per-node"
-    ):
+    node.set_device.assert_called_once_with(1)
+    node.device_count.return_value = 1
+    with pytest.raises(UserError, match=r"rank 1 of its node has no GPU of its own: it sees 1; fix"):
         take_device()
 
 
@@ -193,7 +167,7 @@ def test_what_trades_precision_for_speed_is_switched_off_and_recorded(monkeypatc
 
 
 def _be_slow(seconds):
-    """Be busy for longer than the limit on one rank: once in Python, and once in a call that just waits."""
+    """Be busy for longer than the limit: once in Python on rank 1, and once in a call on rank 0."""
     heartbeat.LIMIT_SECONDS = 2.0
     distributed.init_distributed()
     with distributed.lost_ranks_reported(lambda: "last good step: none"):
@@ -205,16 +179,12 @@ def _be_slow(seconds):
         if distributed.rank() == 0:
             time.sleep(seconds)
         distributed.barrier()
-    if distributed.rank() == 1:  # it has done its work, and is not missed
-        for beating in start_module._heartbeats:
-            beating.stop()
-    time.sleep(seconds)
     return distributed.sum_integers([1])
 
 
 @pytest.mark.distributed
-def test_a_rank_that_is_slow_or_has_done_its_work_is_not_lost():
-    assert run_ranks(_be_slow, 2, 5.0) == [[2]] * 2
+def test_a_rank_that_is_slow_is_not_lost():
+    assert run_ranks(_be_slow, 2, 4.0) == [[2]] * 2
 
 
 @pytest.mark.distributed

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from faults import small_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,15 +92,6 @@ def test_the_lines_of_format_1_never_change(path):
     ]
 
 
-def test_each_crc_continues_that_of_the_line_before(path):
-    crc = 0
-    for line in write_journal(path, some_records(9)).splitlines():
-        members = json.loads(line)
-        stored = members.pop("crc")
-        assert with_crc(members, crc) == line + b"\n"
-        crc = int(stored, 16)
-
-
 def test_a_reopened_journal_continues_as_an_uninterrupted_one(path, monkeypatch):
     records = some_records(9)
     data = write_journal(path.with_name("undisturbed"), records)
@@ -137,11 +127,8 @@ def test_a_journal_is_created_once_and_appears_with_its_header(path):
     st.dictionaries(st.text(), st.text() | st.integers() | st.booleans() | st.none()),
 )
 def test_every_float_and_string_survives_bit_for_bit(floats, config):
-    learning_rate, scale, loss, *grads = floats
     header = replace(HEADER, config={"nested": config})
-    record = step_record(
-        0, learning_rate=learning_rate, perturbation_scale=scale, loss=loss, projected_grads=tuple(grads)
-    )
+    record = StepRecord(0, 1, (), tuple(floats[3:]), *floats[:3], True)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "journal"
         write_journal(path, [record], header)
@@ -224,22 +211,17 @@ def test_a_line_that_is_missing_doubled_moved_or_of_another_run_is_noticed(path)
     header, first, second, third = write_journal(path, some_records(3)).splitlines(keepends=True)
     other = write_journal(path.with_name("other"), [step_record(0, key=1), step_record(1)]).splitlines(True)
     previous = int(header[-11:-3], 16)
-    step = json.loads(first)
     for lines, damaged in [
         ([header, second, third], 2),
         ([header, first, third], 3),
         ([header, first, first, second], 3),
-        ([header, header, first], 2),
         ([header, first, other[2]], 3),
         ([first, second], 1),
-        ([header, b"\n", first], 2),
         ([header, first.replace(b"\n", b"\r\n")], 2),
         ([header, with_crc(json.loads(header), previous)], 2),
         ([header, with_crc({"kind": "new"}, previous)], 2),
         ([header, with_crc({"kind": "step", "step": 0}, previous)], 2),
-        ([header, with_crc({**step, "key": 1.5}, previous)], 2),
-        ([header, with_crc({**step, "lr": "low"}, previous)], 2),
-        ([header, with_crc({**step, "more": 1}, previous)], 2),
+        ([header, with_crc({**json.loads(first), "lr": "low"}, previous)], 2),
     ]:
         path.write_bytes(b"".join(lines))
         with pytest.raises(JournalError, match=f"line {damaged} is damaged"):
@@ -267,52 +249,33 @@ def test_another_format_is_refused_with_both_versions(path, members):
         read_journal(path)
 
 
-def append_until_it_fails(journal, path, reason):
-    """Return the step that failed, twice, without harm to those before it."""
-    with pytest.raises(JournalError) as caught:
-        for step in range(10_000):
-            journal.append(step_record(step))
-    assert 20 < step < 9_999
-    assert f"{path} cannot be written: {reason}; last good step: {step - 1}" in str(caught.value)
-    for _ in range(2):
-        assert path.read_bytes().endswith(b"\n")
-        assert read_journal(path)[1] == [step_record(earlier) for earlier in range(step)]
-        with pytest.raises(JournalError, match=reason):
-            journal.append(step_record(step))
-    return step
-
-
-def test_a_full_disk_leaves_a_valid_journal_or_none(tmp_path):
-    with small_disk(tmp_path, "64k"):
-        with pytest.raises(JournalError, match="No space left on device; last good step: none"):
-            Journal.create(tmp_path / "journal", replace(HEADER, config={"text": "x" * 100_000}))
-        assert list(tmp_path.iterdir()) == []
-        path = tmp_path / "journal.jsonl"
-        (tmp_path / "filler").write_bytes(bytes(16384))
-        with Journal.create(path, HEADER) as journal:
-            step = append_until_it_fails(journal, path, "No space left on device")
-            (tmp_path / "filler").unlink()
-            journal.append(step_record(step))
-        assert read_journal(path)[1] == [step_record(earlier) for earlier in range(step + 1)]
-
-
 def append_beyond_a_size(path):
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_001, hard))
+    with pytest.raises(JournalError, match="File too large; last good step: none"):
+        Journal.create(path, replace(HEADER, config={"text": "x" * 100_000}))
+    assert list(path.parent.iterdir()) == []
     with Journal.create(path, HEADER) as journal:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_001, hard))
-        step = append_until_it_fails(journal, path, "File too large")
+        with pytest.raises(JournalError) as caught:
+            for step in range(10_000):
+                journal.append(step_record(step))
+        assert f"{path} cannot be written: File too large; last good step: {step - 1}" in str(caught.value)
+        with pytest.raises(JournalError, match="File too large"):
+            journal.append(step_record(step))
+        assert path.read_bytes().endswith(b"\n")
+        assert read_journal(path)[1] == [step_record(earlier) for earlier in range(step)]
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         journal.append(step_record(step))
 
 
-def test_a_write_that_is_cut_short_is_removed(path):
-    """A file size limit cuts the write that crosses it: some of its bytes reach the file."""
+def test_a_write_that_is_cut_short_leaves_a_valid_journal_or_none(path):
+    """A limit on the file size cuts the write that crosses it, as a full disk does."""
     writer = FORK.Process(target=append_beyond_a_size, args=[path])
     writer.start()
     writer.join(60)
     assert writer.exitcode == 0
     _, records = read_journal(path)
-    assert records == [step_record(step) for step in range(len(records))]
+    assert records == [step_record(step) for step in range(len(records))] != []
 
 
 class SlowDisk:
@@ -381,32 +344,6 @@ def test_a_record_that_cannot_be_synced_is_removed_and_can_be_appended_again(pat
         journal.append(step_record(1), wait=False)
         journal.close()
         assert read_journal(path)[1] == [step_record(0), step_record(1)]
-
-
-def append_forever(path, reports):
-    with Journal.open(path) as journal:
-        for step in range(len(journal.records), 100_000):
-            journal.append(step_record(step))
-            reports.send(step)
-
-
-def test_a_writer_killed_at_random_moments_loses_no_step_it_reported(path):
-    write_journal(path, [])
-    generator = random.Random(0)
-    for _ in range(6):
-        receiver, sender = FORK.Pipe(duplex=False)
-        writer = FORK.Process(target=append_forever, args=[path, sender])
-        writer.start()
-        for _ in range(generator.randrange(1, 100)):
-            reported = receiver.recv()
-        read_journal(path)  # while it grows
-        writer.kill()
-        writer.join()
-        while receiver.poll():
-            reported = receiver.recv()
-        _, records = read_journal(path)
-        assert records == [step_record(step) for step in range(len(records))]
-        assert len(records) in (reported + 1, reported + 2)
 
 
 def test_a_file_that_another_process_changed_or_replaced_is_left_alone(path):

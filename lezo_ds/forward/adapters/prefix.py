@@ -90,7 +90,7 @@ class PrefixAdapter:
         config: Any = model.config
         ids = initial_ids(seed, self._length, config.get_text_config().vocab_size)
         body: Any = model.base_model
-        gather = GatherAhead(body, list(model.get_submodule(find_blocks(model).path)))
+        gather = GatherAhead(body, list(model.get_submodule(find_blocks(model).path).children()))
         with torch.no_grad():
             tokens = torch.tensor([ids], device=distributed.device())
             cache = body(input_ids=tokens, use_cache=True).past_key_values
