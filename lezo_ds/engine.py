@@ -23,7 +23,7 @@ from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.model.snapshots import SnapshotOwner, newest_snapshot, snapshot_path
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding import zero3
-from lezo_ds.sharding.witness import Witness
+from lezo_ds.sharding.integrity import Witness
 from lezo_ds.zo.passes import Pass, passes_of_step
 from lezo_ds.zo.records import StepRecord
 from lezo_ds.zo.updates import step_updates

@@ -40,13 +40,9 @@ class Heartbeat:
         self._store_is_gone = False
         self._stopped = threading.Event()
         # The connection is not shared: the process group's may wait for hours for a rank that is late.
-        self._store = TCPStore(
-            host_name=os.environ["MASTER_ADDR"],
-            port=int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=limit_seconds),
-        )
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        timeout = timedelta(seconds=limit_seconds)
+        self._store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
     def start(self) -> None:
         for work in (self._count, self._watch):

@@ -178,14 +178,9 @@ def _meet(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[Store, int, i
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     listener = listen_at(host, port) if rank == 0 else None
+    descriptor = None if listener is None else listener.detach()
     store = TCPStore(
-        host_name=host,
-        port=port,
-        world_size=world_size,
-        is_master=rank == 0,
-        timeout=timeout,
-        multi_tenant=True,
-        master_listen_fd=None if listener is None else listener.detach(),
+        host, port, world_size, rank == 0, timeout, multi_tenant=True, master_listen_fd=descriptor
     )
     yield store, rank, world_size  # torch asks for a second item only if ranks join again
 

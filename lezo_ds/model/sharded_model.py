@@ -125,7 +125,7 @@ def load_sharded_model(
     for module_name, parameter in module.named_parameters():
         name = own_name(module_name)
         block = layout.block_of(name, is_embedding=parameter in embeddings)
-        parameters.append(ShardedParameter.of(parameter, NamedParameter(name, ids[name], block)))
+        parameters.append(ShardedParameter(parameter, NamedParameter(name, ids[name], block)))
     weights = ShardedWeights(parameters, aliases=aliases, precision=precision, has_adapter=bool(adapter))
     load_weights(weights, module, directory)
     names_and_shapes = table_hash({parameter.name: parameter.shape for parameter in parameters})

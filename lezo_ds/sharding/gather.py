@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -153,15 +153,13 @@ def _parts_of(model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[nn.Modul
     shared = {p: Part([p], stream, is_shared=True) for p, users in num_users.items() if users > 1}
     parts: dict[nn.Module, list[Part]] = {}
     for module, used in used_by.items():
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        by_dtype = defaultdict(list)
         for parameter in used:
             if parameter not in shared:
-                by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        of_module = [shared[parameter] for parameter in used if parameter in shared]
-        of_module += [Part(same, stream) for same in by_dtype.values()]
-        if of_module:
-            parts[module] = of_module
-    return parts
+                by_dtype[parameter.dtype].append(parameter)
+        parts[module] = [shared[parameter] for parameter in used if parameter in shared]
+        parts[module] += [Part(same, stream) for same in by_dtype.values()]
+    return {module: own for module, own in parts.items() if own}
 
 
 def keep_in_step(blocks: Iterable[nn.Module]) -> None:

@@ -60,42 +60,22 @@ def table_hash(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return digest.hexdigest()
 
 
-@dataclass(frozen=True, kw_only=True)
 class ShardedParameter:
     """One parameter of the sharded model, of which this rank has elements [start, start + count).
 
     They are elements of the flattened parameter. `count` is 0 if this rank has only padding.
     """
 
-    named: NamedParameter
-    parameter: Any  # nn.Parameter with DeepSpeed's attributes; empty unless its weights are gathered
-    shape: tuple[int, ...]
-    start: int
-    count: int
-
-    @classmethod
-    def of(cls, parameter: Any, named: NamedParameter) -> ShardedParameter:  # noqa: ANN401
+    def __init__(self, parameter: Any, named: NamedParameter) -> None:  # noqa: ANN401
+        self.parameter = parameter  # nn.Parameter with DeepSpeed's attributes; empty unless it is gathered
+        self.named = named
+        self.name = named.name
+        self.shape = tuple(parameter.ds_shape)
+        self.numel = int(parameter.ds_numel)
+        self.decays = len(self.shape) > 1  # biases and norms do not, as in MeZO's code
+        self.group = parameter.ds_process_group
         rank, num_ranks = parameter.ds_zero_partition_rank, parameter.ds_zero_partition_world_size
-        start, count = shard_range(parameter.ds_numel, rank, num_ranks)
-        shape = tuple(parameter.ds_shape)
-        return cls(named=named, parameter=parameter, shape=shape, start=start, count=count)
-
-    @property
-    def name(self) -> str:
-        return self.named.name
-
-    @property
-    def numel(self) -> int:
-        return int(self.parameter.ds_numel)
-
-    @property
-    def decays(self) -> bool:
-        """Whether weight decay applies: to matrices, but not to biases and norms (as in MeZO's code)."""
-        return len(self.shape) > 1
-
-    @property
-    def group(self) -> Any:  # noqa: ANN401
-        return self.parameter.ds_process_group
+        self.start, self.count = shard_range(self.numel, rank, num_ranks)
 
     def shard(self, *, write: bool = False) -> OpenShard:
         """Open this rank's elements [count] without the padding. Changes are kept only with `write`."""
@@ -148,11 +128,7 @@ def is_on_device(parameter: Any) -> bool:  # noqa: ANN401
 
 
 def shard_range(numel: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return (start, count) of the elements of a parameter that one of `num_ranks` ranks holds.
-
-    >>> [shard_range(10, rank, 4) for rank in range(4)]
-    [(0, 3), (3, 3), (6, 3), (9, 1)]
-    """
+    """Return (start, count) of the elements of a parameter that one of `num_ranks` ranks holds."""
     size = -(-numel // num_ranks)
     start = min(rank * size, numel)
     return start, min(start + size, numel) - start

@@ -12,10 +12,9 @@ from torch import Tensor
 from lezo_ds import distributed
 from lezo_ds.noise import Shard, noise_backend
 from lezo_ds.noise.reference import split_master
-from lezo_ds.sharding.digest import shard_digest
 from lezo_ds.sharding.files import WeightFiles
+from lezo_ds.sharding.integrity import Witness, shard_digest
 from lezo_ds.sharding.parameters import ShardedParameter
-from lezo_ds.sharding.witness import Witness
 from lezo_ds.sharding.zero3 import finish_updates
 from lezo_ds.zo.updates import Distribution, StepUpdate, Update, UpdatePrecision, updates_of_parameter
 

@@ -69,7 +69,7 @@ def _describe_shards(num_ranks):
     distributed.init_distributed()
     model = _Holder()
     zero3.shard_model(model, json.loads(DS_CONFIG.read_text()) | {"train_micro_batch_size_per_gpu": 1})
-    parameters = [ShardedParameter.of(p, NamedParameter(n, 0, 99)) for n, p in model.named_parameters()]
+    parameters = [ShardedParameter(p, NamedParameter(n, 0, 99)) for n, p in model.named_parameters()]
     for p in parameters:
         stored = p.parameter.ds_tensor
         stored.data.fill_(float("nan"))  # the padding keeps it
@@ -327,7 +327,7 @@ def shard(directory, dtype, precision):
     ids = parameter_ids(aliases)
     zero3.shard_model(model, json.loads(DS_CONFIG.read_text()) | {"train_micro_batch_size_per_gpu": 1})
     parameters = [
-        ShardedParameter.of(parameter, NamedParameter(name, ids[name], layout.block_of(name)))
+        ShardedParameter(parameter, NamedParameter(name, ids[name], layout.block_of(name)))
         for name, parameter in model.named_parameters()
     ]
     weights = ShardedWeights(parameters, aliases=aliases, precision=precision)

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lezo_ds.sharding import digest, parameters
-from lezo_ds.sharding.digest import shard_digest
+from lezo_ds.sharding import integrity, parameters
+from lezo_ds.sharding.integrity import shard_digest
 from lezo_ds.sharding.parameters import parameter_ids, table_hash
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -64,7 +64,7 @@ def test_a_flip_of_any_single_bit_changes_it(patterns, data, dtype, start, param
 def test_more_than_one_chunk_gives_the_sum_of_the_chunks(monkeypatch):
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     expected = shard_digest(values, 5, 9)
-    monkeypatch.setattr(digest, "_CHUNK_ON_CPU", 64)
+    monkeypatch.setattr(integrity, "_CHUNK_ON_CPU", 64)
     assert shard_digest(values, 5, 9) == expected
 
 
