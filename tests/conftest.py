@@ -27,12 +27,6 @@ def opt_directory(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def opt_fp16_directory(tmp_path_factory):
-    """The same weights, stored in fp16."""
-    return write_model(TINY_OPT, tmp_path_factory.mktemp("opt_fp16"), torch.float16)
-
-
-@pytest.fixture(scope="session")
 def recipe(tmp_path_factory):
     """A recipe of 8 steps, with its model and data in the same directory."""
     return write_recipe(tmp_path_factory.mktemp("assets"))

@@ -115,11 +115,6 @@ def assert_one_error(finished, code, *fragments):
         assert fragment in errors[0]
 
 
-def assert_refused(command, *fragments, code=2):
-    """Run a command; assert that it ends with one error line that holds the fragments, and with the code."""
-    assert_one_error(run(command), code, *fragments)
-
-
 @contextmanager
 def start(command, **variables):
     """Start a command as a process group of its own; what is left of it at the end is killed."""
@@ -193,29 +188,25 @@ def run_forked(
     program="train.py",
     num_ranks=1,
     meanwhile=lambda ranks: None,
-    kill_after=None,
-    timeout=TIMEOUT_SECONDS,
     grace=0,
     directory=REPOSITORY,
     **variables,
 ):
-    """Run a program of launch/ on forked ranks, to its end.
+    """Run a program of launch/, or another file, on forked ranks, to its end.
 
     Args:
         arguments: of the command.
-        program: its file in launch/, or another file.
+        program: its file.
         num_ranks: number of processes.
         meanwhile: called with the processes of all ranks as soon as they are started.
-        kill_after: seconds until all ranks that still run are killed.
-        timeout: seconds after which ranks that still run have hung.
         grace: seconds in which the others have to end when a rank fails. With 0 they are killed, as launchers
             kill them.
         directory: the working directory.
         variables: more of the environment.
 
     Returns:
-        The output of all ranks, and an exit code: 0 if all ranks ended well, otherwise that of the rank that
-        failed first. It is negative if a signal ended the rank.
+        The output of all ranks and the exit code of the rank that failed first, which is negative if a signal
+        ended it.
 
     Raises:
         AssertionError: a rank hung.
@@ -232,8 +223,8 @@ def run_forked(
             ranks[-1].start()
         try:
             meanwhile(ranks)
-            code, hung = _join(ranks, timeout if kill_after is None else kill_after, grace)
-            assert not hung or kill_after is not None or (code != 0 and grace == 0), f"ranks {hung} hung"
+            code, hung = _join(ranks, TIMEOUT_SECONDS, grace)
+            assert not hung or (code != 0 and grace == 0), f"ranks {hung} hung"
         except AssertionError:
             print(_read_all(outputs, "err")[-5000:])
             raise
@@ -242,7 +233,7 @@ def run_forked(
                 rank.kill()
                 rank.join()
         out, err = _read_all(outputs, "out"), _read_all(outputs, "err")
-    return Finished(code if code or not hung else -signal.SIGKILL, out, err)
+    return Finished(code, out, err)
 
 
 def run_forked_well(arguments, **options):

@@ -43,25 +43,11 @@ class Fault:
 NO_FAULT = Fault(number=0)
 
 
-def variables(fault, run_dir, log=None):
-    """Return the environment variable that tells tests/helpers/faulty_train.py of a fault."""
-    return {VARIABLE: json.dumps({**asdict(fault), "root": str(run_dir), "log": log and str(log)})}
-
-
 def run_faulty(arguments, fault=NO_FAULT, log=None, **options):
-    """Run launch/train.py with a fault on forked ranks; the options are those of `run_forked`.
-
-    Args:
-        arguments: of the command; one of them is run_dir=...
-        fault: what goes wrong.
-        log: file that lists the operations on the run's directory.
-        options: those of `run_forked`.
-    """
+    """Run launch/train.py with a fault on forked ranks. `log` gets the operations on the run's directory."""
     run_dir = next(str(a).removeprefix("run_dir=") for a in arguments if str(a).startswith("run_dir="))
-    return run_forked(arguments, FAULTY_TRAIN, **options, **variables(fault, run_dir, log))
-
-
-# What a killed run left.
+    told = {VARIABLE: json.dumps({**asdict(fault), "root": run_dir, "log": log and str(log)})}
+    return run_forked(arguments, FAULTY_TRAIN, **options, **told)
 
 
 def num_reported_steps(run_dir):
@@ -89,9 +75,6 @@ def check_interrupted(run_dir, undisturbed):
     return max(0, num_reported_steps(run_dir) - num_steps(run_dir))
 
 
-# Disks.
-
-
 @contextmanager
 def small_disk(directory, size):
     """Mount a disk of `size` (as tmpfs spells it) on a directory; skip where that is forbidden."""
@@ -103,8 +86,3 @@ def small_disk(directory, size):
         yield directory
     finally:
         subprocess.run(["umount", "--lazy", str(directory)], check=True)
-
-
-def remount(directory, how):
-    """Make a small disk read-only ("ro"), writable ("rw") or of another size ("size=64m")."""
-    subprocess.run(["mount", "-o", f"remount,{how}", str(directory)], check=True)

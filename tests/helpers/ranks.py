@@ -28,13 +28,7 @@ _GRACE_SECONDS = 5.0  # for the other ranks to report, once one has failed
 
 
 def run_ranks(function, num_ranks, *arguments, timeout=180.0):
-    """Call `function(*arguments)` on every rank and return the results, by rank.
-
-    Args:
-        function: defined at the top of a module; it and its arguments are pickled.
-        num_ranks: number of processes.
-        arguments: the same for every rank.
-        timeout: seconds after which the ranks are killed.
+    """Call `function(*arguments)`, which are pickled, on every rank and return the results, by rank.
 
     Raises:
         AssertionError: a rank raised, died or hung; the message holds the traceback of each that raised.

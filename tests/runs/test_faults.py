@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 from commands import assert_one_error, run_forked_well
-from faults import Fault, check_interrupted, run_faulty
+from faults import Fault, check_interrupted, run_faulty, small_disk
 from run_ends import end, num_steps, records_of
 
 from lezo_ds.model.snapshots import MANIFEST, read_manifest, snapshot_path, snapshot_steps
@@ -194,16 +194,10 @@ def test_a_disk_that_refuses_ends_all_ranks(name, recipe, undisturbed, tmp_path)
 
 
 def test_a_full_or_read_only_disk_ends_a_run_which_resumes_when_there_is_room(recipe, undisturbed, tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("mounting a small disk takes root")
-
     def remount(how):
         subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
 
-    try:
+    with small_disk(tmp_path / "disk", "256k") as disk:
         finished = run_faulty(arguments(recipe, disk / "run"))
         assert_one_error(finished, 1, "No space left on device")
         assert num_steps(disk / "run") >= 3
@@ -212,8 +206,6 @@ def test_a_full_or_read_only_disk_ends_a_run_which_resumes_when_there_is_room(re
         assert_one_error(finished, 2, "cannot be written to", "Read-only file system")
         remount("size=64m,rw")
         assert finish(recipe, disk / "run") == undisturbed[1]
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 def test_a_run_that_diverges_ends_with_an_exit_code_of_its_own(recipe, tmp_path):
