@@ -47,10 +47,8 @@ def find_blocks(model: nn.Module) -> BlockLayout:
     }
     path = max(sizes, key=lambda name: sizes[name], default=None)
     if path is None or sizes[path] == 0:
-        raise UserError(
-            f"no transformer blocks in {type(model).__name__}: no list of like modules has parameters",
-            fix="use a decoder language model, such as OPT, Llama, Qwen, Mistral, GPT-NeoX or GPT-2",
-        )
+        what = f"no transformer blocks in {type(model).__name__}: no list of like modules has parameters"
+        raise UserError(what, fix="use a decoder language model, such as OPT, Llama, Qwen, Mistral or GPT-2")
     return BlockLayout(path, len(lists[path]))
 
 
@@ -61,10 +59,8 @@ def freeze_outside(model: nn.Module, layout: BlockLayout) -> None:
         if parameter not in inside:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in inside):
-        raise UserError(
-            f"zo.only_blocks leaves nothing to train: the adapter has no weights in {layout.path}",
-            fix="set zo.only_blocks=false",
-        )
+        what = f"zo.only_blocks leaves nothing to train: the adapter has no weights in {layout.path}"
+        raise UserError(what, fix="set zo.only_blocks=false")
 
 
 class PartSizes(NamedTuple):

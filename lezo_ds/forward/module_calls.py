@@ -1,8 +1,7 @@
-"""How a module runs with its own copies of parameters, one copy for each probe.
+"""How a module runs with perturbed copies of its parameters, one copy for each probe.
 
-Linear modules and, on GPUs, LayerNorms of 16 bits have a function that runs all probes at once and writes
-their outputs next to each other, so that nothing has to be concatenated. Any other module is called once for
-each probe.
+Linear modules and, on GPUs, LayerNorms of 16 bits run all probes at once and write their outputs next to each
+other. Any other module is called once for each probe.
 """
 
 from __future__ import annotations
@@ -56,11 +55,7 @@ def call_with_copies(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:  # noqa: ANN401
-    """Call a module's forward with the copies of one probe instead of its parameters.
-
-    A 16-bit norm must get float32 tensors, and returns such. Any other module gets copies of its own dtype,
-    because it is not known what it does with them.
-    """
+    """Call a module's forward with the copies of one probe: in float32 for a norm, else in its own dtype."""
     own = {name: p for name, p in module._parameters.items() if p is not None}
     if is_16_bit_norm(module):
         used = {name: copies[name] if name in copies else p.float() for name, p in own.items()}
@@ -84,7 +79,7 @@ def runner_at_probes(
 ) -> RunAtProbes | None:
     """Return the function that runs this call of a forward for all probes at once; None if there is none.
 
-    `rows` is the number of rows of all copies of the batch together; 1 allows any number.
+    The batch must have a multiple of `rows`, those of all its copies.
     """
     if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
         return None
@@ -103,7 +98,6 @@ def runner_at_probes(
 
 
 def is_on_gpu(batch: Tensor) -> bool:
-    """Return whether Triton's kernels can run on a tensor."""
     return batch.is_cuda
 
 

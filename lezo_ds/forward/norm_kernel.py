@@ -1,8 +1,7 @@
 """A 16-bit LayerNorm at several probes of its weights as one Triton kernel.
 
-Perturbed norms compute in float32, and torch 2.13 has no LayerNorm for 16-bit inputs and float32 weights on
-GPUs: with two probes, its operators are five kernels. This kernel sums in another order than torch's, so its
-last bits differ.
+Torch 2.13 has no LayerNorm for 16-bit inputs and float32 weights on GPUs: with two probes, its operators are
+five kernels. This kernel sums in another order than torch's, so its last bits differ.
 """
 
 # mypy: disallow-untyped-decorators=False, warn-return-any=False
@@ -70,7 +69,9 @@ def norm_at_probes(module: nn.Module, copies: Copies, batch: Tensor, num_copies:
     weight, weight_distance = _at_all_probes(module, copies, "weight")
     bias, bias_distance = _at_all_probes(module, copies, "bias")
     tensors = (output, batch, weight, bias)
-    launch = _launch(num_rows, width, tuple(map(_seen_by_triton, tensors)), batch.device)
+    # Launches differ if Triton sees something else in the tensors.
+    seen = tuple(None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors)
+    launch = _launch(num_rows, width, seen, batch.device)
     launch.run(*tensors, num_rows // num_copies, weight_distance, bias_distance, module.eps)
     return output
 
@@ -83,13 +84,8 @@ def _at_all_probes(module: nn.Module, copies: Copies, name: str) -> tuple[Tensor
     return module._parameters[name], 0
 
 
-def _seen_by_triton(tensor: Tensor | None) -> tuple[torch.dtype, bool] | None:
-    return None if tensor is None else (tensor.dtype, tensor.data_ptr() % 16 == 0)
-
-
 @functools.lru_cache(maxsize=1024)
 def _launch(num_rows: int, width: int, _seen: object, _device: torch.device) -> Launch:
-    """Return a launch for rows of a width. Launches differ if Triton sees something else in the tensors."""
     width_power = 1 << (width - 1).bit_length()
     num_warps = min(max(width_power // _ELEMENTS_PER_WARP, 1), _MOST_WARPS)
     return Launch(layer_norm_kernel, num_rows, {"width": width, "width_power": width_power}, num_warps)

@@ -57,7 +57,7 @@ class Perturbation:
 
 
 class _Pass(NamedTuple):
-    """The forward pass that runs, or the part of it that runs some of its probes."""
+    """The forward pass that runs, or the part of it that runs some of the probes."""
 
     probes: tuple[KeyedProbe, ...] = ()  # none at theta
     rows: int = 1  # of one copy of the batch
@@ -85,9 +85,8 @@ class _SharedStart:
     def copied(self, value: Any, is_first: bool) -> Any:  # noqa: ANN401
         """Return the copies of an argument of the first perturbed block, or of a later one.
 
-        A tensor of one dimension, or of one row where the batch has more, is the same for all rows. A later
-        block gets hidden states that have copies already, but what the model has computed before its blocks,
-        such as masks, comes without copies to each block.
+        A tensor of one dimension, or of one row where the batch has more, is the same for all rows. Hidden
+        states of a later block have copies already, but masks come without copies to each block.
         """
         if not isinstance(value, Tensor) or value.dim() < 2:
             return value
@@ -140,10 +139,8 @@ class PerturbedForward:
     ) -> tuple[Tensor, ...]:
         """Return the logits, or the tensor that `call(**inputs)` returns, at each probe or once at theta."""
         if batch.selection is not None and self._head is None:
-            raise UserError(
-                f"{self._model_name} has no output head: get_output_embeddings() is missing",
-                fix="set model.path to a causal language model",
-            )
+            what = f"{self._model_name} has no output head: get_output_embeddings() is missing"
+            raise UserError(what, fix="set model.path to a causal language model")
         inputs, then = dict(batch.inputs), _Pass()
         if perturbation is not None:
             rows = len(next(iter(inputs.values())))
@@ -195,10 +192,7 @@ class PerturbedForward:
     def _in_parts(
         self, size: int, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:  # noqa: ANN401
-        """Call run(first copy, ...) on `size` copies of the batch at a time; concatenate the outputs.
-
-        Modules inside a module that runs on some of the copies see the probes of these only.
-        """
+        """Call run(first copy, ...) on `size` copies of the batch at a time; concatenate the outputs."""
         now = self._now
         if len(now.probes) <= size:
             return run(0, *args, **kwargs)
@@ -355,10 +349,8 @@ def _share_of(now: _Pass, first: int, num_copies: int) -> Callable[[Any], Any]:
         if others and length % all_rows == 0:
             size = length // len(now.probes)
             return value[first * size : (first + num_copies) * size]
-        raise UserError(
-            f"a module gets a tensor {tuple(value.shape)} without a batch dimension of {all_rows} rows",
-            fix="set zo.probes_per_pass=1 for this model",
-        )
+        what = f"a module gets a tensor {tuple(value.shape)} without a batch dimension of {all_rows} rows"
+        raise UserError(what, fix="set zo.probes_per_pass=1 for this model")
 
     return share
 

@@ -14,8 +14,7 @@ from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import HubError
 from lezo_ds.model.checkpoint import resolve_model
-from lezo_ds.tools.memory_plan import GIB, InputSizes, ModelSizes, measured_inputs, model_sizes, rank_memory
-from lezo_ds.tools.opt_shapes import OPT_SHAPES
+from lezo_ds.tools import memory_plan as plan
 
 T = TypeVar("T")
 Line = tuple[str, str]
@@ -44,25 +43,20 @@ def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | 
     data = _unless_on_hub(lambda: load_task_data(config), not_checked)
     name = Path(config.model.path).name
     source = name if directory is None else directory
-    if directory is not None or name in OPT_SHAPES:
-        model = model_sizes(config, source)
+    if directory is not None or name in plan.OPT_SHAPES:
+        model = plan.model_sizes(config, source)
         longest = min(config.data.max_length, model.max_length or config.data.max_length)
-        inputs = InputSizes(longest) if data is None else measured_inputs(config, data)
+        inputs = plan.InputSizes(longest) if data is None else plan.measured_inputs(config, data)
         lines += _model_lines(config, model)
         if config.method == "adamw":
-            size = (model.itemsize * 2 + 12) * model.num_trained / world_size / GIB
-            lines.append(
-                (
-                    "memory",
-                    f"of a rank: {size:.2f} GiB of weights, gradients and optimizer states; "
-                    "activations and DeepSpeed's buckets come on top",
-                )
-            )
+            size = (model.itemsize * 2 + 12) * model.num_trained / world_size / plan.GIB
+            text = "of weights, gradients and optimizer states, and activations and DeepSpeed's buckets"
+            lines.append(("memory", f"of a rank: {size:.2f} GiB {text}"))
         else:
-            memory = rank_memory(config, model, inputs, world_size=world_size, on_gpu=on_gpu)
+            memory = plan.rank_memory(config, model, inputs, world_size=world_size, on_gpu=on_gpu)
             lines.append(("memory", f"of a rank, with inputs of at most {inputs.length} tokens: {memory}"))
             if gpu_memory is not None:
-                lines += what_fits(config, model, inputs, world_size, int(gpu_memory * GIB))
+                lines += what_fits(config, model, inputs, world_size, int(gpu_memory * plan.GIB))
     if data is not None:
         lines += _data_lines(config, data)
     lines += [("not checked", text) for text in not_checked]
@@ -70,7 +64,7 @@ def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | 
 
 
 def what_fits(
-    config: RunConfig, model: ModelSizes, inputs: InputSizes, num_ranks: int, gpu_bytes: int
+    config: RunConfig, model: plan.ModelSizes, inputs: plan.InputSizes, num_ranks: int, gpu_bytes: int
 ) -> list[Line]:
     """Return a line for each way to share the weights, with the largest micro-batch that fits a GPU.
 
@@ -86,20 +80,20 @@ def what_fits(
 
 
 def _fit_line(
-    config: RunConfig, model: ModelSizes, inputs: InputSizes, num_ranks: int, gpu_bytes: int
+    config: RunConfig, model: plan.ModelSizes, inputs: plan.InputSizes, num_ranks: int, gpu_bytes: int
 ) -> tuple[str, bool]:
     batch = config.train.batch_size
     for size in (size for size in range(batch, 0, -1) if batch % size == 0):
         way = replace(config, train=replace(config.train, micro_batch_size=size, eval_batch_size=size))
         if config.method in TRAINED and num_passes(way) % num_ranks and size > 1:
             continue
-        memory = rank_memory(way, model, inputs, world_size=num_ranks)
+        memory = plan.rank_memory(way, model, inputs, world_size=num_ranks)
         if fits := memory.total <= gpu_bytes:
             break
     keys = f"partition_size={config.partition_size} train.micro_batch_size={size}"
     keys += f" deepspeed={_OFFLOAD}" if memory.host else ""
-    host = f", {memory.host / GIB:.2f} of the host's memory" if memory.host else ""
-    text = f"{keys}: {memory.total / GIB:.2f} GiB a rank{host}, {'fits' if fits else 'does not fit'}"
+    host = f", {memory.host / plan.GIB:.2f} of the host's memory" if memory.host else ""
+    text = f"{keys}: {memory.total / plan.GIB:.2f} GiB a rank{host}, {'fits' if fits else 'does not fit'}"
     return text, fits
 
 
@@ -112,18 +106,15 @@ def _unless_on_hub(check: Callable[[], T], not_checked: list[str]) -> T | None:
         return None
 
 
-def _model_lines(config: RunConfig, model: ModelSizes) -> list[Line]:
-    blocks = f"{model.num_blocks} in {model.blocks_path}"
+def _model_lines(config: RunConfig, model: plan.ModelSizes) -> list[Line]:
+    size, blocks = f"{model.num_parameters:,} parameters", f"{model.num_blocks} in {model.blocks_path}"
+    if config.method in TRAINED:
+        size += f", {model.num_trained:,} trained"
     if config.method in ZEROTH_ORDER:
         policy = make_layer_policy(config.zo, model.num_blocks, trains_outside=model.trains_outside)
         blocks += f", {policy.num_dropped} dropped per step"
-    size = f"{model.num_parameters:,} parameters"
-    if config.method in TRAINED:
-        size += f", {model.num_trained:,} trained"
-    return [
-        ("model", f"{config.model.path}: {model.class_name}, {size}, {config.model.dtype}"),
-        ("blocks", blocks),
-    ]
+    text = f"{config.model.path}: {model.class_name}, {size}, {config.model.dtype}"
+    return [("model", text), ("blocks", blocks)]
 
 
 def _data_lines(config: RunConfig, data: TaskData) -> list[Line]:

@@ -21,9 +21,7 @@ from lezo_ds.tasks.base import Record
 from lezo_ds.tasks.template import field_text
 from lezo_ds.tools.dry_run import dry_run
 
-MAX_LABELS = 50
-"""A column with more different values holds texts, not labels."""
-
+MAX_LABELS = 50  # a column with more different values holds texts
 _MAX_LABEL_LENGTH = 60
 _RATES = ((4e8, 3e-5), (1e9, 1e-5), (4e9, 3e-6), (float("inf"), 1e-6))
 """Numbers of parameters and the learning rate of models below them, for LeZO with sparsity 0.75. The first is
@@ -59,12 +57,7 @@ deepspeed: {deepspeed}
 
 
 def main(arguments: Namespace) -> None:
-    """Write a recipe, check it as a run would, and print what it will do.
-
-    Args:
-        arguments: model (directory or hub id), data (file or OWNER/NAME:SPLIT), out (new file), and text and
-            label, names of columns or None.
-    """
+    """Write a recipe, check it as a run would, and print what it will do."""
     target = arguments.out
     if target.exists():
         raise UserError(f"{target} exists", fix="give another --out, or remove it")
@@ -76,11 +69,12 @@ def main(arguments: Namespace) -> None:
     on_gpu = distributed.device().type != "cpu"
     ranks = torch.cuda.device_count() if on_gpu else 1
     dtype = ("bf16" if torch.cuda.is_bf16_supported() else "fp16") if on_gpu else "fp32"
-    launcher = ["deepspeed", "--num_gpus", str(ranks), "--module", "lezo_ds"] if ranks > 1 else ["lezo-ds"]
+    launcher = f"deepspeed --num_gpus {ranks} --module lezo_ds" if ranks > 1 else "lezo-ds"
+    command = f"{launcher} train --config {target}"
     max_positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
     recipe = _TEMPLATE.format(
         title=title,
-        command=" ".join([*launcher, "train", "--config", str(target)]),
+        command=command,
         name=Path(arguments.data).stem,
         model=json.dumps(_relative(arguments.model, target)),
         dtype=dtype,
@@ -101,19 +95,13 @@ def main(arguments: Namespace) -> None:
     except UserError:
         target.unlink()
         raise
-    print(f"\n{target} is written; next: {' '.join([*launcher, 'train', '--config', str(target)])}")
+    print(f"\n{target} is written; next: {command}")
 
 
 def describe_task(
     records: Sequence[Record], *, text: str | None = None, label: str | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """Return a title and the keys of the section `data` that describe the task of some records.
-
-    Args:
-        records: at least one.
-        text: the column that the model reads; None for the only column of texts.
-        label: the column with the gold labels or texts; None for the only column with few different values.
-    """
+    """Return a title and the keys of the section `data` that describe the task of some records."""
     columns = {name: [record.get(name) for record in records] for name in records[0]}
     for option, name in (("--text", text), ("--label", label)):
         if name is not None and name not in columns:

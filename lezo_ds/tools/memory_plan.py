@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers import OPTConfig
 
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, copies_per_pass
 from lezo_ds.config.deepspeed import load_ds_config
@@ -34,18 +35,25 @@ from lezo_ds.forward.adapters import make_adapter
 from lezo_ds.forward.blocks import PartSizes, find_blocks, freeze_outside, gathering_limits, part_sizes
 from lezo_ds.forward.perturbed_forward import COPIES_AT_ONCE
 from lezo_ds.model.checkpoint import DTYPES, build_checked, build_on_meta
-from lezo_ds.tools.opt_shapes import opt_config
 
 GIB = 1 << 30
-CPU_RESERVE = int(0.53 * GIB)
-"""Bytes of Python with torch, transformers, datasets and DeepSpeed, and of gloo, as measured."""
-
-GPU_RESERVE = int(2.0 * GIB)
-"""Bytes of CUDA's context, NCCL's buffers and memory that the allocator cannot use. Assumed, not measured."""
-
+CPU_RESERVE = int(0.53 * GIB)  # measured: Python with torch, transformers, datasets, DeepSpeed and gloo
+GPU_RESERVE = int(2.0 * GIB)  # assumed: CUDA's context, NCCL's buffers, what the allocator cannot use
 _LOW_BITS, _FP32 = 2, 4
 _HIDDEN_STATES = 5  # held while a block runs: both embeddings, the block's input, the residual, the norm
 _WIDE_OUTPUTS = 2  # held besides a block's widest outputs: both copies joined, and a float32 bias added
+
+OPT_SHAPES = {
+    "opt-tiny": (4, 32, 2),  # not published: small enough to try a command on any machine
+    "opt-125m": (12, 768, 12),
+    "opt-1.3b": (24, 2048, 32),
+    "opt-2.7b": (32, 2560, 32),
+    "opt-6.7b": (32, 4096, 32),
+    "opt-13b": (40, 5120, 40),
+    "opt-30b": (48, 7168, 56),
+    "opt-66b": (64, 9216, 72),
+}
+"""Numbers of blocks, width and number of heads (Zhang et al. 2022, table 1)."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +101,26 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Bytes of the rank's device."""
         return sum(self.parts.values())
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.parts.items())
         host = f"; {self.host / GIB:.2f} GiB of the host's memory" if self.host else ""
         return f"{self.total / GIB:.2f} GiB: {parts}{host}"
+
+
+def opt_config(shape: str, num_blocks: int | None = None) -> OPTConfig:
+    """Return the configuration of an OPT model; None takes the shape's own number of blocks."""
+    blocks, width, num_heads = OPT_SHAPES[shape]
+    return OPTConfig(
+        vocab_size=50272,
+        hidden_size=width,
+        word_embed_proj_dim=width,
+        ffn_dim=4 * width,
+        num_hidden_layers=num_blocks or blocks,
+        num_attention_heads=num_heads,
+        max_position_embeddings=2048,
+    )
 
 
 def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
@@ -123,6 +144,8 @@ def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
     widths = [_output_width(module) for module in blocks[0].modules()]
     num_wide = _WIDE_OUTPUTS + widths.count(max(widths))  # a gated feed-forward layer has two widest outputs
     text = model.config.get_text_config()
+    num_heads = getattr(text, "num_attention_heads", None) or 1
+    num_cached = getattr(text, "num_key_value_heads", None) or num_heads
     return ModelSizes(
         class_name=type(model).__name__,
         blocks_path=layout.path,
@@ -135,7 +158,7 @@ def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
         blocks_trained=_trained(blocks),
         head=_trained(head) if head else 0,
         activation_width=_HIDDEN_STATES * text.hidden_size + num_wide * max(widths),
-        cached_width=_cached_width(text),
+        cached_width=2 * num_cached * (getattr(text, "head_dim", None) or text.hidden_size // num_heads),
         vocabulary_size=text.vocab_size,
         max_length=getattr(text, "max_position_embeddings", None),
         itemsize=dtype.itemsize,
@@ -239,13 +262,6 @@ def _logits(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> int:
 
 def _trained(module: nn.Module, recurse: bool = True) -> int:
     return sum(p.numel() for p in module.parameters(recurse) if p.requires_grad)
-
-
-def _cached_width(config: Any) -> int:  # noqa: ANN401
-    num_heads: int = getattr(config, "num_attention_heads", None) or 1
-    head_width: int = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    num_cached: int = getattr(config, "num_key_value_heads", None) or num_heads
-    return 2 * num_cached * head_width
 
 
 def _output_width(module: nn.Module) -> int:

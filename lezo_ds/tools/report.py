@@ -20,21 +20,15 @@ from lezo_ds.files import failures_named, write_atomically
 from lezo_ds.tasks.custom import CUSTOM
 from lezo_ds.tasks.metrics import REWARD
 
-SEEDS = ["seed", "data.seed"]
-"""Keys in which the repetitions of one experiment differ."""
-
-MEASURED = [
-    *("test", "zero_shot", "majority_class", "best_dev_loss"),
-    *("best_step", "steps", "seconds", "peak_memory_bytes"),
-]
-"""Numbers of results.json that `over_seeds` averages."""
-
+SEEDS = ["seed", "data.seed"]  # in which the repetitions of one experiment differ
+MEASURED = ["test", "zero_shot", "majority_class", "best_dev_loss", "best_step", "steps", "seconds"]
+MEASURED += ["peak_memory_bytes"]  # numbers of results.json
 _COLUMNS = ["directory", "model", "task", "method", *SEEDS, "metric", *MEASURED, "finished", "problem"]
 _NOT_SETTINGS = (RESUME_MAY_DIFFER - {"train.steps"}) | {"train.micro_batch_size", *SEEDS}
 _METHODS = {"zero_shot": "zero-shot", "icl": "ICL", "adamw": "AdamW", "mezo": "MeZO", "lezo": "LeZO"}
 
+# What reading a damaged file of a run raises.
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError, UserError)
-"""What reading a damaged file of a run raises."""
 
 _PAGE = """\
 <!doctype html>
@@ -116,15 +110,6 @@ def over_seeds(frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
         done.std(skipna=False).add_suffix("_deviation"),
     ]
     return pd.concat(parts, axis=1)
-
-
-def best_setting(summary: pd.DataFrame) -> int | None:
-    """Return the index label of the row of `over_seeds` with the lowest mean validation loss.
-
-    Rows with unfinished runs do not take part. None if no other row has a validation loss.
-    """
-    losses = summary.loc[summary["finished"] == summary["runs"], "best_dev_loss"].dropna()
-    return None if losses.empty else int(losses.idxmin())
 
 
 def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:

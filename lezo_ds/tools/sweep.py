@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 
@@ -33,7 +33,7 @@ from lezo_ds.config.paths import ROOT
 from lezo_ds.errors import DivergenceError, LezoError, UserError
 from lezo_ds.files import make_directory, write_atomically
 from lezo_ds.runs.signals import on_stop_signals
-from lezo_ds.tools.report import DAMAGE, MEASURED, SEEDS, best_setting, over_seeds, read_runs
+from lezo_ds.tools.report import DAMAGE, MEASURED, SEEDS, over_seeds, read_runs
 
 KEEP = "train.keep_snapshots"
 _SHOWN = ["runs", "finished", "best_dev_loss", "test", "test_deviation", "majority_class", "seconds"]
@@ -46,37 +46,27 @@ class SweepRun:
     """One run of a sweep: its values of the grid's keys, configuration and arguments of lezo-ds train."""
 
     settings: Mapping[str, Any]
+    directory: Path
     config: RunConfig
     arguments: tuple[str, ...]
 
-    @property
-    def directory(self) -> Path:
-        return Path(self.config.run_dir)
-
-    def state(self) -> Literal["done", "begun", "new"]:
-        """Return whether the run is done as it is configured now, only begun, or new."""
+    def is_done(self) -> bool:
+        """Return whether the run is finished, as it is configured now."""
         try:
             values = load_yaml((self.directory / "config.yaml").read_text())
             recorded = config_from_dict(values, str(self.directory), recorded=True)
             results = json.loads((self.directory / "results.json").read_text())
-            if results["finished"] and _without_snapshots(recorded) == _without_snapshots(self.config):
-                return "done"
-        except DAMAGE:
-            pass  # the run repairs it
-        return "begun" if self.directory.exists() else "new"
+            return bool(results["finished"]) and _compared(recorded) == _compared(self.config)
+        except DAMAGE:  # the run repairs it
+            return False
 
 
 def main(arguments: Namespace) -> None:
-    """Do the runs of a sweep and print the means over seeds.
-
-    Args:
-        arguments: config, overrides, out, grid (a list of KEY=VALUE,...), tune (a key or None), launcher (a
-            command line), index (of the only run to do, or None) and list (whether to do no run).
-    """
+    """Do the runs of a sweep and print the means over seeds."""
     launcher = [*shlex.split(arguments.launcher), str(ROOT / "launch" / "train.py")]
     shared = (arguments.config, arguments.out, tuple(arguments.overrides))
     if arguments.tune is not None:
-        print(write_tables(tune(arguments.tune, arguments.grid, *shared, launcher=launcher), arguments.out))
+        print(write_tables(tune(arguments.tune, arguments.grid, *shared, launcher), arguments.out))
         return
     runs = plan_sweep(arguments.grid, *shared)
     if arguments.index is not None:
@@ -86,8 +76,8 @@ def main(arguments: Namespace) -> None:
         return
     try:
         if arguments.list:
-            lines = [f"{index:4d}  {run.state():5s}  {run.directory}" for index, run in enumerate(runs)]
-            print("\n".join(lines))
+            for index, run in enumerate(runs):
+                print(f"{index:4d}  {'done' if run.is_done() else 'open'}  {run.directory}")
         else:
             run_sweep(runs, launcher)
     finally:
@@ -97,15 +87,9 @@ def main(arguments: Namespace) -> None:
 def plan_sweep(
     grid: Sequence[str], recipe: str, directory: Path, overrides: Sequence[str] = ()
 ) -> tuple[SweepRun, ...]:
-    """Return the runs of a grid; the last key changes fastest.
+    """Return the runs of a grid, each with a directory named by its values; the last key changes fastest.
 
     Zeroth-order runs keep no snapshots unless train.keep_snapshots is set: a journal gives back all weights.
-
-    Args:
-        grid: "key=value,value,..." for each key, or "key,key=value,value,..." for keys that change together.
-        recipe: name or YAML file of the recipe that the runs share.
-        directory: of the sweep; each run gets a directory in it, named by its values.
-        overrides: `key=value` changes to the recipe, for all runs.
     """
     axes = [_parse_axis(text) for text in grid]
     keys = [key for names, _ in axes for key in names] + [text.partition("=")[0] for text in overrides]
@@ -122,11 +106,12 @@ def plan_sweep(
         name = re.sub(r"[^\w.+,=-]", "-", name) or "run"
         if name in runs:
             raise UserError(f"two runs of the grid are the same: {name}", fix="remove one of the two values")
-        changes.append(f"run_dir={directory / name}")
+        run_dir = directory / name
+        changes.append(f"run_dir={run_dir}")
         if flat["method"] in ZEROTH_ORDER and KEEP not in keys:
             changes.append(f"{KEEP}=0")
         settings = {key: flat[key] for names, _ in axes for key in names}
-        runs[name] = SweepRun(settings, load_config(recipe, changes), ("--config", recipe, *changes))
+        runs[name] = SweepRun(settings, run_dir, load_config(recipe, changes), ("--config", recipe, *changes))
     return tuple(runs.values())
 
 
@@ -135,17 +120,14 @@ def tune(
     grid: Sequence[str],
     recipe: str,
     directory: Path,
-    overrides: Sequence[str] = (),
-    *,
+    overrides: Sequence[str],
     launcher: Sequence[str],
 ) -> list[SweepRun]:
     """Search the value of a key with the lowest validation loss, for each combination of a grid.
 
     The search starts at the recipe's value and goes on in steps of a factor of about 3 until the best value
     has a worse one on both sides. It runs with the grid's first seed; the other seeds run at the best value.
-
-    Returns:
-        All runs that were done.
+    All runs that were done are returned.
     """
     start = flatten(config_to_dict(load_config(recipe, [*overrides, f"run_dir={directory}"]))).get(key)
     if not isinstance(start, float) or start <= 0:
@@ -174,11 +156,7 @@ def tune(
 
 
 def best_index(loss_of: Callable[[int], float]) -> int:
-    """Return the integer near 0 whose loss is lower than those of both neighbors.
-
-    >>> best_index(lambda index: (index - 2) ** 2)
-    2
-    """
+    """Return the integer near 0 whose loss is lower than those of both neighbors."""
     losses: dict[int, float] = {}
     best = 0
     while near := [index for index in (best, best - 1, best + 1) if index not in losses]:
@@ -191,49 +169,46 @@ def run_sweep(runs: Sequence[SweepRun], launcher: Sequence[str], *, may_diverge:
     """Do the runs that are not done, one after the other. A run that fails does not stop the others."""
     failures = []
     for run in runs:
-        state, log = run.state(), run.directory.with_name(run.directory.name + ".log")
-        logger.info("%s: %s%s", run.directory.name, state, "" if state == "done" else f", output in {log}")
-        if state == "done":
+        if run.is_done():
+            logger.info("%s: done", run.directory.name)
             continue
+        log = run.directory.with_name(run.directory.name + ".log")
+        logger.info("%s: output in %s", run.directory.name, log)
         make_directory(log.parent)
         code = _launch([*launcher, *run.arguments], log)
-        if run.state() != "done" and not (may_diverge and code == DivergenceError.exit_code):
+        if not run.is_done() and not (may_diverge and code == DivergenceError.exit_code):
             failures.append(f"{run.directory.name} (exit code {code}, see {log})")
     if failures:
         raise LezoError(f"{len(failures)} of {len(runs)} runs failed: {'; '.join(failures)}")
 
 
 def results_frame(runs: Sequence[SweepRun]) -> pd.DataFrame:
-    """Return one row for each run: its name, settings and state, and its results if it is done."""
+    """Return one row for each run: its name, its settings, and its results if it is done."""
     frame = read_runs([run.directory for run in runs])
     settings = {key: [run.settings[key] for run in runs] for key in runs[0].settings}
-    frame = frame.assign(
-        run=[run.directory.name for run in runs], state=[run.state() for run in runs], **settings
-    )
-    frame["finished"] = frame["state"] == "done"
+    names, done = [run.directory.name for run in runs], [run.is_done() for run in runs]
+    frame = frame.assign(run=names, finished=done, **settings)
     frame.loc[~frame["finished"], ["metric", *MEASURED]] = None
-    return frame[["run", *settings, "state", "finished", "metric", *MEASURED]]
+    return frame[["run", *settings, "finished", "metric", *MEASURED]]
 
 
 def write_tables(runs: Sequence[SweepRun], directory: Path) -> str:
     """Write results.csv, a row for each run; return the means over seeds, with the best setting marked."""
     results = results_frame(runs)
     make_directory(directory)
-    write_atomically(directory / "results.csv", results.drop(columns="finished").to_csv(index=False))
+    write_atomically(directory / "results.csv", results.to_csv(index=False))
     keys = [key for key in runs[0].settings if key not in SEEDS]
     summary = over_seeds(results, keys)
-    best = summary.index == best_setting(summary)
-    marks = pd.Series(best).map({True: "lowest validation loss", False: ""})
-    text = (
-        summary[[*keys, *_SHOWN]]
-        .assign(**{"": marks})
-        .to_string(index=False, na_rep="-", float_format="{:.4g}".format)
-    )
+    losses = summary.loc[summary["finished"] == summary["runs"], "best_dev_loss"].dropna()
+    best = None if losses.empty else losses.idxmin()
+    marks = ["lowest validation loss" if index == best else "" for index in summary.index]
+    shown = summary[[*keys, *_SHOWN]].assign(**{"": marks})
+    text = shown.to_string(index=False, na_rep="-", float_format="{:.4g}".format)
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
-def _without_snapshots(config: RunConfig) -> RunConfig:
-    """Return a configuration without the number of snapshots, which changes no result."""
+def _compared(config: RunConfig) -> RunConfig:
+    # The number of snapshots changes no result.
     return replace(config, train=replace(config.train, keep_snapshots=0))
 
 
@@ -245,10 +220,10 @@ def _parse_axis(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _launch(command: Sequence[str], log: Path) -> int:
-    """Run a command to the end of its last process, append its output to a file, and return the exit code.
+    """Run a command, append its output to a file, and return the exit code.
 
-    The first stop signal is passed on as SIGTERM to all its processes, so that a run can save its state, the
-    second one as SIGKILL.
+    The first stop signal reaches all its processes as SIGTERM, so that a run saves its state; the second as
+    SIGKILL.
     """
     received: list[signal.Signals] = []
 

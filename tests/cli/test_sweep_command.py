@@ -31,7 +31,7 @@ def test_a_sweep_that_is_stopped_goes_on_and_a_run_that_fails_is_named(tmp_path)
     finished = run([*command, "--grid", "data.num_train=3000,30"])
     assert finished.code == 1
     assert "error: 1 of 2 runs failed: data.num_train=3000 (exit code 2, see " in finished.err
-    assert "data.num_train=30: begun" in finished.err
+    assert "data.num_train=30: output in " in finished.err
     assert "error: " in (directory / "data.num_train=3000.log").read_text()
-    assert list(pd.read_csv(directory / "results.csv")["state"]) == ["new", "done"]
+    assert list(pd.read_csv(directory / "results.csv")["finished"]) == [False, True]
     assert "data.num_train=30: done" in run_well([*command, "--grid", "data.num_train=30"]).err

@@ -65,17 +65,17 @@ def test_a_grid_that_cannot_be_run_is_refused(grid, overrides, message, plan):
         plan(*grid, overrides=overrides)
 
 
-def test_a_run_is_new_then_begun_then_done_with_its_own_settings_only(plan):
+def test_a_run_is_done_when_it_is_finished_with_its_own_settings(plan):
     (run,) = plan("seed=0")
-    assert run.state() == "new"
+    assert not run.is_done()
     finish(run)
-    assert run.state() == "done"
+    assert run.is_done()
     (longer,) = plan("seed=0", overrides=["train.steps=30000"])
-    assert (longer.directory, longer.state()) == (run.directory, "begun")
+    assert longer.directory == run.directory and not longer.is_done()
     assert math.isnan(results_frame([longer])["test"][0])
     for damaged in ("", "[]", '{"finished": false}'):
         (run.directory / "results.json").write_text(damaged)
-        assert run.state() == "begun"
+        assert not run.is_done()
 
 
 def test_finished_runs_keep_no_weights_that_a_journal_gives_back(plan):
@@ -84,7 +84,7 @@ def test_finished_runs_keep_no_weights_that_a_journal_gives_back(plan):
     (asked,) = plan("seed=0", overrides=["train.keep_snapshots=3"])
     assert asked.config.train.keep_snapshots == 3
     finish(asked)
-    assert plan("seed=0")[0].state() == "done"
+    assert plan("seed=0")[0].is_done()
 
 
 def test_the_best_setting_has_the_lowest_mean_validation_loss_of_those_that_are_done(plan, tmp_path):
@@ -95,7 +95,7 @@ def test_the_best_setting_has_the_lowest_mean_validation_loss_of_those_that_are_
     (marked,) = (line for line in lines if line.endswith("lowest validation loss"))
     # The tests 0.8 and 0.9 have a mean of 0.85 and a sample deviation of 0.0707.
     assert marked.split()[:6] == ["7e-07", "2", "2", "0.35", "0.85", "0.07071"]
-    assert list(pd.read_csv(tmp_path / "results.csv")["state"]) == [*5 * ["done"], "new"]
+    assert list(pd.read_csv(tmp_path / "results.csv")["finished"]) == [*5 * [True], False]
 
 
 def test_the_search_ends_between_two_worse_neighbors():
@@ -124,11 +124,11 @@ def test_tune_does_the_other_seeds_at_the_best_value_only(tmp_path, monkeypatch)
     monkeypatch.setattr(sweep, "_launch", launch)
     monkeypatch.setattr(sweep, "plan_sweep", planned)
     overrides = ["zo.learning_rate=1e-6"]
-    runs = tune("zo.learning_rate", ["seed=0,1,2"], RECIPE, tmp_path, overrides, launcher=["train"])
+    runs = tune("zo.learning_rate", ["seed=0,1,2"], RECIPE, tmp_path, overrides, ["train"])
     assert done == [(1e-6, 0), (3e-7, 0), (3e-6, 0), (3e-6, 1), (3e-6, 2)]
     assert len(runs) == 6  # with the one that diverged
     with pytest.raises(UserError, match="needs a number above 0"):
-        tune("model.path", [], RECIPE, tmp_path, launcher=["train"])
+        tune("model.path", [], RECIPE, tmp_path, [], ["train"])
 
 
 def test_a_report_has_a_row_for_each_experiment_and_names_what_differs(plan, tmp_path, caplog, capsys):

@@ -69,10 +69,8 @@ def matching_modules(model: nn.Module, targets: Sequence[str]) -> list[nn.Module
     for target in targets or [""]:
         same = [m for n, m in modules.items() if target and (n == target or n.endswith("." + target))]
         if not same or not all(isinstance(module, nn.Linear | Conv1D) for module in same):
-            raise UserError(
-                f"peft.lora_targets: {target!r} names no linear modules of {type(model).__name__}",
-                fix=f"use some of {', '.join(linear)}, with commas between them",
-            )
+            what = f"peft.lora_targets: {target!r} names no linear modules of {type(model).__name__}"
+            raise UserError(what, fix=f"use some of {', '.join(linear)}, with commas between them")
         matched += same
     return matched
 

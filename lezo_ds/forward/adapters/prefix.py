@@ -1,8 +1,8 @@
 """Prefix tuning (Li and Liang 2021), as in MeZO: key and value vectors before every sequence.
 
-Each attention module has vectors of its own, in full width and without reparameterization. They are put
-before the keys and values where attention is computed. Therefore every query sees them, even past a sliding
-window, and the positions, masks and key-value caches of the text are the same as without a prefix.
+Each attention module has vectors of its own, without reparameterization, put before the keys and values where
+attention is computed. So every query sees them, even past a sliding window, and the positions, masks and
+key-value caches of the text are the same as without a prefix.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ _FIX = "set peft.kind=lora for this model"
 
 
 class Prefix(nn.Module):
-    """The key and value vectors of one attention module, [heads, vectors, width].
-
-    It is a module of its own, so that ZeRO-3 gathers it and perturbations reach it like any other module.
-    """
+    """The key and value vectors of an attention module, [heads, vectors, width], gathered like any module."""
 
     def __init__(self, shape: tuple[int, int, int], like: Tensor) -> None:
         super().__init__()
@@ -64,10 +61,8 @@ class PrefixAdapter:
         switchable: Any = getattr(model, "_can_set_attn_implementation", None)
         used = getattr(model.config, "_attn_implementation", None)
         if switchable is None or not switchable() or used != "sdpa":
-            raise UserError(
-                f"prefix tuning needs sdpa attention, which {type(model).__name__} does not use ({used})",
-                fix=_FIX,
-            )
+            what = f"prefix tuning needs sdpa attention, which {type(model).__name__} does not use ({used})"
+            raise UserError(what, fix=_FIX)
         model.requires_grad_(False)
         config: Any = model.config
         config = config.get_text_config()
@@ -78,11 +73,8 @@ class PrefixAdapter:
             # Attention functions read these attributes of their module.
             attentions = [m for m in block.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
             if len(attentions) != 1:
-                raise UserError(
-                    f"prefix tuning needs one attention module in each block; {type(block).__name__} has "
-                    f"{len(attentions)}",
-                    fix=_FIX,
-                )
+                what = f"prefix tuning needs one attention module in each block, not {len(attentions)}"
+                raise UserError(f"{what}, as {type(block).__name__} has", fix=_FIX)
             attentions[0].prefix = Prefix((num_heads, self._length, width), like)
 
     def fill(self, weights: ShardedWeights, model: nn.Module, seed: int) -> None:
@@ -102,11 +94,9 @@ class PrefixAdapter:
             for mine, real in ((attention.prefix.key, states.keys), (attention.prefix.value, states.values)):
                 parameter = parameters[mine]
                 if real.shape[1:] != parameter.shape:
-                    raise UserError(
-                        f"keys and values of {parameter.name} have the shape {tuple(real.shape[1:])} (heads, "
-                        f"vectors, width), not {parameter.shape} as the model's config says",
-                        fix=f"{_FIX}, or reduce peft.prefix_length",
-                    )
+                    shape = f"{tuple(real.shape[1:])} (heads, vectors, width), not {parameter.shape}"
+                    fix = f"{_FIX}, or reduce peft.prefix_length"
+                    raise UserError(f"keys and values of {parameter.name} have the shape {shape}", fix=fix)
                 shard = slice(parameter.start, parameter.start + parameter.count)
                 weights.fill(parameter, real.reshape(-1)[shard])
         _switch_on(model)
@@ -123,10 +113,8 @@ def load_prefix(model: nn.Module, directory: Path) -> None:
     PrefixAdapter(length).attach(model, find_blocks(model))
     own = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if {name: p.shape for name, p in own.items()} != {name: t.shape for name, t in tensors.items()}:
-        raise UserError(
-            f"the prefix in {directory} does not fit {type(model).__name__}",
-            fix=f"use the base model that {_CONFIG} names",
-        )
+        what = f"the prefix in {directory} does not fit {type(model).__name__}"
+        raise UserError(what, fix=f"use the base model that {_CONFIG} names")
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(tensors[name])
