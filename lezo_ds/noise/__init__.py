@@ -41,7 +41,7 @@ class Shard(NamedTuple):
 
 
 class NoiseBackend(ABC):
-    """All backends give the same bits. Keys are unsigned 64-bit, elements 0 to 2**40, scales fp32."""
+    """All backends compute the same bits. Keys are unsigned 64-bit, elements 0 to 2**40, scales fp32."""
 
     takes_blocks = False  # whether one call for all of a block is worth the memory for all their copies
 
@@ -68,8 +68,8 @@ class NoiseBackend(ABC):
     ) -> list[list[Tensor]]:
         """Return theta + scale * z of each weight for each scale (MeZO: Malladi et al. 2023, algorithm 1).
 
-        Product and sum are rounded to fp32, each on its own, and the result to nearest. A scale followed by
-        its opposite shares one draw with it. A copy for scale 0 may be theta itself: do not write to it.
+        Product and sum are rounded to fp32, each on its own. A scale followed by its opposite shares one draw
+        with it. A copy for scale 0 may be theta itself: do not write to it.
         """
         copies: list[list[Tensor]] = [[] for _ in weights]
         done = 0
@@ -114,12 +114,12 @@ def noise_backend(device: torch.device) -> NoiseBackend:
     """Return the fastest backend for a device. Without a C++ compiler, that of CPUs is plain PyTorch."""
     if device.type == "cuda":
         return _triton_noise(device)
-    from lezo_ds.noise.cpu import BuildError, CpuNoise
+    from lezo_ds.noise.cpu import CpuNoise
     from lezo_ds.noise.reference import EagerNoise
 
     try:
         return CpuNoise()
-    except BuildError as error:
+    except (OSError, RuntimeError) as error:
         logging.getLogger(__name__).warning(
             "the noise kernels for CPUs cannot be built, so slower PyTorch code gives the same results; "
             "install a C++ compiler (apt-get install g++, or conda install gxx): %s",

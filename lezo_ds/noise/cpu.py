@@ -31,30 +31,23 @@ _DISTRIBUTIONS = get_args(Distribution)
 _PRECISIONS = get_args(UpdatePrecision)
 _PTR, _I32, _I64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 _U32, _U64, _F32 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_float
-_PERTURB = (_I32, _PTR, _I32, _PTR, _PTR, _I32, _PTR, _I64, _I64, _U64, _U32, _F32, _I32)
-_UPDATE = (_I32, _PTR, _I32, _PTR, _I32, _I64, _I64, _U32, _PTR, _I64, _I32)
-
-
-class BuildError(Exception):
-    """The C++ kernels cannot be built or loaded here."""
+_PERTURB = (_PTR, _I32, _PTR, _PTR, _I32, _PTR, _I64, _I64, _U64, _U32, _F32, _I32, _I32)
+_UPDATE = (_PTR, _I32, _PTR, _I32, _I32, _I64, _I64, _U32, _PTR, _I64, _I32)
 
 
 class CpuNoise(NoiseBackend):
-    """Works on `torch.get_num_threads()` threads; their number changes no bit. May raise BuildError."""
+    """Works on `torch.get_num_threads()` threads; their number changes no bit."""
 
     def __init__(self) -> None:
-        try:
-            kernels = ctypes.CDLL(str(_built_library()))
-        except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
-            raise BuildError(str(error)) from error
-        self._perturb_kernel, self._update_kernel = kernels.lezo_perturb, kernels.lezo_update
-        self._perturb_kernel.argtypes, self._perturb_kernel.restype = _PERTURB, None
-        self._update_kernel.argtypes, self._update_kernel.restype = _UPDATE, None
+        """Raise OSError or RuntimeError if the kernels cannot be built or loaded here."""
+        self._kernels = ctypes.CDLL(str(_built_library()))
+        self._kernels.lezo_perturb.argtypes = _PERTURB
+        self._kernels.lezo_update.argtypes = _UPDATE
 
     def _perturb(
         self, weights: Sequence[Weight], key: int, scale: float, num_signs: int, distribution: Distribution
     ) -> list[list[Tensor]]:
-        copies, distribution_code = [], _DISTRIBUTIONS.index(distribution)
+        copies = []
         for theta, parameter_id, out_dtype, rows in weights:
             theta, shape, row_pointer = theta.contiguous(), theta.shape, None
             num_rows, width = 1, theta.numel()
@@ -67,10 +60,9 @@ class CpuNoise(NoiseBackend):
             source = theta.data_ptr(), _FORMATS.index(theta.dtype)
             minus = outs[1].data_ptr() if num_signs == 2 else None
             target = outs[0].data_ptr(), minus, _FORMATS.index(out_dtype)
-            elements = row_pointer, num_rows, width, key, parameter_id
-            self._perturb_kernel(
-                distribution_code, *source, *target, *elements, scale, torch.get_num_threads()
-            )
+            elements = row_pointer, num_rows, width
+            noise = key, parameter_id, scale, _DISTRIBUTIONS.index(distribution)
+            self._kernels.lezo_perturb(*source, *target, *elements, *noise, torch.get_num_threads())
             copies.append(outs)
         return copies
 
@@ -82,21 +74,20 @@ class CpuNoise(NoiseBackend):
         distribution: Distribution = "normal",
     ) -> None:
         packed = pack_updates(updates)
-        codes = _DISTRIBUTIONS.index(distribution), _PRECISIONS.index(precision)
+        codes = _PRECISIONS.index(precision), _DISTRIBUTIONS.index(distribution)
         for values, start, parameter_id, low in shards:
             low_pointer = None if low is None else low.data_ptr()
-            stored = values.data_ptr(), _FORMATS.index(values.dtype), low_pointer, codes[1]
+            stored = values.data_ptr(), _FORMATS.index(values.dtype), low_pointer
             elements = start, values.numel(), parameter_id
-            self._update_kernel(
-                codes[0], *stored, *elements, packed.ctypes.data, len(packed), torch.get_num_threads()
-            )
+            changes = packed.ctypes.data, len(packed)
+            self._kernels.lezo_update(*stored, *codes, *elements, *changes, torch.get_num_threads())
 
 
 def _built_library() -> Path:
     """Return the path of the shared library in the user's cache; build it first if it is missing."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
-        raise BuildError("no C++ compiler (g++ or c++) on the PATH")
+        raise RuntimeError("no C++ compiler (g++ or c++) on the PATH")
     # What the compiler says of itself and of this processor, for which it compiles.
     command = [compiler, *FLAGS, "-E", "-v", "-x", "c++", os.devnull]
     target = subprocess.run(command, capture_output=True, text=True, check=False).stderr
@@ -113,6 +104,6 @@ def _built_library() -> Path:
         command = [compiler, *FLAGS, str(SOURCE), "-o", str(output)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
-            raise BuildError(f"{' '.join(command)} failed: {result.stderr.strip()[-2000:]}")
+            raise RuntimeError(f"{' '.join(command)} failed: {result.stderr.strip()[-2000:]}")
         output.replace(library)
     return library

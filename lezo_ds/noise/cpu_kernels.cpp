@@ -67,6 +67,8 @@ struct Noise {
 struct alignas(64) TileWords {
     uint64_t word[4][TILE_BLOCKS];
 
+    uint32_t at(int j, int i) const { return static_cast<uint32_t>(word[j][i]); }
+
     TileWords(Noise noise, uint32_t stream, uint64_t block, int num_blocks) {
         Lanes lane;
         for (int i = 0; i < NUM_LANES; ++i) lane[i] = static_cast<uint64_t>(i);
@@ -140,25 +142,21 @@ void fill_normals(float *__restrict__ z, Noise noise, uint64_t block, int num_bl
     num_blocks = full_vectors(num_blocks);
     const TileWords words(noise, 0, block, num_blocks);
     for (int i = 0; i < num_blocks; ++i) {
-        const auto word = [&](int j) { return static_cast<uint32_t>(words.word[j][i]); };
-        const float radius01 = signed_radius(word(0), word(1)), radius23 = signed_radius(word(2), word(3));
-        const SinCos angle01 = sin_cos(word(1)), angle23 = sin_cos(word(3));
-        z[4 * i] = radius01 * angle01.cos;
-        z[4 * i + 1] = radius01 * angle01.sin;
-        z[4 * i + 2] = radius23 * angle23.cos;
-        z[4 * i + 3] = radius23 * angle23.sin;
+        for (int j = 0; j < 4; j += 2) {
+            const float radius = signed_radius(words.at(j, i), words.at(j + 1, i));
+            const SinCos angle = sin_cos(words.at(j + 1, i));
+            z[4 * i + j] = radius * angle.cos;
+            z[4 * i + j + 1] = radius * angle.sin;
+        }
     }
 }
 
 void fill_signs(float *__restrict__ z, Noise noise, uint64_t block, int num_blocks) {
     const TileWords words(noise, 2, block, num_blocks);
     for (int i = 0; i < num_blocks; ++i)
-        for (int j = 0; j < 4; ++j) {
-            const uint32_t word = static_cast<uint32_t>(words.word[j][i]);
-            // The bit becomes the sign bit of 1.
-            for (int bit = 0; bit < 32; ++bit)
-                z[128 * i + 32 * j + bit] = bit_cast<float>(0x3F800000u | (word >> bit << 31));
-        }
+        for (int j = 0; j < 4; ++j)
+            for (int bit = 0; bit < 32; ++bit)  // becomes the sign bit of 1
+                z[128 * i + 32 * j + bit] = bit_cast<float>(0x3F800000u | (words.at(j, i) >> bit << 31));
 }
 
 // Draws z of the elements [element, element + length) of a tile, and returns where in `buffer` the first is.
@@ -175,7 +173,7 @@ const uint32_t *draw_dither(uint32_t *__restrict__ buffer, Noise noise, int64_t 
     const int offset = static_cast<int>(element % 4), num_blocks = full_vectors((offset + length + 3) / 4);
     const TileWords words(noise, 1, static_cast<uint64_t>(element / 4), num_blocks);
     for (int i = 0; i < num_blocks; ++i)
-        for (int j = 0; j < 4; ++j) buffer[4 * i + j] = static_cast<uint32_t>(words.word[j][i]);
+        for (int j = 0; j < 4; ++j) buffer[4 * i + j] = words.at(j, i);
     return buffer + offset;
 }
 
@@ -377,11 +375,10 @@ void with_format(int format, Body body) {
 
 extern "C" {
 
-// theta is the full parameter. If `rows` is null, its first num_rows * width elements are perturbed; otherwise
-// those rows. `minus` may be null.
-void lezo_perturb(int distribution, const void *theta, int theta_format, void *plus, void *minus, int out_format,
-                  const int64_t *rows, int64_t num_rows, int64_t width, uint64_t key, uint32_t parameter_id,
-                  float scale, int num_threads) {
+// theta is the full parameter; all of it is perturbed if `rows` is null. `minus` may be null.
+void lezo_perturb(const void *theta, int theta_format, void *plus, void *minus, int out_format, const int64_t *rows,
+                  int64_t num_rows, int64_t width, uint64_t key, uint32_t parameter_id, float scale, int distribution,
+                  int num_threads) {
     const Noise noise{distribution, key, parameter_id};
     const auto perturb = [&](auto theta_tag, auto out_tag) {
         using Theta = decltype(theta_tag);
@@ -406,7 +403,7 @@ void lezo_perturb(int distribution, const void *theta, int theta_format, void *p
 }
 
 // `low` is null unless `precision` is MASTER in 16 bits. fp32 is always stored to nearest.
-void lezo_update(int distribution, void *shard, int format, int16_t *low, int precision, int64_t start, int64_t count,
+void lezo_update(void *shard, int format, int16_t *low, int precision, int distribution, int64_t start, int64_t count,
                  uint32_t parameter_id, const Update *updates, int64_t num_updates, int num_threads) {
     const Noise noise{distribution, 0, parameter_id};
     with_format(format, [&](auto storage_tag) {

@@ -1,5 +1,7 @@
 """The noise operations for CUDA devices, with Triton."""
 
+# ruff: noqa: ANN401 (Triton's kernels have no types)
+
 from __future__ import annotations
 
 import functools
@@ -31,11 +33,7 @@ class Launch:
     """
 
     def __init__(
-        self,
-        kernel: Any,  # noqa: ANN401
-        num_programs: int,
-        constants: Mapping[str, Any],
-        num_warps: int = 4,
+        self, kernel: Any, num_programs: int, constants: Mapping[str, Any], num_warps: int = 4
     ) -> None:
         self.kernel, self.num_programs, self.constants = kernel, num_programs, constants
         self._ordered = [constants[name] for name in kernel.arg_names[-len(constants) :]]
@@ -92,14 +90,12 @@ class TritonNoise(NoiseBackend):
         for values, start, parameter_id, low in shards:
             stored = "nearest" if values.dtype == torch.float32 else precision
             constants = (("dtype", values.dtype), ("precision", stored))
-            low_address = 0 if low is None else low.data_ptr()
-            parts.append(
-                (constants, parameter_id, values.numel(), values.data_ptr(), low_address, start, start)
-            )
+            addresses = values.data_ptr(), 0 if low is None else low.data_ptr()
+            parts.append((constants, parameter_id, values.numel(), *addresses, start, start))
         device = shards[0].values.device
-        keys, multipliers = _updates_on_device(pack_updates(updates).tobytes(), device)
+        packed = _updates_on_device(pack_updates(updates).tobytes(), device)
         for table, launch in _launches("update_kernel", tuple(parts), distribution, device):
-            launch.run(table, keys, multipliers, len(updates))
+            launch.run(table, packed, len(updates))
 
 
 def _perturb_rows(
@@ -190,10 +186,8 @@ def _launches(
 
 # All blocks of a step have the same updates, so one copy to the GPU serves them all.
 @functools.lru_cache(maxsize=4)
-def _updates_on_device(updates: bytes, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return packed updates on a device, read as uint64 and as fp32."""
-    packed = _on_device(torch.frombuffer(bytearray(updates), dtype=torch.int64), device)
-    return packed.view(torch.uint64), packed.view(torch.float32)
+def _updates_on_device(updates: bytes, device: torch.device) -> Tensor:
+    return _on_device(torch.frombuffer(bytearray(updates), dtype=torch.uint64), device)
 
 
 def _on_device(values: Tensor, device: torch.device) -> Tensor:

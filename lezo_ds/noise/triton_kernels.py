@@ -308,8 +308,7 @@ def perturb_kernel(
 @triton.jit(do_not_specialize=["num_updates"])
 def update_kernel(
     table_ptr,
-    keys_ptr,
-    multipliers_ptr,
+    updates_ptr,
     num_updates: tl.int32,
     dtype: tl.constexpr,
     precision: tl.constexpr,
@@ -318,12 +317,12 @@ def update_kernel(
     num_columns: tl.constexpr,
     distribution: tl.constexpr,
 ):
-    """Apply theta * factor - coefficient * z to shards in place, for each update in order.
+    """Apply theta * factor - coefficient * z to shards in place, for each update of `pack_updates` in order.
 
     The last fields of a part are the address of the low bits, if `precision` is fp32_master, and the index of
-    the first element. `keys_ptr` and `multipliers_ptr` are the same memory, from `pack_updates`, read as
-    uint64 and as fp32. The tile stays in registers between the updates.
+    the first element. The tile stays in registers between the updates.
     """
+    multipliers_ptr = updates_ptr.to(tl.pointer_type(tl.float32))
     tile, parameter_id, count, address, low_address, start = _part(table_ptr, unit, num_columns)
     block, position, inside = _tile(tile, start, count, aligned, distribution)
     shard_ptr = tl.multiple_of(address.to(tl.pointer_type(dtype)), unit) + position
@@ -333,7 +332,7 @@ def update_kernel(
     if precision == "fp32_master":
         low = tl.load(low_ptr, mask=inside)
     for update in range(num_updates):
-        key = tl.load(keys_ptr + 2 * update)
+        key = tl.load(updates_ptr + 2 * update)
         coefficient = tl.load(multipliers_ptr + 4 * update + 2)
         factor = tl.load(multipliers_ptr + 4 * update + 3)
         z = _draw(key, parameter_id, block, distribution)
