@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 from test_perturbed_forward import BOTH, MINUS, NOISE, PLUS, blocks_of, in_blocks, perturbation, reference
-from tiny_models import FAMILIES, VOCABULARY, tiny_model, tunable
+from tiny_models import VOCABULARY, tiny_model, tunable
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -36,18 +36,13 @@ def prompts_of(lengths=(3, 9, 1, 6, 4)):
 
 
 @torch.no_grad()
-def plain(model, prompt, stop_ids=(), max_new_tokens=MAX_NEW_TOKENS):
+def plain(model, prompt, stop_ids=()):
     """Decode one prompt greedily: every token from a full forward pass over all tokens before it."""
-    ids = list(prompt)
-    while len(ids) < len(prompt) + max_new_tokens:
-        ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-        if ids[-1] in stop_ids:
-            break
-    return ids[len(prompt) :]
-
-
-def length(ids, stop_id):
-    return ids.index(stop_id) + 1 if stop_id in ids else len(ids)
+    new = []
+    while len(new) < MAX_NEW_TOKENS and not {*stop_ids} & {*new}:
+        ids = torch.tensor([[*prompt, *new]])
+        new.append(int(model(input_ids=ids, use_cache=False).logits[0, -1].argmax()))
+    return new
 
 
 @cache
@@ -60,7 +55,7 @@ def writer(family):
         model = tiny_model(family, seed=seed)
         free = [plain(model, prompt) for prompt in prompts_of()]
         for stop_id in {token for ids in free for token in ids}:
-            if len({length(ids, stop_id) for ids in free}) >= 3:
+            if len({(*ids, stop_id).index(stop_id) for ids in free}) >= 3:
                 return seed, stop_id
     raise AssertionError(f"no seed makes {family} end at different lengths")
 
@@ -82,7 +77,7 @@ def ended(tokens, settings):
     return rows
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["opt", "gpt2", "llama", "mistral", "gemma2", "gpt_neox"])
 def test_a_batch_is_continued_as_each_of_its_prompts_alone(family):
     (model, settings), prompts = start(family), prompts_of()
     expected = [plain(model, prompt, settings.stop_ids) for prompt in prompts]
@@ -103,8 +98,9 @@ def test_what_a_models_own_settings_ask_for_does_not_change_greedy_decoding():
     assert torch.equal(tokens, expected)
 
 
-@pytest.mark.parametrize("shares_start", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "shares_start"), [("opt", False), ("llama", True), ("mistral", False), ("gemma2", True)]
+)
 def test_both_signs_are_decoded_as_by_models_with_perturbed_weights(family, shares_start):
     (model, settings), prompts = start(family), prompts_of()
     trainable, dropped = tunable(model, in_blocks(model)) if shares_start else tunable(model), (0,)
@@ -133,47 +129,35 @@ def drawn(model, settings, prompts, keys, **sampling):
 
 def test_a_drawn_answer_depends_on_its_prompt_and_key_only():
     (model, settings), prompts = start("llama"), prompts_of()
-    prompts, keys = prompts * 2, list(range(10, 20))
-    together = drawn(model, settings, prompts, keys, temperature=1.0)
-    alone = [
-        drawn(model, settings, [prompt], [key], temperature=1.0)[0]
-        for prompt, key in zip(prompts, keys, strict=True)
-    ]
-    assert together == alone
+    together = drawn(model, settings, prompts * 2, list(range(10, 20)), temperature=1.0)
+    pairs = enumerate(prompts * 2, 10)
+    assert together == [drawn(model, settings, [p], [key], temperature=1.0)[0] for key, p in pairs]
     assert together[:5] != together[5:]
-
-
-def test_drawing_from_one_token_is_greedy():
-    (model, settings), prompts = start("llama"), prompts_of()
-    expected = ended(write_tokens(model, settings, **prompt_batch(prompts, settings).inputs), settings)
-    assert drawn(model, settings, prompts, [1, 2, 3, 4, 5], temperature=2.0, top_p=1e-6) == expected
+    greedy = ended(write_tokens(model, settings, **prompt_batch(prompts, settings).inputs), settings)
+    assert drawn(model, settings, prompts, [1, 2, 3, 4, 5], temperature=2.0, top_p=1e-6) == greedy
 
 
 def test_drawn_tokens_have_the_models_probabilities():
-    """Pearson's statistic of the first token stays near its mean, the number of different tokens."""
-    model, settings = tiny_model("llama"), GenerationSettings(1, (), PAD)
-    prompt, num = prompts_of()[1], 4000
-    temperature = 0.5
+    model, settings, prompt, count = (
+        tiny_model("llama"),
+        GenerationSettings(1, (), PAD),
+        prompts_of()[1],
+        2000,
+    )
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([prompt])).logits[0, -1].double()
-    expected = num * (logits / temperature).softmax(dim=0)
-    rows = drawn(model, settings, [prompt] * num, list(range(num)), temperature=temperature)
-    counts = torch.bincount(torch.tensor([row[0] for row in rows]), minlength=len(expected)).double()
-    common = expected >= 5
-    counts = torch.cat([counts[common], counts[~common].sum().unsqueeze(0)])
-    expected = torch.cat([expected[common], expected[~common].sum().unsqueeze(0)])
-    assert len(counts) > 5
-    assert float(((counts - expected).square() / expected.clamp(min=1e-9)).sum()) < 2 * len(counts) + 40
+    expected = count * (logits / 0.5).softmax(dim=0)
+    rows = drawn(model, settings, [prompt] * count, list(range(count)), temperature=0.5)
+    counts = torch.bincount(torch.tensor([row[0] for row in rows]), minlength=len(expected))
+    assert ((counts - expected).abs() < 4 * expected.sqrt() + 1).all()
 
 
 def test_uniform_numbers_are_a_function_of_key_and_position_and_never_0_or_1():
-    found = uniforms(7, 3, 100_001)
-    assert (uniforms(7, 3, 100_001) == found).all()
-    assert (uniforms(7, 3, 5) == found[:5]).all()
-    assert 0 < found.min() < 1e-4 < 1 - 1e-4 < found.max() < 1
-    assert abs(found.mean() - 0.5) < 0.005
+    drawn = uniforms(7, 3, 100_001)
+    assert (uniforms(7, 3, 5) == drawn[:5]).all()
+    assert 0 < drawn.min() < 1e-4 < 1 - 1e-4 < drawn.max() < 1
     for key, position in ((8, 3), (7, 4)):
-        assert (uniforms(key, position, 100_001) != found).mean() > 0.99
+        assert (uniforms(key, position, 100_001) != drawn).mean() > 0.99
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +176,6 @@ def tokenizer():
     [
         (("\n",), (5, 6, 8, 6, 6), "ab", (2, 4, 8)),
         (("\n",), (6, 5, 7, 2, 6), "a b", (2, 4, 8)),
-        (("\n",), (6, 7, 6, 7, 6), "ababa", (2, 4, 8)),
         (("\n",), (4, 6, 6, 6, 6), "", (2, 4, 8)),
         (("ab",), (7, 6, 7, 5, 6), "b", (2,)),
         (("b", "\n"), (6, 6, 7, 6, 6), "aa", (2, 4, 7, 8)),
@@ -208,25 +191,17 @@ def test_an_answer_is_read_up_to_the_first_of_its_stops(tokenizer, stops, ids, a
 
 def test_a_row_ends_with_a_stop_of_several_tokens_in_what_was_written():
     """The stop is two tokens that the model writes; the prompt's own tokens do not count."""
-    model, prompts = tiny_model("llama"), prompts_of()
-    free = [plain(model, prompt) for prompt in prompts]
-    words = [f"w{token:02}" for token in range(VOCABULARY)]
-    words[:3] = ["<s>", "<pad>", "</s>"]
+    model, prompt = tiny_model("llama"), prompts_of()[0]
+    words = ["<s>", "<pad>", "</s>", *(f"w{token:02}" for token in range(3, VOCABULARY))]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<s>"))
     backend.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     tokenizer = PromptTokenizer(fast, bos_id=None, pad_id=PAD, eos_id=2)
-    row = next(ids for ids in free if ids[1] != ids[2])
-    stop = words[row[1]] + words[row[2]]
+    free = plain(model, prompt)
+    stop = words[free[3]] + words[free[4]]
     settings = generation_settings(tokenizer, MAX_NEW_TOKENS, (stop,))
-    assert settings.stop_ids == (2,)
-    tokens = write_tokens(model, settings, **prompt_batch(prompts, settings).inputs)
-    answers = read_answers(tokens, settings, tokenizer)
-    assert answers == [tokenizer.decode(ids).split(stop)[0] for ids in free]
-    place = free.index(row)
-    alone = write_tokens(model, settings, **prompt_batch([prompts[place]], settings).inputs)
-    assert alone.shape[1] == 3 or tokenizer.decode(row[:2]).endswith(stop)
-    after = prompts[place] + tuple(row[:2])  # the stop's first token is the prompt's last one now
-    tokens = write_tokens(model, settings, **prompt_batch([after], settings).inputs)
-    written = tokenizer.decode(plain(model, after))
-    assert read_answers(tokens, settings, tokenizer) == [written.split(stop)[0]]
+    for ids in (prompt, (*prompt, *free[:4])):  # the second one ends with the first token of the stop
+        tokens = write_tokens(model, settings, **prompt_batch([ids], settings).inputs)
+        answer = tokenizer.decode(plain(model, ids)).split(stop)[0]
+        assert read_answers(tokens, settings, tokenizer) == [answer]
+        assert tokens.shape[1] == min(MAX_NEW_TOKENS, len(answer) // 3 + 2)

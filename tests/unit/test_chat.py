@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from chats import MARKED, PLAIN, THINKING, WITHOUT_SYSTEM, write_chat_model
@@ -14,7 +12,6 @@ from lezo_ds.data.chat import encode_answers, encode_conversation, encode_conver
 from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.data.objectives import count_right_tokens, teacher_forcing_loss
 from lezo_ds.data.packing import pack
-from lezo_ds.data.task_data import EncodedSplit
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example, Message
 
@@ -78,21 +75,17 @@ def test_all_turns_of_the_assistant_and_the_tokens_that_end_them_are_learned(nam
     assert whole.startswith("<s>system\nBe brief.</s>\n<s>user\n")
     assert whole.endswith(WRITTEN[-1])
     assert not encoded.truncated
+    assert encoded == encode(tokenizers["plain"])
 
 
-def test_both_kinds_of_template_give_the_same_tokens(tokenizers):
-    assert encode(tokenizers["plain"]) == encode(tokenizers["marked"])
-
-
-def test_white_space_after_a_turn_is_learned_if_nothing_else_ends_the_turn(tokenizers):
-    tokenizer = tokenizers["endless"]
-    assert texts_of(tokenizer, encode(tokenizer, TURNS[1:3])) == ["Là-bas, señor.\n"]
-
-
-def test_what_a_template_writes_into_the_turn_itself_is_learned(tokenizers):
-    tokenizer = tokenizers["thinking"]
-    encoded = encode(tokenizer, TURNS[:3])
-    assert texts_of(tokenizer, encoded) == [f"<think>\n\n</think>\n\n{WRITTEN[0]}"]
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [("endless", "Là-bas, señor.\n"), ("thinking", f"<think>\n\n</think>\n\n{WRITTEN[0]}")],
+)
+def test_what_a_template_writes_into_the_turn_and_white_space_that_alone_ends_it_are_learned(
+    name, written, tokenizers
+):
+    assert texts_of(tokenizers[name], encode(tokenizers[name], TURNS[1:3])) == [written]
 
 
 @pytest.mark.parametrize(
@@ -187,11 +180,3 @@ def test_the_loss_is_that_of_transformers_with_the_other_tokens_masked(packed, m
     read = logits[laid_out.selection.rows, laid_out.selection.positions]
     assert teacher_forcing_loss(read, laid_out).tolist() == pytest.approx(expected, rel=1e-5)
     assert count_right_tokens(read, laid_out).tolist() == right
-
-
-def test_a_fingerprint_tells_where_the_turns_are(tokenizers):
-    encoded = encode(tokenizers["plain"])
-    (start, stop), *others = encoded.spans
-    moved = replace(encoded, spans=((start + 1, stop + 1), *others))
-    examples = (example_of(*TURNS),)
-    assert EncodedSplit(examples, (encoded,)).fingerprint() != EncodedSplit(examples, (moved,)).fingerprint()

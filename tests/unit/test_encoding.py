@@ -7,9 +7,8 @@ import json
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GPT2Config, LlamaConfig, OPTConfig, PreTrainedTokenizerFast
-from transformers.utils import is_sentencepiece_available
 
-from lezo_ds.data.encoding import encode_example, encode_examples, encode_null, encode_prompts, load_tokenizer
+from lezo_ds.data.encoding import encode_example, encode_examples, encode_prompts, load_tokenizer
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example
 
@@ -61,7 +60,6 @@ def opt(tmp_path):
         ("  a joy\n", ("Yes", "No"), ((0, 4, 5, 10, 11), (0, 4, 5, 10, 12)), (1, 1)),
         # The space between prompt and candidate belongs to the candidate.
         ("a cup so ", ("the cup was great",), ((0, 4, 16, 14, 15, 16, 7, 9),), (4,)),
-        ("", ("Yes", "No"), ((0, 11), (0, 12)), (1, 1)),
     ],
 )
 def test_an_opt_input_is_bos_prompt_and_candidate(opt, prompt, candidates, sequences, lengths):
@@ -90,15 +88,6 @@ def test_what_is_too_long_is_cut_on_the_left_after_the_bos_with_one_warning(opt,
 def test_a_candidate_without_tokens_or_context_is_refused(opt, candidate, max_length, message):
     with pytest.raises(UserError, match=message):
         encode_example(opt, Example("a joy", (" great", candidate), 0, 3), max_length)
-
-
-def test_a_null_prompt_replaces_the_prompt_and_keeps_demonstrations_and_candidates(opt):
-    example = Example("a joy", (" great", " big\n"), 1, 0, null_prompt=" It was", demonstrations="a joy\n")
-    encoded = encode_null(opt, example, 2048)
-    assert encoded.sequences == ((0, 4, 5, 10, 3, 7, 9), (0, 4, 5, 10, 3, 7, 21, 10))
-    assert (encoded.option_lengths, encoded.label) == ((1, 2), 1)
-    with pytest.raises(UserError, match=r"need a task with candidates.* fix: set method=zero_shot"):
-        encode_null(opt, Example("a joy", (" Paris\n",), 0, 0), 2048)
 
 
 def test_a_prompt_leaves_room_for_what_will_be_generated(opt, caplog):
@@ -153,12 +142,4 @@ def test_a_tokenizer_that_does_not_fit_or_load_is_a_users_error(tmp_path):
         load_tokenizer(save_tokenizer(tmp_path, OPTConfig(), words=["!", *WORDS]))
     (tmp_path / "tokenizer.json").write_text('{"model')
     with pytest.raises(UserError, match="cannot load the tokenizer of"):
-        load_tokenizer(str(tmp_path))
-
-
-@pytest.mark.skipif(is_sentencepiece_available(), reason="sentencepiece is there")
-def test_a_tokenizer_that_needs_sentencepiece_says_so(tmp_path):
-    (tmp_path / "tokenizer.model").touch()
-    LlamaConfig().save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="fix: pip install sentencepiece protobuf"):
         load_tokenizer(str(tmp_path))

@@ -21,10 +21,6 @@ def num_words(answers, records):
     return [len(answer.split()) for answer in answers]
 
 
-def first_logit(logits, batch):
-    return logits[batch.labels["token_slots"][:, 0], 0].float()
-
-
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory):
     root = tmp_path_factory.mktemp("assets")
@@ -53,18 +49,14 @@ def test_the_examples_of_a_step_are_those_drawn_sorted_by_length_before_they_are
     data = load_task_data(config)
     train = data.train
     lengths_of = [len(ids) for ids in train.prompts] or [max(map(len, e.sequences)) for e in train.encoded]
-    spared = 0
-    for step in range(20):
+    for step in range(5):
         batch = list(data.step_batch(config, step))
         rows = [train.examples.index(example) for part in batch for example in part.examples]
         assert sorted(rows) == sorted(batch_indices(config.seed, step, len(train.examples), 4))
         lengths = [lengths_of[row] for row in rows]
         assert lengths == sorted(lengths)
-        narrow, wide = (part.inputs["input_ids"].shape[1] for part in batch)
-        assert lengths[1] - 1 <= narrow < lengths[1] + 8  # widths are multiples of 8
-        assert lengths[3] - 1 <= wide < lengths[3] + 8
-        spared += wide - narrow
-    assert spared > 0
+        for part, longest in zip(batch, lengths[1::2], strict=True):
+            assert longest - 1 <= part.inputs["input_ids"].shape[1] < longest + 8  # a multiple of 8
 
 
 def test_training_shares_rows_and_deals_examples_unless_there_is_a_prefix(assets, tmp_path):
@@ -98,14 +90,11 @@ def test_prompts_are_encoded_for_the_splits_that_are_answered_only_and_leave_roo
 
 
 def test_in_context_learning_shows_solved_examples_before_questions_only(assets):
-    for task in ("cb", "squad"):
-        data = load(assets, task, method="icl", data__num_demonstrations=1)
-        first = data.train.examples[0]
-        shown = f"{(first.prompt + first.candidates[0]).strip()}\n\n" if task == "squad" else None
-        assert all(e.demonstrations for e in (*data.dev.examples, *data.test.examples))
-        assert not first.demonstrations
-        if shown:
-            assert text(data, data.test.prompts[0]).startswith(shown)
+    data = load(assets, "squad", method="icl", data__num_demonstrations=1)
+    first = data.train.examples[0]
+    shown = f"{(first.prompt + first.candidates[0]).strip()}\n\n"
+    assert all(text(data, ids).startswith(shown) for ids in (*data.dev.prompts, *data.test.prompts))
+    assert not first.demonstrations
 
 
 @pytest.mark.parametrize("method", ["zero_shot_sfc", "icl_sfc"])
@@ -153,16 +142,6 @@ def test_a_reward_gets_prompts_and_texts_for_any_task(assets):
     assert data.answers(tokens) == ["a b", ""]
     two = replace(batch, examples=batch.examples[:2])
     assert data.loss(tokens, two).tolist() == [-2.0, 0.0]
-
-
-def test_an_objective_of_logits_is_a_mean_over_examples_not_tokens(assets):
-    config = config_of(assets, "copa", train__objective="test_task_data:first_logit")
-    data = load_task_data(config)
-    (batch, _) = data.step_batch(config, 0)
-    assert batch.weight == 2
-    assert load(assets, "copa").step_batch(config, 0)[0].weight == len(batch.labels["target_ids"]) > 2
-    logits = torch.arange(float(len(batch.labels["target_ids"]))).unsqueeze(1)
-    assert data.loss(logits, batch).tolist() == batch.labels["token_slots"][:, 0].tolist()
 
 
 def test_a_gold_answer_ends_with_what_ends_generated_ones(assets):
