@@ -1,7 +1,6 @@
 """The command line: `lezo-ds COMMAND`, which is also `python -m lezo_ds COMMAND` and `launch/COMMAND.py`.
 
-A command imports torch and other large libraries after its arguments have been parsed: neither --help nor a
-typo should wait for them.
+A command imports torch and other large libraries only after its arguments have been parsed.
 """
 
 from __future__ import annotations
@@ -49,9 +48,8 @@ class _Parser(argparse.ArgumentParser):
 
     def add_keys(self) -> None:
         self.takes_keys = True
-        self.add_argument(
-            "overrides", nargs="*", metavar="key=value", help="change a key of the recipe or run"
-        )
+        words = "change a key of the recipe or run"
+        self.add_argument("overrides", nargs="*", metavar="key=value", help=words)
 
     def error(self, message: str) -> NoReturn:
         option = next((word for word in message.split() if word.startswith("--")), "").partition("=")[0]
@@ -81,11 +79,9 @@ def _name(text: str) -> str:
 def _train(parser: _Parser) -> None:
     """Fine-tune a model: deepspeed --num_gpus 2 --module lezo_ds train --config RECIPE key=value ...
 
-    The same command resumes a run that was stopped.
-
-    In paths, ~ and $VAR are expanded. A path in a YAML file is relative to the folder of that file if it
-    begins with ./ or ../ or, except for run_dir, if it exists there. Others are relative to the working
-    directory.
+    The same command resumes a run that was stopped. In paths, ~ and $VAR are expanded. A path in a YAML file
+    is relative to the folder of that file if it begins with ./ or ../ or, except for run_dir, if it exists
+    there. Others are relative to the working directory.
     """
     add = parser.add_argument
     add("--config", metavar="RECIPE", help=_RECIPE_HELP)
@@ -113,18 +109,16 @@ def run_train(arguments: argparse.Namespace) -> None:
         if distributed.rank() == 0:
             print(plan)
         return
-    results = train(config)
+    results = {"run_dir": config.run_dir, **train(config)}
     if distributed.rank() == 0:
-        shown = {"run_dir": config.run_dir, **results}
-        print(json.dumps(shown, indent=1) if arguments.json else run_summary(config.run_dir, results))
+        print(json.dumps(results, indent=1) if arguments.json else run_summary(config.run_dir, results))
 
 
 def _evaluate(parser: _Parser) -> None:
     """Score a model, or the weights of a run at any step.
 
     lezo-ds evaluate --run DIR --step best
-    lezo-ds evaluate --model DIR data.task=sst2 data.path=DIR
-    lezo-ds evaluate --model DIR --config RECIPE
+    lezo-ds evaluate --model DIR --config RECIPE data.task=sst2
     """
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
@@ -141,16 +135,15 @@ def _evaluate(parser: _Parser) -> None:
 def run_evaluate(arguments: argparse.Namespace) -> None:
     if arguments.run is not None and arguments.config is not None:
         raise UserError("a run has its own configuration: --config goes with --model", fix="remove --config")
-    from lezo_ds import distributed
     from lezo_ds.runs.scoring import score_model, score_run
     from lezo_ds.runs.screen import scores_summary
 
-    overrides = tuple(arguments.overrides)
+    split, overrides = arguments.split, arguments.overrides
     if arguments.run is not None:
-        scores = score_run(arguments.run, arguments.step, arguments.split, overrides=overrides)
+        scores = score_run(arguments.run, arguments.step, split, overrides)
     else:
-        scores = score_model(arguments.model, arguments.split, overrides, arguments.config)
-    if distributed.rank() == 0:
+        scores = score_model(arguments.model, split, overrides, arguments.config)
+    if launched_rank() == 0:
         if arguments.predictions is not None:
             arguments.predictions.write_text(json.dumps(scores, indent=1) + "\n")
         del scores["predictions"]
@@ -176,14 +169,13 @@ def run_export(arguments: argparse.Namespace) -> None:
     run, journal, out = arguments.run, arguments.journal, arguments.out
     if [run, journal, out].count(None) != 1:
         raise UserError("export needs two of --run, --journal and --out", fix="see lezo-ds export --help")
-    from lezo_ds import distributed
     from lezo_ds.runs.export import export_run, write_journal
 
     if out is None:
         print(f"{run}: {journal}, {write_journal(run, journal):,} bytes")
         return
-    step = export_run(run or journal, arguments.step, out, tuple(arguments.overrides))
-    if distributed.rank() == 0:
+    step = export_run(run or journal, arguments.step, out, arguments.overrides)
+    if launched_rank() == 0:
         print(f"step {step} of {run or journal}: {out}")
 
 
@@ -192,22 +184,19 @@ def _sweep(parser: _Parser) -> None:
 
     lezo-ds sweep --config RECIPE --out runs/sweep \
         --grid zo.learning_rate=1e-6,7e-7 zo.sparsity=0.5,0.75 seed,data.seed=0,1,2,3,4
-
     lezo-ds sweep --config demo --out runs/tuned --tune zo.learning_rate --grid seed=0,1,2
 
-    The same command again skips finished runs and resumes the others. It writes results.csv, a row for each
-    run, to DIR and prints means over seeds. Keys that are separated by commas change together. key=value
-    before --grid changes the recipe for all runs. A finished run of lezo keeps no weights, since its journal
-    gives them back: train.keep_snapshots=2 keeps two snapshots. launch/slurm/sweep.sbatch runs a sweep as a
-    Slurm array.
+    The same command again skips finished runs and resumes the others. It writes results.csv to DIR and prints
+    means over seeds. Keys that are separated by commas change together. key=value before --grid changes the
+    recipe for all runs. A finished run of lezo keeps no weights, since its journal gives them back, unless
+    train.keep_snapshots is set. launch/slurm/sweep.sbatch runs a sweep as a Slurm array.
     """
     add = parser.add_argument
     add("--config", required=True, metavar="RECIPE", help=_RECIPE_HELP)
     add("--out", type=_path, required=True, metavar="DIR", help="directory of the sweep")
     add("--grid", nargs="+", default=[], metavar="KEY=VALUE,...", help="a key and its values")
     add("--tune", metavar="KEY", help="search the value of this key with the lowest validation loss")
-    launcher_help = 'command that starts a run, such as "deepspeed --num_gpus 2"'
-    add("--launcher", default=shlex.quote(sys.executable), help=launcher_help)
+    add("--launcher", default=shlex.quote(sys.executable), help='such as "deepspeed --num_gpus 2"')
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--index", type=int, metavar="N", help="start only this run, and write no table")
     one.add_argument("--list", action="store_true", help="only list the runs and write the tables")
@@ -215,11 +204,7 @@ def _sweep(parser: _Parser) -> None:
 
 
 def _report(parser: _Parser) -> None:
-    """Print the results of runs as a table, averaged over seeds, or write a page with the table and curves.
-
-    lezo-ds report RUN...
-    lezo-ds report RUN... --html page.html
-    """
+    """Print the results of runs as a table, averaged over seeds, or write a page with table and curves."""
     add = parser.add_argument
     add("runs", nargs="+", type=_name, metavar="RUN", help="directory of a run, or a pattern: 'runs/*'")
     add("--html", type=_path, metavar="FILE", help="write a page instead of a table")
@@ -228,8 +213,7 @@ def _report(parser: _Parser) -> None:
 def _init(parser: _Parser) -> None:
     """Look at a model and a file of your own data, and write a commented recipe for them.
 
-    lezo-ds init MODEL DATA --out recipe.yaml
-    lezo-ds init models/smollm2 tickets.csv --text body --label topic
+    lezo-ds init models/smollm2 tickets.csv --text body --label topic --out recipe.yaml
 
     DATA is a .csv, .tsv, .json, .jsonl or .parquet file, or OWNER/NAME:SPLIT on the hub. Without --text, the
     only column of texts is read; without --label, the only column with few different values is learned.
@@ -243,15 +227,11 @@ def _init(parser: _Parser) -> None:
 
 
 def _benchmark(parser: _Parser) -> None:
-    """Time variants of one step against each other.
-
-    lezo-ds benchmark mezo_reference naive_zero3 ours:0 ours:0.75 --out results.csv
-    lezo-ds benchmark --config demo mezo_reference ours:0 ours:0.75
+    """Time variants of one step against each other, as in lezo-ds benchmark mezo_reference ours:0 ours:0.75.
 
     A variant is mezo_reference (MeZO as published, in plain PyTorch), naive_zero3 (MeZO on ZeRO-3 as one
-    would first write it), ours (the papers' step), each with [:SPARSITY], or recipe (the step that a recipe
-    describes). Ratios are relative to the first variant. Without --config, weights are random, and all
-    examples have the same length: that of a typical example of the task.
+    would first write it), ours (the papers' step), each with [:SPARSITY], or recipe (the recipe's step).
+    Ratios are relative to the first. Without --config, weights and examples are random, of a typical length.
     """
     add = parser.add_argument
     add("variants", nargs="+", metavar="VARIANT", help="a variant, or key=value for a key of the recipe")
@@ -272,11 +252,7 @@ COMMANDS: dict[str, tuple[Callable[[_Parser], None], str, str]] = {
     "init": (_init, "lezo_ds.tools.init:main", "write a recipe for a model and a file of your own data"),
     "train": (_train, "lezo_ds.cli:run_train", "fine-tune a model, or check a recipe and print its memory"),
     "evaluate": (_evaluate, "lezo_ds.cli:run_evaluate", "score a model, or the weights of a run at any step"),
-    "export": (
-        _export,
-        "lezo_ds.cli:run_export",
-        "write the model of any step of a run, or a run as one file",
-    ),
+    "export": (_export, "lezo_ds.cli:run_export", "write the model of a step of a run, or a run as one file"),
     "report": (_report, "lezo_ds.tools.report:main", "show runs as a table, or as a page with curves"),
     "sweep": (_sweep, "lezo_ds.tools.sweep:main", "run every combination of a grid, or tune a key"),
     "benchmark": (_benchmark, "lezo_ds.tools.benchmark:main", "time variants of a step against each other"),
@@ -295,10 +271,7 @@ def run_command(name: str) -> None:
 
 
 def main(command: str | None = None) -> None:
-    """Run a command, by default the one that the first argument names, and end the process.
-
-    The exit code is 0 if it succeeds, else that of the error, which is printed as one line.
-    """
+    """Run a command, by default the one that the first argument names, and end the process."""
     sys.stdout, sys.stderr = _without_broken_pipe(sys.stdout), _without_broken_pipe(sys.stderr)
     logging.basicConfig(level=logging.INFO if launched_rank() == 0 else logging.ERROR, format="%(message)s")
     for noisy in ("DeepSpeed", "httpx", "datasets", "torch.distributed"):
@@ -313,9 +286,8 @@ def main(command: str | None = None) -> None:
     # A command that did not need torch has not imported this module.
     if "lezo_ds.distributed" in sys.modules:
         sys.modules["lezo_ds.distributed"].shut_down()
-    # During the shutdown of the interpreter, a thread of gloo that frees the tensors of the last message
-    # sometimes aborts the process (torch 2.13; see PyTorch pull request 179291). os._exit skips the exit
-    # handlers, in which monitors flush; Python 3.11 has no public method for them.
+    # When the interpreter shuts down, a thread of gloo sometimes aborts the process (torch 2.13; see PyTorch
+    # pull request 179291). os._exit skips the exit handlers, in which monitors flush.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -323,11 +295,10 @@ def main(command: str | None = None) -> None:
 
 
 def _run_program() -> None:
-    commands = "\n".join(f"  {name:10} {summary}" for name, (_, _, summary) in COMMANDS.items())
-    description = (
-        f"Fine-tune language models without gradients, on DeepSpeed ZeRO-3.\n\ncommands:\n{commands}\n\n"
-    )
-    parser = _Parser("", f"{description}`lezo-ds COMMAND --help` describes the arguments of a command.")
+    lines = [f"  {name:10} {summary}" for name, (_, _, summary) in COMMANDS.items()]
+    title = "Fine-tune language models without gradients, on DeepSpeed ZeRO-3."
+    hint = "`lezo-ds COMMAND --help` describes the arguments of a command."
+    parser = _Parser("", "\n".join([title, "", "commands:", *lines, "", hint]))
     add = parser.add_argument
     add("--version", action="version", version=f"lezo_ds {__version__}")
     add("--path", metavar="FILE", help="print where a shipped file is, such as launch/slurm/one_node.sbatch")
@@ -337,12 +308,10 @@ def _run_program() -> None:
     if arguments.path is not None:
         path = find_file(arguments.path)
         if not path.exists():
-            raise UserError(
-                f"{arguments.path} is no shipped file", fix="lezo-ds --path launch has most of them"
-            )
+            raise UserError(f"{arguments.path} is no shipped file", fix="see lezo-ds --path launch")
         print(path.resolve())
     elif arguments.command in COMMANDS:
-        # What a run records of its command line is the same as for the script.
+        # A run records the same command line as of the script.
         sys.argv = [f"launch/{arguments.command}.py", *arguments.arguments]
         run_command(arguments.command)
     else:
@@ -365,9 +334,6 @@ def _without_broken_pipe(stream: TextIO | None) -> TextIO:
     if stream is None:  # the descriptor was closed before the start
         return Path(os.devnull).open("w")
     stream.flush()
-    return io.TextIOWrapper(
-        io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False)),
-        encoding=stream.encoding,
-        errors=stream.errors,
-        line_buffering=bool(stream.line_buffering) or stream.isatty(),
-    )
+    buffer = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
+    by_line = bool(stream.line_buffering) or stream.isatty()
+    return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=by_line)

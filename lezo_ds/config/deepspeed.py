@@ -54,10 +54,8 @@ def load_ds_config(
     for key, value in flat.items():
         allowed, reason = limits.get(key.replace(".stage3_", "."), ((value,), ""))
         if value not in allowed or value == "auto":
-            reason = reason or "every value must be set"
-            raise UserError(
-                f"{key}={json.dumps(value)} in {source} cannot be used: {reason}", fix=f"remove {key}"
-            )
+            text = f"{key}={json.dumps(value)} in {source} cannot be used"
+            raise UserError(f"{text}: {reason or 'set a value'}", fix=f"remove {key}")
     if dtype != "fp32":
         config[dtype] = {**config.get(dtype, {}), "enabled": True}
     # Without allgather_sequential, DeepSpeed gathers several weights into a second buffer and copies them.

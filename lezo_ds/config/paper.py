@@ -112,9 +112,8 @@ def paper_recipe(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     cell = Experiment(**named)
     if cell not in PAPER_SCORES:
         near = [*nearest(" ".join(cell), [" ".join(each) for each in PAPER_SCORES]), "not known"]
-        raise UserError(
-            f"the paper's tables have no {' '.join(cell)}", fix=f"their nearest cell is {near[0]}"
-        )
+        fix = f"their nearest cell is {near[0]}"
+        raise UserError(f"the paper's tables have no {' '.join(cell)}", fix=fix)
     is_long, trains = cell.task in _LONG_INPUTS, (cell.method, cell.peft) in LEARNING_RATES
     # Gradients leave the range of fp16 without a loss scale; bf16 needs none.
     dtype = "bf16" if cell.method == "adamw" else "fp16"

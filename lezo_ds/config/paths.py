@@ -32,10 +32,9 @@ def expand(path: str, where: str) -> str:
 
 
 def resolve_paths(values: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
-    """Return values by dotted key with paths that this process can open, as lezo-ds train --help says.
+    """Return values by dotted key, with paths as lezo-ds train --help describes.
 
-    A path that begins with ./ or ../ is relative to the folder of the recipe (None: the working directory),
-    as is any other that exists there. The rest stay: relative to the working directory, or names.
+    `folder` is that of the recipe; None is the working directory, for values from the command line.
     """
     base = (folder or Path()).absolute()
     resolved = dict(values)

@@ -66,8 +66,6 @@ def split(value: object) -> object:
 
 
 Strings = Annotated[list[str], BeforeValidator(split)]
-"""A list, or one string with commas."""
-
 ExactStrings = Annotated[list[str], BeforeValidator(lambda text: [text] if isinstance(text, str) else text)]
 """A list, or one string, which may hold commas."""
 
@@ -167,10 +165,8 @@ class Reader:
         name = next(key for key in self.keys if f"{path}.".startswith(f"{key}."))
         key, value = self.keys[name], each["input"]
         near = nearest(str(value), [choice for entry in _alternatives(key) for choice in _names(entry)])
-        fix = "lezo-ds train --help describes it"
-        if near:
-            fix = f"did you mean {near[0]}?"
-        elif "string" in _expected(key) and isinstance(value, bool | int | float):
+        fix = f"did you mean {near[0]}?" if near else "lezo-ds train --help describes it"
+        if "string" in _expected(key) and isinstance(value, bool | int | float):
             fix = f'write it in quotes: "{value}"'.replace("True", "yes").replace("False", "no")
         shown = cut(json.dumps(value, ensure_ascii=False), 200)
         return UserError(f"{name}={shown} in {where} is not {_expected(key)}", fix=fix)
@@ -229,11 +225,7 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested dicts as one dict with dotted keys; an empty dict has no key.
-
-    >>> flatten({"seed": 1, "train": {"steps": 2}})
-    {'seed': 1, 'train.steps': 2}
-    """
+    """Return nested dicts as one dict with dotted keys, such as train.steps; an empty dict has no key."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"

@@ -1,4 +1,4 @@
-"""A run's configuration from a recipe, overrides or plain dicts, and the rules between its values."""
+"""A run's configuration: from a recipe and overrides, the rules between its values, and what they name."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lezo_ds.config.components import DESCRIBING_KEYS, described_task, num_passes
 from lezo_ds.config.paper import paper_recipe
 from lezo_ds.config.paths import ROOT, expand, find_file, resolve_paths
 from lezo_ds.config.reading import nearest, read_yaml
-from lezo_ds.config.schema import READER, TRAINED, ZEROTH_ORDER, RunConfig
+from lezo_ds.config.schema import READER, TRAINED, ZEROTH_ORDER, DataConfig, RunConfig, ZoConfig
 from lezo_ds.errors import UserError
 from lezo_ds.registry import names_code, options_of
-from lezo_ds.tasks.custom import CUSTOM
+from lezo_ds.tasks import TASKS
+from lezo_ds.tasks.base import Task
+from lezo_ds.tasks.custom import CUSTOM, Description, make_task
+from lezo_ds.tasks.metrics import find_score
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
-from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy
+from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy, num_dropped
+from lezo_ds.zo.passes import passes_of_step
+from lezo_ds.zo.schedules import SCHEDULES, LearningRates
+
+DESCRIBING_KEYS = tuple(field.name for field in dataclasses.fields(Description) if field.name != "metric")
+"""Keys of the section data that describe a task. A metric may be set for any task."""
 
 
 def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -26,11 +33,11 @@ def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Run
 
     `source` is a YAML file, the name of one in launch/recipes, "paper" (see `paper_recipe`), or None.
     """
+    if source is None:
+        return config_from_dict({}, "the command line", overrides)
     if source == "paper":
         values, overrides = paper_recipe(overrides)
         return config_from_dict(values, "--config paper", overrides)
-    if source is None:
-        return config_from_dict({}, "the command line", overrides)
     name = expand(str(source), "--config")
     path = find_file(name)
     shipped = {file.stem: file for file in sorted((ROOT / "launch" / "recipes").glob("*.yaml"))}
@@ -118,24 +125,21 @@ def check_world(config: RunConfig, world_size: int) -> None:
     sizes = [str(size) for size in range(1, batch + 1) if batch % (size * world_size) == 0]
     above = math.ceil(batch / world_size) * world_size
     fix = f"set train.batch_size={above} train.micro_batch_size={above // world_size}, or use fewer ranks"
-    raise UserError(
-        f"train.batch_size={batch} does not split into micro-batches of train.micro_batch_size={micro}, "
-        f"equally many for each of {world_size} ranks",
-        fix=f"set train.micro_batch_size to one of {', '.join(sizes)}" if sizes else fix,
-    )
+    if sizes:
+        fix = f"set train.micro_batch_size to one of {', '.join(sizes)}"
+    text = f"train.batch_size={batch} does not split into micro-batches of train.micro_batch_size={micro}"
+    raise UserError(f"{text}, equally many for each of {world_size} ranks", fix=fix)
 
 
 def _check_data(config: RunConfig) -> None:
     data = config.data
     if data.task == CUSTOM:
-        if not (described_task(data).has_answers or names_code(config.train.objective)):
+        if not (_described_task(data).has_answers or names_code(config.train.objective)):
             fix = "add data.label_field and data.labels (classification), data.choices (multiple choice), "
             fix += "data.completion (generation), or a reward: train.objective=package.module:function"
             raise UserError("data.prompt alone does not say what the model shall answer", fix=fix)
-    elif described := [
-        f"data.{name}" for name in DESCRIBING_KEYS if getattr(data, name) not in (None, False)
-    ]:
-        text = f"{', '.join(described)} cannot change data.task={data.task}"
+    elif described := [name for name in DESCRIBING_KEYS if getattr(data, name) not in (None, False)]:
+        text = f"data.{described[0]} cannot change data.task={data.task}"
         raise UserError(text, fix=f"set data.task={CUSTOM}")
     if data.train is None and (data.validation is not None or data.test is not None):
         raise UserError("data.validation and data.test need data.train", fix="add data.train")
@@ -153,3 +157,68 @@ def _check_generation(config: RunConfig) -> None:
     if keys.temperature == 0 and (keys.num_samples > 1 or keys.top_p is not None):
         text = "generation.num_samples and top_p need a temperature: without one, all answers are the same"
         raise UserError(text, fix="set generation.temperature=1")
+
+
+def make_estimator(zo: ZoConfig) -> Estimator:
+    return ESTIMATORS.find(zo.estimator)(
+        perturbation_scale=zo.perturbation_scale, num_directions=zo.directions, **zo.estimator_options
+    )
+
+
+def make_layer_policy(zo: ZoConfig, num_layers: int, *, trains_outside: bool = True) -> LayerPolicy:
+    """Return the policy for `num_layers` blocks; `trains_outside`: whether other weights are trained, too."""
+    assert zo.sparsity is not None, "zeroth-order training has a sparsity"
+    dropped = num_dropped(zo.sparsity, num_layers)
+    if dropped == num_layers and not trains_outside:
+        text = f"zo.sparsity={zo.sparsity} drops all {num_layers} blocks, and nothing outside them is trained"
+        raise UserError(text, fix="set zo.sparsity=0.5, or zo.only_blocks=false and peft.kind=none")
+    policy = LAYER_POLICIES.find(zo.layer_policy)
+    return policy(num_layers, dropped, trains_outside=trains_outside, **zo.layer_policy_options)
+
+
+def make_schedule(zo: ZoConfig, num_steps: int | None) -> LearningRates:
+    assert zo.learning_rate is not None, "zeroth-order training has a learning rate"
+    schedule = SCHEDULES.find(zo.lr_schedule)
+    if schedule.depends_on_length and num_steps is None:
+        text = f"zo.lr_schedule={zo.lr_schedule} depends on the number of steps, which is not set"
+        raise UserError(text, fix="pass num_steps to initialize, or set zo.lr_schedule=constant")
+    return LearningRates(schedule, zo.learning_rate, zo.warmup_steps, num_steps)
+
+
+def may_differ_on_resume(config: RunConfig) -> frozenset[str]:
+    """Return the keys that may differ on resumption: train.steps only if the learning rate ignores it."""
+    depends = config.method == "adamw" or SCHEDULES.find(config.zo.lr_schedule).depends_on_length
+    return READER.may_differ - ({"train.steps"} if depends else set())
+
+
+def num_passes(config: RunConfig) -> int:
+    """Return how many forward passes a zeroth-order step has, on all ranks together."""
+    num_micro_batches = config.train.batch_size // config.train.micro_batch_size
+    num_probes = make_estimator(config.zo).num_probes
+    return len(passes_of_step(num_micro_batches, num_probes, config.zo.probes_per_pass))
+
+
+def copies_per_pass(config: RunConfig) -> int:
+    """Return how many copies of the batch a training pass runs: one for each probe, or the batch itself."""
+    if config.method not in ZEROTH_ORDER:
+        return 1
+    return min(config.zo.probes_per_pass, make_estimator(config.zo).num_probes)
+
+
+def find_task(data: DataConfig) -> Task:
+    """Return the task that a configuration names or describes, with the metric that it asks for."""
+    task = _described_task(data) if data.task == CUSTOM else TASKS.find(data.task)
+    if data.metric is not None:
+        task = replace(task, metric=data.metric)
+    find_score(task.metric, task.kind)
+    return task
+
+
+def _described_task(data: DataConfig) -> Task:
+    """Return the task that a configuration with `data.task` custom describes. Nothing is imported."""
+    if data.prompt is None and data.messages is None:
+        fix = 'add a template of the text that the model reads, such as "{text} This ticket is about"'
+        raise UserError(f"data.task={CUSTOM} needs data.prompt or data.messages", fix=fix)
+    if data.train is None and data.path is None:
+        raise UserError("a task of your own needs data.train", fix="add data.train=FILE")
+    return make_task(Description(**{name: getattr(data, name) for name in (*DESCRIBING_KEYS, "metric")}))

@@ -44,7 +44,6 @@ _STRICT = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True,
 class ModelConfig:
     path: Annotated[str, _MAY_DIFFER]
     """Hub id or directory of a decoder language model in the Hugging Face layout."""
-
     dtype: Dtype
     """Type in which the weights are stored, gathered and multiplied. fp16 needs a GPU, or a CPU with fp16."""
 
@@ -64,12 +63,11 @@ class DataConfig:
     split on the hub, as OWNER/NAME:SPLIT or OWNER/NAME/CONFIG:SPLIT."""
 
     validation: Annotated[str | None, _MAY_DIFFER] = None
-    """File or split with the records of the validation loss, which selects the best step. Null draws a fifth
-    of data.train, at most 500 records, by data.seed."""
+    """File or split of the validation loss, which selects the best step. Null draws a fifth of data.train, at
+    most 500 records, by data.seed."""
 
     test: Annotated[str | None, _MAY_DIFFER] = None
-    """File or split with the records of the final score. Null draws a fifth of data.train, at most 1000
-    records, by data.seed."""
+    """File or split of the final score. Null draws a fifth of data.train, at most 1000 records."""
 
     prompt: str | None = None
     """The text that the model reads, with fields of the record in braces: "{text} This ticket is about". A
@@ -87,20 +85,18 @@ class DataConfig:
     """Multiple choice: templates of the choices, such as [{a}, {b}], or one field with a list of texts."""
 
     completion: str | None = None
-    """Generation: template of the text to write, such as {answer}. If it is one field that holds a list,
-    all its texts are right, and the first is trained on. Without it, without data.labels and data.choices,
-    the records have no right answers, and train.objective must name a reward."""
+    """Generation: template of the text to write, such as {answer}, or one field with a list of right texts,
+    of which the first is trained on. Without any right answers, train.objective must name a reward."""
 
     messages: str | None = None
     """Chat: the field with a conversation, a list of {role, content} with the roles system (first), user and
     assistant, for the tokenizer's chat template. The loss is the mean over the assistant's tokens."""
 
     chat_template: bool = False
-    """Whether the tokenizer's chat template writes data.prompt as the turn of a user, and data.completion as
-    that of the assistant."""
+    """Whether the chat template writes data.prompt as a user's turn, and data.completion as the answer."""
 
     system_prompt: str | None = None
-    """First turn of each conversation, as the system, unless the record has one of its own."""
+    """First turn of each conversation, unless the record has a system's turn of its own."""
 
     metric: Annotated[str, Named(METRICS)] | None = None
     """The score: accuracy, macro_f1 (classification only), f1 (of words) or exact_match (generation),
@@ -128,35 +124,28 @@ class DataConfig:
     """Seed that selects the examples of each split."""
 
     num_demonstrations: PositiveInt = 32
-    """Number of solved examples that method icl shows before each question: the first training examples, or
-    others for each question with data.protocol mezo."""
+    """Number of solved examples before each question, with method icl: the first training examples, or others
+    for each question with data.protocol mezo."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class PeftConfig:
     kind: PeftKind = "none"
     """What is trained: all weights (none), low-rank adapters (lora), or a prefix of vectors (prefix)."""
-
     lora_rank: PositiveInt = 8
     """Rank r of the adapters."""
-
     lora_alpha: PositiveFloat = 16.0
     """The output of an adapter is scaled by lora_alpha / lora_rank."""
-
     lora_targets: str = "q_proj,v_proj"
     """Names of the linear modules that get an adapter, separated by commas."""
-
     prefix_length: PositiveInt = 5
     """Number of key and value vectors before every sequence, in each transformer block."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class AdamWConfig:
-    """First-order fine-tuning, the papers' row FT; the learning rate falls linearly to 0."""
-
     learning_rate: NonNegativeFloat = 1e-5
     """Learning rate at the first step. It falls linearly to 0."""
-
     weight_decay: NonNegativeFloat = 0.0
     """Coefficient of the decoupled weight decay."""
 
@@ -188,9 +177,9 @@ class ZoConfig:
     bytes per parameter; stochastic rounds at random without bias; nearest loses most of a small update."""
 
     estimator: Annotated[str, Named(ESTIMATORS)] = "spsa"
-    """How losses become projected gradients. spsa is two-sided: the papers' own estimator. one-sided shares
-    the loss at theta among all directions. fzoo divides one-sided differences by their deviation.
-    evolution-strategies compares the losses (rewards) of directions with each other."""
+    """How losses become projected gradients: spsa (two-sided, the papers'), one-sided (all directions share
+    the loss at theta), fzoo (one-sided differences, divided by their deviation), evolution-strategies (the
+    losses or rewards of directions, compared with each other)."""
 
     estimator_options: Options = field(default_factory=dict)
     """Options of the estimator, as estimator_options.NAME."""
@@ -256,28 +245,24 @@ class TrainConfig:
     a finished run: a replay of the journal gives them back, but those of adamw are gone."""
 
     report_to: Annotated[Monitors | None, _MAY_DIFFER] = None
-    """DeepSpeed's monitors that get the content of metrics.jsonl, too, such as [tensorboard, csv]. Files are
-    in run_dir/monitors. A monitor's section in the DeepSpeed JSON replaces these settings."""
+    """DeepSpeed's monitors that get the content of metrics.jsonl, such as [tensorboard, csv]. Files are in
+    run_dir/monitors. A monitor's section in the DeepSpeed JSON replaces these settings."""
 
     timeout_seconds: Annotated[PositiveInt, _MAY_DIFFER] = 1800
-    """End the run if a rank does not answer for this many seconds. Writing a snapshot must take less time."""
+    """End the run if a rank does not answer for this long. Writing a snapshot must take less time."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class GenerationConfig:
     max_new_tokens: PositiveInt = 50
     """Maximum length of an answer, in tokens. The default is MeZO's."""
-
     stop: ExactStrings | None = None
-    """Texts that end an answer, each of one token or more. The model's end-of-sequence token always does. An
-    answer is read up to the first of them. Null is the first newline, as in MeZO's tasks."""
-
+    """Texts that end an answer, as the model's end-of-sequence token does. Null is the first newline, as in
+    MeZO's tasks."""
     temperature: NonNegativeFloat = 0.0
     """Temperature of sampling in training. 0 takes the most probable token, as evaluations always do."""
-
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Draw from the most probable tokens only that have this probability together. Null draws from all."""
-
     num_samples: PositiveInt = 1
     """Number of answers that are drawn for each prompt of a training batch. More need a temperature."""
 
@@ -310,11 +295,9 @@ class RunConfig:
     exchange only scalars with each other. Use 1 if one GPU can hold the model. Null is all ranks."""
 
     deepspeed: Annotated[str | None, _MAY_DIFFER] = None
-    """Path of the DeepSpeed JSON, or the name of one in ds_configs, such as zero3_bf16. Null uses ZeRO-3 with
-    DeepSpeed's default settings."""
+    """Path of the DeepSpeed JSON, or a name in ds_configs, as zero3_bf16. Null is ZeRO-3 with defaults."""
 
 
 READER = Reader(RunConfig)
 
 RESUME_MAY_DIFFER = READER.may_differ
-"""Dotted keys that may differ between a run and its resumption. Fingerprints check model and records."""

@@ -31,10 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunDirectory:
-    """The paths of a run, and every file in it except the journal, the training state and the snapshots.
-
-    A user creates `stop_file` to stop the run after the current step, and `save_file` to get a snapshot.
-    """
+    """The paths of a run, and its small files. `stop_file` and `save_file` are requests of the user."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -56,18 +53,15 @@ class RunDirectory:
             make_directory(self.path)
             file = (self.path / ".lock").open("a+")  # it stays: a file that is removed could be locked twice
         except OSError as error:
-            raise UserError(
-                f"{self.path} cannot be written to: {error}", fix="set another run_dir"
-            ) from error
+            text = f"{self.path} cannot be written to: {error}"
+            raise UserError(text, fix="set another run_dir") from error
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 file.seek(0)
-                raise UserError(
-                    f"run_dir {self.path} is in use by {file.read(300)}",
-                    fix=f"wait for its end, stop it (touch {self.stop_file}), or set another run_dir",
-                ) from error
+                fix = f"wait for its end, stop it (touch {self.stop_file}), or set another run_dir"
+                raise UserError(f"run_dir {self.path} is in use by {file.read(300)}", fix=fix) from error
             except OSError as error:
                 text = "%s is on a file system without locks (%s): start no second process in this directory"
                 logger.warning(text, self.path, error.strerror)
@@ -78,27 +72,26 @@ class RunDirectory:
             yield
 
     def outputs(self) -> list[Path]:
-        """Return what a run has written besides its journal or training state; nothing without any output."""
+        """Return what a run has written besides its journal or training state."""
         outputs = [self._metrics, self._predictions, self._results, self.snapshots, self.checkpoints]
-        if not any(path.exists() for path in outputs):
-            return []
-        return [path for path in (*self._facts, *outputs) if path.exists()]
+        has_any = any(path.exists() for path in outputs)
+        return [path for path in (*self._facts, *outputs) if has_any and path.exists()]
 
     def set_aside(self, paths: Sequence[Path], reason: str) -> None:
-        """Move files of another run to a new folder `earlier-N`, so that they are neither used nor lost."""
+        """Move files of another run to a new folder `earlier-N`."""
         if not paths:
             return
         candidates = (self.path / f"earlier-{number}" for number in itertools.count(1))
         target = next(path for path in candidates if not path.exists())
-        names = [path.relative_to(self.path) for path in paths]
         with failures_named(target):
-            for path, name in zip(paths, names, strict=True):
-                make_directory((target / name).parent)
-                path.rename(target / name)
-                sync((target / name).parent)
+            for path in paths:
+                moved = target / path.relative_to(self.path)
+                make_directory(moved.parent)
+                path.rename(moved)
+                sync(moved.parent)
                 sync(path.parent)
-        listed = ", ".join(map(str, names))
-        logger.warning("%s: %s %s; moved to %s", self.path, reason, listed, target)
+        names = ", ".join(str(path.relative_to(self.path)) for path in paths)
+        logger.warning("%s: %s %s; moved to %s", self.path, reason, names, target)
 
     def write_facts(self, config: dict[str, Any], world_size: int, device: torch.device) -> None:
         """Write config.yaml, and environment.json with versions, hardware, number of ranks and command."""
@@ -125,9 +118,9 @@ class RunDirectory:
             except ValueError:  # a crash cut this line short
                 continue
             if entry["step"] <= step:
-                kept.append(line)
+                kept.append(line + "\n")
                 seconds = entry["seconds"]
-        self.write(self._metrics, "".join(line + "\n" for line in kept))
+        self.write(self._metrics, "".join(kept))
         return seconds
 
     def log_metrics(self, entry: dict[str, Any]) -> None:
@@ -135,7 +128,6 @@ class RunDirectory:
             file.write(json.dumps(entry) + "\n")
 
     def write_predictions(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Write the rows of `prediction_rows` for the test examples, one JSON object on each line."""
         text = "".join(json.dumps(row) + "\n" for row in rows)
         self.write(self._predictions / f"step-{step:08}.jsonl", text)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lezo_ds import distributed
-from lezo_ds.config import ZEROTH_ORDER
+from lezo_ds.config import ZEROTH_ORDER, RunConfig
 from lezo_ds.config.paths import DATA_KEYS
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.files import failures_named, write_atomically
@@ -27,7 +27,6 @@ from lezo_ds.runs.records import (
     assert_same_model_config,
     config_of,
     evaluations_of,
-    owner_of,
     read_run,
     steps_of,
 )
@@ -75,12 +74,10 @@ def export_run(path: Path, step: str, target: Path, overrides: Sequence[str] = (
 def write_journal(path: Path, file: Path) -> int:
     """Write a zeroth-order run, finished or not, as one file, and return its size in bytes."""
     run = read_run(path)
-    if run.config.method not in ZEROTH_ORDER or run.config.peft.kind == "prefix":
-        kind = "prefix tuning" if run.config.method in ZEROTH_ORDER else f"method {run.config.method}"
-        raise UserError(
-            f"run {path} cannot be exported as a journal: {kind} cannot be replayed from a base model",
-            fix="share the directory that lezo-ds export --out writes",
-        )
+    if not _is_replayable(run.config):
+        kind = f"method={run.config.method} with peft.kind={run.config.peft.kind}"
+        text = f"run {path} cannot be replayed from a base model and a journal: {kind}"
+        raise UserError(text, fix="share the directory that lezo-ds export --out writes")
     config = {**run.header.config, "deepspeed": None, "partition_size": None}
     for key in ("model.path", *DATA_KEYS):
         section, _, name = key.partition(".")
@@ -90,6 +87,10 @@ def write_journal(path: Path, file: Path) -> int:
     with failures_named(file):
         write_atomically(file, content)
     return len(content)
+
+
+def _is_replayable(config: RunConfig) -> bool:
+    return config.method in ZEROTH_ORDER and config.peft.kind != "prefix"
 
 
 def _public_name(path: str | None) -> str | None:
@@ -115,24 +116,19 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
             raise UserError(f"{file} needs the base model of its run, {base}", fix="add model.path=DIR")
         assert_same_model_config(header, config.model.path)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"{file} is not an exported journal: {type(error).__name__}: {error}",
-            fix="copy it again in binary mode, or write it again: lezo-ds export --run DIR --journal FILE",
-        ) from error
+        fix = "copy it again in binary mode, or write it again: lezo-ds export --run DIR --journal FILE"
+        text = f"{file} is not an exported journal: {type(error).__name__}: {error}"
+        raise UserError(text, fix=fix) from error
     text_config = load_model_config(resolve_model(config.model.path)).get_text_config()
     num_weights = {0, text_config.num_hidden_layers, text_config.num_hidden_layers + 2}
-    is_zeroth_order = config.method in ZEROTH_ORDER and config.peft.kind != "prefix"
-    if not is_zeroth_order or any(len(record.layer_weights) not in num_weights for record in steps):
+    if not _is_replayable(config) or any(len(record.layer_weights) not in num_weights for record in steps):
         fix = "set model.path to its base model"
         raise UserError(f"{file} is not of a run of {config.model.path}", fix=fix)
     if config.peft.kind == "lora" and config.peft.lora_rank > text_config.hidden_size:
-        raise UserError(
-            f"peft.lora_rank={config.peft.lora_rank} in {file} is larger than the model's width, "
-            f"{text_config.hidden_size}",
-            fix="do not use this file",
-        )
-    owner = owner_of(header, records)
-    return RecordedRun(RunDirectory(file), header, config, records, len(steps), owner, digests)
+        width = f"the model's width, {text_config.hidden_size}"
+        text = f"peft.lora_rank={config.peft.lora_rank} in {file} is larger than {width}"
+        raise UserError(text, fix="do not use this file")
+    return RecordedRun(RunDirectory(file), header, config, records, len(steps), digests)
 
 
 _CARD = """\
@@ -153,6 +149,7 @@ These are the weights after {step} of {num_steps} steps. Their digest is {digest
 
 To load it: `{load}`
 """
+_TRAINED = {"none": "all weights", "lora": "low-rank adapters", "prefix": "a prefix in each block"}
 
 
 def model_card(run: RecordedRun, step: int, digest: str) -> str:
@@ -173,9 +170,7 @@ def model_card(run: RecordedRun, step: int, digest: str) -> str:
         base_model=f"\nbase_model: {base}" if is_hub_id else "",
         base=base,
         task=_plain(config.data.task),
-        trained={"none": "all weights", "lora": "low-rank adapters", "prefix": "a prefix in each block"}[
-            kind
-        ],
+        trained=_TRAINED[kind],
         step=step,
         num_steps=run.num_steps,
         digest=digest,

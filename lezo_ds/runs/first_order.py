@@ -1,9 +1,7 @@
 """First-order training (the row FT in the papers): AdamW under ZeRO-3 on the same batches and losses.
 
-Every rank runs its share of a step's micro-batches forward and backward. DeepSpeed averages the gradients
-over the ranks, shards gradients and optimizer states, and updates the shards. As in MeZO's own fine-tuning
-(Malladi et al. 2023, with transformers' Trainer), dropout is on in training and off in evaluations, and
-gradients are clipped unless DeepSpeed's JSON says otherwise.
+As in MeZO's own fine-tuning (Malladi et al. 2023, with transformers' Trainer), dropout is on in training and
+off in evaluations, and gradients are clipped unless DeepSpeed's JSON says otherwise.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from transformers import get_linear_schedule_with_warmup
 
 from lezo_ds import distributed
 from lezo_ds.config import RunConfig, may_differ_on_resume
-from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
@@ -31,7 +28,6 @@ from lezo_ds.journal import EvaluationRecord
 from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.model.snapshots import read_manifest, remove_snapshots, snapshot_path
 from lezo_ds.noise import noise_backend
-from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.records import TrainingState, assert_same_run, best_evaluation, make_header, owner_of
 from lezo_ds.runs.run import Run
 from lezo_ds.sharding import zero3
@@ -51,7 +47,6 @@ class FirstOrderEngine(ModelEngine):
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next step."""
         return float(self._deepspeed.get_lr()[0])
 
     @property
@@ -62,32 +57,27 @@ class FirstOrderEngine(ModelEngine):
     def train_batch(self, batch: StepBatch | Sequence[MicroBatch], loss_function: LossFunction) -> float:
         """Do one step and return the mean loss over the batch before the update.
 
-        The batch has all micro-batches of the step, the same on every rank. Rank r runs r, r + world_size,
-        ... The dropout masks do not depend on the number of ranks. If this raises (the loss is not finite or
-        has no gradient, or the ranks have other batches), the weights have not changed.
+        The batch has all micro-batches of the step, the same on every rank. Dropout masks do not depend on
+        the number of ranks. If this raises, the weights have not changed.
         """
         batch = StepBatch.of(batch)
         share, total_weight = self.share_of_rank(self.global_rank, len(batch)), batch.total_weight
         losses = torch.zeros(len(batch), dtype=torch.float64, device=self.device)
         self._deepspeed.train()
-        mine = {index: to_device(batch[index], self.device) for index in share}
         for index in share:
-            loss = self._loss(mine[index], index, loss_function)
+            loss = self._loss(to_device(batch[index], self.device), index, loss_function)
             losses[index] = loss.detach()
             # DeepSpeed averages the gradients over the ranks, but the loss is a mean over the whole batch.
             self._deepspeed.backward(loss * (self.world_size / total_weight), scale_wrt_gas=False)
             if index != share[-1]:
                 self._deepspeed.step()  # counts the micro-batch; only the last call updates the weights
-
-        def share_of(rank: int) -> range:
-            return self.share_of_rank(rank, len(batch))
-
         facts = {
             "step": str(self.global_steps),
             "learning rate": repr(self.learning_rate),
             "loss of the step before": repr(self._last_loss),
         }
-        mean = self._last_loss = sum(self.sum_losses(losses, batch, facts, share_of)) / total_weight
+        sums = self.sum_losses(losses, batch, facts, lambda rank: self.share_of_rank(rank, len(batch)))
+        mean = self._last_loss = sum(sums) / total_weight
         if not math.isfinite(mean):
             raise DivergenceError(
                 f"the loss of step {self.global_steps} is not finite: {mean}; "
@@ -106,14 +96,11 @@ class FirstOrderEngine(ModelEngine):
             (logits,) = self._perturbed(micro_batch, None, self._deepspeed)
         loss = loss_function(logits, micro_batch).sum()
         if not loss.requires_grad:
-            raise UserError(
-                "method adamw needs a loss with a gradient, which train.objective does not have",
-                fix="set train.objective=task, or method=lezo",
-            )
+            text = "method adamw needs a loss with a gradient, which train.objective does not have"
+            raise UserError(text, fix="set train.objective=task, or method=lezo")
         return loss
 
     def run(self, micro_batch: MicroBatch, perturbation: Perturbation | None) -> tuple[Tensor, ...]:
-        """Return the outputs of a forward pass. A collective."""
         outputs = super().run(micro_batch, perturbation)
         # After the first training step, DeepSpeed keeps gathered weights for a backward pass. An evaluation
         # has no backward pass that would release them.
@@ -124,8 +111,7 @@ class FirstOrderEngine(ModelEngine):
         """Write weights, optimizer, schedule and loss scale to `root/step-NNNNNNNN`. A collective."""
         name = snapshot_path(root, self.global_steps).name
         self._deepspeed.save_checkpoint(str(root), tag=name, save_latest=False)
-        # DeepSpeed does not sync its files. The caller removes the old checkpoint next, and by then the new
-        # one must survive a power cut.
+        # DeepSpeed does not sync its files, but the caller removes the old checkpoint next.
         os.sync()
         distributed.barrier()
 
@@ -140,17 +126,12 @@ class FirstOrderEngine(ModelEngine):
 
 
 def initialize_first_order(config: RunConfig, ds_config: Mapping[str, Any]) -> FirstOrderEngine:
-    """Load a run's model, sharded over all ranks, and return the engine that fine-tunes it by AdamW.
-
-    The learning rate falls to 0 over the run. Updates of 16-bit weights go to an fp32 copy.
-    """
+    """Load a run's model, sharded over all ranks, and return the engine that fine-tunes it by AdamW."""
     model, train = config.model, config.train
     assert train.steps is not None
     distributed.init_distributed()
     # DeepSpeed 0.19 calls it at every step, and torch 2.13 warns at every call.
-    warnings.filterwarnings(
-        "ignore", message=".*reduce_scatter_tensor. is deprecated", category=FutureWarning
-    )
+    warnings.filterwarnings("ignore", ".*reduce_scatter_tensor. is deprecated", FutureWarning)
     num_passes = train.batch_size // train.micro_batch_size // distributed.world_size()
     batch = {"train_batch_size": train.batch_size, "gradient_accumulation_steps": num_passes}
     ds_config = {"gradient_clipping": MAX_GRADIENT_NORM, **ds_config, **batch}
@@ -173,29 +154,27 @@ def initialize_first_order(config: RunConfig, ds_config: Mapping[str, Any]) -> F
     return FirstOrderEngine(engine, perturbed, sharded, config.seed)
 
 
-class FirstOrderRun(Run[FirstOrderEngine]):
+class FirstOrderRun(Run):
     """A run of AdamW. DeepSpeed's checkpoint, which training_state.json names, is its training state."""
 
-    def __init__(
-        self, config: RunConfig, data: TaskData, directory: RunDirectory, engine: FirstOrderEngine
-    ) -> None:
-        super().__init__(config, data, directory, engine)
-        header = make_header(config, data, engine.base.fingerprint, engine.base.table_hash)
-        self._state = TrainingState(header, engine.world_size)
+    engine: FirstOrderEngine
+    _state: TrainingState
 
     def _open(self) -> None:
-        """Load the checkpoint that training_state.json names, and remove everything newer."""
         self._state = distributed.on_rank_zero(self._open_state)
         self.evaluations = list(self._state.evaluations)
         self._announce(self._state.step)
         if self._state.step > 0:
             self.engine.load_training_state(self.directory.checkpoints, self._state.step)
+        self.num_skipped = self.engine.skipped_steps
 
     def _open_state(self) -> TrainingState:
-        path, state = self.directory.training_state, self._state
+        path, base = self.directory.training_state, self.engine.base
+        header = make_header(self.config, self.data, base.fingerprint, base.table_hash)
+        state = TrainingState(header, self.engine.world_size)
         if path.exists():
             recorded = TrainingState.read(path)
-            assert_same_run(recorded.header, state.header, may_differ_on_resume(self.config))
+            assert_same_run(recorded.header, header, may_differ_on_resume(self.config))
             done = tuple(record for record in recorded.evaluations if record.step <= recorded.step)
             state = replace(recorded, world_size=state.world_size, evaluations=done)
             self._set_aside_foreign_snapshots(owner_of(state.header, ()))
@@ -241,12 +220,5 @@ class FirstOrderRun(Run[FirstOrderEngine]):
             checksum = owner_of(self._state.header, ()).checksum(self.engine.global_steps)
             self.engine.write_model(target, journal=checksum)
 
-    def _protected(self) -> tuple[int, ...]:
-        best = best_evaluation(self.evaluations)
-        return () if best is None else (best.step,)
-
     def _restore(self, step: int) -> None:
         self.engine.load_model(snapshot_path(self.directory.snapshots, step), step)
-
-    def _num_skipped(self) -> int:
-        return self.engine.skipped_steps

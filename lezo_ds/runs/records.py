@@ -9,11 +9,12 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lezo_ds import distributed
-from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, flatten
+from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, flatten, may_differ_on_resume
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
 from lezo_ds.files import sync
@@ -28,18 +29,14 @@ from lezo_ds.zo.records import StepRecord
 logger = logging.getLogger(__name__)
 
 _INPUTS = ("tokenizer", "model_config", "data_fingerprints", "digests")
-"""Entries of a header's configuration that are not keys: what the run read from files, and the digests of its
-weights by step, which only an exported journal has."""
+"""Entries of a header's configuration that are not keys. Only an exported journal has digests, of weights."""
 
 _UNIMPORTANT = ("_name_or_path", "transformers_version")
 """Keys of a model's config.json that change if the model is only copied or saved again."""
 
 
 def make_header(config: RunConfig, data: TaskData, fingerprint: str, parameter_table: str) -> Header:
-    """Return the header of a run: its configuration but for run_dir, and hashes of its inputs.
-
-    `fingerprint` is of the base weights, `parameter_table` of the names, ids and shapes of the parameters.
-    """
+    """Return the header of a run; `parameter_table` is the hash of the parameters' names, ids and shapes."""
     model = resolve_model(config.model.path)
     device = distributed.device()
     keys = {key: value for key, value in config_to_dict(config).items() if key != "run_dir"}
@@ -66,10 +63,7 @@ def config_of(header: Header, run_dir: Path, overrides: Sequence[str] = ()) -> R
 
 
 def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str]) -> None:
-    """Refuse to continue a run with other inputs than it was started with, but for keys that may differ.
-
-    Other library versions and another processor only cause a warning.
-    """
+    """Refuse to continue a run with other inputs. Other libraries and processors only cause a warning."""
 
     def facts(header: Header) -> dict[str, Any]:
         hashes = {"model_fingerprint": header.model_fingerprint, "parameters": header.parameter_table_hash}
@@ -79,23 +73,19 @@ def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str])
         if key not in may_differ:
             version, own_version = recorded.libraries.get("lezo_ds"), ours.libraries["lezo_ds"]
             by = "" if version == own_version else f", written by lezo_ds {version} (this is {own_version})"
-            raise UserError(
-                f"{key} differs from the journal's{by}: it is {new}, and was {old}",
-                fix="use the inputs that the run was started with, or another run_dir",
-            )
+            text = f"{key} differs from the journal's{by}: it is {new!r}, and was {old!r}"
+            raise UserError(text, fix="use the inputs that the run was started with, or another run_dir")
     machine, our_machine = recorded.libraries | recorded.arithmetic, ours.libraries | ours.arithmetic
     for key, old, new in _differences(machine, our_machine):
-        logger.warning("%s was %s when the journal was started and is %s now", key, old, new)
+        logger.warning("%s was %r when the journal was started and is %r now", key, old, new)
 
 
 def assert_same_model_config(recorded: Header, model: str) -> None:
     """Refuse to restore the weights of a run into a base model with another config.json."""
     directory = resolve_model(model)
     for key, old, new in _differences(recorded.config["model_config"], _model_config(directory)):
-        raise UserError(
-            f"{key} in {directory / 'config.json'} differs from the run's: it is {new}, and was {old}",
-            fix="add model.path=... with the directory of the base model",
-        )
+        text = f"{key} in {directory / 'config.json'} differs from the run's: it is {new!r}, and was {old!r}"
+        raise UserError(text, fix="add model.path=... with the directory of the base model")
 
 
 def _model_config(model: Path) -> dict[str, Any]:
@@ -112,18 +102,11 @@ def _tokenizer_hash(model: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def _differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the dotted key and both values, as text, of each item that differs between two nested dicts."""
+def _differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[tuple[str, object, object]]:
+    """Return the dotted key and both values of each item that differs between two nested dicts."""
     old, new = flatten(left), flatten(right)
-
-    def text(side: Mapping[str, Any], key: str) -> str:
-        return repr(side[key]) if key in side else "absent"
-
-    return [
-        (key, text(old, key), text(new, key))
-        for key in sorted(old.keys() | new.keys())
-        if key not in old or key not in new or old[key] != new[key]
-    ]
+    pairs = [(key, old.get(key, "absent"), new.get(key, "absent")) for key in sorted(old.keys() | new.keys())]
+    return [(key, before, after) for key, before, after in pairs if before != after]
 
 
 def steps_of(records: Iterable[JournalRecord]) -> list[StepRecord]:
@@ -135,7 +118,7 @@ def evaluations_of(records: Iterable[JournalRecord]) -> list[EvaluationRecord]:
 
 
 def owner_of(header: Header, records: Iterable[JournalRecord]) -> SnapshotOwner:
-    """Return the owner of a run's snapshots. AdamW has no chain of steps: all have the header's checksum."""
+    """Return the owner of a run's snapshots. Without steps, as of AdamW, all have the header's checksum."""
     return SnapshotOwner(header.model_fingerprint, step_checksums(header, records))
 
 
@@ -149,11 +132,7 @@ def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord
 
 
 def stopping_step(evaluations: Sequence[EvaluationRecord], patience: int | None) -> int | None:
-    """Return the step at which `patience` validations in a row were not better than the best before them.
-
-    None if training goes on. It depends on the evaluations alone, so a run that resumes stops where it would
-    have stopped.
-    """
+    """Return the first step with `patience` validations in a row not better than the best before; or None."""
     lowest, num_worse = math.inf, 0
     for record in evaluations:
         if record.split != "dev":
@@ -186,10 +165,8 @@ class TrainingState:
             evaluations = tuple(EvaluationRecord(**record) for record in values["evaluations"])
             return cls(header, values["world_size"], values["step"], evaluations)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{path} cannot be read: {type(error).__name__}: {error}",
-                fix="restore the file from a copy, or use another run_dir",
-            ) from error
+            text = f"{path} cannot be read: {type(error).__name__}: {error}"
+            raise UserError(text, fix="restore it from a copy, or use another run_dir") from error
 
 
 @dataclass(frozen=True)
@@ -201,38 +178,34 @@ class RecordedRun:
     config: RunConfig  # with overrides applied
     records: Sequence[JournalRecord]  # of a first-order run, its evaluations
     num_steps: int  # of a first-order run, up to its last checkpoint
-    owner: SnapshotOwner
     digests: Mapping[int, str]  # of the weights after some steps
+
+    @cached_property
+    def owner(self) -> SnapshotOwner:
+        return owner_of(self.header, self.records)
 
     def find_step(self, step: str) -> int:
         """Return the number of updates for "best" (lowest validation loss), "last" or a number."""
-        number = int(step) if step.isdecimal() else None
-        if step == "last":
-            number = self.num_steps
-        elif step == "best":
-            best = best_evaluation(evaluations_of(self.records))
-            if best is None:
-                raise UserError(
-                    f"run {self.directory.path} has no evaluation yet, so it has no best step",
-                    fix="use --step last, or resume the run",
-                )
-            number = best.step
+        path, best = self.directory.path, best_evaluation(evaluations_of(self.records))
+        if step == "best" and best is None:
+            fix = "use --step last, or resume the run"
+            raise UserError(f"run {path} has no evaluation yet, so it has no best step", fix=fix)
         kept: Sequence[int] = range(self.num_steps + 1)
         expected = f"0 to {self.num_steps}"
         if self.config.method == "adamw":
-            kept = self._snapshots()
+            root = self.directory.snapshots
+            manifests = {
+                number: read_manifest(snapshot_path(root, number)) for number in snapshot_steps(root)
+            }
+            kept = [number for number, facts in manifests.items() if facts and self.owner.owns(number, facts)]
             if self.num_steps > 0 and not kept and not self.directory.checkpoints.is_dir():
-                raise weights_removed(self.directory.path)
+                raise _weights_removed(path)
             expected = f"a step with a snapshot ({', '.join(map(str, kept)) or 'none yet'})"
-        if number is None or number not in kept:
-            fix = f"set --step to best, last, or {expected}"
-            raise UserError(f"run {self.directory.path} has no step {step}", fix=fix)
-        return number
-
-    def _snapshots(self) -> list[int]:
-        root = self.directory.snapshots
-        manifests = {step: read_manifest(snapshot_path(root, step)) for step in snapshot_steps(root)}
-        return [step for step, facts in manifests.items() if facts and self.owner.owns(step, facts)]
+        named = {"last": self.num_steps, "best": best.step if best else None}
+        found = named.get(step, int(step) if step.isdecimal() else None)
+        if found is None or found not in kept:
+            raise UserError(f"run {path} has no step {step}", fix=f"set --step to best, last, or {expected}")
+        return found
 
 
 def read_run(path: Path, overrides: Sequence[str] = ()) -> RecordedRun:
@@ -241,20 +214,18 @@ def read_run(path: Path, overrides: Sequence[str] = ()) -> RecordedRun:
     if directory.training_state.is_file():
         state = TrainingState.read(directory.training_state)
         records: Sequence[JournalRecord] = state.evaluations
-        header, num_steps, owner = state.header, state.step, owner_of(state.header, ())
+        header, num_steps = state.header, state.step
     elif directory.journal.is_file():
         header, records = read_journal(directory.journal)
         # What the caller writes must not outlive the last line of a running process.
         with suppress(OSError):  # a disk that cannot be written has nothing to sync
             sync(directory.journal)
-        num_steps, owner = len(steps_of(records)), owner_of(header, records)
+        num_steps = len(steps_of(records))
     else:
-        raise UserError(
-            f"{path} is not the directory of a run: it has no journal.jsonl and no training_state.json",
-            fix="use the run_dir that lezo-ds train printed",
-        )
-    config, digests = config_of(header, path, overrides), _digests(directory, owner)
-    return RecordedRun(directory, header, config, records, num_steps, owner, digests)
+        text = f"{path} is not the directory of a run: it has no journal.jsonl and no training_state.json"
+        raise UserError(text, fix="use the run_dir that lezo-ds train printed")
+    config, digests = config_of(header, path, overrides), _digests(directory, owner_of(header, records))
+    return RecordedRun(directory, header, config, records, num_steps, digests)
 
 
 def _digests(directory: RunDirectory, owner: SnapshotOwner) -> dict[int, str]:
@@ -269,9 +240,35 @@ def _digests(directory: RunDirectory, owner: SnapshotOwner) -> dict[int, str]:
     return digests
 
 
-def weights_removed(run_dir: Path) -> UserError:
-    """Return the error for a first-order run whose weights are needed, but were removed at its end."""
-    return UserError(
-        f"run {run_dir} has no weights: train.keep_snapshots=0 removed them, and adamw has no journal",
-        fix=f"train again: --config {run_dir / 'config.yaml'} run_dir=NEW train.keep_snapshots=1",
-    )
+def check_records(config: RunConfig, data: TaskData, directory: RunDirectory) -> None:
+    """Refuse, before weights are loaded, to resume a run as another one."""
+    num_ranks = distributed.world_size()
+    if config.method == "adamw" and config.partition_size not in (None, num_ranks):
+        text = f"method adamw shards the weights among all ranks; partition_size={config.partition_size}"
+        raise UserError(text, fix="set partition_size=null")
+    state = None
+    if directory.training_state.exists():
+        state = TrainingState.read(directory.training_state)
+        header, num_done = state.header, state.step
+    elif directory.journal.exists():
+        header, records = read_journal(directory.journal)
+        num_done = len(steps_of(records))
+    else:
+        return
+    ours = make_header(config, data, header.model_fingerprint, header.parameter_table_hash)
+    assert_same_run(header, ours, may_differ_on_resume(config))
+    if config.train.steps is not None and config.train.steps < num_done:
+        text = f"run {directory.path} has {num_done} steps already; train.steps={config.train.steps}"
+        raise UserError(text, fix=f"set train.steps={num_done} or more, or another run_dir")
+    if state is not None and num_done > 0:
+        if state.world_size != num_ranks:
+            text = f"the checkpoint of a first-order run has {state.world_size} ranks, not {num_ranks}"
+            raise UserError(text, fix=f"start {state.world_size} ranks, or use another run_dir")
+        if not snapshot_path(directory.checkpoints, num_done).is_dir():
+            raise _weights_removed(directory.path)
+
+
+def _weights_removed(run_dir: Path) -> UserError:
+    text = f"run {run_dir} has no weights: train.keep_snapshots=0 removed them, and adamw has no journal"
+    fix = f"train again: --config {run_dir / 'config.yaml'} run_dir=NEW train.keep_snapshots=1"
+    return UserError(text, fix=fix)

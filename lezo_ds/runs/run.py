@@ -8,7 +8,7 @@ import resource
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,16 +32,8 @@ from lezo_ds.model.snapshots import (
     snapshot_path,
     snapshot_steps,
 )
+from lezo_ds.runs import records
 from lezo_ds.runs.directory import RunDirectory, library_versions
-from lezo_ds.runs.records import (
-    assert_same_run,
-    best_evaluation,
-    evaluations_of,
-    make_header,
-    owner_of,
-    steps_of,
-    stopping_step,
-)
 from lezo_ds.runs.screen import evaluation_line, number, progress_bar
 from lezo_ds.runs.signals import LauncherWatch, on_stop_signals
 from lezo_ds.zo.records import StepRecord
@@ -51,23 +43,23 @@ logger = logging.getLogger(__name__)
 _CHECK_EVERY = 100
 """Steps between checks that the weights of each rank are the result of the steps so far."""
 
-E = TypeVar("E", bound=ModelEngine)
 
+class Run(ABC):
+    """The part of a run that one process does. Rank 0 writes all files.
 
-class Run(ABC, Generic[E]):
-    """The part of a run that one process does.
-
-    Rank 0 writes all files. A decision depends only on what all ranks know, because most of them lead to
-    collectives, in which a rank that decided otherwise would hang.
+    A decision depends only on what all ranks know: a rank that decided otherwise would hang in a collective.
     """
 
-    def __init__(self, config: RunConfig, data: TaskData, directory: RunDirectory, engine: E) -> None:
+    def __init__(
+        self, config: RunConfig, data: TaskData, directory: RunDirectory, engine: ModelEngine
+    ) -> None:
         self.config = config
         self.data = data
         self.directory = directory
         self.engine = engine  # at any step; `_open` brings it to the step at which the run resumes
         self.writes = engine.global_rank == 0
         self.evaluations: list[EvaluationRecord] = []
+        self.num_skipped = 0  # on rank 0, the number of skipped steps
         self.num_steps = (config.train.steps or 0) if config.method in TRAINED else 0
         self._has_journal = config.method != "adamw"  # whose replay gives weights without a snapshot back
         self._journal: Journal | None = None  # on rank 0
@@ -79,11 +71,11 @@ class Run(ABC, Generic[E]):
 
     @abstractmethod
     def _open(self) -> None:
-        """Bring the engine and `evaluations` to the step at which the run resumes."""
+        """Bring the engine, `evaluations` and `num_skipped` to the step at which the run resumes."""
 
     @abstractmethod
     def _train_step(self) -> dict[str, Any]:
-        """Do one step and return its entries for metrics.jsonl, the loss first."""
+        """Do one step and return its entries for metrics.jsonl, with loss and applied."""
 
     @abstractmethod
     def _record_evaluation(self, record: EvaluationRecord) -> None:
@@ -97,16 +89,19 @@ class Run(ABC, Generic[E]):
     def _restore(self, step: int) -> None:
         """Restore the weights after `step` updates. A collective."""
 
-    @abstractmethod
     def _protected(self) -> tuple[int, ...]:
         """Return the steps whose snapshots are kept while the run goes on."""
-
-    @abstractmethod
-    def _num_skipped(self) -> int:
-        """Return, on rank 0, the number of skipped steps."""
+        if not self._has_journal:
+            best = records.best_evaluation(self.evaluations)
+            return () if best is None else (best.step,)
+        # A prefix starts from the activations of a forward pass, which another machine rounds differently.
+        # Replay is exact only if it starts from the very same values, so a snapshot of step 0 keeps them.
+        return (0,) if self.num_steps > 0 and self.config.peft.kind == "prefix" else ()
 
     def _check(self) -> None:
-        """Check that the weights are those of the run. A collective."""
+        """Check that the weights are what the journal's steps made of them. A collective."""
+        if isinstance(self.engine, LezoEngine):
+            self.engine.check_weights()
 
     def _sync_journal(self) -> None:
         """Wait until all records are on the disk. A file that relies on them is written next."""
@@ -116,9 +111,15 @@ class Run(ABC, Generic[E]):
     def execute(self) -> dict[str, Any]:
         """Run to the end, or until all ranks agree to stop, and return the content of results.json."""
         with distributed.lost_ranks_reported(self._last_good_step):
-            self._begin()
-            # A handler only sets a flag. The flag becomes a vote in the next all-reduce, so that all ranks
-            # stop at the same step.
+            self._open()
+            self._num_done = self.engine.global_steps
+            if self.writes:
+                self._prune_snapshots()
+                self._seconds_before = self.directory.cut_metrics(self._num_done)
+                facts = config_to_dict(self.config)
+                self.directory.write_facts(facts, self.engine.world_size, self.engine.device)
+            self._started = time.monotonic()
+            # A handler only sets a flag, a vote in the next all-reduce: all ranks stop at the same step.
             with on_stop_signals(lambda _: self.engine.request_stop()):
                 finished, best = self._run_to_end()
             results = self._results(best, finished)
@@ -148,16 +149,6 @@ class Run(ABC, Generic[E]):
         reason = "of another run, or of steps that are no longer recorded:"
         self.directory.set_aside([snapshot_path(root, step) for step in foreign], reason)
 
-    def _begin(self) -> None:
-        self._open()
-        self._num_done = self.engine.global_steps
-        if self.writes:
-            self._prune_snapshots()
-            self._seconds_before = self.directory.cut_metrics(self._num_done)
-            facts = config_to_dict(self.config)
-            self.directory.write_facts(facts, self.engine.world_size, self.engine.device)
-        self._started = time.monotonic()
-
     def _run_to_end(self) -> tuple[bool, EvaluationRecord | None]:
         """Do everything that is left; return whether the run finished, and the best step if it did."""
         try:
@@ -165,7 +156,7 @@ class Run(ABC, Generic[E]):
             bar = progress_bar(self.num_steps, self._num_done, is_shown=self.writes)
             with logging_redirect_tqdm(), bar:  # log lines go above the progress bar
                 self._train(bar)
-            best = best_evaluation(self.evaluations)
+            best = records.best_evaluation(self.evaluations)
             if best is not None:
                 self._restore(best.step)
                 self._evaluate("test", at=best.step)
@@ -174,7 +165,6 @@ class Run(ABC, Generic[E]):
         return True, best
 
     def _train(self, bar: tqdm[Any]) -> None:
-        """Do the remaining steps, with the checks, evaluations and snapshots that are due between them."""
         while True:
             if self._num_done > 0 and self._num_done % _CHECK_EVERY == 0:
                 self._check()
@@ -187,28 +177,25 @@ class Run(ABC, Generic[E]):
             self._look_for_requests()
             values = self._train_step()
             self._num_done = self.engine.global_steps
+            self.num_skipped += not values["applied"]
             self._log(values)
-            shown = {"loss": number(values["loss"])}
-            for record in self.evaluations[-1:]:
-                shown[f"{record.split} {self.data.task.metric}"] = number(
-                    record.metrics[self.data.task.metric]
-                )
-            bar.set_postfix(shown, refresh=False)
+            metric, last = self.data.task.metric, self.evaluations[-1:]
+            scores = {f"{record.split} {metric}": number(record.metrics[metric]) for record in last}
+            bar.set_postfix({"loss": number(values["loss"]), **scores}, refresh=False)
             bar.update()
 
     def _has_lost_patience(self) -> bool:
-        stop = stopping_step(self.evaluations, self.config.train.patience)
+        stop = records.stopping_step(self.evaluations, self.config.train.patience)
         return stop is not None and stop <= self._num_done
 
     def _look_for_requests(self) -> None:
-        """Turn a STOP or SAVE file, or the end of the launcher, into a request that all ranks vote on."""
+        """Turn a STOP or SAVE file, or the end of the launcher, into a request on which all ranks vote."""
         if self._launcher.is_gone() or (self.writes and self.directory.stop_file.exists()):
             self.engine.request_stop()
         if self.writes and self.directory.save_file.exists():
             self.engine.request_snapshot()
 
     def _log(self, values: Mapping[str, Any]) -> None:
-        """Write values of the current step to metrics.jsonl and to DeepSpeed's monitors."""
         if not self.writes:
             return
         step = self.engine.global_steps
@@ -251,15 +238,12 @@ class Run(ABC, Generic[E]):
         record = EvaluationRecord(step=at, split=split, loss=loss, metrics=metrics)
         self._record_evaluation(record)
         self.evaluations.append(record)
-        self._log({f"{split}_loss": record.loss, f"{split}_{metric}": result.score})
+        self._log({f"{split}_loss": loss, f"{split}_{metric}": result.score})
         if self.writes:
             logger.info("%s", evaluation_line(record, metric))
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the outputs in an evaluation, or leave it if any rank was asked to stop. A collective.
-
-        An evaluation may take longer than a batch system waits after its signal. The next run does it again.
-        """
+        """Return the outputs in an evaluation, or leave it, to be repeated, if any rank was asked to stop."""
         self._look_for_requests()
         if self.engine.agree_on_stop():
             raise _Stopped
@@ -269,12 +253,11 @@ class Run(ABC, Generic[E]):
         return next((e for e in self.evaluations if e.split == split and e.step == step), None)
 
     def _snapshot_if_due(self) -> None:
-        step, train = self.engine.global_steps, self.config.train
-        every = self._eval_every if train.snapshot_every is None else train.snapshot_every
+        step, every = self.engine.global_steps, self.config.train.snapshot_every
+        every = self._eval_every if every is None else every
         asked = self.engine.snapshot_agreed or (self.engine.stop_agreed and not self._has_journal)
         is_last = step == self.num_steps or self._has_lost_patience()
-        due = is_last or (every > 0 and step % every == 0) or asked
-        if step == 0 or not due:
+        if step == 0 or not (is_last or asked or (every > 0 and step % every == 0)):
             return
         self._save()
         if self.writes:
@@ -287,7 +270,6 @@ class Run(ABC, Generic[E]):
         prune_snapshots(self.directory.snapshots, keep, self._protected())
 
     def _results(self, best: EvaluationRecord | None, finished: bool) -> dict[str, Any]:
-        """Return the content of results.json. A collective."""
         config, metric = self.config, self.data.task.metric
         before = self._evaluation("test", 0)
         final = self._evaluation("test", best.step) if best else None
@@ -295,6 +277,12 @@ class Run(ABC, Generic[E]):
         any_test = before or final
         is_zero_shot = config.method in {*TRAINED, "zero_shot"}
         stopped_early = self._num_done < self.num_steps and self._has_lost_patience()
+        if self.engine.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.engine.device)
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+        # A process that resumes a finished run uses less than the one that trained it.
+        earlier = self.directory.read_results().get("peak_memory_bytes", 0)
         return {
             "task": self.data.task.name,
             "method": config.method,
@@ -311,34 +299,23 @@ class Run(ABC, Generic[E]):
             "early_stop_step": self._num_done if stopped_early else None,
             "seed": config.seed,
             "seconds": round(self._seconds(), 3),
-            "peak_memory_bytes": self._peak_memory_bytes(),
-            "skipped_steps": self._num_skipped(),
+            "peak_memory_bytes": max(earlier, *distributed.gather_objects(peak)),
+            "skipped_steps": self.num_skipped,
             "model_fingerprint": self.engine.base.fingerprint,
             "weights_digest": self.engine.weights.digest(),
             "world_size": self.engine.world_size,
             "versions": library_versions(),
         }
 
-    def _peak_memory_bytes(self) -> int:
-        """Return the largest peak memory of any rank so far: of its GPU if it has one, or of its process."""
-        if self.engine.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.engine.device)
-        else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
-        # A process that resumes a finished run uses less than the one that trained it.
-        earlier = int(self.directory.read_results().get("peak_memory_bytes", 0))
-        return int(max(earlier, *distributed.gather_objects(peak)))
 
+class ZerothOrderRun(Run):
+    """A run of LeZO or MeZO, whose journal is its training state, or a run that only scores."""
 
-class ZerothOrderRun(Run[LezoEngine]):
-    """A run of LeZO or MeZO, whose journal is its training state, or a run that only scores.
-
-    Rank 0 has the journal, which holds all records.
-    """
+    engine: LezoEngine
 
     def _open(self) -> None:
-        """Create the journal, or open it and replay it."""
         self.evaluations = distributed.on_rank_zero(self._open_journal)
+        self.num_skipped = sum(not record.applied for record in self._steps())
         self._announce(len(self._steps()))
         self._restore(None)
         self.engine.attach_journal(self._journal)
@@ -348,28 +325,23 @@ class ZerothOrderRun(Run[LezoEngine]):
 
     def _open_journal(self) -> list[EvaluationRecord]:
         path, base = self.directory.journal, self.engine.base
-        header = make_header(self.config, self.data, base.fingerprint, base.table_hash)
+        header = records.make_header(self.config, self.data, base.fingerprint, base.table_hash)
         if not path.exists():
             self.directory.set_aside(self.directory.outputs(), "an earlier run left")
             self._journal = Journal.create(path, header)
             return []
         self._journal = Journal.open(path)
-        assert_same_run(self._journal.header, header, may_differ_on_resume(self.config))
+        records.assert_same_run(self._journal.header, header, may_differ_on_resume(self.config))
         self._set_aside_foreign_snapshots(self._owner())
-        return evaluations_of(self._journal.records)
+        return records.evaluations_of(self._journal.records)
 
     def _steps(self) -> list[StepRecord]:
         """Return all steps on rank 0, and none elsewhere."""
-        return [] if self._journal is None else steps_of(self._journal.records)
+        return [] if self._journal is None else records.steps_of(self._journal.records)
 
     def _owner(self) -> SnapshotOwner:
         assert self._journal is not None, "only rank 0 has the journal"
-        return owner_of(self._journal.header, self._journal.records)
-
-    def _protected(self) -> tuple[int, ...]:
-        # A prefix starts from the activations of a forward pass, which another machine rounds differently.
-        # Replay is exact only if it starts from the very same values, so a snapshot of step 0 keeps them.
-        return (0,) if self.num_steps > 0 and self.config.peft.kind == "prefix" else ()
+        return records.owner_of(self._journal.header, self._journal.records)
 
     def _train_step(self) -> dict[str, Any]:
         batch = self.data.step_batch(self.config, self.engine.global_steps)
@@ -400,12 +372,6 @@ class ZerothOrderRun(Run[LezoEngine]):
     def _restore(self, step: int | None) -> None:
         owner = self._owner() if self.writes else None
         self.engine.load_checkpoint(self.directory.snapshots, self._steps(), step, owner)
-
-    def _num_skipped(self) -> int:
-        return sum(not record.applied for record in self._steps())
-
-    def _check(self) -> None:
-        self.engine.check_weights()
 
 
 class _Stopped(Exception):  # noqa: N818  # this is not an error

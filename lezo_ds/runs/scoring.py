@@ -8,16 +8,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lezo_ds import distributed
-from lezo_ds.config import (
-    TRAINED,
-    Dtype,
-    Method,
-    ModelConfig,
-    PeftConfig,
-    RunConfig,
-    config_from_dict,
-    load_config,
-)
+from lezo_ds.config import TRAINED, Dtype, Method, RunConfig, config_from_dict, load_config
+from lezo_ds.config.schema import ModelConfig, PeftConfig
 from lezo_ds.data.evaluation import Model, answer_text, evaluate
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
@@ -30,9 +22,8 @@ from lezo_ds.runs.trainer import make_engine, restore
 def score_run(path: Path, step: str, split: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Score the weights of a run at a step ("best", "last" or a number) on "dev" or "test". A collective.
 
-    `key=value` overrides change the run's configuration. "predictions" has an entry for each example: the
-    index of the chosen candidate with its text, the generated answer, or for a conversation the numbers of
-    right and of all tokens of the assistant.
+    "predictions" has for each example the index of the chosen candidate with its text, the generated answer,
+    or for a conversation the numbers of right and of all tokens of the assistant.
     """
     distributed.init_distributed()
     run = distributed.on_rank_zero(lambda: read_run(path, overrides))
@@ -44,18 +35,12 @@ def score_run(path: Path, step: str, split: str, overrides: Sequence[str] = ()) 
 
 def _refuse_recorded_code(config: RunConfig, overrides: Sequence[str]) -> None:
     """Refuse to import a module that only the run names: a run may come from anyone."""
+    data = {"data.task": config.data.task, "data.metric": config.data.metric or ""}
     named = {override.partition("=")[0] for override in overrides}
-    values = {
-        "data.task": config.data.task,
-        "data.metric": config.data.metric,
-        "train.objective": config.train.objective,
-    }
-    for key, value in values.items():
-        if value is not None and names_code(value) and key not in named:
-            raise UserError(
-                f"{key}={value} of the run is in a module, which is imported only if the command names it",
-                fix=f"if you trust this module, add {key}={value}",
-            )
+    for key, value in {**data, "train.objective": config.train.objective}.items():
+        if names_code(value) and key not in named:
+            text = f"{key}={value} of the run is in a module, which is imported only if the command names it"
+            raise UserError(text, fix=f"if you trust this module, add {key}={value}")
 
 
 def score_model(

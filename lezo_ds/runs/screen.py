@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from lezo_ds.journal import EvaluationRecord
 
+_SPLITS = {"dev": "validation", "test": "test"}
 _LINE_FORMAT = "step {n_fmt}/{total_fmt}:{rate_fmt}, {remaining} left{postfix}\n"
 
 
@@ -29,11 +30,6 @@ def progress_bar(num_steps: int, num_done: int, *, is_shown: bool) -> tqdm[Any]:
 
 
 def number(value: float | None) -> str:
-    """Return a number with four significant digits.
-
-    >>> number(0.69314718), number(-1234567.0), number(None)
-    ('0.6931', '-1.235e+06', 'not finite')
-    """
     return "not finite" if value is None else f"{value:.4g}"
 
 
@@ -53,11 +49,9 @@ def duration(seconds: float) -> str:
 
 
 def evaluation_line(record: EvaluationRecord, metric: str) -> str:
-    """Return the line that tells of an evaluation."""
-    split = {"dev": "validation"}.get(record.split, record.split)
     is_measured = record.loss is not None or record.split == "dev"
     loss = f"loss {number(record.loss)}, " if is_measured else ""
-    return f"step {record.step}: {split} {loss}{metric} {record.metrics[metric]:.3f}"
+    return f"step {record.step}: {_SPLITS[record.split]} {loss}{metric} {record.metrics[metric]:.3f}"
 
 
 def run_summary(run_dir: str, results: Mapping[str, Any]) -> str:
@@ -66,18 +60,18 @@ def run_summary(run_dir: str, results: Mapping[str, Any]) -> str:
     if not results["finished"]:
         stopped = f"Stopped after step {steps} ({seconds}). The same command continues."
         return f"{stopped}\nRun directory: {run_dir}"
-    stop, trained = results["early_stop_step"], results["best_step"] is not None
+    trained = results["best_step"] is not None
     lines = [f"Finished{f': {steps} steps' if trained else ''} in {seconds}."]
-    if stop is not None:
-        lines.append(f"Stopped early, at step {stop}: train.patience ran out.")
+    if results["early_stop_step"] is not None:
+        lines.append(f"Stopped early, at step {results['early_stop_step']}: train.patience ran out.")
     scores = [("zero_shot", " before"), ("test", " after")] if trained else [("test", "")]
     shown = [f"{results[key]:.3f}{when}" for key, when in scores if results[key] is not None]
     majority = results["majority_class"]
     suffix = "" if majority is None else f" (majority class {majority:.3f})"
     lines.append(f"Test {results['metric']}: {', '.join(shown)}{suffix}.")
     if trained:
-        loss = number(results["best_dev_loss"])
-        lines.append(f"Best step: {results['best_step']} (validation loss {loss}).")
+        best = number(results["best_dev_loss"])
+        lines.append(f"Best step: {results['best_step']} (validation loss {best}).")
     if results["skipped_steps"]:
         lines.append(f"Skipped steps: {results['skipped_steps']}.")
     return "\n".join([*lines, f"Run directory: {run_dir}"])
@@ -86,8 +80,8 @@ def run_summary(run_dir: str, results: Mapping[str, Any]) -> str:
 def scores_summary(scores: Mapping[str, Any]) -> str:
     """Return the scores of `score_run` or `score_model` on one line."""
     what = f"step {scores['step']} of {scores['run']}" if "run" in scores else scores["model"]
-    split = {"dev": "validation"}.get(scores["split"], scores["split"])
-    parts = [f"{scores['metric']} {scores['score']:.3f} on {scores['num_examples']} {split} examples"]
+    examples = f"{scores['num_examples']} {_SPLITS[scores['split']]} examples"
+    parts = [f"{scores['metric']} {scores['score']:.3f} on {examples}"]
     if scores["majority_class"] is not None:
         parts.append(f"majority class {scores['majority_class']:.3f}")
     if scores["loss"] == scores["loss"]:  # a loss that was not measured is NaN

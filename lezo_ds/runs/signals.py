@@ -1,7 +1,7 @@
 """Requests to stop from outside a run: signals, and the end of DeepSpeed's launcher.
 
 The launcher's inner process forwards SIGTERM and SIGINT to the ranks. Any other signal, and any signal to the
-`deepspeed` command itself, ends only the process that receives it. The ranks would then run on unnoticed.
+`deepspeed` command itself, ends only the process that receives it, and the ranks would run on unnoticed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ def on_stop_signals(action: Callable[[signal.Signals], None]) -> Iterator[None]:
 
 
 class LauncherWatch:
-    """The launcher processes above this one at the time when this object is created.
-
-    There are none under mpirun, srun or without a launcher. Then `is_gone` is always false.
-    """
+    """DeepSpeed's launcher processes above this one; under mpirun, srun or without a launcher, none."""
 
     def __init__(self) -> None:
         self._parents: list[tuple[psutil.Process, psutil.Process]] = []

@@ -14,34 +14,17 @@ from typing import Any
 import torch
 
 from lezo_ds import distributed
-from lezo_ds.config import (
-    TRAINED,
-    ZEROTH_ORDER,
-    RunConfig,
-    ZoConfig,
-    check_world,
-    make_layer_policy,
-    may_differ_on_resume,
-)
+from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, ZoConfig, check_world, make_layer_policy
 from lezo_ds.config.deepspeed import load_ds_config
-from lezo_ds.data.task_data import TaskData, load_task_data
+from lezo_ds.data.task_data import load_task_data
 from lezo_ds.engine import LezoEngine, initialize
 from lezo_ds.errors import UserError
-from lezo_ds.journal import read_journal
 from lezo_ds.model.checkpoint import build_checked, resolve_model
 from lezo_ds.model.snapshots import snapshot_path, snapshot_steps
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.first_order import FirstOrderRun, initialize_first_order
-from lezo_ds.runs.records import (
-    RecordedRun,
-    TrainingState,
-    assert_same_model_config,
-    assert_same_run,
-    make_header,
-    steps_of,
-    weights_removed,
-)
+from lezo_ds.runs.records import RecordedRun, assert_same_model_config, check_records, steps_of
 from lezo_ds.runs.run import ZerothOrderRun
 
 logger = logging.getLogger(__name__)
@@ -53,8 +36,7 @@ _SCORING_ONLY = ZoConfig(learning_rate=0.0, sparsity=0.0, update_precision="near
 def train(config: RunConfig) -> dict[str, Any]:
     """Start or resume a run and return the content of results.json. A collective.
 
-    "finished" is false if the run was asked to stop early. Bad input raises before any weights are loaded,
-    whenever possible.
+    "finished" is false if the run was asked to stop early. Bad input raises before weights are loaded.
     """
     nothing_done = distributed.lost_ranks_reported(lambda: "last good step: none, the run was starting")
     with nothing_done, ExitStack() as lock:
@@ -65,9 +47,11 @@ def train(config: RunConfig) -> dict[str, Any]:
         directory = RunDirectory(config.run_dir)
 
         def prepare() -> dict[str, Any]:
-            _check_model(config)
+            _, layout = build_checked(resolve_model(config.model.path), config.model.dtype)
+            if config.method in ZEROTH_ORDER:
+                make_layer_policy(config.zo, layout.num_blocks, trains_outside=not config.zo.only_blocks)
             lock.enter_context(directory.locked())
-            _check_records(config, data, directory)
+            check_records(config, data, directory)
             return monitor_sections(config)
 
         monitors = distributed.on_rank_zero(prepare)
@@ -79,11 +63,7 @@ def train(config: RunConfig) -> dict[str, Any]:
 
 
 def make_engine(config: RunConfig, monitors: Mapping[str, Any] | None = None) -> LezoEngine:
-    """Load a run's model, sharded over all ranks. A collective.
-
-    The engine trains if the method is zeroth-order. Otherwise it only scores. `monitors` are sections of the
-    DeepSpeed JSON, whose own sections replace them.
-    """
+    """Load a run's model, sharded over all ranks. A collective."""
     zo = config.zo if config.method in ZEROTH_ORDER else _SCORING_ONLY
     peft = config.peft if config.method in TRAINED else None
     return initialize(
@@ -99,10 +79,10 @@ def make_engine(config: RunConfig, monitors: Mapping[str, Any] | None = None) ->
 
 
 def _prepared(config: RunConfig, monitors: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Set the number of threads of a CPU operation, and return the DeepSpeed JSON.
+    """Set the number of threads of a CPU operation, and return the DeepSpeed JSON with its monitors.
 
-    On CPUs, the number of threads affects the last bits: it is OMP_NUM_THREADS, or else 1. With a GPU it does
-    not. The threads then update offloaded weights, so they are at least this rank's share of the cores.
+    On CPUs, this number affects the last bits: it is OMP_NUM_THREADS, or else 1. With a GPU it does not. The
+    threads then update offloaded weights, so they are at least this rank's share of the cores.
     """
     num_threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1
     if distributed.device().type != "cpu":
@@ -137,66 +117,20 @@ def monitor_sections(config: RunConfig) -> dict[str, Any]:
     return {section: values for section, _, values in chosen}
 
 
-def _check_model(config: RunConfig) -> None:
-    _, layout = build_checked(resolve_model(config.model.path), config.model.dtype)
-    if config.method in ZEROTH_ORDER:
-        outside = not config.zo.only_blocks
-        make_layer_policy(config.zo, layout.num_blocks, trains_outside=outside)
-
-
-def _check_records(config: RunConfig, data: TaskData, directory: RunDirectory) -> None:
-    """Refuse, before weights are loaded, to resume a run as another one."""
-    num_ranks = distributed.world_size()
-    if config.method == "adamw" and config.partition_size not in (None, num_ranks):
-        raise UserError(
-            f"method adamw shards the weights among all ranks; partition_size={config.partition_size}",
-            fix="set partition_size=null",
-        )
-    state = None
-    if directory.training_state.exists():
-        state = TrainingState.read(directory.training_state)
-        header, num_done = state.header, state.step
-    elif directory.journal.exists():
-        header, records = read_journal(directory.journal)
-        num_done = len(steps_of(records))
-    else:
-        return
-    ours = make_header(config, data, header.model_fingerprint, header.parameter_table_hash)
-    assert_same_run(header, ours, may_differ_on_resume(config))
-    if config.train.steps is not None and config.train.steps < num_done:
-        raise UserError(
-            f"run {directory.path} has {num_done} steps already; train.steps={config.train.steps}",
-            fix=f"set train.steps={num_done} or more, or another run_dir",
-        )
-    if state is not None and num_done > 0:
-        if state.world_size != num_ranks:
-            raise UserError(
-                f"the checkpoint of a first-order run has {state.world_size} ranks, not {num_ranks}",
-                fix=f"start {state.world_size} ranks, or use another run_dir",
-            )
-        if not snapshot_path(directory.checkpoints, num_done).is_dir():
-            raise weights_removed(directory.path)
-
-
 def restore(run: RecordedRun, step: int) -> LezoEngine:
     """Return an engine with exactly the weights that the run had after `step` updates. A collective."""
     if run.header.noise_version != NOISE_VERSION:
-        raise UserError(
-            f"run {run.directory.path} has noise version {run.header.noise_version}, not {NOISE_VERSION}",
-            fix="use the version of lezo_ds that wrote it, or open one of its snapshots",
-        )
+        text = f"run {run.directory.path} has noise version {run.header.noise_version}, not {NOISE_VERSION}"
+        raise UserError(text, fix="use the version of lezo_ds that wrote it, or open one of its snapshots")
     distributed.on_rank_zero(lambda: assert_same_model_config(run.header, run.config.model.path))
-    # A replay reads the records only. Neither the estimator nor the layer policy, which may be a user's code,
-    # is needed for it.
+    # A replay needs neither the estimator nor the layer policy, which may be a user's code.
     zo = replace(run.config.zo, estimator="spsa", estimator_options={}, directions=1, learning_rate=0.0)
     zo = replace(zo, layer_policy="uniform", layer_policy_options={}, sparsity=0.0, lr_schedule="constant")
     engine = make_engine(replace(run.config, zo=zo))
     if engine.base.fingerprint != run.header.model_fingerprint:
-        raise UserError(
-            f"{run.config.model.path} is not the base model of the run: its fingerprint is "
-            f"{engine.base.fingerprint}, not {run.header.model_fingerprint}",
-            fix="add model.path=... with the directory of the base model",
-        )
+        fingerprints = f"its fingerprint is {engine.base.fingerprint}, not {run.header.model_fingerprint}"
+        text = f"{run.config.model.path} is not the base model of the run: {fingerprints}"
+        raise UserError(text, fix="add model.path=... with the directory of the base model")
     if run.config.method == "adamw":
         engine.load_model(snapshot_path(run.directory.snapshots, step), step)
         return engine

@@ -115,7 +115,7 @@ def test_bad_input_is_refused_and_nothing_is_written(finished, recipe, tmp_path)
     run_forked_well(["--config", recipe, f"run_dir={scored}", "method=zero_shot"])
     with pytest.raises(UserError, match="no evaluation yet, so it has no best step"):
         read_run(scored).find_step("best")
-    with pytest.raises(UserError, match="method zero_shot cannot be replayed"):
+    with pytest.raises(UserError, match=r"cannot be replayed .*: method=zero_shot"):
         write_journal(scored, tmp_path / "run.lezo")
 
 
