@@ -58,7 +58,6 @@ class Named:
 
 
 def split(value: object) -> object:
-    """Return one string with commas as a list. Numbers in a list become strings."""
     parts = [text.strip() for text in value.split(",")] if isinstance(value, str) else value
     if isinstance(parts, list):
         return [str(part) if type(part) in (int, float) else part for part in parts]

@@ -135,7 +135,7 @@ def _check_data(config: RunConfig) -> None:
     data = config.data
     if data.task == CUSTOM:
         if not (_described_task(data).has_answers or names_code(config.train.objective)):
-            fix = "add data.labels, data.choices, data.completion, or a reward: train.objective=module:function"
+            fix = "add data.labels, data.choices, data.completion, or a reward: train.objective=module:name"
             raise UserError("data.prompt alone does not say what the model shall answer", fix=fix)
     elif described := [name for name in DESCRIBING_KEYS if getattr(data, name) not in (None, False)]:
         text = f"data.{described[0]} cannot change data.task={data.task}"
