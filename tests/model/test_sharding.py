@@ -13,8 +13,6 @@ import torch.distributed as dist
 from assets import REPOSITORY
 from deepspeed import comm
 from deepspeed.ops.op_builder import AsyncIOBuilder
-from hypothesis import given
-from hypothesis import strategies as st
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_runs import DS_CONFIG, NUM_BLOCKS, VOCABULARY, full_weights, start_engine, train, write_model
@@ -36,14 +34,6 @@ from lezo_ds.zo.records import StepRecord
 from lezo_ds.zo.updates import step_updates
 
 pytestmark = pytest.mark.distributed
-
-
-@given(numel=st.integers(1, 10_000), num_ranks=st.integers(1, 64))
-def test_shard_ranges_cover_every_element_once_in_order(numel, num_ranks):
-    ranges = [shard_range(numel, rank, num_ranks) for rank in range(num_ranks)]
-    covered = [element for start, count in ranges for element in range(start, start + count)]
-    assert covered == list(range(numel))
-    assert max(count for _, count in ranges) == -(-numel // num_ranks)
 
 
 # What this package knows of DeepSpeed's inside, checked against the installed version.
@@ -125,10 +115,17 @@ def test_broadcasts_gather_what_an_all_gather_does(dtype):
 
 
 def _count_gathers(directory):
-    """Return the parts that each of two passes gathered, how many ahead, hooks, and what stays gathered."""
-    started, waited = [], []
-    start, gather = Part.start, GatherAhead.gather
+    """Return what each of two passes gathered, when, the most at once, and what stays gathered."""
+    started, waited, most = [], [], 0
+    start, wait, gather = Part.start, Part.wait, GatherAhead.gather
+
+    def counted(self):
+        nonlocal most
+        wait(self)
+        most = max(most, sum(p.parameter.numel() for p in engine.weights.parameters))
+
     Part.start = lambda self: (started.append(self.numel), start(self))[1]
+    Part.wait = counted
     GatherAhead.gather = lambda self, parts, *_: (gather(self, parts), waited.append(len(started)))[1]
     engine = start_engine(directory)
     passes = []
@@ -139,50 +136,27 @@ def _count_gathers(directory):
         waited.clear()
     hooks = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in engine.module.modules())
     held = [p.name for p in engine.weights.parameters if p.parameter.numel()]
-    kinds = {type(m._parameters) for m in engine.module.modules()}
-    return passes, hooks, held, sum(p.numel for p in engine.weights.parameters), kinds
+    sizes = {p.name: p.numel for p in engine.weights.parameters}
+    return passes, hooks, held, most, sizes
 
 
-def test_a_block_is_one_message_every_weight_is_gathered_once_a_pass_and_the_next_block_ahead(opt_directory):
-    for passes, num_hooks, held, numel, kinds in run_ranks(_count_gathers, 2, opt_directory):
+def test_a_block_is_one_message_every_weight_is_gathered_once_a_pass_and_one_block_ahead(opt_directory):
+    for passes, num_hooks, held, most, sizes in run_ranks(_count_gathers, 2, opt_directory):
         for started, waited in passes:
             # Blocks, both embeddings and the last norm; the head is tied.
             assert (len(started), len(waited)) == (NUM_BLOCKS + 3, NUM_BLOCKS + 4)
-            assert sum(started) == numel
+            assert sum(started) == sum(sizes.values())
         first, second = (waited for _, waited in passes)
         assert first[:5] == [1, 2, 3, 4, 5]
         assert second[:5] == [2, 3, 4, 5, 6]
-        assert num_hooks == 2 * (NUM_BLOCKS + 4) + 2  # and the root's own
-        assert (held, kinds) == ([], {dict})
+        assert (num_hooks, held) == (2 * (NUM_BLOCKS + 4) + 2, [])  # two are the root's own
+        block = sum(size for name, size in sizes.items() if ".layers.0." in name)
+        assert block < most <= 2 * block + sizes["model.decoder.embed_tokens.weight"]
 
 
 def test_weights_that_a_rank_has_in_full_are_not_gathered(opt_directory):
-    ((passes, num_hooks, held, _, kinds),) = run_ranks(_count_gathers, 1, opt_directory)
-    assert (passes, num_hooks, kinds) == ([([], []), ([], [])], 0, {dict})
-    assert len(held) == 4 + 16 * NUM_BLOCKS
-
-
-def _most_gathered(directory):
-    most, start, wait = 0, Part.start, Part.wait
-    engine = start_engine(directory)
-
-    def counted(self):
-        nonlocal most
-        wait(self)
-        most = max(most, sum(p.parameter.numel() for p in engine.weights.parameters))
-
-    Part.start, Part.wait = start, counted
-    train(engine, 2, num_micro_batches=distributed.world_size())
-    sizes = {
-        block: sum(p.numel for p in engine.weights.parameters if p.named.block == block)
-        for block in (None, 0)
-    }
-    return most, sizes[0], max(p.numel for p in engine.weights.parameters if p.named.block >= NUM_BLOCKS)
-
-
-def test_no_rank_gathers_more_than_two_blocks_and_what_is_tied(opt_directory):
-    for most, block, tied in run_ranks(_most_gathered, 2, opt_directory):
-        assert block < most <= 2 * block + tied
+    ((passes, num_hooks, held, *_),) = run_ranks(_count_gathers, 1, opt_directory)
+    assert (passes, num_hooks, len(held)) == ([([], []), ([], [])], 0, 4 + 16 * NUM_BLOCKS)
 
 
 def _interrupt(directory):
@@ -232,15 +206,11 @@ def assert_equal_runs(runs, expected):
         assert all(torch.equal(weights[name], expected[2][name]) for name in weights)
 
 
-@pytest.mark.parametrize(("num_ranks", "partition_size", "dtype"), [(2, 1, "fp32"), (4, 2, "bf16")])
-def test_replicas_equal_full_partitioning(opt_directory, dtype, num_ranks, partition_size):
-    expected, *_ = run_ranks(_train, 1, opt_directory, dtype, 1)
-    assert_equal_runs(run_ranks(_train, num_ranks, opt_directory, dtype, num_ranks), expected)
-    runs = run_ranks(_train, num_ranks, opt_directory, dtype, num_ranks, None, partition_size)
+def test_replicas_of_two_ranks_equal_one_rank(opt_directory):
+    expected, *_ = run_ranks(_train, 1, opt_directory, "bf16", 1)
+    runs = run_ranks(_train, 4, opt_directory, "bf16", 4, None, 2)
     assert_equal_runs(runs, expected)
-    for rank, run in enumerate(runs):
-        assert run[4] == runs[rank % partition_size][4]
-    assert len({tuple(run[4]) for run in runs}) == partition_size
+    assert runs[0][4] == runs[2][4] != runs[1][4] == runs[3][4]
 
 
 def _group_of(partition_size):
@@ -273,22 +243,12 @@ def test_replicas_of_one_rank_exchange_nothing_but_scalars(opt_directory):
 
 @pytest.fixture(scope="module")
 def wide_model(tmp_path_factory):
-    """An OPT with shards of 1 MiB and more, the least that DeepSpeed puts on a disk."""
-    config = OPTConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=512,
-        word_embed_proj_dim=512,
-        ffn_dim=2048,
-        num_hidden_layers=NUM_BLOCKS,
-        num_attention_heads=4,
-        max_position_embeddings=2046,  # OPT adds two
-    )
-    return write_model(config, tmp_path_factory.mktemp("wide"), torch.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def in_memory(wide_model):
-    return run_ranks(_train, 1, wide_model, "bf16", 1)[0]
+    """An OPT with shards of 1 MiB and more, the least that DeepSpeed puts on a disk; and a run without."""
+    sizes = {"hidden_size": 512, "word_embed_proj_dim": 512, "ffn_dim": 2048, "num_attention_heads": 4}
+    sizes |= {"vocab_size": VOCABULARY, "num_hidden_layers": NUM_BLOCKS}
+    config = OPTConfig(**sizes, max_position_embeddings=2046)  # OPT adds two
+    directory = write_model(config, tmp_path_factory.mktemp("wide"), torch.bfloat16)
+    return directory, run_ranks(_train, 1, directory, "bf16", 1)[0]
 
 
 COMPILING_SECONDS = 600.0  # DeepSpeed's async_io, at its first use on a machine
@@ -298,10 +258,10 @@ ON_DISK_PER_RANK = 4 * 2 + 1  # both feed-forward matrices of each block, and th
 @pytest.mark.timeout(COMPILING_SECONDS + 300)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", ["cpu", "nvme"])
-def test_a_run_with_offloaded_shards_equals_one_without(wide_model, in_memory, name, num_ranks, tmp_path):
-    zero = json.loads((REPOSITORY / "ds_configs" / f"zero3_{name}_offload.json").read_text())[
-        "zero_optimization"
-    ]
+def test_a_run_with_offloaded_shards_equals_one_without(wide_model, name, num_ranks, tmp_path):
+    directory, in_memory = wide_model
+    file = REPOSITORY / "ds_configs" / f"zero3_{name}_offload.json"
+    zero = json.loads(file.read_text())["zero_optimization"]
     zero["offload_param"] |= {"pin_memory": False}
     if name == "nvme":
         if not AsyncIOBuilder().is_compatible(verbose=False):
@@ -309,7 +269,7 @@ def test_a_run_with_offloaded_shards_equals_one_without(wide_model, in_memory, n
         # One buffer for what is read, and one for what is written.
         zero["offload_param"] |= {"max_in_cpu": 0, "buffer_size": 1 << 21, "buffer_count": 24}
         zero["offload_param"]["nvme_path"] = str(tmp_path)
-    runs = run_ranks(_train, num_ranks, wide_model, "bf16", num_ranks, zero, timeout=COMPILING_SECONDS)
+    runs = run_ranks(_train, num_ranks, directory, "bf16", num_ranks, zero, timeout=COMPILING_SECONDS)
     if name == "nvme":
         assert len(list(tmp_path.rglob("*.swp"))) == num_ranks * ON_DISK_PER_RANK
     assert_equal_runs(runs, in_memory)
@@ -342,7 +302,7 @@ def gather(weights):
 
 def _load(directory, dtype, precision):
     weights = shard(directory, dtype, precision)
-    return gather(weights), weights.digest(), {p.name: p.count for p in weights.parameters}
+    return gather(weights), {p.name: p.count for p in weights.parameters}
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
@@ -350,26 +310,14 @@ def test_ranks_together_hold_the_checkpoint_with_the_bits_that_16_bits_cannot_ho
     stored = load_file(opt_directory / "model.safetensors")
     results = run_ranks(_load, 2, opt_directory, dtype, "fp32_master")
     ((rounded, *_),) = run_ranks(_load, 1, opt_directory, dtype, "nearest")
-    assert {digest for _, digest, _ in results} == {
-        run_ranks(_load, 1, opt_directory, dtype, "fp32_master")[0][1]
-    }
+    tolerance = 2.0**-40 if dtype == "fp16" else 0
     for name, tensor in stored.items():
-        assert sum(counts[name] for *_, counts in results) == tensor.numel()
-        torch.testing.assert_close(
-            results[0][0][name], tensor, rtol=0, atol=2.0**-40 if dtype == "fp16" else 0
-        )
+        assert sum(counts[name] for _, counts in results) == tensor.numel()
+        torch.testing.assert_close(results[0][0][name], tensor, rtol=0, atol=tolerance)
         assert torch.equal(rounded[name], tensor.to(DTYPES[dtype]).float())
 
 
-LARGE = OPTConfig(
-    vocab_size=2000,
-    hidden_size=768,
-    word_embed_proj_dim=768,
-    num_attention_heads=12,
-    ffn_dim=3072,
-    num_hidden_layers=8,
-    max_position_embeddings=64,
-)
+LARGE = OPTConfig(vocab_size=2000, num_hidden_layers=8, max_position_embeddings=64)
 
 
 def _peak_memory_of_loading(small, large):
@@ -406,19 +354,11 @@ def make_records(num_steps):
     for step in range(num_steps):
         gradient = float(torch.randn((), generator=generator, dtype=torch.float64))
         dropped = tuple(sorted(torch.randperm(NUM_BLOCKS, generator=generator)[:2].tolist()))
-        applied = step % 7 != 3
-        records.append(
-            StepRecord(
-                step=step,
-                key=1000 + step,
-                dropped_layers=dropped,
-                projected_grads=(gradient,) if applied else (),
-                learning_rate=0.0 if step % 11 == 5 else 1e-3,
-                perturbation_scale=1e-3,
-                loss=0.5 if applied else None,
-                applied=applied,
-            )
-        )
+        rate = 0.0 if step % 11 == 5 else 1e-3
+        if step % 7 == 3:
+            records.append(StepRecord(step, 1000 + step, dropped, (), rate, 1e-3, None, False))
+        else:
+            records.append(StepRecord(step, 1000 + step, dropped, (gradient,), rate, 1e-3, 0.5, True))
     return records
 
 
@@ -487,30 +427,3 @@ def test_one_flipped_bit_of_a_shard_or_its_low_bits_is_seen_by_the_digest_and_th
         assert len({clean[name], high[name], low[name]}) == 3
         assert all(clean[other] == high[other] == low[other] for other in clean if other != name)
         assert unlike == ([[name], [name]] if rank == 1 else [[], []])
-
-
-def _train_with_padding(directory, poison, root):
-    engine = start_engine(directory, "bf16", 4)
-    paddings = [p.parameter.ds_tensor.data[p.count :] for p in engine.weights.parameters]
-    for padding in paddings if poison else ():
-        padding.fill_(float("nan"))
-    base, records = engine.weights.digest(), train(engine, 2)
-    path = engine.save_checkpoint(root)
-    poisoned = sum(int(padding.isnan().sum()) for padding in paddings)
-    engine.load_checkpoint(root, records, 0)
-    engine.load_checkpoint(root, records, 2)
-    return (
-        (base, records, engine.weights.digest()),
-        str(path),
-        poisoned == sum(p.numel() for p in paddings) > 60,
-    )
-
-
-def test_nan_in_the_padding_of_the_last_shard_reaches_nothing_and_stays_where_it_is(opt_directory, tmp_path):
-    clean = run_ranks(_train_with_padding, 4, opt_directory, False, tmp_path / "clean")
-    poisoned = run_ranks(_train_with_padding, 4, opt_directory, True, tmp_path / "poisoned")
-    assert [result[0] for result in clean] == [result[0] for result in poisoned]
-    assert poisoned[-1][2]
-    for folder in ("", "low_bits"):
-        (left,), (right,) = (sorted(Path(r[0][1], folder).glob("*.safetensors")) for r in (clean, poisoned))
-        assert left.read_bytes() == right.read_bytes()

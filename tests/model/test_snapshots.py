@@ -26,6 +26,8 @@ from lezo_ds.model.snapshots import (
     snapshot_steps,
 )
 
+pytestmark = pytest.mark.distributed
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 STEPS = (2, 4)
 
@@ -52,12 +54,6 @@ def _train_and_save(model, root, dtype, num_ranks, max_file_bytes=None):
     return records, weights, logits, digests
 
 
-def _resume(model, root, dtype, num_ranks, records):
-    engine = start_engine(model, dtype, num_ranks)
-    engine.load_checkpoint(root, records)
-    return engine.weights.digest()
-
-
 @pytest.fixture(scope="module")
 def saved(opt_directory, tmp_path_factory):
     """{dtype: (folder of snapshots, what `_train_and_save` returned)}, on 2 ranks."""
@@ -79,7 +75,6 @@ def copied(saved, tmp_path):
 # What a snapshot is.
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_plain_transformers_opens_a_snapshot_and_gives_the_same_logits(saved, dtype):
     root, (_, weights, logits, _) = saved[dtype]
@@ -90,18 +85,13 @@ def test_plain_transformers_opens_a_snapshot_and_gives_the_same_logits(saved, dt
     assert model.lm_head.weight is model.model.decoder.embed_tokens.weight
     with torch.no_grad():
         torch.testing.assert_close(model(**whole_batch().inputs).logits, logits)
-
-
-@pytest.mark.distributed
-def test_low_bits_lie_beside_the_weights_and_fp32_has_none(saved):
-    root, (_, weights, _, _) = saved["bf16"]
-    stored = load_file(snapshot_path(root, 4) / LOW_BITS_DIRECTORY / "model-00001.safetensors")
+    low_bits = snapshot_path(root, 4) / LOW_BITS_DIRECTORY / "model-00001.safetensors"
+    stored = load_file(low_bits) if low_bits.is_file() else {}
     assert {f"{name}.low" for name in stored} == {name for name in weights if name.endswith(".low")}
+    assert bool(stored) == (dtype == "bf16")
     assert all(torch.equal(tensor, weights[f"{name}.low"]) for name, tensor in stored.items())
-    assert not (snapshot_path(saved["fp32"][0], 4) / LOW_BITS_DIRECTORY).exists()
 
 
-@pytest.mark.distributed
 def test_the_manifest_names_every_file_the_step_and_the_digest(saved):
     root, (_, _, _, digests) = saved["bf16"]
     directory = snapshot_path(root, 4)
@@ -112,7 +102,6 @@ def test_the_manifest_names_every_file_the_step_and_the_digest(saved):
     assert {"config.json", "model.safetensors.index.json", "low_bits/model-00001.safetensors"} <= files
 
 
-@pytest.mark.distributed
 def test_weights_are_split_over_files_of_limited_size(opt_directory, tmp_path):
     root = tmp_path / "snapshots"
     ((_, weights, _, _),) = run_ranks(_train_and_save, 1, opt_directory, root, "fp32", 1, 20_000)
@@ -154,7 +143,6 @@ DAMAGES = {
 }
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("damage", list(DAMAGES))
 def test_a_damaged_snapshot_is_passed_over_for_the_one_before(copied, damage):
     root, _ = copied
@@ -165,31 +153,27 @@ def test_a_damaged_snapshot_is_passed_over_for_the_one_before(copied, damage):
     assert newest_snapshot(root, 5) is None
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("damaged", [(4,), (2, 4)])
-def test_resumption_goes_on_from_an_older_snapshot_or_the_base_weights(copied, opt_directory, damaged):
-    root, (records, _, _, digests) = copied
-    for step in damaged:
-        _flip_a_byte(snapshot_path(root, step))
-    assert run_ranks(_resume, 2, opt_directory, root, "fp32", 2, records) == [digests[2]] * 2
-
-
-def _load_another_digest(model, root, records):
+def _resume(model, root, records):
+    engine = start_engine(model, num_ranks=2)
     try:
-        _resume(model, root, "fp32", 2, records)
+        engine.load_checkpoint(root, records)
     except LezoError as error:
         return str(error)
+    return engine.weights.digest()
 
 
-@pytest.mark.distributed
-def test_weights_without_the_digest_of_their_manifest_are_refused(copied, opt_directory):
+def test_a_damaged_snapshot_is_not_resumed_from_and_wrong_weights_in_a_valid_one_are_refused(
+    copied, opt_directory
+):
     root, (records, _, _, digests) = copied
-    _change_manifest(snapshot_path(root, 4), digest="0" * 32)
-    for message in run_ranks(_load_another_digest, 2, opt_directory, root, records):
-        assert f"have digest {digests[1]}, not that of the manifest, 0000" in message
+    _flip_a_byte(snapshot_path(root, 4))
+    assert run_ranks(_resume, 2, opt_directory, root, records) == [digests[2]] * 2
+    _change_manifest(snapshot_path(root, 2), digest="0" * 32)
+    for message in run_ranks(_resume, 2, opt_directory, root, records):
+        assert f"have digest {digests[0]}, not that of the manifest, 0000" in message
 
 
-def test_only_the_snapshots_of_a_run_belong_to_it():
+def test_only_the_snapshots_of_a_run_belong_to_it(tmp_path, caplog):
     owner = SnapshotOwner(base="b", checksums=("c0", "c1", "c2"))
     own = {"base": "b", "step": 2, "journal": "c2"}
     assert owner.owns(2, own | {"digest": "d"})
@@ -201,7 +185,11 @@ def test_only_the_snapshots_of_a_run_belong_to_it():
         (3, own | {"step": 3, "journal": "c3"}),
     ):
         assert not owner.owns(step, other)
-    assert not SnapshotOwner(base="b", checksums=("c",)).owns(1, {"base": "b", "step": 2, "journal": "c"})
+    for step, journal in ((0, "c0"), (2, "another")):
+        write_small_snapshot(tmp_path, step)
+        _change_manifest(snapshot_path(tmp_path, step), step=step, base="b", journal=journal)
+    assert (newest_snapshot(tmp_path, 2), newest_snapshot(tmp_path, 2, owner)) == (2, 0)
+    assert "step-00000002 belongs to another run" in caplog.text
 
 
 def _save_again_and_where_it_cannot(model, root, blocked):
@@ -216,17 +204,17 @@ def _save_again_and_where_it_cannot(model, root, blocked):
         return str(error), torch.equal(before, after)
 
 
-@pytest.mark.distributed
-def test_a_snapshot_replaces_its_like_and_one_that_cannot_be_written_is_an_error_on_all_ranks(
+def test_a_snapshot_replaces_its_like_and_one_for_which_there_is_no_room_is_an_error_that_leaves_nothing(
     copied, opt_directory, tmp_path
 ):
     root, _ = copied
-    (tmp_path / "file").write_text("no directory")
     _cut(snapshot_path(root, 4))
     shutil.copytree(snapshot_path(root, 2), root / ".step-00000004.tmp")  # left by a killed run
-    results = run_ranks(_save_again_and_where_it_cannot, 2, opt_directory, root, tmp_path / "file")
+    with small_disk(tmp_path / "disk", "128k") as disk:
+        results = run_ranks(_save_again_and_where_it_cannot, 2, opt_directory, root, disk)
+        assert list((disk / "snapshots").iterdir()) == []
     for message, unchanged in results:
-        assert "cannot be written" in message
+        assert "cannot be written" in message and "No space left on device" in message
         assert unchanged
     stored = load_file(snapshot_path(root, 4) / "model-00001.safetensors")
     base = load_file(opt_directory / "model.safetensors")
@@ -236,24 +224,6 @@ def test_a_snapshot_replaces_its_like_and_one_that_cannot_be_written_is_an_error
 
 
 # Which are kept.
-
-
-@pytest.mark.parametrize(
-    ("keep", "protected", "left"),
-    [(1, (), [30]), (2, (), [20, 30]), (9, (), [5, 10, 20, 30]), (1, (5,), [5, 30])],
-)
-def test_the_newest_snapshots_and_protected_ones_are_kept(tmp_path, keep, protected, left):
-    for step in (5, 10, 20, 30):
-        snapshot_path(tmp_path, step).mkdir()
-    (tmp_path / ".step-00000040.tmp").mkdir()
-    (tmp_path / "step-of-another-kind").mkdir()
-    (tmp_path / "notes.json").write_text(json.dumps({}))
-    prune_snapshots(tmp_path, keep, protected)
-    assert snapshot_steps(tmp_path) == left
-    assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith("step-0")) == [
-        "notes.json",
-        "step-of-another-kind",
-    ]
 
 
 WEIGHTS = "model.safetensors"
@@ -271,13 +241,18 @@ def write_small_snapshot(root, step):
     ("damaged", "keep", "protected", "left"),
     [
         ([], 1, (), [30]),
+        ([], 2, (), [20, 30]),
+        ([], 9, (), [10, 20, 30]),
+        ([], 1, (10,), [10, 30]),
         ([30], 1, (), [20, 30]),
         ([20, 30], 1, (), [10, 30]),
         ([30], 1, (10,), [10, 30]),
         ([10, 20, 30], 1, (), [30]),
     ],
 )
-def test_the_last_valid_snapshot_is_never_removed(tmp_path, damaged, keep, protected, left):
+def test_the_newest_protected_and_last_valid_snapshots_are_kept(tmp_path, damaged, keep, protected, left):
+    (tmp_path / ".step-00000040.tmp").mkdir()
+    (tmp_path / "step-of-another-kind").mkdir()
     for step in (10, 20, 30):
         write_small_snapshot(tmp_path, step)
     for step in damaged:
@@ -286,16 +261,7 @@ def test_the_last_valid_snapshot_is_never_removed(tmp_path, damaged, keep, prote
     prune_snapshots(tmp_path, keep, protected)
     assert snapshot_steps(tmp_path) == left
     assert (newest_snapshot(tmp_path, 30) is None) == (before is None)
-
-
-def test_a_snapshot_of_another_run_is_not_used(tmp_path, caplog):
-    for step in (0, 10):
-        write_small_snapshot(tmp_path, step)
-    _change_manifest(snapshot_path(tmp_path, 0), step=0, base="b", journal="c")
-    _change_manifest(snapshot_path(tmp_path, 10), step=10, base="b", journal="another")
-    assert newest_snapshot(tmp_path, 10) == 10
-    assert newest_snapshot(tmp_path, 10, SnapshotOwner(base="b", checksums=("c",) * 11)) == 0
-    assert "step-00000010 belongs to another run" in caplog.text
+    assert {p.name for p in tmp_path.iterdir() if not p.name.startswith("step-0")} == {"step-of-another-kind"}
 
 
 def test_neither_weights_nor_code_of_the_base_model_are_copied(tmp_path):
@@ -311,19 +277,3 @@ def test_neither_weights_nor_code_of_the_base_model_are_copied(tmp_path):
     snapshots._copy_companions(source, target, "float32")
     assert sorted(path.name for path in target.iterdir()) == sorted([*kept, "config.json"])
     assert json.loads((target / "config.json").read_text()) == {"model_type": "opt", "dtype": "float32"}
-
-
-def _save_where_there_is_no_room(model, root):
-    engine = start_engine(model, "fp32", 2)
-    try:
-        engine.save_checkpoint(root)
-    except LezoError as error:
-        return str(error)
-
-
-@pytest.mark.distributed
-def test_a_snapshot_that_finds_no_room_leaves_nothing_on_the_disk(opt_directory, tmp_path):
-    with small_disk(tmp_path / "disk", "128k") as disk:
-        for message in run_ranks(_save_where_there_is_no_room, 2, opt_directory, disk / "snapshots"):
-            assert "No space left on device" in message
-        assert list((disk / "snapshots").iterdir()) == []

@@ -1,5 +1,4 @@
 import os
-import stat
 from pathlib import Path
 
 import pytest
@@ -42,15 +41,6 @@ def test_a_failed_rename_keeps_the_old_file_and_removes_the_temporary_one(tmp_pa
         write_atomically(tmp_path / "taken", "content")
     assert names_in(tmp_path) == ["taken"]
     assert (tmp_path / "taken" / "inside").read_text() == "kept"
-
-
-def test_the_file_gets_the_users_usual_permissions(tmp_path):
-    old = os.umask(0o027)
-    try:
-        write_atomically(tmp_path / "file", "content")
-    finally:
-        os.umask(old)
-    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
 
 
 def test_a_directory_is_made_with_its_parents_and_each_is_synced_into_the_one_above(tmp_path, monkeypatch):
