@@ -1,8 +1,9 @@
 """The process group: how ranks join it, the device of each rank, and the scalars that ranks exchange."""
 
+from deepspeed.comm import barrier
+
 from lezo_ds.distributed.accelerator import arithmetic_facts, cpu_name, device, local_rank
 from lezo_ds.distributed.collectives import (
-    barrier,
     broadcast_bytes,
     broadcast_object,
     counted_bytes,

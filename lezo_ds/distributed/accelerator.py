@@ -66,7 +66,7 @@ def _gather_by_broadcasts(
     input_tensor: Tensor,
     group: Any = None,  # noqa: ANN401
     async_op: bool = False,
-) -> _Works | None:
+) -> _Works:
     """Do what TorchBackend.all_gather_into_tensor does, with gloo in a fifth of the time.
 
     Its all-gather copies all that it sends and receives through temporary buffers (torch 2.13).
@@ -79,10 +79,9 @@ def _gather_by_broadcasts(
     works = _Works(
         dist.broadcast(part, rank, group, async_op=True) for part, rank in zip(parts, ranks, strict=True)
     )
-    if async_op:
-        return works
-    works.wait()
-    return None
+    if not async_op:
+        works.wait()
+    return works
 
 
 def fix_arithmetic() -> None:

@@ -27,17 +27,10 @@ def world_size(group: Any = None) -> int:  # noqa: ANN401
     return comm.get_world_size(group) if comm.is_initialized() else 1
 
 
-def barrier() -> None:
-    """Wait for all ranks."""
-    comm.barrier()
-
-
 def broadcast_bytes(data: bytes, num_bytes: int) -> bytes:
     """Return rank 0's `data`, of length `num_bytes`, on every rank. One broadcast."""
-    buffer = torch.zeros(num_bytes, dtype=torch.uint8)
-    if rank() == 0:
-        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    buffer = buffer.to(device())
+    content = data if rank() == 0 else bytes(num_bytes)
+    buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device())
     comm.broadcast(buffer, 0)
     return bytes(buffer.cpu().numpy())
 

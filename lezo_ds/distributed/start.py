@@ -26,9 +26,6 @@ _LOST = re.compile(
     r"[Cc]onnection (closed|reset|refused)|[Tt]imed out waiting|timeout caused|gloo/transport|Socket closed"
 )
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_SCHEME = "lezo"
-_PENDING_CONNECTIONS = 4096
 _heartbeats: list[heartbeat.Heartbeat] = []
 
 
@@ -50,8 +47,7 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
     if comm.get_world_size() > 1:
         limit = min(heartbeat.LIMIT_SECONDS, timeout_seconds)
         _heartbeats.append(heartbeat.Heartbeat(comm.get_rank(), comm.get_world_size(), limit))
-    # A rank that ends at once, for example because of bad input, would break the connections of the ranks
-    # that are still joining.
+    # A rank that ends at once (bad input) would break the connections of the ranks that still join.
     comm.barrier()
     for beating in _heartbeats:
         beating.start()
@@ -72,8 +68,7 @@ def shut_down() -> None:
 def lost_ranks_reported(state: Callable[[], str]) -> Iterator[None]:
     """Turn an error of a message between ranks into LostRankError, with the `state` of the run.
 
-    The main thread may be in a message that never ends. If a rank is lost then, the heartbeat's thread calls
-    `state` and ends the process with the same line and exit code.
+    If a message never ends, the heartbeat's thread ends the process with the same line and exit code.
     """
     heartbeat.states.append(state)
     try:
@@ -142,9 +137,9 @@ def prepare_rendezvous() -> str:
     """
     if is_loopback(os.environ["MASTER_ADDR"]):
         loopbacks = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-        for variable in _INTERFACE_VARIABLES:
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, loopbacks[0] if loopbacks else "lo")
-    return "env://" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else f"{_SCHEME}://"
+    return "env://" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "lezo://"
 
 
 def is_loopback(host: str) -> bool:
@@ -164,7 +159,7 @@ def listen_at(host: str, port: int) -> socket.socket | None:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if is_loopback(str(address[0])) and not is_loopback(host):
             return None
-        return socket.create_server((str(address[0]), port), family=family, backlog=_PENDING_CONNECTIONS)
+        return socket.create_server((str(address[0]), port), family=family, backlog=4096)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             return None
@@ -185,4 +180,4 @@ def _meet(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[Store, int, i
     yield store, rank, world_size  # torch asks for a second item only if ranks join again
 
 
-register_rendezvous_handler(_SCHEME, _meet)  # type: ignore[no-untyped-call]
+register_rendezvous_handler("lezo", _meet)  # type: ignore[no-untyped-call]

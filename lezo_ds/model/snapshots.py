@@ -79,8 +79,7 @@ def write_snapshot(
     attempt.run(lambda: _publish(temporary, target, facts))
     if attempt.problem:
         shutil.rmtree(temporary, ignore_errors=True)  # it may be what filled the disk
-    problem = distributed.broadcast_object(attempt.problem)
-    if problem:
+    if problem := distributed.broadcast_object(attempt.problem):
         fix = "make room on its disk, or permit writing"
         raise LezoError(f"the model cannot be written to {target}: {problem}; fix: {fix}")
 
@@ -130,9 +129,8 @@ class _TensorWriter:
             write_atomically(self._directory / "model.safetensors.index.json", json.dumps(index, indent=1))
 
     def _flush(self) -> None:
-        path = self._directory / (
-            self._single or f"model-{len(set(self._weight_map.values())) + 1:05d}.safetensors"
-        )
+        number = len(set(self._weight_map.values())) + 1
+        path = self._directory / (self._single or f"model-{number:05d}.safetensors")
         path.parent.mkdir(exist_ok=True)
         path.touch()
         mode = path.stat().st_mode
@@ -230,8 +228,7 @@ def newest_snapshot(root: Path, step: int, owner: SnapshotOwner | None = None) -
 
 
 def _newest_valid(root: Path, steps: Iterable[int]) -> int | None:
-    newest_first = sorted(steps, reverse=True)
-    return next((step for step in newest_first if read_manifest(snapshot_path(root, step))), None)
+    return next((s for s in sorted(steps, reverse=True) if read_manifest(snapshot_path(root, s))), None)
 
 
 def prune_snapshots(root: Path, keep: int, protected: Iterable[int] = ()) -> None:

@@ -104,7 +104,7 @@ class FirstOrderEngine(ModelEngine):
         outputs = super().run(micro_batch, perturbation)
         # After the first training step, DeepSpeed keeps gathered weights for a backward pass. An evaluation
         # has no backward pass that would release them.
-        zero3.release_gathered(self._deepspeed)
+        self._deepspeed.optimizer.parameter_offload.partition_all_parameters()
         return outputs
 
     def save_training_state(self, root: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -35,10 +35,9 @@ class Part:
         self._like = {"dtype": first.dtype, "device": device()}
         self._are_here = all(is_on_device(parameter) for parameter in parameters)
         self._released = torch.empty(0, **self._like)
-        self._message: tuple[Tensor, Any] | None = None
 
-    def start(self) -> None:
-        """Send the message, without waiting for it."""
+    def start(self) -> tuple[Tensor, Any]:
+        """Send the message without waiting for it. Return what `wait` needs."""
         with get_accelerator().stream(self._stream):
             flat = torch.empty(self._num_ranks, sum(self._sizes), **self._like)
             mine = flat[self._rank]
@@ -50,12 +49,10 @@ class Part:
                     with opened as shard:  # the buffer of a swapped shard is reused at once
                         part.copy_(shard, non_blocking=not opened.is_swapped)
             work = comm.all_gather_into_tensor(flat.view(-1), mine, group=self._group, async_op=True)
-        self._message = flat, work
+        return flat, work
 
-    def wait(self) -> None:
+    def wait(self, flat: Tensor, work: Any) -> None:  # noqa: ANN401
         """Receive what `start` has sent."""
-        assert self._message is not None
-        flat, work = self._message
         with get_accelerator().stream(self._stream):
             work.wait()
             padded = [torch.empty(self._num_ranks, size, **self._like) for size in self._sizes]
@@ -64,7 +61,6 @@ class Part:
             get_accelerator().current_stream().wait_stream(self._stream)
         for parameter, full in zip(self._parameters, padded, strict=True):
             parameter.data = full.view(-1)[: parameter.ds_numel].view(parameter.ds_shape)
-        self._message = None
 
     def release(self) -> None:
         """Free the gathered weights, as soon as the GPU is done with them."""
@@ -84,7 +80,7 @@ class GatherAhead:
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], max_numel: float = 0) -> None:
         self._max_numel = max_numel
         self._numel = 0
-        self._started: list[Part] = []
+        self._started: dict[Part, tuple[Tensor, Any]] = {}
         self._gathered: list[Part] = []
         self._following: dict[int, Sequence[Part]] = {}
         self._last: Sequence[Part] = ()
@@ -117,13 +113,11 @@ class GatherAhead:
                 self._release(part)
 
     def _start(self, part: Part) -> None:
-        part.start()
+        self._started[part] = part.start()
         self._numel += part.numel
-        self._started.append(part)
 
     def _wait(self, part: Part) -> None:
-        part.wait()
-        self._started.remove(part)
+        part.wait(*self._started.pop(part))
         self._gathered.append(part)
 
     def _release(self, part: Part) -> None:
@@ -168,14 +162,13 @@ def keep_in_step(blocks: Iterable[nn.Module]) -> None:
     A faster host would allocate new memory for every block, because that of a gathered block is reused only
     after the GPU is done with it.
     """
-    events: deque[Any] = deque()
+    events: list[Any] = []
 
-    def wait(*_: Any) -> None:  # noqa: ANN401
-        event = get_accelerator().Event()
-        event.record()
-        events.append(event)
-        if len(events) > 1:
-            events.popleft().synchronize()
+    def wait(*_: object) -> None:
+        if events:
+            events.pop().synchronize()
+        events.append(get_accelerator().Event())
+        events[0].record()
 
     for block in blocks:
         block.register_forward_hook(wait)

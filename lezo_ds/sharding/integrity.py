@@ -77,14 +77,10 @@ class Witness:
         names = []
         for parameter, elements, copy in self._samples:
             with parameter.shard() as shard:
-                is_equal = _same_bits(copy.values, shard[elements])
+                # As integers: -0.0 equals 0.0, and NaN does not equal itself.
+                is_equal = torch.equal(copy.values.view(torch.uint8), shard[elements].view(torch.uint8))
             if copy.low is not None:
                 is_equal &= torch.equal(copy.low, low_bits[parameter.name][elements])
             if not is_equal:
                 names.append(parameter.name)
         return names
-
-
-def _same_bits(left: Tensor, right: Tensor) -> bool:
-    # Not of floats: -0.0 equals 0.0, and NaN does not equal itself.
-    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))

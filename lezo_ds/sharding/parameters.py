@@ -35,8 +35,7 @@ class NamedParameter:
 def parameter_ids(names: Iterable[str]) -> dict[str, int]:
     """Return a distinct 32-bit id for each parameter name, which selects its stream of noise.
 
-    An id is a hash of the name. If two names have the same hash, the later one in sorted order is hashed
-    again.
+    An id is a hash of the name. Of two names with the same hash, the later one is hashed again.
     """
     names_by_id: dict[int, str] = {}
     for name in sorted(names):

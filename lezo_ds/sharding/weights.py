@@ -39,6 +39,7 @@ class ShardedWeights:
         self.parameters = parameters
         self.adapter_parameters = [p for p in parameters if has_adapter and p.parameter.requires_grad]
         self.base_parameters = [p for p in parameters if not (has_adapter and p.parameter.requires_grad)]
+        self.stored_parameters = self.adapter_parameters or parameters  # those that a snapshot holds
         self.low_bits: dict[str, Tensor] = {}  # int16, of this rank's shards, by name
         self._initial: list[tuple[ShardedParameter, Tensor, Tensor | None]] = []
         self._aliases = aliases
@@ -48,16 +49,8 @@ class ShardedWeights:
             (block, list(group)) for block, group in itertools.groupby(trained, key=lambda p: p.named.block)
         ]
 
-    @property
-    def stored_parameters(self) -> Sequence[ShardedParameter]:
-        """The parameters that a snapshot holds: those of the adapter, or all."""
-        return self.adapter_parameters or self.parameters
-
     def load(
-        self,
-        parameters: Sequence[ShardedParameter],
-        files: WeightFiles,
-        low_bits: WeightFiles | None = None,
+        self, parameters: Sequence[ShardedParameter], files: WeightFiles, low_bits: WeightFiles | None
     ) -> None:
         """Fill shards from files, of which each rank reads its own elements; `low_bits` are a snapshot's."""
         aliases = {parameter.name: self._aliases[parameter.name] for parameter in parameters}

@@ -78,7 +78,7 @@ def start_forward_engine(model: nn.Module, blocks: Sequence[nn.Module], ds_confi
         # DeepSpeed has replaced it by a dict that gathers a parameter when it is read.
         module._parameters = module.__dict__.pop("_original_parameters")
     parameters: list[Any] = list(model.parameters())
-    if all(map(_is_complete, parameters)):
+    if all(is_on_device(p) and p.ds_zero_partition_world_size == 1 for p in parameters):
         for parameter in parameters:
             parameter.data = parameter.ds_tensor.data.view(parameter.ds_shape)
             # With another status, DeepSpeed would gather a copy where it meets the parameter.
@@ -91,10 +91,6 @@ def start_forward_engine(model: nn.Module, blocks: Sequence[nn.Module], ds_confi
     return engine
 
 
-def _is_complete(parameter: Any) -> bool:  # noqa: ANN401  # the parameter, with what DeepSpeed adds
-    return is_on_device(parameter) and bool(parameter.ds_zero_partition_world_size == 1)
-
-
 def start_training_engine(
     *, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, ds_config: Mapping[str, Any]
 ) -> Any:  # noqa: ANN401
@@ -104,11 +100,6 @@ def start_training_engine(
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
     engine.eval()
     return engine
-
-
-def release_gathered(training_engine: Any) -> None:  # noqa: ANN401
-    """Release every weight that is still gathered after a forward pass without a backward pass."""
-    training_engine.optimizer.parameter_offload.partition_all_parameters()
 
 
 @contextmanager

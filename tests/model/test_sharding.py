@@ -119,9 +119,9 @@ def _count_gathers(directory):
     started, waited, most = [], [], 0
     start, wait, gather = Part.start, Part.wait, GatherAhead.gather
 
-    def counted(self):
+    def counted(self, *message):
         nonlocal most
-        wait(self)
+        wait(self, *message)
         most = max(most, sum(p.parameter.numel() for p in engine.weights.parameters))
 
     Part.start = lambda self: (started.append(self.numel), start(self))[1]
