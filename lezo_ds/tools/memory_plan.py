@@ -5,8 +5,7 @@ With b bytes a weight, R ranks that share the weights, and c copies of the batch
     shards       b x parameters / R
     low bits     2 x trained / R, if zo.update_precision is fp32_master and b is 2
     gathered     b x (2 x largest part + tied weights): the block that runs, and the message with the next
-                 one; on a GPU 1 part more, because the host runs ahead of it. Where DeepSpeed gathers
-                 (offloaded weights): b x (stage3_max_live_parameters + largest part)
+                 one; on a GPU 1 part more, because the host runs ahead of it
     copies       b x min(c, 2) x largest perturbed module; on a GPU, b x c x perturbed weights of a block, if
                  c is at most 2 and no weights are offloaded
     activations  b x c x tokens x activation width; keys and values of written tokens
@@ -32,7 +31,7 @@ from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.batches import PAD_MULTIPLE
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.forward.adapters import make_adapter
-from lezo_ds.forward.blocks import PartSizes, find_blocks, freeze_outside, gathering_limits, part_sizes
+from lezo_ds.forward.blocks import PartSizes, find_blocks, freeze_outside, part_sizes
 from lezo_ds.forward.perturbed_forward import COPIES_AT_ONCE
 from lezo_ds.model.checkpoint import DTYPES, build_checked, build_on_meta
 
@@ -202,30 +201,19 @@ def rank_memory(
         # torch rounds each block of pinned memory up to a power of two (CachingHostAllocator.h, 2.13).
         sizes = [-(-numel // num_shards) * model.itemsize for numel in model.parameters]
         shards = sum(1 << (size - 1).bit_length() for size in sizes)
+    largest, tied = model.parts
+    gathered = max(tied + (3 if on_gpu else 2) * largest, 2 * tied) * model.itemsize
     parts = {
         "shards": 0 if is_offloaded else shards,
         "low bits": 0 if is_offloaded else low_bits,
         "reserve": GPU_RESERVE if on_gpu else CPU_RESERVE,
-        "gathered": _gathered(model, zero, num_shards, on_gpu=on_gpu, is_offloaded=is_offloaded),
+        "gathered": gathered if num_shards > 1 or is_offloaded else 0,
         "copies": _copies(config, model, inputs, at_once=on_gpu and not is_offloaded),
         "activations": _activations(config, model, inputs),
         "logits": _logits(config, model, inputs),
     }
     used = {name: size for name, size in parts.items() if size}
     return RankMemory(used, host=shards + low_bits if is_offloaded else 0)
-
-
-def _gathered(
-    model: ModelSizes, zero: Mapping[str, Any], num_shards: int, *, on_gpu: bool, is_offloaded: bool
-) -> int:
-    largest, tied = model.parts
-    if is_offloaded:  # a module still runs when the host asks for the next ones
-        limits = {**gathering_limits(model.parts), **zero}
-        max_live = min(int(limits["stage3_max_live_parameters"]), model.num_parameters)
-        return (max_live + max(largest, tied)) * model.itemsize
-    if num_shards == 1:
-        return 0
-    return max(tied + (3 if on_gpu else 2) * largest, 2 * tied) * model.itemsize
 
 
 def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes, *, at_once: bool) -> int:
