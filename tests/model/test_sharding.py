@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from assets import REPOSITORY
-from deepspeed import comm
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -20,7 +19,6 @@ from torch import nn
 from transformers import OPTConfig
 
 from lezo_ds import distributed
-from lezo_ds.engine import scalar_bytes
 from lezo_ds.model.checkpoint import DTYPES, build_checked, parameter_names
 from lezo_ds.model.sharded_model import load_weights
 from lezo_ds.noise import noise_backend
@@ -29,7 +27,6 @@ from lezo_ds.sharding import zero3
 from lezo_ds.sharding.gather import GatherAhead, Part
 from lezo_ds.sharding.parameters import NamedParameter, ShardedParameter, parameter_ids, shard_range
 from lezo_ds.sharding.weights import ShardedWeights
-from lezo_ds.step import PlanFormat
 from lezo_ds.zo.records import StepRecord
 from lezo_ds.zo.updates import step_updates
 
@@ -87,28 +84,6 @@ def _describe_shards(num_ranks):
 def test_shards_are_flat_slices_and_their_padding_is_never_read(num_ranks):
     expected = [(name, shape, name != "vector") for name, shape in SHAPES.items()]
     assert run_ranks(_describe_shards, num_ranks, num_ranks) == [expected] * num_ranks
-
-
-def _gather_both_ways(dtype, count):
-    distributed.init_distributed()
-    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    equal = []
-    for group in (None, groups[dist.get_rank() % 2]):
-        size = dist.get_world_size(group)
-        mine = torch.arange(count).mul(dist.get_rank() + 1).to(dtype)
-        wanted, own, in_place = (torch.zeros(size * count, dtype=dtype) for _ in range(3))
-        dist.all_gather_into_tensor(wanted, mine, group)
-        comm.all_gather_into_tensor(own, mine, group=group)
-        part = in_place.view(size, count)[dist.get_rank(group)]  # as gather.py does
-        part.copy_(mine)
-        comm.all_gather_into_tensor(in_place, part, group=group, async_op=True).wait()
-        equal += [torch.equal(own, wanted), torch.equal(in_place, wanted), bool(wanted.any())]
-    return equal
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
-def test_broadcasts_gather_what_an_all_gather_does(dtype):
-    assert run_ranks(_gather_both_ways, 4, dtype, 1001) == [[True] * 6] * 4
 
 
 # Gathering.
@@ -224,21 +199,6 @@ def _group_of(partition_size):
 
 def test_a_rank_makes_no_group_but_its_own_which_waits_as_long_as_all_ranks_do():
     assert run_ranks(_group_of, 4, 2) == [([0, 1], 1, 77)] * 2 + [([2, 3], 1, 77)] * 2
-
-
-def _count_bytes(directory, partition_size):
-    engine = start_engine(directory, num_ranks=2, partition_size=partition_size)
-    train(engine, 1)
-    with distributed.counted_bytes() as counts:
-        train(engine, 10)
-    return counts
-
-
-def test_replicas_of_one_rank_exchange_nothing_but_scalars(opt_directory):
-    for sent in run_ranks(_count_bytes, 2, opt_directory, 1):
-        assert sent.keys() == {"broadcast", "all_reduce"}
-        plan_format = PlanFormat(NUM_BLOCKS + 2, num_probes=2, has_weights=False)
-        assert sum(sent.values()) == 10 * scalar_bytes(plan_format, 4)
 
 
 @pytest.fixture(scope="module")
