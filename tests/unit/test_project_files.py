@@ -1,4 +1,4 @@
-"""The files that other programs read: Dockerfile, CITATION.cff, GitHub's workflow and batch scripts."""
+"""The files that other programs read: Dockerfile and batch scripts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import subprocess
 import sys
 
 import pytest
-import yaml
 from assets import REPOSITORY
-
-from lezo_ds import __version__
 
 DOCKERFILE = (REPOSITORY / "Dockerfile").read_text()
 SETUP = (REPOSITORY / "setup.py").read_text()
@@ -47,37 +44,6 @@ def test_the_image_has_the_python_and_the_versions_that_are_tested():
     assert "--constraint constraints.txt" in command[0]
     assert f'"{command[1]}": [' in SETUP
     assert not re.search(r"^(USER|ENTRYPOINT|VOLUME)", DOCKERFILE, re.MULTILINE)
-
-
-def test_the_citation_has_this_version_and_the_papers():
-    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
-    assert (citation["cff-version"], citation["type"], citation["license"]) == (
-        "1.2.0",
-        "software",
-        "Apache-2.0",
-    )
-    assert citation["version"] == __version__
-    for reference in citation["references"]:
-        assert re.fullmatch(r"https://arxiv\.org/abs/\d{4}\.\d{5}", reference["url"])
-
-
-def test_the_workflow_calls_what_runs_everywhere():
-    workflow = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "ci.yml").read_text())
-    assert workflow[True].keys() == {"push", "pull_request"}  # YAML reads the key `on` as true
-    (job,) = workflow["jobs"].values()
-    commands = [step["run"] for step in job["steps"] if "run" in step]
-    assert commands == [".ci/run"]
-    assert os.access(REPOSITORY / ".ci" / "run", os.X_OK)
-    (python,) = [step["with"] for step in job["steps"] if "setup-python" in step.get("uses", "")]
-    assert python["python-version"] == "{}.{}".format(*sys.version_info)
-    assert (REPOSITORY / python["cache-dependency-path"]).is_file()
-
-
-def test_the_script_of_the_workflow_makes_targets_of_the_makefile():
-    targets = re.findall(r"^make ([\w-]+)", (REPOSITORY / ".ci" / "run").read_text(), re.MULTILINE)
-    makefile = (REPOSITORY / "Makefile").read_text()
-    assert targets == ["check", "test"]
-    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
 
 
 SCRIPTS = sorted(path for path in (REPOSITORY / "launch").rglob("*") if path.suffix in (".sh", ".sbatch"))
