@@ -72,7 +72,6 @@ def forward(engine: LezoEngine, plan: StepPlan, batch: StepBatch, loss_function:
 
 
 def perturbation(engine: LezoEngine, plan: StepPlan, one: Pass) -> Perturbation:
-    """Return the perturbation at which a forward pass of a step runs."""
     probes = (plan.probes[index] for index in one.probes)
     keyed = tuple(KeyedProbe(direction_key(plan.key, probe.direction), probe.scale) for probe in probes)
     return Perturbation(keyed, frozenset(plan.dropped_layers), engine.config.noise_distribution)
@@ -128,18 +127,15 @@ class PlanFormat:
 
     @property
     def num_bytes(self) -> int:
-        """Length of a message."""
         return struct.calcsize(self._format)
 
     def pack(self, plan: StepPlan) -> bytes:
-        """Return a plan as bytes."""
         mask = sum(1 << layer for layer in plan.dropped_layers).to_bytes(self._mask_bytes, "little")
         head = (plan.step, plan.key, plan.learning_rate, plan.perturbation_scale, mask)
         probes = (number for probe in plan.probes for number in (probe.direction, probe.scale))
         return struct.pack(self._format, *head, *probes, *plan.layer_weights)
 
     def unpack(self, data: bytes) -> StepPlan:
-        """Return the plan that `pack` wrote."""
         step, key, learning_rate, scale, mask, *rest = struct.unpack(self._format, data)
         dropped = int.from_bytes(mask, "little")
         numbers = rest[: 2 * self.num_probes]

@@ -7,7 +7,7 @@ other. Any other module is called once for each probe.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -134,3 +134,13 @@ def product_at_probes(module: nn.Module, copies: Copies, batch: Tensor, num_copi
 def _zero_bias(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     # A product without a bias may be another kernel, with other bits.
     return torch.zeros(size, dtype=dtype, device=device)
+
+
+def modules_that_run(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and those in it that run whenever it does, and that need whole weights."""
+    # Of a list of experts, some may not run. Of an embedding, a few rows are read.
+    if isinstance(module, nn.ModuleList) or type(module).forward is nn.Embedding.forward:
+        return
+    yield module
+    for child in module.children():
+        yield from modules_that_run(child)

@@ -12,7 +12,7 @@ all copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -20,15 +20,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
+from lezo_ds.forward.copies import SharedStart, has_batch, mapped, share_of
 from lezo_ds.forward.module_calls import (
     call_with_copies,
     cast_floats,
     copy_dtype,
     is_16_bit_norm,
+    modules_that_run,
     runner_at_probes,
 )
 from lezo_ds.noise import NoiseBackend, Weight
@@ -73,29 +75,6 @@ class _Trained(NamedTuple):
     named: NamedParameter
 
 
-class _SharedStart:
-    """Copies the batch where the first perturbed block begins. Before it, all probes have the same pass."""
-
-    def __init__(self, first: int, then: _Pass) -> None:
-        self.first = first  # index of that block
-        self.then = then  # the pass from there on
-        # By identity, and with the tensor itself, so that no other tensor gets its identity meanwhile.
-        self._copied: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def copied(self, value: Any, is_first: bool) -> Any:  # noqa: ANN401
-        """Return the copies of an argument of the first perturbed block, or of a later one.
-
-        A tensor of one dimension, or of one row where the batch has more, is the same for all rows. Hidden
-        states of a later block have copies already, but masks come without copies to each block.
-        """
-        if not isinstance(value, Tensor) or value.dim() < 2:
-            return value
-        is_batch = value.shape[0] % self.then.rows == 0 if is_first else value.shape[0] == self.then.rows
-        if is_batch and id(value) not in self._copied:
-            self._copied[id(value)] = value, torch.cat([value] * len(self.then.probes))
-        return self._copied.get(id(value), (value, value))[1]
-
-
 class PerturbedForward:
     """Wraps a causal language model in eval mode so that it can run at perturbed weights.
 
@@ -119,7 +98,8 @@ class PerturbedForward:
         self._noise = noise
         self._blocks_that_share = range(len(blocks) if shares_start else 0)
         self._now = _Pass()
-        self._start: _SharedStart | None = None
+        self._start: SharedStart | None = None
+        self._after_start = _Pass()
         self._selection: LogitSelection | None = None
         self._of_block: dict[tuple[nn.Parameter, KeyedProbe], Tensor] = {}
         for module in model.modules():
@@ -149,7 +129,7 @@ class PerturbedForward:
         first = min(set(self._blocks_that_share) - then.dropped, default=None)
         # Probes write continuations of their own, and share nothing from their second token on.
         if num_copies > 1 and first is not None and batch.generation is None:
-            self._start = _SharedStart(first, then)
+            self._start, self._after_start = SharedStart(first, then.rows, num_copies), then
         else:
             self._now = then
             inputs = {name: torch.cat([value] * num_copies) for name, value in inputs.items()}
@@ -166,7 +146,7 @@ class PerturbedForward:
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             active, num_copies = self._active(owned), len(self._now.probes)
-            if num_copies > COPIES_AT_ONCE and (active or _has_batch(args, kwargs)):
+            if num_copies > COPIES_AT_ONCE and (active or has_batch(args, kwargs)):
                 return self._in_parts(COPIES_AT_ONCE, lambda _, *a, **k: forward(*a, **k), args, kwargs)
             if not active:
                 return original(*args, **kwargs)
@@ -200,8 +180,8 @@ class PerturbedForward:
         try:
             for first in range(0, len(now.probes), size):
                 self._now = now._replace(probes=now.probes[first : first + size])
-                share = _share_of(now, first, len(self._now.probes))
-                outputs.append(run(first, *_mapped(share, args), **_mapped(share, kwargs)))
+                share = share_of(now.rows, len(now.probes), first, len(self._now.probes))
+                outputs.append(run(first, *mapped(share, args), **mapped(share, kwargs)))
         finally:
             self._now = now
         if isinstance(outputs[0], Tensor):
@@ -251,15 +231,15 @@ class PerturbedForward:
     def _wrap_block(self, index: int, block: nn.Module) -> None:
         """Let a block start with the copies of the batch that it needs and those of all its weights."""
         original = block.forward
-        owned = self._owned_by(_modules_that_run(block)) if self._noise.takes_blocks else ()
+        owned = self._owned_by(modules_that_run(block)) if self._noise.takes_blocks else ()
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             start = self._start
             if start is not None and index >= start.first:
-                self._now = start.then
+                self._now = self._after_start
                 copied = partial(start.copied, is_first=index == start.first)
-                args, kwargs = _mapped(copied, args), _mapped(copied, kwargs)
+                args, kwargs = mapped(copied, args), mapped(copied, kwargs)
             active, probes = self._active(owned), self._now.probes
             # The copies of more probes would take too much memory.
             if not active or len(probes) > COPIES_AT_ONCE:
@@ -314,50 +294,3 @@ class PerturbedForward:
                 self._now = now
 
         head.forward = forward
-
-
-def _modules_that_run(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and those in it that run whenever it does, and that need whole weights."""
-    # Of a list of experts, some may not run. Of an embedding, a few rows are read.
-    if isinstance(module, nn.ModuleList) or type(module).forward is nn.Embedding.forward:
-        return
-    yield module
-    for child in module.children():
-        yield from _modules_that_run(child)
-
-
-def _has_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether any tensor is that of the batch, and not the same for all sequences."""
-    leaves = tree_leaves((list(args), dict(kwargs)))
-    return any(isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.shape[0] > 1 for leaf in leaves)
-
-
-def _share_of(now: _Pass, first: int, num_copies: int) -> Callable[[Any], Any]:
-    """Return the function that takes the share of some copies of a tensor [copies x rows (x tokens), ...].
-
-    A tensor that is the same for all sequences, such as [1, tokens] position ids, is expanded to the rows of
-    a single copy, for models that index it by row. One dimension may be a batch or its tokens: refused.
-    """
-    all_rows = len(now.probes) * now.rows
-
-    def share(value: Any) -> Any:  # noqa: ANN401
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            return value
-        length, *others = value.shape
-        if others and length == 1:
-            return value.expand(now.rows, *others) if num_copies == 1 else value
-        if others and length % all_rows == 0:
-            size = length // len(now.probes)
-            return value[first * size : (first + num_copies) * size]
-        what = f"a module gets a tensor {tuple(value.shape)} without a batch dimension of {all_rows} rows"
-        raise UserError(what, fix="set zo.probes_per_pass=1 for this model")
-
-    return share
-
-
-def _mapped(function: Callable[[Any], Any], values: Any) -> Any:  # noqa: ANN401
-    """Return arguments, or keyword arguments, with `function` called on each tensor in them."""
-    # Nearly all are tensors. One tree_map would take a fifth of the host's time of a step.
-    if isinstance(values, Mapping):
-        return dict(zip(values, _mapped(function, values.values()), strict=True))
-    return [function(v) if isinstance(v, Tensor) else tree_map(function, v) for v in values]

@@ -6,4 +6,4 @@ their losses into one projected gradient for each direction. An update subtracts
 All state is a function of the step records, so a resumed run and a replay need nothing else.
 """
 
-from lezo_ds.zo import adalezo, normalized  # noqa: F401 (they register components)
+from lezo_ds.zo import adalezo, one_sided  # noqa: F401 (they register components)

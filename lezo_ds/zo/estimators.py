@@ -87,12 +87,10 @@ class Spsa(Estimator):
     """
 
     def probes(self, records: Sequence[StepRecord]) -> tuple[Probe, ...]:
-        """Return theta + mu z and theta - mu z for each direction in turn."""
         scales = (self.perturbation_scale, -self.perturbation_scale)
         return tuple(Probe(direction, scale) for direction in range(self.num_directions) for scale in scales)
 
     def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
-        """Return the slope between the two sides of each direction."""
         sides = list(zip(losses[::2], losses[1::2], strict=True))
         return Estimate(
             loss=add_in_order([(plus + minus) / 2 for plus, minus in sides]) / self.num_directions,
@@ -100,27 +98,8 @@ class Spsa(Estimator):
         )
 
 
-@dataclass(frozen=True)
-class OneSided(Estimator):
-    """g = (l(theta + mu z) - l(theta)) / mu for each direction z: n + 1 probes where SPSA has 2 n.
-
-    Source: forward differences (Spall 1992). Its error of the slope is of order mu, not mu^2.
-    """
-
-    def probes(self, records: Sequence[StepRecord]) -> tuple[Probe, ...]:
-        """Return theta itself, and theta + mu z for each direction."""
-        sides = (Probe(direction, self.perturbation_scale) for direction in range(self.num_directions))
-        return Probe(direction=0, scale=0.0), *sides
-
-    def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
-        """Return the slope from theta to each direction's side; the loss is the one at theta."""
-        base, *sides = losses
-        return Estimate(base, tuple((side - base) / self.perturbation_scale for side in sides))
-
-
 ESTIMATORS: Registry[type[Estimator]] = Registry("estimator", "zo.estimator", kind=Estimator)
 ESTIMATORS.add("spsa", Spsa)
-ESTIMATORS.add("one-sided", OneSided)
 
 
 def mean_losses(sums: Sequence[float], num_probes: int, total_weight: float) -> list[float]:

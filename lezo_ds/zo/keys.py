@@ -40,14 +40,7 @@ def dropout_key(seed: int, step: int, micro_batch: int) -> int:
 
 
 def sample_key(seed: int, step: int, example: int, sample: int) -> int:
-    """Return the key, 0 to 2**63 - 1, with which one answer is drawn. All probes of a step share it.
-
-    Args:
-        seed: of the run.
-        step: index of the step.
-        example: row of the record in its split.
-        sample: index of the answer among those of the example.
-    """
+    """Return the key, 0 to 2**63 - 1, with which an answer to a row of a split is drawn, for all probes."""
     return _key(f"lezo_ds sample 1|{seed}|{step}|{example}|{sample}") >> 1  # it must fit into an int64 tensor
 
 

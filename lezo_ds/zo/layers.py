@@ -65,7 +65,6 @@ class Uniform(LayerPolicy):
     """Drops blocks uniformly without replacement (LeZO, Wang et al. 2024, Algorithm 1, line 3)."""
 
     def sample(self, seed: int, records: Sequence[StepRecord]) -> LayerSample:
-        """Return the first blocks in the order of a keyed hash, which is the same on every machine."""
         order = layer_order(seed, step=len(records), num_layers=self.num_layers)
         return LayerSample(dropped=tuple(sorted(order[: self.num_dropped])))
 
@@ -86,7 +85,6 @@ class Fixed(LayerPolicy):
             )
 
     def sample(self, seed: int, records: Sequence[StepRecord]) -> LayerSample:
-        """Return the blocks that no step perturbs."""
         return LayerSample(dropped=tuple(sorted(set(range(self.num_layers)) - self._kept())))
 
     def _kept(self) -> set[int]:

@@ -1,4 +1,4 @@
-"""Estimators of normalized descent: their steps have the same length for losses of any scale."""
+"""Estimators that probe one side of each direction: forward differences, FZOO, evolution strategies."""
 
 from __future__ import annotations
 
@@ -7,8 +7,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lezo_ds.zo.estimators import ESTIMATORS, Estimate, Estimator, OneSided, Probe, add_in_order
+from lezo_ds.zo.estimators import ESTIMATORS, Estimate, Estimator, Probe, add_in_order
 from lezo_ds.zo.records import StepRecord
+
+
+@dataclass(frozen=True)
+class OneSided(Estimator):
+    """g = (l(theta + mu z) - l(theta)) / mu for each direction z: n + 1 probes where SPSA has 2 n.
+
+    Source: forward differences (Spall 1992). Its error of the slope is of order mu, not mu^2.
+    """
+
+    def probes(self, records: Sequence[StepRecord]) -> tuple[Probe, ...]:
+        """Return theta itself, and theta + mu z for each direction."""
+        sides = (Probe(direction, self.perturbation_scale) for direction in range(self.num_directions))
+        return Probe(direction=0, scale=0.0), *sides
+
+    def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
+        """Return the slope from theta to each direction's side; the loss is the one at theta."""
+        base, *sides = losses
+        return Estimate(base, tuple((side - base) / self.perturbation_scale for side in sides))
 
 
 @dataclass(frozen=True)
@@ -55,6 +73,7 @@ class EvolutionStrategies(Estimator):
         return Estimate(mean, _in_units_of(spread, [loss - mean for loss in losses]))
 
 
+ESTIMATORS.add("one-sided", OneSided)
 ESTIMATORS.add("fzoo", Fzoo)
 ESTIMATORS.add("evolution-strategies", EvolutionStrategies)
 
