@@ -67,20 +67,14 @@ def candidate_batch(
 
 
 def teacher_forcing_batch(examples: Sequence[EncodedExample], pad_id: int) -> MicroBatch:
-    """Lay out the gold candidate of every example, to train on its tokens.
-
-    The weight is the number of gold tokens. "target_ids" and "token_slots" are those of `candidate_batch`.
-    """
+    """Lay out the gold candidate of every example, to train on its tokens; the weight is their number."""
     sequences = [example.sequences[example.gold] for example in examples]
     targets = [example.targets(example.gold) for example in examples]
     return _token_batch(sequences, targets, pad_id)
 
 
 def scoring_batch(sequences: Sequence[tuple[int, ...]], lengths: Sequence[int], pad_id: int) -> MicroBatch:
-    """Lay out S sequences to score the last `lengths` tokens of each, as in `teacher_forcing_batch`.
-
-    Sequences that differ only in their last token share a row, because the last token is not fed.
-    """
+    """Lay out sequences to score the last `lengths` tokens of each. Those that are fed alike share a row."""
     pairs = zip(sequences, lengths, strict=True)
     targets = [range(len(ids) - length, len(ids)) for ids, length in pairs]
     return _token_batch(sequences, targets, pad_id, share_rows=True)

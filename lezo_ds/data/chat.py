@@ -78,9 +78,8 @@ def encode_conversation(
 ) -> EncodedExample | None:
     """Tokenize a conversation up to the end of its last turn of the assistant.
 
-    The chat template writes all special tokens, BOS included. With `keep_end`, a conversation that is too
-    long loses its first tokens, after the BOS, instead of its last. None if no token of the assistant is left
-    or, with `keep_end`, no token before its turn.
+    With `keep_end`, one that is too long loses its first tokens, after the BOS, instead of its last. None if
+    no token of the assistant is left or, with `keep_end`, no token before its turn.
     """
     backend = tokenizer.backend
     if not backend.is_fast:
@@ -113,7 +112,6 @@ def encode_conversation(
 
 
 def _marked_turns(backend: PreTrainedTokenizerBase, example: Example) -> tuple[list[int], list[Span]]:
-    """Return the token ids of a conversation, and the spans that its template marks, in tokens."""
     written = _apply(
         backend, example, len(example.messages), return_dict=True, return_assistant_tokens_mask=True
     )
@@ -123,7 +121,6 @@ def _marked_turns(backend: PreTrainedTokenizerBase, example: Example) -> tuple[l
 
 
 def _measured_turns(backend: PreTrainedTokenizerBase, example: Example) -> tuple[list[int], list[Span]]:
-    """Return the token ids of a conversation, and the spans of the assistant's turns, in tokens."""
     text = _render(backend, example, len(example.messages))
     encoded = backend(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     spans = []
@@ -147,7 +144,6 @@ def _measured_turns(backend: PreTrainedTokenizerBase, example: Example) -> tuple
 def _prefix_length(
     backend: PreTrainedTokenizerBase, example: Example, text: str, num_turns: int, *, opened: bool = False
 ) -> int:
-    """Return the length of the first turns, in characters, once they are checked to begin the whole text."""
     if num_turns == 0:
         fix = "set data.system_prompt, or mark the assistant's turns in the template with {% generation %}"
         raise UserError(f"the assistant speaks first in {example.where}, so its start is unknown", fix=fix)

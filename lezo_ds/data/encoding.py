@@ -160,10 +160,8 @@ def encode_examples(
 def encode_null(tokenizer: PromptTokenizer, example: Example, max_length: int) -> EncodedExample:
     """Tokenize the candidates of an example after its null prompt, to calibrate their scores.
 
-    The calibrated score of a candidate y with tokens y_1 ... y_k is
-    sum_i log p(y_i | D, x, y_<i) - sum_i log p(y_i | D, x_0, y_<i), with the demonstrations D, the prompt x
-    and the null prompt x_0 (Holtzman et al. 2021, "Surface form competition"). D is empty for method
-    zero_shot_sfc (MeZO's --sfc); icl_sfc is MeZO's --icl_sfc.
+    The calibrated score of a candidate y is log p(y | D, x) - log p(y | D, x_0), with the demonstrations D,
+    the prompt x and the null prompt x_0 (Holtzman et al. 2021, "Surface form competition").
     """
     if example.null_prompt is None:
         what = "methods zero_shot_sfc and icl_sfc need a task with candidates, not one that generates answers"

@@ -55,7 +55,6 @@ def evaluate(engine: Model, data: TaskData, split: EncodedSplit, batch_size: int
 
 
 def answer_text(example: Example, predicted: Prediction) -> str:
-    """Return a prediction as text."""
     if isinstance(predicted, TokenCounts):
         return f"{predicted.right} of {predicted.total} tokens"
     return (predicted if isinstance(predicted, str) else example.candidates[predicted]).strip()
@@ -113,7 +112,6 @@ class _Evaluation:
         return _padded([total / torch.tensor(example.option_lengths) for total, example in pairs])
 
     def _task_loss(self, sums: Sequence[Tensor]) -> float:
-        """Return the task's own loss, computed from the log-probabilities of the candidates."""
         golds = [example.gold for example in self.split.encoded]
         if self.data.task.kind == "classification":
             return F.cross_entropy(self._means(sums), torch.tensor(golds)).item()
@@ -148,7 +146,6 @@ class _Evaluation:
         return [torch.stack([sums[pair] for pair in pairs]) for pairs in wanted]
 
     def _token_scores(self) -> tuple[Tensor, list[TokenCounts]]:
-        """Return the summed loss of each conversation, float64 [examples], and its counts of right tokens."""
         encoded = self.split.encoded
 
         def score(group: Sequence[int]) -> Tensor:

@@ -47,10 +47,7 @@ def generation_settings(
 
 
 def prompt_batch(prompts: Sequence[tuple[int, ...]], settings: GenerationSettings) -> MicroBatch:
-    """Lay out prompts for the model to continue, padded on the left so that they end in the same column.
-
-    The attention mask is 0 on the padding. Models also derive the tokens' positions from it.
-    """
+    """Lay out prompts to continue, padded on the left. Models derive the positions from the mask, too."""
     width = max(map(len, prompts))
     inputs = {
         "input_ids": [[settings.pad_id] * (width - len(ids)) + list(ids) for ids in prompts],

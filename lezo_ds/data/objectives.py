@@ -5,17 +5,7 @@ A zeroth-order step needs no gradient, so the objective may be any function of t
 "package.module:function" for a function in a folder on PYTHONPATH. With the decorator `reward`, it judges the
 answers that the model writes (see `RewardFunction`), and is maximized; otherwise it is a loss of the logits
 (see `ObjectiveFunction`). It must be pure: it runs for both signs of a perturbation and on different examples
-on each rank, and its mean over the dev examples selects the best step. For instance:
-
-    from lezo_ds import reward
-    from lezo_ds.data.objectives import candidate_scores
-
-    @reward
-    def brevity(answers, records):
-        return [-abs(len(answer) - record["length"]) for answer, record in zip(answers, records)]
-
-    def mistakes(logits, batch):
-        return (candidate_scores(logits, batch).argmax(dim=1) != batch.labels["label"]).float()
+on each rank, and its mean over the dev examples selects the best step. docs/rewards.md has examples.
 """
 
 from __future__ import annotations
@@ -126,7 +116,6 @@ def _f1_objective(task: Task) -> Objective:
 
 
 OBJECTIVES: Registry[Callable[[Task], Objective]] = Registry("objective", "train.objective")
-"""Functions task -> objective, by name."""
 OBJECTIVES.add("task", lambda task: training_objective(task.kind))
 OBJECTIVES.add("f1", _f1_objective)
 
@@ -163,7 +152,7 @@ def _reward_loss(name: str, function: RewardFunction) -> ObjectiveFunction:
         values = _call(name, function, list(answers), [example.record for example in batch.examples])
         try:
             rewards = torch.as_tensor(values, dtype=torch.float64, device="cpu")
-        except (TypeError, ValueError, RuntimeError):  # what torch raises for lists that are not of numbers
+        except (TypeError, ValueError, RuntimeError):
             rewards = torch.empty(())
         if rewards.shape != (len(answers),) or not rewards.isfinite().all():
             what = f"train.objective={name} returned {str(values)[:80]}, not one finite reward per answer"
@@ -174,7 +163,6 @@ def _reward_loss(name: str, function: RewardFunction) -> ObjectiveFunction:
 
 
 def _call(name: str, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401
-    """Call a user's function. An error names its line."""
     try:
         return function(*arguments)
     except LezoError:

@@ -48,8 +48,7 @@ def can_pack(config: Any, max_length: int) -> bool:  # noqa: ANN401
 def pack(batch: MicroBatch) -> MicroBatch:
     """Lay out the rows of a batch, padded on the right to W, in as few rows of this width as they need.
 
-    Returns "input_ids" and "position_ids" int64 [R, W] and "attention_mask" bool [R, 1, W, W], and selects
-    the same logits in the same order. Tokens after the last selected logits of a sequence are dropped.
+    "attention_mask" is bool [R, 1, W, W]. Tokens after the last selected logits of a sequence are dropped.
     """
     if batch.selection is None:
         return batch

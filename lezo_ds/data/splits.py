@@ -43,11 +43,10 @@ def load_splits(task: Task, data: DataConfig) -> Splits:
 
 
 def _task_splits(task: Task, data: DataConfig) -> Splits:
-    """Draw train, dev and test examples as MeZO does (Malladi et al. 2023).
+    """Draw train, then dev, from a permutation of the training records, and test from the validation records.
 
-    Train and then dev are the start of a permutation of the training records; test is the start of one of the
-    validation records with the same seed. If there are too few training records, MeZO's scripts keep dev at
-    its full size and shrink train (WSC trains on 54 examples), and so does protocol mezo.
+    If there are too few training records, MeZO's scripts keep dev at its full size and shrink train (WSC
+    trains on 54 examples), and so does protocol mezo.
     """
     names = (task.train_split, task.validation_split)
     if data.path is not None:
@@ -79,10 +78,9 @@ def _task_splits(task: Task, data: DataConfig) -> Splits:
 
 
 def _own_splits(task: Task, data: DataConfig, train: str) -> Splits:
-    """Read a user's own files, each permuted by the seed.
+    """Read a user's own files, each permuted by the seed; a split without a file is drawn from data.train.
 
-    A split without a file is the start of the permutation of the training records: first test, then dev. So
-    the test examples do not depend on the other sizes.
+    Test is drawn first, so that it does not depend on the other sizes.
     """
     sources = {"train": train, "validation": data.validation, "test": data.test}
     rows = {
@@ -229,7 +227,7 @@ def _check_fields(task: Task, where: str, record: Record) -> None:
 
 
 def _has_type(value: object, expected_type: type) -> bool:
-    """Return whether a value has exactly this type, so that True is not an int."""
+    # Exactly this type: True is not an int.
     if get_origin(expected_type) is list:
         (item_type,) = get_args(expected_type)
         return isinstance(value, list) and all(type(item) is item_type for item in value)

@@ -132,7 +132,6 @@ class TaskData:
         return prompt_batch([split.prompts[row] for row in rows], self.generation)
 
     def _answer_batch(self, config: RunConfig, step: int, rows: Sequence[int]) -> MicroBatch:
-        """Lay out training prompts, each as often as it is sampled."""
         assert self.generation is not None
         keys, samples = config.generation, range(config.generation.num_samples)
         batch = self.objective_batch(self.train, [row for row in rows for _ in samples])
@@ -198,7 +197,6 @@ def load_task_data(config: RunConfig) -> TaskData:
 def _encode(
     config: RunConfig, task: Task, tokenizer: PromptTokenizer, examples: tuple[Example, ...]
 ) -> tuple[tuple[Example, ...], tuple[EncodedExample, ...]]:
-    """Return the examples that can be used, and their tokens."""
     keys, length = config.generation, config.data.max_length
     if task.kind == "chat":
         return encode_conversations(tokenizer, examples, length)
@@ -248,8 +246,6 @@ def _check_model(data: TaskData, model_config: Any) -> None:  # noqa: ANN401
     if largest >= model_config.vocab_size:
         token = data.tokenizer.backend.convert_ids_to_tokens(largest)
         what = (
-            f"the tokenizer writes {token!r} (id {largest}), and the model has {model_config.vocab_size} ids"
+            f"the tokenizer writes {token!r}, id {largest}, and the model has {model_config.vocab_size} ids"
         )
-        raise UserError(
-            what, fix="use the tokenizer that the model was trained with, or resize its embedding"
-        )
+        raise UserError(what, fix="use the tokenizer of the model, or resize its embedding")

@@ -57,12 +57,10 @@ class Example:
 
     @property
     def where(self) -> str:
-        """The record, as an error names it."""
         return f"record {self.index + 1}{self.place}"
 
     @property
     def gold_texts(self) -> tuple[str, ...]:
-        """The right candidate, or nothing."""
         return () if self.label is None else (self.candidates[self.label],)
 
 

@@ -47,11 +47,7 @@ _Built = tuple[TaskKind, tuple[str, ...], Callable[[Record, int], Example]]
 
 
 def make_task(described: Description) -> Task:
-    """Return the task that a recipe describes.
-
-    It is chat if it has messages, classification if it has labels, multiple choice if it has choices,
-    otherwise generation.
-    """
+    """Return the task that a recipe describes; its kind follows from the keys that are set."""
     has_answers = bool(described.keys_set("messages", "labels", "choices", "completion"))
     kind, fields, build = _with_prompt(described) if described.messages is None else _chat(described)
     return Task(
@@ -68,8 +64,7 @@ def make_task(described: Description) -> Task:
 
 def _refuse_others(name: str, described: Description, *others: str) -> None:
     if both := ", ".join(described.keys_set(*others)):
-        fix = f"remove data.{name}, or {both}"
-        raise UserError(f"data.{name} and {both} cannot be set together", fix=fix)
+        raise UserError(f"data.{name} and {both} cannot be set together", fix=f"remove {both}")
 
 
 def _with_prompt(described: Description) -> _Built:
@@ -102,10 +97,8 @@ def _classification(prompt: Template, field: str, labels: Sequence[str] | Mappin
     # A journal does not keep the order of a map, so the order of the classes must not depend on it.
     words = dict(sorted(labels.items())) if isinstance(labels, Mapping) else {text: text for text in labels}
     if len(words) < 2 or len(set(words.values())) < len(words) or not all(words.values()):
-        raise UserError(
-            f"data.labels={labels} does not hold two or more labels, each with a text of its own",
-            fix="write a list of labels, or a map from each label to its text",
-        )
+        what = f"data.labels={labels} does not hold two or more labels, each with a text of its own"
+        raise UserError(what, fix="write a list of labels, or a map from each label to its text")
 
     def build(record: Record, index: int) -> Example:
         text = prompt.fill(record)

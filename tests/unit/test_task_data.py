@@ -187,5 +187,5 @@ def test_a_token_that_the_models_embedding_lacks_is_refused(assets, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.add_tokens(["What of"])
     tokenizer.save_pretrained(model)
-    with pytest.raises(UserError, match=r"the tokenizer writes 'What of' .* and the model has \d+ ids"):
+    with pytest.raises(UserError, match=r"the tokenizer writes 'What of', id .* and the model has \d+ ids"):
         load_task_data(task_config(model, assets / "data", "squad"))
