@@ -222,8 +222,7 @@ struct Fp16 {
         const uint32_t normal = (magnitude << 13) + FP16_EXPONENT_OFFSET;
         const uint32_t subnormal = bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
         const uint32_t special = normal + FP16_EXPONENT_OFFSET;  // infinities and NaN
-        uint32_t bits = magnitude < 0x400 ? subnormal : normal;
-        bits = magnitude >= 0x7C00 ? special : bits;
+        const uint32_t bits = magnitude < 0x400 ? subnormal : magnitude < 0x7C00 ? normal : special;
         return bit_cast<float>(bits | (static_cast<uint32_t>(stored & 0x8000) << 16));
     }
 
@@ -246,9 +245,7 @@ struct Fp16 {
 
     static void split(float value, uint16_t &high, int16_t &low) {
         high = nearest(value);
-        const uint32_t exponent = low_unit_exponent(high);
-        const float per_unit = bit_cast<float>((254 - exponent) << 23);
-        const float quotient = (value - load(high)) * per_unit;
+        const float quotient = (value - load(high)) * bit_cast<float>((254 - low_unit_exponent(high)) << 23);
         // Adding 1.5 * 2**23 rounds the quotient to an integer in the low 16 bits of the sum.
         const uint32_t rounded = bit_cast<uint32_t>(quotient + 12582912.0f);
         low = static_cast<int16_t>((high & 0x7FFF) < 0x7C00 ? rounded : 0u);

@@ -141,8 +141,7 @@ def _copies(
     parts, offsets, end = [], [], 0
     for address, shape, dtype, parameter_id, out_dtype in facts:
         is_fp32 = out_dtype == torch.float32
-        # Copies in fp32 and in 16 bits can come from one kernel.
-        stored = ("out_dtype", dtype if is_fp32 else out_dtype)
+        stored = ("out_dtype", dtype if is_fp32 else out_dtype)  # one kernel writes fp32 and another dtype
         constants = (("dtype", dtype), stored, ("two_signs", num_signs == 2))
         parts.append((constants, parameter_id, shape.numel(), address, end, 0, is_fp32))
         offsets.append(end)

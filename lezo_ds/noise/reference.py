@@ -223,16 +223,14 @@ class EagerNoise(NoiseBackend):
     ) -> list[list[Tensor]]:
         copies = []
         for theta, parameter_id, out_dtype, rows in weights:
-            source, device, chunk = theta.reshape(-1), theta.device, CHUNK
-            if rows is not None:
-                source, width = theta, theta.shape[1]
-                chunk = max(1, CHUNK // max(1, width))
-            shape = (len(source if rows is None else rows), *source.shape[1:])
-            outs = [torch.empty(shape, dtype=out_dtype, device=device) for _ in range(num_signs)]
-            for first, last in _chunks(shape[0], chunk):
+            source = theta.reshape(-1) if rows is None else theta
+            width = 1 if rows is None else theta.shape[1]
+            shape = source.shape if rows is None else (len(rows), width)
+            outs = [torch.empty(shape, dtype=out_dtype, device=theta.device) for _ in range(num_signs)]
+            for first, last in _chunks(shape[0], max(1, CHUNK // max(1, width))):
                 if rows is None:
                     values = source[first:last]
-                    z = draw(distribution, key, parameter_id, first, last - first, device)
+                    z = draw(distribution, key, parameter_id, first, last - first, theta.device)
                 else:
                     values = source[rows[first:last]]
                     z = draw_rows(distribution, key, parameter_id, rows[first:last], width)

@@ -24,9 +24,8 @@ def _minus_two_log_uniform(word):
     uniform = ((word >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
     bits = uniform.to(tl.int32, bitcast=True)
     # u = 2**e * m with m in (sqrt(1/2), sqrt(2)]; the first such m has the bits below. e comes as e << 23.
-    exponent = (bits - 0x3F3504F4) & -0x800000
-    x = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
-    exponent = exponent.to(tl.float32)
+    power = (bits - 0x3F3504F4) & -0x800000
+    x, exponent = (bits - power).to(tl.float32, bitcast=True) - 1.0, power.to(tl.float32)
     polynomial = x * -1.40753672584e-1 + 2.3029220620e-1
     polynomial = polynomial * x + -2.3353997480e-1
     polynomial = polynomial * x + 2.4840281692e-1
@@ -115,7 +114,7 @@ def _words(key, parameter_id, block, stream: tl.constexpr):
 
 @triton.jit
 def _in_order(v0, v1, v2, v3):
-    """Interleave the values of the blocks' four elements, [n] each, into [n, 4]."""
+    """Interleave [n] each into [n, 4]."""
     return tl.join(tl.join(v0, v2), tl.join(v1, v3)).reshape(v0.shape[0], 4)
 
 
@@ -132,14 +131,13 @@ def box_muller(word0, word1, word2, word3):
 @triton.jit
 def _draw(key, parameter_id, block, distribution: tl.constexpr):
     """Return z of all elements of the blocks: fp32 [n, elements of a block]."""
+    word0, word1, word2, word3 = _words(key, parameter_id, block, 2 if distribution == "rademacher" else 0)
     if distribution == "rademacher":
-        word0, word1, word2, word3 = _words(key, parameter_id, block, 2)
         words = _in_order(word0, word1, word2, word3)
         bits = words[:, :, None] >> tl.arange(0, 32).to(tl.uint32)[None, None, :]
         ones = (bits << 31) | 0x3F800000  # the bit becomes the sign bit of 1
         z = ones.to(tl.float32, bitcast=True).reshape(block.shape[0], 128)
     else:
-        word0, word1, word2, word3 = _words(key, parameter_id, block, 0)
         z = box_muller(word0, word1, word2, word3)
     return z
 
@@ -160,8 +158,7 @@ def round_nearest(value, dtype: tl.constexpr):
     if INTERPRETED and dtype == tl.bfloat16:
         bits = value.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        rounded = tl.where(value != value, 0x7FC0, rounded)
-        stored = rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        stored = tl.where(value != value, 0x7FC0, rounded).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         stored = value.to(dtype)
     return stored
@@ -181,8 +178,7 @@ def _round_stochastic(value, dither, dtype: tl.constexpr):
         rounded = tl.where(magnitude < 0x38800000, subnormal, tl.minimum(normal, 0x7C00))
         rounded = rounded | ((bits >> 31) << 15)
         nan = 0x7E00
-    rounded = tl.where(value != value, nan, rounded)
-    return rounded.to(tl.int16).to(dtype, bitcast=True)
+    return tl.where(value != value, nan, rounded).to(tl.int16).to(dtype, bitcast=True)
 
 
 @triton.jit
