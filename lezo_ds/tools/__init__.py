@@ -1,1 +1,1 @@
-"""Tools around runs: plans, benchmarks, reports, sweeps, the demonstration. Nothing imports them."""
+"""Tools around runs: memory plans, benchmarks, reports, sweeps and recipes. Nothing imports them."""

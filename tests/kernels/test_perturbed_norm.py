@@ -124,8 +124,7 @@ def test_only_calls_that_the_kernel_serves_are_fused(monkeypatch):
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter does not compile")
-@pytest.mark.parametrize("width", [16, 5120, 12288])
-@pytest.mark.parametrize("bias", [None, "*fp32", "*bf16"])
+@pytest.mark.parametrize(("width", "bias"), [(16, None), (5120, "*fp32"), (12288, "*bf16")])
 def test_the_kernel_compiles_for_a_gpu(width, bias):
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
