@@ -22,31 +22,30 @@ LINES = 14_000
 TEST_LINES = 11_000
 
 FLOORS: tuple[dict[str, int], ...] = (
-    {"errors": 90},
-    {"registry": 110, "files": 80},
-    {"zo": 680},
-    {"noise": 1_400, "tasks": 800, "journal": 340},
-    {"config": 1_100},
+    {"errors": 105},
+    {"registry": 105, "files": 80},
+    {"zo": 700},
+    {"noise": 1_510, "tasks": 740, "journal": 340},
+    {"config": 1_090},
     {"distributed": 500},
     {"sharding": 900},
-    {"forward": 1_000},
-    {"model": 550},
-    {"data": 1_800},
-    {"agreement": 130},
-    {"step": 170},
+    {"forward": 1_080},
+    {"model": 560},
+    {"data": 1_830},
+    {"agreement": 120},
+    {"step": 160},
     {"engine": 480},
     {"runs": 1_600},
-    {"tools": 1_600},
-    {"cli": 350},
+    {"tools": 1_490},
+    {"cli": 340},
 )
 """The rooms of the package from the ground up, with their lines. A room uses only those below it."""
 
-KNOW_DEEPSPEED = {"sharding", "distributed"}
-"""The rooms that import DeepSpeed: ZeRO-3's internals, and what the ranks exchange."""
+KNOW_DEEPSPEED = {"config", "sharding", "distributed"}
+"""The rooms that import DeepSpeed: its configuration, ZeRO-3's internals, and what the ranks exchange."""
 DISTRIBUTED_LIBRARIES = ("deepspeed", "torch.distributed", "mpi4py")
 LIGHT_ROOMS = ("errors", "registry", "zo", "tasks", "journal", "config", "cli")
 HEAVY_LIBRARIES = ("torch", "deepspeed", "transformers", "datasets", "pandas")
-SAFE_YAML_LOADERS = {"safe_load"}
 BINARY = (".png", ".gz", ".safetensors")
 
 
@@ -134,8 +133,9 @@ def test_nothing_that_could_run_foreign_code_is_loaded(path):
             assert keywords.get("trust_remote_code", "False") == "False", function
             if function == "torch.load":
                 assert keywords.get("weights_only") == "True"
-            if function.startswith("yaml.") and function.endswith("load"):
-                assert function.removeprefix("yaml.") in SAFE_YAML_LOADERS
+            if function == "yaml.load":
+                assert f"class {ast.unparse(node.args[1])}(yaml.SafeLoader)" in path.read_text()
+            assert function not in ("yaml.full_load", "yaml.unsafe_load")
 
 
 @pytest.mark.parametrize(
