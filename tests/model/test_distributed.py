@@ -16,11 +16,9 @@ import torch
 from commands import PATIENCE_SECONDS, assert_all_end, free_port, mpirun, ranks_of, start, wait_until
 from ranks import run_ranks
 from run_ends import STEP, num_steps, reaches
-from torch.distributed import Store, TCPStore
 
 from lezo_ds import distributed
 from lezo_ds.distributed import accelerator, heartbeat
-from lezo_ds.distributed import start as start_module
 from lezo_ds.distributed.accelerator import arithmetic_facts, fix_arithmetic, take_device
 from lezo_ds.distributed.start import is_loopback, listen_at, prepare_rendezvous, slurm_rank_variables
 from lezo_ds.errors import LostRankError, UserError
@@ -46,36 +44,6 @@ def test_ranks_listen_at_the_address_where_they_meet_and_on_the_loopback_only(ad
     assert [number for _, number in results] == [[2], [2]]
     assert set.union(*(addresses for addresses, _ in results)) <= {"127.0.0.1", "::1", address}
     assert address == "localhost" or address in results[0][0]
-
-
-class _LateStore(Store):
-    def __init__(self, *arguments, **options):
-        super().__init__()
-        self._store = TCPStore(*arguments, **options)
-
-    def set(self, key, value):
-        self._store.set(key, value)
-
-    def wait(self, keys, *timeout):
-        self._store.wait(keys, *timeout)
-
-    def get(self, key):
-        time.sleep(0.3)
-        return self._store.get(key)
-
-
-def _rank_0_ends_once_it_has_joined():
-    if os.environ["RANK"] == "1":
-        start_module.TCPStore = _LateStore
-    distributed.init_distributed()
-    if os.environ["RANK"] == "0":
-        os._exit(2)
-
-
-@pytest.mark.distributed
-def test_a_rank_that_ends_at_once_does_not_stop_one_that_still_joins():
-    with pytest.raises(AssertionError, match=r"^1 of 2 ranks failed\nrank 0: died"):
-        run_ranks(_rank_0_ends_once_it_has_joined, 2)
 
 
 def test_a_listener_has_its_address_and_one_of_another_machine_is_left_to_torch(monkeypatch):
@@ -107,9 +75,9 @@ def test_the_libraries_stay_on_the_loopback_unless_told_otherwise(address, users
     assert prepare_rendezvous() == "env://"
 
 
-def slurm_task(job=7, step=0, nodes="n1", **more):
-    task = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": str(job)}
-    return slurm_rank_variables(task | {"SLURM_STEP_ID": str(step), "SLURM_STEP_NODELIST": nodes, **more})
+def slurm_task(nodes, **more):
+    task = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "7"}
+    return slurm_rank_variables(task | {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": nodes, **more})
 
 
 @pytest.mark.parametrize(
@@ -123,14 +91,8 @@ def slurm_task(job=7, step=0, nodes="n1", **more):
 def test_a_slurm_task_is_a_rank_that_meets_the_others_at_the_first_node(nodes, first):
     own = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}
     ranks = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
-    assert slurm_task(nodes=nodes) == ranks | {"MASTER_ADDR": first, "MASTER_PORT": "10112"}
-    assert slurm_task(nodes=nodes, **own) == ranks | own
-
-
-def test_concurrent_jobs_and_steps_meet_at_ports_of_their_own():
-    ports = {int(slurm_task(job, step)["MASTER_PORT"]) for job in range(900, 1000) for step in range(16)}
-    assert len(ports) == 1600
-    assert 10_000 <= min(ports) <= max(ports) < 30_000
+    assert slurm_task(nodes) == ranks | {"MASTER_ADDR": first, "MASTER_PORT": "10112"}
+    assert slurm_task(nodes, **own) == ranks | own
 
 
 # What a rank computes with.
@@ -205,10 +167,3 @@ def test_a_hung_rank_ends_the_run_long_before_the_timeout_of_a_message(recipe, t
     ((what, step),) = re.findall(r"error: another rank has ended, .*?: (.*?); last good step: (\d+);", err)
     assert what == "rank 1 has shown no sign of life for 6 s"
     assert int(step) in (num_steps(tmp_path) - 1, num_steps(tmp_path) - 2)
-
-
-def test_a_closed_connection_gives_the_same_line():
-    with pytest.raises(LostRankError) as broken, distributed.lost_ranks_reported(lambda: "last good step: 7"):
-        raise RuntimeError("Connection closed by peer")
-    missed = heartbeat.lost_rank_error("Connection closed by peer", "last good step: 7")
-    assert (str(missed), missed.exit_code) == (str(broken.value), broken.value.exit_code)

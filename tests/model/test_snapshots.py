@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-from faults import small_disk
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_runs import full_weights, make_batch, start_engine, train
@@ -29,7 +28,6 @@ from lezo_ds.model.snapshots import (
 pytestmark = pytest.mark.distributed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-STEPS = (2, 4)
 
 
 def whole_batch():
@@ -39,12 +37,12 @@ def whole_batch():
 
 
 def _train_and_save(model, root, dtype, num_ranks, max_file_bytes=None):
-    """Train, with a snapshot at each of STEPS and one step more; return what the snapshots must hold."""
+    """Train, with a snapshot after steps 2 and 4, and one step more; return what the snapshots must hold."""
     if max_file_bytes is not None:
         snapshots._MAX_FILE_BYTES = max_file_bytes
     engine = start_engine(model, dtype, num_ranks)
     records, weights, logits, digests = [], None, None, []
-    for step in STEPS:
+    for step in (2, 4):
         records += train(engine, step - engine.global_steps, num_ranks)
         assert engine.save_checkpoint(root) == snapshot_path(root, step)
         weights, logits = full_weights(engine), engine.forward(whole_batch())
@@ -72,34 +70,26 @@ def copied(saved, tmp_path):
     return tmp_path / "snapshots", held
 
 
-# What a snapshot is.
-
-
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_plain_transformers_opens_a_snapshot_and_gives_the_same_logits(saved, dtype):
-    root, (_, weights, logits, _) = saved[dtype]
-    model = AutoModelForCausalLM.from_pretrained(snapshot_path(root, 4)).eval()
+def test_plain_transformers_opens_a_snapshot_whose_manifest_names_its_files_and_digest(saved, dtype):
+    root, (_, weights, logits, digests) = saved[dtype]
+    directory = snapshot_path(root, 4)
+    manifest = read_manifest(directory)
+    assert (manifest["step"], manifest["digest"]) == (4, digests[1])
+    files = {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
+    assert set(manifest["files"]) == files - {MANIFEST}
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
     assert model.dtype == DTYPES[dtype]
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, weights[name]), name
     assert model.lm_head.weight is model.model.decoder.embed_tokens.weight
     with torch.no_grad():
         torch.testing.assert_close(model(**whole_batch().inputs).logits, logits)
-    low_bits = snapshot_path(root, 4) / LOW_BITS_DIRECTORY / "model-00001.safetensors"
+    low_bits = directory / LOW_BITS_DIRECTORY / "model-00001.safetensors"
     stored = load_file(low_bits) if low_bits.is_file() else {}
     assert {f"{name}.low" for name in stored} == {name for name in weights if name.endswith(".low")}
     assert bool(stored) == (dtype == "bf16")
     assert all(torch.equal(tensor, weights[f"{name}.low"]) for name, tensor in stored.items())
-
-
-def test_the_manifest_names_every_file_the_step_and_the_digest(saved):
-    root, (_, _, _, digests) = saved["bf16"]
-    directory = snapshot_path(root, 4)
-    manifest = read_manifest(directory)
-    files = {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
-    assert set(manifest["files"]) == files - {MANIFEST}
-    assert (manifest["step"], manifest["digest"]) == (4, digests[1])
-    assert {"config.json", "model.safetensors.index.json", "low_bits/model-00001.safetensors"} <= files
 
 
 def test_weights_are_split_over_files_of_limited_size(opt_directory, tmp_path):
@@ -112,19 +102,11 @@ def test_weights_are_split_over_files_of_limited_size(opt_directory, tmp_path):
     assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
 
 
-# Damage.
-
-
 def _flip_a_byte(directory):
     path = next(directory.glob("model-*.safetensors"))
     data = bytearray(path.read_bytes())
     data[-7] ^= 1
     path.write_bytes(data)
-
-
-def _cut(directory):
-    path = next(directory.glob("model-*.safetensors"))
-    path.write_bytes(path.read_bytes()[:-1])
 
 
 def _change_manifest(directory, **changes):
@@ -134,11 +116,8 @@ def _change_manifest(directory, **changes):
 
 DAMAGES = {
     "a flipped bit": _flip_a_byte,
-    "a cut file": _cut,
     "a missing file": lambda directory: (directory / "config.json").unlink(),
-    "no manifest": lambda directory: (directory / MANIFEST).unlink(),
     "half a manifest": lambda directory: (directory / MANIFEST).write_text('{"files": {'),
-    "a manifest without files": lambda directory: (directory / MANIFEST).write_text('{"step": 4}'),
     "not yet renamed": lambda directory: directory.rename(directory.with_name(f".{directory.name}.tmp")),
 }
 
@@ -192,40 +171,6 @@ def test_only_the_snapshots_of_a_run_belong_to_it(tmp_path, caplog):
     assert "step-00000002 belongs to another run" in caplog.text
 
 
-def _save_again_and_where_it_cannot(model, root, blocked):
-    engine = start_engine(model, num_ranks=2)
-    before = full_weights(engine)["model.decoder.final_layer_norm.weight"]
-    engine.save_checkpoint(root, 4)
-    try:
-        engine.save_checkpoint(blocked / "snapshots")
-    except LezoError as error:
-        # Nobody hangs, and the weights are as they were.
-        after = full_weights(engine)["model.decoder.final_layer_norm.weight"]
-        return str(error), torch.equal(before, after)
-
-
-def test_a_snapshot_replaces_its_like_and_one_for_which_there_is_no_room_is_an_error_that_leaves_nothing(
-    copied, opt_directory, tmp_path
-):
-    root, _ = copied
-    _cut(snapshot_path(root, 4))
-    shutil.copytree(snapshot_path(root, 2), root / ".step-00000004.tmp")  # left by a killed run
-    with small_disk(tmp_path / "disk", "128k") as disk:
-        results = run_ranks(_save_again_and_where_it_cannot, 2, opt_directory, root, disk)
-        assert list((disk / "snapshots").iterdir()) == []
-    for message, unchanged in results:
-        assert "cannot be written" in message and "No space left on device" in message
-        assert unchanged
-    stored = load_file(snapshot_path(root, 4) / "model-00001.safetensors")
-    base = load_file(opt_directory / "model.safetensors")
-    assert all(torch.equal(stored[name], base[name]) for name in base)
-    assert snapshot_steps(root) == [2, 4]
-    assert read_manifest(snapshot_path(root, 4))["step"] == 0
-
-
-# Which are kept.
-
-
 WEIGHTS = "model.safetensors"
 
 
@@ -240,13 +185,10 @@ def write_small_snapshot(root, step):
 @pytest.mark.parametrize(
     ("damaged", "keep", "protected", "left"),
     [
-        ([], 1, (), [30]),
         ([], 2, (), [20, 30]),
-        ([], 9, (), [10, 20, 30]),
         ([], 1, (10,), [10, 30]),
         ([30], 1, (), [20, 30]),
         ([20, 30], 1, (), [10, 30]),
-        ([30], 1, (10,), [10, 30]),
         ([10, 20, 30], 1, (), [30]),
     ],
 )

@@ -1,20 +1,17 @@
 import errno
 import json
-import math
 import multiprocessing
 import os
 import random
-import re
 import resource
 import threading
 import zlib
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from lezo_ds.errors import JournalError, UserError
-from lezo_ds.journal import EvaluationRecord, Header, Journal, read_journal, step_checksums
+from lezo_ds.journal import EvaluationRecord, Header, Journal, read_journal
 from lezo_ds.zo.records import StepRecord
 
 FORK = multiprocessing.get_context("fork")
@@ -88,16 +85,13 @@ def test_the_lines_of_format_1_never_change(path):
     ]
 
 
-def test_a_reopened_journal_continues_as_an_uninterrupted_one(path, monkeypatch):
+def test_a_reopened_journal_continues_as_an_uninterrupted_one(path):
     records = some_records(9)
     data = write_journal(path.with_name("undisturbed"), records)
     write_journal(path, [])
-    monkeypatch.chdir(path.parent)
     for record in records:
-        with Journal.open(Path(path.name)) as journal:
-            monkeypatch.chdir("/")
+        with Journal.open(path) as journal:
             journal.append(record)
-        monkeypatch.chdir(path.parent)
     assert path.read_bytes() == data
     assert read_journal(path) == (HEADER, records)
     with Journal.open(path) as journal:
@@ -111,31 +105,6 @@ def test_a_journal_is_created_once_and_appears_with_its_header(path):
     with pytest.raises(UserError, match="already exists"):
         Journal.create(path, HEADER)
     assert path.read_bytes() == data
-    with pytest.raises(UserError, match="cannot be read"):
-        Journal.open(path.with_name("missing"))
-    with pytest.raises(JournalError, match="cannot be written"):
-        Journal.create(path.parent / "missing" / path.name, HEADER)
-
-
-def test_a_number_that_is_not_finite_is_refused():
-    with pytest.raises(ValueError, match="not finite"):
-        EvaluationRecord(0, "dev", 1.0, {"accuracy": math.nan})
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        replace(HEADER, config={"train": {"learning_rate": math.inf}})
-
-
-def test_records_out_of_order_are_refused_and_leave_no_trace(path):
-    write_journal(path, [EvaluationRecord(0, "dev", 1.0, {}), step_record(0), step_record(1)])
-    with Journal.open(path) as journal:
-        data = path.read_bytes()
-        for step in (-1, 1, 3):
-            with pytest.raises(ValueError, match=f"its step is {step}, the next one is 2"):
-                journal.append(step_record(step))
-        with pytest.raises(ValueError, match="evaluates after 3 steps, 2 are recorded"):
-            journal.append(EvaluationRecord(3, "dev", 0.5, {}))
-        assert path.read_bytes() == data
-        journal.append(EvaluationRecord(1, "test", 0.5, {}))
-        journal.append(step_record(2))
 
 
 def test_a_journal_cut_at_every_byte_keeps_its_complete_records_and_can_be_completed(path, caplog):
@@ -192,12 +161,10 @@ def test_a_line_that_is_missing_doubled_moved_or_of_another_run_is_noticed(path)
     previous = int(header[-11:-3], 16)
     for lines, damaged in [
         ([header, second, third], 2),
-        ([header, first, third], 3),
         ([header, first, first, second], 3),
         ([header, first, other[2]], 3),
         ([first, second], 1),
         ([header, first.replace(b"\n", b"\r\n")], 2),
-        ([header, with_crc(json.loads(header), previous)], 2),
         ([header, with_crc({"kind": "new"}, previous)], 2),
         ([header, with_crc({"kind": "step", "step": 0}, previous)], 2),
         ([header, with_crc({**json.loads(first), "lr": "low"}, previous)], 2),
@@ -205,18 +172,6 @@ def test_a_line_that_is_missing_doubled_moved_or_of_another_run_is_noticed(path)
         path.write_bytes(b"".join(lines))
         with pytest.raises(JournalError, match=f"line {damaged} is damaged"):
             read_journal(path)
-
-
-def test_the_damage_error_names_the_valid_prefix_with_which_the_run_goes_on(path):
-    data = write_journal(path, [step_record(step) for step in range(5)])
-    lines = data.splitlines(keepends=True)
-    path.write_bytes(data.replace(lines[4], lines[4].replace(b"step", b"stop")))
-    with pytest.raises(JournalError, match=r"line 5 .*checksum does not match; last valid step: 2") as caught:
-        Journal.open(path)
-    assert caught.value.exit_code == 3
-    num_valid = int(re.search(r"its first (\d+) bytes", str(caught.value))[1])
-    path.write_bytes(path.read_bytes()[:num_valid])
-    assert read_journal(path)[1] == [step_record(step) for step in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -339,12 +294,6 @@ def test_a_file_that_another_process_changed_or_replaced_is_left_alone(path):
         path.write_bytes(data)
         with pytest.raises(JournalError, match="changed by another process"):
             theirs.cut(1)
-
-
-def test_a_checksum_for_each_number_of_steps_is_that_of_the_line(path):
-    lines = [json.loads(line) for line in write_journal(path, some_records(9)).splitlines()]
-    expected = [line["crc"] for line in lines if line["kind"] != "evaluation"]
-    assert step_checksums(*read_journal(path)) == tuple(expected)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 4, 12])
