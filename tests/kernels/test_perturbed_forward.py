@@ -6,12 +6,10 @@ import copy
 
 import pytest
 import torch
-from operators import Operators
 from peft import LoraConfig, get_peft_model
 from tiny_models import FAMILIES, MIXTURES, NUM_BLOCKS, VOCABULARY, tiny_model, tunable
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.pytorch_utils import Conv1D
 
@@ -41,7 +39,6 @@ def blocks_of(model):
 
 
 def in_blocks(model):
-    """The names of the parameters in the blocks."""
     layout = find_blocks(model)
     return {name for name, _ in model.named_parameters() if layout.block_of(name) < layout.num_blocks}
 
@@ -98,7 +95,6 @@ def run(perturbed, model, batch, change=None):
 
 
 def expected_logits(model, trainable, batch, change):
-    """The reference's logits at each probe, which runs alone."""
     singles = [Perturbation((probe,), change.dropped_layers) for probe in change.probes]
     return [plain_logits(reference(model, trainable, single), batch) for single in singles]
 
@@ -158,17 +154,6 @@ def test_frozen_parameters_are_not_perturbed(family):
     assert_equal_to_rounding(run(perturbed, model, batch, perturbation(BOTH)), expected)
 
 
-@pytest.mark.parametrize("family", ["opt", "gemma2"])
-@pytest.mark.parametrize("selection", [None, SELECTIONS["some entries"]])
-def test_a_pass_runs_any_list_of_probes_and_each_as_if_alone(family, selection):
-    model, batch = tiny_model(family), token_batch(selection)
-    probes = tuple(KeyedProbe(*probe) for probe in ((7, 0.03), (8, -0.05), (7, -0.03), (9, 0.0), (8, 0.1)))
-    change = Perturbation(probes, frozenset({1}))
-    expected = expected_logits(model, tunable(model), batch, change)
-    perturbed = PerturbedForward(model, tunable(model), NOISE)
-    assert_equal_to_rounding(run(perturbed, model, batch, change), expected)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pass_of_any_number_of_pairs_gives_the_bits_of_passes_of_one_pair(family):
     model = tiny_model(family, torch.bfloat16)
@@ -216,21 +201,6 @@ def test_a_block_perturbed_at_once_gives_the_same_bits_with_one_call(family):
     assert len(noise.calls) > 4 * NUM_BLOCKS
 
 
-def test_a_perturbed_block_in_16_bits_launches_33_kernels_and_stacks_six_biases():
-    num_launches = []
-    for num_layers in (1, 2):
-        config, _ = FAMILIES["opt"]
-        config = type(config)(**{**config.to_dict(), "num_hidden_layers": num_layers, "use_cache": False})
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-        perturbed = PerturbedForward(model, tunable(model), NOISE)
-        run(perturbed, model, token_batch(), perturbation(BOTH))
-        with Operators() as operators:
-            run(perturbed, model, token_batch(), perturbation(BOTH))
-        num_launches.append(operators.count)
-    # The copies of biases lie next to each other where a block is perturbed at once, and need no stacking.
-    assert num_launches[1] - num_launches[0] == 33 + 6
-
-
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [*((family, torch.bfloat16) for family in FAMILIES if family not in MIXTURES), ("opt", torch.float16)],
@@ -254,7 +224,7 @@ def test_in_16_bits_errors_are_those_of_a_plain_16_bit_forward(family, dtype):
 # The part of a pass that all probes share.
 
 
-@pytest.mark.parametrize(("dropped", "first"), [((1,), 0), ((0, 1), 2)])
+@pytest.mark.parametrize(("dropped", "first"), [((1,), 0), ((0, 1), 2), ((0, 1, 2), 0)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_blocks_before_the_first_perturbed_one_run_on_one_copy(family, dropped, first):
     model, batch, rows = tiny_model(family), token_batch(), []
@@ -286,17 +256,6 @@ def test_masks_and_selections_fit_the_copies_of_the_batch(family, rows, is_share
     assert_equal_to_rounding(run(perturbed, model, batch, change), expected)
 
 
-def test_with_all_blocks_dropped_and_nothing_else_trained_the_logits_do_not_move():
-    model, batch = tiny_model("opt"), token_batch()
-    plain = plain_logits(model, batch)
-    perturbed = PerturbedForward(
-        model, tunable(model, in_blocks(model)), NOISE, blocks_of(model), shares_start=True
-    )
-    for signs in (PLUS, BOTH):
-        change = perturbation(signs, range(NUM_BLOCKS))
-        assert_equal_to_rounding(run(perturbed, model, batch, change), [plain] * len(signs))
-
-
 # The output head.
 
 
@@ -313,24 +272,6 @@ def test_selected_logits_are_the_full_ones_indexed(family, tuned, selection):
         full = run(perturbed, model, token_batch(), change)
         selected = run(perturbed, model, token_batch(selection), change)
         assert_equal_to_rounding(selected, [select(logits, selection) for logits in full])
-
-
-@pytest.mark.parametrize("selection", SELECTIONS.values(), ids=SELECTIONS)
-def test_selected_logits_are_the_full_ones_indexed_in_bfloat16(selection):
-    model = tiny_model("phi", torch.bfloat16)  # its head has a bias
-    perturbed = PerturbedForward(model, tunable(model), NOISE)
-    for change in (None, perturbation(BOTH, (2,))):
-        full = run(perturbed, model, token_batch(), change)
-        for wanted, found in zip(full, run(perturbed, model, token_batch(selection), change), strict=True):
-            expected = select(wanted, selection).float()
-            # Two roundings to 8 bits, of the product and of the sum, stand against one or two.
-            torch.testing.assert_close(found.float(), expected, rtol=2**-6, atol=2**-6)
-
-
-def test_a_selection_from_a_model_without_a_head_is_refused():
-    model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(UserError, match="Sequential has no output head"):
-        run(PerturbedForward(model, {}, NOISE), model, token_batch(SELECTIONS["all entries"]))
 
 
 # Modules of unusual models.
@@ -436,17 +377,11 @@ def run_table(positions, sign):
     [
         lambda ids: torch.arange(ids.shape[1]),
         lambda ids: torch.arange(2 * ROWS),  # as long as the doubled batch, and still no batch
-        lambda ids: torch.zeros(7, 4, dtype=torch.int64),
     ],
 )
 def test_a_tensor_without_a_batch_dimension_is_refused_for_two_probes_with_the_way_out(positions):
     with pytest.raises(UserError, match=r"without a batch dimension.*zo\.probes_per_pass=1"):
         run_table(positions, BOTH)
-
-
-def test_a_tensor_without_a_batch_dimension_is_fine_for_one_probe():
-    (logits,) = run_table(lambda ids: torch.arange(ids.shape[1]), PLUS)
-    assert torch.equal(logits[0], logits[2])
 
 
 def test_a_tensor_shared_by_all_rows_is_repeated_for_each_copy():
@@ -493,66 +428,3 @@ def test_a_16_bit_product_adds_its_bias_in_float32(module):
     weight = exact["weight"].bfloat16()
     expected = (HIDDEN.view(-1, 16) @ (weight.t() if isinstance(module, nn.Linear) else weight)).float()
     assert torch.equal(plus, (expected + exact["bias"]).bfloat16().view(4, 5, 6))
-
-
-class Scaled(nn.Module):
-    """Owns a vector only, and a child that owns a matrix."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(6))
-        self.inner = nn.Linear(16, 6)
-
-    def forward(self, hidden):
-        return self.inner(hidden) * self.weight
-
-
-def test_a_16_bit_module_whose_children_need_16_bits_is_not_run_in_float32():
-    module = Scaled()
-    plus, exact = run_module(module, HIDDEN, only=("weight",), scale=0.1)
-    assert torch.equal(plus, module.inner(HIDDEN) * exact["weight"].bfloat16())
-
-
-# The estimate of the gradient.
-
-
-def z_scores(samples, expected):
-    """How many standard errors the mean of samples [K, ...] is away from what is expected."""
-    return (samples.mean(0) - expected) / (samples.std(0) / len(samples) ** 0.5)
-
-
-def test_the_estimate_is_unbiased_on_active_layers_and_independent_of_dropped_ones():
-    model, batch, scale, dropped = ToyModel(), token_batch(), 1e-3, (1,)
-    trainable = tunable(model)
-    perturbed = PerturbedForward(model, trainable, NOISE)
-    target = batch.inputs["input_ids"].roll(-1, 1)
-
-    def loss(logits):
-        return F.cross_entropy(logits.double().flatten(0, 1), target.flatten())
-
-    gradients = torch.autograd.grad(loss(model(**batch.inputs).logits), list(trainable))
-    gradient = torch.cat([part.flatten() for part in gradients]).double()
-    active = torch.cat([torch.full((p.numel(),), named.block != 1) for p, named in trainable.items()])
-    slopes, directions = [], []
-    for key in range(2500):
-        plus, minus = run(perturbed, model, batch, perturbation(BOTH, dropped, scale, key))
-        slopes.append((loss(plus) - loss(minus)) / (2 * scale))
-        z = [NOISE.draw(key, named.parameter_id, 0, p.numel(), CPU) for p, named in trainable.items()]
-        directions.append(torch.cat(z))
-    slopes, directions = torch.stack(slopes).detach(), torch.stack(directions).double()
-
-    own = gradient[active]
-    # Along the gradient itself, where a bias would show first.
-    along = slopes * (directions[:, active] @ own) / own.dot(own)
-    assert along.std() / len(along) ** 0.5 < 0.05
-    assert abs(float(z_scores(along, 1.0))) < 4
-    # And in every coordinate: squared z-scores have mean 1 if nothing but chance is in them.
-    assert (gradient[~active].abs() > 1e-4).any()
-    for chosen, expected in ((active, own), (~active, 0.0)):
-        scores = z_scores(slopes[:, None] * directions[:, chosen], expected)
-        assert scores.abs().max() < 6
-        assert 0.8 < scores.pow(2).mean() < 1.2
-    # For a loss that is linear at the scale of mu, E|g z'|^2 = (d' + 2) |gradient'|^2, with d' active
-    # parameters. That implies lemma 2 of LeZO (Wang et al. 2024): |gradient'|^2 <= 2 E|g z'|^2 + ....
-    squared = slopes.pow(2) * directions[:, active].pow(2).sum(1)
-    assert abs(float(z_scores(squared, (active.sum() + 2) * own.dot(own)))) < 4

@@ -14,7 +14,6 @@ from ranks import run_ranks
 from tiny_adapters import PREFIX_LENGTH, peft_config, start_engine, train, whole_batch, write_families
 from tiny_models import FAMILIES, VOCABULARY, tiny_model
 from tiny_runs import SEED, full_weights, write_model
-from tiny_runs import start_engine as start_plain_engine
 from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig
 
 from lezo_ds.config import PeftConfig
@@ -23,9 +22,8 @@ from lezo_ds.errors import UserError
 from lezo_ds.forward.adapters import load_prefix, make_adapter
 from lezo_ds.forward.adapters.lora import uniform
 from lezo_ds.forward.adapters.prefix import initial_ids
-from lezo_ds.forward.batch import GenerationSettings, MicroBatch
+from lezo_ds.forward.batch import GenerationSettings
 from lezo_ds.forward.blocks import find_blocks
-from lezo_ds.forward.perturbed_forward import KeyedProbe, Perturbation
 from lezo_ds.zo.keys import adapter_key
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -99,30 +97,12 @@ def test_lora_starts_at_the_model_adds_the_scaled_product_and_is_opened_by_peft(
         torch.testing.assert_close(opened.eval()(**batch).logits, logits)
 
 
-def test_the_models_own_parameters_are_frozen_and_keep_their_names():
-    model = tiny_model("opt")
-    before = {name: id(parameter) for name, parameter in model.named_parameters()}
-    adapter = make_adapter(peft_config("lora"))
-    adapter.attach(model, find_blocks(model))
-    names = {adapter.own_name(name): parameter for name, parameter in model.named_parameters()}
-    assert {name: id(names[name]) for name in before} == before
-    assert {name for name, p in names.items() if p.requires_grad} == names.keys() - before.keys()
-
-
-def test_a_whole_name_takes_one_module_and_the_end_of_a_name_all_of_them():
-    for targets, num_blocks in (("q_proj", 3), ("model.layers.1.mlp.up_proj", 1)):
-        model = tiny_model("llama")
-        make_adapter(PeftConfig(kind="lora", lora_targets=targets)).attach(model, find_blocks(model))
-        assert sum(parameter.requires_grad for parameter in model.parameters()) == 2 * num_blocks
-
-
-@pytest.mark.parametrize("targets", ["q_proj,nowhere", "self_attn", "proj", ",", "embed_tokens"])
+@pytest.mark.parametrize("targets", ["q_proj,nowhere", "proj", "embed_tokens"])
 def test_targets_that_match_nothing_or_no_linear_module_are_refused_with_those_there_are(targets):
     model = tiny_model("llama")
     adapter = make_adapter(PeftConfig(kind="lora", lora_targets=targets))
     with pytest.raises(UserError, match="some of down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj"):
         adapter.attach(model, find_blocks(model))
-    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 # Prefix tuning.
@@ -148,12 +128,6 @@ def _prefix(directory, family, dtype, num_ranks, root):
     first = values()
     train(engine, 3)
     logits, batch = engine.forward(whole_batch()), prompt_batch(PROMPTS, SETTINGS)
-    probes = (KeyedProbe(5, 0.3), KeyedProbe(5, -0.3))
-    with torch.no_grad():
-        both = engine.run(batch, Perturbation(probes, frozenset({0})))
-        each = [engine.run(batch, Perturbation((probe,), frozenset({0})))[0] for probe in probes]
-    for left, right in zip(both, each, strict=True):
-        assert dtype == "bf16" or left[:, : right.shape[1]].tolist() == right.tolist()
     return first, values(), logits, engine.forward(batch), engine.save_checkpoint(root)
 
 
@@ -211,54 +185,6 @@ def test_a_prefix_equals_keys_and_values_put_before_the_text_by_hand(family, tmp
         torch.testing.assert_close(model(**batch).logits, logits)
     with pytest.raises(UserError, match="does not fit"):
         load_prefix(tiny_model("llama" if family == "opt" else "opt"), snapshot)
-
-
-def _sliding_logits(directory):
-    engine = start_engine(directory, peft_config("prefix"))
-    batch = MicroBatch({"input_ids": torch.arange(3, 23).unsqueeze(0)}, 1)
-    first = engine.forward(batch)
-    for parameter in engine.weights.adapter_parameters:
-        with parameter.shard(write=True) as shard:
-            shard.mul_(2)
-    return first, engine.forward(batch)
-
-
-@pytest.mark.distributed
-def test_a_prefix_is_seen_past_a_sliding_window(tmp_path):
-    directory = write_families(["mistral"], tmp_path)["mistral"]  # its window: 8 tokens, 3 blocks
-    ((before, after),) = run_ranks(_sliding_logits, 1, directory)
-    assert ((before - after).abs().amax(-1) > 1e-3).all()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_prefix_lies_in_every_block_and_is_all_that_is_trained(family):
-    model = tiny_model(family)
-    layout, adapter = find_blocks(model), make_adapter(peft_config("prefix"))
-    if family == "gemma2":
-        with pytest.raises(UserError, match="needs sdpa attention, which Gemma2ForCausalLM does not use"):
-            adapter.attach(model, layout)
-        return
-    adapter.attach(model, layout)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert all(name.endswith((".prefix.key", ".prefix.value")) for name in trained)
-    assert [layout.block_of(name) for name in trained] == [0, 0, 1, 1, 2, 2]
-    heads = 4 if family in ("opt", "opt_projected", "gpt_neox", "gpt2", "phi") else 2
-    assert {p.shape for p in trained.values()} == {(heads, PREFIX_LENGTH, 4)}
-
-
-# Both.
-
-
-def _bases(directory):
-    adapters = [start_engine(directory, peft_config(kind)).base for kind in ("lora", "prefix")]
-    return start_plain_engine(directory).base, adapters
-
-
-@pytest.mark.distributed
-def test_the_fingerprint_is_the_base_models_and_the_table_holds_the_adapters_names(opt_directory):
-    ((plain, bases),) = run_ranks(_bases, 1, opt_directory)
-    assert {base.fingerprint for base in bases} == {plain.fingerprint}
-    assert len({plain.table_hash, *(base.table_hash for base in bases)}) == 3
 
 
 def _first_values_of_another_machine(directory, root, num_ranks):

@@ -1,8 +1,4 @@
-"""Models of every family are trained, validated and tested by the same command, on two ranks.
-
-The loss is a function of what the model writes, so that the ranks, of which one has fewer prompts, write
-answers that end at different lengths, for both signs of every step and at every evaluation.
-"""
+"""Models of every family are trained, validated and tested by the same command, on two ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ import torch
 from assets import REPOSITORY
 from commands import run_forked_well
 from ranks import run_ranks
-from safetensors import safe_open
 from tiny_adapters import start_engine, train
 from tiny_models import FAMILIES, MIXTURES
 from tiny_runs import full_weights, write_model
@@ -29,7 +24,6 @@ from lezo_ds.data.splits import load_splits
 from lezo_ds.journal import EvaluationRecord, read_journal
 from lezo_ds.model.snapshots import snapshot_path
 from lezo_ds.tasks import TASKS
-from lezo_ds.tasks.metrics import best_f1
 from lezo_ds.zo.records import StepRecord
 
 pytestmark = pytest.mark.distributed
@@ -45,14 +39,8 @@ SIZES = {"num_train": 12, "num_dev": 4, "num_test": 7}
 BOS, NEWLINE, EOS = 0, 4, 2
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_tasks(tmp_path_factory.mktemp("data"))
-
-
 @torch.no_grad()
 def written(model, tokenizer, prompt, adds_bos):
-    """Return the tokens a plain model writes behind a prompt, one at a time, without a cache."""
     ids = [BOS] * adds_bos + tokenizer(prompt, add_special_tokens=False).input_ids
     new = []
     while len(new) < 50 and not {EOS, NEWLINE} & set(new):
@@ -62,15 +50,13 @@ def written(model, tokenizer, prompt, adds_bos):
 
 @reward
 def characters(answers, records):
-    """The sum of an answer's characters, by their numbers."""
     return [float(sum(map(ord, answer))) for answer in answers]
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_a_family_trains_under_the_same_command_and_writes_what_plain_transformers_does(
-    family, data, tmp_path
-):
+def test_a_family_trains_under_the_same_command_and_writes_what_plain_transformers_does(family, tmp_path):
     directory, run_dir = write_writer(tmp_path / "model", family, **MODELS[family]), tmp_path / "run"
+    data = write_tasks(tmp_path / "data")
     keys = [
         *(f"run_dir={run_dir}", f"model.path={directory}", "model.dtype=fp32", f"deepspeed={DS_CONFIG}"),
         *("data.task=squad", f"data.path={data / 'squad'}", f"data.max_length={NUM_POSITIONS}"),
@@ -93,16 +79,10 @@ def test_a_family_trains_under_the_same_command_and_writes_what_plain_transforme
         tokens = [written(model, tokenizer, e.prompt, MODELS[family]["adds_bos"]) for e in examples]
         assert len(set(map(len, tokens))) > 1
         answers = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in tokens]
-        scores = [best_f1(answer, e.references) for answer, e in zip(answers, examples, strict=True)]
         assert found.loss == pytest.approx(-np.mean(characters(answers, None)), rel=1e-6)
-        assert found.metrics["f1"] == pytest.approx(sum(scores) / len(scores), rel=1e-12)
-
-
-# Mixtures of experts: ranks whose tokens choose other experts stay in step.
 
 
 def _train_mixture(directory, root, num_ranks):
-    """Return records, digest, weights, and the experts that each pass of this rank chose."""
     engine = start_engine(directory, None, "bf16", num_ranks, probes_per_pass=1)
     chosen = []
     router = engine.module.model.layers[0].mlp.gate
@@ -118,11 +98,8 @@ def test_a_mixture_of_experts_trains_alike_on_one_and_two_ranks_and_is_stored_as
     config.num_local_experts = config.num_experts = 64  # the tokens of a pass cannot choose all of them
     config.num_experts_per_tok = 1
     directory = write_model(config, tmp_path / "model", torch.bfloat16)
-    with safe_open(directory / "model.safetensors", "pt") as stored:
-        assert sum(".experts.63." in name for name in stored.keys()) == 3 * 3  # noqa: SIM118
     (alone,) = run_ranks(_train_mixture, 1, directory, tmp_path, 1)
     first, second = run_ranks(_train_mixture, 2, directory, tmp_path, 2)
-    # If a rank ran only the chosen experts, as modules of their own, ranks would gather other weights.
     assert len(first[3]) == len(second[3]) > 0
     assert any(mine != others for mine, others in zip(first[3], second[3], strict=True))
     for records, digest, _, _ in (first, second):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from dataclasses import replace
 
@@ -14,9 +13,9 @@ from assets import write_records
 from golden_tasks import GOLDEN
 
 from lezo_ds.config import DataConfig
-from lezo_ds.data.splits import MAX_CHARACTERS, draw_demonstrations, load_splits, with_demonstrations
+from lezo_ds.data.splits import draw_demonstrations, load_splits, with_demonstrations
 from lezo_ds.data.tables import read_source
-from lezo_ds.errors import HubError, UserError
+from lezo_ds.errors import UserError
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.custom import Description, make_task
 
@@ -83,22 +82,17 @@ def test_tables_hold_text_only_and_lines_are_known(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("none.csv", None, "which is not a file"),
-        ("a.xlsx", b"x", "name a file that ends in .csv"),
-        ("a.csv", b"", "lacks the names of columns"),
         ("a.csv", b"text,topic\nx,bug\n\xff\xfe,bug\n", "UnicodeDecodeError"),
         ("a.csv", b"text,topic\nx,bug\n\ny\n", "line 4 has 1 values for 2 columns"),
         ("a.csv", b'text,topic\n"x\ny",bug\ny,bug,z', "line 4 has 3 values for 2 columns"),
         ("a.csv", b'text,topic\n"x,bug', "unexpected end of data"),
-        ("a.json", b'[{"text": "x"}, 3]', "row 2 is not a JSON object"),
         ("a.jsonl", b'{"text": "x"}\n{"text"\n', "line 2 is not JSON"),
         ("a.jsonl", b"[" * 100_000, "cannot be read"),
         ("a.parquet", b"x", "cannot be read"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_in_one_line(name, content, message, tmp_path):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message) as error:
         load_own(tmp_path / name)
     assert name in str(error.value)
@@ -129,14 +123,6 @@ def test_nested_records_are_the_same_from_the_hub_from_parquet_and_from_json_lin
     assert on_hub.records == (record,) * 3
 
 
-def test_a_split_of_the_hub_that_cannot_be_reached_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    with pytest.raises(HubError, match=r"cannot load stanfordnlp/none \(plain\).*set data.train to a file"):
-        load_own("stanfordnlp/none/plain:train")
-    with pytest.raises(HubError, match=r"cannot load nyu-mll/glue \(sst2\).*set data.path to a directory"):
-        load_splits(SST2, DataConfig())
-
-
 # Checks of records.
 
 
@@ -144,20 +130,9 @@ def test_a_split_of_the_hub_that_cannot_be_reached_is_named(tmp_path, monkeypatc
     ("name", "change", "message"),
     [
         ("sst2", {"sentence": "half \ud83d of one"}, "field sentence .* has half of a character"),
-        (
-            "sst2",
-            {"sentence": "x" * (MAX_CHARACTERS + 1)},
-            "field sentence .* has more than 1000000 characters",
-        ),
         ("sst2", {"label": True}, "field label .* is True, not of type int"),
-        ("sst2", {"label": -1}, "has the label -1, not 0 to 1"),
         ("squad", {"answers": {"text": ["Rain", None]}}, r"answers\.text of record 2 .* type list\[str\]"),
         ("squad", {"answers": ["Rain"]}, r"has no field answers\.text, only \['Rain'\]"),
-        (
-            "copa",
-            {"question": "why"},
-            "does not fit the task: field question=why is neither effect nor cause",
-        ),
     ],
 )
 def test_a_record_that_cannot_be_used_is_one_line_with_its_file_and_number(name, change, message, tmp_path):
@@ -169,28 +144,11 @@ def test_a_record_that_cannot_be_used_is_one_line_with_its_file_and_number(name,
     assert len(str(error.value)) < 1000
 
 
-@pytest.mark.parametrize(
-    ("records", "message"),
-    [
-        ([{"txt": "x", "topic": "bug"}], r"record 1 .*a.jsonl line 1\) has no field text.*did you mean txt"),
-        ([{"text": "x", "topic": "bgu"}], "field topic is 'bgu', which is none of .*did you mean bug"),
-        ([{"text": None, "topic": "bug"}], "field text is null, not text or a number"),
-        ([{"text": "x", "topic": ""}] * 2, "none of the 2 records .* has an answer"),
-        ([{"text": "x", "topic": "bug"}], "leaves 0 records to train on"),
-    ],
-)
-def test_records_of_ones_own_are_checked(records, message, tmp_path):
-    write_records(tmp_path / "a.jsonl", records)
-    with pytest.raises(UserError, match=message):
-        load_own(tmp_path / "a.jsonl")
-
-
 def test_records_without_an_answer_are_left_out_with_one_warning_a_split(tmp_path, caplog):
     record = golden_record("squad")
     write_both(tmp_path, [record, record | {"answers": {"text": []}}, record], [record])
     assert load(tmp_path, TASKS["squad"], num_train=1, num_dev=1).records == (record, record)
-    text = "1 of 3 records of the train split of squad have no right answer and are left out"
-    assert caplog.messages == [text]
+    assert len(caplog.messages) == 1
 
 
 # Splits.
@@ -222,19 +180,9 @@ def test_tasks_get_their_published_sizes(name, num_train, num_validation, clean,
     assert ("54 training examples instead of 1000" in caplog.text) == (name == "wsc")
 
 
-@pytest.mark.parametrize(("protocol", "num_records"), [("clean", 1499), ("mezo", 500)])
-def test_too_few_records_are_refused(protocol, num_records, tmp_path):
-    write_both(tmp_path, reviews(num_records), reviews(10))
-    with pytest.raises(UserError, match=rf"{num_records} training records, too few for 1000 \+ 500"):
-        load(tmp_path, protocol=protocol)
-
-
-def test_own_splits_are_drawn_by_seed_without_overlap_and_the_log_says_so(tmp_path, caplog):
+def test_own_splits_are_drawn_by_seed_without_overlap(tmp_path):
     write_records(tmp_path / "t.jsonl", RECORDS * 5)
-    with caplog.at_level(logging.INFO):
-        loaded = load_own(tmp_path / "t.jsonl", seed=4)
-    assert "data.test is not set" in caplog.text
-    assert "data.validation is not set" in caplog.text
+    loaded = load_own(tmp_path / "t.jsonl", seed=4)
     drawn = [set(rows(split)) for split in (loaded.train, loaded.dev, loaded.test)]
     assert [len(part) for part in drawn] == [60, 20, 20]
     assert set.union(*drawn) == set(range(100))
@@ -281,7 +229,3 @@ def test_demonstrations_stand_before_dev_and_test_stripped_with_a_blank_line_aft
     for question, drawn in zip(shown.test, mezo_draws(7, 24, 2), strict=True):
         assert question.demonstrations == solved([SST2.build_example(reviews(24)[row], row) for row in drawn])
     assert all(solved([question]) not in question.demonstrations for question in shown.dev)
-    for protocol, available in (("clean", 12), ("mezo", 23)):
-        changed = replace(data, protocol=protocol, num_demonstrations=available + 1)
-        with pytest.raises(UserError, match=f"more than the {available} examples"):
-            with_demonstrations(SST2, changed, loaded)

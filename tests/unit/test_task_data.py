@@ -7,13 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from assets import write_records
-from tiny_tasks import NUM_POSITIONS, task_config, write_tasks, write_writer
-from transformers import AutoTokenizer
+from tiny_tasks import task_config, write_tasks, write_writer
 
 from lezo_ds.data.batches import batch_indices
 from lezo_ds.data.objectives import reward
 from lezo_ds.data.task_data import load_task_data
-from lezo_ds.errors import UserError
 
 
 @reward
@@ -38,7 +36,6 @@ def load(assets, task, data="data", **changes):
 
 
 def text(data, ids):
-    """Return the text of token ids; the first is the BOS."""
     assert ids[0] == 0
     return data.tokenizer.decode(ids[1:])
 
@@ -89,14 +86,6 @@ def test_prompts_are_encoded_for_the_splits_that_are_answered_only_and_leave_roo
     assert load(assets, "copa").test.prompts == ()
 
 
-def test_in_context_learning_shows_solved_examples_before_questions_only(assets):
-    data = load(assets, "squad", method="icl", data__num_demonstrations=1)
-    first = data.train.examples[0]
-    shown = f"{(first.prompt + first.candidates[0]).strip()}\n\n"
-    assert all(text(data, ids).startswith(shown) for ids in (*data.dev.prompts, *data.test.prompts))
-    assert not first.demonstrations
-
-
 @pytest.mark.parametrize("method", ["zero_shot_sfc", "icl_sfc"])
 def test_null_prompts_have_the_demonstrations_of_the_method(assets, method):
     data = load(assets, "record", method=method, data__num_demonstrations=1)
@@ -108,12 +97,9 @@ def test_null_prompts_have_the_demonstrations_of_the_method(assets, method):
     assert data.train.null_encoded == load(assets, "record").test.null_encoded == ()
 
 
-SPACED = "\n\t\u00a0 \u3000"
-
-
 @pytest.mark.parametrize("protocol", ["clean", "mezo"])
 def test_mezos_protocol_strips_texts_and_cuts_gold_answers_earlier(assets, tmp_path, protocol):
-    record = {"premise": f"{SPACED}It rains.", "hypothesis": "it is wet", "label": 0}
+    record = {"premise": "\n\t\u00a0 \u3000It rains.", "hypothesis": "it is wet", "label": 0}
     for split in ("train", "validation"):
         write_records(tmp_path / "rte" / f"{split}.jsonl", [record] * 24)
     rte = load_task_data(task_config(assets / "writer", tmp_path, "rte", data__protocol=protocol))
@@ -162,30 +148,3 @@ def test_a_fingerprint_depends_on_tokens_and_on_records_that_the_objective_reads
             prints.append(load_task_data(config).dev.fingerprint())
     assert prints[0] == prints[2]
     assert prints[1] != prints[3]
-
-
-@pytest.mark.parametrize(
-    ("task", "changes", "message"),
-    [
-        ("squad", {"method": "adamw", "train__objective": "f1"}, "adamw cannot use train.objective=f1"),
-        ("squad", {"method": "zero_shot_sfc"}, "need a task with candidates"),
-        ("copa", {"data__metric": "reward"}, "data.metric=reward needs a reward"),
-        (
-            "squad",
-            {"method": "icl", "data__num_demonstrations": 12, "data__max_length": NUM_POSITIONS + 200},
-            f"an input has {NUM_POSITIONS + 200} tokens, and the model has {NUM_POSITIONS} positions",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused(assets, task, changes, message):
-    with pytest.raises(UserError, match=message):
-        load(assets, task, **changes)
-
-
-def test_a_token_that_the_models_embedding_lacks_is_refused(assets, tmp_path):
-    model = write_writer(tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.add_tokens(["What of"])
-    tokenizer.save_pretrained(model)
-    with pytest.raises(UserError, match=r"the tokenizer writes 'What of', id .* and the model has \d+ ids"):
-        load_task_data(task_config(model, assets / "data", "squad"))

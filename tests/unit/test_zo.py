@@ -13,12 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lezo_ds.errors import UserError
 from lezo_ds.zo.adalezo import AdaLezo
 from lezo_ds.zo.estimators import ESTIMATORS, Spsa, mean_losses
 from lezo_ds.zo.keys import direction_key, layer_order, step_key
-from lezo_ds.zo.layers import LAYER_POLICIES, Fixed, Uniform
-from lezo_ds.zo.passes import passes_of_step
+from lezo_ds.zo.layers import Fixed, Uniform
 from lezo_ds.zo.records import StepRecord
 from lezo_ds.zo.schedules import SCHEDULES, LearningRates
 from lezo_ds.zo.updates import step_updates, updates_of_parameter
@@ -137,19 +135,6 @@ def test_estimates_point_along_the_gradient_on_average_and_are_unbiased_or_norma
         assert np.sqrt((scores**2).mean()) < 1.96  # above it once in a thousand times
 
 
-def test_too_few_directions_are_refused():
-    with pytest.raises(UserError, match=r"zo.directions=3 is too few: this estimator needs 4; fix"):
-        ESTIMATORS["fzoo"](1e-3, 3)
-
-
-@given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 9))
-def test_passes_run_every_probe_of_every_micro_batch_once(num_micro_batches, num_probes, probes_per_pass):
-    passes = passes_of_step(num_micro_batches, num_probes, probes_per_pass)
-    run = [(one.micro_batch, probe) for one in passes for probe in one.probes]
-    assert run == [(batch, probe) for batch in range(num_micro_batches) for probe in range(num_probes)]
-    assert len(passes) == num_micro_batches * -(-num_probes // probes_per_pass)
-
-
 # Updates.
 
 
@@ -202,23 +187,6 @@ def test_the_learning_rates_of_each_schedule_are_these():
 
 
 # Layer policies.
-
-
-@pytest.mark.parametrize("name", LAYER_POLICIES)
-@pytest.mark.parametrize("num_dropped", range(NUM_LAYERS))
-def test_a_policy_drops_sorted_blocks_of_the_model_and_is_pure(name, num_dropped):
-    policy, records = LAYER_POLICIES[name](NUM_LAYERS, num_dropped), make_records(30)
-    for step in range(30):
-        sample = policy.sample(3, records[:step])
-        assert list(sample.dropped) == sorted(set(sample.dropped))
-        if name == "adalezo":  # which draws groups, with replacement
-            assert set(sample.dropped) < set(range(NUM_LAYERS + 2))
-            assert len(sample.weights) == NUM_LAYERS + 2
-        else:
-            assert len(sample.dropped) == num_dropped
-            assert set(sample.dropped) <= set(range(NUM_LAYERS))
-            assert sample.weights == ()
-        assert LAYER_POLICIES[name](NUM_LAYERS, num_dropped).sample(3, records[:step]) == sample
 
 
 def test_uniform_samples_are_the_recorded_ones():
@@ -290,26 +258,3 @@ def test_adalezo_keeps_a_draw_for_an_interval_and_continues_its_averages_from_an
     assert len(set(samples)) > 4
     for step in (29, 3, 17):  # as after a resumption, and backwards
         assert policy.sample(5, records[:step]) == samples[step]
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.tuples(st.floats(-1e300, 1e300))), max_size=30))
-def test_adalezo_bounds_the_factors_whatever_the_gradients_are(gradients):
-    sample = AdaLezo(num_layers=4, num_dropped=1, trains_outside=False, clip=4.0).sample(
-        0, adalezo_records(gradients)
-    )
-    assert all(0 <= weight <= 3 * 4.0 for weight in sample.weights)
-
-
-@pytest.mark.parametrize(
-    ("policy", "options", "message"),
-    [
-        ("fixed", {"blocks": "0,1"}, r"does not name 3 of the model's 5 blocks.*fix: set zo.sparsity=0.6"),
-        ("fixed", {"blocks": "3-5"}, "different blocks from 0 to 4"),
-        ("fixed", {"blocks": "1,1,2"}, "different blocks"),
-        ("fixed", {"blocks": "one"}, "different blocks"),
-        ("adalezo", {"gamma": 0.0}, "out of range"),
-    ],
-)
-def test_an_option_of_a_layer_policy_that_does_not_fit_is_refused(policy, options, message):
-    with pytest.raises(UserError, match=message):
-        LAYER_POLICIES[policy](num_layers=5, num_dropped=2, **options)
