@@ -17,12 +17,14 @@ from pathlib import Path
 import pytest
 from assets import REPOSITORY
 from commands import TIMEOUT_SECONDS, Finished, environment
+from run_ends import num_steps, results_of
 
 ADDRESSES = {"lezo1": "10.77.0.1", "lezo2": "10.77.0.2"}
-"""Name and address of each host, on a network that nothing outside can reach."""
 
 UNSHARE = ("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child")
 PATIENCE_SECONDS = 300
+SHORT = ("train.steps=8", "train.eval_every=4")
+LONG = ("train.steps=200", "train.eval_every=50", "train.snapshot_every=20")
 
 
 def require_programs(programs, advice):
@@ -48,8 +50,6 @@ def require_hosts():
 
 @dataclass(frozen=True)
 class Host:
-    """A host: commands run on it with `run`."""
-
     name: str
     pid: int
 
@@ -60,14 +60,12 @@ class Host:
         return [*enter, "env", "--ignore-environment", f"--chdir={REPOSITORY}", *settings, *map(str, command)]
 
     def run(self, command, timeout=TIMEOUT_SECONDS, **variables):
-        """Run a command on this host to its end."""
         done = subprocess.run(
             self.command(command, **variables), capture_output=True, text=True, timeout=timeout
         )
         return Finished(done.returncode, done.stdout, done.stderr)
 
     def run_well(self, command, **variables):
-        """Run a command on this host, assert that it went well, and return what it printed."""
         finished = self.run(command, **variables)
         assert finished.code == 0, f"{command}: {finished.out[-3000:]}\n{finished.err[-3000:]}"
         return finished.out
@@ -81,12 +79,7 @@ def _environment(**variables):
 
 @contextmanager
 def two_hosts(directory: Path, mounts: dict[str, str] | None = None) -> Iterator[list[Host]]:
-    """Make the hosts of ADDRESSES; all that runs on them is killed at the end.
-
-    Args:
-        directory: for their files.
-        mounts: files that the hosts see with another content than this machine.
-    """
+    """Start the hosts of ADDRESSES; `mounts` are files that only they see with this content."""
     require_hosts()
     names = "".join(f"{address} {name}\n" for name, address in ADDRESSES.items())
     contents = {"/etc/hosts": f"127.0.0.1 localhost\n{names}", **(mounts or {})}
@@ -119,21 +112,21 @@ def _host(name, directory, contents):
 
 def _connect(hosts):
     first, second = hosts
-    subprocess.run(
-        [
-            *("ip", "link", "add", "eth0", "netns", str(first.pid), "type", "veth"),
-            *("peer", "name", "eth0", "netns", str(second.pid)),
-        ],
-        check=True,
-    )
+    cable = ["ip", "link", "add", "eth0", "netns", str(first.pid), "type", "veth"]
+    subprocess.run([*cable, "peer", "name", "eth0", "netns", str(second.pid)], check=True)
     for host in hosts:
         host.run_well(["ip", "address", "add", f"{ADDRESSES[host.name]}/24", "dev", "eth0"])
         host.run_well(["ip", "link", "set", "eth0", "up"])
 
 
 def wait_until(condition: Callable[[], object], what: str, patience=PATIENCE_SECONDS) -> None:
-    """Ask again and again until the condition holds; fail if it takes longer than `patience` seconds."""
     deadline = time.monotonic() + patience
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain: {what}"
         time.sleep(0.1)
+
+
+def assert_stopped_by_agreement(run_dir):
+    results = results_of(run_dir)
+    assert not results["finished"]
+    assert 0 < results["steps"] == num_steps(run_dir) < 200

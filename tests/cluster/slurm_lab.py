@@ -11,8 +11,6 @@ from hosts import ADDRESSES, Host, require_programs, two_hosts, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 CONTROLLER = next(iter(ADDRESSES))
-GRACE_SECONDS = 60
-"""How long a preempted job has to stop."""
 
 SETTINGS = """
 ClusterName=lezo
@@ -34,8 +32,6 @@ SlurmdLogFile={directory}/slurmd-%n.log
 SlurmctldPidFile={directory}/slurmctld.pid
 SlurmdPidFile={directory}/slurmd-%n.pid
 SchedulerParameters=sched_interval=1
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
 ReturnToService=2
 KillWait=20
 """
@@ -49,13 +45,9 @@ class Slurm:
     directory: Path
 
     def run_well(self, *command):
-        return self.login.run_well(command, **self._variables())
-
-    def _variables(self):
-        return {"SLURM_CONF": str(self.directory / "slurm.conf")}
+        return self.login.run_well(command, SLURM_CONF=str(self.directory / "slurm.conf"))
 
     def submit(self, *arguments):
-        """Submit a job and return its number."""
         return int(self.run_well("sbatch", "--parsable", *arguments).split(";")[0])
 
     def fact(self, job, name):
@@ -68,7 +60,6 @@ class Slurm:
 
 @contextmanager
 def slurm_cluster(directory: Path):
-    """Start a Slurm cluster of two hosts with 16 cores and 8 GPUs each, all made up; stop it at the end."""
     require_programs(PROGRAMS, "apt-get install slurm-wlm munge")
     directory.chmod(0o755)
     _write_settings(directory)
@@ -96,8 +87,7 @@ def _write_settings(directory):
         (directory / f"spool-{name}").mkdir()
         lines.append(f"NodeName={name} CPUs=16 RealMemory=4000 Gres=gpu:8 State=UNKNOWN")
     nodes = ",".join(ADDRESSES)
-    lines.append(f"PartitionName=normal Nodes={nodes} Default=YES PriorityTier=1 GraceTime={GRACE_SECONDS}")
-    lines.append(f"PartitionName=urgent Nodes={nodes} PriorityTier=2 PreemptMode=OFF")
+    lines.append(f"PartitionName=normal Nodes={nodes} Default=YES")
     (directory / "slurm.conf").write_text("\n".join(lines) + "\n")
     for number in range(8):
         (directory / f"gpu{number}").touch()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from commands import MPI_ANYWHERE
-from ends import SHORT
-from hosts import require_programs
+from hosts import SHORT, require_programs
 from run_ends import end, results_of
 from ssh_lab import two_ssh_hosts
 
@@ -30,16 +29,8 @@ def test_deepspeed_on_two_hosts_is_the_run_of_plain_python(hosts, hostfile, reci
     run_dir = tmp_path / "run"
     variables = tmp_path / "variables"  # ssh takes none along
     variables.write_text("DS_ACCELERATOR=cpu\nHF_HUB_OFFLINE=1\n")
-    command = [
-        "deepspeed",
-        "--hostfile",
-        hostfile,
-        "launch/train.py",
-        "--config",
-        recipe,
-        f"run_dir={run_dir}",
-    ]
-    out = hosts[0].run_well([*command, *SHORT], DS_ENV_FILE=str(variables))
+    command = ["deepspeed", "--hostfile", hostfile, "launch/train.py", "--config", recipe]
+    out = hosts[0].run_well([*command, f"run_dir={run_dir}", *SHORT], DS_ENV_FILE=str(variables))
     for host in hosts:
         assert f"{host.name}: " in out
     assert results_of(run_dir)["world_size"] == 2

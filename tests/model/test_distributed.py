@@ -8,7 +8,6 @@ import signal
 import socket
 import time
 from pathlib import Path
-from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -18,8 +17,8 @@ from ranks import run_ranks
 from run_ends import STEP, num_steps, reaches
 
 from lezo_ds import distributed
-from lezo_ds.distributed import accelerator, heartbeat
-from lezo_ds.distributed.accelerator import arithmetic_facts, fix_arithmetic, take_device
+from lezo_ds.distributed import heartbeat
+from lezo_ds.distributed.accelerator import arithmetic_facts, fix_arithmetic
 from lezo_ds.distributed.start import is_loopback, listen_at, prepare_rendezvous, slurm_rank_variables
 from lezo_ds.errors import LostRankError, UserError
 
@@ -96,17 +95,6 @@ def test_a_slurm_task_is_a_rank_that_meets_the_others_at_the_first_node(nodes, f
 
 
 # What a rank computes with.
-
-
-def test_a_rank_takes_the_gpu_of_its_own(monkeypatch):
-    node = Mock(**{"device_name.return_value": "cuda", "device_count.return_value": 2})  # none is here
-    monkeypatch.setattr(accelerator, "get_accelerator", lambda: node)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    take_device()
-    node.set_device.assert_called_once_with(1)
-    node.device_count.return_value = 1
-    with pytest.raises(UserError, match=r"rank 1 of its node has no GPU of its own: it sees 1; fix"):
-        take_device()
 
 
 def test_what_trades_precision_for_speed_is_switched_off_and_recorded(monkeypatch):

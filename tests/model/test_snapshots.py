@@ -14,16 +14,7 @@ from lezo_ds.errors import LezoError
 from lezo_ds.files import sha256_file
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.model import snapshots
-from lezo_ds.model.snapshots import (
-    LOW_BITS_DIRECTORY,
-    MANIFEST,
-    SnapshotOwner,
-    newest_snapshot,
-    prune_snapshots,
-    read_manifest,
-    snapshot_path,
-    snapshot_steps,
-)
+from lezo_ds.model.snapshots import MANIFEST, newest_snapshot, read_manifest, snapshot_path
 
 pytestmark = pytest.mark.distributed
 
@@ -85,7 +76,7 @@ def test_plain_transformers_opens_a_snapshot_whose_manifest_names_its_files_and_
     assert model.lm_head.weight is model.model.decoder.embed_tokens.weight
     with torch.no_grad():
         torch.testing.assert_close(model(**whole_batch().inputs).logits, logits)
-    low_bits = directory / LOW_BITS_DIRECTORY / "model-00001.safetensors"
+    low_bits = directory / snapshots.LOW_BITS_DIRECTORY / "model-00001.safetensors"
     stored = load_file(low_bits) if low_bits.is_file() else {}
     assert {f"{name}.low" for name in stored} == {name for name in weights if name.endswith(".low")}
     assert bool(stored) == (dtype == "bf16")
@@ -153,7 +144,7 @@ def test_a_damaged_snapshot_is_not_resumed_from_and_wrong_weights_in_a_valid_one
 
 
 def test_only_the_snapshots_of_a_run_belong_to_it(tmp_path, caplog):
-    owner = SnapshotOwner(base="b", checksums=("c0", "c1", "c2"))
+    owner = snapshots.SnapshotOwner(base="b", checksums=("c0", "c1", "c2"))
     own = {"base": "b", "step": 2, "journal": "c2"}
     assert owner.owns(2, own | {"digest": "d"})
     for step, other in (
@@ -200,8 +191,8 @@ def test_the_newest_protected_and_last_valid_snapshots_are_kept(tmp_path, damage
     for step in damaged:
         (snapshot_path(tmp_path, step) / WEIGHTS).write_bytes(b"wEights")
     before = newest_snapshot(tmp_path, 30)
-    prune_snapshots(tmp_path, keep, protected)
-    assert snapshot_steps(tmp_path) == left
+    snapshots.prune_snapshots(tmp_path, keep, protected)
+    assert snapshots.snapshot_steps(tmp_path) == left
     assert (newest_snapshot(tmp_path, 30) is None) == (before is None)
     assert {p.name for p in tmp_path.iterdir() if not p.name.startswith("step-0")} == {"step-of-another-kind"}
 

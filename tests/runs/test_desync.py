@@ -22,7 +22,6 @@ FC1 = "model.decoder.layers.{}.fc1.weight"
 
 
 def error_of(action):
-    """Return the message of the DesyncError that an action ends with, None if it ends well."""
     try:
         action()
     except DesyncError as error:
@@ -45,9 +44,6 @@ def flip(tensor, index, bit=0):
     tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])[index] ^= 1 << bit
 
 
-# Another plan, batch or result on one rank.
-
-
 def _another_gradient(engine):
     own = step.mean_losses
 
@@ -67,12 +63,6 @@ def _another_seed(engine):
     train(engine, 1)
 
 
-def _another_step(engine):
-    batch = make_batch(engine.global_steps)
-    engine.global_steps += 1
-    engine.train_batch(batch, classification_loss)
-
-
 def _another_batch(engine):
     batch = make_batch(engine.global_steps)
     batch[-1].inputs["input_ids"][0, 0] += 1
@@ -80,7 +70,7 @@ def _another_batch(engine):
 
 
 RESULT = "result of the step before"
-FAULTS = {RESULT: _another_gradient, "seed": _another_seed, "step": _another_step, "batch": _another_batch}
+FAULTS = {RESULT: _another_gradient, "seed": _another_seed, "batch": _another_batch}
 
 
 def _train_with_a_fault(directory, journal, fault, faulty_rank, num_ranks):
@@ -109,28 +99,24 @@ def test_a_rank_with_another_plan_batch_or_result_is_named(opt_directory, tmp_pa
 
 
 def _another_token_in_one_share(directory, journal):
-    """Train on batches whose micro-batch 2, which rank 2 runs, has another token there from a step on."""
     engine = watched_engine(directory, journal, num_ranks=4)
     laid_out = []
 
-    def batch_of(number):
-        whole = make_batch(number)
-        if number == FAULTY_STEP and engine.global_rank == 2:
+    def do_step():
+        whole = make_batch(engine.global_steps)
+        if engine.global_steps == FAULTY_STEP and engine.global_rank == 2:
             whole[2].inputs["input_ids"][0, 0] += 1
 
         def build(index):
             laid_out.append(index)
             return whole[index]
 
-        return StepBatch([micro_batch.weight for micro_batch in whole], build, content=b"the same rows")
+        batch = StepBatch([micro_batch.weight for micro_batch in whole], build, content=b"the same rows")
+        engine.train_batch(batch, classification_loss)
 
-    def steps(num_steps):
-        for _ in range(num_steps):
-            engine.train_batch(batch_of(engine.global_steps), classification_loss)
-
-    steps(FAULTY_STEP)
-    by_step = laid_out[:]
-    return by_step, error_of(lambda: steps(1))
+    for _ in range(FAULTY_STEP):
+        do_step()
+    return laid_out[:], error_of(do_step)
 
 
 def test_a_rank_lays_out_its_share_and_one_other_so_another_token_is_found(opt_directory, tmp_path):
@@ -156,38 +142,11 @@ def test_the_last_steps_result_is_compared_before_its_weights_are_used(opt_direc
         assert "last good step: 0" in message
 
 
-def _train_with_other_settings(directory, other, num_micro_batches):
-    """Return the error of a step for which rank 1 has other settings or another number of micro-batches."""
-    engine = start_engine(directory, num_ranks=2)
-    if engine.global_rank == 1:
-        engine = start_engine(directory, num_ranks=2, **other)
-    else:
-        start_engine(directory, num_ranks=2)
-    return error_of(lambda: train(engine, 1, num_micro_batches if engine.global_rank else 2))
-
-
-@pytest.mark.parametrize(
-    ("other", "num_micro_batches", "name"),
-    [({"directions": 2}, 2, "zo.directions"), ({}, 3, "number of micro-batches")],
-)
-def test_a_rank_with_other_settings_is_named_before_the_first_step(
-    opt_directory, other, num_micro_batches, name
-):
-    """The messages of such ranks have other lengths, so that the facts of a step would not reach anyone."""
-    for message in run_ranks(_train_with_other_settings, 2, opt_directory, other, num_micro_batches):
-        assert f"rank 1 has another {name}" in message
-        assert "last good step: none" in message
-
-
-# Weights that change by themselves.
-
-
 def sample_of(engine, name):
     return next(sample for sample in engine._witness._samples if sample.parameter.name == name)
 
 
 def _flip_and_go_on(directory, journal, dtype, num_ranks, low, dropped):
-    """Flip a bit on the last rank after a check; return what the check after the next step says."""
     engine = watched_engine(directory, journal, dtype=dtype, num_ranks=num_ranks)
     train(engine, FAULTY_STEP)
     engine.check_weights()
@@ -216,7 +175,6 @@ def test_a_flipped_bit_in_a_sampled_element_is_named_by_the_next_check(
 
 
 def _flip_in_a_replica(directory, dtype, low):
-    """On rank 1 of two replicas, flip a bit of an element that is not in the sample."""
     engine = watched_engine(directory, dtype=dtype, num_ranks=2, partition_size=1)
     train(engine, 2)
     name = FC1.format(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import signal
 
@@ -16,10 +17,10 @@ from tiny_runs import DS_CONFIG, SEED, TINY_OPT, make_batch, write_model
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from lezo_ds.config import AdamWConfig, config_from_dict
+from lezo_ds.config import config_from_dict
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.objectives import classification_loss
-from lezo_ds.errors import DivergenceError, UserError
+from lezo_ds.errors import DivergenceError
 from lezo_ds.model.snapshots import read_manifest, snapshot_steps
 from lezo_ds.runs.first_order import initialize_first_order
 from lezo_ds.zo.keys import dropout_key
@@ -27,12 +28,11 @@ from lezo_ds.zo.keys import dropout_key
 pytestmark = pytest.mark.distributed
 
 NUM_STEPS = 4
-CONFIG = AdamWConfig(learning_rate=1e-3, weight_decay=0.1)
+RATE = 1e-3
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """A tiny random OPT with dropout."""
     config = copy.deepcopy(TINY_OPT)
     config.dropout = config.attention_dropout = 0.3
     return str(write_model(config, tmp_path_factory.mktemp("opt")))
@@ -42,65 +42,45 @@ def gathered(engine):
     return {parameter.name: parameter.gather() for parameter in engine.weights.parameters}
 
 
-def train(engine, num_steps):
-    """Return (learning rate, loss) of each step."""
-    return [
-        (engine.learning_rate, engine.train_batch(make_batch(engine.global_steps), classification_loss))
-        for _ in range(num_steps)
-    ]
-
-
-def not_finite(logits, batch):
-    return logits[:, 0] * float("nan")
-
-
-def without_gradient(logits, batch):
-    return (logits.argmax(dim=1) != batch.labels["label"]).float()
+def do_step(engine):
+    return engine.learning_rate, engine.train_batch(make_batch(engine.global_steps), classification_loss)
 
 
 def train_and_resume(directory, root, num_ranks):
-    """Return steps and weights, those after a resumption, and the errors of steps that cannot be done."""
+    """Return steps and weights, those after a resumption, and whether a failed step changed no weight."""
     torch.set_num_threads(1)
     values = {
         "run_dir": "none",
         "seed": SEED,
         "method": "adamw",
         "model": {"path": directory, "dtype": "fp32"},
-        "adamw": {"learning_rate": CONFIG.learning_rate, "weight_decay": CONFIG.weight_decay},
+        "adamw": {"learning_rate": RATE, "weight_decay": 0.1},
         "train": {"steps": NUM_STEPS, "batch_size": 8, "micro_batch_size": 2},
     }
     config = config_from_dict(values, "the test")
-
-    def start():
-        return initialize_first_order(config, load_ds_config(DS_CONFIG, "fp32", num_ranks, 2))
-
-    engine = start()
-    steps = train(engine, 2)
+    ds_config = load_ds_config(DS_CONFIG, "fp32", num_ranks, 2)
+    engine, fresh, broken = (initialize_first_order(config, ds_config) for _ in range(3))
+    steps = [do_step(engine), do_step(engine)]
     engine.save_training_state(root)
-    steps += train(engine, 2)
+    steps += [do_step(engine), do_step(engine)]
     (batch,) = make_batch(0, num_micro_batches=1)
     assert torch.equal(engine(batch), engine(batch)), "dropout acts in evaluations"
-    fresh = start()
     fresh.load_training_state(root, 2)
-    resumed = [*steps[:2], *train(fresh, 2)]
-    errors, broken = [], start()
+    resumed = [*steps[:2], do_step(fresh), do_step(fresh)]
     before = gathered(broken)
-    for function in (not_finite, without_gradient):
-        try:
-            broken.train_batch(make_batch(0), function)
-        except (DivergenceError, UserError) as error:
-            errors.append(str(error))
+    with pytest.raises(DivergenceError, match="loss of step 0 is not finite"):
+        broken.train_batch(make_batch(0), lambda logits, _: logits[:, 0] * math.nan)
     same = all(torch.equal(before[name], weight) for name, weight in gathered(broken).items())
-    return steps, gathered(engine), resumed, gathered(fresh), errors, same
+    return steps, gathered(engine), resumed, gathered(fresh), same
 
 
 def train_plainly(directory):
     """Return (learning rate, loss) of each step, and the weights: transformers and torch alone."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=CONFIG.learning_rate, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1)
     steps, norms = [], []
     for step in range(NUM_STEPS):
-        optimizer.param_groups[0]["lr"] = CONFIG.learning_rate * (NUM_STEPS - step) / NUM_STEPS
+        optimizer.param_groups[0]["lr"] = RATE * (NUM_STEPS - step) / NUM_STEPS
         losses = []
         for index, batch in enumerate(make_batch(step)):
             with torch.random.fork_rng([]):
@@ -124,7 +104,7 @@ def test_steps_are_those_of_torchs_adamw_and_go_on_bit_for_bit_after_a_resumptio
     expected, weights = train_plainly(directory)
     first = dict(AutoModelForCausalLM.from_pretrained(directory).named_parameters())
     outcomes = run_ranks(train_and_resume, num_ranks, directory, tmp_path, num_ranks)
-    for steps, own, resumed, own_resumed, errors, same in outcomes:
+    for steps, own, resumed, own_resumed, same in outcomes:
         for (rate, loss), (expected_rate, expected_loss) in zip(steps, expected, strict=True):
             assert rate == pytest.approx(expected_rate, rel=1e-12)
             assert loss == pytest.approx(expected_loss, rel=1e-4)
@@ -136,9 +116,7 @@ def test_steps_are_those_of_torchs_adamw_and_go_on_bit_for_bit_after_a_resumptio
             assert (own[name] - weights[name]).abs().mean() < 0.05 * moved, name
         assert resumed == steps
         assert all(torch.equal(own[name], own_resumed[name]) for name in own)
-        assert "loss of step 0 is not finite" in errors[0]
-        assert "adamw needs a loss with a gradient" in errors[1]
-        assert same, "a step that cannot be done changed a weight"
+        assert same, "a step whose loss is not finite changed a weight"
 
 
 # Runs.
@@ -154,7 +132,6 @@ def arguments(recipe, run_dir, *more):
 
 @pytest.fixture(scope="module")
 def undisturbed(recipe, tmp_path_factory):
-    """A run on two ranks to which nothing happens."""
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
     run_forked_well(arguments(recipe, run_dir), num_ranks=2)
     return run_dir
@@ -194,35 +171,10 @@ def test_a_run_stopped_then_killed_ends_as_if_nothing_had_happened(recipe, undis
     assert set(snapshot_steps(run_dir / "snapshots")) == {ended["best_step"], STEPS}
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("seed=0", "has 2 ranks, not 1"),
-        ("train.steps=24", "train.steps differs"),
-        ("method=lezo", "method differs"),
-    ],
-)
-def test_a_run_is_not_resumed_as_another(override, message, recipe, undisturbed):
-    before = (undisturbed / "training_state.json").read_bytes()
-    assert_one_error(run_forked([*arguments(recipe, undisturbed), override]), 2, message)
-    assert (undisturbed / "training_state.json").read_bytes() == before
-
-
-def test_the_best_step_is_exported_and_scores_as_the_results_say(undisturbed, tmp_path):
+def test_the_best_step_is_exported_and_scored_and_other_ranks_are_refused(recipe, undisturbed, tmp_path):
+    assert_one_error(run_forked(arguments(recipe, undisturbed)), 2, "has 2 ranks, not 1")
     results = results_of(undisturbed)
     run_forked_well(["--run", undisturbed, "--out", tmp_path / "model"], program="export.py")
     assert read_manifest(tmp_path / "model")["digest"] == results["weights_digest"]
     of_run = json.loads(run_forked_well(["--run", undisturbed, "--json"], program="evaluate.py").out)
     assert (of_run["step"], of_run["score"]) == (results["best_step"], results["test"])
-
-
-def test_a_run_whose_weights_were_removed_says_so(recipe, tmp_path):
-    run_dir = tmp_path / "run"
-    command = [*arguments(recipe, run_dir), "train.keep_snapshots=0", "train.steps=3"]
-    run_forked_well(command)
-    assert not (run_dir / "checkpoints").exists()
-    message = f"run {run_dir} has no weights: train.keep_snapshots=0"
-    exported = run_forked(["--run", run_dir, "--out", tmp_path / "model"], program="export.py")
-    for failed in (exported, run_forked(command)):
-        assert_one_error(failed, 2, message, f"--config {run_dir / 'config.yaml'} run_dir=NEW")
-        assert "loading" not in failed.err

@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 from chats import COLORS, write_chat_model, write_conversations
-from commands import assert_one_error, run_forked, run_forked_well
+from commands import run_forked_well
 from own_data import VERBALIZERS, own_values, path_with, write_tickets
 from run_ends import results_of
 
@@ -31,18 +31,12 @@ KINDS = {
         {},
         "token_accuracy",
     ),
-    "answers": (
-        ASKED | {"completion": "{topic}", "chat_template": True, "metric": "exact_match"},
-        {},
-        "exact_match",
-    ),
     "reward": (ASKED, {"objective": "my_reward:characters"}, "reward"),
 }
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A directory with a model, data, a reward, and a recipe for each kind of data."""
     directory = tmp_path_factory.mktemp("own")
     model = write_chat_model(directory / "model")
     write_tickets(directory / "tickets.csv", num_rows=80)
@@ -58,14 +52,10 @@ def root(tmp_path_factory):
     return directory
 
 
-def train(root, kind, *more, runner=run_forked_well):
-    arguments = ["--config", root / f"{kind}.yaml", f"run_dir={root / kind}", "train.steps=4", *more]
-    return runner(arguments, num_ranks=2, PYTHONPATH=path_with(root))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_trains_and_scores(kind, root):
-    train(root, kind)
+    arguments = ["--config", root / f"{kind}.yaml", f"run_dir={root / kind}", "train.steps=4"]
+    run_forked_well(arguments, num_ranks=2, PYTHONPATH=path_with(root))
     results = results_of(root / kind)
     assert (results["steps"], results["metric"], results["task"]) == (4, KINDS[kind][2], "custom")
     rows = [json.loads(line) for file in (root / kind / "predictions").iterdir() for line in file.open()]
@@ -73,8 +63,3 @@ def test_it_trains_and_scores(kind, root):
         assert {row["predicted"] for row in rows} <= {*VERBALIZERS.values()}
     if kind == "chat":  # "Yes." and a color, each with the token that ends the turn; a byte is a token
         assert {row["predicted"].split(" of ")[1] for row in rows} <= {f"{6 + len(c)} tokens" for c in COLORS}
-    if kind == "reward":  # a record that the reward reads may not change
-        table = root / "changed.csv"
-        table.write_text((root / "tickets.csv").read_text().replace("\n1,", "\n1000,"))
-        failed = train(root, kind, f"data.train={table}", runner=run_forked)
-        assert_one_error(failed, 2, "fingerprint", "differs from the journal's")
