@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
 import yaml
 from assets import REPOSITORY
-from commands import assert_one_error, environment, python, run, run_well
+from commands import assert_one_error, python, run, run_well, start
 
 from lezo_ds import __version__, cli
 from lezo_ds.config import config_from_dict, load_config
@@ -17,18 +16,17 @@ from lezo_ds.errors import UserError
 
 HELP = """
 import sys
+from contextlib import suppress
 from lezo_ds.cli import COMMANDS, run_command
 for name in COMMANDS:
     sys.argv = [name, "--help"]
-    try:
+    with suppress(SystemExit):
         run_command(name)
-    except SystemExit as end:
-        assert end.code == 0
 print(*sorted({"torch", "deepspeed", "transformers", "pandas"} & sys.modules.keys()))
 """
 
 
-def start(monkeypatch, *arguments):
+def in_process(monkeypatch, *arguments):
     """Run the program in this process, for what ends before a command does its work."""
     monkeypatch.setattr(sys, "argv", ["lezo-ds", *map(str, arguments)])
     cli._run_program()
@@ -57,38 +55,33 @@ def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tm
     [
         ("", "nothing is not one of init, train,"),
         ("train --config demo --zo.sparsity 0.5", "fix: write zo.sparsity=VALUE, without dashes"),
-        ("train --config demo --seed=5", "fix: write seed=VALUE, without dashes"),
         ("train --config demo --dry-rn", "unrecognized arguments: --dry-rn; fix: did you mean --dry-run?"),
-        ("train --config", "expected one argument; fix: see lezo-ds train --help"),
         ("train --config demo --gpus 0", "argument --gpus: 0 is not an integer above 0"),
-        ("train --config demo steps", "steps is not of the form key=value"),
         ("train --config $UNSET/r.yaml", "names an environment variable that is not set"),
         ("evaluate", "one of the arguments --run --model is required"),
         ("evaluate --run r --config demo", "--config goes with --model"),
         ("export --run r", "needs two of --run, --journal and --out"),
-        ("export --run=$UNSET/r --out x", "names an environment variable that is not set"),
-        ("--path launch/nothing", "is no shipped file"),
     ],
 )
 def test_a_wrong_argument_is_refused_with_a_hint(words, expected, monkeypatch):
     with pytest.raises(UserError, match=expected) as caught:
-        start(monkeypatch, *words.split())
+        in_process(monkeypatch, *words.split())
     assert "; fix: " in str(caught.value)
 
 
 def test_arguments_and_keys_may_alternate_and_launchers_add_their_rank(monkeypatch, capsys):
     words = "train --local_rank=0 seed=3 --config demo train.steps=9 --print-config seed=4"
-    start(monkeypatch, *words.split())
+    in_process(monkeypatch, *words.split())
     printed = yaml.safe_load(capsys.readouterr().out)
     assert (printed["seed"], printed["train"]["steps"]) == (4, 9)
 
 
 def test_shipped_files_are_found_by_their_path(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    start(monkeypatch, "--path", "launch/slurm/one_node.sbatch")
+    in_process(monkeypatch, "--path", "launch/slurm/one_node.sbatch")
     assert capsys.readouterr().out.strip() == str(REPOSITORY / "launch" / "slurm" / "one_node.sbatch")
     with pytest.raises(SystemExit):
-        start(monkeypatch, "--version")
+        in_process(monkeypatch, "--version")
     assert capsys.readouterr().out.strip() == f"lezo_ds {__version__}"
 
 
@@ -98,14 +91,8 @@ def test_an_error_is_one_line_and_exit_code_2():
     assert finished.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("stdout", [subprocess.PIPE, None])
-def test_a_reader_that_is_gone_does_not_end_a_command(stdout):
-    """As in `lezo-ds train --help | head -1`, and where standard output is closed from the start."""
-    command = [sys.executable, "-m", "lezo_ds", "train", "--config", "demo", "--print-config"]
-    words = command if stdout else ["sh", "-c", f"{' '.join(command)} >&-"]
-    with subprocess.Popen(
-        words, stdout=stdout, stderr=subprocess.PIPE, env=environment(), cwd=REPOSITORY
-    ) as process:
-        if process.stdout is not None:
-            process.stdout.close()
-        assert (process.stderr.read(), process.wait()) == (b"", 0)
+def test_a_reader_that_is_gone_does_not_end_a_command():
+    """As in `lezo-ds train --print-config | head -1`."""
+    with start([sys.executable, "-m", "lezo_ds", "train", "--config", "demo", "--print-config"]) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == ("", 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 from pathlib import Path
 
 import pytest
@@ -20,37 +19,13 @@ from transformers import LlamaConfig, OPTConfig, PreTrainedTokenizerFast
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_BLOCKS = 4
 NUM_POSITIONS = 64
-SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")
-"""In the order of their ids, as in OPT's tokenizer. Inputs start with <s>."""
-ASPECTS = (
-    "film",
-    "movie",
-    "story",
-    "plot",
-    "script",
-    "cast",
-    "ending",
-    "score",
-    "dialogue",
-    "pacing",
-    "music",
-)
-ADJECTIVES = (
-    ("terrible", "boring", "dull", "clumsy", "tedious", "weak", "stale", "lazy", "bland", "grim"),
-    (
-        "great",
-        "superb",
-        "charming",
-        "moving",
-        "funny",
-        "clever",
-        "warm",
-        "brilliant",
-        "fresh",
-        "sharp",
-        "rich",
-    ),
-)
+SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")  # in the order of their ids, as in OPT's tokenizer
+ASPECTS = ("film", "movie", "story", "plot", "script", "cast", "ending", "score", "dialogue", "pacing")
+ASPECTS += ("music",)
+NEGATIVE = ("terrible", "boring", "dull", "clumsy", "tedious", "weak", "stale", "lazy", "bland", "grim")
+POSITIVE = ("great", "superb", "charming", "moving", "funny", "clever", "warm", "brilliant", "fresh", "sharp")
+POSITIVE += ("rich",)
+ADJECTIVES = (NEGATIVE, POSITIVE)
 LINKS = ("is", "was", "feels", "seems", "looks", "remains")
 
 
@@ -78,17 +53,18 @@ def labelled_reviews(rng, num_reviews):
     ]
 
 
-def build_tokenizer():
-    """Return a tokenizer with one token for each word of the reviews; an unknown word becomes <unk>."""
-    words = sorted({*ASPECTS, *ADJECTIVES[0], *ADJECTIVES[1], *LINKS, "It", "the", "and", "."})
+def tokenizer_of(words, split, decoder=None, adds_bos=True, without=(), **more):
+    """Return a tokenizer with one token for each of SPECIAL_TOKENS and of the words that `split` cuts."""
     vocabulary = {word: index for index, word in enumerate((*SPECIAL_TOKENS, *words))}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = WhitespaceSplit()
-    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    names = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, **names, model_max_length=128, clean_up_tokenization_spaces=False
-    )
+    backend.pre_tokenizer = split
+    if decoder is not None:
+        backend.decoder = decoder
+    if adds_bos:
+        backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    names = ("bos_token", "pad_token", "eos_token", "unk_token")
+    known = {n: token for n, token in zip(names, SPECIAL_TOKENS, strict=True) if n not in without}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **known, **more)
 
 
 def write_reader(directory, num_blocks=NUM_BLOCKS, seed=0, family="opt", odd=False):
@@ -96,7 +72,10 @@ def write_reader(directory, num_blocks=NUM_BLOCKS, seed=0, family="opt", odd=Fal
 
     With odd sizes, the shards of every parameter are padded.
     """
-    tokenizer = build_tokenizer()
+    words = sorted({*ASPECTS, *NEGATIVE, *POSITIVE, *LINKS, "It", "the", "and", "."})
+    tokenizer = tokenizer_of(
+        words, WhitespaceSplit(), model_max_length=128, clean_up_tokenization_spaces=False
+    )
     tokenizer.save_pretrained(directory)
     heads, width, inner = (3, 36 if family == "llama" else 33, 65) if odd else (4, 16, 32)
     common = {
@@ -145,10 +124,3 @@ def write_recipe(directory):
     path = directory / "recipe.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
-
-
-def write_recipe_without_weights(directory):
-    """Write what `write_recipe` does, but the recipe's model has no weights; `whole_model` has them."""
-    write_recipe(directory)
-    shutil.copytree(directory / "model", directory / "whole_model")
-    (directory / "model" / "model.safetensors").unlink()

@@ -1,7 +1,6 @@
 """Run the project's commands as a user does, in a clean environment.
 
-`run` starts a command as a process of its own. `run_forked` does the same on ranks that are forked from a
-server which has imported the libraries: it saves the seconds of the imports.
+`run_forked` saves the seconds of the imports: its ranks are forked from a server that has done them.
 """
 
 from __future__ import annotations
@@ -10,12 +9,11 @@ import os
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -23,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 from assets import REPOSITORY
-from ranks import context
+from ranks import context, free_port
 
 TIMEOUT_SECONDS = 300
 PATIENCE_SECONDS = 120
@@ -41,8 +39,6 @@ RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK")
 
 @dataclass(frozen=True)
 class Finished:
-    """What a command left behind."""
-
     code: int
     out: str
     err: str
@@ -64,19 +60,12 @@ def environment(**more):
     }
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def python(*arguments, program="train.py"):
     """Return the command that starts one rank of a program in launch/."""
     return [sys.executable, str(LAUNCH / program), *map(str, arguments)]
 
 
 def deepspeed(num_ranks, *arguments, program="train.py"):
-    """Return the command that starts ranks by DeepSpeed's launcher."""
     runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(num_ranks)]
     return [*runner, "--master_port", str(free_port()), *python(*arguments, program=program)[1:]]
 
@@ -92,14 +81,12 @@ def mpirun(num_ranks, *arguments, program="train.py"):
 
 
 def run(command, timeout=TIMEOUT_SECONDS, **variables):
-    """Run a command to its end; kill all of it and fail if it takes longer than `timeout` seconds."""
     with start(command, **variables) as process:
         out, err = process.communicate(timeout=timeout)
     return Finished(process.returncode, out, err)
 
 
 def run_well(command, **variables):
-    """Run a command and assert that it went well."""
     finished = run(command, **variables)
     assert finished.code == 0, finished.err[-5000:]
     return finished
@@ -130,21 +117,12 @@ def start(command, **variables):
     try:
         yield process
     finally:
-        kill_group(process)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
 
-def kill_group(process):
-    """Send SIGKILL to a command and to every process it started, at once, and wait for its end."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
-
-
 def ranks_of(process):
-    """Return the processes of all ranks that a launcher has started, in the order of their ranks."""
     found = {}
     for child in psutil.Process(process.pid).children(recursive=True):
         variables = child.environ()
@@ -155,13 +133,11 @@ def ranks_of(process):
 
 
 def listening_at(processes):
-    """Return the addresses at which some processes listen."""
     connections = [connection for process in processes for connection in process.net_connections("inet")]
     return {c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == psutil.CONN_LISTEN}
 
 
 def assert_all_end(processes):
-    """Wait for the end of processes that others have started; fail if it takes too long."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
         assert time.monotonic() < deadline, "a process still runs"
@@ -180,9 +156,6 @@ def wait_until(condition, process, seconds=PATIENCE_SECONDS):
         time.sleep(0.002)
 
 
-# Forked ranks.
-
-
 def run_forked(
     arguments,
     program="train.py",
@@ -194,22 +167,8 @@ def run_forked(
 ):
     """Run a program of launch/, or another file, on forked ranks, to its end.
 
-    Args:
-        arguments: of the command.
-        program: its file.
-        num_ranks: number of processes.
-        meanwhile: called with the processes of all ranks as soon as they are started.
-        grace: seconds in which the others have to end when a rank fails. With 0 they are killed, as launchers
-            kill them.
-        directory: the working directory.
-        variables: more of the environment.
-
-    Returns:
-        The output of all ranks and the exit code of the rank that failed first, which is negative if a signal
-        ended it.
-
-    Raises:
-        AssertionError: a rank hung.
+    `meanwhile` is called with the processes of all ranks as soon as they are started. When a rank fails, the
+    others have `grace` seconds to end; with 0 they are killed, as launchers kill them.
     """
     shared = environment(**variables, WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1")
     command = [str(LAUNCH / program), *map(str, arguments)]
@@ -237,7 +196,6 @@ def run_forked(
 
 
 def run_forked_well(arguments, **options):
-    """Run a program on forked ranks and assert that all of them ended well."""
     finished = run_forked(arguments, **options)
     assert finished.code == 0, finished.err[-5000:]
     return finished

@@ -20,30 +20,17 @@ VARIABLE = "LEZO_TEST_FAULT"
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong on rank 0, at the `number`-th operation on the run's directory that the patterns match.
+    """What goes wrong on rank 0, at the `number`-th matching operation on the run's directory."""
 
-    Attributes:
-        operation: pattern of the operation's name: write, fsync, ftruncate, replace, rename, unlink, rmdir,
-            mkdir, or save (a safetensors file); of a rename the new path counts.
-        path: pattern of the path within the run's directory.
-        number: which of them, from 1.
-        moment: before the operation, after it, or within: half of what is written stays.
-        effect: "kill" (SIGKILL), or the name of an errno.
-        lasts: whether all later operations fail, too, whatever they are.
-    """
-
-    operation: str = ".*"
-    path: str = ".*"
+    operation: str = ".*"  # its name, or save (a safetensors file)
+    path: str = ".*"  # within the run's directory; of a rename the new one
     number: int = 1
-    moment: str = "before"
-    effect: str = "kill"
-    lasts: bool = False
+    moment: str = "before"  # or after, or within: half of what is written stays
+    effect: str = "kill"  # or the name of an errno
+    lasts: bool = False  # whether all later operations fail, too
 
 
-NO_FAULT = Fault(number=0)
-
-
-def run_faulty(arguments, fault=NO_FAULT, log=None, **options):
+def run_faulty(arguments, fault=Fault(number=0), log=None, **options):
     """Run launch/train.py with a fault on forked ranks. `log` gets the operations on the run's directory."""
     run_dir = next(str(a).removeprefix("run_dir=") for a in arguments if str(a).startswith("run_dir="))
     told = {VARIABLE: json.dumps({**asdict(fault), "root": run_dir, "log": log and str(log)})}
@@ -51,7 +38,6 @@ def run_faulty(arguments, fault=NO_FAULT, log=None, **options):
 
 
 def num_reported_steps(run_dir):
-    """Return the last step that metrics.jsonl calls done."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=0)
@@ -60,8 +46,8 @@ def num_reported_steps(run_dir):
 def check_interrupted(run_dir, undisturbed):
     """Assert that a killed run left what the undisturbed one had at that moment; return the steps it lost.
 
-    The whole lines of its journal are the first lines of the other's, and the last line may be torn. The
-    newest snapshot is whole. A lost step is one that metrics.jsonl calls done and the journal lacks.
+    The last line of its journal may be torn. A lost step is one that metrics.jsonl calls done and the journal
+    lacks.
     """
     path = run_dir / "journal.jsonl"
     if path.exists():

@@ -1,8 +1,4 @@
-"""launch/train.py with a fault: what happens to a run when a file operation in its directory goes wrong.
-
-`LEZO_TEST_FAULT` says which (see `faults.Fault`); every launcher passes it on. The product has no hook for
-this: its file operations are the standard library's and safetensors', which are wrapped here.
-"""
+"""launch/train.py with a fault in the file operations of Python and safetensors (see `faults.Fault`)."""
 
 from __future__ import annotations
 
@@ -25,8 +21,6 @@ _RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK")
 
 
 class Injector:
-    """Wraps file operations, logs those on the run's directory, and strikes at the one that was asked for."""
-
     def __init__(self, fault):
         self._fault = fault
         self._root = os.path.realpath(fault["root"])
@@ -53,24 +47,19 @@ class Injector:
                 return real(*arguments, **keywords)
             relative = os.path.relpath(path, self._root)
             self._note(name, relative)
-            if not self._is_due(name, relative):
-                return real(*arguments, **keywords)
-            if self._fault["moment"] == "within":
+            is_due = self._is_due(name, relative)
+            if is_due and self._fault["moment"] == "within":
                 _do_half(name, real, arguments, path)
-            if self._fault["moment"] != "after":
+            if is_due and self._fault["moment"] != "after":
                 self._strike()
             result = real(*arguments, **keywords)
-            self._strike()
+            if is_due:
+                self._strike()
+            if name == "fsync":
+                self._note("synced", relative)
             return result
 
-        def noted_at_its_end(*arguments, **keywords):
-            result = operation(*arguments, **keywords)
-            path = _path_of(name, arguments, keywords)
-            if path.startswith(self._root + os.sep):
-                self._note("synced", os.path.relpath(path, self._root))
-            return result
-
-        return noted_at_its_end if name == "fsync" else operation
+        return operation
 
     def _note(self, name, relative):
         if self._log is not None:
@@ -114,7 +103,6 @@ def _do_half(name, real, arguments, path):
     if name == "write":
         real(arguments[0], arguments[1][: len(arguments[1]) // 2])
         return
-    assert name in ("save", "fsync"), name
     if name == "save":
         real(*arguments)
     os.truncate(path, Path(path).stat().st_size // 2)

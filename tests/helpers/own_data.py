@@ -1,16 +1,16 @@
-"""A user's own data: a CSV file of support tickets in three classes, and a tiny model of bytes."""
+"""A user's own data: support tickets as CSV, conversations, and a tiny model of bytes."""
 
 from __future__ import annotations
 
 import csv
+import json
 import os
 import random
 
-from assets import REPOSITORY, SPECIAL_TOKENS
+from assets import REPOSITORY, recipe_values, tokenizer_of
 from tiny_runs import write_model
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import WordLevel
-from transformers import OPTConfig, PreTrainedTokenizerFast
+from tokenizers import decoders, pre_tokenizers
+from transformers import OPTConfig
 
 SUBJECTS = {
     "billing": ("I was charged twice", "My invoice is wrong", "The refund, as promised, is missing"),
@@ -37,39 +37,89 @@ def write_tickets(path, num_rows=300):
     return path
 
 
-OPT = OPTConfig(
-    hidden_size=16,
-    word_embed_proj_dim=16,
-    ffn_dim=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    max_position_embeddings=256,
-)
-
-
-def write_byte_model(directory, seed=0, config=OPT):
-    """Write a random model, such as an OPT of 2 blocks x 16, whose tokens are bytes: any text has tokens."""
-    words = (*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()))
-    backend = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    split_all = pre_tokenizers.Split("", "isolated")
+def write_byte_model(directory):
+    """Write a random OPT of 2 blocks x 16 whose tokens are bytes: any text has tokens."""
+    words = sorted(pre_tokenizers.ByteLevel.alphabet())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([byte_level, split_all])
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-    )
+    split = pre_tokenizers.Sequence([byte_level, pre_tokenizers.Split("", "isolated")])
+    tokenizer = tokenizer_of(words, split, decoders.ByteLevel(), adds_bos=False)
     tokenizer.save_pretrained(directory)
-    special = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "vocab_size": len(words)}
-    config = type(config)(**{**config.to_dict(), **special})
-    return write_model(config, directory, seed=seed)
+    config = OPTConfig(
+        bos_token_id=0,
+        pad_token_id=1,
+        eos_token_id=2,
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        word_embed_proj_dim=16,
+        ffn_dim=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+    )
+    return write_model(config, directory)
 
 
 def own_values(model, **data):
-    """Return a recipe of 8 steps, evaluated every 4, on the data that is given."""
-    return {
-        "model": {"path": str(model), "dtype": "fp32"},
-        "data": {"max_length": 256, **data},
-        "zo": {"learning_rate": 1e-3, "sparsity": 0.5},
-        "train": {"steps": 8, "batch_size": 8, "micro_batch_size": 4, "eval_batch_size": 32, "eval_every": 4},
-        "deepspeed": str(REPOSITORY / "ds_configs" / "zero3_cpu.json"),
-    }
+    """Return a recipe of 8 steps, evaluated every 4."""
+    values = recipe_values(model, "")
+    values["data"] = {"max_length": 256, **data}
+    values["train"] |= {"micro_batch_size": 4, "eval_batch_size": 32}
+    return values
+
+
+_OPENING = "{{ '<s>' + turn['role'] + '\n' }}"
+_GENERATION_PROMPT = "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
+
+PLAIN = (
+    "{% for turn in messages %}"
+    + _OPENING
+    + "{{ turn['content'] + '</s>\n' }}{% endfor %}"
+    + _GENERATION_PROMPT
+)
+"""A template as that of SmolLM2: each turn stays the same, whatever follows it."""
+
+MARKED = (
+    "{% for turn in messages %}"
+    + _OPENING
+    + "{% if turn['role'] == 'assistant' %}{% generation %}{{ turn['content'] + '</s>' }}{% endgeneration %}"
+    + "{% else %}{{ turn['content'] + '</s>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    + _GENERATION_PROMPT
+)
+"""The same texts, from a template that marks what the assistant writes."""
+
+THINKING = (
+    "{% for turn in messages %}"
+    + _OPENING
+    + "{% if turn['role'] == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    + "{{ turn['content'].split('</think>')[-1] + '</s>\n' }}{% endfor %}"
+    + _GENERATION_PROMPT
+)
+"""A template as that of Qwen3: only the last turn has thoughts, so a turn changes when others follow it."""
+
+WITHOUT_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
+)
+"""A template as that of Gemma."""
+
+COLORS = ("red", "green", "blue", "white")
+
+
+def write_chat_model(directory, template=PLAIN):
+    """Write a random OPT of 2 blocks x 16 whose tokens are bytes, with a chat template if one is given."""
+    write_byte_model(directory)
+    if template is not None:
+        (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+def conversation(number):
+    """Return a conversation of four turns, the last of which names a color."""
+    first = [("user", f"Box {number}?"), ("assistant", "Yes.")]
+    turns = [*first, ("user", "Its color?"), ("assistant", COLORS[number % len(COLORS)])]
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def write_conversations(path, num_records=40):
+    rows = [{"id": number, "turns": conversation(number)} for number in range(num_records)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -1,7 +1,6 @@
 """Runs a function on several real ranks: processes joined by gloo, as a launcher would join them.
 
-Processes are forked from a clean server that has only imported the libraries, so that a start is quick; each
-then sets its own rank variables and joins its own process group.
+They are forked from a clean server that has only imported the libraries, so that a start is quick.
 """
 
 from __future__ import annotations
@@ -28,12 +27,8 @@ _GRACE_SECONDS = 5.0  # for the other ranks to report, once one has failed
 
 
 def run_ranks(function, num_ranks, *arguments, timeout=180.0):
-    """Call `function(*arguments)`, which are pickled, on every rank and return the results, by rank.
-
-    Raises:
-        AssertionError: a rank raised, died or hung; the message holds the traceback of each that raised.
-    """
-    port = _free_port()
+    """Call `function(*arguments)`, which are pickled, on every rank and return the results, by rank."""
+    port = free_port()
     ranks = {}
     processes = []
     for rank in range(num_ranks):
@@ -97,7 +92,7 @@ def _run_rank(connection: Connection, function, arguments, rank, num_ranks, port
         distributed.shut_down()
 
 
-def _free_port():
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -22,15 +22,7 @@ CPU = torch.device("cpu")
 
 
 class Reference:
-    """A model of transformers and its zeroth-order optimizer.
-
-    Args:
-        model: in float32; the parameters that require gradients are trained.
-        dtype: of the stored weights.
-        precision: how an update is stored in 16 bits.
-        distribution: of the noise.
-        own_name: the name of a parameter for its noise, from that in the model.
-    """
+    """A model of transformers in float32 and its zeroth-order optimizer. `own_name` names noise."""
 
     def __init__(self, model, dtype, precision, distribution="normal", own_name=str):
         self.dtype, self.precision, self.distribution = dtype, precision, distribution

@@ -10,13 +10,10 @@ from lezo_ds.model.snapshots import read_manifest, snapshot_path
 from lezo_ds.zo.records import StepRecord
 
 STEP = '"kind":"step"'
-"""Text of a step's line in the journal."""
 
 
 @dataclass(frozen=True)
 class End:
-    """All that must be the same for runs of the same settings, however often they were interrupted."""
-
     results: dict
     digest: str
     weights: dict
@@ -24,7 +21,6 @@ class End:
 
 
 def end(run_dir):
-    """Return the end of a finished run: its records, results, last digest, and its last snapshot's hashes."""
     results = results_of(run_dir)
     assert results["finished"]
     kept = ("zero_shot", "test", "best_step", "best_dev_loss", "steps", "weights_digest", "skipped_steps")
@@ -46,7 +42,6 @@ def records_of(run_dir, kind=(StepRecord, EvaluationRecord)):
 
 
 def digest_after(run_dir, step):
-    """Return the digest of the snapshot after a step."""
     return read_manifest(snapshot_path(run_dir / "snapshots", step))["digest"]
 
 
@@ -57,6 +52,5 @@ def reaches(run_dir, text, count):
 
 
 def num_steps(run_dir):
-    """Return how many whole steps a run's journal holds."""
     path = run_dir / "journal.jsonl"
     return len(records_of(run_dir, StepRecord)) if path.exists() else 0

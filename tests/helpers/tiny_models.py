@@ -26,24 +26,16 @@ VOCABULARY = 48
 NUM_BLOCKS = 3
 
 _SPECIAL = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "vocab_size": VOCABULARY}
-_LLAMA_LIKE = {
+_COMMON = {
     **_SPECIAL,
     "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": NUM_BLOCKS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 64,
-}
-_OPT = {
-    **_SPECIAL,
-    "hidden_size": 16,
-    "ffn_dim": 24,
     "num_hidden_layers": NUM_BLOCKS,
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
+_WITH_MLP = {**_COMMON, "intermediate_size": 24}
+_LLAMA_LIKE = {**_WITH_MLP, "num_key_value_heads": 2, "head_dim": 4}
+_OPT = {**_COMMON, "ffn_dim": 24}
 
 FAMILIES = {
     "opt": (OPTConfig(**_OPT, word_embed_proj_dim=16), "model.decoder.layers"),
@@ -55,38 +47,15 @@ FAMILIES = {
     "mistral": (MistralConfig(**_LLAMA_LIKE, sliding_window=8), "model.layers"),
     "qwen2": (Qwen2Config(**_LLAMA_LIKE, tie_word_embeddings=True), "model.layers"),
     "qwen3": (Qwen3Config(**_LLAMA_LIKE), "model.layers"),
-    "gpt_neox": (
-        GPTNeoXConfig(
-            **_SPECIAL,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=NUM_BLOCKS,
-            num_attention_heads=4,
-            max_position_embeddings=64,
-        ),
-        "gpt_neox.layers",
-    ),
+    "gpt_neox": (GPTNeoXConfig(**_WITH_MLP), "gpt_neox.layers"),
     "gpt2": (
         GPT2Config(**_SPECIAL, n_embd=16, n_inner=24, n_layer=NUM_BLOCKS, n_head=4, n_positions=64),
         "transformer.h",
     ),
     # The one here whose output head has a bias.
-    "phi": (
-        PhiConfig(
-            **_SPECIAL,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=NUM_BLOCKS,
-            num_attention_heads=4,
-            max_position_embeddings=64,
-        ),
-        "model.layers",
-    ),
+    "phi": (PhiConfig(**_WITH_MLP), "model.layers"),
     # Mixtures of experts: each has three experts in a block, and two run for a token.
-    "mixtral": (
-        MixtralConfig(**_LLAMA_LIKE, num_local_experts=3, num_experts_per_tok=2),
-        "model.layers",
-    ),
+    "mixtral": (MixtralConfig(**_LLAMA_LIKE, num_local_experts=3, num_experts_per_tok=2), "model.layers"),
     "qwen3_moe": (
         Qwen3MoeConfig(
             **_LLAMA_LIKE, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True
@@ -102,14 +71,19 @@ MIXTURES = ("mixtral", "qwen3_moe")
 """Families whose tokens choose experts: a rounding may change the choice, and the logits with it."""
 
 
-def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0):
+def random_model(config, dtype=torch.float32, seed=0):
     """Return a model whose every parameter, biases and norms too, is random and matters to the logits."""
-    model = AutoModelForCausalLM.from_config(FAMILIES[family][0], dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_((1 if parameter.dim() == 1 else 0) + 0.2 * noise)
+    return model
+
+
+def tiny_model(family, dtype=torch.float32, seed=0):
+    model = random_model(FAMILIES[family][0], dtype, seed)
     model.config.use_cache = False
     return model
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, OPTConfig
+from tiny_models import random_model
+from transformers import OPTConfig
 
 from lezo_ds.config import ZoConfig
 from lezo_ds.config.deepspeed import load_ds_config
@@ -38,14 +39,7 @@ DS_CONFIG = Path(__file__).parents[2] / "ds_configs" / "zero3_cpu.json"
 
 
 def write_model(config, directory, dtype=torch.float32, seed=0):
-    """Write a random model whose every parameter, biases and norms too, matters to the logits."""
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_((1 if parameter.dim() == 1 else 0) + 0.2 * noise)
-    model.to(dtype).save_pretrained(directory)
+    random_model(config, dtype, seed).save_pretrained(directory)
     return directory
 
 
@@ -68,29 +62,25 @@ def zo_config(**changes):
     return ZoConfig(**(defaults | changes))
 
 
-def start_engine(
-    directory, dtype="fp32", num_ranks=1, ds_changes=(), partition_size=None, num_steps=None, **changes
-):
+def start_engine(directory, dtype="fp32", num_ranks=1, ds_changes=(), peft=None, **changes):
     """Return an engine on a tiny model, as the trainer starts it."""
     torch.set_num_threads(1)
     ds_config = load_ds_config(DS_CONFIG, dtype, num_ranks, 2) | dict(ds_changes)
-    config = zo_config(**changes)
-    return initialize(
-        str(directory), config, ds_config, dtype, SEED, partition_size=partition_size, num_steps=num_steps
-    )
+    own = {name: changes.pop(name, None) for name in ("partition_size", "num_steps")}
+    return initialize(str(directory), zo_config(**changes), ds_config, dtype, SEED, peft, **own)
 
 
 def attach_new_journal(engine, path):
-    """Let an engine write its steps to a new journal, on rank 0."""
     if engine.global_rank == 0:
         facts = {"model_fingerprint": "f", "parameter_table_hash": "t", "config": {}, "libraries": {}}
         engine.attach_journal(Journal.create(path, Header(noise_version=1, **facts)))
 
 
-def train(engine, num_steps, num_micro_batches=4):
-    """Do some steps and return their records."""
+def train(engine, num_steps, num_micro_batches=4, vocabulary=VOCABULARY):
     return [
-        engine.train_batch(make_batch(engine.global_steps, num_micro_batches), classification_loss)
+        engine.train_batch(
+            make_batch(engine.global_steps, num_micro_batches, vocabulary=vocabulary), classification_loss
+        )
         for _ in range(num_steps)
     ]
 

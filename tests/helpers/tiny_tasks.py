@@ -7,12 +7,11 @@ import random
 import string
 
 import torch
-from assets import write_records
+from assets import tokenizer_of, write_records
 from tiny_models import FAMILIES
 from tiny_runs import DS_CONFIG, write_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from tokenizers import decoders, pre_tokenizers
+from transformers import AutoModelForCausalLM
 
 from lezo_ds.config import config_from_dict
 
@@ -26,21 +25,14 @@ _DEEDS = ("fell asleep", "saw", "ate", "lost", "sang of", "ran from")
 def write_writer(directory, family="opt", seed=0, adds_bos=True, has_pad=True, has_eos=True):
     """Write a random model of a family and its tokenizer, one token a character, the newline among them.
 
-    It writes few characters only, so that its answers end now and then, and are right in part. Tokenizers
-    differ in whether they begin texts with BOS, and in whether they know a pad token and EOS.
+    It writes few characters only, so that its answers end now and then, and are right in part.
     """
-    special = ("<s>", "<pad>", "</s>", "<unk>")
     characters = ("\n", *string.digits, *string.ascii_letters, *string.punctuation, " ")
-    vocabulary = {token: index for index, token in enumerate((*special, *characters))}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    backend.decoder = decoders.Fuse()
-    if adds_bos:
-        backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    tokens = dict(zip(("bos_token", "pad_token", "eos_token", "unk_token"), special, strict=True))
-    unknown = {name for name, known in (("pad_token", has_pad), ("eos_token", has_eos)) if not known}
-    tokens = {name: token for name, token in tokens.items() if name not in unknown}
-    PreTrainedTokenizerFast(tokenizer_object=backend, **tokens).save_pretrained(directory)
+    split = pre_tokenizers.Split("", "isolated")
+    without = {name for name, known in (("pad_token", has_pad), ("eos_token", has_eos)) if not known}
+    tokenizer = tokenizer_of(characters, split, decoders.Fuse(), adds_bos, without)
+    tokenizer.save_pretrained(directory)
+    vocabulary = tokenizer.get_vocab()
     config = copy.deepcopy(FAMILIES[family][0])
     config.vocab_size, config.max_position_embeddings = len(vocabulary), NUM_POSITIONS
     config.tie_word_embeddings = False

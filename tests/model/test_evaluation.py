@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from chats import PLAIN, write_conversations
+from own_data import PLAIN, write_conversations
 from ranks import run_ranks
 from tiny_runs import start_engine
 from tiny_tasks import task_config, write_tasks, write_writer

@@ -6,9 +6,16 @@ import json
 
 import pytest
 import yaml
-from chats import COLORS, write_chat_model, write_conversations
 from commands import run_forked_well
-from own_data import VERBALIZERS, own_values, path_with, write_tickets
+from own_data import (
+    COLORS,
+    VERBALIZERS,
+    own_values,
+    path_with,
+    write_chat_model,
+    write_conversations,
+    write_tickets,
+)
 from run_ends import results_of
 
 pytestmark = pytest.mark.distributed

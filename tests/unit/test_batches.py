@@ -36,7 +36,6 @@ def test_the_first_thousand_batches_never_change():
     batches = [batch_indices(seed=42, step=step, num_examples=1000, batch_size=16) for step in range(1000)]
     digest = hashlib.sha256(json.dumps(batches).encode()).hexdigest()
     assert digest == "c4a61d8b2c7e90e055acdd7b5d0f1dd11ff14673b0f4ae1209b3612d3e4a569d"
-    assert len(batch_indices(0, 10**15, 67_349, 16)) == 16
 
 
 @given(seed=st.integers(0, 2**64 - 1), num_examples=st.integers(1, 40), batch_size=st.integers(1, 60))

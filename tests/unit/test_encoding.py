@@ -106,9 +106,6 @@ def test_answers_end_at_eos_and_at_every_token_with_a_newline(tmp_path):
     path = save_tokenizer(tmp_path, OPTConfig(), bos="<s>", eos=None)
     with pytest.raises(UserError, match=r"no end-of-sequence token.*; fix: set eos_token"):
         load_tokenizer(path).stop_ids()
-    path = save_tokenizer(tmp_path, OPTConfig(), words=[word for word in WORDS if word != "\n"], bos="<s>")
-    with pytest.raises(UserError, match="no token with a newline"):
-        load_tokenizer(path).stop_ids()
 
 
 def test_opts_published_tokenizer_is_given_the_bos_opt_was_trained_on(tmp_path):
@@ -133,13 +130,3 @@ def test_other_models_get_the_bos_their_tokenizer_adds_and_tokens_they_have(tmp_
     tokenizer = load_tokenizer(path)
     assert (tokenizer.bos_id, tokenizer.pad_id, tokenizer.eos_id) == (None, 0, None)
     assert encode_example(tokenizer, Example("a joy It was", (" great",), 0, 0), 3).sequences == ((4, 5, 7),)
-    with pytest.raises(UserError, match=r"leaves no token before it.*give it a prompt"):
-        encode_example(tokenizer, Example("", ("Yes",), 0, 0), 3)
-
-
-def test_a_tokenizer_that_does_not_fit_or_load_is_a_users_error(tmp_path):
-    with pytest.raises(UserError, match="has '!' at id 0, not <s>"):
-        load_tokenizer(save_tokenizer(tmp_path, OPTConfig(), words=["!", *WORDS]))
-    (tmp_path / "tokenizer.json").write_text('{"model')
-    with pytest.raises(UserError, match="cannot load the tokenizer of"):
-        load_tokenizer(str(tmp_path))

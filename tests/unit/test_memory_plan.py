@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,13 +60,13 @@ def measure_steps(config):
 
 @pytest.mark.distributed
 @pytest.mark.skipif(not PEAK.exists(), reason="the peak of a process can be reset on Linux only")
-@pytest.mark.parametrize(("num_ranks", "dtype"), [(2, "fp32"), (1, "fp32")])
-def test_the_formula_is_within_a_fifth_of_the_measured_peak(num_ranks, dtype, tmp_path):
+@pytest.mark.parametrize("num_ranks", [2, 1])
+def test_the_formula_is_within_a_fifth_of_the_measured_peak(num_ranks, tmp_path):
     sizes = {"hidden_size": 1024, "word_embed_proj_dim": 1024, "ffn_dim": 4096, "num_hidden_layers": 6}
     write_model(
         OPTConfig(vocab_size=20000, num_attention_heads=4, max_position_embeddings=128, **sizes), tmp_path
     )
-    config = recipe(tmp_path, train__micro_batch_size=8 // num_ranks, model__dtype=dtype)
+    config = recipe(tmp_path, train__micro_batch_size=8 // num_ranks, model__dtype="fp32")
     memory = rank_memory(config, model_sizes(config, tmp_path), INPUTS, world_size=num_ranks, on_gpu=False)
     before, peak = max(run_ranks(measure_steps, num_ranks, config))
     assert memory.total - CPU_RESERVE == pytest.approx(peak - before, rel=0.2)
@@ -106,14 +105,6 @@ def test_only_an_adapter_has_low_bits_and_copies(kind, count):
     assert parts.get("copies", 0) < 2 * 2 * BLOCK / 100
 
 
-def test_offloaded_weights_are_on_the_host(tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}))
-    memory = memory_of(deepspeed=str(path))
-    assert not memory.parts.keys() & {"shards", "low bits"}
-    assert (memory.host, memory.parts["gathered"]) == (4 * OPT_30B, 2 * (3 * BLOCK + HEAD))
-
-
 def test_long_answers_need_the_whole_head_all_logits_and_their_keys_and_values():
     parts = memory_of(inputs=replace(INPUTS, num_labels=None, answer_tokens=100, new_tokens=50)).parts
     assert parts["logits"] == 8 * 100 * 50272 * (2 + 8)  # of an evaluation: 8 examples
@@ -140,11 +131,7 @@ def test_a_dry_run_checks_all_but_the_weights_and_prints_the_facts(tmp_path):
     assert facts["a step"] == "4 micro-batches of 2 examples, on 1 ranks; 8 steps"
     assert facts["blocks"] == "4 in model.decoder.layers, 2 dropped per step"
     assert facts["memory"].startswith("of a rank, with inputs of at most 24 tokens: 0.5")
-    assert facts["data"] == "sst2, protocol clean: 30 train, 11 dev, 13 test"
     assert facts["first example"].startswith('"<s> the ')
     assert not (tmp_path / "run").exists() and "not checked" not in text
     with pytest.raises(UserError, match="drops all 4 blocks"):
         dry_run(load_config(path, ["run_dir=none", "zo.sparsity=1", "zo.only_blocks=true"]))
-    with pytest.raises(UserError, match="num_train"):
-        dry_run(load_config(path, ["run_dir=none", "data.num_train=100000"]))
-    assert "optimizer states" in dry_run(load_config(path, ["run_dir=none", "method=adamw"]))

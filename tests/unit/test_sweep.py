@@ -43,21 +43,17 @@ def test_a_grid_is_every_combination_and_keys_with_a_comma_change_together(plan,
     assert [(r.config.zo.learning_rate, r.config.seed, r.config.data.seed) for r in runs] == [
         (rate, seed, seed) for rate in (1e-6, 7e-7) for seed in (0, 1, 2)
     ]
-    assert {run.config.train.steps for run in runs} == {100}
+    assert {(run.config.train.steps, run.config.train.keep_snapshots) for run in runs} == {(100, 0)}
     assert {run.directory.parent for run in runs} == {tmp_path / "sweep"}
     assert runs[1].directory.name == "zo.learning_rate=1e-06,seed=1"
     assert runs[1].directory == plan("zo.learning_rate=0.000001", "seed,data.seed=1")[0].directory
-    assert plan("model.path=/models/opt-125m")[0].directory.parent == tmp_path / "sweep"
 
 
 @pytest.mark.parametrize(
     ("grid", "overrides", "message"),
     [
         (["zo.sparsity=0.5,,0.75"], [], "is not KEY=VALUE"),
-        (["seed=0"], ["seed=1"], "cannot set seed"),
-        (["run_dir=a,b"], [], "cannot set run_dir"),
         (["zo.learning_rate=1e-6,0.000001"], [], "are the same"),
-        (["zo.sparsity=0.5,1.5"], [], r"zo\.sparsity"),
     ],
 )
 def test_a_grid_that_cannot_be_run_is_refused(grid, overrides, message, plan):
@@ -73,18 +69,8 @@ def test_a_run_is_done_when_it_is_finished_with_its_own_settings(plan):
     (longer,) = plan("seed=0", overrides=["train.steps=30000"])
     assert longer.directory == run.directory and not longer.is_done()
     assert math.isnan(results_frame([longer])["test"][0])
-    for damaged in ("", "[]", '{"finished": false}'):
-        (run.directory / "results.json").write_text(damaged)
-        assert not run.is_done()
-
-
-def test_finished_runs_keep_no_weights_that_a_journal_gives_back(plan):
-    lezo, adamw = plan("method=lezo,adamw")
-    assert (lezo.config.train.keep_snapshots, adamw.config.train.keep_snapshots) == (0, 2)
-    (asked,) = plan("seed=0", overrides=["train.keep_snapshots=3"])
-    assert asked.config.train.keep_snapshots == 3
-    finish(asked)
-    assert plan("seed=0")[0].is_done()
+    (run.directory / "results.json").write_text('{"finished": false}')
+    assert not run.is_done()
 
 
 def test_the_best_setting_has_the_lowest_mean_validation_loss_of_those_that_are_done(plan, tmp_path):
@@ -127,11 +113,9 @@ def test_tune_does_the_other_seeds_at_the_best_value_only(tmp_path, monkeypatch)
     runs = tune("zo.learning_rate", ["seed=0,1,2"], RECIPE, tmp_path, overrides, ["train"])
     assert done == [(1e-6, 0), (3e-7, 0), (3e-6, 0), (3e-6, 1), (3e-6, 2)]
     assert len(runs) == 6  # with the one that diverged
-    with pytest.raises(UserError, match="needs a number above 0"):
-        tune("model.path", [], RECIPE, tmp_path, [], ["train"])
 
 
-def test_a_report_has_a_row_for_each_experiment_and_names_what_differs(plan, tmp_path, caplog, capsys):
+def test_a_report_has_a_row_for_each_experiment_and_names_what_differs(plan, tmp_path, caplog):
     for run, test in zip(plan(RATES, "seed=0,1"), (0.8, 0.9, 0.7), strict=False):
         finish(run, test)
     finish(plan("data.task=boolq", overrides=["zo.sparsity=0", "peft.kind=lora", "model.path=x/OPT-13b"])[0])
@@ -148,9 +132,3 @@ def test_a_report_has_a_row_for_each_experiment_and_names_what_differs(plan, tmp
     assert caplog.text.count("not a run, or damaged") == 1
     text = page.read_text()
     assert "<td>85.0 ± 7.1 (2)</td>" in text and '"validation loss"' in text and 'src="http' not in text
-    report.main(Namespace(runs=[str(tmp_path / "sweep" / "*")], html=None))
-    assert "| 85.0 ± 7.1 (2) |" in capsys.readouterr().out
-    with pytest.raises(UserError, match="there is no run"):
-        find_runs([str(tmp_path / "none*")])
-    with pytest.raises(UserError, match="none of these directories holds a run"):
-        report.main(Namespace(runs=[str(tmp_path / "sweep" / "other")], html=None))

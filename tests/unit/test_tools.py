@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-import pandas as pd
 import pytest
 import torch
 from assets import write_recipe
@@ -18,15 +17,7 @@ from lezo_ds.config import ZoConfig, load_config
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.errors import UserError
 from lezo_ds.tools import init
-from lezo_ds.tools.benchmark import (
-    append,
-    interleaved,
-    measure,
-    mezo_reference,
-    parse_variant,
-    recipe_inputs,
-    table,
-)
+from lezo_ds.tools.benchmark import measure, mezo_reference, parse_variant, recipe_inputs, table
 from lezo_ds.tools.init import describe_task
 
 TEXTS = [f"ticket number {number} says" for number in range(40)]
@@ -52,13 +43,8 @@ def test_init_takes_the_only_columns_of_texts_and_labels():
 @pytest.mark.parametrize(
     ("columns", "options", "message"),
     [
-        (
-            {"a": TEXTS, "b": TEXTS, "topic": CLASSES},
-            {},
-            "several columns hold texts: a, b; fix: give --text",
-        ),
+        ({"a": TEXTS, "b": TEXTS, "c": CLASSES}, {}, "several columns hold texts: a, b; fix: give --text"),
         ({"a": TEXTS, "b": CLASSES, "c": CLASSES}, {}, "few different values: b, c; fix: give --label"),
-        ({"a": TEXTS}, {}, "no column holds few different values"),
         ({"a": TEXTS, "b": CLASSES}, {"label": "c"}, "--label c is not a column; fix: use one of a, b"),
     ],
 )
@@ -103,40 +89,11 @@ def test_the_reference_is_mezos_algorithm():
         torch.testing.assert_close(values, before[name] - 1e-2 * gradient * noise[name], atol=1e-5, rtol=1e-4)
 
 
-def test_variants_and_rounds():
+def test_variants():
     assert [parse_variant(text) for text in ("ours:0.75", "recipe")] == [("ours", 0.75), ("recipe", 0.0)]
-    for wrong in ("our:0", "ours:2", "ours:x", "recipe:0.5"):
+    for wrong in ("our:0", "ours:2"):
         with pytest.raises(UserError, match="unknown variant"):
             parse_variant(wrong)
-    distributed.init_distributed()
-    order = []
-    times = interleaved({name: lambda name=name: order.append(name) for name in "ab"}, rounds=3)
-    assert order == ["a", "b"] * 3 and set(map(len, times.values())) == {3}
-
-
-def test_rows_are_appended_to_their_own_kind_of_table(tmp_path):
-    names = [
-        "model",
-        "task",
-        "length",
-        "batch",
-        "dtype",
-        "update_precision",
-        "ranks",
-        "seconds",
-        "ratio",
-        "tokens",
-    ]
-    row = dict.fromkeys(names, 1) | {"variant": "ours:0", "peak_bytes": None, "gathered_bytes": 0}
-    rows = pd.DataFrame([row | {"partition_size": None}])
-    for _ in range(2):
-        append(tmp_path / "rows.csv", rows)
-    lines = (tmp_path / "rows.csv").read_text().splitlines()
-    assert len(lines) == 3 and lines[1] == lines[2]
-    assert "ours:0" in table(rows)
-    (tmp_path / "rows.csv").write_text("other,columns\n")
-    with pytest.raises(UserError, match="not a table"):
-        append(tmp_path / "rows.csv", rows)
 
 
 def measured_rows(recipe):
@@ -148,6 +105,7 @@ def measured_rows(recipe):
 @pytest.mark.distributed
 def test_every_variant_is_measured_on_the_batches_of_a_recipe(tmp_path):
     rows, _ = run_ranks(measured_rows, 2, write_recipe(tmp_path))
+    assert "ours:0.5" in table(rows)
     assert (rows["seconds"] > 0).all() and (rows["ranks"] == 2).all()
     published, naive, ours, recipe = rows.to_dict("records")
     assert published["ratio"] == 1.0 and published["gathered_bytes"] == 0
