@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
@@ -43,6 +42,7 @@ def train(config: RunConfig) -> dict[str, Any]:
         distributed.init_distributed(config.train.timeout_seconds)
         if config.method in TRAINED:
             check_world(config, distributed.world_size())
+        ds_config = _prepared(config)
         data = load_task_data(config)
         directory = RunDirectory(config.run_dir)
 
@@ -54,22 +54,24 @@ def train(config: RunConfig) -> dict[str, Any]:
             check_records(config, data, directory)
             return monitor_sections(config)
 
-        monitors = distributed.on_rank_zero(prepare)
+        ds_config = {**distributed.on_rank_zero(prepare), **ds_config}
         if config.method == "adamw":
-            trained = initialize_first_order(config, _prepared(config, monitors))
+            logger.info("loading %s", config.model.path)
+            trained = initialize_first_order(config, ds_config)
             return FirstOrderRun(config, data=data, directory=directory, engine=trained).execute()
-        engine = make_engine(config, monitors)
+        engine = make_engine(config, ds_config)
         return ZerothOrderRun(config, data=data, directory=directory, engine=engine).execute()
 
 
-def make_engine(config: RunConfig, monitors: Mapping[str, Any] | None = None) -> LezoEngine:
+def make_engine(config: RunConfig, ds_config: dict[str, Any] | None = None) -> LezoEngine:
     """Load a run's model, sharded over all ranks. A collective."""
+    logger.info("loading %s", config.model.path)
     zo = config.zo if config.method in ZEROTH_ORDER else _SCORING_ONLY
     peft = config.peft if config.method in TRAINED else None
     return initialize(
         config.model.path,
         zo,
-        ds_config=_prepared(config, monitors),
+        ds_config=ds_config or _prepared(config),
         dtype=config.model.dtype,
         seed=config.seed,
         peft=peft,
@@ -78,8 +80,8 @@ def make_engine(config: RunConfig, monitors: Mapping[str, Any] | None = None) ->
     )
 
 
-def _prepared(config: RunConfig, monitors: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Set the number of threads of a CPU operation, and return the DeepSpeed JSON with its monitors.
+def _prepared(config: RunConfig) -> dict[str, Any]:
+    """Set the number of threads of a CPU operation, and return the DeepSpeed JSON.
 
     On CPUs, this number affects the last bits: it is OMP_NUM_THREADS, or else 1. With a GPU it does not. The
     threads then update offloaded weights, so they are at least this rank's share of the cores.
@@ -89,14 +91,12 @@ def _prepared(config: RunConfig, monitors: Mapping[str, Any] | None) -> dict[str
         num_cores = len(os.sched_getaffinity(0))
         num_threads = max(num_threads, num_cores // torch.accelerator.device_count())
     torch.set_num_threads(num_threads)
-    logger.info("loading %s", config.model.path)
-    ds_config = load_ds_config(
+    return load_ds_config(
         config.deepspeed,
         dtype=config.model.dtype,
         world_size=distributed.world_size(),
         micro_batch_size=config.train.micro_batch_size,
     )
-    return {**(monitors or {}), **ds_config}
 
 
 def monitor_sections(config: RunConfig) -> dict[str, Any]:

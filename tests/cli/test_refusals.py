@@ -57,7 +57,7 @@ REFUSED = {
         ["end-of-sequence"],
     ),
     "stage 2": (["deepspeed={inputs}/stage2.json"], ["stage"]),
-    "a file": (["run_dir={inputs}/file"], ["{inputs}/file"]),
+    "a file": (["run_dir={inputs}/file", "model.path={inputs}/whole_model"], ["{inputs}/file"]),
 }
 
 

@@ -132,11 +132,6 @@ def ranks_of(process):
     return [found[rank] for rank in sorted(found)]
 
 
-def listening_at(processes):
-    connections = [connection for process in processes for connection in process.net_connections("inet")]
-    return {c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == psutil.CONN_LISTEN}
-
-
 def assert_all_end(processes):
     deadline = time.monotonic() + PATIENCE_SECONDS
     while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
