@@ -14,11 +14,8 @@ import torch
 from assets import NUM_POSITIONS, write_reader, write_recipe, write_records
 from commands import assert_one_error, run_forked, run_forked_well
 from safetensors.torch import save_file
-from tiny_tasks import write_writer
 
 pytestmark = pytest.mark.distributed
-
-QUESTION = {"title": "Rome", "context": "Ada ate bread.", "question": "Who?", "answers": {"text": ["Ada"]}}
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +24,9 @@ def inputs(tmp_path_factory):
     write_recipe(directory)
     shutil.copytree(directory / "model", directory / "whole_model")
     write_reader(directory / "no_blocks", num_blocks=0)
-    write_writer(directory / "no_eos", has_eos=False)
     shutil.copytree(directory / "model", directory / "t5")
     (directory / "t5" / "config.json").write_text(json.dumps({"model_type": "t5"}))
-    for name in ("model", "no_blocks", "no_eos", "t5"):
+    for name in ("model", "no_blocks", "t5"):
         save_file({"other": torch.zeros(1)}, directory / name / "model.safetensors")
     shutil.copytree(directory / "model", directory / "no_weights")
     (directory / "no_weights" / "model.safetensors").unlink()
@@ -38,7 +34,6 @@ def inputs(tmp_path_factory):
     long = [{"sentence": "great " * 100, "label": i % 2, "idx": i} for i in range(60)]
     for split in ("train", "validation"):
         write_records(directory / "long" / f"{split}.jsonl", long)
-        write_records(directory / "squad" / f"{split}.jsonl", [QUESTION] * 60)
     (directory / "stage2.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
     (directory / "file").write_text("not a directory")
     return directory
@@ -52,10 +47,6 @@ REFUSED = {
     "no blocks": (["model.path={inputs}/no_blocks"], ["no transformer blocks"]),
     "hub data offline": (["data.path=null"], ["nyu-mll/glue", "data.path"]),
     "no positions": (["data.path={inputs}/long"], [str(NUM_POSITIONS), "data.max_length"]),
-    "no end of sequence": (
-        ["data.task=squad", "data.path={inputs}/squad", "model.path={inputs}/no_eos"],
-        ["end-of-sequence"],
-    ),
     "stage 2": (["deepspeed={inputs}/stage2.json"], ["stage"]),
     "a file": (["run_dir={inputs}/file", "model.path={inputs}/whole_model"], ["{inputs}/file"]),
 }

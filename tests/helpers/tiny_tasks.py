@@ -22,14 +22,14 @@ _THINGS = ("a red boat", "the rain", "two goats", "an old song", "bread", "the s
 _DEEDS = ("fell asleep", "saw", "ate", "lost", "sang of", "ran from")
 
 
-def write_writer(directory, family="opt", seed=0, adds_bos=True, has_pad=True, has_eos=True):
+def write_writer(directory, family="opt", seed=0, adds_bos=True, has_pad=True):
     """Write a random model of a family and its tokenizer, one token a character, the newline among them.
 
     It writes few characters only, so that its answers end now and then, and are right in part.
     """
     characters = ("\n", *string.digits, *string.ascii_letters, *string.punctuation, " ")
     split = pre_tokenizers.Split("", "isolated")
-    without = {name for name, known in (("pad_token", has_pad), ("eos_token", has_eos)) if not known}
+    without = () if has_pad else ("pad_token",)
     tokenizer = tokenizer_of(characters, split, decoders.Fuse(), adds_bos, without)
     tokenizer.save_pretrained(directory)
     vocabulary = tokenizer.get_vocab()

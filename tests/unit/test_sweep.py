@@ -115,12 +115,11 @@ def test_tune_does_the_other_seeds_at_the_best_value_only(tmp_path, monkeypatch)
     assert len(runs) == 6  # with the one that diverged
 
 
-def test_a_report_has_a_row_for_each_experiment_and_names_what_differs(plan, tmp_path, caplog):
+def test_a_report_has_a_row_for_each_experiment_and_names_what_differs(plan, tmp_path):
     for run, test in zip(plan(RATES, "seed=0,1"), (0.8, 0.9, 0.7), strict=False):
         finish(run, test)
     finish(plan("data.task=boolq", overrides=["zo.sparsity=0", "peft.kind=lora", "model.path=x/OPT-13b"])[0])
     finish(plan("method=zero_shot")[0], test=0.55, dev_loss=None)
-    (tmp_path / "sweep" / "other").mkdir()
     runs = name_experiments(read_runs(find_runs([str(tmp_path / "sweep" / "*")])))
     table = score_table(runs).set_index(["task", "method"])
     assert table.loc[("sst2", "LeZO, learning_rate=1e-06"), "test"] == "85.0 ± 7.1 (2)"
@@ -129,6 +128,5 @@ def test_a_report_has_a_row_for_each_experiment_and_names_what_differs(plan, tmp
     assert table.loc[("sst2", "zero-shot"), "validation loss"] == "-"
     page = tmp_path / "page.html"
     report.main(Namespace(runs=[str(tmp_path / "sweep" / "*")], html=page))
-    assert caplog.text.count("not a run, or damaged") == 1
     text = page.read_text()
     assert "<td>85.0 ± 7.1 (2)</td>" in text and '"validation loss"' in text and 'src="http' not in text
