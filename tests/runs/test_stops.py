@@ -16,7 +16,12 @@ from lezo_ds.model.snapshots import read_manifest
 
 STEPS = 40
 LENGTH = [
-    *(f"train.steps={STEPS}", "train.eval_every=20", "train.snapshot_every=0", "train.timeout_seconds=8"),
+    *(
+        f"train.steps={STEPS}",
+        f"train.eval_every={STEPS}",
+        "train.snapshot_every=0",
+        "train.timeout_seconds=8",
+    ),
     *("train.batch_size=2", "train.micro_batch_size=1"),  # one pass of each of two ranks
 ]
 
