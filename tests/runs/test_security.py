@@ -117,7 +117,7 @@ def test_code_on_the_hub_that_a_known_model_names_is_refused(inputs):
     """Some transformers 5 download such a kernel and run it, if the package kernels is installed."""
     file = inputs / "model" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "attn_implementation": "evil/kernel"}))
-    assert_one_error(train(inputs), 2, "names code on the hub", "attn_implementation evil/kernel")
+    assert_one_error(train(inputs), 2, "names code on the hub", "evil/kernel")
 
 
 def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target):
