@@ -85,7 +85,7 @@ def import_named(key: str, name: str, what: str, kind: type | None = None) -> An
             raise TypeError(f"{component!r} is not {'callable' if kind is None else kind.__name__}")
     except (ValueError, TypeError, ImportError, AttributeError) as error:
         raise UserError(
-            f"{key}={name} does not name a {what}: {type(error).__name__}: {error}",
+            f"{key}={name} names no {what}: {type(error).__name__}: {error}",
             fix="correct the name, or add the folder of the module to PYTHONPATH",
         ) from error
     return component

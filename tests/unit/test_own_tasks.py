@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 import pytest
 
-from lezo_ds.config import config_from_dict, config_to_dict, find_task
+from lezo_ds.config import ZoConfig, config_from_dict, config_to_dict, find_task, make_estimator
 from lezo_ds.errors import UserError
-from lezo_ds.tasks.base import Message
+from lezo_ds.tasks.base import Example, Message, Task
+from lezo_ds.zo.estimators import Spsa
 
 BASE = {"run_dir": "run", "method": "zero_shot", "model": {"path": "model", "dtype": "fp32"}}
 CLASSES = {
@@ -128,3 +130,27 @@ def test_keys_that_make_no_task_are_refused_before_any_file_is_read(data, messag
 def test_a_bad_conversation_is_refused(turns, message):
     with pytest.raises(UserError, match=message):
         task_of(CHAT).build_example({"turns": turns}, 0)
+
+
+MINE = Task("mine", None, None, "classification", {"text": str}, lambda r, i: Example(r["text"], (), 0, i))
+
+
+def my_metric(predictions, examples):
+    return 0.5
+
+
+@dataclass(frozen=True)
+class MyEstimator(Spsa):
+    size: float = 1.0
+
+
+def test_components_of_a_module_are_named_where_registered_ones_are():
+    data = {"task": "test_own_tasks:MINE", "metric": "test_own_tasks:my_metric", "train": "t.csv"}
+    task = task_of(data)
+    assert (task.build_example, task.metric) == (MINE.build_example, "test_own_tasks:my_metric")
+    with pytest.raises(UserError, match="names no task: TypeError"):
+        task_of({"task": "test_own_tasks:my_metric", "train": "t.csv"})
+    zo = ZoConfig(estimator="test_own_tasks:MyEstimator", estimator_options={"size": 2.0})
+    assert make_estimator(zo) == MyEstimator(perturbation_scale=1e-3, num_directions=1, size=2.0)
+    with pytest.raises(UserError, match="names no estimator"):
+        make_estimator(ZoConfig(estimator="test_own_tasks:MINE"))
