@@ -190,7 +190,7 @@ def test_what_a_run_recorded_names_code_that_is_not_imported():
     values["data"] |= {"task": "nowhere:TASK", "path": "../$UNSET/~"}
     config = config_from_dict(values, "run x", ["train.eval_batch_size=3"], recorded=True)
     assert (config.zo.estimator, config.data.path) == ("nowhere:Estimator", "../$UNSET/~")
-    with pytest.raises(UserError, match=r"zo.estimator=nowhere:Estimator does not name"):
+    with pytest.raises(UserError, match=r"zo.estimator=nowhere:Estimator names no estimator"):
         config_from_dict(values | {"data": {}}, "recipe.yaml")
 
 
