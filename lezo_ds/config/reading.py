@@ -23,7 +23,12 @@ _LIMITS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-6, which YAML 1.1 takes for a string, as a number, and refuses repeated keys."""
+    """Reads 1e-6, which YAML 1.1 takes for a string, as a number; refuses repeated keys and aliases."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):  # nested aliases stand for any number of values
+            raise yaml.MarkedYAMLError(problem="aliases are not supported")
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]

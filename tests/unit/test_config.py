@@ -140,6 +140,7 @@ def test_values_that_contradict_each_other_are_refused(overrides, expected):
     ("text", "expected"),
     [
         ("train: {steps: 1}\nzo: {sparsity: 0}\ntrain: {eval_every: 1}", "repeated key train"),
+        ("zo: &a {sparsity: 0}\ntrain: *a", "aliases are not supported"),
         ("a: b: c", "is not valid YAML"),
         ("!!python/object/apply:os.getcwd []", "is not valid YAML"),
         ("seed: " + "[" * 5000, "is not valid YAML: RecursionError"),
