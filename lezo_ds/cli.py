@@ -94,6 +94,9 @@ def _train(parser: _Parser) -> None:
 
 
 def run_train(arguments: argparse.Namespace) -> None:
+    if arguments.config is None and not arguments.overrides:
+        fix = "lezo-ds train --config RECIPE; lezo-ds init MODEL DATA writes a recipe"
+        raise UserError("lezo-ds train needs a recipe", fix=fix)
     config = load_config(arguments.config, arguments.overrides)
     if arguments.print_config:
         print(yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True), end="")
@@ -135,6 +138,9 @@ def _evaluate(parser: _Parser) -> None:
 def run_evaluate(arguments: argparse.Namespace) -> None:
     if arguments.run is not None and arguments.config is not None:
         raise UserError("a run has its own configuration: --config goes with --model", fix="remove --config")
+    model = Path(arguments.model or "")
+    if (model / "config.yaml").is_file() and not (model / "config.json").exists():
+        raise UserError(f"{model} is a run, not a model", fix=f"lezo-ds evaluate --run {model}")
     from lezo_ds.runs.scoring import score_model, score_run
     from lezo_ds.runs.screen import scores_summary
 
@@ -216,14 +222,22 @@ def _init(parser: _Parser) -> None:
     lezo-ds init models/smollm2 tickets.csv --text body --label topic --out recipe.yaml
 
     DATA is a .csv, .tsv, .json, .jsonl or .parquet file, or OWNER/NAME:SPLIT on the hub. Without --text, the
-    only column of texts is read; without --label, the only column with few different values is learned.
+    only column of texts is read; without --label and --answer, the only column with few different values is
+    learned. An instruct model reads and answers in its chat template.
     """
     add = parser.add_argument
     add("model", type=_name, metavar="MODEL", help="directory of a model, or its hub id")
     add("data", type=_name, metavar="DATA", help="file of records, or a split on the hub")
     add("--out", type=_path, default=Path("recipe.yaml"), metavar="FILE", help="default: recipe.yaml")
     add("--text", metavar="COLUMN", help="the column that the model reads")
-    add("--label", metavar="COLUMN", help="the column with the gold label or text")
+    add("--label", metavar="COLUMN", help="the column with the right label")
+    add(
+        "--answer",
+        metavar="COLUMN",
+        help="the column with a text that the model shall write, instead of a label",
+    )
+    add("--method", choices=("fzoo", "lezo", "mezo"), default="fzoo", help="of training (default: fzoo)")
+    add("--skip-unusable", action="store_true", help="leave out records that cannot be used")
 
 
 def _benchmark(parser: _Parser) -> None:
@@ -267,6 +281,9 @@ def run_command(name: str) -> None:
     parser = _Parser(name, (inspect.getdoc(add_arguments) or "") + keys)
     add_arguments(parser)
     arguments = parser.parse_intermixed_args()  # options and words may alternate
+    for word in getattr(arguments, "overrides", ()):
+        if word.endswith((".yaml", ".yml")) and "=" not in word:
+            raise UserError(f"{word} is not key=value", fix=f"lezo-ds {name} --config {word}")
     pkgutil.resolve_name(function)(arguments)
 
 

@@ -89,14 +89,18 @@ class DataConfig:
     of which the first is trained on. Without any right answers, train.objective must name a reward."""
 
     messages: str | None = None
-    """Chat: the field with a conversation, a list of {role, content} with the roles system (first), user and
-    assistant, for the tokenizer's chat template. The loss is the mean over the assistant's tokens."""
+    """Chat: the field with a conversation, a list of {role, content} or {from, value}, for the tokenizer's
+    chat template. The loss is the mean over the assistant's tokens, without turns of weight 0."""
 
     chat_template: bool = False
-    """Whether the chat template writes data.prompt as a user's turn, and data.completion as the answer."""
+    """Whether the chat template writes data.prompt as a user's turn, and the answer as the assistant's."""
 
     system_prompt: str | None = None
     """First turn of each conversation, unless the record has a system's turn of its own."""
+
+    skip_unusable: bool = False
+    """Whether records that cannot be used are left out, and their number is printed. By default, they are an
+    error that names them."""
 
     metric: Annotated[str, Named(METRICS)] | None = None
     """The score: accuracy, macro_f1 (classification only), f1 (of words) or exact_match (generation),

@@ -7,19 +7,21 @@ to its end. The whole text must begin with both, and the turn lies between their
 
 from __future__ import annotations
 
-import logging
+import copy
+import json
 import re
 from collections.abc import Sequence
-from itertools import groupby
+from contextlib import suppress
+from dataclasses import replace
+from itertools import compress, groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lezo_ds.data.encoding import EncodedExample, PromptTokenizer, cut_left, cut_prompts, warn_of_cuts
+from lezo_ds.data.encoding import EncodedExample, PromptTokenizer, cut_left, cut_prompts
 from lezo_ds.errors import UserError
-from lezo_ds.tasks.base import Example
-
-logger = logging.getLogger(__name__)
+from lezo_ds.tasks.base import Example, Message
+from lezo_ds.tasks.custom import ASSISTANT, SYSTEM, USER, with_system
 
 Span = tuple[int, int]
 """Where a turn of the assistant starts and stops, in characters or tokens."""
@@ -27,38 +29,20 @@ Span = tuple[int, int]
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
 
 
-def encode_conversations(
-    tokenizer: PromptTokenizer, examples: Sequence[Example], max_length: int
-) -> tuple[tuple[Example, ...], tuple[EncodedExample, ...]]:
-    """Return the conversations with a token of the assistant within `max_length`, and their tokens.
+def ask_in_chat(tokenizer: PromptTokenizer, example: Example, system_prompt: str | None) -> Example:
+    """Return an example with candidates whose prompt is a user's turn, up to where the assistant answers."""
 
-    Longer conversations are cut at their end.
-    """
-    pairs = [(example, encode_conversation(tokenizer, example, max_length)) for example in examples]
-    kept = [(example, encoded) for example, encoded in pairs if encoded is not None]
-    if not kept:
-        what = f"no conversation has a token of the assistant within data.max_length={max_length}"
-        raise UserError(what, fix="raise data.max_length, or correct what the chat template marks")
-    warn_of_cuts(sum(encoded.truncated for _, encoded in kept), len(pairs), max_length, "at their end")
-    if left_out := [example for example, encoded in pairs if encoded is None]:
-        text = "%d of %d conversations have no token of the assistant in max_length %d: %s is left out"
-        logger.warning(text, len(left_out), len(pairs), max_length, left_out[0].where)
-    return tuple(example for example, _ in kept), tuple(encoded for _, encoded in kept)
+    def write(question: str) -> str:
+        turns = with_system((Message(USER, question),), system_prompt)
+        text = _render(tokenizer.backend, replace(example, messages=turns), len(turns), opened=True)
+        return text if tokenizer.bos_id is None else text.removeprefix(str(tokenizer.backend.bos_token))
 
-
-def encode_answers(
-    tokenizer: PromptTokenizer, examples: Sequence[Example], max_length: int
-) -> tuple[EncodedExample, ...]:
-    """Encode conversations of one question and its answer. Longer ones are cut on the left."""
-    encoded = []
-    for example in examples:
-        answer = encode_conversation(tokenizer, example, max_length, keep_end=True)
-        if answer is None:
-            what = f"the answer of {example.where} leaves no token before it in data.max_length={max_length}"
-            raise UserError(what, fix="raise data.max_length, or shorten the answer")
-        encoded.append(answer)
-    warn_of_cuts(sum(answer.truncated for answer in encoded), len(encoded), max_length)
-    return tuple(encoded)
+    prompt = write(example.prompt)
+    space = "" if prompt[-1:].isspace() else " "
+    candidates = tuple(space + text.strip() for text in example.candidates)
+    return replace(
+        example, prompt=prompt, candidates=candidates, null_prompt=write(example.null_prompt or "")
+    )
 
 
 def encode_questions(
@@ -67,7 +51,7 @@ def encode_questions(
     """Return the token ids of each conversation up to its last turn of the assistant, as `encode_prompts`."""
     prompts = []
     for example in examples:
-        num_asked = len(example.messages) - (example.messages[-1].role == "assistant")
+        num_asked = len(example.messages) - (example.messages[-1].role == ASSISTANT)
         text = _render(tokenizer.backend, example, num_asked, opened=True)
         prompts.append(tokenizer.backend(text, add_special_tokens=False, verbose=False)["input_ids"])
     return cut_prompts(tokenizer, prompts, max_length, max_new_tokens)
@@ -75,11 +59,10 @@ def encode_questions(
 
 def encode_conversation(
     tokenizer: PromptTokenizer, example: Example, max_length: int, *, keep_end: bool = False
-) -> EncodedExample | None:
+) -> EncodedExample:
     """Tokenize a conversation up to the end of its last turn of the assistant.
 
-    With `keep_end`, one that is too long loses its first tokens, after the BOS, instead of its last. None if
-    no token of the assistant is left or, with `keep_end`, no token before its turn.
+    One that is too long loses its last tokens or, with `keep_end`, its first ones after the BOS.
     """
     backend = tokenizer.backend
     if not backend.is_fast:
@@ -87,21 +70,19 @@ def encode_conversation(
         raise UserError(f"the tokenizer of {backend.name_or_path} does not map tokens to text", fix=fix)
     turns = _marked_turns if _MARKED.search(str(backend.chat_template)) else _measured_turns
     ids, spans = turns(backend, example)
-    if not spans:
-        return None
-    ids = ids[: spans[-1][1]]
+    _check_written(backend, example)
+    ids = ids[: max((stop for _, stop in spans), default=0)]
     num_cut = max(len(ids) - max_length, 0)
     if num_cut and keep_end:
-        num_kept = int(tokenizer.bos_id in ids[:1])
+        first = 1 + int(tokenizer.bos_id in ids[:1])  # a token of the question is left
         ids = list(cut_left(tokenizer, ids, max_length))
-        spans = [(start - num_cut, stop - num_cut) for start, stop in spans]
-        if spans[0][0] <= num_kept:
-            return None
+        spans = [(start - num_cut, stop - num_cut) for start, stop in spans if start - num_cut >= first]
     # The first token of a sequence has no logits that predict it.
     spans = [(max(start, 1), min(stop, max_length)) for start, stop in spans]
     spans = [(start, stop) for start, stop in spans if start < stop]
     if not spans:
-        return None
+        what = f"{example.where} leaves no turn of the assistant in data.max_length={max_length}"
+        raise UserError(what, fix="raise data.max_length, or correct what the chat template marks")
     return EncodedExample(
         sequences=(tuple(ids[: spans[-1][1]]),),
         option_lengths=(sum(stop - start for start, stop in spans),),
@@ -117,7 +98,12 @@ def _marked_turns(backend: PreTrainedTokenizerBase, example: Example) -> tuple[l
     )
     ids, mask = written["input_ids"], written["assistant_masks"]
     runs = [list(run) for is_marked, run in groupby(range(len(ids)), key=mask.__getitem__) if is_marked]
-    return ids, [(run[0], run[-1] + 1) for run in runs]
+    spans = [(run[0], run[-1] + 1) for run in runs]
+    is_trained = [turn.is_trained for turn in example.messages if turn.role == ASSISTANT]
+    if len(spans) != len(is_trained) and not all(is_trained):
+        what = f"the chat template marks {len(spans)} of {len(is_trained)} turns in {example.where}"
+        raise UserError(what, fix="remove the turns of weight 0, or correct the template")
+    return ids, spans if all(is_trained) else [*compress(spans, is_trained)]
 
 
 def _measured_turns(backend: PreTrainedTokenizerBase, example: Example) -> tuple[list[int], list[Span]]:
@@ -125,12 +111,12 @@ def _measured_turns(backend: PreTrainedTokenizerBase, example: Example) -> tuple
     encoded = backend(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     spans = []
     for number, turn in enumerate(example.messages):
-        if turn.role != "assistant":
+        if not turn.is_trained:
             continue
         start = _prefix_length(backend, example, text, number, opened=True)
         written = text[start : _prefix_length(backend, example, text, number + 1)]
         # The model does not write the white space before the next turn, unless nothing else ends its turn.
-        ends_itself = not written.rstrip().endswith(turn.content.rstrip())
+        ends_itself = not turn.content.strip() or not written.rstrip().endswith(turn.content.rstrip())
         stop = start + len(written.rstrip() if ends_itself else written)
         offsets = enumerate(encoded["offset_mapping"])
         inside = [place for place, (begin, end) in offsets if begin < stop and start < end]
@@ -139,6 +125,26 @@ def _measured_turns(backend: PreTrainedTokenizerBase, example: Example) -> tuple
             raise UserError(f"the chat template omits turn {number + 1} of {example.where}", fix=fix)
         spans.append((inside[0], inside[-1] + 1))
     return encoded["input_ids"], spans
+
+
+def _check_written(backend: PreTrainedTokenizerBase, example: Example) -> None:
+    """Refuse a turn that the template leaves out without an error, as many do with an unknown role."""
+    text, turns = _render(backend, example, len(example.messages)), example.messages
+    for number, turn in enumerate(turns):
+        if "tool_calls" in turn.others:
+            other = turn._replace(others={})
+        elif turn.role not in (SYSTEM, USER, ASSISTANT):
+            other = turn._replace(content=f"{turn.content}~")
+        else:
+            continue
+        changed = replace(example, messages=(*turns[:number], other, *turns[number + 1 :]))
+        with suppress(UserError):  # the template needs what was changed
+            if _render(backend, changed, len(turns)) == text:
+                break
+    else:
+        return
+    what = f"the chat template does not write turn {number + 1} of {example.where}"
+    raise UserError(what, fix=f"remove its calls, or use another role than {turn.role}")
 
 
 def _prefix_length(
@@ -166,11 +172,21 @@ def _apply(backend: PreTrainedTokenizerBase, example: Example, num_turns: int, *
     if not backend.chat_template:
         fix = "use a model that was trained for conversations, or add its template as chat_template.jinja"
         raise UserError(f"the tokenizer of {backend.name_or_path} has no chat template", fix=fix)
-    messages = [message._asdict() for message in example.messages[:num_turns]]
+    messages = [_as_dict(message) for message in example.messages[:num_turns]]
+    tools = example.record.get("tools")
     try:
-        return backend.apply_chat_template(messages, **options)
+        return backend.apply_chat_template(messages, tools if isinstance(tools, list) else None, **options)
     except Exception as error:  # a template raises errors of its own and of Jinja
         shown = " ".join(f"{type(error).__name__}: {error}".split())
         roles = ", ".join(message["role"] for message in messages[:8])
         what = f"the chat template of {backend.name_or_path} cannot write {example.where} ({roles}): {shown}"
         raise UserError(what, fix="correct or remove the record, or remove data.system_prompt") from error
+
+
+def _as_dict(message: Message) -> dict[str, Any]:
+    """Return a turn as templates read it. OpenAI's files have the arguments of a call as a string of JSON."""
+    turn = {"role": message.role, "content": message.content, **copy.deepcopy(dict(message.others))}
+    for call in turn.get("tool_calls", ()):
+        with suppress(KeyError, TypeError, ValueError):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return turn

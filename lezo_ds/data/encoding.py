@@ -149,14 +149,6 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
     return EncodedExample(sequences, option_lengths, example.label, truncated=sequences != tuple(full))
 
 
-def encode_examples(
-    tokenizer: PromptTokenizer, examples: Sequence[Example], max_length: int
-) -> tuple[EncodedExample, ...]:
-    encoded = tuple(encode_example(tokenizer, example, max_length) for example in examples)
-    warn_of_cuts(sum(example.truncated for example in encoded), len(encoded), max_length)
-    return encoded
-
-
 def encode_null(tokenizer: PromptTokenizer, example: Example, max_length: int) -> EncodedExample:
     """Tokenize the candidates of an example after its null prompt, to calibrate their scores.
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from lezo_ds.config.schema import DataConfig
 from lezo_ds.data.tables import Row, read_file, read_hub, read_source
+from lezo_ds.data.unusable import Unusable
 from lezo_ds.errors import UserError
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import Example, Record
@@ -37,12 +38,20 @@ class Splits:
     """The records that demonstrations are drawn from. Without data.train, the dev examples are among them."""
 
 
-def load_splits(task: Task, data: DataConfig) -> Splits:
-    """Read the records that a configuration asks for, leave out those without a right answer, and split."""
-    return _task_splits(task, data) if data.train is None else _own_splits(task, data, data.train)
+def load_splits(task: Task, data: DataConfig, unusable: Unusable | None = None) -> Splits:
+    """Read the records that a configuration asks for, leave out those without a right answer, and split.
+
+    `unusable` collects records that cannot be used; without it, they are refused.
+    """
+    found = unusable or Unusable(skip=data.skip_unusable)
+    splits = _task_splits if data.train is None else _own_splits
+    loaded = splits(task, data, found)
+    if unusable is None:
+        found.settle()
+    return loaded
 
 
-def _task_splits(task: Task, data: DataConfig) -> Splits:
+def _task_splits(task: Task, data: DataConfig, unusable: Unusable) -> Splits:
     """Draw train, then dev, from a permutation of the training records, and test from the validation records.
 
     If there are too few training records, MeZO's scripts keep dev at its full size and shrink train (WSC
@@ -50,19 +59,21 @@ def _task_splits(task: Task, data: DataConfig) -> Splits:
     """
     names = (task.train_split, task.validation_split)
     if data.path is not None:
-        splits = [_read_split(Path(data.path), name) for name in names]
+        splits = [_read_split(Path(data.path), name, unusable) for name in names]
     elif task.hub_id is not None:
         fix = f"set data.path to a directory with {names[0]}.jsonl and {names[1]}.jsonl"
         splits = read_hub(task.hub_id, task.hub_config, names, fix=fix)
     else:
         raise UserError(f"task {task.name} has no data set on the hub", fix="set data.path or data.train")
-    train, test = (_answerable(task, name, rows) for name, rows in zip(names, splits, strict=True))
+    named = zip(names, splits, strict=True)
+    train, test = (_answerable(task, name, rows, unusable) for name, rows in named)
     sizes = task.mezo_sizes if data.protocol == "mezo" else task.sizes
     num_train = data.num_train or sizes.num_train
     num_dev = data.num_dev or sizes.num_dev
     num_left = len(train) - num_dev
     if num_train > num_left:
         if data.protocol == "clean" or num_left < 1:
+            unusable.settle()
             what = f"{task.name} has {len(train)} training records, too few for {num_train} + {num_dev}"
             raise UserError(what, fix="set a smaller data.num_train or data.num_dev")
         text = "%s: %d training examples instead of %d: MeZO's protocol takes %d of %d records for dev"
@@ -77,14 +88,15 @@ def _task_splits(task: Task, data: DataConfig) -> Splits:
     )
 
 
-def _own_splits(task: Task, data: DataConfig, train: str) -> Splits:
+def _own_splits(task: Task, data: DataConfig, unusable: Unusable) -> Splits:
     """Read a user's own files, each permuted by the seed; a split without a file is drawn from data.train.
 
     Test is drawn first, so that it does not depend on the other sizes.
     """
-    sources = {"train": train, "validation": data.validation, "test": data.test}
+    assert data.train is not None
+    sources = {"train": data.train, "validation": data.validation, "test": data.test}
     rows = {
-        name: _answerable(task, name, read_source(f"data.{name}", source))
+        name: _answerable(task, name, read_source(f"data.{name}", source, unusable), unusable)
         for name, source in sources.items()
         if source is not None
     }
@@ -96,11 +108,14 @@ def _own_splits(task: Task, data: DataConfig, train: str) -> Splits:
         size = wanted or min(limit, max(1, len(rows["train"]) // 5))
         drawn[name], order = (rows["train"], order[:size]), order[size:]
         text = "data.%s is not set: %d of the %d records of %s are drawn for it, by data.seed=%d"
-        logger.info(text, name, size, len(rows["train"]), train, data.seed)
+        logger.info(text, name, size, len(rows["train"]), data.train, data.seed)
     num_dev = len(drawn["validation"][1])
     if len(order) < (data.num_train or 1) or (data.num_dev or 0) > num_dev:
+        unusable.settle()
         fix = "set a smaller data.num_train, data.num_dev or data.num_test, or add records"
-        raise UserError(f"{train} leaves {len(order)} records to train on and {num_dev} for dev", fix=fix)
+        raise UserError(
+            f"{data.train} leaves {len(order)} records to train on and {num_dev} for dev", fix=fix
+        )
     order = order[: data.num_train]
     return Splits(
         train=_build(task, rows["train"], order),
@@ -167,27 +182,29 @@ def _build(task: Task, rows: Sequence[Row], order: Sequence[int]) -> tuple[Examp
     return tuple(replace(task.build_example(r, row), record=r, place=place) for row, place, r in drawn)
 
 
-def _read_split(directory: Path, split: str) -> list[Row]:
+def _read_split(directory: Path, split: str, unusable: Unusable) -> list[Row]:
     lines = directory / f"{split}.jsonl"
     files = [lines] if lines.is_file() else sorted(directory.glob(f"{split}*.parquet"))
     if not files:
         fix = "correct it, or remove it to read the hub"
         raise UserError(f"data.path={directory} has no {split}.jsonl or {split}*.parquet", fix=fix)
-    return [row for file in files for row in read_file(file)]
+    return [row for file in files for row in read_file(file, unusable)]
 
 
-def _answerable(task: Task, split: str, rows: Sequence[Row]) -> list[Row]:
-    kept = []
-    for number, (place, record) in enumerate(rows, start=1):
+def _answerable(task: Task, split: str, rows: Sequence[Row], unusable: Unusable) -> list[Row]:
+    def has_answer(numbered: tuple[int, Row]) -> bool:
+        number, (place, record) = numbered
         where = f"record {number} of the {split} split of {task.name}{place}"
-        if _checked_label(task, where, record) is not None or not task.has_answers:
-            kept.append((place, record))
+        return _checked_label(task, where, record) is not None or not task.has_answers
+
+    usable = unusable.usable(enumerate(rows, start=1), has_answer)
+    kept = [row for (_, row), is_kept in usable if is_kept]
     if not kept:
         what = f"none of the {len(rows)} records of the {split} split of {task.name} has an answer"
         raise UserError(what, fix="correct the file")
-    if len(kept) < len(rows):
+    if len(kept) < len(usable):
         text = "%d of %d records of the %s split of %s have no right answer and are left out"
-        logger.warning(text, len(rows) - len(kept), len(rows), split, task.name)
+        logger.warning(text, len(usable) - len(kept), len(rows), split, task.name)
     return kept
 
 

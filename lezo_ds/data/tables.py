@@ -16,6 +16,7 @@ import datasets
 from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 
+from lezo_ds.data.unusable import Unusable
 from lezo_ds.errors import HubError, UserError
 from lezo_ds.tasks.base import Record
 
@@ -23,15 +24,18 @@ Row = tuple[str, Record]
 """The place of a record, "" if unknown, and the record."""
 
 
-def read_source(key: str, source: str) -> list[Row]:
-    """Return the records of a file, or of OWNER/NAME:SPLIT or OWNER/NAME/CONFIG:SPLIT on the hub."""
+def read_source(key: str, source: str, unusable: Unusable | None = None) -> list[Row]:
+    """Return the records of a file, or of OWNER/NAME:SPLIT or OWNER/NAME/CONFIG:SPLIT on the hub.
+
+    `unusable` collects the lines that hold no record; without it, they are refused.
+    """
     path = Path(source)
     hub_name, colon, split = source.rpartition(":")
     if colon and not path.exists() and 1 <= hub_name.count("/") <= 2:
         owner, name, *config = hub_name.split("/")
         (rows,) = read_hub(f"{owner}/{name}", "".join(config) or None, [split], fix=f"set {key} to a file")
     elif path.suffix in READERS and path.is_file():
-        rows = read_file(path)
+        rows = read_file(path, unusable)
     else:
         missing = "" if path.is_file() else ", which is not a file"
         fix = f"name a file that ends in {', '.join(READERS)}, or OWNER/NAME:SPLIT on the hub"
@@ -41,19 +45,27 @@ def read_source(key: str, source: str) -> list[Row]:
     return rows
 
 
-def read_file(path: Path) -> list[Row]:
+def read_file(path: Path, unusable: Unusable | None = None) -> list[Row]:
     """Return the records of a file that ends as in READERS."""
     rows: list[Row] = []
+
+    def read(found: tuple[str, int, object]) -> None:
+        unit, number, record = found
+        if not isinstance(record, Mapping):
+            wrong = record if isinstance(record, ValueError) else "is not a JSON object"
+            raise UserError(f"{path} {unit} {number} {wrong}", fix="correct it")
+        rows.append((f" ({path} {unit} {number})", record))
+
+    found = unusable or Unusable()
     try:
-        for unit, number, record in READERS[path.suffix](path):
-            if not isinstance(record, Mapping):
-                raise UserError(f"{path} {unit} {number} is not a JSON object", fix="correct it")
-            rows.append((f" ({path} {unit} {number})", record))
+        found.usable(READERS[path.suffix](path), read)
     except (OSError, ValueError, RecursionError, csv.Error, ArrowException) as error:
         last = f" after{rows[-1][0]}" if rows else ""
         shown = " ".join(f"{type(error).__name__}: {error}".split())
         fix = f"save it as the UTF-8 {path.suffix} file that its name says, or use .jsonl"
         raise UserError(f"{path} cannot be read{last}: {shown}", fix=fix) from error
+    if unusable is None:
+        found.settle()
     return rows
 
 
@@ -69,7 +81,7 @@ def read_hub(hub_id: str, config: str | None, splits: Sequence[str], *, fix: str
 
 
 _Records = Iterator[tuple[str, int, object]]
-"""(what the number counts, number from 1, record)."""
+"""(what the number counts, number from 1, and the record or what is wrong with it)."""
 
 
 def _read_table(path: Path, separator: str) -> _Records:
@@ -87,9 +99,9 @@ def _read_table(path: Path, separator: str) -> _Records:
         line = reader.line_num + 1  # a quoted value may have several lines
         for values in reader:
             if any(value.strip() for value in values):
-                if len(values) != len(header):
-                    raise ValueError(f"line {line} has {len(values)} values for {len(header)} columns")
-                yield "line", line, dict(zip(header, values, strict=True))
+                wrong = ValueError(f"has {len(values)} values for {len(header)} columns")
+                fits = len(values) == len(header)
+                yield "line", line, dict(zip(header, values, strict=True)) if fits else wrong
             line = reader.line_num + 1
 
 
@@ -103,9 +115,10 @@ def _read_json(path: Path) -> _Records:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 try:
-                    yield "line", number, json.loads(line)
-                except ValueError as error:
-                    raise ValueError(f"line {number} is not JSON: {line[:80]!r}") from error
+                    record = json.loads(line)
+                except (ValueError, RecursionError):
+                    record = ValueError(f"is not JSON: {line[:80]!r}")
+                yield "line", number, record
 
 
 def _read_parquet(path: Path) -> _Records:

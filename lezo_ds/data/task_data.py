@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -15,21 +15,23 @@ from torch import Tensor
 
 from lezo_ds.config import RunConfig, find_task
 from lezo_ds.data.batches import batch_indices
-from lezo_ds.data.chat import encode_answers, encode_conversations, encode_questions
+from lezo_ds.data.chat import ask_in_chat, encode_conversation, encode_questions
 from lezo_ds.data.encoding import (
     NEWLINE,
     EncodedExample,
     PromptTokenizer,
-    encode_examples,
+    encode_example,
     encode_null,
     encode_prompts,
     load_tokenizer,
     prompt_room,
+    warn_of_cuts,
 )
 from lezo_ds.data.generation import SAMPLE_KEYS, generation_settings, prompt_batch, read_answers
 from lezo_ds.data.objectives import Objective, load_objective
 from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
 from lezo_ds.data.splits import load_splits, with_demonstrations
+from lezo_ds.data.unusable import Unusable
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Sampling, StepBatch
 from lezo_ds.model.checkpoint import load_model_config, resolve_model
@@ -157,7 +159,8 @@ def load_task_data(config: RunConfig) -> TaskData:
     task = find_task(config.data)
     objective = load_objective(config.train.objective, task)
     _check_objective(config, task, objective)
-    splits = load_splits(task, config.data)
+    unusable = Unusable(skip=config.data.skip_unusable)
+    splits = load_splits(task, config.data, unusable)
     if config.method.startswith("icl"):
         splits = with_demonstrations(task, config.data, splits)
     directory = resolve_model(config.model.path)
@@ -169,7 +172,7 @@ def load_task_data(config: RunConfig) -> TaskData:
         generation = generation_settings(tokenizer, keys.max_new_tokens, stops)
 
     def encode(examples: tuple[Example, ...], *, continued: bool, calibrated: bool) -> EncodedSplit:
-        examples, encoded = _encode(config, task, tokenizer, examples)
+        examples, encoded = _encode(config, task, tokenizer, examples, unusable)
         prompts: tuple[tuple[int, ...], ...] = ()
         if continued:
             encode_questioned = encode_questions if examples[0].messages else encode_prompts
@@ -190,16 +193,22 @@ def load_task_data(config: RunConfig) -> TaskData:
         packed=config.peft.kind != "prefix" and can_pack(model_config, length),
         loss_batch=MEZO_LOSS_BATCH if config.data.protocol == "mezo" else None,
     )
+    unusable.settle()
     _check_model(data, model_config.get_text_config())
     return data
 
 
 def _encode(
-    config: RunConfig, task: Task, tokenizer: PromptTokenizer, examples: tuple[Example, ...]
+    config: RunConfig,
+    task: Task,
+    tokenizer: PromptTokenizer,
+    examples: tuple[Example, ...],
+    unusable: Unusable,
 ) -> tuple[tuple[Example, ...], tuple[EncodedExample, ...]]:
+    """Return the examples that can be used, and their tokens."""
     keys, length = config.generation, config.data.max_length
-    if task.kind == "chat":
-        return encode_conversations(tokenizer, examples, length)
+    if config.data.chat_template and task.kind in ("classification", "multiple_choice"):
+        examples = tuple(ask_in_chat(tokenizer, example, config.data.system_prompt) for example in examples)
     if config.data.protocol == "mezo":
         # MeZO's code strips white space of any kind before the whole text, and cuts a text with its gold
         # answer like a prompt whose answer is yet to come. Demonstrations begin without white space.
@@ -212,9 +221,13 @@ def _encode(
             replace(e, candidates=tuple(text.removesuffix(NEWLINE) + ending for text in e.candidates))
             for e in examples
         )
-    is_conversation = bool(examples[0].messages) and task.has_answers
-    encode = encode_answers if is_conversation else encode_examples
-    return examples, encode(tokenizer, examples, length)
+    encode: Callable[[PromptTokenizer, Example, int], EncodedExample] = encode_example
+    if examples[0].messages and task.has_answers:
+        encode = partial(encode_conversation, keep_end=task.kind != "chat")
+    usable = unusable.usable(examples, lambda example: encode(tokenizer, example, length))
+    where = "at their end" if task.kind == "chat" else "on the left"
+    warn_of_cuts(sum(encoded.truncated for _, encoded in usable), len(usable), length, where)
+    return tuple(example for example, _ in usable), tuple(encoded for _, encoded in usable)
 
 
 def _check_objective(config: RunConfig, task: Task, objective: Objective) -> None:

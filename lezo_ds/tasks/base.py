@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 Record = Mapping[str, Any]
@@ -23,10 +24,19 @@ Protocol = Literal["clean", "mezo"]
 
 
 class Message(NamedTuple):
-    """One turn of a conversation. The role is system, user or assistant."""
+    """One turn of a conversation."""
 
     role: str
+    """system, user, assistant, or another one that the chat template knows, such as tool."""
     content: str
+    weight: int = 1
+    """0 for a turn of the assistant that is context only, and else 1."""
+    others: Mapping[str, Any] = MappingProxyType({})
+    """What else the template may read, such as tool_calls."""
+
+    @property
+    def is_trained(self) -> bool:
+        return self.role == "assistant" and self.weight == 1
 
 
 @dataclass(frozen=True)

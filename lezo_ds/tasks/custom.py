@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lezo_ds.errors import UserError
+from lezo_ds.errors import UserError, cut
 from lezo_ds.tasks.base import Example, Message, Record, Task, TaskKind
 from lezo_ds.tasks.metrics import REWARD
 from lezo_ds.tasks.template import Template, field_text, field_value, parse_template, shown
@@ -14,7 +14,10 @@ from lezo_ds.tasks.template import Template, field_text, field_value, parse_temp
 CUSTOM = "custom"
 """The name of a task that a recipe describes."""
 
-SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
+SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
+
+_ROLES = {"human": USER, "gpt": ASSISTANT, "function_call": ASSISTANT, "observation": TOOL, "function": TOOL}
+"""Roles by their names in ShareGPT's files and in OpenAI's earlier ones."""
 
 _METRICS: Mapping[TaskKind, str] = {
     "classification": "accuracy",
@@ -81,9 +84,6 @@ def _with_prompt(described: Description) -> _Built:
         return _generation(described, prompt, parse_template("data.completion", described.completion))
     if not described.keys_set("labels", "choices"):
         return _generation(described, prompt, None)
-    if described.chat_template:
-        fix = "write the answer as data.completion, or remove data.chat_template"
-        raise UserError("data.chat_template does not go with data.labels or data.choices", fix=fix)
     if described.label_field is None:
         fix = "set it to the field of the records that holds the label"
         raise UserError("data.label_field is missing", fix=fix)
@@ -98,7 +98,14 @@ def _classification(prompt: Template, field: str, labels: Sequence[str] | Mappin
     words = dict(sorted(labels.items())) if isinstance(labels, Mapping) else {text: text for text in labels}
     if len(words) < 2 or len(set(words.values())) < len(words) or not all(words.values()):
         what = f"data.labels={labels} does not hold two or more labels, each with a text of its own"
-        raise UserError(what, fix="write a list of labels, or a map from each label to its text")
+        raise UserError(
+            cut(what, 300), fix="add records of another class, or give each label a text of its own"
+        )
+    first: dict[str, str] = {}
+    for word in words.values():
+        if (other := first.setdefault(word.strip().casefold(), word)) != word:
+            fix = "write them alike in the records, or give each label a text of its own in a map"
+            raise UserError(f"data.labels has {other!r} and {word!r}, which differ in case only", fix=fix)
 
     def build(record: Record, index: int) -> Example:
         text = prompt.fill(record)
@@ -151,7 +158,7 @@ def _generation(described: Description, prompt: Template, completion: Template |
             gold = tuple(f"{_after(text, answer)}\n" for answer in answers[:1])
             return Example(text, gold, label, index, references=answers)
         turns = (Message(USER, text), *(Message(ASSISTANT, answer) for answer in answers[:1]))
-        messages = _with_system(turns, described.system_prompt)
+        messages = with_system(turns, described.system_prompt)
         return Example(text, answers[:1], label, index, references=answers, messages=messages)
 
     return "generation", (*prompt.fields, *(completion.fields if completion is not None else ())), build
@@ -163,12 +170,12 @@ def _chat(described: Description) -> _Built:
 
     def build(record: Record, index: int) -> Example:
         messages = _read_messages(field, field_value(record, field))
-        last = max((row for row, turn in enumerate(messages) if turn.role == ASSISTANT), default=None)
+        last = max((row for row, turn in enumerate(messages) if turn.is_trained), default=None)
         if last is None:
             return Example(messages[-1].content, (), None, index)
         asked = messages[last - 1].content if last else ""
         gold = (messages[last].content,)
-        turns = _with_system(messages[: last + 1], described.system_prompt)
+        turns = with_system(messages[: last + 1], described.system_prompt)
         return Example(asked, gold, 0, index, references=gold, messages=turns)
 
     return "chat", (field,), build
@@ -184,22 +191,34 @@ def _read_messages(field: str, value: object) -> tuple[Message, ...]:
 
 
 def _read_turn(where: str, turn: object) -> Message:
-    if not isinstance(turn, Mapping) or not {"role", "content"} <= turn.keys():
-        raise UserError(f"{where} is {shown(turn)}, without role and content", fix="rename its keys")
-    role, content = turn["role"], turn["content"]
-    if role not in (USER, ASSISTANT) and not (role == SYSTEM and where.startswith("turn 1 ")):
-        what = f"{where} has the role {shown(role)}, not {USER} or {ASSISTANT}, or {SYSTEM} in the first turn"
-        raise UserError(what, fix="correct the role, or remove the record")
-    if not isinstance(content, str) or (role == ASSISTANT and turn.get("tool_calls")):
-        what = "a call of a tool" if isinstance(content, str) else shown(content)
-        raise UserError(f"the content of {where} is {what}, not text", fix="correct or remove the record")
-    if role == ASSISTANT and not content.strip():
-        raise UserError(f"{where} is the assistant's and is empty", fix="fill it in, or remove the record")
-    return Message(role, content)
+    """Return a turn {role, content}, as in OpenAI's files, or {from, value}, as in ShareGPT's."""
+    keys = turn if isinstance(turn, Mapping) else {}
+    role, weight, calls = keys.get("role") or keys.get("from"), keys.get("weight"), keys.get("tool_calls")
+    if call := keys.get("function_call"):  # OpenAI's earlier key
+        calls = [{"type": "function", "function": call}]
+    if not isinstance(role, str) or not (calls or {"content", "value"} & keys.keys()):
+        fix = "rename its keys to role and content, or to from and value"
+        raise UserError(f"{where} is {shown(turn)}, without role and content", fix=fix)
+    role, content = _ROLES.get(role, role), keys.get("content", keys.get("value"))
+    if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
+        content = "".join(str(part["text"]) for part in content)
+    if content is None and (calls or role == TOOL):
+        content = ""  # a call needs no text, and a tool may return nothing
+    if not isinstance(content, str):
+        fix = "correct or remove the record"
+        raise UserError(f"the content of {where} is {shown(content)}, not text", fix=fix)
+    if weight not in (None, 0, 1):
+        raise UserError(f"the weight of {where} is {shown(weight)}, not 0 or 1", fix="correct the record")
+    others = {name: keys[name] for name in ("name", "tool_call_id", "reasoning_content") if keys.get(name)}
+    read = Message(role, content, 0 if weight == 0 else 1, others | ({"tool_calls": calls} if calls else {}))
+    if read.is_trained and not content.strip() and not calls:
+        fix = "fill it in, give it weight 0, or remove the record"
+        raise UserError(f"{where} is the assistant's and is empty", fix=fix)
+    return read
 
 
-def _with_system(messages: tuple[Message, ...], system_prompt: str | None) -> tuple[Message, ...]:
-    if system_prompt is None or messages[0].role == SYSTEM:
+def with_system(messages: tuple[Message, ...], system_prompt: str | None) -> tuple[Message, ...]:
+    if system_prompt is None or messages[0].role in (SYSTEM, "developer"):
         return messages
     return (Message(SYSTEM, system_prompt), *messages)
 
@@ -214,7 +233,7 @@ def _label(field: str, value: object, values: Sequence[str]) -> int | None:
             return values.index(word)
     near = difflib.get_close_matches(text, values, n=1)
     raise UserError(
-        f"field {field} is {shown(text)}, which is none of data.labels: {', '.join(values)}",
+        f"field {field} is {shown(text)}, which is none of data.labels: {cut(', '.join(values), 200)}",
         fix=f"did you mean {near[0]}?" if near else "correct the record, or add it to data.labels",
     )
 

@@ -58,14 +58,18 @@ def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tm
         ("train --config demo --dry-rn", "unrecognized arguments: --dry-rn; fix: did you mean --dry-run?"),
         ("train --config demo --gpus 0", "argument --gpus: 0 is not an integer above 0"),
         ("train --config $UNSET/r.yaml", "names an environment variable that is not set"),
+        ("train", "needs a recipe; fix: lezo-ds train --config RECIPE; lezo-ds init MODEL DATA"),
+        ("train tickets.yaml", "fix: lezo-ds train --config tickets.yaml"),
+        ("evaluate --model {run}", "is a run, not a model; fix: lezo-ds evaluate --run "),
         ("evaluate", "one of the arguments --run --model is required"),
         ("evaluate --run r --config demo", "--config goes with --model"),
         ("export --run r", "needs two of --run, --journal and --out"),
     ],
 )
-def test_a_wrong_argument_is_refused_with_a_hint(words, expected, monkeypatch):
+def test_a_wrong_argument_is_refused_with_a_hint(words, expected, monkeypatch, tmp_path):
+    (tmp_path / "config.yaml").touch()
     with pytest.raises(UserError, match=expected) as caught:
-        in_process(monkeypatch, *words.split())
+        in_process(monkeypatch, *words.format(run=tmp_path).split())
     assert "; fix: " in str(caught.value)
 
 

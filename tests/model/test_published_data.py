@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from lezo_ds.config import DataConfig
 from lezo_ds.data.batches import candidate_batch
-from lezo_ds.data.encoding import encode_example, encode_examples, load_tokenizer
+from lezo_ds.data.encoding import encode_example, load_tokenizer
 from lezo_ds.data.objectives import candidate_scores
 from lezo_ds.data.splits import load_splits
 from lezo_ds.data.tables import read_file
@@ -51,7 +51,8 @@ def test_opt_mini_gets_47_of_64_right_without_training(tokenizer):
     data = DataConfig(path=str(shared_asset("data/sst2")), num_test=64)
     test = load_splits(TASKS["sst2"], data).test
     model = AutoModelForCausalLM.from_pretrained(shared_asset("models/opt-mini"), dtype=torch.float32).eval()
-    batch = candidate_batch(encode_examples(tokenizer, test, 512), tokenizer.pad_id)
+    encoded = [encode_example(tokenizer, example, 512) for example in test]
+    batch = candidate_batch(encoded, tokenizer.pad_id)
     chosen = batch.selection
     logits = model(**batch.inputs).logits[chosen.rows, chosen.positions][:, chosen.vocabulary]
     assert accuracy(candidate_scores(logits, batch).argmax(dim=1).tolist(), test) == 47 / 64

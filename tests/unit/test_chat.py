@@ -8,7 +8,7 @@ from own_data import MARKED, PLAIN, THINKING, WITHOUT_SYSTEM, write_chat_model
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.data.batches import teacher_forcing_batch
-from lezo_ds.data.chat import encode_answers, encode_conversation, encode_conversations, encode_questions
+from lezo_ds.data.chat import ask_in_chat, encode_conversation, encode_questions
 from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.data.objectives import count_right_tokens, teacher_forcing_loss
 from lezo_ds.data.packing import pack
@@ -23,7 +23,13 @@ TURNS = (
     Message("assistant", " Yes \n"),
 )
 WRITTEN = ["Là-bas, señor.</s>", " Yes \n</s>"]
+CALL = {"tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Oslo"}}}]}
+CALLED = (Message("user", "Cold?"), Message("assistant", "", 1, CALL), Message("tool", "-3"), TURNS[2])
 TEMPLATES = {
+    "calling": PLAIN.replace("turn['content']", "turn['content'] + (turn.tool_calls | default('') | string)"),
+    "silent": PLAIN.replace(
+        "{% for turn in messages %}", "{% for turn in messages if turn.role != 'tool' %}"
+    ),
     "plain": PLAIN,
     "marked": MARKED,
     "thinking": THINKING,
@@ -88,12 +94,30 @@ def test_what_a_template_writes_into_the_turn_and_white_space_that_alone_ends_it
         ("plain", TURNS[2:], r"the assistant speaks first in record 3 \(t.jsonl line 3\)"),
         ("thinking", TURNS, "changes the first turns of record 3 .* if more turns follow"),
         ("dropping", (TURNS[1], Message("assistant", "Hm.</think>")), "omits turn 2 of record 3"),
+        ("silent", (TURNS[1], CALLED[2], TURNS[2]), "does not write turn 2 of record 3 .* than tool"),
+        ("plain", CALLED, "does not write turn 2 of record 3 .* fix: remove its calls"),
     ],
 )
 def test_a_conversation_that_the_template_cannot_write_is_refused(name, turns, message, tokenizers):
     with pytest.raises(UserError, match=message) as error:
         encode(tokenizers[name], turns)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["plain", "marked"])
+def test_a_turn_of_weight_0_is_context_and_calls_and_other_roles_are_written(name, tokenizers):
+    turns = (*TURNS[:2], TURNS[2]._replace(weight=0), *TURNS[3:])
+    assert texts_of(tokenizers[name], encode(tokenizers[name], turns)) == WRITTEN[1:]
+    assert encode(tokenizers[name], turns).sequences == encode(tokenizers[name]).sequences
+    call, answer = texts_of(tokenizers["calling"], encode(tokenizers["calling"], CALLED))
+    assert "'city': 'Oslo'" in call and answer == WRITTEN[0]
+
+
+def test_candidates_follow_a_question_in_the_template(tokenizers):
+    asked = Example("Où?", (" là", " ici"), 0, 0, null_prompt="?")
+    written = ask_in_chat(tokenizers["plain"], asked, "Be brief.")
+    assert written.prompt.removeprefix("<s>") == "system\nBe brief.</s>\n<s>user\nOù?</s>\n<s>assistant\n"
+    assert (written.candidates, written.null_prompt) == (("là", "ici"), written.prompt.replace("Où", ""))
 
 
 def test_a_long_conversation_is_cut_at_its_end(tokenizers):
@@ -105,26 +129,18 @@ def test_a_long_conversation_is_cut_at_its_end(tokenizers):
     assert cut.truncated
     assert encode(tokenizer, max_length=second[0]).spans == (first,)
     assert encode(tokenizer, max_length=second[0]).sequences[0] == whole.sequences[0][: first[1]]
-    assert encode(tokenizer, max_length=first[0]) is None
+    with pytest.raises(UserError, match="leaves no turn of the assistant in"):
+        encode(tokenizer, max_length=first[0])
     assert not encode(tokenizer, max_length=second[1]).truncated
 
 
-def test_conversations_without_a_token_to_learn_are_left_out_with_a_warning(tokenizers, caplog):
-    long = example_of(Message("user", "x" * 100), Message("assistant", "y"))
-    short = example_of(Message("user", "x"), Message("assistant", "y"))
-    examples, encoded = encode_conversations(tokenizers["plain"], [long, short], 60)
-    assert examples == (short,)
-    assert len(encoded) == 1
-    assert "1 of 2 conversations have no token of the assistant in max_length 60" in caplog.text
-
-
-def test_a_long_question_is_cut_on_the_left_and_keeps_its_answer(tokenizers, caplog):
-    tokenizer, example = tokenizers["plain"], example_of(*TURNS[1:3])
-    (whole,) = encode_answers(tokenizer, [example], 256)
+def test_a_long_question_is_cut_on_the_left_and_keeps_its_answer(tokenizers):
+    tokenizer = tokenizers["plain"]
+    whole = encode(tokenizer, TURNS[1:3])
     length = len(whole.sequences[0])
-    (cut,) = encode_answers(tokenizer, [example], length - 5)
-    assert "1 of 1 examples are longer" in caplog.text
+    cut = encode(tokenizer, TURNS[1:3], length - 5, keep_end=True)
     kept = int(tokenizer.bos_id is not None)
+    assert cut.truncated
     assert cut.sequences[0] == whole.sequences[0][:kept] + whole.sequences[0][kept + 5 :]
     assert texts_of(tokenizer, cut) == texts_of(tokenizer, whole) == WRITTEN[:1]
 

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GPT2Config, LlamaConfig, OPTConfig, PreTrainedTokenizerFast
 
-from lezo_ds.data.encoding import encode_example, encode_examples, encode_prompts, load_tokenizer
+from lezo_ds.data.encoding import encode_example, encode_prompts, load_tokenizer
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example
 
@@ -68,13 +68,12 @@ def test_an_opt_input_is_bos_prompt_and_candidate(opt, prompt, candidates, seque
     assert (encoded.label, encoded.truncated) == (0, False)
 
 
-def test_what_is_too_long_is_cut_on_the_left_after_the_bos_with_one_warning(opt, caplog):
+def test_what_is_too_long_is_cut_on_the_left_after_the_bos(opt):
     long = Example("a joy It was", (" terrible", " great\n"), 1, 0)
-    encoded, short = encode_examples(opt, [long, Example("a", (" great",), 0, 1)], 4)
+    encoded, short = (encode_example(opt, e, 4) for e in (long, Example("a", (" great",), 0, 1)))
     assert encoded.sequences == ((0, 6, 7, 8), (0, 7, 9, 10))
     assert encoded.option_lengths == (1, 2)
     assert (encoded.truncated, short.truncated) == (True, False)
-    assert caplog.messages == ["1 of 2 examples are longer than max_length 4 tokens and were cut on the left"]
     assert not encode_example(opt, long, 7).truncated
 
 

@@ -112,24 +112,13 @@ def test_a_prompt_in_a_template_is_a_conversation_with_its_completion_or_for_a_r
         (CLASSES | {"prompt": "{text"}, "is not a template"),
         (CLASSES | {"prompt": "{text!r:>9}"}, "without the plain name of a field"),
         (CLASSES | {"labels": {"a": "x", "b": "x"}}, "two or more labels"),
+        (CLASSES | {"labels": ["Bug", "billing", "bug"]}, "has 'Bug' and 'bug', which differ in case only"),
         (COMPLETION | {"metric": "exact_mach"}, "did you mean exact_match"),
     ],
 )
 def test_keys_that_make_no_task_are_refused_before_any_file_is_read(data, message):
     with pytest.raises(UserError, match=message):
         task_of(data)
-
-
-@pytest.mark.parametrize(
-    ("turns", "message"),
-    [
-        ([{"from": "human", "value": "Hi"}], "turn 1 of field turns is .* without role and content"),
-        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "turn 1 .* a call of a tool, not text"),
-    ],
-)
-def test_a_bad_conversation_is_refused(turns, message):
-    with pytest.raises(UserError, match=message):
-        task_of(CHAT).build_example({"turns": turns}, 0)
 
 
 MINE = Task("mine", None, None, "classification", {"text": str}, lambda r, i: Example(r["text"], (), 0, i))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 from assets import write_records
+from own_data import conversation, own_values, write_chat_model
 from tiny_tasks import task_config, write_tasks, write_writer
 
+from lezo_ds.config import config_from_dict
 from lezo_ds.data.batches import batch_indices
 from lezo_ds.data.objectives import reward
 from lezo_ds.data.task_data import load_task_data
+from lezo_ds.errors import UserError
 
 
 @reward
@@ -148,3 +152,44 @@ def test_a_fingerprint_depends_on_tokens_and_on_records_that_the_objective_reads
             prints.append(load_task_data(config).dev.fingerprint())
     assert prints[0] == prints[2]
     assert prints[1] != prints[3]
+
+
+def test_chats_of_all_layouts_are_taken_and_unusable_ones_are_refused_together_or_left_out(tmp_path, caplog):
+    model = write_chat_model(tmp_path / "model")
+    asked, answer = {"role": "user", "content": "Où?"}, {"role": "assistant", "content": "Là-bas."}
+    good = [
+        [{"from": "system", "value": "x"}, {"from": "human", "value": "Où?"}, {"from": "gpt", "value": "Là"}],
+        [asked, {**answer, "weight": 0}, {"role": "function", "content": None}, answer],
+        [
+            {**asked, "role": "developer", "content": [{"type": "text", "text": "Où?"}]},
+            {**answer, "weight": 1},
+        ],
+        *map(conversation, range(20)),
+    ]
+    call = {"name": "f", "arguments": "{}"}
+    bad = [
+        [{**asked, "content": None}, answer],
+        [asked, {**answer, "weight": 0.5}],
+        [answer, asked],
+        [asked, {"role": "assistant", "function_call": call}],
+        [{**asked, "content": [{"type": "image_url"}]}, answer],
+    ]
+    untrained = [[asked, {**answer, "weight": 0}]]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in [*good, *bad, *untrained]) + "{")
+    values = {"run_dir": "none", **own_values(model, train=str(path), messages="turns")}
+    with pytest.raises(
+        UserError, match=r"6 records cannot be used: .*chats\.jsonl line 30 is not JSON"
+    ) as error:
+        load_task_data(config_from_dict(values, "test"))
+    message = str(error.value)
+    assert "record 24" in message and "content of turn 1 of field turns is null, not text" in message
+    assert message.endswith("and 3 more; fix: correct it, or leave out such records: data.skip_unusable=true")
+    data = load_task_data(config_from_dict(values, "test", ["data.skip_unusable=true"]))
+    splits = (data.train, data.dev, data.test)
+    assert sum(len(split.examples) for split in splits) == sum(len(split.encoded) for split in splits) == 23
+    assert "6 records cannot be used" in caplog.text
+    by_line = {example.place: example.messages for split in splits for example in split.examples}
+    roles = [[turn.role for turn in by_line[f" ({path} line {line})"]] for line in (1, 2, 3)]
+    assert roles[0] == ["system", "user", "assistant"] and roles[2] == ["developer", "assistant"]
+    assert roles[1] == ["user", "assistant", "tool", "assistant"]

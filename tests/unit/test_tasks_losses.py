@@ -11,7 +11,7 @@ from golden_tasks import GOLDEN
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
-from lezo_ds.data.encoding import PromptTokenizer, encode_examples, encode_null, encode_prompts
+from lezo_ds.data.encoding import PromptTokenizer, encode_example, encode_null, encode_prompts
 from lezo_ds.data.generation import generation_settings, read_answers
 from lezo_ds.data.objectives import training_objective
 from lezo_ds.tasks import TASKS
@@ -87,7 +87,8 @@ def protocol_loss(model, task):
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_the_training_loss_is_the_protocols(tokenizer, model, task):
     objective = training_objective(task.kind)
-    batch = objective.build_batch(encode_examples(tokenizer, build(task), MAX_LENGTH), PAD)
+    encoded = [encode_example(tokenizer, example, MAX_LENGTH) for example in build(task)]
+    batch = objective.build_batch(encoded, PAD)
     logits = model(**batch.inputs).logits[batch.selection.rows, batch.selection.positions]
     if batch.selection.vocabulary is not None:
         logits = logits[:, batch.selection.vocabulary]
@@ -99,7 +100,7 @@ def test_the_training_loss_is_the_protocols(tokenizer, model, task):
 def test_demonstrations_stand_before_prompts_and_are_no_part_of_a_candidate(tokenizer, task):
     golden, before = golden_of(task)[0], "Rain\n\n"
     asked = replace(build(task)[0], demonstrations=before)
-    plain, encoded = encode_examples(tokenizer, [build(task)[0], asked], MAX_LENGTH)
+    plain, encoded = (encode_example(tokenizer, e, MAX_LENGTH) for e in (build(task)[0], asked))
     assert encoded.sequences == sequences(golden, golden.prompt, before)
     assert encoded.option_lengths == plain.option_lengths
     (prompt,) = encode_prompts(tokenizer, [asked], MAX_LENGTH, 50)

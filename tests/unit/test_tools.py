@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
+import sys
 
 import pytest
 import torch
 from assets import write_recipe
-from own_data import write_byte_model, write_tickets
+from own_data import write_chat_model, write_tickets
 from ranks import run_ranks
 from tiny_runs import TINY_OPT, make_batch
 from transformers import AutoModelForCausalLM
 
 from lezo_ds import distributed
+from lezo_ds.cli import run_command
 from lezo_ds.config import ZoConfig, load_config
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.errors import UserError
-from lezo_ds.tools import init
 from lezo_ds.tools.benchmark import measure, mezo_reference, parse_variant, recipe_inputs, table
-from lezo_ds.tools.init import describe_task
+from lezo_ds.tools.init import describe_task, num_steps
 
 TEXTS = [f"ticket number {number} says" for number in range(40)]
 CLASSES = ["bug", "billing"] * 20
@@ -34,9 +34,12 @@ def test_init_takes_the_only_columns_of_texts_and_labels():
     assert task == {"prompt": "{body}\nTopic:", "label_field": "topic", "labels": ["billing", "bug"]}
     answers = [f"the answer is {number}" for number in range(60)]
     questions = records(question=[f"what is {number}" for number in range(60)], answer=answers)
-    _, task = describe_task(questions, text="question", label="answer")
-    assert task == {"prompt": "{question}\nAnswer:", "completion": "{answer}"}
-    turns = [[{"role": "user", "content": "hi"}]] * 40
+    _, task = describe_task(questions, text="question", answer="answer", in_chat=True)
+    assert task == {"prompt": "{question}\nAnswer:", "completion": "{answer}", "chat_template": True}
+    intents = [f"intent {number % 80}" for number in range(400)]
+    _, task = describe_task(records(text=[f"say {number}" for number in range(400)], intent=intents))
+    assert task["label_field"] == "intent" and len(task["labels"]) == 80
+    turns = [[{"from": "human", "value": "hi"}]] * 40
     assert describe_task(records(turns=turns, source=CLASSES))[1] == {"messages": "turns"}
 
 
@@ -46,6 +49,8 @@ def test_init_takes_the_only_columns_of_texts_and_labels():
         ({"a": TEXTS, "b": TEXTS, "c": CLASSES}, {}, "several columns hold texts: a, b; fix: give --text"),
         ({"a": TEXTS, "b": CLASSES, "c": CLASSES}, {}, "few different values: b, c; fix: give --label"),
         ({"a": TEXTS, "b": CLASSES}, {"label": "c"}, "--label c is not a column; fix: use one of a, b"),
+        ({"a": TEXTS, "b": TEXTS}, {"label": "b"}, "40 different labels in 40 records; fix: .* --answer b"),
+        ({"a": TEXTS[:3], "b": CLASSES[:3]}, {}, "3 records are too few .*; fix: add records"),
     ],
 )
 def test_init_asks_for_the_columns_that_are_not_clear(columns, options, message):
@@ -55,15 +60,28 @@ def test_init_asks_for_the_columns_that_are_not_clear(columns, options, message)
 
 def test_init_writes_a_recipe_that_a_run_can_start_from(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    write_byte_model(tmp_path / "model")
+    write_chat_model(tmp_path / "model")
     write_tickets(tmp_path / "tickets.csv")
-    arguments = {"model": "model", "data": "tickets.csv", "out": tmp_path / "recipe.yaml"}
-    init.main(Namespace(**arguments, text=None, label=None))
-    config = load_config(tmp_path / "recipe.yaml")
-    assert (config.data.label_field, config.run_dir) == ("topic", "runs/tickets")
-    assert "180 train, 60 dev, 60 test" in capsys.readouterr().out
-    with pytest.raises(UserError, match="exists"):
-        init.main(Namespace(**arguments, text=None, label=None))
+
+    def recipe(*words):
+        monkeypatch.setattr(sys, "argv", ["init", *words])
+        run_command("init")
+
+    for method, kept in (("fzoo", ("fzoo", "fixed", True, 15)), ("mezo", ("spsa", "uniform", False, 1))):
+        recipe("model", "tickets.csv", "--out", f"{method}.yaml", "--method", method)
+        config = load_config(tmp_path / f"{method}.yaml")
+        zo, train = config.zo, config.train
+        assert (zo.estimator, zo.layer_policy, zo.only_blocks, zo.directions) == kept
+        assert (config.data.label_field, config.data.chat_template) == ("topic", True)
+        assert (config.run_dir, train.steps) == ("runs/tickets", 100 if method == "fzoo" else 1000)
+        assert "180 train, 60 dev, 60 test" in capsys.readouterr().out
+    for words, message in (
+        ("model tickets.csv --out mezo.yaml", "exists"),
+        ("tickets.csv model", "init model tic"),
+    ):
+        with pytest.raises(UserError, match=message):
+            recipe(*words.split())
+    assert [num_steps(records) for records in (30, 1667, 100_000)] == [100, 310, 1000]
 
 
 def test_the_reference_is_mezos_algorithm():
