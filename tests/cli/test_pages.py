@@ -9,7 +9,7 @@ import shlex
 import pytest
 from assets import REPOSITORY, write_data, write_reader
 from commands import run_forked_well, run_well
-from own_data import write_tickets
+from own_data import PLAIN, write_tickets
 
 pytestmark = pytest.mark.distributed
 
@@ -45,6 +45,7 @@ def root(tmp_path_factory):
         (directory / name).symlink_to(REPOSITORY / name)
     real = directory / "runs" / "demo" / "assets"
     write_reader(real / "SmolLM2-135M-Instruct")
+    (real / "SmolLM2-135M-Instruct" / "chat_template.jinja").write_text(PLAIN)
     write_data(real / "reviews", num_train=1200, num_validation=500)
     for text in blocks("yaml"):
         if "tickets.csv" in text:
