@@ -11,6 +11,8 @@ from pathlib import Path
 
 from lezo_ds.errors import LezoError
 
+DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)  # of JSON files
+
 
 def sync(path: Path) -> None:
     """Sync a file's content, or the entries of a directory (created, renamed, removed), to the disk."""
@@ -22,7 +24,7 @@ def sync(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its missing parents, and sync them so that a crash does not lose them."""
+    """Make a directory and its missing parents, and sync them."""
     if path.is_dir():
         return
     make_directory(path.parent)
@@ -45,8 +47,7 @@ def failures_named(path: Path) -> Iterator[None]:
 def write_atomically(path: Path, content: bytes | str) -> None:
     """Write a file so that readers, and a restart after a crash, see either the old or the new content.
 
-    The content is written to `.<name>.tmp` in the same directory. Only one process may write to a path at a
-    time. A temporary file that a killed writer left is overwritten. Text is stored as UTF-8.
+    Only one process may write to a path at a time. Text is stored as UTF-8.
     """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.tmp")

@@ -51,7 +51,9 @@ class EvaluationRecord:
     metrics: dict[str, float]
 
     def __post_init__(self) -> None:
-        check_finite(self.loss, *self.metrics.values())
+        if type(self.step) is not int or not isinstance(self.split, str):
+            raise ValueError(f"step {self.step!r} or split {self.split!r} has another type")
+        check_finite(*([] if self.loss is None else [self.loss]), *self.metrics.values())
 
 
 JournalRecord = StepRecord | EvaluationRecord
@@ -69,6 +71,10 @@ class Header:
     arithmetic: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        hashes, facts = (self.model_fingerprint, self.parameter_table_hash), self.libraries | self.arithmetic
+        strings = all(isinstance(value, str) for value in (*hashes, *facts.values()))
+        if not (strings and type(self.noise_version) is int and isinstance(self.config, dict)):
+            raise ValueError("a value of the header has another type")
         # The round trip makes a new header equal to the same header read from a file.
         object.__setattr__(self, "config", json.loads(_to_json(self.config, sort_keys=True)))
 
@@ -253,25 +259,30 @@ class _Mark:
 
 
 def _load(path: Path) -> tuple[Header, list[JournalRecord], list[_Mark]]:
+    items, marks = zip(*scan_journal(path), strict=True)
+    return items[0], list(items[1:]), list(marks)
+
+
+def scan_journal(path: Path, max_line: int = -1) -> Iterator[tuple[Any, _Mark]]:
+    """Yield the header and each record with its mark, from one line in memory (of less than `max_line`)."""
+    mark, number = _Mark(), 1
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            while (line := file.readline(max_line)).endswith(b"\n") or not mark.end or len(line) == max_line:
+                if len(line) == max_line:
+                    raise ValueError(f"it has {max_line} bytes or more")
+                item, crc = _decode(line[:-1], mark.crc) if line.endswith(b"\n") else (None, 0)
+                mark, number = mark.after(item, len(line), crc), number + 1
+                yield item, mark
     except OSError as error:
         fix = "use the directory of a run that has a journal"
         raise UserError(f"the journal {path} cannot be read: {error.strerror}", fix=fix) from error
-    items: list[Any] = []
-    marks = [_Mark()]
-    try:
-        while (stop := data.find(b"\n", marks[-1].end) + 1) or not items:
-            item, crc = _decode(data[marks[-1].end : stop - 1], marks[-1].crc) if stop else (None, 0)
-            marks.append(marks[-1].after(item, stop - marks[-1].end, crc))
-            items.append(item)
-    except ValueError as error:
-        keep = f", or keep its first {marks[-1].end} bytes (head -c)" if items else ""
+    except (ValueError, RecursionError) as error:
+        keep = f", or keep its first {mark.end} bytes (head -c)" if mark.end else ""
         raise JournalError(
-            f"{path} line {len(marks)} is damaged: {error}; last valid step: {marks[-1].last_step}; "
+            f"{path} line {number} is damaged: {error}; last valid step: {mark.last_step}; "
             f"fix: restore the file from a copy (in binary mode){keep}"
         ) from error
-    return items[0], items[1:], marks[1:]
 
 
 _KINDS: dict[str, Any] = {"header": Header, "step": StepRecord, "evaluation": EvaluationRecord}

@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +20,7 @@ from lezo_ds.registry import names_code
 
 _TYPES = {"integer": "an integer", "number": "a number", "string": "a string", "boolean": "true or false"}
 _TYPES |= {"array": "a list of strings", "object": "a map", "null": "null"}
+_MAX_TEXT = 1 << 18
 _LIMITS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most"}
 
 
@@ -31,8 +33,8 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        if repeated := [key for key in keys if keys.count(key) > 1]:
+        keys = Counter(key.value for key, _ in node.value)
+        if repeated := [key for key, count in keys.items() if count > 1]:
             raise yaml.MarkedYAMLError(problem=f"repeated key {repeated[0]}", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep=deep)
 
@@ -77,7 +79,8 @@ ExactStrings = Annotated[list[str], BeforeValidator(lambda text: [text] if isins
 class Reader:
     """Reads values of one dataclass, whose fields are keys or sections of keys."""
 
-    def __init__(self, config_type: type) -> None:
+    def __init__(self, config_type: type, old: Mapping[str, str]) -> None:
+        self._old = old  # what replaces `key` and `key=value` of earlier versions
         self._adapter = TypeAdapter[Any](config_type)
         schema = self._adapter.json_schema()
         self.keys: dict[str, dict[str, Any]] = {}  # the JSON schema of each key, by dotted name
@@ -103,11 +106,16 @@ class Reader:
             elif isinstance(value, Mapping):
                 flat |= {f"{name}.{key}": of_key for key, of_key in value.items()}
             elif value is not None:
-                raise UserError(f"{name}={value!r} is not a section", fix=f"write its keys below {name}:")
+                kind = type(value).__name__
+                raise UserError(f"{name} is a section, not a {kind}", fix=f"write its keys below {name}:")
         return flat
 
     def read(self, flat: Mapping[str, Any], where: str) -> Any:  # noqa: ANN401 (the dataclass)
         """Return the dataclass. UserError: an unknown or missing key, or a wrong value."""
+        entries = [*flat, *(f"{name}={value}" for name, value in flat.items() if isinstance(value, str))]
+        if old := [f"{entry} {self._old[entry]}" for entry in entries if entry in self._old]:
+            text = f"{where} was written for lezo_ds before 0.3.0: {', '.join(old)}"
+            raise UserError(text, fix="replace or remove these keys")
         nested: dict[str, Any] = {name: {} for name in self._sections}
         for name, value in flat.items():
             if name not in self.keys and name.rpartition(".")[0] not in self._maps:
@@ -115,13 +123,15 @@ class Reader:
             *path, leaf = name.split(".")
             section = nested
             for part in path:
-                section = section.setdefault(part, {})
+                section[part] = section = {**section[part]} if isinstance(section.get(part), dict) else {}
             section[leaf] = value
         try:
             # In JSON, maps are dataclasses, and 1 is a float, without any other conversion.
             return self._adapter.validate_json(json.dumps(nested, default=str))
         except ValidationError as error:
             raise self._refusal(error, where) from error
+        except (ValueError, RecursionError) as error:  # an integer of too many digits, or deep lists
+            raise UserError(f"{where} cannot be read: {error}", fix="correct the value") from error
 
     def override(self, text: str) -> tuple[str, Any]:
         """Return the key and value of `key=value`. A string needs no quotes; other values are YAML."""
@@ -166,6 +176,8 @@ class Reader:
             names = ", ".join(f"{name} ({_expected(self.keys[name])})" for name in missing)
             return UserError(f"missing in {where}: {names}", fix=f"add {missing[0]}=...")
         path, each = next(iter(errors.items()))
+        if each["type"] == "json_invalid":
+            return UserError(f"{where} is nested too deeply", fix="lezo-ds train --help describes the keys")
         name = next(key for key in self.keys if f"{path}.".startswith(f"{key}."))
         key, value = self.keys[name], each["input"]
         near = nearest(str(value), [choice for entry in _alternatives(key) for choice in _names(entry)])
@@ -218,7 +230,11 @@ def load_yaml(text: str | bytes) -> Any:  # noqa: ANN401
 def read_yaml(path: Path) -> Mapping[str, Any]:
     """Return the sections and keys of a YAML file."""
     try:
-        values = load_yaml(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MAX_TEXT + 1)
+        if len(text) > _MAX_TEXT:  # PyYAML needs a second for 100 kB
+            raise UserError(f"{path} has more than {_MAX_TEXT} characters", fix="name a recipe")
+        values = load_yaml(text)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the recipe {path}: {error}", fix="check the path") from error
     except yaml.YAMLError as error:

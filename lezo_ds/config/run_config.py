@@ -21,7 +21,6 @@ from lezo_ds.tasks.custom import CUSTOM, Description, make_task
 from lezo_ds.tasks.metrics import find_score
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy, num_dropped
-from lezo_ds.zo.passes import passes_of_step
 from lezo_ds.zo.schedules import SCHEDULES, LearningRates
 
 DESCRIBING_KEYS = tuple(field.name for field in dataclasses.fields(Description) if field.name != "metric")
@@ -193,8 +192,7 @@ def may_differ_on_resume(config: RunConfig) -> frozenset[str]:
 def num_passes(config: RunConfig) -> int:
     """Return how many forward passes a zeroth-order step has, on all ranks together."""
     num_micro_batches = config.train.batch_size // config.train.micro_batch_size
-    num_probes = make_estimator(config.zo).num_probes
-    return len(passes_of_step(num_micro_batches, num_probes, config.zo.probes_per_pass))
+    return num_micro_batches * math.ceil(make_estimator(config.zo).num_probes / config.zo.probes_per_pass)
 
 
 def copies_per_pass(config: RunConfig) -> int:

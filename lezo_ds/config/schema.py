@@ -5,15 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Literal
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from lezo_ds.config.reading import ExactStrings, Named, Reader, Strings, split
@@ -32,7 +24,10 @@ ZEROTH_ORDER: frozenset[Method] = frozenset({"lezo"})
 TRAINED: frozenset[Method] = ZEROTH_ORDER | {"adamw"}
 PeftKind = Literal["none", "lora", "prefix"]
 Monitors = Annotated[list[Literal["comet", "csv", "tensorboard", "wandb"]], BeforeValidator(split)]
-Options = dict[str, str | bool | int | float]
+Number = Annotated[int, Field(ge=1, le=10**9)]  # of what is done, or was read, one after the other
+NumberOrNone = Annotated[int, Field(ge=0, le=10**9)]
+Size = Annotated[int, Field(ge=1, le=2**16)]  # of what is in memory at once
+Options = dict[str, str | bool | Annotated[int, Field(ge=-(10**9), le=10**9)] | float]
 
 _MAY_DIFFER = Field(json_schema_extra={"may_differ_on_resume": True})
 """Marks a key that may differ between a run and its resumption."""
@@ -112,22 +107,22 @@ class DataConfig:
     demonstrations drawn for each question, and three details that rarely matter (see docs/protocol.md). With
     data.train, all records are used."""
 
-    num_train: PositiveInt | None = None
+    num_train: Number | None = None
     """Number of training examples. Null takes the protocol's number."""
 
-    num_dev: PositiveInt | None = None
+    num_dev: Number | None = None
     """Number of validation examples, whose loss selects the best step. Null takes the protocol's number."""
 
-    num_test: PositiveInt | None = None
+    num_test: Number | None = None
     """Maximum number of test examples, which give the final score. Null takes the protocol's number."""
 
-    max_length: PositiveInt = 2048
+    max_length: Annotated[int, Field(ge=1, le=2**20)] = 2048
     """Maximum length of an input, in tokens. Longer ones are cut on the left, conversations at their end."""
 
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed that selects the examples of each split."""
 
-    num_demonstrations: PositiveInt = 32
+    num_demonstrations: Number = 32
     """Number of solved examples before each question, with method icl: the first training examples, or others
     for each question with data.protocol mezo."""
 
@@ -136,13 +131,13 @@ class DataConfig:
 class PeftConfig:
     kind: PeftKind = "none"
     """What is trained: all weights (none), low-rank adapters (lora), or a prefix of vectors (prefix)."""
-    lora_rank: PositiveInt = 8
+    lora_rank: Size = 8
     """Rank r of the adapters."""
     lora_alpha: PositiveFloat = 16.0
     """The output of an adapter is scaled by lora_alpha / lora_rank."""
     lora_targets: str = "q_proj,v_proj"
     """Names of the linear modules that get an adapter, separated by commas."""
-    prefix_length: PositiveInt = 5
+    prefix_length: Size = 5
     """Number of key and value vectors before every sequence, in each transformer block."""
 
 
@@ -165,7 +160,7 @@ class ZoConfig:
     """How the learning rate changes after the warm-up. linear and cosine let it fall to 0 over train.steps;
     such a run cannot be resumed with another train.steps."""
 
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: NumberOrNone = 0
     """Number of steps over which the learning rate rises to zo.learning_rate, in equal parts."""
 
     perturbation_scale: PositiveFloat = 1e-3
@@ -195,11 +190,11 @@ class ZoConfig:
     noise_distribution: Distribution = "normal"
     """Distribution of a direction's elements: normal (the papers') or rademacher (+1 or -1, drawn faster)."""
 
-    directions: PositiveInt = 1
+    directions: Annotated[int, Field(ge=1, le=2**12)] = 1
     """Number of random directions per step, each on the whole batch, whose gradient estimates are averaged. N
     directions on N ranks take the time of one direction on one rank."""
 
-    probes_per_pass: PositiveInt = 2
+    probes_per_pass: Size = 2
     """Number of perturbed copies of the batch in one forward pass, which gathers each weight once. 2 runs
     both signs of a direction in one pass. All even numbers give the same results; larger ones need more
     memory and fewer gathers (see train --dry-run). 1, the reference, differs in the last bits."""
@@ -218,33 +213,33 @@ class ZoConfig:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class TrainConfig:
-    steps: Annotated[PositiveInt | None, _MAY_DIFFER] = None
+    steps: Annotated[Number | None, _MAY_DIFFER] = None
     """Number of steps of the whole run. Methods lezo and adamw need it."""
 
-    batch_size: PositiveInt = 16
+    batch_size: Size = 16
     """Number of examples in a step, summed over all ranks."""
 
-    micro_batch_size: PositiveInt = 16
+    micro_batch_size: Size = 16
     """Number of examples in one forward pass of one rank. It must divide batch_size. It affects the last bits
     of the losses; the number of ranks does not."""
 
-    eval_batch_size: Annotated[PositiveInt, _MAY_DIFFER] = 16
+    eval_batch_size: Annotated[Size, _MAY_DIFFER] = 16
     """Number of sequences (prompts, each with one candidate if any) in a forward pass of an evaluation."""
 
-    eval_every: PositiveInt | None = None
+    eval_every: Number | None = None
     """Number of steps between evaluations. Null evaluates every tenth of the run, as in the papers."""
 
-    patience: Annotated[PositiveInt | None, _MAY_DIFFER] = None
+    patience: Annotated[Number | None, _MAY_DIFFER] = None
     """Stop after so many evaluations in a row without a better validation loss. Null does all steps."""
 
     objective: str = "task"
     """What is minimized: the task's own loss (task), minus the mean F1 of generated answers (f1), or your own
     package.module:function, a loss or a reward of the answers (see lezo_ds/data/objectives.py)."""
 
-    snapshot_every: Annotated[NonNegativeInt | None, _MAY_DIFFER] = None
+    snapshot_every: Annotated[NumberOrNone | None, _MAY_DIFFER] = None
     """Number of steps between snapshots. Null uses eval_every; 0 writes only the last one."""
 
-    keep_snapshots: Annotated[NonNegativeInt, _MAY_DIFFER] = 2
+    keep_snapshots: Annotated[NumberOrNone, _MAY_DIFFER] = 2
     """Number of the newest snapshots to keep. 0, the default of lezo-ds sweep with lezo, keeps no weights of
     a finished run: a replay of the journal gives them back, but those of adamw are gone."""
 
@@ -252,13 +247,13 @@ class TrainConfig:
     """DeepSpeed's monitors that get the content of metrics.jsonl, such as [tensorboard, csv]. Files are in
     run_dir/monitors. A monitor's section in the DeepSpeed JSON replaces these settings."""
 
-    timeout_seconds: Annotated[PositiveInt, _MAY_DIFFER] = 1800
+    timeout_seconds: Annotated[Size, _MAY_DIFFER] = 1800
     """End the run if a rank does not answer for this long. Writing a snapshot must take less time."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class GenerationConfig:
-    max_new_tokens: PositiveInt = 50
+    max_new_tokens: Size = 50
     """Maximum length of an answer, in tokens. The default is MeZO's."""
     stop: ExactStrings | None = None
     """Texts that end an answer, as the model's end-of-sequence token does. Null is the first newline, as in
@@ -267,7 +262,7 @@ class GenerationConfig:
     """Temperature of sampling in training. 0 takes the most probable token, as evaluations always do."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Draw from the most probable tokens only that have this probability together. Null draws from all."""
-    num_samples: PositiveInt = 1
+    num_samples: Size = 1
     """Number of answers that are drawn for each prompt of a training batch. More need a temperature."""
 
 
@@ -294,7 +289,7 @@ class RunConfig:
     train: TrainConfig
     generation: GenerationConfig
 
-    partition_size: Annotated[PositiveInt | None, _MAY_DIFFER] = None
+    partition_size: Annotated[Size | None, _MAY_DIFFER] = None
     """Number of ranks that share one copy of the weights, a divisor of the number of ranks. Such groups
     exchange only scalars with each other. Use 1 if one GPU can hold the model. Null is all ranks."""
 
@@ -302,6 +297,24 @@ class RunConfig:
     """Path of the DeepSpeed JSON, or a name in ds_configs, as zero3_bf16. Null is ZeRO-3 with defaults."""
 
 
-READER = Reader(RunConfig)
+_GONE = ["generation.keep_perturbed", "train.check_every", "train.packed", "train.score_before"]
+_GONE += ["zo.max_skipped_steps", "zo.outlier_factor"]
+_OLD_KEYS = dict.fromkeys(_GONE, "is gone") | {
+    "method=mezo": "is method=lezo with zo.sparsity=0",
+    "adamw.epochs": "is train.steps",
+    "data.calibration": "is method=zero_shot_sfc or icl_sfc",
+    "data.demonstrations": "is part of data.protocol=mezo",
+    "data.mezo_details": "is part of data.protocol=mezo",
+    "generation.top_k": "is gone: use generation.top_p",
+    "train.cpu_threads": "is the variable OMP_NUM_THREADS",
+    "zo.layer_policy=weighted": "is gone: use uniform or adalezo",
+    "zo.layer_policy=window": "is gone: use uniform or fixed",
+    "zo.num_dropped_layers": "is zo.sparsity, a share of the blocks",
+    "zo.update_rule": "is zo.weight_decay, or gone",
+    "zo.update_rule_options": "is zo.weight_decay, or gone",
+}
+"""Keys, or values of a key, that versions before 0.3.0 had, and what replaces them."""
+
+READER = Reader(RunConfig, _OLD_KEYS)
 
 RESUME_MAY_DIFFER = READER.may_differ

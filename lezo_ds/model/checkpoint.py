@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from lezo_ds.errors import HubError, UserError
+from lezo_ds.files import DAMAGE
 from lezo_ds.forward.blocks import BlockLayout, find_blocks
 from lezo_ds.sharding.files import WeightFiles, has_safetensors
 
@@ -40,9 +42,13 @@ def resolve_model(model: str) -> Path:
                 f"{_first_line(error)}",
                 fix="check the name, or download the model first and set model.path to its directory",
             ) from error
-    if not (directory / "config.json").is_file():
+    try:
+        has_config = isinstance(json.loads((directory / "config.json").read_bytes()), dict)
+    except DAMAGE:
+        has_config = False
+    if not has_config:
         fix = "set model.path to the directory that holds config.json and the weights"
-        raise UserError(f"model.path {model} has no config.json", fix=fix)
+        raise UserError(f"model.path {model} has no config.json, or a damaged one", fix=fix)
     if not has_safetensors(directory):
         fix = "convert .bin files once with transformers: from_pretrained, then save_pretrained"
         raise UserError(f"model.path {model} has no weights as safetensors", fix=fix)

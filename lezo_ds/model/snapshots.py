@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lezo_ds import distributed
 from lezo_ds.errors import LezoError
-from lezo_ds.files import make_directory, sha256_file, sync, write_atomically
+from lezo_ds.files import DAMAGE, make_directory, sha256_file, sync, write_atomically
 from lezo_ds.forward.adapters import Adapter
 from lezo_ds.sharding.weights import ShardedWeights
 
@@ -192,9 +192,9 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     try:
         for name, facts in manifest["files"].items():
             path = directory / name
-            if path.stat().st_size != facts["bytes"] or sha256_file(path) != facts["sha256"]:
+            if not path.is_file() or facts != {"bytes": path.stat().st_size, "sha256": sha256_file(path)}:
                 raise ValueError(f"{name} has changed")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except DAMAGE as error:
         logger.warning("snapshot %s is ignored, because it is damaged: %s", directory, error)
         return None
     return manifest
@@ -204,7 +204,7 @@ def read_facts(directory: Path) -> dict[str, Any] | None:
     """Return the manifest of a snapshot without looking at its files, or None if it has none."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
-    except (OSError, ValueError):
+    except DAMAGE:
         return None
     return manifest if isinstance(manifest, dict) else None
 

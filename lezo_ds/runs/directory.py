@@ -22,7 +22,7 @@ import yaml
 import lezo_ds
 from lezo_ds.distributed import cpu_name
 from lezo_ds.errors import UserError
-from lezo_ds.files import failures_named, make_directory, sync, write_atomically
+from lezo_ds.files import DAMAGE, failures_named, make_directory, sync, write_atomically
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
 """Libraries whose versions can change the numbers of a run."""
@@ -51,7 +51,8 @@ class RunDirectory:
         """Create the directory, and keep other processes from writing to it, on any host that shares it."""
         try:
             make_directory(self.path)
-            file = (self.path / ".lock").open("a+")  # it stays: a file that is removed could be locked twice
+            # It stays: a file that is removed could be locked twice.
+            file = (self.path / ".lock").open("a+", errors="replace")
         except OSError as error:
             text = f"{self.path} cannot be written to: {error}"
             raise UserError(text, fix="set another run_dir") from error
@@ -110,16 +111,19 @@ class RunDirectory:
 
     def cut_metrics(self, step: int) -> float:
         """Drop the metrics of all steps after `step` and return the seconds that the run took until then."""
-        kept, seconds = [], 0.0
-        lines = self._metrics.read_text().splitlines() if self._metrics.is_file() else []
+        kept, seconds, damaged = [], 0.0, 0
+        lines = self._metrics.read_bytes().splitlines() if self._metrics.is_file() else []
         for line in lines:
             try:
-                entry = json.loads(line)
-            except ValueError:  # a crash cut this line short
-                continue
-            if entry["step"] <= step:
-                kept.append(line + "\n")
-                seconds = entry["seconds"]
+                text = line.decode()
+                entry = json.loads(text)
+                if entry["step"] <= step:
+                    seconds = max(seconds, float(entry["seconds"]))
+                    kept.append(text + "\n")
+            except DAMAGE:  # a crash may have cut the last line short
+                damaged += line is not lines[-1]
+        if damaged:
+            logger.warning("%s: %d damaged lines are left out", self._metrics, damaged)
         self.write(self._metrics, "".join(kept))
         return seconds
 
@@ -135,9 +139,10 @@ class RunDirectory:
         """Return the content of results.json; nothing if it is missing or damaged."""
         try:
             results = json.loads(self._results.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            numbers = {results[name] or 0 for name in ("finished", "best_step", "steps", "peak_memory_bytes")}
+            return results if {type(number) for number in numbers} <= {bool, int} else {}
+        except DAMAGE:
             return {}
-        return results if isinstance(results, dict) else {}
 
     def write_results(self, results: dict[str, Any]) -> None:
         self.write(self._results, json.dumps(results, indent=1) + "\n")

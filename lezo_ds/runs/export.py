@@ -2,7 +2,7 @@
 
 The file is the run's journal. Its header has the configuration without paths of this machine, and the digests
 of the weights that the run kept. Such a file is not trusted: reading it runs no code, imports no module and
-opens no path that it names, and its sizes are checked before anything large is allocated.
+opens no path that it names. All lines are checked, one at a time, before any is kept.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import lt
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from lezo_ds import distributed
 from lezo_ds.config import ZEROTH_ORDER, RunConfig
 from lezo_ds.config.paths import DATA_KEYS
 from lezo_ds.errors import LezoError, UserError
-from lezo_ds.files import failures_named, write_atomically
-from lezo_ds.journal import encode_journal, read_journal
+from lezo_ds.files import DAMAGE, failures_named, write_atomically
+from lezo_ds.journal import EvaluationRecord, JournalRecord, encode_journal, read_journal, scan_journal
 from lezo_ds.model.checkpoint import load_model_config, resolve_model
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.records import (
@@ -35,7 +36,7 @@ from lezo_ds.runs.trainer import restore
 MAX_JOURNAL_BYTES = 64 << 20
 """Largest exported journal that is read. 20,000 steps take about 8 MB."""
 
-_MAX_LINE_BYTES = 1 << 20
+_MAX_LINE_BYTES = 1 << 18
 _ANY_MACHINE = ("deepspeed=null", "partition_size=null", "train.report_to=null")
 """A run from a file need not be sharded here as it was on the machine that wrote it."""
 
@@ -104,31 +105,37 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
     try:
         if file.stat().st_size > MAX_JOURNAL_BYTES:
             raise ValueError(f"it has more than {MAX_JOURNAL_BYTES} bytes")
-        with file.open("rb") as stream:
-            if any(len(line) > _MAX_LINE_BYTES for line in stream):
-                raise ValueError(f"a line has more than {_MAX_LINE_BYTES} bytes")
-        header, records = read_journal(file)
-        steps = steps_of(records)
+        lines = scan_journal(file, _MAX_LINE_BYTES)
+        header, _ = next(lines)
         digests = {int(step): str(digest) for step, digest in header.config.get("digests", {}).items()}
         base = _plain(header.config["model"]["path"])
         config = config_of(header, file, (*_ANY_MACHINE, *overrides))
         if not any(override.startswith("model.path=") for override in overrides):
             raise UserError(f"{file} needs the base model of its run, {base}", fix="add model.path=DIR")
         assert_same_model_config(header, config.model.path)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except DAMAGE as error:
         fix = "copy it again in binary mode, or write it again: lezo-ds export --run DIR --journal FILE"
         text = f"{file} is not an exported journal: {type(error).__name__}: {error}"
         raise UserError(text, fix=fix) from error
     text_config = load_model_config(resolve_model(config.model.path)).get_text_config()
-    num_weights = {0, text_config.num_hidden_layers, text_config.num_hidden_layers + 2}
-    if not _is_replayable(config) or any(len(record.layer_weights) not in num_weights for record in steps):
+    num_layers, directions = text_config.num_hidden_layers, config.zo.directions
+    if not _is_replayable(config) or not all(_fits(record, num_layers, directions) for record, _ in lines):
         fix = "set model.path to its base model"
         raise UserError(f"{file} is not of a run of {config.model.path}", fix=fix)
     if config.peft.kind == "lora" and config.peft.lora_rank > text_config.hidden_size:
         width = f"the model's width, {text_config.hidden_size}"
         text = f"peft.lora_rank={config.peft.lora_rank} in {file} is larger than {width}"
         raise UserError(text, fix="do not use this file")
-    return RecordedRun(RunDirectory(file), header, config, records, len(steps), digests)
+    header, records = read_journal(file)
+    return RecordedRun(RunDirectory(file), header, config, records, len(steps_of(records)), digests)
+
+
+def _fits(record: JournalRecord, num_layers: int, directions: int) -> bool:
+    if isinstance(record, EvaluationRecord):
+        return True
+    dropped = (-1, *record.dropped_layers, num_layers + 2)  # two groups are outside the blocks
+    fits = len(record.projected_grads) <= directions and all(map(lt, dropped, dropped[1:]))
+    return fits and len(record.layer_weights) in (0, num_layers, num_layers + 2)
 
 
 _CARD = """\

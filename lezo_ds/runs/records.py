@@ -6,18 +6,19 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from reprlib import Repr
 from typing import Any
 
 from lezo_ds import distributed
-from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, flatten, may_differ_on_resume
+from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, may_differ_on_resume
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
-from lezo_ds.files import sync
+from lezo_ds.files import DAMAGE, sync
 from lezo_ds.forward.module_calls import norm_facts
 from lezo_ds.journal import EvaluationRecord, Header, JournalRecord, read_journal, step_checksums
 from lezo_ds.model.checkpoint import resolve_model
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 _INPUTS = ("tokenizer", "model_config", "data_fingerprints", "digests")
 """Entries of a header's configuration that are not keys. Only an exported journal has digests, of weights."""
+
+_SHORT = Repr()  # of a value that may be long, or deep
+_SHORT.maxstring = 100
 
 _UNIMPORTANT = ("_name_or_path", "transformers_version")
 """Keys of a model's config.json that change if the model is only copied or saved again."""
@@ -73,18 +77,19 @@ def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str])
         if key not in may_differ:
             version, own_version = recorded.libraries.get("lezo_ds"), ours.libraries["lezo_ds"]
             by = "" if version == own_version else f", written by lezo_ds {version} (this is {own_version})"
-            text = f"{key} differs from the journal's{by}: it is {new!r}, and was {old!r}"
+            text = f"{key} differs from the journal's{by}: it is {new}, and was {old}"
             raise UserError(text, fix="use the inputs that the run was started with, or another run_dir")
     machine, our_machine = recorded.libraries | recorded.arithmetic, ours.libraries | ours.arithmetic
     for key, old, new in _differences(machine, our_machine):
-        logger.warning("%s was %r when the journal was started and is %r now", key, old, new)
+        logger.warning("%s was %s when the journal was started and is %s now", key, old, new)
 
 
 def assert_same_model_config(recorded: Header, model: str) -> None:
     """Refuse to restore the weights of a run into a base model with another config.json."""
     directory = resolve_model(model)
-    for key, old, new in _differences(recorded.config["model_config"], _model_config(directory)):
-        text = f"{key} in {directory / 'config.json'} differs from the run's: it is {new!r}, and was {old!r}"
+    theirs, ours = {"": recorded.config.get("model_config")}, {"": _model_config(directory)}
+    for key, old, new in _differences(theirs, ours):
+        text = f"{key[1:]} in {directory / 'config.json'} differs from the run's: it is {new}, and was {old}"
         raise UserError(text, fix="add model.path=... with the directory of the base model")
 
 
@@ -102,11 +107,16 @@ def _tokenizer_hash(model: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def _differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[tuple[str, object, object]]:
-    """Return the dotted key and both values of each item that differs between two nested dicts."""
-    old, new = flatten(left), flatten(right)
-    pairs = [(key, old.get(key, "absent"), new.get(key, "absent")) for key in sorted(old.keys() | new.keys())]
-    return [(key, before, after) for key, before, after in pairs if before != after]
+def _differences(
+    left: Mapping[str, Any], right: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the dotted key and both values, in short, of each item that differs between two nested dicts."""
+    for name in sorted(left.keys() | right.keys()):
+        old, new = left.get(name, "absent"), right.get(name, "absent")
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _differences(old, new, f"{prefix}{name}.")
+        elif old != new:
+            yield f"{prefix}{name}", _SHORT.repr(old), _SHORT.repr(new)
 
 
 def steps_of(records: Iterable[JournalRecord]) -> list[StepRecord]:
@@ -163,8 +173,10 @@ class TrainingState:
             values = json.loads(path.read_text())
             header = Header(**values["header"])
             evaluations = tuple(EvaluationRecord(**record) for record in values["evaluations"])
+            if not type(values["world_size"]) is type(values["step"]) is int:
+                raise TypeError("world_size or step is no integer")
             return cls(header, values["world_size"], values["step"], evaluations)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except DAMAGE as error:
             text = f"{path} cannot be read: {type(error).__name__}: {error}"
             raise UserError(text, fix="restore it from a copy, or use another run_dir") from error
 
@@ -232,12 +244,13 @@ def _digests(directory: RunDirectory, owner: SnapshotOwner) -> dict[int, str]:
     """Return the digests in a run's results and snapshots, by the number of updates."""
     root = directory.snapshots
     facts = {step: read_facts(snapshot_path(root, step)) for step in snapshot_steps(root)}
-    digests = {step: found["digest"] for step, found in facts.items() if found and owner.owns(step, found)}
+    digests = {
+        step: found.get("digest") for step, found in facts.items() if found and owner.owns(step, found)
+    }
     results = directory.read_results()
     if results:
-        step = results["best_step"] if results["finished"] else results["steps"]
-        digests[step or 0] = results["weights_digest"]
-    return digests
+        digests[results["best_step" if results["finished"] else "steps"] or 0] = results.get("weights_digest")
+    return {step: digest for step, digest in digests.items() if isinstance(digest, str)}
 
 
 def check_records(config: RunConfig, data: TaskData, directory: RunDirectory) -> None:

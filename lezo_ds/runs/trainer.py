@@ -134,6 +134,10 @@ def restore(run: RecordedRun, step: int) -> LezoEngine:
     if run.config.method == "adamw":
         engine.load_model(snapshot_path(run.directory.snapshots, step), step)
         return engine
+    num_groups = engine.layer_policy.num_groups
+    if any(len(record.layer_weights) not in (0, num_groups) for record in steps_of(run.records)):
+        text = f"a step of {run.directory.path} has weights, but not of {num_groups} groups of parameters"
+        raise UserError(text, fix="restore the journal from a copy")
     if distributed.rank() == 0 and step > 0 and not snapshot_steps(run.directory.snapshots):
         logger.info("step %d is replayed from the base weights and the journal", step)
     engine.load_checkpoint(run.directory.snapshots, steps_of(run.records), step, run.owner)

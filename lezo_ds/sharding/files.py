@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
 )
 
 from lezo_ds.errors import UserError
+from lezo_ds.files import DAMAGE
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -146,7 +147,7 @@ def _files_of(directory: Path) -> list[Path]:
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         if any(Path(file).name != file for file in files):
             raise ValueError("it names a file of another directory")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except DAMAGE as error:
         raise UserError(f"{index} cannot be read: {error!r}", fix="download the model again") from error
     return [directory / file for file in files]
 

@@ -28,16 +28,17 @@ class StepRecord:
     """Factor of the update of each block and group outside; empty if all are 1."""
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.key, int) and 0 <= self.key < 2**64):
-            raise ValueError(f"key {self.key} is not an unsigned 64-bit number")
-        check_finite(self.learning_rate, self.perturbation_scale, self.loss)
-        check_finite(*self.projected_grads, *self.layer_weights)
+        for number in (self.step, self.key, *self.dropped_layers):
+            if type(number) is not int or not 0 <= number < 2**64:
+                raise ValueError(f"{number!r} is not an unsigned 64-bit number")
+        check_finite(self.learning_rate, self.perturbation_scale, *self.projected_grads, *self.layer_weights)
+        check_finite(*([] if self.loss is None else [self.loss]))
         if self.applied and (self.loss is None or not self.projected_grads):
             raise ValueError("an applied step has a finite loss and at least one projected gradient")
 
 
-def check_finite(*values: float | None) -> None:
-    """Raise ValueError unless every number is finite."""
+def check_finite(*values: float) -> None:
+    """Raise ValueError unless every value is a finite number."""
     for value in values:
-        if value is not None and not math.isfinite(value):
-            raise ValueError(f"{value} is not finite")
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{value!r} is not a finite number")

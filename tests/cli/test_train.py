@@ -35,6 +35,7 @@ def test_a_run_leaves_a_directory_that_says_what_it_was(trained):
     (run_dir.parent / "probe").touch()  # for the umask
     files = [path for path in run_dir.parent.rglob("*") if path.is_file()]
     assert len({path.stat().st_mode for path in files}) == 1
+    assert {path.suffix for path in files} <= {"", ".json", ".jsonl", ".yaml", ".safetensors"}
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     assert (config["zo"]["perturbation_scale"], config["zo"]["sparsity"]) == (2e-3, 0.5)
     environment = json.loads((run_dir / "environment.json").read_text())

@@ -109,6 +109,8 @@ DAMAGES = {
     "a flipped bit": _flip_a_byte,
     "a missing file": lambda directory: (directory / "config.json").unlink(),
     "half a manifest": lambda directory: (directory / MANIFEST).write_text('{"files": {'),
+    "a deep manifest": lambda directory: (directory / MANIFEST).write_text('{"files": ' + "[" * 9000),
+    "no file": lambda directory: _change_manifest(directory, files={"/dev/zero": {"bytes": 0}}),
     "not yet renamed": lambda directory: directory.rename(directory.with_name(f".{directory.name}.tmp")),
 }
 

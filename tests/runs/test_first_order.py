@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import os
+import shutil
 import signal
 
 import pytest
@@ -174,6 +175,7 @@ def test_a_run_stopped_then_killed_ends_as_if_nothing_had_happened(recipe, undis
 def test_the_best_step_is_exported_and_scored_and_other_ranks_are_refused(recipe, undisturbed, tmp_path):
     assert_one_error(run_forked(arguments(recipe, undisturbed)), 2, "has 2 ranks, not 1")
     results = results_of(undisturbed)
+    shutil.rmtree(undisturbed / "checkpoints")  # pickles, which neither command opens
     run_forked_well(["--run", undisturbed, "--out", tmp_path / "model"], program="export.py")
     assert read_manifest(tmp_path / "model")["digest"] == results["weights_digest"]
     of_run = json.loads(run_forked_well(["--run", undisturbed, "--json"], program="evaluate.py").out)

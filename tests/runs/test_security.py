@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,11 @@ from assets import REPOSITORY, write_recipe
 from commands import assert_one_error, run_forked, run_forked_well
 from safetensors.torch import load_file
 
+from lezo_ds.config import config_from_dict
+from lezo_ds.config.schema import READER
+from lezo_ds.errors import UserError
 from lezo_ds.journal import encode_journal, read_journal
+from lezo_ds.runs import scoring
 
 
 class Payload:
@@ -124,16 +128,21 @@ def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target):
     assert train(inputs).code == 0
     run_dir, journal = inputs / "run", inputs / "run" / "journal.jsonl"
     header, records = read_journal(journal)
-    named = {**header.config, "train": {**header.config["train"], "objective": "evil:loss"}}
-    journal.write_bytes(encode_journal(replace(header, config=named), records))
+    header.config["train"]["objective"] = "evil:loss"
+    header.config["model"]["path"] = header.config["data"]["path"] = "absent"
+    header.config["deepspeed"] = str(inputs / "absent.json")
+    journal.write_bytes(encode_journal(header, records))
     recorded = (run_dir / "config.yaml").read_text()
     (run_dir / "config.yaml").write_text(recorded.replace("objective: task", "objective: evil:loss"))
     make_code(inputs, "evil", target)
     model, file = f"model.path={inputs / 'model'}", inputs / "run.lezo"
-    score = ["--run", run_dir, "--step", "last", "--json"]
+    given = [model, "deepspeed=null"]
+    score = ["--run", run_dir, "--step", "last", "--json", *given, f"data.path={inputs / 'data'}"]
+    out = ["--run", run_dir, "--step", "last", "--out", inputs / "exported"]
+    assert_one_error(run_forked([*out, model], program="export.py"), 2, "absent.json")
     commands = [
         ("report.py", [run_dir]),
-        ("export.py", ["--run", run_dir, "--step", "last", "--out", inputs / "exported"]),
+        ("export.py", [*out, *given]),
         ("export.py", ["--run", run_dir, "--journal", file]),
         ("export.py", ["--journal", file, "--step", "last", "--out", inputs / "from_file", model]),
     ]
@@ -148,9 +157,28 @@ def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target):
     assert target.exists()
 
 
-def test_a_script_beside_the_data_is_not_run(inputs, target):
+@pytest.mark.parametrize("key", ["data.task", "data.metric", "train.objective"])
+def test_evaluate_refuses_each_module_that_only_the_run_names(key, source):
+    values = yaml.safe_load((source / "recipe.yaml").read_text()) | {"run_dir": "run"}
+    config = config_from_dict(values, "run", [f"{key}=evil:X"], recorded=True)
+    with pytest.raises(UserError, match="imported only if the command names it"):
+        scoring._refuse_recorded_code(config, ["train.eval_batch_size=1"])
+    scoring._refuse_recorded_code(config, [f"{key}=evil:X"])
+
+
+def test_the_page_names_every_key_that_imports_a_module():
+    page = (REPOSITORY / "SECURITY.md").read_text()
+    named = page.partition("of these keys imports the module")[2].partition(". `train` follows")[0]
+    imports = {key for key, schema in READER.keys.items() if "package.module:" in json.dumps(schema)}
+    assert set(re.findall(r"`(\w+\.\w+)`", named)) == imports
+
+
+def test_a_script_beside_the_data_is_not_run_and_paths_and_the_command_are_recorded(inputs, target):
     make_code(inputs / "data", "data", target)
     make_code(inputs / "data", "sst2", target)
     finished = train(inputs)
     assert finished.code == 0, finished.err[-5000:]
     assert not target.exists()
+    for name in ("config.yaml", "journal.jsonl", "environment.json"):
+        assert str(inputs / "model") in (inputs / "run" / name).read_text()
+    assert '"train.steps=1"' in (inputs / "run" / "environment.json").read_text()

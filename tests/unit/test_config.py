@@ -23,6 +23,7 @@ from lezo_ds.config import (
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.config.paper import LEARNING_RATES, PAPER_SCORES
 from lezo_ds.config.paths import PATH_KEYS, resolve_paths
+from lezo_ds.config.schema import READER
 from lezo_ds.errors import UserError
 
 RECIPES = sorted((REPOSITORY / "launch" / "recipes").glob("*.yaml"))
@@ -105,6 +106,7 @@ def test_a_string_on_the_command_line_needs_no_quotes_but_those_of_the_shell(tex
         ("train.learning_rate=1", "did you mean zo.learning_rate or adamw.learning_rate?"),
         ("train.steps.more=5", "did you mean train.steps?"),
         ("zo.sparsity=true", "zo.sparsity=true"),
+        ("zo.directions=4611686018427387904", "is not an integer from 1 to 4096"),
         ("zo.learning_rate=.inf", "zo.learning_rate=Infinity"),
         ("zo.update_precision=fp32_mister", "did you mean fp32_master?"),
         ("train.steps=10.0", "train.steps=10.0"),
@@ -126,6 +128,7 @@ def test_a_wrong_override_is_refused(override, expected):
     ("overrides", "expected"),
     [
         (["zo.layer_policy=fixed", "zo.layer_policy_options.blocks=3"], "blocks=3 is no option of Fixed"),
+        (["zo.layer_policy=adalezo", f"zo.layer_policy_options.interval={2**62}"], "is no option of AdaLezo"),
         (["zo.estimator=fzoo", "zo.directions=2"], "set zo.directions=8"),
         (["data.prompt={a}", "data.task=sst2"], "data.prompt cannot change data.task=sst2"),
         (["data.train=a.csv", "data.path=b"], "both say where the data is"),
@@ -144,6 +147,10 @@ def test_values_that_contradict_each_other_are_refused(overrides, expected):
         ("a: b: c", "is not valid YAML"),
         ("!!python/object/apply:os.getcwd []", "is not valid YAML"),
         ("seed: " + "[" * 5000, "is not valid YAML: RecursionError"),
+        ("seed: " + "[" * 250 + "]" * 250, "is nested too deeply"),
+        ("seed: 0x" + "f" * 5000, "Exceeds the limit"),
+        ("a: " + "x" * 2**18, "has more than 262144 characters"),
+        ("zo.estimator_options: 1\nzo.estimator_options.x: 1", "missing in"),
         ("", "holds no keys"),
         ("seed: 1", "missing in {path}: run_dir (a string), model.path (a string), model.dtype (one of"),
         (None, "cannot read the recipe"),
@@ -157,6 +164,18 @@ def test_a_broken_recipe_is_refused_by_its_name(text, expected, tmp_path):
         load_config(path)
     assert expected.format(path=path) in str(caught.value)
     assert str(path) in str(caught.value) and len(str(caught.value)) < 1000
+
+
+def test_the_config_of_an_earlier_version_is_refused_with_what_replaces_its_keys():
+    old = REQUIRED["zo"] | {"num_dropped_layers": None, "outlier_factor": None}
+    message = message_of("adamw.epochs=5", values=REQUIRED | {"method": "mezo", "zo": old})
+    assert "before 0.3.0: zo.num_dropped_layers is zo.sparsity, a share of the blocks, zo.outlier" in message
+    assert "outlier_factor is gone, adamw.epochs is train.steps, method=mezo is method=lezo with" in message
+
+
+def test_every_integer_of_a_recipe_has_an_upper_limit():
+    for name, schema in READER.keys.items():
+        assert str(schema).count("'integer'") <= str(schema).count("'maximum'"), name
 
 
 # Plain dicts.

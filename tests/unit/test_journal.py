@@ -168,6 +168,12 @@ def test_a_line_that_is_missing_doubled_moved_or_of_another_run_is_noticed(path)
         ([header, with_crc({"kind": "new"}, previous)], 2),
         ([header, with_crc({"kind": "step", "step": 0}, previous)], 2),
         ([header, with_crc({**json.loads(first), "lr": "low"}, previous)], 2),
+        ([header, with_crc({**json.loads(first), "lr": None}, previous)], 2),
+        ([header, with_crc({**json.loads(first), "dropped": "12"}, previous)], 2),
+        ([header, with_crc({**json.loads(first), "step": 0.0}, previous)], 2),
+        ([header, with_crc({**vars(some_records(4)[3]), "kind": "evaluation", "metrics": {"f1": None}})], 2),
+        ([with_crc({"kind": "header", "format": 1, **vars(HEADER), "libraries": {"torch": 2}})], 1),
+        ([b'{"kind":' + b"[" * 9000 + b',"crc":"%08x"}\n' % zlib.crc32(b'{"kind":' + b"[" * 9000 + b"}")], 1),
     ]:
         path.write_bytes(b"".join(lines))
         with pytest.raises(JournalError, match=f"line {damaged} is damaged"):

@@ -151,15 +151,27 @@ def test_facts_are_the_config_as_yaml_and_the_environment_as_json(directory):
     assert (facts["world_size"], facts["versions"]["torch"]) == (2, torch.__version__)
 
 
-def test_metrics_of_steps_that_will_be_done_again_and_torn_lines_are_dropped(directory):
+def test_metrics_of_steps_that_will_be_done_again_and_torn_or_damaged_lines_are_dropped(directory, caplog):
     assert directory.cut_metrics(0) == 0.0
     for step in range(5):
         directory.log_metrics({"step": step, "loss": 0.1, "seconds": 1.5 * step})
-    with (directory.path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "sec')
+    damaged = b'[1]\n{"stop": 2}\n{"step": "2", "seconds": 1}\n\xff\xfe\n' + b"[" * 9000 + b"\n"
+    with (directory.path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "sec')
+    assert directory.cut_metrics(5) == 6.0
+    assert caplog.text == ""
+    with (directory.path / "metrics.jsonl").open("ab") as file:
+        file.write(damaged + b'{"step": 3, "seconds": 4.5}\n')
     assert directory.cut_metrics(3) == 4.5
+    assert "metrics.jsonl: 5 damaged lines are left out" in caplog.text
     directory.log_metrics({"step": 4, "seconds": 9.0})
-    assert [entry["step"] for entry in metrics(directory)] == [0, 1, 2, 3, 4]
+    assert [entry["step"] for entry in metrics(directory)] == [0, 1, 2, 3, 3, 4]
+
+
+@pytest.mark.parametrize("text", ["[]", "[" * 9000, '{"finished": true}', '{"steps": []}', "\udcff"])
+def test_damaged_results_are_none(directory, text):
+    (directory.path / "results.json").write_bytes(text.encode(errors="surrogateescape"))
+    assert directory.read_results() == {}
 
 
 # The training state of AdamW.
@@ -179,9 +191,12 @@ def test_a_state_is_read_as_it_was_written(directory):
     path = directory.training_state
     directory.write(path, STATE.to_json())
     assert TrainingState.read(path) == STATE
-    path.write_text(path.read_text()[:-9])
-    with pytest.raises(UserError, match=r"state.json cannot be read: .*restore it"):
-        TrainingState.read(path)
+    values = json.loads(path.read_text())
+    others = (values | {"step": "4"}, values | {"header": {**values["header"], "libraries": [1]}}, [])
+    for text in (path.read_text()[:-9], "[" * 9000, *map(json.dumps, others)):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"state.json cannot be read: .*restore it"):
+            TrainingState.read(path)
     with pytest.raises(LezoError, match=r"journal.jsonl/state.json cannot be written"):
         directory.journal.touch()
         directory.write(directory.journal / "state.json", STATE.to_json())
