@@ -123,37 +123,69 @@ def _evaluate(parser: _Parser) -> None:
     lezo-ds evaluate --run DIR --step best
     lezo-ds evaluate --model DIR --config RECIPE data.task=sst2
     """
-    add = parser.add_argument
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", type=_path, metavar="DIR", help="directory of a run")
-    source.add_argument("--model", type=_name, metavar="DIR", help="directory of a model, or its hub id")
-    add("--config", metavar="RECIPE", help="with --model: take everything else from this recipe")
-    add("--step", default="best", help="of the run: best (lowest validation loss), last, or a number")
+    add = _add_weights(parser)
     add("--split", choices=("test", "dev"), default="test", help="examples to score")
     add("--predictions", type=_path, metavar="FILE", help="write all predictions as JSON")
     add("--json", action="store_true", help="print the scores as JSON instead of a line")
     parser.add_keys()
 
 
-def run_evaluate(arguments: argparse.Namespace) -> None:
+def _add_weights(parser: _Parser) -> Callable[..., Any]:
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", type=_path, metavar="DIR", help="directory of a run")
+    source.add_argument("--model", type=_name, metavar="DIR", help="directory of a model, or its hub id")
+    add("--config", metavar="RECIPE", help="with --model: take everything else from this recipe")
+    add("--step", default="best", help="of the run: best (lowest validation loss), last, or a number")
+    return add
+
+
+def _open_weights(arguments: argparse.Namespace, *keys: str) -> Any:  # noqa: ANN401 (loads torch)
     if arguments.run is not None and arguments.config is not None:
         raise UserError("a run has its own configuration: --config goes with --model", fix="remove --config")
     model = Path(arguments.model or "")
     if (model / "config.yaml").is_file() and not (model / "config.json").exists():
-        raise UserError(f"{model} is a run, not a model", fix=f"lezo-ds evaluate --run {model}")
-    from lezo_ds.runs.scoring import score_model, score_run
+        raise UserError(f"{model} is a run, not a model", fix=f"use --run {model}")
+    from lezo_ds.runs.scoring import open_model, open_run
+
+    if arguments.run is not None:
+        return open_run(arguments.run, arguments.step, [*keys, *arguments.overrides])
+    return open_model(arguments.model, [*keys, *arguments.overrides], arguments.config, has_task=bool(keys))
+
+
+def run_evaluate(arguments: argparse.Namespace) -> None:
+    opened = _open_weights(arguments)
+    from lezo_ds.runs.scoring import score
     from lezo_ds.runs.screen import scores_summary
 
-    split, overrides = arguments.split, arguments.overrides
-    if arguments.run is not None:
-        scores = score_run(arguments.run, arguments.step, split, overrides)
-    else:
-        scores = score_model(arguments.model, split, overrides, arguments.config)
+    scores = score(opened, arguments.split)
     if launched_rank() == 0:
         if arguments.predictions is not None:
             arguments.predictions.write_text(json.dumps(scores, indent=1) + "\n")
         del scores["predictions"]
         print(json.dumps(scores, indent=1) if arguments.json else scores_summary(scores))
+
+
+def _predict(parser: _Parser) -> None:
+    """Label the records of a file, as in lezo-ds predict --model EXPORT new.csv --out labels.csv.
+
+    The output also has `predicted`, the label, choice or answer, and the `probability` of a label or choice.
+    The task is that of the run or export, or of a recipe or keys. The same command continues a killed one.
+    """
+    add = _add_weights(parser)
+    add("--out", type=_path, metavar="FILE", required=True, help="file to write, of the same kind as DATA")
+    add("data", type=_path, metavar="DATA", help="records: .csv, .tsv, .json, .jsonl or .parquet")
+    parser.add_keys()
+
+
+def run_predict(arguments: argparse.Namespace) -> None:
+    keys = [f"data.{key}=null" for key in ("path", "validation", "test", "metric")]
+    opened = _open_weights(arguments, "train.objective=task", f"data.train={arguments.data}", *keys)
+    from lezo_ds.runs.predict import predict_file
+
+    num_records = predict_file(opened, arguments.data, arguments.out)
+    if launched_rank() == 0:
+        print(f"{num_records} records: {arguments.out}")
 
 
 def _export(parser: _Parser) -> None:
@@ -168,6 +200,7 @@ def _export(parser: _Parser) -> None:
     add("--journal", type=_path, metavar="FILE", help="with --run, write it; else read it")
     add("--step", default="best", help="best (lowest validation loss), last, or a number")
     add("--out", type=_path, metavar="DIR", help="directory to write")
+    add("--low-bits", action="store_true", help="with --out: keep the low bits of fp32_master, to train on")
     parser.add_keys()
 
 
@@ -180,7 +213,7 @@ def run_export(arguments: argparse.Namespace) -> None:
     if out is None:
         print(f"{run}: {journal}, {write_journal(run, journal):,} bytes")
         return
-    step = export_run(run or journal, arguments.step, out, arguments.overrides)
+    step = export_run(run or journal, arguments.step, out, arguments.overrides, low_bits=arguments.low_bits)
     if launched_rank() == 0:
         print(f"step {step} of {run or journal}: {out}")
 
@@ -266,6 +299,7 @@ COMMANDS: dict[str, tuple[Callable[[_Parser], None], str, str]] = {
     "init": (_init, "lezo_ds.tools.init:main", "write a recipe for a model and a file of your own data"),
     "train": (_train, "lezo_ds.cli:run_train", "fine-tune a model, or check a recipe and print its memory"),
     "evaluate": (_evaluate, "lezo_ds.cli:run_evaluate", "score a model, or the weights of a run at any step"),
+    "predict": (_predict, "lezo_ds.cli:run_predict", "label the records of a file, or answer them"),
     "export": (_export, "lezo_ds.cli:run_export", "write the model of a step of a run, or a run as one file"),
     "report": (_report, "lezo_ds.tools.report:main", "show runs as a table, or as a page with curves"),
     "sweep": (_sweep, "lezo_ds.tools.sweep:main", "run every combination of a grid, or tune a key"),

@@ -115,9 +115,9 @@ class ModelEngine:
         self.write_model(target, journal=journal)
         return target
 
-    def write_model(self, target: Path, card: str = "", journal: str | None = None) -> None:
-        """Write the model, or its adapter, to the directory `target` (see `write_snapshot`). A collective."""
-        self.sharded.write(target, self.global_steps, card, journal)
+    def write_model(self, target: Path, *, card: str = "", low_bits: bool = True, **facts: Any) -> None:  # noqa: ANN401
+        """Write the model, or its adapter, to a directory (see `ShardedModel.write`). A collective."""
+        self.sharded.write(target, {"step": self.global_steps, **facts}, card=card, low_bits=low_bits)
 
     def load_model(self, snapshot: Path | None, step: int) -> None:
         """Load a snapshot's weights (None: the initial ones), which have seen `step` steps. A collective."""
@@ -239,10 +239,10 @@ class LezoEngine(ModelEngine):
         if self._journal is not None:
             self._journal.sync()
 
-    def write_model(self, target: Path, card: str = "", journal: str | None = None) -> None:
+    def write_model(self, target: Path, **options: Any) -> None:  # noqa: ANN401
         """Write the model as `ModelEngine.write_model` does, after the records of its steps. A collective."""
         self.finish_records()
-        super().write_model(target, card, journal)
+        super().write_model(target, **options)
 
     def passes_of_rank(self, rank: int, num_micro_batches: int) -> list[Pass]:
         """Return the forward passes of a step that a rank runs: every world_size-th of all passes."""

@@ -26,6 +26,7 @@ from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.metrics import Prediction, TokenCounts, find_score, majority_class_score
 
 T = TypeVar("T")
+PREDICTED, PROBABILITY = "predicted", "probability"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,23 @@ class Model(Protocol):
 def evaluate(engine: Model, data: TaskData, split: EncodedSplit, batch_size: int) -> EvaluationResult:
     """Return the loss and the score of a split, from `batch_size` sequences at a time. A collective."""
     return _Evaluation(engine, data, split, batch_size).run()
+
+
+def predict(engine: Model, data: TaskData, split: EncodedSplit, batch_size: int) -> list[dict[str, Any]]:
+    """Return for each example the answer, or the label or text of the best candidate. A collective.
+
+    `probability` is the softmax of the scores of its candidates: of the mean log-probabilities of their
+    tokens, or of what calibration makes of these.
+    """
+    run, labels = _Evaluation(engine, data, split, batch_size), data.task.labels
+    if split.prompts:
+        return [{PREDICTED: answer} for answer in data.answers(run._new_tokens())]
+    scores = run._scores(run._log_probabilities(split.encoded))
+    best, shares = scores.argmax(dim=1).tolist(), scores.softmax(dim=1).amax(dim=1).tolist()
+    return [
+        {PREDICTED: labels[row] if labels else answer_text(example, row), PROBABILITY: round(share, 6)}
+        for example, row, share in zip(split.examples, best, shares, strict=True)
+    ]
 
 
 def answer_text(example: Example, predicted: Prediction) -> str:

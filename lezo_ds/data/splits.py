@@ -195,7 +195,7 @@ def _answerable(task: Task, split: str, rows: Sequence[Row], unusable: Unusable)
     def has_answer(numbered: tuple[int, Row]) -> bool:
         number, (place, record) = numbered
         where = f"record {number} of the {split} split of {task.name}{place}"
-        return _checked_label(task, where, record) is not None or not task.has_answers
+        return checked_label(task, where, record) is not None or not task.has_answers
 
     usable = unusable.usable(enumerate(rows, start=1), has_answer)
     kept = [row for (_, row), is_kept in usable if is_kept]
@@ -208,7 +208,7 @@ def _answerable(task: Task, split: str, rows: Sequence[Row], unusable: Unusable)
     return kept
 
 
-def _checked_label(task: Task, where: str, record: Record) -> int | None:
+def checked_label(task: Task, where: str, record: Record) -> int | None:
     _check_fields(task, where, record)
     try:
         example = task.build_example(record, 0)

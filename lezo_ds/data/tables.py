@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import datasets
@@ -34,39 +34,52 @@ def read_source(key: str, source: str, unusable: Unusable | None = None) -> list
     if colon and not path.exists() and 1 <= hub_name.count("/") <= 2:
         owner, name, *config = hub_name.split("/")
         (rows,) = read_hub(f"{owner}/{name}", "".join(config) or None, [split], fix=f"set {key} to a file")
-    elif path.suffix in READERS and path.is_file():
-        rows = read_file(path, unusable)
     else:
-        missing = "" if path.is_file() else ", which is not a file"
-        fix = f"name a file that ends in {', '.join(READERS)}, or OWNER/NAME:SPLIT on the hub"
-        raise UserError(f"cannot read {key}={source}{missing}", fix=fix)
+        check_kind(f"{key}={source}", path)
+        rows = read_file(path, unusable)
     if not rows:
         raise UserError(f"{key}={source} has no records", fix=f"fill the file, or correct {key}")
     return rows
 
 
+def check_kind(name: str, path: Path) -> None:
+    if path.suffix not in READERS or not path.is_file():
+        missing = "" if path.is_file() else ", which is not a file"
+        fix = f"name a file that ends in {', '.join(READERS)}, or OWNER/NAME:SPLIT on the hub"
+        raise UserError(f"cannot read {name}{missing}", fix=fix)
+
+
 def read_file(path: Path, unusable: Unusable | None = None) -> list[Row]:
     """Return the records of a file that ends as in READERS."""
-    rows: list[Row] = []
-
-    def read(found: tuple[str, int, object]) -> None:
-        unit, number, record = found
-        if not isinstance(record, Mapping):
-            wrong = record if isinstance(record, ValueError) else "is not a JSON object"
-            raise UserError(f"{path} {unit} {number} {wrong}", fix="correct it")
-        rows.append((f" ({path} {unit} {number})", record))
-
     found = unusable or Unusable()
-    try:
-        found.usable(READERS[path.suffix](path), read)
-    except (OSError, ValueError, RecursionError, csv.Error, ArrowException) as error:
-        last = f" after{rows[-1][0]}" if rows else ""
-        shown = " ".join(f"{type(error).__name__}: {error}".split())
-        fix = f"save it as the UTF-8 {path.suffix} file that its name says, or use .jsonl"
-        raise UserError(f"{path} cannot be read{last}: {shown}", fix=fix) from error
+    rows = [row for _, row in found.usable(_found_in(path), lambda found: _row(path, *found))]
     if unusable is None:
         found.settle()
     return rows
+
+
+def stream_file(path: Path) -> Iterator[Row]:
+    """Yield the records of a file that ends as in READERS. Only a JSON list is held whole."""
+    return (_row(path, *found) for found in _found_in(path))
+
+
+def _row(path: Path, unit: str, number: int, record: object) -> Row:
+    if isinstance(record, Mapping):
+        return f" ({path} {unit} {number})", record
+    wrong = record if isinstance(record, ValueError) else "is not a JSON object"
+    raise UserError(f"{path} {unit} {number} {wrong}", fix="correct it")
+
+
+def _found_in(path: Path) -> _Records:
+    last = ""
+    try:
+        for unit, number, record in READERS[path.suffix](path):
+            yield unit, number, record
+            last = f" after ({path} {unit} {number})"
+    except (OSError, ValueError, RecursionError, csv.Error, ArrowException) as error:
+        shown = " ".join(f"{type(error).__name__}: {error}".split())
+        fix = f"save it as the UTF-8 {path.suffix} file that its name says, or use .jsonl"
+        raise UserError(f"{path} cannot be read{last}: {shown}", fix=fix) from error
 
 
 def read_hub(hub_id: str, config: str | None, splits: Sequence[str], *, fix: str) -> list[list[Row]]:
@@ -84,15 +97,19 @@ _Records = Iterator[tuple[str, int, object]]
 """(what the number counts, number from 1, and the record or what is wrong with it)."""
 
 
-def _read_table(path: Path, separator: str) -> _Records:
+def separator_of(path: Path) -> str:
+    usual = "\t" if path.suffix == ".tsv" else ","
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        first = file.readline()
+    # Where a comma is the decimal point, spreadsheets separate the values by semicolons.
+    return ";" if usual not in first and ";" in first else usual
+
+
+def _read_table(path: Path) -> _Records:
     """Yield the rows of a table with a header; every value is text. Blank lines are skipped."""
     csv.field_size_limit(2**31 - 1)  # the check of a record refuses much shorter ones
     with path.open(encoding="utf-8-sig", newline="") as file:
-        first = file.readline()
-        file.seek(0)
-        # Where a comma is the decimal point, spreadsheets separate the values by semicolons.
-        separator = ";" if separator not in first and ";" in first else separator
-        reader = csv.reader(file, delimiter=separator, strict=True)
+        reader = csv.reader(file, delimiter=separator_of(path), strict=True)
         header = next(reader, [])
         if not header or len(set(header)) < len(header):
             raise ValueError("line 1 lacks the names of columns, or repeats one")
@@ -122,12 +139,13 @@ def _read_json(path: Path) -> _Records:
 
 
 def _read_parquet(path: Path) -> _Records:
-    yield from (("row", row, record) for row, record in enumerate(ParquetFile(path).read().to_pylist(), 1))
+    parts = (part.to_pylist() for part in ParquetFile(path).iter_batches(1024))
+    yield from (("row", row, record) for row, record in enumerate(chain.from_iterable(parts), 1))
 
 
 READERS: Mapping[str, Callable[[Path], _Records]] = {
-    ".csv": partial(_read_table, separator=","),
-    ".tsv": partial(_read_table, separator="\t"),
+    ".csv": _read_table,
+    ".tsv": _read_table,
     ".json": _read_json,
     ".jsonl": _read_json,
     ".parquet": _read_parquet,

@@ -28,9 +28,9 @@ from lezo_ds.data.encoding import (
     warn_of_cuts,
 )
 from lezo_ds.data.generation import SAMPLE_KEYS, generation_settings, prompt_batch, read_answers
-from lezo_ds.data.objectives import Objective, load_objective
+from lezo_ds.data.objectives import Objective, load_objective, training_objective
 from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
-from lezo_ds.data.splits import load_splits, with_demonstrations
+from lezo_ds.data.splits import Splits, load_splits, with_demonstrations
 from lezo_ds.data.unusable import Unusable
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Sampling, StepBatch
@@ -79,6 +79,8 @@ class TaskData:
     dev: EncodedSplit
     test: EncodedSplit
     objective: Objective
+    encode: Callable[[tuple[Example, ...]], EncodedSplit]
+    """Encodes other examples as those of `test`."""
     generation: GenerationSettings | None = None
     """None if neither the task nor the objective needs answers."""
     packed: bool = False
@@ -155,12 +157,16 @@ class TaskData:
         return self.objective.loss(self.answers(outputs) if self.objective.reads_answers else outputs, batch)
 
 
-def load_task_data(config: RunConfig) -> TaskData:
-    task = find_task(config.data)
-    objective = load_objective(config.train.objective, task)
-    _check_objective(config, task, objective)
+def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskData:
+    """Load the splits of a task, or for `task_alone` none: what `encode` returns takes their place."""
+    task = task_alone or find_task(config.data)
+    objective = training_objective(task.kind)
     unusable = Unusable(skip=config.data.skip_unusable)
-    splits = load_splits(task, config.data, unusable)
+    splits = Splits((), (), (), ())
+    if task_alone is None:
+        objective = load_objective(config.train.objective, task)
+        _check_objective(config, task, objective)
+        splits = load_splits(task, config.data, unusable)
     if config.method.startswith("icl"):
         splits = with_demonstrations(task, config.data, splits)
     directory = resolve_model(config.model.path)
@@ -172,6 +178,8 @@ def load_task_data(config: RunConfig) -> TaskData:
         generation = generation_settings(tokenizer, keys.max_new_tokens, stops)
 
     def encode(examples: tuple[Example, ...], *, continued: bool, calibrated: bool) -> EncodedSplit:
+        if not examples:
+            return EncodedSplit((), ())
         examples, encoded = _encode(config, task, tokenizer, examples, unusable)
         prompts: tuple[tuple[int, ...], ...] = ()
         if continued:
@@ -192,10 +200,15 @@ def load_task_data(config: RunConfig) -> TaskData:
         # The mask of packed rows has no columns for the keys of a prefix.
         packed=config.peft.kind != "prefix" and can_pack(model_config, length),
         loss_batch=MEZO_LOSS_BATCH if config.data.protocol == "mezo" else None,
+        encode=lambda examples: checked(replace(data, test=encode(examples, **scored))).test,
     )
-    unusable.settle()
-    _check_model(data, model_config.get_text_config())
-    return data
+
+    def checked(data: TaskData) -> TaskData:
+        unusable.settle()
+        _check_model(data, model_config.get_text_config())
+        return data
+
+    return checked(data)
 
 
 def _encode(

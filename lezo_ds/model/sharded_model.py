@@ -50,17 +50,16 @@ class ShardedModel:
         offload = self.ds_config["zero_optimization"].get("offload_param") or {}
         return bool(offload.get("device") == "nvme")
 
-    def write(self, target: Path, step: int, card: str = "", journal: str | None = None) -> None:
-        """Write the model, or its adapter, after `step` updates to the directory `target`. A collective.
+    def write(self, target: Path, facts: Mapping[str, Any], **options: Any) -> None:  # noqa: ANN401
+        """Write the model, or its adapter, to the directory `target` (see `write_snapshot`). A collective.
 
-        `card` is the text of the README.md (empty: the base model's). On rank 0, `journal` is the checksum of
-        the run's records after this step (see `SnapshotOwner`).
+        `facts` for the manifest are `step`, the number of updates; on rank 0, `journal`, the checksum of the
+        run's records after this step (see `SnapshotOwner`); and of an export, the `recipe` of its task.
         """
-        facts = {"step": step, "digest": self.weights.digest(), "base": self.base.fingerprint}
-        if journal is not None:
-            facts["journal"] = journal
+        known = {name: value for name, value in facts.items() if value is not None}
+        facts = {**known, "digest": self.weights.digest(), "base": self.base.fingerprint}
         base, name = self.base.directory, self.base.name
-        write_snapshot(self.weights, target, base, facts, adapter=self.adapter, base_model=name, card=card)
+        write_snapshot(self.weights, target, base, facts, adapter=self.adapter, base_model=name, **options)
 
     def load_snapshot(self, directory: Path) -> None:
         """Set the weights to those that `write` wrote, bit for bit. A collective."""

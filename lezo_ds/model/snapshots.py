@@ -42,14 +42,15 @@ def write_snapshot(
     adapter: Adapter | None = None,
     base_model: str = "",
     card: str = "",
+    low_bits: bool = True,
 ) -> None:
     """Write the model, or its adapter, to `target`. A collective: rank 0 writes, and every rank raises.
 
     A model is written as a directory that `from_pretrained` opens, with the tokenizer and the config of the
-    base model in `source`; an adapter in peft's format, if peft has one for it; low bits to a folder of their
-    own. All files go to a temporary directory and are synced; the manifest, with their hashes and `facts`, is
-    the last one. One rename makes them visible, or replaces an older `target`. Rank 0 holds at most one
-    output file (4 GiB, or one parameter) at a time.
+    base model in `source`, and `card`, if given, as its README.md; an adapter in peft's format, if peft has
+    one for it; `low_bits` to a folder of their own. All files go to a temporary directory and are synced; the
+    manifest, with `facts` and the hashes of all files, is the last one. One rename makes them visible, or
+    replaces an older `target`. Rank 0 holds at most one output file (4 GiB, or one parameter) at a time.
     """
     temporary = target.with_name(f".{target.name}.tmp")
     dtype = str(weights.parameters[0].parameter.dtype).removeprefix("torch.")
@@ -70,10 +71,10 @@ def write_snapshot(
     low = _TensorWriter(temporary / LOW_BITS_DIRECTORY)
     prefix = adapter.stored_prefix if adapter else ""
     for parameter in weights.stored_parameters:
-        full, low_bits = parameter.gather(), weights.gather_low_bits(parameter)
+        full, rest = parameter.gather(), weights.gather_low_bits(parameter) if low_bits else None
         attempt.run(lambda: main.add(prefix + parameter.name, full))  # noqa: B023  (runs at once)
-        if low_bits is not None:
-            attempt.run(lambda: low.add(parameter.name, low_bits))  # noqa: B023
+        if rest is not None:
+            attempt.run(lambda: low.add(parameter.name, rest))  # noqa: B023
     attempt.run(main.finish)
     attempt.run(low.finish)
     attempt.run(lambda: _publish(temporary, target, facts))

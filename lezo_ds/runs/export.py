@@ -31,6 +31,7 @@ from lezo_ds.runs.records import (
     read_run,
     steps_of,
 )
+from lezo_ds.runs.scoring import recipe_of
 from lezo_ds.runs.trainer import restore
 
 MAX_JOURNAL_BYTES = 64 << 20
@@ -43,8 +44,13 @@ _ANY_MACHINE = ("deepspeed=null", "partition_size=null", "train.report_to=null")
 logger = logging.getLogger(__name__)
 
 
-def export_run(path: Path, step: str, target: Path, overrides: Sequence[str] = ()) -> int:
+def export_run(
+    path: Path, step: str, target: Path, overrides: Sequence[str] = (), *, low_bits: bool = False
+) -> int:
     """Write a run's model as a Hugging Face directory and return the number of its updates. A collective.
+
+    With `low_bits`, training on from it starts from exactly these weights, not from their 16 high bits. Only
+    this program reads them, and they double the directory's size.
 
     `path` is the directory of the run, or a file from `write_journal`, which needs an override of model.path.
     `step` is "best", "last" or a number of updates. `target` must not exist, or must be empty.
@@ -68,7 +74,8 @@ def export_run(path: Path, step: str, target: Path, overrides: Sequence[str] = (
     if distributed.rank() == 0:
         known = "no digest in the run to compare with" if expected is None else "the same as in the run"
         logger.info("digest of the weights: %s (%s)", digest, known)
-    engine.write_model(target, distributed.on_rank_zero(lambda: model_card(run, number, digest)))
+    card = distributed.on_rank_zero(lambda: model_card(run, number, digest))
+    engine.write_model(target, card=card, low_bits=low_bits, recipe=recipe_of(run.config))
     return number
 
 
@@ -156,6 +163,34 @@ These are the weights after {step} of {num_steps} steps. Their digest is {digest
 
 To load it: `{load}`
 """
+_SCORING = """
+To score the labels of a record as `lezo-ds predict` does:
+
+```python
+import json, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+DIR, record = ".", {"FIELD": "value"}
+recipe = json.load(open(f"{DIR}/lezo_manifest.json"))["recipe"]
+prompt, labels, scores = recipe["data.prompt"].format(**record), recipe["data.labels"], []
+tokenizer, model = AutoTokenizer.from_pretrained(DIR), AutoModelForCausalLM.from_pretrained(DIR).eval()
+is_opt, bos = model.config.model_type == "opt", [tokenizer.bos_token_id]
+first = [0] if is_opt else bos if tokenizer("").input_ids[:1] == bos else []
+CHAT
+for label in labels:
+    text = prompt + " " * (not prompt[-1:].isspace()) + (labels[label] if isinstance(labels, dict) else label)
+    asked, ids = (first + tokenizer(t.strip(" "), add_special_tokens=False).input_ids for t in (prompt, text))
+    logits = model(torch.tensor([ids[:-1]])).logits[0, len(asked) - 1 :].float().log_softmax(-1)
+    scores.append(logits[range(len(logits)), ids[len(asked) :]].mean())
+probabilities = dict(zip(labels, torch.stack(scores).softmax(0).tolist()))
+```
+"""
+_CHAT = """\
+system = [{"role": "system", "content": text} for text in [recipe["data.system_prompt"]] if text]
+turns = [*system, {"role": "user", "content": prompt}]
+prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+prompt = prompt.removeprefix(tokenizer.bos_token if first else "")
+"""
 _TRAINED = {"none": "all weights", "lora": "low-rank adapters", "prefix": "a prefix in each block"}
 
 
@@ -170,7 +205,8 @@ def model_card(run: RecordedRun, step: int, digest: str) -> str:
     for record in evaluations_of(run.records):
         scores = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
         rows.append(f"| {_plain(record.split)} | {record.step} | {_plain(scores)} |")
-    return _CARD.format(
+    has_labels = kind == "none" and config.data.labels is not None and config.data.choices is None
+    card = _CARD.format(
         library="peft" if kind == "lora" else "transformers",
         method=config.method,
         optimizer="AdamW" if config.method == "adamw" else "LeZO, by forward passes only",
@@ -185,6 +221,7 @@ def model_card(run: RecordedRun, step: int, digest: str) -> str:
         scores="\n".join(rows),
         load=load if kind == "none" else f"PeftModel.from_pretrained({load}, DIR)",
     )
+    return card + (_SCORING.replace("CHAT\n", _CHAT * config.data.chat_template) if has_labels else "")
 
 
 def _plain(value: Any) -> str:  # noqa: ANN401

@@ -11,17 +11,17 @@ from tqdm import tqdm
 from lezo_ds.journal import EvaluationRecord
 
 _SPLITS = {"dev": "validation", "test": "test"}
-_LINE_FORMAT = "step {n_fmt}/{total_fmt}:{rate_fmt}, {remaining} left{postfix}\n"
+_LINE_FORMAT = "{unit} {n_fmt}/{total_fmt}:{rate_fmt}, {remaining} left{postfix}\n"
 
 
-def progress_bar(num_steps: int, num_done: int, *, is_shown: bool) -> tqdm[Any]:
+def progress_bar(num_steps: int, num_done: int, *, is_shown: bool, what: str = "step") -> tqdm[Any]:
     """Return a bar on a terminal; elsewhere, it writes a line every 20 seconds."""
     is_terminal = sys.stderr.isatty()
     return tqdm(
         total=num_steps,
         initial=num_done,
         disable=not is_shown,
-        desc="training",
+        unit=what,
         smoothing=0.05,
         bar_format=None if is_terminal else _LINE_FORMAT,
         mininterval=0.1 if is_terminal else 20,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -103,6 +103,10 @@ class Task:
     """Whether records have right answers. If not, a reward alone judges the model's answers."""
     metric: str = "accuracy"
     """A name in `lezo_ds.tasks.metrics.METRICS`, or package.module:function."""
+    answer_fields: tuple[str, ...] = ("label",)
+    """The fields that hold nothing but the right answer."""
+    labels: Sequence[object] = ()
+    """What records hold for the candidates; () if their texts."""
     sizes: SplitSizes = SplitSizes()
     """Default split sizes of the clean protocol. The data set is large enough for them."""
     mezo_sizes: SplitSizes = SplitSizes()

@@ -53,6 +53,8 @@ def make_task(described: Description) -> Task:
     """Return the task that a recipe describes; its kind follows from the keys that are set."""
     has_answers = bool(described.keys_set("messages", "labels", "choices", "completion"))
     kind, fields, build = _with_prompt(described) if described.messages is None else _chat(described)
+    asked = parse_template("data.prompt", described.prompt or "").fields
+    answer, labels = fields if described.completion else (described.label_field,), described.labels or ()
     return Task(
         name=CUSTOM,
         hub_id=None,
@@ -62,6 +64,9 @@ def make_task(described: Description) -> Task:
         build_example=build,
         has_answers=has_answers,
         metric=described.metric or (_METRICS[kind] if has_answers else REWARD),
+        answer_fields=tuple(name for name in answer if name and name not in asked),
+        # A journal does not keep the order of a map, so the order of the classes must not depend on it.
+        labels=sorted(labels) if isinstance(labels, Mapping) else labels,
     )
 
 
@@ -94,7 +99,6 @@ def _with_prompt(described: Description) -> _Built:
 
 
 def _classification(prompt: Template, field: str, labels: Sequence[str] | Mapping[str, str]) -> _Built:
-    # A journal does not keep the order of a map, so the order of the classes must not depend on it.
     words = dict(sorted(labels.items())) if isinstance(labels, Mapping) else {text: text for text in labels}
     if len(words) < 2 or len(set(words.values())) < len(words) or not all(words.values()):
         what = f"data.labels={labels} does not hold two or more labels, each with a text of its own"
@@ -169,7 +173,7 @@ def _chat(described: Description) -> _Built:
     field = str(described.messages)
 
     def build(record: Record, index: int) -> Example:
-        messages = _read_messages(field, field_value(record, field))
+        messages = read_messages(field, field_value(record, field))
         last = max((row for row, turn in enumerate(messages) if turn.is_trained), default=None)
         if last is None:
             return Example(messages[-1].content, (), None, index)
@@ -181,7 +185,7 @@ def _chat(described: Description) -> _Built:
     return "chat", (field,), build
 
 
-def _read_messages(field: str, value: object) -> tuple[Message, ...]:
+def read_messages(field: str, value: object) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         raise UserError(
             f'field {field} is {shown(value)}, not a list such as [{{"role": "user", "content": "Hello"}}]',

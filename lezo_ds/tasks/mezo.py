@@ -42,7 +42,7 @@ def _classification(
         return Example(text, candidates, record["label"], index, null_prompt=null_prompt)
 
     fields = dict.fromkeys(template.fields, str) | {"label": int}
-    _add(name, hub, "classification", fields, build_example, **sizes)
+    _add(name, hub, "classification", fields, build_example, labels=range(len(candidates)), **sizes)
 
 
 def _generation(name: str, hub: tuple[str, str | None], prompt: str, answers: str) -> None:
@@ -56,7 +56,7 @@ def _generation(name: str, hub: tuple[str, str | None], prompt: str, answers: st
         return Example(text, gold, 0 if right else None, index, references=right)
 
     fields = dict.fromkeys(template.fields, str) | {answers: list[str]}
-    _add(name, hub, "generation", fields, build_example, metric="f1")
+    _add(name, hub, "generation", fields, build_example, metric="f1", answer_fields=(answers,))
 
 
 def _build_boolq(record: Record, index: int) -> Example:
@@ -129,6 +129,7 @@ _add(
     "classification",
     {"passage": str, "question": str, "answer": bool},
     _build_boolq,
+    answer_fields=("answer",),
 )
 _classification(
     "wsc",
@@ -167,6 +168,7 @@ _add(
     "multiple_choice",
     {"passage": str, "query": str, "entities": list[str], "answers": list[str]},
     _build_record,
+    answer_fields=("answers",),
 )
 _generation(
     "squad",

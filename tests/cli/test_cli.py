@@ -34,7 +34,7 @@ def in_process(monkeypatch, *arguments):
 
 def test_every_command_has_a_help_that_needs_no_torch():
     finished = run_well([sys.executable, "-c", HELP])
-    assert [f"usage: lezo-ds {name} " in finished.out for name in cli.COMMANDS] == [True] * 7
+    assert [f"usage: lezo-ds {name} " in finished.out for name in cli.COMMANDS] == [True] * 8
     assert finished.out.splitlines()[-1] == ""
     assert "zo.sparsity: a number from 0 to 1 or null; default null" in finished.out
 
@@ -60,7 +60,7 @@ def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tm
         ("train --config $UNSET/r.yaml", "names an environment variable that is not set"),
         ("train", "needs a recipe; fix: lezo-ds train --config RECIPE; lezo-ds init MODEL DATA"),
         ("train tickets.yaml", "fix: lezo-ds train --config tickets.yaml"),
-        ("evaluate --model {run}", "is a run, not a model; fix: lezo-ds evaluate --run "),
+        ("evaluate --model {run}", "is a run, not a model; fix: use --run "),
         ("evaluate", "one of the arguments --run --model is required"),
         ("evaluate --run r --config demo", "--config goes with --model"),
         ("export --run r", "needs two of --run, --journal and --out"),

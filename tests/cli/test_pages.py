@@ -51,6 +51,7 @@ def root(tmp_path_factory):
         if "tickets.csv" in text:
             (directory / "tickets.yaml").write_text(text)
     write_tickets(directory / "tickets.csv")
+    write_tickets(directory / "new.csv", num_rows=9)
     return directory
 
 

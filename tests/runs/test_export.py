@@ -73,6 +73,8 @@ def test_an_exported_model_scores_as_its_run_and_as_plain_transformers(finished,
     assert model.dtype == torch.bfloat16
     expected = plain_predictions(model, recipe.parent, [entry["index"] for entry in predictions])
     assert [entry["prediction"] for entry in predictions] == expected
+    export("--run", finished, "--out", tmp_path / "exact", "--low-bits")
+    assert [(tmp_path / name / "low_bits").exists() for name in ("model", "exact")] == [False, True]
 
 
 def test_a_journal_and_the_base_model_give_the_tuned_model_bit_for_bit(finished, journal, recipe, tmp_path):

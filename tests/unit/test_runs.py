@@ -260,6 +260,6 @@ def test_without_a_terminal_progress_is_a_line_every_20_seconds(capsys):
             bar.set_postfix({"loss": "0.5"}, refresh=False)
             bar.update()
     lines = [line for text in capsys.readouterr().err.splitlines() if (line := text.strip("\r "))]
-    assert lines[1] == "step 12/300: 2.00s/it, 09:36 left, loss=0.5"
+    assert lines[1] == "step 12/300: 2.00s/step, 09:36 left, loss=0.5"
     assert [line.partition(":")[0] for line in lines[:3]] == ["step 2/300", "step 12/300", "step 22/300"]
     assert len(lines) <= 4
