@@ -6,6 +6,7 @@ from lezo_ds.config.run_config import (
     config_from_dict,
     config_to_dict,
     copies_per_pass,
+    eval_every,
     find_task,
     load_config,
     make_estimator,

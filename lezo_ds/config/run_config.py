@@ -189,6 +189,11 @@ def may_differ_on_resume(config: RunConfig) -> frozenset[str]:
     return READER.may_differ - ({"train.steps"} if depends else set())
 
 
+def eval_every(config: RunConfig) -> int:
+    """Return the number of steps between evaluations, by default a tenth of the run."""
+    return config.train.eval_every or max(1, (config.train.steps or 0) // 10)
+
+
 def num_passes(config: RunConfig) -> int:
     """Return how many forward passes a zeroth-order step has, on all ranks together."""
     num_micro_batches = config.train.batch_size // config.train.micro_batch_size

@@ -18,6 +18,7 @@ from pyarrow.parquet import ParquetFile
 
 from lezo_ds.data.unusable import Unusable
 from lezo_ds.errors import HubError, UserError
+from lezo_ds.model.checkpoint import hub_problem
 from lezo_ds.tasks.base import Record
 
 Row = tuple[str, Record]
@@ -84,10 +85,12 @@ def _found_in(path: Path) -> _Records:
 
 def read_hub(hub_id: str, config: str | None, splits: Sequence[str], *, fix: str) -> list[list[Row]]:
     """Return the records of splits on the hub, or in its local cache if HF_HUB_OFFLINE is set."""
+    problem = hub_problem()
+    datasets.config.HF_HUB_OFFLINE = bool(problem)  # then it reads its cache, and does not try for minutes
     try:
         loaded = datasets.load_dataset(hub_id, config, split=list(splits))
     except Exception as error:  # each library below raises its own types
-        shown = f"{type(error).__name__}: {error}".splitlines()[0]
+        shown = problem or f"{type(error).__name__}: {error}".splitlines()[0]
         name = f"{hub_id} ({config or 'default'})"
         raise HubError(f"cannot load {name} from the Hugging Face hub: {shown}", fix=fix) from error
     return [[("", record) for record in split.to_list()] for split in loaded]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, get_session, snapshot_download
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -22,6 +25,7 @@ from lezo_ds.files import DAMAGE
 from lezo_ds.forward.blocks import BlockLayout, find_blocks
 from lezo_ds.sharding.files import WeightFiles, has_safetensors
 
+_HUB_SECONDS = 2.0
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -32,14 +36,17 @@ def resolve_model(model: str) -> Path:
     """
     directory = Path(model)
     if not directory.is_dir():
+        problem = hub_problem()
         try:
             patterns = ["*.json", "*.txt", "*.model", "*.safetensors"]
-            directory = Path(snapshot_download(model, allow_patterns=patterns))
+            directory = Path(
+                snapshot_download(model, allow_patterns=patterns, local_files_only=bool(problem))
+            )
         except Exception as error:  # the hub client raises many types: offline, not found, bad name, network
             is_final = isinstance(error, HFValidationError | RepositoryNotFoundError)
             raise (UserError if is_final else HubError)(
                 f"model.path {model} is neither a directory nor a model that can be downloaded from the hub: "
-                f"{_first_line(error)}",
+                f"{problem or _first_line(error)}",
                 fix="check the name, or download the model first and set model.path to its directory",
             ) from error
     try:
@@ -53,6 +60,20 @@ def resolve_model(model: str) -> Path:
         fix = "convert .bin files once with transformers: from_pretrained, then save_pretrained"
         raise UserError(f"model.path {model} has no weights as safetensors", fix=fix)
     return directory
+
+
+@functools.cache
+def hub_problem() -> str:
+    """Return why the hub does not answer within 2 s, or "". Its own clients try for minutes."""
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", _HUB_SECONDS))
+    try:  # in a thread: a name server may take longer
+        answer = ThreadPoolExecutor(1).submit(get_session().head, constants.ENDPOINT, timeout=seconds)
+        answer.result(seconds)
+    except Exception as error:  # of the network, a proxy or certificates
+        return f"{constants.ENDPOINT} does not answer within {seconds:g} s: {_first_line(error)}"
+    return ""
 
 
 def load_model_config(directory: Path) -> Any:  # noqa: ANN401

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "lezo_manifest.json"
 LOW_BITS_DIRECTORY = "low_bits"
-_MAX_FILE_BYTES = 4 << 30
+MAX_FILE_BYTES = 1 << 30
 _NAME = re.compile(r"step-(\d{8})")
 _COMPANION_SUFFIXES = {".json", ".jinja", ".md", ".model", ".txt"}  # none of weights or code
 
@@ -50,7 +50,8 @@ def write_snapshot(
     base model in `source`, and `card`, if given, as its README.md; an adapter in peft's format, if peft has
     one for it; `low_bits` to a folder of their own. All files go to a temporary directory and are synced; the
     manifest, with `facts` and the hashes of all files, is the last one. One rename makes them visible, or
-    replaces an older `target`. Rank 0 holds at most one output file (4 GiB, or one parameter) at a time.
+    replaces an older `target`. Rank 0 holds at most one output file (1 GiB, or one parameter) and the next
+    parameter at a time.
     """
     temporary = target.with_name(f".{target.name}.tmp")
     dtype = str(weights.parameters[0].parameter.dtype).removeprefix("torch.")
@@ -68,14 +69,16 @@ def write_snapshot(
 
     attempt.run(prepare)
     main = _TensorWriter(temporary, adapter.weights_file if adapter else None)
-    low = _TensorWriter(temporary / LOW_BITS_DIRECTORY)
     prefix = adapter.stored_prefix if adapter else ""
     for parameter in weights.stored_parameters:
-        full, rest = parameter.gather(), weights.gather_low_bits(parameter) if low_bits else None
+        full = parameter.gather()
         attempt.run(lambda: main.add(prefix + parameter.name, full))  # noqa: B023  (runs at once)
+    attempt.run(main.finish)
+    low = _TensorWriter(temporary / LOW_BITS_DIRECTORY)
+    for parameter in weights.stored_parameters if low_bits else ():
+        rest = weights.gather_low_bits(parameter)
         if rest is not None:
             attempt.run(lambda: low.add(parameter.name, rest))  # noqa: B023
-    attempt.run(main.finish)
     attempt.run(low.finish)
     attempt.run(lambda: _publish(temporary, target, facts))
     if attempt.problem:
@@ -116,7 +119,7 @@ class _TensorWriter:
         self._total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        is_full = self._pending_bytes + tensor.nbytes > _MAX_FILE_BYTES
+        is_full = self._pending_bytes + tensor.nbytes > MAX_FILE_BYTES
         if self._pending and is_full and self._single is None:
             self._flush()
         self._pending[name] = tensor.contiguous()

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lezo_ds import distributed
-from lezo_ds.config import TRAINED, RunConfig, config_to_dict, may_differ_on_resume
+from lezo_ds.config import TRAINED, RunConfig, config_to_dict, eval_every, may_differ_on_resume
 from lezo_ds.data.evaluation import evaluate, prediction_rows
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine import LezoEngine, ModelEngine
@@ -64,7 +64,7 @@ class Run(ABC):
         self._has_journal = config.method != "adamw"  # whose replay gives weights without a snapshot back
         self._journal: Journal | None = None  # on rank 0
         self._launcher = LauncherWatch()
-        self._eval_every = config.train.eval_every or max(1, self.num_steps // 10)
+        self._eval_every = eval_every(config)
         self._num_done = 0
         self._seconds_before = 0.0
         self._started = time.monotonic()

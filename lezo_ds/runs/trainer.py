@@ -22,6 +22,7 @@ from lezo_ds.model.checkpoint import build_checked, resolve_model
 from lezo_ds.model.snapshots import snapshot_path, snapshot_steps
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.directory import RunDirectory
+from lezo_ds.runs.disk import check_disk
 from lezo_ds.runs.first_order import FirstOrderRun, initialize_first_order
 from lezo_ds.runs.records import RecordedRun, assert_same_model_config, check_records, steps_of
 from lezo_ds.runs.run import ZerothOrderRun
@@ -47,11 +48,15 @@ def train(config: RunConfig) -> dict[str, Any]:
         directory = RunDirectory(config.run_dir)
 
         def prepare() -> dict[str, Any]:
-            _, layout = build_checked(resolve_model(config.model.path), config.model.dtype)
+            module, layout = build_checked(resolve_model(config.model.path), config.model.dtype)
             if config.method in ZEROTH_ORDER:
                 make_layer_policy(config.zo, layout.num_blocks, trains_outside=not config.zo.only_blocks)
             lock.enter_context(directory.locked())
             check_records(config, data, directory)
+            blocks = module.get_submodule(layout.path) if config.zo.only_blocks else module
+            trained = blocks.parameters() if config.peft.kind == "none" else ()  # an adapter is small
+            numels = (sum(p.numel() for p in parameters) for parameters in (module.parameters(), trained))
+            check_disk(config, *numels)
             return monitor_sections(config)
 
         ds_config = {**distributed.on_rank_zero(prepare), **ds_config}

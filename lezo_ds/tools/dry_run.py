@@ -1,4 +1,4 @@
-"""train --dry-run: everything that can be checked before the weights are loaded, and the memory of a rank."""
+"""train --dry-run: all that can be checked before weights are loaded; memory, disk and time of the run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,23 @@ from pathlib import Path
 from typing import TypeVar
 
 from lezo_ds import distributed
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, check_world, make_layer_policy, num_passes
+from lezo_ds.config import (
+    TRAINED,
+    ZEROTH_ORDER,
+    RunConfig,
+    check_world,
+    eval_every,
+    make_layer_policy,
+    num_passes,
+)
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import HubError
 from lezo_ds.model.checkpoint import resolve_model
+from lezo_ds.runs.disk import check_disk, snapshot_sizes
+from lezo_ds.runs.screen import duration
 from lezo_ds.tools import memory_plan as plan
+from lezo_ds.tools.time_plan import plan_time
 
 T = TypeVar("T")
 Line = tuple[str, str]
@@ -54,9 +65,23 @@ def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | 
             lines.append(("memory", f"of a rank: {size:.2f} GiB {text}"))
         else:
             memory = plan.rank_memory(config, model, inputs, world_size=world_size, on_gpu=on_gpu)
-            lines.append(("memory", f"of a rank, with inputs of at most {inputs.length} tokens: {memory}"))
+            assumed = "" if data else " (assumed)"
+            text = f"of a rank, with inputs of at most {inputs.length} tokens{assumed}: {memory}"
+            lines.append(("memory", text))
             if gpu_memory is not None:
                 lines += what_fits(config, model, inputs, world_size, int(gpu_memory * plan.GIB))
+        if sizes := snapshot_sizes(config, model.num_parameters, model.num_trained):
+            parts = [f"{sizes.count(size)} of {size / 1e9:.3g} GB" for size in dict.fromkeys(sizes)]
+            text = f"{sum(sizes) / 1e9:.3g} GB: snapshots, {' and '.join(parts)}, that being written included"
+            lines.append(("disk", text))
+        if num_gpus is None:  # another plan may be for another machine
+            check_disk(config, model.num_parameters, model.num_trained)
+        if data is not None and directory is not None:
+            is_possible = on_gpu == (distributed.device().type != "cpu") and config.method != "adamw"
+            text = "not estimated: run this where such GPUs are, with a method other than adamw"
+            lines.append(
+                ("time", _time_text(config, model, directory, data, world_size) if is_possible else text)
+            )
     if data is not None:
         lines += _data_lines(config, data)
     lines += [("not checked", text) for text in not_checked]
@@ -95,6 +120,28 @@ def _fit_line(
     host = f", {memory.host / plan.GIB:.2f} of the host's memory" if memory.host else ""
     text = f"{keys}: {memory.total / plan.GIB:.2f} GiB a rank{host}, {'fits' if fits else 'does not fit'}"
     return text, fits
+
+
+def _time_text(
+    config: RunConfig, model: plan.ModelSizes, directory: Path, data: TaskData, num_ranks: int
+) -> str:
+    here = distributed.world_size()
+    step, example = (t * here / num_ranks for t in plan_time(config, directory, data, model.num_blocks))
+    dev, test = example * len(data.dev.examples), example * len(data.test.examples)
+    how = f"estimated from two blocks of random weights on {here} of {num_ranks} ranks"
+    shards = config.partition_size or num_ranks
+    if here == 1 and shards > 1:
+        received = model.num_parameters * model.itemsize * (1 - 1 / shards) * num_passes(config) / num_ranks
+        how += f", without their messages (in a step, {received / 1e9:.3g} GB of weights to each rank)"
+    if not step:
+        return f"about {duration(test)} to score the test examples; {how}"
+    steps = config.train.steps or 0
+    number = -(-steps // eval_every(config))
+    total = duration(steps * step + number * dev + 2 * test)
+    text = (
+        f"{steps} steps of {step:.3g} s, {number} validations of {duration(dev)}, 2 tests of {duration(test)}"
+    )
+    return f"about {total}, besides loading and snapshots: {text}; {how}"
 
 
 def _unless_on_hub(check: Callable[[], T], not_checked: list[str]) -> T | None:

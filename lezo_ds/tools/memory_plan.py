@@ -11,6 +11,8 @@ With b bytes a weight, R ranks that share the weights, and c copies of the batch
     activations  b x c x tokens x activation width; keys and values of written tokens
     logits       (b c + 8) x answers' tokens x vocabulary
     reserve      what the libraries need
+    snapshot     of rank 0: a file of 1 GiB (on a GPU, in the host's memory) and 1 + 1/R times the largest
+                 parameter, so far as the four parts of a forward pass leave no room for it
 
 Each part is at its own maximum, although not all of them are at the same moment. On CPUs, loading 16-bit
 weights may need more. This is not for AdamW, whose memory depends on DeepSpeed's buckets.
@@ -34,6 +36,7 @@ from lezo_ds.forward.adapters import make_adapter
 from lezo_ds.forward.blocks import PartSizes, find_blocks, freeze_outside, part_sizes
 from lezo_ds.forward.perturbed_forward import COPIES_AT_ONCE
 from lezo_ds.model.checkpoint import DTYPES, build_checked, build_on_meta
+from lezo_ds.model.snapshots import MAX_FILE_BYTES
 
 GIB = 1 << 30
 CPU_RESERVE = int(0.53 * GIB)  # measured: Python with torch, transformers, datasets, DeepSpeed and gloo
@@ -212,6 +215,8 @@ def rank_memory(
         "activations": _activations(config, model, inputs),
         "logits": _logits(config, model, inputs),
     }
+    in_pass = sum(parts[name] for name in ("gathered", "copies", "activations", "logits"))
+    parts["snapshot"] = max(0, _snapshot(config, model, num_shards, on_gpu=on_gpu) - in_pass)
     used = {name: size for name, size in parts.items() if size}
     return RankMemory(used, host=shards + low_bits if is_offloaded else 0)
 
@@ -246,6 +251,15 @@ def _logits(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> int:
     training *= inputs.num_labels or model.vocabulary_size
     scoring = train.eval_batch_size * (model.itemsize + loss) * model.vocabulary_size
     return inputs.answer_tokens * max(training if config.method in TRAINED else 0, scoring)
+
+
+def _snapshot(config: RunConfig, model: ModelSizes, num_shards: int, *, on_gpu: bool) -> int:
+    if config.method not in TRAINED:
+        return 0
+    sizes = model.parameters if config.peft.kind == "none" else (model.num_trained,)
+    largest, total = max(sizes) * model.itemsize, sum(sizes) * model.itemsize
+    file = 0 if on_gpu else max(largest, min(total, MAX_FILE_BYTES))
+    return file + largest + largest // num_shards
 
 
 def _trained(module: nn.Module, recurse: bool = True) -> int:

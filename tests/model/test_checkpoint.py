@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import time
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, tiny_model
 from transformers import AutoModelForCausalLM, BertConfig, DeepseekV3Config
 
-from lezo_ds.errors import UserError
-from lezo_ds.model.checkpoint import build_checked, build_on_meta, check_files, open_weights, parameter_names
+from lezo_ds.data.tables import read_hub
+from lezo_ds.errors import HubError, UserError
+from lezo_ds.model.checkpoint import (
+    build_checked,
+    build_on_meta,
+    check_files,
+    hub_problem,
+    open_weights,
+    parameter_names,
+    resolve_model,
+)
 from lezo_ds.sharding.files import WeightFiles
 
 BIAS = "model.decoder.layers.0.fc1.bias"
@@ -147,3 +159,20 @@ def test_a_model_that_learned_more_than_its_parameters_is_refused(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=f"holds values of {name}, which are neither loaded nor saved"):
         build_checked(tmp_path, "fp32")
+
+
+def test_a_hub_that_does_not_answer_is_given_up_within_seconds(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        for port in (silent.getsockname()[1], 9):
+            monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+            hub_problem.cache_clear()
+            start = time.perf_counter()
+            with pytest.raises(HubError, match=f"127.0.0.1:{port} does not answer within 2 s"):
+                resolve_model("facebook/opt-1.3b")
+            with pytest.raises(HubError, match=f"127.0.0.1:{port} does not answer within 2 s"):
+                read_hub("nyu-mll/glue", "sst2", ["train"], fix="")
+            assert time.perf_counter() - start < 5
+    hub_problem.cache_clear()

@@ -30,7 +30,7 @@ def whole_batch():
 def _train_and_save(model, root, dtype, num_ranks, max_file_bytes=None):
     """Train, with a snapshot after steps 2 and 4, and one step more; return what the snapshots must hold."""
     if max_file_bytes is not None:
-        snapshots._MAX_FILE_BYTES = max_file_bytes
+        snapshots.MAX_FILE_BYTES = max_file_bytes
     engine = start_engine(model, dtype, num_ranks)
     records, weights, logits, digests = [], None, None, []
     for step in (2, 4):

@@ -23,6 +23,7 @@ from lezo_ds.config import (
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.config.paper import LEARNING_RATES, PAPER_SCORES
 from lezo_ds.config.paths import PATH_KEYS, resolve_paths
+from lezo_ds.config.reading import load_yaml
 from lezo_ds.config.schema import READER
 from lezo_ds.errors import UserError
 
@@ -338,3 +339,16 @@ def test_the_papers_other_recipes_and_overrides():
         "stochastic",
         "fp32_master",
     ]
+
+
+def test_the_page_lists_every_key_with_its_default():
+    page = (REPOSITORY / "docs" / "configuration.md").read_text()
+    shown = {}
+    for section, text in re.findall(
+        r"^- (?:`(\w+)`: )?((?:.+\n)(?:  .+\n)*)", page.partition("```")[0], re.M
+    ):
+        for name, default in re.findall(r"`([a-z]\w+)(?:=([^`]*))?`", text):
+            shown[f"{section}.{name}" if section else name] = load_yaml(default) if default else None
+    values = {name: key.get("default") or None for name, key in READER.keys.items()}
+    assert shown.keys() == values.keys()
+    assert {name: value or None for name, value in shown.items()} == values

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from assets import write_recipe
+from assets import write_reader, write_recipe
 from ranks import run_ranks
 from tiny_runs import write_model
 from transformers import OPTConfig
@@ -17,13 +19,20 @@ from lezo_ds import distributed
 from lezo_ds.config import config_from_dict, load_config
 from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.encoding import EncodedExample
+from lezo_ds.data.evaluation import evaluate
 from lezo_ds.data.objectives import classification_loss
+from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
+from lezo_ds.model import snapshots
+from lezo_ds.model.checkpoint import resolve_model
 from lezo_ds.runs.trainer import make_engine
+from lezo_ds.tools import memory_plan
 from lezo_ds.tools.dry_run import dry_run, what_fits
 from lezo_ds.tools.memory_plan import CPU_RESERVE, GIB, InputSizes, model_sizes, rank_memory
+from lezo_ds.tools.time_plan import plan_time
 
 STATUS, PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+MAX_FILE_BYTES = 150 << 20  # of a snapshot of 380 MB
 INPUTS = InputSizes(64, 1, num_labels=2)
 OPT_30B = 29_974_540_288
 LAYER, BLOCK, HEAD = 7168 * 4 * 7168, 616_655_872, 50272 * 7168  # the head is tied
@@ -43,8 +52,9 @@ def resident(field):
 
 
 def measure_steps(config):
-    """Return the memory of this process before it loads a model, and its peak while it loads and trains."""
+    """Return this process's memory before it loads a model, its peak in training, and with a snapshot."""
     torch.set_num_threads(1)
+    snapshots.MAX_FILE_BYTES = MAX_FILE_BYTES
     for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD: freed blocks go back at once
         assert ctypes.CDLL(None).mallopt(option, 1 << 16)
     distributed.init_distributed()
@@ -55,21 +65,26 @@ def measure_steps(config):
     micro_batch = candidate_batch([example] * config.train.micro_batch_size, 1)
     for _ in range(2):
         engine.train_batch([micro_batch] * distributed.world_size(), classification_loss)
-    return before, resident("VmHWM")
+    peak = resident("VmHWM")
+    engine.save_checkpoint(Path(config.run_dir))
+    return before, peak, resident("VmHWM")
 
 
 @pytest.mark.distributed
 @pytest.mark.skipif(not PEAK.exists(), reason="the peak of a process can be reset on Linux only")
 @pytest.mark.parametrize("num_ranks", [2, 1])
-def test_the_formula_is_within_a_fifth_of_the_measured_peak(num_ranks, tmp_path):
+def test_the_formula_is_within_a_fifth_of_the_measured_peak(num_ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_plan, "MAX_FILE_BYTES", MAX_FILE_BYTES)
     sizes = {"hidden_size": 1024, "word_embed_proj_dim": 1024, "ffn_dim": 4096, "num_hidden_layers": 6}
     write_model(
         OPTConfig(vocab_size=20000, num_attention_heads=4, max_position_embeddings=128, **sizes), tmp_path
     )
-    config = recipe(tmp_path, train__micro_batch_size=8 // num_ranks, model__dtype="fp32")
+    changes = {"model__dtype": "fp32", "run_dir": str(tmp_path / "run")}
+    config = recipe(tmp_path, train__micro_batch_size=8 // num_ranks, **changes)
     memory = rank_memory(config, model_sizes(config, tmp_path), INPUTS, world_size=num_ranks, on_gpu=False)
-    before, peak = max(run_ranks(measure_steps, num_ranks, config))
-    assert memory.total - CPU_RESERVE == pytest.approx(peak - before, rel=0.2)
+    before, peak, with_snapshot = run_ranks(measure_steps, num_ranks, config)[0]
+    assert memory.total - CPU_RESERVE == pytest.approx(with_snapshot - before, rel=0.2)
+    assert memory.total - CPU_RESERVE - memory.parts["snapshot"] == pytest.approx(peak - before, rel=0.2)
 
 
 def memory_of(num_ranks=1, inputs=INPUTS, **changes):
@@ -126,12 +141,40 @@ def test_what_fits_prefers_few_ranks_and_offloads_only_if_nothing_else_fits():
 
 def test_a_dry_run_checks_all_but_the_weights_and_prints_the_facts(tmp_path):
     path = write_recipe(tmp_path)
+    distributed.init_distributed()
     text = dry_run(load_config(path, [f"run_dir={tmp_path / 'run'}"]))
     facts = {line[:13].strip(): line[14:] for line in text.splitlines()}
     assert facts["a step"] == "4 micro-batches of 2 examples, on 1 ranks; 8 steps"
     assert facts["blocks"] == "4 in model.decoder.layers, 2 dropped per step"
     assert facts["memory"].startswith("of a rank, with inputs of at most 24 tokens: 0.5")
+    assert facts["disk"].startswith("8.58e-05 GB: snapshots, 2 of 4.29e-05 GB")
+    assert re.match(r"about \d+ s, besides .*: 8 steps of [\d.]+ s, 2 validations of \d+ s", facts["time"])
     assert facts["first example"].startswith('"<s> the ')
     assert not (tmp_path / "run").exists() and "not checked" not in text
     with pytest.raises(UserError, match="drops all 4 blocks"):
         dry_run(load_config(path, ["run_dir=none", "zo.sparsity=1", "zo.only_blocks=true"]))
+
+
+def seconds_of_steps(config):
+    """Return the planned seconds of a step and of scoring an example, and those of the real model."""
+    distributed.init_distributed()
+    data = load_task_data(config)
+    engine = make_engine(config)
+    planned = plan_time(config, resolve_model(config.model.path), data, engine.layout.num_blocks)
+    times = []
+    for step in range(6):
+        start = time.perf_counter()
+        engine.train_batch(data.step_batch(config, step), data.loss)
+        middle = time.perf_counter()
+        evaluate(engine, data, data.dev, config.train.eval_batch_size)
+        times.append((middle - start, (time.perf_counter() - middle) / len(data.dev.examples)))
+    return planned, tuple(map(min, zip(*times, strict=True)))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("more", [["zo.only_blocks=true", "zo.layer_policy=fixed"], []])
+def test_the_time_of_steps_and_scores_is_near_that_of_the_real_model(more, tmp_path):
+    config = load_config(write_recipe(tmp_path), [f"run_dir={tmp_path / 'run'}", "zo.sparsity=0.75", *more])
+    write_reader(tmp_path / "model", num_blocks=24)
+    for planned, real in run_ranks(seconds_of_steps, 2, config):
+        assert all(real[i] / 2 < planned[i] < real[i] * 2 for i in (0, 1)), (planned, real)

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ import yaml
 from lezo_ds.config import RESUME_MAY_DIFFER, config_from_dict, config_to_dict, may_differ_on_resume
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.journal import EvaluationRecord, Header
+from lezo_ds.model.snapshots import snapshot_path
 from lezo_ds.runs.directory import RunDirectory
+from lezo_ds.runs.disk import check_disk, snapshot_sizes
 from lezo_ds.runs.records import TrainingState, assert_same_run, best_evaluation, stopping_step
 from lezo_ds.runs.screen import progress_bar
 from lezo_ds.runs.trainer import monitor_sections
@@ -263,3 +266,29 @@ def test_without_a_terminal_progress_is_a_line_every_20_seconds(capsys):
     assert lines[1] == "step 12/300: 2.00s/step, 09:36 left, loss=0.5"
     assert [line.partition(":")[0] for line in lines[:3]] == ["step 2/300", "step 12/300", "step 22/300"]
     assert len(lines) <= 4
+
+
+# The disk.
+
+
+def test_snapshots_that_are_kept_and_the_one_that_is_written_take_disk():
+    opt_30b = {"num_parameters": 30 * 10**9, "num_trained": 30 * 10**9}
+    assert snapshot_sizes(config(), **opt_30b) == [120 * 10**9] * 3
+    assert snapshot_sizes(config("zo.update_precision=stochastic"), **opt_30b) == [60 * 10**9] * 3
+    assert snapshot_sizes(config("train.snapshot_every=0"), **opt_30b) == [120 * 10**9]
+    assert snapshot_sizes(config(), **opt_30b, done=[80, 90]) == [120 * 10**9] * 3
+    assert snapshot_sizes(config(), **opt_30b, done=[90, 100]) == []
+    adamw = snapshot_sizes(config("method=adamw", "train.keep_snapshots=0"), **opt_30b)
+    assert adamw == [60 * 10**9] * 3 + [360 * 10**9] * 2
+
+
+def test_a_run_whose_snapshots_do_not_fit_the_disk_is_refused_and_what_is_there_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=900))
+    run = config(f"run_dir={tmp_path / 'run'}")
+    check_disk(run, 75, 75)
+    with pytest.raises(UserError, match=r"need 1\.2e-06 GB more, and its disk has 9e-07 GB left"):
+        check_disk(run, 100, 100)
+    directory = snapshot_path(tmp_path / "run" / "snapshots", 10)
+    directory.mkdir(parents=True)
+    (directory / "model.safetensors").write_bytes(bytes(400))
+    check_disk(run, 100, 100)
