@@ -14,6 +14,7 @@ from torch import Tensor
 from lezo_ds import agreement, distributed, step
 from lezo_ds.agreement import BATCH, NUM_PROOF_NUMBERS, Facts
 from lezo_ds.config import PeftConfig, ZoConfig, make_estimator, make_layer_policy, make_schedule
+from lezo_ds.config.deepspeed import tensor_parallel_size
 from lezo_ds.data.generation import runner
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
@@ -66,6 +67,11 @@ class ModelEngine:
         return distributed.world_size()
 
     @property
+    def tensor_parallel(self) -> int:
+        """Number of ranks that split each weight and run the same passes. It is 1 under ZeRO-3."""
+        return tensor_parallel_size(self.sharded.ds_config)
+
+    @property
     def device(self) -> torch.device:
         """Device on which this rank computes."""
         return distributed.device()
@@ -101,6 +107,11 @@ class ModelEngine:
         """Return the outputs of a forward pass at each probe, or at the weights themselves. A collective."""
         return self._perturbed(micro_batch, perturbation, runner(micro_batch, self._deepspeed))
 
+    @property
+    def counts_losses(self) -> bool:
+        """Whether this rank is the first of those that run the same passes."""
+        return self.global_rank % self.tensor_parallel == 0
+
     def save_checkpoint(
         self, save_dir: str | Path, step: int | None = None, journal: str | None = None
     ) -> Path:
@@ -131,14 +142,16 @@ class ModelEngine:
         """Return the indices of the forward passes of a step that a rank runs.
 
         Raises:
-            UserError: the number of passes is not a multiple of the number of ranks.
+            UserError: the number of passes is not a multiple of the number of ranks, or of groups of ranks
+                that split the weights.
         """
-        if num_passes % self.world_size:
+        num_groups = self.world_size // self.tensor_parallel
+        if num_passes % num_groups:
             raise UserError(
-                f"{num_passes} forward passes cannot be shared evenly among {self.world_size} ranks",
+                f"{num_passes} forward passes cannot be shared evenly among {num_groups} ranks",
                 fix="change train.micro_batch_size or the number of ranks",
             )
-        return range(rank, num_passes, self.world_size)
+        return range(rank // self.tensor_parallel, num_passes, num_groups)
 
     def sum_losses(
         self, losses: Tensor, batch: StepBatch, facts: Facts, share_of: Callable[[int], Iterable[int]]
@@ -154,6 +167,8 @@ class ModelEngine:
             facts: what this rank works on, besides the batch.
             share_of: function (rank) -> indices of the micro-batches that it runs.
         """
+        if not self.counts_losses:
+            losses = torch.zeros_like(losses)
         votes = losses.new_tensor([float(self._stop_requested), float(self._snapshot_requested)])
         self._snapshot_requested = False
         share = 0.0
@@ -445,7 +460,8 @@ def initialize(
     Args:
         model: hub id, or directory with config.json and safetensors files.
         config: settings of the zeroth-order optimizer.
-        ds_config: DeepSpeed config as a dict, from `lezo_ds.config.deepspeed.load_ds_config`.
+        ds_config: DeepSpeed config as a dict, from `lezo_ds.config.deepspeed.load_ds_config`. With
+            `tensor_parallel.autotp_size` of N, groups of N ranks split the weights and run the same passes.
         dtype: "fp32", "bf16" or "fp16".
         seed: seed of the run. Noise and dropped layers depend on (seed, step), an adapter's start on seed.
         peft: the adapter to train, or None to train all weights.
@@ -474,7 +490,7 @@ def initialize(
         if parameter.parameter.requires_grad
     }
     blocks = list(sharded.module.get_submodule(sharded.layout.path).children())
-    engine = zero3.start_forward_engine(sharded.module, blocks, sharded.ds_config)
+    engine = sharded.engine or zero3.start_forward_engine(sharded.module, blocks, sharded.ds_config)
     noise = noise_backend(distributed.device())
     perturbed = PerturbedForward(sharded.module, trainable, noise, blocks, shares_start=config.only_blocks)
     return LezoEngine(engine, perturbed, sharded, config=config, seed=seed, num_steps=num_steps)

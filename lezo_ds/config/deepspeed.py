@@ -12,6 +12,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from lezo_ds.config.paths import ROOT, find_file
 from lezo_ds.config.reading import flatten
+from lezo_ds.config.run_config import check_world
+from lezo_ds.config.schema import TRAINED, RunConfig
 from lezo_ds.errors import UserError, cut
 
 _ONLY_VALUES: Mapping[str, tuple[tuple[object, ...], str]] = {
@@ -29,25 +31,45 @@ _ONLY_VALUES: Mapping[str, tuple[tuple[object, ...], str]] = {
 """Keys, with or without DeepSpeed's prefix stage3_; the values they may have; the problem with others."""
 
 
+def ds_config_of(config: RunConfig, world_size: int) -> dict[str, Any]:
+    """Return the DeepSpeed JSON of a run, if the run can share its work among `world_size` ranks."""
+    train, tensor_parallel = config.train, config.tensor_parallel
+    source, dtype = config.deepspeed, config.model.dtype
+    ds_config = load_ds_config(source, dtype, world_size, train.micro_batch_size, tensor_parallel)
+    size = tensor_parallel_size(ds_config)
+    if size > 1 and config.partition_size is not None:
+        text = f"partition_size={config.partition_size} is a setting of ZeRO-3, not of tensor parallelism"
+        raise UserError(text, fix="set partition_size=null, or remove tensor_parallel")
+    if size > 1 and config.method == "adamw":
+        fix = "remove tensor_parallel"
+        raise UserError("method=adamw shards the weights by ZeRO-3, not by tensor parallelism", fix=fix)
+    if config.method in TRAINED:
+        check_world(config, world_size // size)
+    return ds_config
+
+
 def load_ds_config(
-    path: str | Path | None, dtype: str, world_size: int, micro_batch_size: int
+    path: str | Path | None,
+    dtype: str,
+    world_size: int,
+    micro_batch_size: int,
+    tensor_parallel: int | None = None,
 ) -> dict[str, Any]:
     """Return a DeepSpeed JSON, checked by DeepSpeed and completed for deepspeed.initialize.
 
-    `path` is a file, or the name of one in ds_configs, such as zero3_bf16; None is ZeRO-3 with defaults. Keys
-    that begin with "_" are comments. The JSON need not repeat dtype and micro-batch size of the recipe.
+    `path` is a file, or the name of one in ds_configs, such as zero3_bf16; None is ZeRO-3 with defaults, or
+    AutoTP if `tensor_parallel` is its size. Keys that begin with "_" are comments. The JSON need not repeat
+    dtype and micro-batch size of the recipe.
     """
     source = str(path or "the default")
-    config: dict[str, Any] = {"zero_optimization": {"stage": 3}} if path is None else _read_json(str(path))
-    flat = flatten(config)
-    if flat.get("zero_optimization.stage") != 3:
-        raise UserError(f"{source} does not use ZeRO stage 3", fix="set zero_optimization.stage to 3")
+    config = _default(tensor_parallel) if path is None else _read_json(str(path))
+    size, flat = _checked_size(config, source, tensor_parallel, world_size), flatten(config)
     if {"optimizer", "scheduler"} & config.keys():
         raise UserError(f"{source} has an optimizer or a scheduler, which are the recipe's", fix="remove it")
     limits = {
         **_ONLY_VALUES,
         "train_micro_batch_size_per_gpu": ((micro_batch_size,), "it contradicts the recipe"),
-        "train_batch_size": ((micro_batch_size * world_size,), "it contradicts the recipe"),
+        "train_batch_size": ((micro_batch_size * world_size // size,), "it contradicts the recipe"),
         "bf16.enabled": ((dtype == "bf16",), f"it contradicts model.dtype={dtype}"),
         "fp16.enabled": ((dtype == "fp16",), f"it contradicts model.dtype={dtype}"),
     }
@@ -58,12 +80,13 @@ def load_ds_config(
             raise UserError(f"{text}: {reason or 'set a value'}", fix=f"remove {key}")
     if dtype != "fp32":
         config[dtype] = {**config.get(dtype, {}), "enabled": True}
-    # Without allgather_sequential, DeepSpeed gathers several weights into a second buffer and copies them.
-    config["zero_optimization"] |= {
-        "allgather_sequential": True,
-        "stage3_param_persistence_threshold": 0,
-        "memory_efficient_linear": False,
-    }
+    if size == 1:
+        # Without allgather_sequential, DeepSpeed gathers several weights into a second buffer and copies.
+        config["zero_optimization"] |= {
+            "allgather_sequential": True,
+            "stage3_param_persistence_threshold": 0,
+            "memory_efficient_linear": False,
+        }
     config["train_micro_batch_size_per_gpu"] = micro_batch_size
     try:
         DeepSpeedConfig({**copy.deepcopy(config), "train_batch_size": None})  # the ranks may not be known yet
@@ -71,6 +94,34 @@ def load_ds_config(
         text = " ".join(str(error).split()).partition(" For further information")[0]
         raise UserError(f"DeepSpeed refuses {source}: {cut(text, 300)}", fix="correct the JSON") from error
     return config
+
+
+def _default(tensor_parallel: int | None) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3 if tensor_parallel in (None, 1) else 0}}
+
+
+def _checked_size(config: dict[str, Any], source: str, tensor_parallel: int | None, world_size: int) -> int:
+    """Return the number of ranks that split each weight, if it fits the rest of the DeepSpeed JSON."""
+    if tensor_parallel is not None:
+        section = config.setdefault("tensor_parallel", {"autotp_size": tensor_parallel})
+        if section.get("autotp_size") != tensor_parallel:
+            text = f"tensor_parallel={tensor_parallel}, and {source} has {json.dumps(section)}"
+            raise UserError(text, fix="remove tensor_parallel")
+    size, stage = tensor_parallel_size(config), flatten(config).get("zero_optimization.stage", 0)
+    if size > 1 and stage != 0:
+        text = f"{source} has ZeRO stage {stage}, and tensor parallelism shards the weights by itself"
+        raise UserError(text, fix="set zero_optimization.stage to 0, or remove tensor_parallel")
+    if size == 1 and stage != 3:
+        raise UserError(f"{source} does not use ZeRO stage 3", fix="set zero_optimization.stage to 3")
+    if size < 1 or world_size % size:
+        text = f"tensor_parallel={size} does not divide {world_size} ranks"
+        raise UserError(text, fix="use a divisor of the number of ranks")
+    return size
+
+
+def tensor_parallel_size(ds_config: Mapping[str, Any]) -> int:
+    """Return the number of ranks that split each weight by DeepSpeed's AutoTP, or 1."""
+    return int(ds_config.get("tensor_parallel", {}).get("autotp_size", 1))
 
 
 def _read_json(name: str) -> dict[str, Any]:

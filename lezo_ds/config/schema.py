@@ -293,6 +293,10 @@ class RunConfig:
     """Number of ranks that share one copy of the weights, a divisor of the number of ranks. Such groups
     exchange only scalars with each other. Use 1 if one GPU can hold the model. Null is all ranks."""
 
+    tensor_parallel: Annotated[PositiveInt | None, _MAY_DIFFER] = None
+    """Number of ranks that split each weight by DeepSpeed's AutoTP instead of ZeRO-3, a divisor of the number
+    of ranks. Weights stay where they are, and activations travel. Null takes that of the DeepSpeed JSON."""
+
     deepspeed: Annotated[str | None, _MAY_DIFFER] = None
     """Path of the DeepSpeed JSON, or a name in ds_configs, as zero3_bf16. Null is ZeRO-3 with defaults."""
 

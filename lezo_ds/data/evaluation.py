@@ -207,13 +207,15 @@ class _Evaluation:
         self, groups: Sequence[Sequence[int]], width: int, run: Callable[[Sequence[int]], Tensor]
     ) -> Tensor:
         """Return float64 [items, width]: `run(group)` is [items of the group, width]."""
-        num_ranks, num_groups = distributed.world_size(), len(groups)
+        num_groups, together = len(groups), self.engine.tensor_parallel
+        num_shares = distributed.world_size() // together
         values = torch.zeros(sum(map(len, groups)), width, dtype=torch.float64)
         # `run` is a collective: ranks without a group left run the last one again and drop the result.
-        for index in range(distributed.rank(), -(-num_groups // num_ranks) * num_ranks, num_ranks):
+        first = distributed.rank() // together
+        for index in range(first, -(-num_groups // num_shares) * num_shares, num_shares):
             group = groups[min(index, num_groups - 1)]
             rows = run(group)
-            if index < num_groups:
+            if index < num_groups and self.engine.counts_losses:
                 values[group] = rows.cpu().double()
         summed = distributed.sum_vector(values.flatten().to(distributed.device()))
         return torch.tensor(summed, dtype=torch.float64).view(values.shape)

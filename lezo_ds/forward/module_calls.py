@@ -16,12 +16,15 @@ from torch.utils._pytree import tree_map
 from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.noise import stacked
+from lezo_ds.sharding.tensor_parallel import LINEAR_FORWARDS, sum_outputs, sums_outputs
 
 Copies = Mapping[str, Sequence[Tensor]]
 """The perturbed copies of a module's parameters, one for each probe, by the parameter's name."""
 
 RunAtProbes = Callable[[nn.Module, Copies, Tensor, int], Tensor]
 """(module, copies, batch, number of probes k) -> output. The first dimension of batch and output is k * n."""
+
+_PRODUCTS = (nn.Linear.forward, Conv1D.forward, *LINEAR_FORWARDS)
 
 NORM_VERSION = 1
 """Of the arithmetic of perturbed 16-bit norms on GPUs. Journals record it."""
@@ -88,7 +91,7 @@ def runner_at_probes(
         return None
     function = getattr(original, "__func__", None)
     # For inputs of more dimensions, torch may choose another kernel than that of a product of two matrices.
-    if function in (nn.Linear.forward, Conv1D.forward) and batch.dim() <= 3:
+    if function in _PRODUCTS and batch.dim() <= 3:
         return product_at_probes
     if function is nn.LayerNorm.forward and is_on_gpu(batch) and is_16_bit_norm(module):
         from lezo_ds.forward.norm_kernel import norm_at_probes  # CPUs often do not have Triton
@@ -102,31 +105,37 @@ def is_on_gpu(batch: Tensor) -> bool:
 
 
 def product_at_probes(module: nn.Module, copies: Copies, batch: Tensor, num_copies: int) -> Tensor:
-    """Run `nn.Linear` or `Conv1D`: a matrix product for each probe, and one addition of all 16-bit biases.
+    """Run a linear module: a matrix product for each probe, and one addition of all 16-bit biases.
 
     A perturbed bias of a 16-bit model is added in float32. The product cannot do that, because cuBLAS adds
-    biases of the output's dtype only.
+    biases of the output's dtype only. Products that are terms of a sum over ranks get the bias after it.
     """
     stored, bias = module._parameters["weight"], module._parameters["bias"]
     assert stored is not None, "a linear module has a weight"
     weights: Sequence[Tensor] = copies.get("weight") or [stored] * num_copies
-    if isinstance(module, nn.Linear):
+    if not isinstance(module, Conv1D):
         weights = [weight.t() for weight in weights]
     num_outputs = weights[0].shape[1]
     output = batch.new_empty(*batch.shape[:-1], num_outputs)
     batches = batch.view(num_copies, -1, batch.shape[-1])
     outputs = output.view(num_copies, -1, num_outputs)
     added: Sequence[Tensor] | None = None if bias is None else copies.get("bias", [bias] * num_copies)
+    biases, is_summed = added, sums_outputs(module)
     is_added_later = "bias" in copies and stored.dtype != torch.float32
-    if is_added_later:
+    if is_summed:
+        added, is_added_later = None, bias is not None
+    elif is_added_later:
         added = [_zero_bias(num_outputs, stored.dtype, batch.device)] * num_copies
     for probe, weight in enumerate(weights):
         if added is None:
             torch.mm(batches[probe], weight, out=outputs[probe])
         else:
             torch.addmm(added[probe], batches[probe], weight, out=outputs[probe])
+    if is_summed:
+        sum_outputs(module, output)
     if is_added_later:
-        outputs.add_(stacked(copies["bias"])[:, None])  # a sum of 16 and 32 bits is rounded once, to 16
+        assert biases is not None
+        outputs.add_(stacked(biases)[:, None])  # a sum of 16 and 32 bits is rounded once, to 16
     return output
 
 

@@ -208,7 +208,9 @@ class PerturbedForward:
         probes = self._now.probes
         if self._of_block and all((entry.parameter, probes[0]) in self._of_block for entry in active):
             return [[self._of_block[entry.parameter, probe] for probe in probes] for entry in active]
-        weights = [Weight(p.data, named.parameter_id, copy_dtype(p)) for _, p, named in active]
+        weights = [
+            Weight(p.data, named.parameter_id, copy_dtype(p), region=named.region) for _, p, named in active
+        ]
         return self._perturbed(weights)
 
     def _rows(self, table: _Trained, rows: Tensor) -> Tensor:

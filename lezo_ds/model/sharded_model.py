@@ -11,14 +11,16 @@ from torch import nn
 
 from lezo_ds import distributed
 from lezo_ds.config import PeftConfig
+from lezo_ds.config.deepspeed import tensor_parallel_size
 from lezo_ds.errors import LezoError
 from lezo_ds.forward.adapters import Adapter, make_adapter
 from lezo_ds.forward.blocks import BlockLayout, freeze_outside, gathering_limits, part_sizes
 from lezo_ds.model.checkpoint import build_checked, open_weights, parameter_names, resolve_model
 from lezo_ds.model.snapshots import LOW_BITS_DIRECTORY, read_facts, write_snapshot
-from lezo_ds.sharding import zero3
+from lezo_ds.sharding import tensor_parallel, zero3
 from lezo_ds.sharding.files import WeightFiles
 from lezo_ds.sharding.parameters import NamedParameter, ShardedParameter, parameter_ids, table_hash
+from lezo_ds.sharding.tensor_parallel import SplitParameter
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.updates import UpdatePrecision
 
@@ -43,6 +45,8 @@ class ShardedModel:
     base: BaseModel
     ds_config: Mapping[str, Any]
     adapter: Adapter | None
+    engine: Any = None
+    """DeepSpeed's engine, if it exists already: with tensor parallelism, it has split the model."""
 
     @property
     def is_on_disk(self) -> bool:
@@ -113,18 +117,27 @@ def load_sharded_model(
     ids = parameter_ids(aliases)
     if only_blocks:
         freeze_outside(module, layout)
-    limits = gathering_limits(part_sizes(module, layout))
-    # DeepSpeed's hooks (0.19.8), which first-order training uses, keep a weight that the pass uses again
-    # within this distance. It covers the full pass, so that a tied embedding is gathered once.
-    reuse = {"stage3_max_reuse_distance": 2 * sum(parameter.numel() for parameter in module.parameters())}
-    ds_config = {**ds_config, "zero_optimization": {**limits, **ds_config["zero_optimization"], **reuse}}
-    zero3.shard_model(module, ds_config, partition_size)
-    parameters = []
+    engine, splits = None, {}
+    if tensor_parallel_size(ds_config) > 1:
+        restore = adapter.hide(module) if adapter else lambda: None
+        engine, splits = tensor_parallel.shard_model(module, layout.path, ds_config, restore)
+    else:
+        limits = gathering_limits(part_sizes(module, layout))
+        # DeepSpeed's hooks (0.19.8), which first-order training uses, keep a weight that the pass uses again
+        # within this distance. It covers the full pass, so that a tied embedding is gathered once.
+        reuse = {"stage3_max_reuse_distance": 2 * sum(parameter.numel() for parameter in module.parameters())}
+        ds_config = {**ds_config, "zero_optimization": {**limits, **ds_config["zero_optimization"], **reuse}}
+        zero3.shard_model(module, ds_config, partition_size)
+    parameters: list[ShardedParameter] = []
     embeddings = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
     for module_name, parameter in module.named_parameters():
-        name = own_name(module_name)
+        name, split = own_name(module_name), splits.get(parameter)
         block = layout.block_of(name, is_embedding=parameter in embeddings)
-        parameters.append(ShardedParameter(parameter, NamedParameter(name, ids[name], block)))
+        if split is None:
+            parameters.append(ShardedParameter(parameter, NamedParameter(name, ids[name], block)))
+        else:
+            named = NamedParameter(name, ids[name], block, split.region)
+            parameters.append(SplitParameter(parameter, named, split))
     weights = ShardedWeights(parameters, aliases=aliases, precision=precision, has_adapter=bool(adapter))
     load_weights(weights, module, directory)
     names_and_shapes = table_hash({parameter.name: parameter.shape for parameter in parameters})
@@ -133,7 +146,7 @@ def load_sharded_model(
         adapter.fill(weights, module, seed)
         zero3.finish_updates()
         weights.keep_initial()
-    return ShardedModel(module, weights, layout, base, ds_config, adapter)
+    return ShardedModel(module, weights, layout, base, ds_config, adapter, engine)
 
 
 def load_weights(weights: ShardedWeights, model: nn.Module, directory: Path) -> None:

@@ -22,20 +22,39 @@ NOISE_VERSION = 1
 _PACKED = np.dtype([("key", "<u8"), ("coefficient", "<f4"), ("factor", "<f4")])
 
 
+class Region(NamedTuple):
+    """Where a part of a parameter lies: element (i, j) has the index start + i * stride + j.
+
+    It is a rectangle whose rows have `width` elements. Elements are counted in the full parameter's row-major
+    order. With width 0, the part is one row, however long.
+    """
+
+    start: int = 0
+    width: int = 0
+    stride: int = 0
+
+
+ALL = Region()
+"""The region of a full parameter."""
+
+
 class Weight(NamedTuple):
     """A parameter to perturb, or some rows of it."""
 
-    theta: Tensor  # the full parameter, any shape; its elements are indexed in row-major order
+    theta: Tensor  # the parameter, or the rectangle of it that `region` describes
     parameter_id: int  # unsigned 32-bit
     out_dtype: torch.dtype  # of the perturbed copies
-    rows: Tensor | None = None  # int64 [n], in any order, with repeats; theta is then [num_rows, width]
+    rows: Tensor | None = (
+        None  # int64 [n], in any order, with repeats; theta is then all of [num_rows, width]
+    )
+    region: Region = ALL
 
 
 class Shard(NamedTuple):
-    """The elements [start, start + n) of a parameter, to update in place."""
+    """The part of a parameter that a rank has, to update in place."""
 
     values: Tensor  # contiguous [n]
-    start: int
+    region: Region
     parameter_id: int
     low: Tensor | None = None  # contiguous int16 [n]: the low bits of `split_master`, with "fp32_master" only
 
@@ -56,7 +75,9 @@ class NoiseBackend(ABC):
     ) -> Tensor:
         """Return z of the elements [start, start + count): fp32 [count]."""
         values = torch.zeros(count, device=device)
-        self.update_([Shard(values, start, parameter_id)], [Update(key, -1.0)], "nearest", distribution)
+        self.update_(
+            [Shard(values, Region(start), parameter_id)], [Update(key, -1.0)], "nearest", distribution
+        )
         return values
 
     def perturb(

@@ -16,7 +16,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from lezo_ds.noise import NoiseBackend, Shard, Weight, pack_updates
+from lezo_ds.noise import NoiseBackend, Region, Shard, Weight, pack_updates
 from lezo_ds.zo.updates import Distribution, Update, UpdatePrecision
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
@@ -31,8 +31,9 @@ _DISTRIBUTIONS = get_args(Distribution)
 _PRECISIONS = get_args(UpdatePrecision)
 _PTR, _I32, _I64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 _U32, _U64, _F32 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_float
-_PERTURB = (_PTR, _I32, _PTR, _PTR, _I32, _PTR, _I64, _I64, _U64, _U32, _F32, _I32, _I32)
-_UPDATE = (_PTR, _I32, _PTR, _I32, _I32, _I64, _I64, _U32, _PTR, _I64, _I32)
+_ROWS = (_I64, _I64, _I64, _I64)
+_PERTURB = (_PTR, _I32, _PTR, _PTR, _I32, _PTR, *_ROWS, _U64, _U32, _F32, _I32, _I32)
+_UPDATE = (_PTR, _I32, _PTR, _I32, _I32, *_ROWS, _U32, _PTR, _I64, _I32)
 
 
 class CpuNoise(NoiseBackend):
@@ -48,19 +49,19 @@ class CpuNoise(NoiseBackend):
         self, weights: Sequence[Weight], key: int, scale: float, num_signs: int, distribution: Distribution
     ) -> list[list[Tensor]]:
         copies = []
-        for theta, parameter_id, out_dtype, rows in weights:
+        for theta, parameter_id, out_dtype, rows, region in weights:
             theta, shape, row_pointer = theta.contiguous(), theta.shape, None
-            num_rows, width = 1, theta.numel()
+            num_rows, width, start, stride = _rows_of(theta.numel(), region)
             if rows is not None:
                 rows, num_rows, width = rows.contiguous(), len(rows), theta.shape[1]
-                shape, row_pointer = torch.Size((num_rows, width)), rows.data_ptr()
+                shape, row_pointer, stride = torch.Size((num_rows, width)), rows.data_ptr(), width
                 if num_rows and not (int(rows.min()) >= 0 and int(rows.max()) < len(theta)):
                     raise ValueError(f"rows must lie in [0, {len(theta)})")
             outs = [torch.empty(shape, dtype=out_dtype) for _ in range(num_signs)]
             source = theta.data_ptr(), _FORMATS.index(theta.dtype)
             minus = outs[1].data_ptr() if num_signs == 2 else None
             target = outs[0].data_ptr(), minus, _FORMATS.index(out_dtype)
-            elements = row_pointer, num_rows, width
+            elements = row_pointer, num_rows, width, start, stride
             noise = key, parameter_id, scale, _DISTRIBUTIONS.index(distribution)
             self._kernels.lezo_perturb(*source, *target, *elements, *noise, torch.get_num_threads())
             copies.append(outs)
@@ -75,12 +76,18 @@ class CpuNoise(NoiseBackend):
     ) -> None:
         packed = pack_updates(updates)
         codes = _PRECISIONS.index(precision), _DISTRIBUTIONS.index(distribution)
-        for values, start, parameter_id, low in shards:
+        for values, region, parameter_id, low in shards:
             low_pointer = None if low is None else low.data_ptr()
             stored = values.data_ptr(), _FORMATS.index(values.dtype), low_pointer
-            elements = start, values.numel(), parameter_id
+            elements = *_rows_of(values.numel(), region), parameter_id
             changes = packed.ctypes.data, len(packed)
             self._kernels.lezo_update(*stored, *codes, *elements, *changes, torch.get_num_threads())
+
+
+def _rows_of(numel: int, region: Region) -> tuple[int, int, int, int]:
+    """Return number of rows, their width, first element, and stride of a part."""
+    start, width, stride = region
+    return (numel // width, width, start, stride) if width else (1, numel, start, numel)
 
 
 def _built_library() -> Path:

@@ -359,6 +359,17 @@ void parallel_for(int64_t count, int64_t size, int num_threads, Body body) {
     for (std::thread &thread : threads) thread.join();
 }
 
+// Calls body(row, first, last) for all elements of a part: [first, last) of the row.
+template <typename Body>
+void for_rows(int64_t num_rows, int64_t width, int num_threads, Body body) {
+    if (num_rows == 1)
+        return parallel_for(width, CHUNK, num_threads, [&](int64_t first, int64_t last) { body(0, first, last); });
+    const int64_t rows_at_once = std::max<int64_t>(1, CHUNK / std::max<int64_t>(1, width));
+    parallel_for(num_rows, rows_at_once, num_threads, [&](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; ++row) body(row, 0, width);
+    });
+}
+
 template <typename Body>
 void with_format(int format, Body body) {
     switch (format) {
@@ -372,26 +383,23 @@ void with_format(int format, Body body) {
 
 extern "C" {
 
-// theta is the full parameter; all of it is perturbed if `rows` is null. `minus` may be null.
+// A part has `num_rows` rows of `width` elements. In the full parameter, row i begins at start + i * stride.
+
+// Row i of the results is that of row rows[i] of theta, or of row i if `rows` is null. `minus` may be null.
 void lezo_perturb(const void *theta, int theta_format, void *plus, void *minus, int out_format, const int64_t *rows,
-                  int64_t num_rows, int64_t width, uint64_t key, uint32_t parameter_id, float scale, int distribution,
-                  int num_threads) {
+                  int64_t num_rows, int64_t width, int64_t start, int64_t stride, uint64_t key, uint32_t parameter_id,
+                  float scale, int distribution, int num_threads) {
     const Noise noise{distribution, key, parameter_id};
     const auto perturb = [&](auto theta_tag, auto out_tag) {
         using Theta = decltype(theta_tag);
         using Out = decltype(out_tag);
-        const auto range = [&](int64_t source, int64_t target, int64_t count) {
-            auto *to_minus = static_cast<typename Out::Stored *>(minus);
-            perturb_range<Theta, Out>(static_cast<const typename Theta::Stored *>(theta) + source,
-                                      static_cast<typename Out::Stored *>(plus) + target,
-                                      to_minus ? to_minus + target : nullptr, source, count, noise, scale);
-        };
-        if (rows == nullptr)
-            return parallel_for(num_rows * width, CHUNK, num_threads,
-                                [&](int64_t first, int64_t last) { range(first, first, last - first); });
-        const int64_t rows_at_once = std::max<int64_t>(1, CHUNK / std::max<int64_t>(1, width));
-        parallel_for(num_rows, rows_at_once, num_threads, [&](int64_t first, int64_t last) {
-            for (int64_t i = first; i < last; ++i) range(rows[i] * width, i * width, width);
+        const auto *from = static_cast<const typename Theta::Stored *>(theta);
+        auto *to_plus = static_cast<typename Out::Stored *>(plus), *to_minus = static_cast<typename Out::Stored *>(minus);
+        for_rows(num_rows, width, num_threads, [&](int64_t row, int64_t first, int64_t last) {
+            const int64_t source = rows == nullptr ? row : rows[row], target = row * width + first;
+            perturb_range<Theta, Out>(from + source * width + first, to_plus + target,
+                                      to_minus == nullptr ? nullptr : to_minus + target,
+                                      start + source * stride + first, last - first, noise, scale);
         });
     };
     with_format(theta_format, [&](auto theta_tag) {
@@ -400,14 +408,16 @@ void lezo_perturb(const void *theta, int theta_format, void *plus, void *minus, 
 }
 
 // `low` is null unless `precision` is MASTER in 16 bits. fp32 is always stored to nearest.
-void lezo_update(void *shard, int format, int16_t *low, int precision, int distribution, int64_t start, int64_t count,
-                 uint32_t parameter_id, const Update *updates, int64_t num_updates, int num_threads) {
+void lezo_update(void *shard, int format, int16_t *low, int precision, int distribution, int64_t num_rows,
+                 int64_t width, int64_t start, int64_t stride, uint32_t parameter_id, const Update *updates,
+                 int64_t num_updates, int num_threads) {
     const Noise noise{distribution, 0, parameter_id};
     with_format(format, [&](auto storage_tag) {
         using Storage = decltype(storage_tag);
-        parallel_for(count, CHUNK, num_threads, [&](int64_t first, int64_t last) {
-            update_range<Storage>(static_cast<typename Storage::Stored *>(shard) + first, low ? low + first : nullptr,
-                                  precision, start + first, last - first, noise, updates, num_updates);
+        for_rows(num_rows, width, num_threads, [&](int64_t row, int64_t first, int64_t last) {
+            const int64_t at = row * width + first;
+            update_range<Storage>(static_cast<typename Storage::Stored *>(shard) + at, low ? low + at : nullptr,
+                                  precision, start + row * stride + first, last - first, noise, updates, num_updates);
         });
     });
 }

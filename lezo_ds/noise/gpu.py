@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lezo_ds.noise import NoiseBackend, Shard, Weight, pack_updates
+from lezo_ds.noise import NoiseBackend, Region, Shard, Weight, pack_updates
 from lezo_ds.noise import triton_kernels as kernels
 from lezo_ds.noise.reference import PER_BLOCK
 from lezo_ds.zo.updates import Distribution, Update, UpdatePrecision
@@ -65,7 +65,7 @@ class TritonNoise(NoiseBackend):
             return [_perturb_rows(weight, key, scale, num_signs, distribution) for weight in weights]
         thetas = [weight.theta.contiguous() for weight in weights]
         facts = [
-            (theta.data_ptr(), theta.shape, theta.dtype, weight.parameter_id, weight.out_dtype)
+            (theta.data_ptr(), theta.shape, theta.dtype, weight.parameter_id, weight.out_dtype, weight.region)
             for theta, weight in zip(thetas, weights, strict=True)
         ]
         device = thetas[0].device
@@ -87,11 +87,11 @@ class TritonNoise(NoiseBackend):
         if not (shards and updates):
             return
         parts = []
-        for values, start, parameter_id, low in shards:
+        for values, region, parameter_id, low in shards:
             stored = "nearest" if values.dtype == torch.float32 else precision
             constants = (("dtype", values.dtype), ("precision", stored))
             addresses = values.data_ptr(), 0 if low is None else low.data_ptr()
-            parts.append((constants, parameter_id, values.numel(), *addresses, start, start))
+            parts.append((constants, parameter_id, values.numel(), *addresses, region, 0))
         device = shards[0].values.device
         packed = _updates_on_device(pack_updates(updates).tobytes(), device)
         for table, launch in _launches("update_kernel", tuple(parts), distribution, device):
@@ -101,14 +101,14 @@ class TritonNoise(NoiseBackend):
 def _perturb_rows(
     weight: Weight, key: int, scale: float, num_signs: int, distribution: Distribution
 ) -> list[Tensor]:
-    theta, parameter_id, out_dtype, rows = weight
+    theta, parameter_id, out_dtype, rows, _ = weight
     assert rows is not None
     theta, rows, width = theta.contiguous(), rows.contiguous(), theta.shape[1]
     # A row that starts within a block can touch one more tile.
     start = 0 if width % PER_BLOCK[distribution] == 0 else PER_BLOCK[distribution] - 1
     constants = (("dtype", theta.dtype), ("out_dtype", out_dtype), ("two_signs", num_signs == 2))
-    num_tiles = _num_tiles(distribution, start, width)
-    part = (constants, parameter_id, width, theta.data_ptr(), 0, start, num_tiles)
+    num_tiles = _num_tiles(distribution, Region(start), width)
+    part = (constants, parameter_id, width, theta.data_ptr(), 0, Region(start), num_tiles)
     ((table, of_row),) = _launches("perturb_kernel", (part,), distribution, theta.device)
     num_bytes = _aligned(len(rows) * width * out_dtype.itemsize)
     out = torch.empty(num_signs, num_bytes, dtype=torch.uint8, device=theta.device)
@@ -121,33 +121,37 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _num_tiles(distribution: Distribution, start: int, count: int) -> int:
-    """Return how many programs cover the elements [start, start + count)."""
-    return -(-(start % PER_BLOCK[distribution] + count) // _TILE[distribution]) if count else 0
+def _num_tiles(distribution: Distribution, region: Region, count: int) -> int:
+    """Return how many programs cover a part of `count` elements."""
+    per_block = PER_BLOCK[distribution]
+    covered = region.start % per_block + count if count else 0
+    if region.width:  # all blocks that a row may touch, as in `triton_kernels._tile_of_rows`
+        covered = count // region.width * ((region.width + 2 * (per_block - 1)) // per_block) * per_block
+    return -(-covered // _TILE[distribution])
 
 
 # Weights that stay where they are have the same copies and tables at each step.
 @functools.lru_cache(maxsize=1024)
 def _copies(
-    facts: Sequence[tuple[int, torch.Size, torch.dtype, int, torch.dtype]],
+    facts: Sequence[tuple[int, torch.Size, torch.dtype, int, torch.dtype, Region]],
     num_signs: int,
     distribution: Distribution,
     device: torch.device,
 ) -> tuple[int, list[list[Any]], list[tuple[Tensor, Launch]]]:
     """Return the bytes of the copies of one sign, (dtype, *view) of the copies of each weight, and launches.
 
-    The facts of a weight are address, shape, dtype, parameter id and dtype of its copies.
+    The facts of a weight are address, shape, dtype, parameter id, dtype of its copies, and region.
     """
     parts, offsets, end = [], [], 0
-    for address, shape, dtype, parameter_id, out_dtype in facts:
+    for address, shape, dtype, parameter_id, out_dtype, region in facts:
         is_fp32 = out_dtype == torch.float32
         stored = ("out_dtype", dtype if is_fp32 else out_dtype)  # one kernel writes fp32 and another dtype
         constants = (("dtype", dtype), stored, ("two_signs", num_signs == 2))
-        parts.append((constants, parameter_id, shape.numel(), address, end, 0, is_fp32))
+        parts.append((constants, parameter_id, shape.numel(), address, end, region, is_fp32))
         offsets.append(end)
         end += _aligned(shape.numel() * out_dtype.itemsize)
     views = []
-    for (_, shape, _, _, dtype), offset in zip(facts, offsets, strict=True):
+    for (_, shape, _, _, dtype, _), offset in zip(facts, offsets, strict=True):
         strides = torch.empty(shape, device="meta").stride()
         firsts = [(sign * end + offset) // dtype.itemsize for sign in range(num_signs)]
         views.append([(dtype, shape, strides, first) for first in firsts])
@@ -160,19 +164,22 @@ def _launches(
 ) -> list[tuple[Tensor, Launch]]:
     """Return a table and a launch for each kind of parts: those that one compiled kernel serves.
 
-    A part is (constants of the kernel, parameter id, number of elements, address, fifth field, index of the
-    first element, sixth field); see `triton_kernels._part`.
+    A part is (constants of the kernel, parameter id, number of elements, address, fifth field, region, sixth
+    field); see `triton_kernels._part`.
     """
     alike: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
-    for constants, parameter_id, count, address, other, start, last in parts:
+    for constants, parameter_id, count, address, other, region, last in parts:
         unit = 16 if count % 16 == address % 16 == other % 16 == 0 else 1
-        kind = (*constants, ("aligned", start % PER_BLOCK[distribution] == 0), ("unit", unit))
-        num_tiles = _num_tiles(distribution, start, count)
-        alike.setdefault(kind, []).append((num_tiles, parameter_id, count, address, other, last))
+        layout = (
+            "rows" if region.width else "aligned" if region.start % PER_BLOCK[distribution] == 0 else "any"
+        )
+        kind = (*constants, ("layout", layout), ("unit", unit))
+        num_tiles = _num_tiles(distribution, region, count)
+        alike.setdefault(kind, []).append((num_tiles, parameter_id, count, address, other, last, *region))
     launches = []
     for kind, columns in alike.items():
         num_columns = max(16, 1 << (len(columns) - 1).bit_length())  # a kernel is compiled for each number
-        table = np.full((6, num_columns), 1 << 62, dtype=np.int64)  # more than any number of programs
+        table = np.full((9, num_columns), 1 << 62, dtype=np.int64)  # more than any number of programs
         table[:, : len(columns)] = np.array(columns, dtype=np.int64).T
         ends = np.cumsum(table[0, : len(columns)])
         table[0, : len(columns)] = [0, *ends[:-1]]

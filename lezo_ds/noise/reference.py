@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lezo_ds.noise import NoiseBackend, Shard, Weight
+from lezo_ds.noise import NoiseBackend, Region, Shard, Weight
 from lezo_ds.zo.updates import Distribution, Update, UpdatePrecision
 
 NORMAL_STREAM, DITHER_STREAM, RADEMACHER_STREAM = 0, 1, 2
@@ -54,20 +54,25 @@ def draw(
     return z.reshape(-1)[start % per_block :][:count]
 
 
-def draw_rows(distribution: Distribution, key: int, parameter_id: int, rows: Tensor, width: int) -> Tensor:
-    """Return z of rows of a parameter of that width: fp32 [len(rows), width]."""
+def draw_at(distribution: Distribution, key: int, parameter_id: int, elements: Tensor) -> Tensor:
+    """Return z of some elements of a parameter, int64 of any shape: fp32 of that shape."""
     per_block = PER_BLOCK[distribution]
-    starts = (rows * width)[:, None]
-    num_blocks = (width + 2 * (per_block - 1)) // per_block  # that a row touches at most
-    blocks = starts // per_block + torch.arange(num_blocks, device=rows.device)
-    z = _of_blocks(distribution, key, parameter_id, blocks).view(len(rows), -1)
-    return z.gather(1, starts % per_block + torch.arange(width, device=rows.device))
+    z = _of_blocks(distribution, key, parameter_id, elements // per_block)
+    return z.gather(-1, (elements % per_block)[..., None])[..., 0]
 
 
-def dither_words(key: int, parameter_id: int, start: int, count: int, device: torch.device) -> Tensor:
-    """Return the dither words of elements [start, start + count): int64 [count], unsigned 32-bit values."""
-    words = words_of_blocks(key, parameter_id, _blocks(start, count, 4, device), DITHER_STREAM)
-    return torch.stack(words, -1).reshape(-1)[start % 4 :][:count]
+def words_at(key: int, parameter_id: int, elements: Tensor, stream: int) -> Tensor:
+    """Return a word for each of some elements: int64 of their shape, unsigned 32-bit values."""
+    words = torch.stack(words_of_blocks(key, parameter_id, elements // 4, stream), -1)
+    return words.gather(-1, (elements % 4)[..., None])[..., 0]
+
+
+def elements_of(region: Region, first: int, last: int, device: torch.device) -> Tensor:
+    """Return the indices of elements `first` to `last` - 1 of a part in the full parameter: int64."""
+    places = torch.arange(first, last, device=device)
+    if region.width:
+        places = places // region.width * region.stride + places % region.width
+    return places + region.start
 
 
 def words_of_blocks(key: int, parameter_id: int, blocks: Tensor, stream: int) -> Words:
@@ -222,21 +227,22 @@ class EagerNoise(NoiseBackend):
         self, weights: Sequence[Weight], key: int, scale: float, num_signs: int, distribution: Distribution
     ) -> list[list[Tensor]]:
         copies = []
-        for theta, parameter_id, out_dtype, rows in weights:
-            source = theta.reshape(-1) if rows is None else theta
+        for theta, parameter_id, out_dtype, rows, region in weights:
             width = 1 if rows is None else theta.shape[1]
-            shape = source.shape if rows is None else (len(rows), width)
+            source, shape = theta.reshape(-1, width), theta.shape if rows is None else (len(rows), width)
             outs = [torch.empty(shape, dtype=out_dtype, device=theta.device) for _ in range(num_signs)]
-            for first, last in _chunks(shape[0], max(1, CHUNK // max(1, width))):
+            for first, last in _chunks(shape.numel() if rows is None else len(rows), max(1, CHUNK // width)):
                 if rows is None:
-                    values = source[first:last]
-                    z = draw(distribution, key, parameter_id, first, last - first, theta.device)
+                    values, where = source[first:last, 0], (region, first, last, theta.device)
+                    z = _draw(distribution, key, parameter_id, *where)
                 else:
-                    values = source[rows[first:last]]
-                    z = draw_rows(distribution, key, parameter_id, rows[first:last], width)
+                    values, columns = source[rows[first:last]], torch.arange(width, device=theta.device)
+                    elements = rows[first:last, None] * width + columns
+                    z = draw_at(distribution, key, parameter_id, elements)
                 for out, signed in zip(outs, (scale, -scale), strict=False):
-                    out[first:last] = values.to(torch.float32) + z * signed
-            copies.append([out.view_as(theta) if rows is None else out for out in outs])
+                    flat = out.view(-1) if rows is None else out
+                    flat[first:last] = values.to(torch.float32) + z * signed
+            copies.append(outs)
         return copies
 
     def update_(
@@ -246,22 +252,37 @@ class EagerNoise(NoiseBackend):
         precision: UpdatePrecision,
         distribution: Distribution = "normal",
     ) -> None:
-        for values, start, parameter_id, low in shards:
+        for values, region, parameter_id, low in shards:
             dithered = precision == "stochastic" and values.dtype != torch.float32
             for first, last in _chunks(values.numel(), CHUNK):
                 part = values[first:last]
                 part_low = None if low is None else low[first:last]
-                elements = (parameter_id, start + first, last - first, values.device)
+                where = (region, first, last, values.device)
                 for key, coefficient, factor in updates:
-                    z = draw(distribution, key, *elements)
+                    z = _draw(distribution, key, parameter_id, *where)
                     changed = join_master(part, part_low) * factor - z * coefficient
                     if dithered:
-                        changed = round_stochastic(changed, dither_words(key, *elements), values.dtype)
+                        words = words_at(key, parameter_id, elements_of(*where), DITHER_STREAM)
+                        changed = round_stochastic(changed, words, values.dtype)
                     if part_low is not None:
                         changed, changed_low = split_master(changed, values.dtype)
                         assert changed_low is not None
                         part_low.copy_(changed_low)
                     part.copy_(changed)
+
+
+def _draw(
+    distribution: Distribution,
+    key: int,
+    parameter_id: int,
+    region: Region,
+    first: int,
+    last: int,
+    device: torch.device,
+) -> Tensor:
+    if not region.width:  # no block is drawn twice
+        return draw(distribution, key, parameter_id, region.start + first, last - first, device)
+    return draw_at(distribution, key, parameter_id, elements_of(region, first, last, device))
 
 
 def _chunks(count: int, size: int) -> Iterator[tuple[int, int]]:

@@ -216,10 +216,10 @@ def _join_master(high, low):
 
 
 @triton.jit
-def _tile(tile, start, count, aligned: tl.constexpr, distribution: tl.constexpr):
+def _tile(tile, start, count, layout: tl.constexpr, distribution: tl.constexpr):
     """Return a tile's blocks [n], its elements' positions from `start`, and a mask of those that exist.
 
-    Positions and mask are [n, elements of a block]. `aligned` promises that `start` begins a block.
+    Positions and mask are [n, elements of a block]. The layout "aligned" promises: `start` begins a block.
     """
     per_block: tl.constexpr = 128 if distribution == "rademacher" else 4
     num_blocks: tl.constexpr = 32 if distribution == "rademacher" else 512
@@ -227,7 +227,7 @@ def _tile(tile, start, count, aligned: tl.constexpr, distribution: tl.constexpr)
     block = start // per_block + first + tl.arange(0, num_blocks)
     elements = tl.arange(0, num_blocks)[:, None] * per_block + tl.arange(0, per_block)[None, :]
     position = first * per_block + elements
-    if aligned:
+    if layout == "aligned":
         inside = position < count
     else:
         position = position - start % per_block
@@ -236,12 +236,27 @@ def _tile(tile, start, count, aligned: tl.constexpr, distribution: tl.constexpr)
 
 
 @triton.jit
+def _tile_of_rows(tile, start, width, stride, count, distribution: tl.constexpr):
+    """Do as `_tile` for a part of several rows: row i has `width` elements from start + i * stride."""
+    per_block: tl.constexpr = 128 if distribution == "rademacher" else 4
+    num_blocks: tl.constexpr = 32 if distribution == "rademacher" else 512
+    blocks_of_row = (width + 2 * (per_block - 1)) // per_block  # that a row touches at most
+    number = tile * num_blocks + tl.arange(0, num_blocks)
+    row = number // blocks_of_row
+    first = start + row * stride
+    block = first // per_block + number % blocks_of_row
+    column = (block * per_block - first)[:, None] + tl.arange(0, per_block)[None, :]
+    position = (row * width)[:, None] + column
+    return block, position, (column >= 0) & (column < width) & (position < count)
+
+
+@triton.jit
 def _part(table_ptr, unit: tl.constexpr, num_columns: tl.constexpr):
     """Return the number of this program's tile in its part of a call, and the other fields of the part.
 
-    A table is int64 [6, num_columns], with a column for each part: number of its first program, parameter id,
-    number of elements, address, and two fields that depend on the kernel. The third to fifth are multiples of
-    `unit`: the compiler uses wide accesses where it sees multiples of 16.
+    A table is int64 [9, num_columns], with a column for each part: number of its first program, parameter id,
+    number of elements, address, two fields that depend on the kernel, and those of its `Region`. The third to
+    fifth are multiples of `unit`: the compiler uses wide accesses where it sees multiples of 16.
     """
     program = tl.program_id(0).to(tl.int64)
     first = tl.load(table_ptr + tl.arange(0, num_columns))
@@ -250,7 +265,22 @@ def _part(table_ptr, unit: tl.constexpr, num_columns: tl.constexpr):
     count = tl.multiple_of(tl.load(column + 2 * num_columns), unit)
     address = tl.load(column + 3 * num_columns)
     other = tl.multiple_of(tl.load(column + 4 * num_columns), unit)
-    return program - tl.load(column), parameter_id, count, address, other, tl.load(column + 5 * num_columns)
+    last = tl.load(column + 5 * num_columns)
+    return program - tl.load(column), parameter_id, count, address, other, last, column + 6 * num_columns
+
+
+@triton.jit
+def _elements(
+    tile, region_ptr, count, layout: tl.constexpr, num_columns: tl.constexpr, distribution: tl.constexpr
+):
+    """Return `_tile` of a part whose region is in a column of the table."""
+    start = tl.load(region_ptr)
+    if layout == "rows":
+        width, stride = tl.load(region_ptr + num_columns), tl.load(region_ptr + 2 * num_columns)
+        block, position, inside = _tile_of_rows(tile, start, width, stride, count, distribution)
+    else:
+        block, position, inside = _tile(tile, start, count, layout, distribution)
+    return block, position, inside
 
 
 @triton.jit
@@ -273,7 +303,7 @@ def perturb_kernel(
     dtype: tl.constexpr,
     out_dtype: tl.constexpr,
     two_signs: tl.constexpr,
-    aligned: tl.constexpr,
+    layout: tl.constexpr,
     unit: tl.constexpr,
     num_columns: tl.constexpr,
     distribution: tl.constexpr,
@@ -284,16 +314,18 @@ def perturb_kernel(
     `rows_ptr`, the sixth says whether the copies are fp32 instead of `out_dtype`. With it, the only part has
     the elements of one row, row i of plus is that of theta[rows[i]], and the sixth is the tiles of a row.
     """
-    tile, parameter_id, count, address, offset, last = _part(table_ptr, unit, num_columns)
-    theta_ptr, start, is_fp32 = tl.multiple_of(address.to(tl.pointer_type(dtype)), unit), 0, last
-    if rows_ptr is not None:
+    tile, parameter_id, count, address, offset, last, region_ptr = _part(table_ptr, unit, num_columns)
+    theta_ptr, is_fp32 = tl.multiple_of(address.to(tl.pointer_type(dtype)), unit), last
+    if rows_ptr is None:
+        block, position, inside = _elements(tile, region_ptr, count, layout, num_columns, distribution)
+    else:
         row = tile.to(tl.int32) // last.to(tl.int32)
         tile -= row.to(tl.int64) * last
         start = tl.load(rows_ptr + row) * count
         theta_ptr += start
         offset += row * count * (out_dtype.primitive_bitwidth // 8)
         is_fp32 = 0
-    block, position, inside = _tile(tile, start, count, aligned, distribution)
+        block, position, inside = _tile(tile, start, count, layout, distribution)
     theta = tl.load(theta_ptr + position, mask=inside).to(tl.float32)
     change = scale * _draw(key, parameter_id, block, distribution)
     _store_copy(out_ptr + offset, position, theta + change, inside, is_fp32, out_dtype)
@@ -308,19 +340,19 @@ def update_kernel(
     num_updates: tl.int32,
     dtype: tl.constexpr,
     precision: tl.constexpr,
-    aligned: tl.constexpr,
+    layout: tl.constexpr,
     unit: tl.constexpr,
     num_columns: tl.constexpr,
     distribution: tl.constexpr,
 ):
     """Apply theta * factor - coefficient * z to shards in place, for each update of `pack_updates` in order.
 
-    The last fields of a part are the address of the low bits, if `precision` is fp32_master, and the index of
-    the first element. The tile stays in registers between the updates.
+    The fifth field of a part is the address of the low bits, if `precision` is fp32_master. The tile stays in
+    registers between the updates.
     """
     multipliers_ptr = updates_ptr.to(tl.pointer_type(tl.float32))
-    tile, parameter_id, count, address, low_address, start = _part(table_ptr, unit, num_columns)
-    block, position, inside = _tile(tile, start, count, aligned, distribution)
+    tile, parameter_id, count, address, low_address, _, region_ptr = _part(table_ptr, unit, num_columns)
+    block, position, inside = _elements(tile, region_ptr, count, layout, num_columns, distribution)
     shard_ptr = tl.multiple_of(address.to(tl.pointer_type(dtype)), unit) + position
     low_ptr = tl.multiple_of(low_address.to(tl.pointer_type(tl.int16)), unit) + position
     stored = tl.load(shard_ptr, mask=inside)

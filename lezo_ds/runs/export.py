@@ -38,7 +38,7 @@ MAX_JOURNAL_BYTES = 64 << 20
 """Largest exported journal that is read. 20,000 steps take about 8 MB."""
 
 _MAX_LINE_BYTES = 1 << 18
-_ANY_MACHINE = ("deepspeed=null", "partition_size=null", "train.report_to=null")
+_ANY_MACHINE = ("deepspeed=null", "partition_size=null", "tensor_parallel=null", "train.report_to=null")
 """A run from a file need not be sharded here as it was on the machine that wrote it."""
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def write_journal(path: Path, file: Path) -> int:
         kind = f"method={run.config.method} with peft.kind={run.config.peft.kind}"
         text = f"run {path} cannot be replayed from a base model and a journal: {kind}"
         raise UserError(text, fix="share the directory that lezo-ds export --out writes")
-    config = {**run.header.config, "deepspeed": None, "partition_size": None}
+    config = {**run.header.config, "deepspeed": None, "partition_size": None, "tensor_parallel": None}
     for key in ("model.path", *DATA_KEYS):
         section, _, name = key.partition(".")
         config[section] = {**config[section], name: _public_name(config[section][name])}

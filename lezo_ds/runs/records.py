@@ -16,6 +16,7 @@ from typing import Any
 
 from lezo_ds import distributed
 from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, may_differ_on_resume
+from lezo_ds.config.deepspeed import ds_config_of, tensor_parallel_size
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
 from lezo_ds.files import DAMAGE, sync
@@ -44,6 +45,9 @@ def make_header(config: RunConfig, data: TaskData, fingerprint: str, parameter_t
     model = resolve_model(config.model.path)
     device = distributed.device()
     keys = {key: value for key, value in config_to_dict(config).items() if key != "run_dir"}
+    # A sum over ranks has other last bits than one rank's. Updates do not.
+    size = tensor_parallel_size(ds_config_of(config, distributed.world_size()))
+    split = {"tensor_parallel": str(size)} if size > 1 else {}
     splits = {"train": data.train, "dev": data.dev, "test": data.test}
     inputs = {
         "tokenizer": _tokenizer_hash(model),
@@ -56,7 +60,7 @@ def make_header(config: RunConfig, data: TaskData, fingerprint: str, parameter_t
         parameter_table_hash=parameter_table,
         config=keys | inputs,
         libraries=library_versions(),
-        arithmetic={**distributed.arithmetic_facts(device), **norm_facts(device)},
+        arithmetic={**distributed.arithmetic_facts(device), **norm_facts(device), **split},
     )
 
 

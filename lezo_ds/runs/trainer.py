@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from lezo_ds import distributed
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, ZoConfig, check_world, make_layer_policy
-from lezo_ds.config.deepspeed import load_ds_config
+from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, ZoConfig, make_layer_policy
+from lezo_ds.config.deepspeed import ds_config_of
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.engine import LezoEngine, initialize
 from lezo_ds.errors import UserError
@@ -41,8 +41,6 @@ def train(config: RunConfig) -> dict[str, Any]:
     nothing_done = distributed.lost_ranks_reported(lambda: "last good step: none, the run was starting")
     with nothing_done, ExitStack() as lock:
         distributed.init_distributed(config.train.timeout_seconds)
-        if config.method in TRAINED:
-            check_world(config, distributed.world_size())
         ds_config = _prepared(config)
         data = load_task_data(config)
         directory = RunDirectory(config.run_dir)
@@ -96,12 +94,7 @@ def _prepared(config: RunConfig) -> dict[str, Any]:
         num_cores = len(os.sched_getaffinity(0))
         num_threads = max(num_threads, num_cores // torch.accelerator.device_count())
     torch.set_num_threads(num_threads)
-    return load_ds_config(
-        config.deepspeed,
-        dtype=config.model.dtype,
-        world_size=distributed.world_size(),
-        micro_batch_size=config.train.micro_batch_size,
-    )
+    return ds_config_of(config, distributed.world_size())
 
 
 def monitor_sections(config: RunConfig) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from transformers.core_model_loading import (
 
 from lezo_ds.errors import UserError
 from lezo_ds.files import DAMAGE
+from lezo_ds.noise import ALL, Region
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -112,15 +113,18 @@ class WeightFiles:
                 fix="use a checkpoint that belongs to the config.json",
             )
 
-    def read(self, tensors: Iterable[str], start: int = 0, stop: int | None = None) -> Tensor:
-        """Read elements [start, stop) of the flattened tensors, joined, in their stored dtype."""
+    def read(self, tensors: Sequence[str], region: Region = ALL, count: int | None = None) -> Tensor:
+        """Read `count` elements (None: all) of a region of the joined tensors, in their stored dtype."""
+        if region.width and count:
+            (tensor,) = tensors  # only one tensor has rows of its parameter's width
+            return self._read_rows(tensor, region, count)
         parts, begin = [torch.empty(0)], 0
+        stop = math.inf if count is None else region.start + count
         for tensor in tensors:
-            numel = math.prod(self._tensors[tensor].shape)
-            end = begin + numel
-            last = end if stop is None else min(stop, end)
-            if start < last and begin < last:
-                parts.append(self._read_slice(tensor, max(start, begin) - begin, last - begin))
+            end = begin + math.prod(self._tensors[tensor].shape)
+            last = int(min(stop, end))
+            if region.start < last and begin < last:
+                parts.append(self._read_slice(tensor, max(region.start, begin) - begin, last - begin))
             begin = end
         return torch.cat(parts[1:]) if len(parts) > 2 else parts[-1]
 
@@ -133,6 +137,13 @@ class WeightFiles:
             view = handle.get_slice(tensor)
             rows: Tensor = view[first : -(-stop // row)] if shape else view[...]
             return rows.reshape(-1)[start - first * row : stop - first * row]
+
+    def _read_rows(self, tensor: str, region: Region, count: int) -> Tensor:
+        row, column = divmod(region.start, region.stride)
+        with _opened(self._tensors[tensor].file) as handle:
+            view = handle.get_slice(tensor)
+            rows: Tensor = view[row : row + count // region.width, column : column + region.width]
+            return rows.reshape(-1)
 
 
 def has_safetensors(directory: Path) -> bool:

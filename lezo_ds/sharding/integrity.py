@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lezo_ds.noise import Shard, noise_backend
+from lezo_ds.noise import Region, Shard, noise_backend
+from lezo_ds.noise.reference import elements_of
 from lezo_ds.sharding.parameters import ShardedParameter
 from lezo_ds.zo.updates import Distribution, StepUpdate, UpdatePrecision, updates_of_parameter
 
@@ -20,11 +21,11 @@ _MIX_FACTOR = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _NUM_ELEMENTS = 64  # of a sample
 
 
-def shard_digest(shard: Tensor, start: int, parameter_id: int) -> int:
-    """Return the digest of the elements of a parameter from `start`: a signed 64-bit integer.
+def shard_digest(shard: Tensor, region: Region, parameter_id: int) -> int:
+    """Return the digest of a part of a parameter: a signed 64-bit integer.
 
     The digest is the sum of (bit pattern) * (odd pseudo-random number of the element's index) modulo 2**64.
-    So the digests of slices add up to that of the parameter, and a change of one element always changes it.
+    So the digests of parts add up to that of the parameter, and a change of one element always changes it.
     It detects faults, but does not resist an adversary. `shard` [n] has 32- or 16-bit elements.
     """
     total = torch.zeros((), dtype=torch.int64, device=shard.device)
@@ -32,7 +33,7 @@ def shard_digest(shard: Tensor, start: int, parameter_id: int) -> int:
     for begin in range(0, shard.numel(), chunk):
         values = shard[begin : begin + chunk]
         bits = values.view(torch.int32 if values.element_size() == 4 else torch.int16).to(torch.int64)
-        index = torch.arange(start + begin, start + begin + values.numel(), device=shard.device)
+        index = elements_of(region, begin, begin + values.numel(), shard.device)
         # A finalizer like SplitMix64's: neighboring indices get unrelated numbers. Products wrap.
         number = (index + 1) * _INDEX_FACTOR + parameter_id * _STREAM_FACTOR % (1 << 63)
         number = (number ^ (number >> 31)) * _MIX_FACTOR | 1
@@ -59,11 +60,15 @@ class Witness:
         self._samples = []
         for parameter in parameters:
             parameter_id, low = parameter.named.parameter_id, low_bits.get(parameter.name)
-            begin = parameter_id % max(1, parameter.count - _NUM_ELEMENTS)
-            elements = slice(begin, begin + _NUM_ELEMENTS)
+            start, width, stride = parameter.region
+            width = width or parameter.count  # a sample is part of one row
+            row = parameter_id % max(1, parameter.count // width)
+            begin = parameter_id % max(1, width - _NUM_ELEMENTS)
+            elements = slice(row * width + begin, row * width + min(begin + _NUM_ELEMENTS, width))
             low = None if low is None else low[elements].clone()
             with parameter.shard() as shard:
-                copy = Shard(shard[elements].clone(), parameter.start + begin, parameter_id, low)
+                region = Region(start + row * stride + begin)
+                copy = Shard(shard[elements].clone(), region, parameter_id, low)
             self._samples.append(_Sample(parameter, elements, copy))
 
     def follow(self, updates: Sequence[StepUpdate], distribution: Distribution = "normal") -> None:

@@ -21,6 +21,7 @@ from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from torch import Tensor
 
 from lezo_ds.distributed import device
+from lezo_ds.noise import ALL, Region
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class NamedParameter:
     name: str
     parameter_id: int
     block: int
+    region: Region = ALL
+    """What a module computes with: the full parameter, or a rectangle of it (sharding/tensor_parallel.py)."""
 
 
 def parameter_ids(names: Iterable[str]) -> dict[str, int]:
@@ -60,10 +63,13 @@ def table_hash(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 class ShardedParameter:
-    """One parameter of the sharded model, of which this rank has elements [start, start + count).
+    """One parameter of the model, of which this rank has the `count` elements that `region` describes.
 
-    They are elements of the flattened parameter. `count` is 0 if this rank has only padding.
+    ZeRO-3 gives each rank one piece of the flattened parameter. `count` is 0 if it has only padding.
     """
+
+    is_replicated = False  # whether all ranks of the group have all of it
+    is_local = False  # whether modules compute with this rank's part, so that nothing is gathered
 
     def __init__(self, parameter: Any, named: NamedParameter) -> None:  # noqa: ANN401
         self.parameter = parameter  # nn.Parameter with DeepSpeed's attributes; empty unless it is gathered
@@ -74,11 +80,21 @@ class ShardedParameter:
         self.decays = len(self.shape) > 1  # biases and norms do not, as in MeZO's code
         self.group = parameter.ds_process_group
         rank, num_ranks = parameter.ds_zero_partition_rank, parameter.ds_zero_partition_world_size
-        self.start, self.count = shard_range(self.numel, rank, num_ranks)
+        start, self.count = shard_range(self.numel, rank, num_ranks)
+        self.region = Region(start)
 
     def shard(self, *, write: bool = False) -> OpenShard:
         """Open this rank's elements [count] without the padding. Changes are kept only with `write`."""
         return OpenShard(self.parameter, self.count, write=write)
+
+    @property
+    def compute_shape(self) -> tuple[int, ...]:
+        """Shape of what modules compute with."""
+        return self.shape
+
+    def own_part(self, values: Tensor) -> Tensor:
+        """Return this rank's part [count] of values of the shape that modules compute with."""
+        return values.reshape(-1)[self.region.start : self.region.start + self.count]
 
     def gather(self) -> Tensor:
         """Return the full parameter on the CPU, on every rank. A collective."""

@@ -56,11 +56,10 @@ class ShardedWeights:
         aliases = {parameter.name: self._aliases[parameter.name] for parameter in parameters}
         stored = files.find(aliases, {parameter.name: parameter.shape for parameter in parameters})
         for parameter in parameters:
-            end = parameter.start + parameter.count
-            low = None
+            part, low = (parameter.region, parameter.count), None
             if low_bits and self._keeps_low_bits(parameter):
-                low = low_bits.read((parameter.name,), parameter.start, end)
-            self.fill(parameter, files.read(stored[parameter.name], parameter.start, end), low)
+                low = low_bits.read((parameter.name,), *part)
+            self.fill(parameter, files.read(stored[parameter.name], *part), low)
         finish_updates()
 
     def fill(self, parameter: ShardedParameter, values: Tensor, low: Tensor | None = None) -> None:
@@ -117,7 +116,7 @@ class ShardedWeights:
         for parameter in parameters:
             opened, low = parameter.shard(write=True), self.low_bits.get(parameter.name)
             with opened as values:
-                shard = Shard(values, parameter.start, parameter.named.parameter_id, low)
+                shard = Shard(values, parameter.region, parameter.named.parameter_id, low)
                 if opened.is_swapped:
                     noise_backend(values.device).update_([shard], updates, self._precision, distribution)
                 else:
@@ -131,24 +130,26 @@ class ShardedWeights:
         return Witness(trained, self.low_bits, self._precision)
 
     def unlike_replicas(self) -> list[tuple[int, str]]:
-        """Return (rank, name) of each shard that differs from that in the first shard group. A collective."""
+        """Return (rank, name) of each shard that differs from its first replica. A collective."""
         num_sharers = distributed.world_size(self.parameters[0].group)
-        if num_sharers == distributed.world_size():
+        has_replicas = any(parameter.is_replicated for parameter in self.parameters)
+        if num_sharers == distributed.world_size() and not has_replicas:
             return []
         by_rank = distributed.gather_objects(self._shard_digests(self.parameters))
         return [
             (rank, parameter.name)
             for rank, digests in enumerate(by_rank)
-            for parameter, own, first in zip(
-                self.parameters, digests, by_rank[rank % num_sharers], strict=True
-            )
-            if own != first
+            for index, parameter in enumerate(self.parameters)
+            if digests[index] != by_rank[0 if parameter.is_replicated else rank % num_sharers][index]
         ]
 
     def digests(self, parameters: Sequence[ShardedParameter] | None = None) -> dict[str, int]:
         """Return a digest of each full parameter and its low bits, for any sharding. A collective."""
         parameters = self.parameters if parameters is None else parameters
-        sums = distributed.sum_integers(self._shard_digests(parameters), parameters[0].group)
+        is_first = distributed.rank() % distributed.world_size(parameters[0].group) == 0
+        own = zip(parameters, self._shard_digests(parameters), strict=True)
+        counted = [digest if is_first or not parameter.is_replicated else 0 for parameter, digest in own]
+        sums = distributed.sum_integers(counted, parameters[0].group)
         return dict(zip((parameter.name for parameter in parameters), sums, strict=True))
 
     def _shard_digests(self, parameters: Sequence[ShardedParameter]) -> list[int]:
@@ -156,9 +157,9 @@ class ShardedWeights:
         for parameter in parameters:
             parameter_id, low = parameter.named.parameter_id, self.low_bits.get(parameter.name)
             with parameter.shard() as shard:
-                total = shard_digest(shard, parameter.start, parameter_id)
+                total = shard_digest(shard, parameter.region, parameter_id)
             if low is not None:
-                total += shard_digest(low, parameter.start, parameter_id ^ _LOW_STREAM)
+                total += shard_digest(low, parameter.region, parameter_id ^ _LOW_STREAM)
             digests.append((total + 2**63) % 2**64 - 2**63)
         return digests
 

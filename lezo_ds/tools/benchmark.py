@@ -45,7 +45,7 @@ LENGTHS = {"sst2": 32, "boolq": 200}
 """Tokens of a typical prompt and answer, in OPT's tokens."""
 
 PUBLISHED = ("mezo_reference", "naive_zero3")
-KINDS = (*PUBLISHED, "ours", "recipe")
+KINDS = (*PUBLISHED, "ours", "tensor_parallel", "recipe")
 WARM_UP_STEPS = 2  # DeepSpeed records the order of the modules in the first pass, and prefetches after it
 
 
@@ -81,7 +81,7 @@ def parse_variant(text: str) -> tuple[str, float]:
     except ValueError:
         sparsity = math.nan
     if kind not in KINDS or not 0 <= sparsity <= 1 or (kind == "recipe" and number):
-        raise UserError(f"unknown variant {text}", fix="use mezo_reference, naive_zero3, ours:0.75 or recipe")
+        raise UserError(f"unknown variant {text}", fix=f"use {', '.join(KINDS)}, such as ours:0.75")
     return kind, sparsity
 
 
@@ -99,10 +99,16 @@ class Inputs:
     loss: LossFunction
     batches: Callable[[int], Sequence[MicroBatch]]
     published_batches: Callable[[int], Sequence[MicroBatch]]
+    common_batches: Callable[[int], Sequence[MicroBatch]]  # of ranks that all run the same examples
 
     @cached_property
     def engine(self) -> LezoEngine:
         return make_engine(self.config)
+
+    @cached_property
+    def split_engine(self) -> LezoEngine:
+        ranks = distributed.world_size()
+        return make_engine(replace(self.config, tensor_parallel=ranks, partition_size=None, deepspeed=None))
 
     @cached_property
     def plain_model(self) -> nn.Module:
@@ -134,8 +140,14 @@ def recipe_inputs(config: RunConfig) -> Inputs:
     def ours(step: int) -> list[MicroBatch]:
         return list(data.step_batch(config, step))
 
+    def common(step: int) -> list[MicroBatch]:
+        size = config.train.micro_batch_size * ranks
+        return list(
+            data.step_batch(replace(config, train=replace(config.train, micro_batch_size=size)), step)
+        )
+
     length = round(statistics.mean(example.num_tokens for example in data.train.encoded))
-    return Inputs(config, Path(config.model.path).name, length, data.loss, ours, published)
+    return Inputs(config, Path(config.model.path).name, length, data.loss, ours, published, common)
 
 
 def random_inputs(setting: Namespace, directory: Path) -> Inputs:
@@ -169,8 +181,14 @@ def random_inputs(setting: Namespace, directory: Path) -> Inputs:
     parts = [examples[rank::ranks] for rank in range(ranks)]
     ours = [candidate_batch(part, pad_id=1) for part in parts]
     published = [candidate_batch(part, pad_id=1, deduplicate=False) for part in parts]
+    common = [candidate_batch(examples, pad_id=1)]
     name = setting.shape if setting.layers is None else f"{setting.shape} with {setting.layers} blocks"
-    return Inputs(config, name, length, classification_loss, lambda _: ours, lambda _: published)
+    batches = (ours, published, common)
+    return Inputs(config, name, length, classification_loss, *(partial(_constant, one) for one in batches))
+
+
+def _constant(batches: Sequence[MicroBatch], _: int) -> Sequence[MicroBatch]:
+    return batches
 
 
 def start_steps(variant: str, inputs: Inputs) -> Callable[[], float]:
@@ -188,10 +206,12 @@ def start_steps(variant: str, inputs: Inputs) -> Callable[[], float]:
         is_plain, number = kind == "mezo_reference", itertools.count()
         steps = mezo_reference(zo, inputs.plain_model) if is_plain else naive_zero3(zo, inputs.engine)
         return lambda: steps.step(inputs.published_batches(next(number))[distributed.rank()], inputs.loss)
-    engine = inputs.engine.with_config(zo)
+    is_split = kind == "tensor_parallel"
+    engine = (inputs.split_engine if is_split else inputs.engine).with_config(zo)
+    batches = inputs.common_batches if is_split else inputs.batches
 
     def step() -> float:
-        record = engine.train_batch(inputs.batches(engine.global_steps), inputs.loss)
+        record = engine.train_batch(batches(engine.global_steps), inputs.loss)
         return record.projected_grads[0] if record.applied else math.nan
 
     return step
@@ -264,7 +284,9 @@ def measure(inputs: Inputs, variants: Sequence[str], rounds: int) -> pd.DataFram
         ratios = [first / own for first, own in zip(times[variants[0]], times[variant], strict=True)]
         with distributed.counted_bytes() as counts:
             peak = peak_bytes(action)
-        gathered = sum(count for operation, count in counts.items() if "all_gather" in operation)
+        # Of weights, or of activations; the losses are a few bytes.
+        moved = ("all_gather", "all_reduce")
+        gathered = sum(count for operation, count in counts.items() if operation.startswith(moved))
         row = {
             "variant": variant,
             "seconds": statistics.median(times[variant]),

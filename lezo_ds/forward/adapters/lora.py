@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.errors import UserError
 from lezo_ds.forward.blocks import BlockLayout
-from lezo_ds.noise.reference import NORMAL_STREAM, words_of_blocks
+from lezo_ds.noise.reference import NORMAL_STREAM, elements_of, words_at
+from lezo_ds.sharding.tensor_parallel import split_pair
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.keys import adapter_key
 
@@ -41,6 +43,23 @@ class LoraAdapter:
             else:
                 parameter.data = parameter.data.to(dtype)  # peft makes float32; ZeRO needs one dtype
 
+    def hide(self, model: nn.Module) -> Callable[[], None]:
+        """Take the adapter off its modules until these are split; the function returned puts it back."""
+        wrappers = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
+        for name, wrapper in wrappers.items():
+            model.set_submodule(name, wrapper.base_layer)
+
+        def restore() -> None:
+            for name, wrapper in wrappers.items():
+                wrapper.base_layer = model.get_submodule(name)
+                model.set_submodule(name, wrapper)
+                first, second = wrapper.lora_A, wrapper.lora_B
+                first["default"], second["default"] = split_pair(
+                    wrapper.base_layer, first["default"], second["default"]
+                )
+
+        return restore
+
     def own_name(self, module_name: str) -> str:
         name = module_name.replace(".base_layer.", ".")  # the module that peft puts around the model's own
         return name.replace(".lora_A.default.", ".lora_A.").replace(".lora_B.default.", ".lora_B.")
@@ -52,7 +71,8 @@ class LoraAdapter:
                 weights.fill(parameter, torch.zeros(parameter.count))
                 continue
             key, parameter_id = adapter_key(seed), parameter.named.parameter_id
-            values = uniform(key, parameter_id, parameter.start, parameter.count)
+            elements = elements_of(parameter.region, 0, parameter.count, torch.device("cpu"))
+            values = uniform(key, parameter_id, elements)
             bound = parameter.shape[1] ** -0.5  # kaiming_uniform_ with a = sqrt(5)
             weights.fill(parameter, values * bound)
 
@@ -75,13 +95,11 @@ def matching_modules(model: nn.Module, targets: Sequence[str]) -> list[nn.Module
     return matched
 
 
-def uniform(key: int, parameter_id: int, start: int, count: int) -> Tensor:
-    """Return uniform numbers in [-1, 1) for elements [start, start + count): float32 [count].
+def uniform(key: int, parameter_id: int, elements: Tensor) -> Tensor:
+    """Return uniform numbers in [-1, 1) for elements: float32 of their shape.
 
     They are a pure function of (key, parameter_id, element). Each is made from the top 24 bits of one Philox
     word (Salmon et al. 2011), which float32 holds exactly.
     """
-    blocks = torch.arange(start // 4, -(-(start + count) // 4))
-    words = torch.stack(words_of_blocks(key, parameter_id, blocks, NORMAL_STREAM), 1)
-    wanted = words.reshape(-1)[start % 4 : start % 4 + count]
-    return (wanted >> 8).to(torch.float32) * 2.0**-23 - 1
+    words = words_at(key, parameter_id, elements, NORMAL_STREAM)
+    return (words >> 8).to(torch.float32) * 2.0**-23 - 1

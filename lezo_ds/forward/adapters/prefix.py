@@ -8,6 +8,7 @@ key-value caches of the text are the same as without a prefix.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from lezo_ds import distributed
 from lezo_ds.errors import UserError
 from lezo_ds.forward.blocks import BlockLayout, find_blocks
 from lezo_ds.sharding.gather import GatherAhead
+from lezo_ds.sharding.tensor_parallel import split_heads
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.keys import prefix_key
 
@@ -77,28 +79,44 @@ class PrefixAdapter:
                 raise UserError(f"{what}, as {type(block).__name__} has", fix=_FIX)
             attentions[0].prefix = Prefix((num_heads, self._length, width), like)
 
+    def hide(self, model: nn.Module) -> Callable[[], None]:
+        """Take the prefixes off until the heads are split; the function returned puts them back."""
+        prefixes = {name: m for name, m in model.named_modules() if isinstance(m, Prefix)}
+        for name in prefixes:
+            model.delete_submodule(name)
+
+        def restore() -> None:
+            for name, prefix in prefixes.items():
+                model.get_submodule(name.rpartition(".")[0]).prefix = prefix
+                for parameter in prefix.parameters():
+                    split_heads(parameter)
+
+        return restore
+
     def fill(self, weights: ShardedWeights, model: nn.Module, seed: int) -> None:
         """Take the keys and values of random tokens, then switch the attention. A collective."""
         config: Any = model.config
         ids = initial_ids(seed, self._length, config.get_text_config().vocab_size)
         body: Any = model.base_model
-        gather = GatherAhead(body, list(model.get_submodule(find_blocks(model).path).children()))
+        blocks = list(model.get_submodule(find_blocks(model).path).children())
+        is_gathered = not any(parameter.is_local for parameter in weights.parameters)
+        gather = GatherAhead(body, blocks) if is_gathered else None
         with torch.no_grad():
             tokens = torch.tensor([ids], device=distributed.device())
             cache = body(input_ids=tokens, use_cache=True).past_key_values
-        gather.remove()
+        if gather is not None:
+            gather.remove()
         parameters = {parameter.parameter: parameter for parameter in weights.adapter_parameters}
         attentions: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "prefix", None), Prefix)]
         for attention in attentions:
             states = cache.layers[attention.layer_idx]
             for mine, real in ((attention.prefix.key, states.keys), (attention.prefix.value, states.values)):
                 parameter = parameters[mine]
-                if real.shape[1:] != parameter.shape:
-                    shape = f"{tuple(real.shape[1:])} (heads, vectors, width), not {parameter.shape}"
+                if real.shape[1:] != parameter.compute_shape:
+                    shape = f"{tuple(real.shape[1:])} (heads, vectors, width), not {parameter.compute_shape}"
                     fix = f"{_FIX}, or reduce peft.prefix_length"
                     raise UserError(f"keys and values of {parameter.name} have the shape {shape}", fix=fix)
-                shard = slice(parameter.start, parameter.start + parameter.count)
-                weights.fill(parameter, real.reshape(-1)[shard])
+                weights.fill(parameter, parameter.own_part(real))
         _switch_on(model)
 
     def write_config(self, directory: Path, base_model: str) -> None:

@@ -1,0 +1,219 @@
+"""Tensor parallelism: shards that stay. DeepSpeed's AutoTP splits the linear layers of the blocks over ranks.
+
+Each rank multiplies by its own part of a weight, and only activations travel. All ranks have all of what is
+outside the blocks, such as embeddings and the output head, and of what DeepSpeed does not split (norms).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+from deepspeed import comm
+from deepspeed.checkpoint.affine import ParamAffineMap, contiguous_split_map
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
+from deepspeed.utils import groups
+from torch import Tensor, nn
+
+from lezo_ds.distributed import device
+from lezo_ds.errors import UserError
+from lezo_ds.noise import ALL, Region
+from lezo_ds.sharding.parameters import NamedParameter, OpenShard, ShardedParameter
+
+LINEAR_FORWARDS = (LinearLayer.forward, LinearAllreduce.forward)
+"""Forward passes that are a matrix product, a sum over ranks if `sums_outputs`, and a bias."""
+
+_FIX = "remove tensor_parallel, which shards the weights by ZeRO-3 instead"
+
+
+def shard_model(
+    model: nn.Module, blocks_path: str, ds_config: Mapping[str, Any], restore: Callable[[], None]
+) -> tuple[Any, dict[nn.Parameter, Split]]:
+    """Split a model on the meta device in place; return DeepSpeed's engine, and how parameters are split.
+
+    The values of the parts are undefined until they are loaded. `restore` puts back what was hidden from
+    DeepSpeed, and runs before the parts have memory.
+    """
+    size = int(ds_config["tensor_parallel"]["autotp_size"])
+    config: Any = model.config
+    _refuse_uneven_heads(config.get_text_config(), size)
+    blocks = set(model.get_submodule(blocks_path).modules())
+    outside = {name: m for name, m in model.named_modules() if m not in blocks and m._parameters}
+    shapes = {parameter: parameter.shape for parameter in model.parameters()}
+    splits: dict[nn.Parameter, Split] = {}
+
+    def materialize(*_: object, **__: object) -> nn.Module:
+        for name, module in outside.items():
+            model.set_submodule(name, module)
+            for own in module._parameters.values():
+                if own is not None:
+                    own.data = torch.empty(shapes[own], dtype=own.dtype, device="meta")
+                    vars(own).pop(DS_AUTOTP_UC_META, None)
+        restore()
+        splits.update(_materialized(model, shapes))
+        return model
+
+    # DeepSpeed moves a model to its device after it has split it, and calls nothing in between.
+    model.to = materialize  # type: ignore[method-assign, assignment]
+    try:
+        engine, *_ = deepspeed.initialize(model=model, config=dict(ds_config))
+    except AssertionError as error:  # AutoTP.tp_parser (0.19.8)
+        raise UserError(f"AutoTP has no policy for {type(model).__name__}: {error}", fix=_FIX) from error
+    finally:
+        del model.to
+        groups.mpu = None  # or later engines of this process would take their groups from this one
+    if not any(split.parts for split in splits.values()):
+        raise UserError(f"AutoTP splits no parameter of {type(model).__name__}", fix=_FIX)
+    engine.eval()
+    engine.first_dataloader_check.remove()  # the ranks prove that they work on the same batch at every step
+    engine.module_forward_pre_hook.remove()  # they start timers that only a training engine reads
+    engine.module_forward_post_hook.remove()
+    engine.forward = model.__call__
+    return engine, splits
+
+
+def _refuse_uneven_heads(config: Any, size: int) -> None:  # noqa: ANN401
+    num_heads = config.num_attention_heads
+    num_shared = getattr(config, "num_key_value_heads", None) or num_heads
+    if num_heads % size or num_shared % size:
+        what = f"tensor_parallel={size} does not divide {num_heads} heads and {num_shared} of keys and values"
+        raise UserError(what, fix=f"use a divisor of {math.gcd(num_heads, num_shared)}, or {_FIX}")
+
+
+def _materialized(model: nn.Module, shapes: Mapping[nn.Parameter, torch.Size]) -> dict[nn.Parameter, Split]:
+    """Give each parameter and buffer memory on this rank's device; return how parameters are split."""
+    group, real = groups.get_tensor_model_parallel_group(), {}
+    splits = {}
+    for name, parameter in model.named_parameters():
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device())
+        real[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        parts = _parts(name, getattr(parameter, DS_AUTOTP_UC_META, None))
+        shape = shapes.get(parameter, parameter.shape)
+        splits[real[parameter]] = Split(tuple(shape), parts, group)
+    for module in model.modules():
+        module._parameters.update({n: real[p] for n, p in module._parameters.items() if p is not None})
+        module._buffers.update({n: b.to(device()) for n, b in module._buffers.items() if b is not None})
+    return splits
+
+
+def _parts(name: str, facts: Mapping[str, Any] | None) -> list[tuple[Region, int]]:
+    """Return region and number of elements of each rank's part, from what DeepSpeed (0.19.8) notes of it."""
+    if facts is None or facts["conversion"].get("replicated"):
+        return []
+    described = facts["conversion"].get("affine_map")
+    pieces_of_ranks = ParamAffineMap.from_dict(described).pieces_by_rank.values() if described else [()]
+    parts = []
+    for pieces in pieces_of_ranks:
+        if len(pieces) != 1:
+            raise UserError(f"AutoTP splits {name} into parts that are no rectangles", fix=_FIX)
+        (piece,) = pieces
+        width, stride = piece.shape[-1], piece.source_strides[0]
+        is_contiguous = len(piece.shape) == 1 or math.prod(piece.shape[1:]) == stride
+        rows = (0, 0) if is_contiguous else (width, stride)
+        region = Region(piece.source_offset, *rows)
+        parts.append((region, piece.numel))
+    return parts
+
+
+class Split(NamedTuple):
+    """How a parameter is split over the ranks of a tensor-parallel group."""
+
+    shape: tuple[int, ...]  # of the full parameter
+    parts: Sequence[
+        tuple[Region, int]
+    ]  # region and number of elements of each rank; none if all have all of it
+    group: Any
+
+    @property
+    def region(self) -> Region:
+        """Region of this rank's part."""
+        return self.parts[comm.get_rank(self.group)][0] if self.parts else ALL
+
+
+class SplitParameter(ShardedParameter):
+    """A parameter of which this rank has a rectangle, or all of it. Modules compute with what is here."""
+
+    is_local = True
+
+    def __init__(self, parameter: nn.Parameter, named: NamedParameter, split: Split) -> None:
+        self.parameter = parameter
+        self.named = named
+        self.name = named.name
+        self.shape, self._parts, self.group = split
+        self.numel = math.prod(self.shape)
+        self.decays = len(self.shape) > 1
+        self.region, self.count = named.region, parameter.numel()
+        self.is_replicated = not self._parts
+
+    @property
+    def compute_shape(self) -> tuple[int, ...]:
+        return tuple(self.parameter.shape)
+
+    def own_part(self, values: Tensor) -> Tensor:
+        return values.reshape(-1)
+
+    def shard(self, *, write: bool = False) -> OpenPart:
+        return OpenPart(self.parameter)
+
+    def gather_like(self, mine: Tensor) -> Tensor:
+        if self.is_replicated:
+            return mine.view(self.shape).cpu()
+        size = max(count for _, count in self._parts)
+        padded = torch.zeros(size, dtype=mine.dtype, device=device())
+        padded[: self.count] = mine
+        by_rank = torch.empty(len(self._parts), size, dtype=mine.dtype, device=device())
+        comm.all_gather_into_tensor(
+            by_rank.view(-1).view(torch.uint8), padded.view(torch.uint8), group=self.group
+        )
+        full = torch.empty(self.numel, dtype=mine.dtype)
+        for values, (region, count) in zip(by_rank.cpu(), self._parts, strict=True):
+            width, stride = (region.width, region.stride) if region.width else (count, count)
+            rows = full.as_strided((count // width, width), (stride, 1), region.start)
+            rows.copy_(values[:count].view(rows.shape))
+        return full.view(self.shape)
+
+
+class OpenPart(OpenShard):
+    """The context of `SplitParameter.shard`."""
+
+    is_swapped = False
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+
+    def __enter__(self) -> Tensor:
+        flat: Tensor = self._parameter.data.view(-1)
+        return flat
+
+
+def sums_outputs(module: nn.Module) -> bool:
+    """Return whether the product of a linear layer is a term of a sum over the ranks."""
+    return isinstance(module, LinearAllreduce)
+
+
+def sum_outputs(module: nn.Module, products: Tensor) -> None:
+    """Add the products of all ranks, in place. One all-reduce, however many probes they are of."""
+    comm.all_reduce(products, group=module.mp_group)
+
+
+def split_pair(base: nn.Module, first: nn.Linear, second: nn.Linear) -> tuple[nn.Module, nn.Module]:
+    """Split the two matrices of a low-rank adapter, B A, as the linear layer that they belong to."""
+    options: dict[str, Any] = {"mp_group": getattr(base, "mp_group", None)}
+    if isinstance(base, LinearAllreduce):
+        return LinearAllreduce(first, name=base.name, tp_meta=base.tp_meta, **options), second
+    if isinstance(base, LinearLayer):
+        return first, LinearLayer(second, name=base.name, tp_meta=base.tp_meta, **options)
+    return first, second
+
+
+def split_heads(parameter: nn.Parameter) -> None:
+    """Split the first dimension of a parameter on the meta device evenly over the tensor-parallel group."""
+    size = groups.get_tensor_model_parallel_world_size()
+    num_heads = parameter.shape[0] // size
+    described = contiguous_split_map(parameter.shape, [num_heads] * size, partition_dim=0)
+    setattr(parameter, DS_AUTOTP_UC_META, {"conversion": {"affine_map": described.to_dict()}})
+    parameter.data = parameter.data[:num_heads]
