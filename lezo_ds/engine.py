@@ -107,11 +107,6 @@ class ModelEngine:
         """Return the outputs of a forward pass at each probe, or at the weights themselves. A collective."""
         return self._perturbed(micro_batch, perturbation, runner(micro_batch, self._deepspeed))
 
-    @property
-    def counts_losses(self) -> bool:
-        """Whether this rank is the first of those that run the same passes."""
-        return self.global_rank % self.tensor_parallel == 0
-
     def save_checkpoint(
         self, save_dir: str | Path, step: int | None = None, journal: str | None = None
     ) -> Path:
@@ -167,7 +162,7 @@ class ModelEngine:
             facts: what this rank works on, besides the batch.
             share_of: function (rank) -> indices of the micro-batches that it runs.
         """
-        if not self.counts_losses:
+        if self.global_rank % self.tensor_parallel:  # the first of those that run the same passes counts
             losses = torch.zeros_like(losses)
         votes = losses.new_tensor([float(self._stop_requested), float(self._snapshot_requested)])
         self._snapshot_requested = False

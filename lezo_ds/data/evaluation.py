@@ -45,6 +45,11 @@ class EvaluationResult:
 class Model(Protocol):
     """The part of an engine that evaluation uses."""
 
+    @property
+    def tensor_parallel(self) -> int:
+        """Number of ranks that run the same batches."""
+        ...
+
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Return the logits, or the new tokens, that a micro-batch selects. A collective."""
         ...
@@ -215,7 +220,7 @@ class _Evaluation:
         for index in range(first, -(-num_groups // num_shares) * num_shares, num_shares):
             group = groups[min(index, num_groups - 1)]
             rows = run(group)
-            if index < num_groups and self.engine.counts_losses:
+            if index < num_groups and distributed.rank() % together == 0:
                 values[group] = rows.cpu().double()
         summed = distributed.sum_vector(values.flatten().to(distributed.device()))
         return torch.tensor(summed, dtype=torch.float64).view(values.shape)

@@ -110,7 +110,7 @@ def product_at_probes(module: nn.Module, copies: Copies, batch: Tensor, num_copi
     A perturbed bias of a 16-bit model is added in float32. The product cannot do that, because cuBLAS adds
     biases of the output's dtype only. Products that are terms of a sum over ranks get the bias after it.
     """
-    stored, bias = module._parameters["weight"], module._parameters["bias"]
+    stored, bias = module._parameters["weight"], module._parameters.get("bias")
     assert stored is not None, "a linear module has a weight"
     weights: Sequence[Tensor] = copies.get("weight") or [stored] * num_copies
     if not isinstance(module, Conv1D):

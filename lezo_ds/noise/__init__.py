@@ -99,7 +99,7 @@ class NoiseBackend(ABC):
             if scale == 0:
                 results = [
                     [(theta if rows is None else theta[rows]).to(out_dtype)]
-                    for theta, _, out_dtype, rows in weights
+                    for theta, _, out_dtype, rows, _ in weights
                 ]
             else:
                 num_signs += tuple(scales[done + 1 : done + 2]) == (-scale,)

@@ -242,6 +242,10 @@ class Run(ABC):
         if self.writes:
             logger.info("%s", evaluation_line(record, metric))
 
+    @property
+    def tensor_parallel(self) -> int:
+        return self.engine.tensor_parallel
+
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Return the outputs in an evaluation, or leave it, to be repeated, if any rank was asked to stop."""
         self._look_for_requests()

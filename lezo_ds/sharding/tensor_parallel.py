@@ -20,7 +20,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from lezo_ds.distributed import device
-from lezo_ds.errors import UserError
+from lezo_ds.errors import UserError, cut
 from lezo_ds.noise import ALL, Region
 from lezo_ds.sharding.parameters import NamedParameter, OpenShard, ShardedParameter
 
@@ -54,15 +54,17 @@ def shard_model(
                     own.data = torch.empty(shapes[own], dtype=own.dtype, device="meta")
                     vars(own).pop(DS_AUTOTP_UC_META, None)
         restore()
-        splits.update(_materialized(model, shapes))
+        splits.update(_materialized(model))
         return model
 
+    whole_head = {**ds_config["tensor_parallel"], "vocab_parallel_lm_head": False}
     # DeepSpeed moves a model to its device after it has split it, and calls nothing in between.
     model.to = materialize  # type: ignore[method-assign, assignment]
     try:
-        engine, *_ = deepspeed.initialize(model=model, config=dict(ds_config))
-    except AssertionError as error:  # AutoTP.tp_parser (0.19.8)
-        raise UserError(f"AutoTP has no policy for {type(model).__name__}: {error}", fix=_FIX) from error
+        engine, *_ = deepspeed.initialize(model=model, config={**ds_config, "tensor_parallel": whole_head})
+    except (AssertionError, ValueError, NotImplementedError) as error:  # AutoTP's (0.19.8)
+        text = cut(" ".join(str(error).split()), 200)
+        raise UserError(f"AutoTP does not support {type(model).__name__}: {text}", fix=_FIX) from error
     finally:
         del model.to
         groups.mpu = None  # or later engines of this process would take their groups from this one
@@ -73,7 +75,18 @@ def shard_model(
     engine.module_forward_pre_hook.remove()  # they start timers that only a training engine reads
     engine.module_forward_post_hook.remove()
     engine.forward = model.__call__
+    _try(model)
     return engine, splits
+
+
+@torch.no_grad()
+def _try(model: nn.Module) -> None:
+    """Run two tokens: Falcon and Bloom keep the number of heads where AutoTP (0.19.8) does not change it."""
+    try:
+        model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device()))
+    except RuntimeError as error:
+        text = f"{type(model).__name__} does not run after AutoTP has split it: {cut(str(error), 100)}"
+        raise UserError(text, fix=_FIX) from error
 
 
 def _refuse_uneven_heads(config: Any, size: int) -> None:  # noqa: ANN401
@@ -84,39 +97,37 @@ def _refuse_uneven_heads(config: Any, size: int) -> None:  # noqa: ANN401
         raise UserError(what, fix=f"use a divisor of {math.gcd(num_heads, num_shared)}, or {_FIX}")
 
 
-def _materialized(model: nn.Module, shapes: Mapping[nn.Parameter, torch.Size]) -> dict[nn.Parameter, Split]:
+def _materialized(model: nn.Module) -> dict[nn.Parameter, Split]:
     """Give each parameter and buffer memory on this rank's device; return how parameters are split."""
     group, real = groups.get_tensor_model_parallel_group(), {}
     splits = {}
     for name, parameter in model.named_parameters():
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device())
         real[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        parts = _parts(name, getattr(parameter, DS_AUTOTP_UC_META, None))
-        shape = shapes.get(parameter, parameter.shape)
-        splits[real[parameter]] = Split(tuple(shape), parts, group)
+        splits[real[parameter]] = _split(name, parameter, group)
     for module in model.modules():
         module._parameters.update({n: real[p] for n, p in module._parameters.items() if p is not None})
         module._buffers.update({n: b.to(device()) for n, b in module._buffers.items() if b is not None})
     return splits
 
 
-def _parts(name: str, facts: Mapping[str, Any] | None) -> list[tuple[Region, int]]:
-    """Return region and number of elements of each rank's part, from what DeepSpeed (0.19.8) notes of it."""
-    if facts is None or facts["conversion"].get("replicated"):
-        return []
+def _split(name: str, parameter: nn.Parameter, group: Any) -> Split:  # noqa: ANN401
+    """Return how a parameter is split, from what DeepSpeed (0.19.8) notes of it."""
+    facts: Mapping[str, Any] = getattr(parameter, DS_AUTOTP_UC_META, {"conversion": {"replicated": True}})
+    if facts["conversion"].get("replicated"):
+        return Split(tuple(parameter.shape), [], group)
     described = facts["conversion"].get("affine_map")
-    pieces_of_ranks = ParamAffineMap.from_dict(described).pieces_by_rank.values() if described else [()]
+    whole = ParamAffineMap.from_dict(described) if described else None
+    if whole is None or any(len(pieces) != 1 for pieces in whole.pieces_by_rank.values()):
+        raise UserError(f"AutoTP splits {name} into parts that are no rectangles", fix=_FIX)
     parts = []
-    for pieces in pieces_of_ranks:
-        if len(pieces) != 1:
-            raise UserError(f"AutoTP splits {name} into parts that are no rectangles", fix=_FIX)
-        (piece,) = pieces
+    for (piece,) in whole.pieces_by_rank.values():
         width, stride = piece.shape[-1], piece.source_strides[0]
         is_contiguous = len(piece.shape) == 1 or math.prod(piece.shape[1:]) == stride
         rows = (0, 0) if is_contiguous else (width, stride)
         region = Region(piece.source_offset, *rows)
         parts.append((region, piece.numel))
-    return parts
+    return Split(whole.logical_shape, parts, group)
 
 
 class Split(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lezo_ds.noise.reference import dither_words, draw, round_stochastic
+from lezo_ds.noise.reference import DITHER_STREAM, draw, round_stochastic, words_at
 from lezo_ds.sharding.parameters import parameter_ids
 from lezo_ds.zo.keys import direction_key
 
@@ -93,8 +93,8 @@ class Reference:
             )
             return exact.float()
         if self.precision == "stochastic" and key is not None:
-            dither = dither_words(key, self.ids[name], 0, value.numel(), CPU).view(value.shape)
-            return round_stochastic(value.contiguous(), dither, self.dtype).float()
+            dither = words_at(key, self.ids[name], torch.arange(value.numel()), DITHER_STREAM)
+            return round_stochastic(value.contiguous(), dither.view(value.shape), self.dtype).float()
         return value.to(self.dtype).float()
 
     def _summed_loss(self, batch):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from lezo_ds.noise import Shard, Weight
+from lezo_ds.noise import Region, Shard, Weight
 from lezo_ds.noise.reference import split_master
 from lezo_ds.zo.updates import Update
 
@@ -82,7 +82,7 @@ def updated(noise, distribution, dtype, precision, device):
     shards = []
     for parameter_id, (count, start) in enumerate(SHARDS):
         values, low = stored(values_of_every_size(count), dtype, precision, device)
-        shards.append(Shard(values, start, parameter_id, low))
+        shards.append(Shard(values, Region(start), parameter_id, low))
     noise.update_(shards, UPDATES, precision, distribution)
     return [tensor for shard in shards for tensor in (shard.values, shard.low) if tensor is not None]
 

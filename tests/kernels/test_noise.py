@@ -25,16 +25,18 @@ from noise_cases import (
     values_of_every_size,
 )
 
-from lezo_ds.noise import Shard, Weight, noise_backend, reference, stacked
+from lezo_ds.noise import ALL, Region, Shard, Weight, noise_backend, reference, stacked
 from lezo_ds.noise.cpu import CpuNoise
 from lezo_ds.noise.reference import (
+    DITHER_STREAM,
     EagerNoise,
-    dither_words,
     draw,
+    draw_at,
     join_master,
     philox4x32_10,
     round_stochastic,
     split_master,
+    words_at,
 )
 from lezo_ds.zo.updates import Update
 
@@ -87,7 +89,10 @@ def test_draws_have_their_golden_bits(backend, golden):
     assert words(z.cpu().view(torch.int32)) == golden["normal"]
     signs = noise.draw(*where, len(golden["rademacher"]), device, "rademacher")
     assert "".join({1.0: "+", -1.0: "-"}[sign] for sign in signs.tolist()) == golden["rademacher"]
-    assert words(dither_words(*where, len(golden["dither"].split()), CPU)) == golden["dither"]
+    assert (
+        words(words_at(*where[:2], where[2] + torch.arange(len(golden["dither"].split())), DITHER_STREAM))
+        == golden["dither"]
+    )
 
 
 @every_distribution
@@ -101,7 +106,7 @@ def test_the_reference_is_the_plain_formulas_in_fp32(dtype, distribution):
         # The sum would turn -0.0 + 0.0 into 0.0.
         assert_same_bits(copy, (theta.float() + z * scale).to(dtype) if scale else theta)
     shard = theta.flatten().clone()
-    REFERENCE.update_([Shard(shard, 0, 6)], [Update(KEY, 0.3, 0.99)], "nearest", distribution)
+    REFERENCE.update_([Shard(shard, ALL, 6)], [Update(KEY, 0.3, 0.99)], "nearest", distribution)
     assert_same_bits(shard, (theta.float() * 0.99 - z * 0.3).to(dtype).flatten())
 
 
@@ -121,14 +126,41 @@ def test_slices_and_single_updates_give_the_bits_of_one_call(backend, precision,
     values = values_of_every_size(1101)
     full, full_low = stored(values, torch.bfloat16, precision, device)
     parts, parts_low = stored(values, torch.bfloat16, precision, device)
-    noise.update_([Shard(full, 0, 6, full_low)], updates, precision, distribution)
+    noise.update_([Shard(full, ALL, 6, full_low)], updates, precision, distribution)
     for update in updates:
         for first, last in ((0, 367), (367, 734), (734, 1101)):
             low = None if parts_low is None else parts_low[first:last]
-            noise.update_([Shard(parts[first:last], first, 6, low)], [update], precision, distribution)
+            noise.update_(
+                [Shard(parts[first:last], Region(first), 6, low)], [update], precision, distribution
+            )
     assert_same_bits(parts, full)
     if full_low is not None:
         assert_same_bits(parts_low, full_low)
+
+
+@pytest.mark.parametrize("precision", ["stochastic", "fp32_master"])
+@pytest.mark.parametrize(("rows", "columns"), [((2, 9), (3, 24)), ((0, 11), (128, 133)), ((10, 11), (5, 6))])
+def test_a_rectangle_gets_the_bits_of_its_elements(backend, precision, rows, columns):
+    noise, device = backend
+    part = (slice(*rows), slice(*columns))
+    for distribution in DISTRIBUTIONS:
+        values, low = stored(values_of_every_size(11 * 133), torch.bfloat16, precision, CPU)
+        theta = values.view(11, 133)
+        region = Region(rows[0] * 133 + columns[0], columns[1] - columns[0], 133)
+        mine = theta[part].contiguous().to(device)
+        ((plus, minus),) = noise.perturb(
+            [Weight(mine, 6, torch.float32, region=region)], KEY, [0.1, -0.1], distribution
+        )
+        (full,) = REFERENCE.perturb([Weight(theta, 6, torch.float32)], KEY, [0.1, -0.1], distribution)
+        for copy, expected in zip((plus, minus), full, strict=True):
+            assert_same_bits(copy, expected[part])
+        mine_low = None if low is None else low.view(11, 133)[part].flatten().to(device)
+        updates = [Update(KEY, 0.01, 0.999), Update(7, -0.3)]
+        noise.update_([Shard(mine.view(-1), region, 6, mine_low)], updates, precision, distribution)
+        REFERENCE.update_([Shard(values, ALL, 6, low)], updates, precision, distribution)
+        assert_same_bits(mine, theta[part])
+        if low is not None:
+            assert_same_bits(mine_low, low.view(11, 133)[part].flatten())
 
 
 def test_a_transposed_parameter_is_perturbed_by_its_row_major_index_and_copies_can_be_stacked(backend):
@@ -144,7 +176,7 @@ def test_a_transposed_parameter_is_perturbed_by_its_row_major_index_and_copies_c
     ((rows,),) = noise.perturb([weights[0]._replace(rows=strided)], KEY, [0.1])
     assert_same_bits(rows, copies[0][strided])
     noise.update_([], [Update(KEY, 0.1)], "nearest")
-    noise.update_([Shard(theta.flatten().to(device), 0, 6)], [], "nearest")
+    noise.update_([Shard(theta.flatten().to(device), ALL, 6)], [], "nearest")
     assert noise.perturb([], KEY, [0.1]) == []
 
 
@@ -184,8 +216,8 @@ def test_any_slice_of_the_noise_holds_its_values(key, parameter_id, start, skip)
     for distribution in DISTRIBUTIONS:
         part = draw(distribution, key, parameter_id, start + skip, 300 - skip, CPU)
         assert torch.equal(part, draw(distribution, key, parameter_id, start, 300, CPU)[skip:])
-    dither = dither_words(key, parameter_id, start + skip, 300 - skip, CPU)
-    assert torch.equal(dither, dither_words(key, parameter_id, start, 300, CPU)[skip:])
+        elements = torch.arange(start + skip, start + 300)
+        assert torch.equal(part, draw_at(distribution, key, parameter_id, elements))
 
 
 def test_a_million_draws_have_their_distribution_and_no_correlations():
@@ -198,7 +230,7 @@ def test_a_million_draws_have_their_distribution_and_no_correlations():
     assert abs(normal.var() - 1) < 4e-3 * math.sqrt(2)
     assert abs(signs.mean()) < 4e-3 and set(signs.tolist()) == {1.0, -1.0}
     assert signs[: 7812 * 128].view(-1, 128).mean(dim=0).abs().max() < 4.5 / math.sqrt(7812)
-    dither = dither_words(2024, 5, 0, 1_000_000, CPU)
+    dither = words_at(2024, 5, torch.arange(1_000_000), DITHER_STREAM)
     uniform = [
         (dither & (2**n - 1)).double() / 2**n - 0.5 for n in (13, 16, 20)
     ]  # the bits that rounding uses
@@ -281,9 +313,9 @@ def test_tiny_updates_survive_stochastic_and_master_storage_only(dtype, size, pr
     coefficients = torch.randn(1000, generator=generator) * size
     updates = [Update(1000 + index, float(coefficient)) for index, coefficient in enumerate(coefficients)]
     exact = torch.zeros(50_000)
-    noise.update_([Shard(exact, 0, 4)], updates, "nearest")
+    noise.update_([Shard(exact, ALL, 4)], updates, "nearest")
     values, low = stored(start.float(), dtype, precision)
-    noise.update_([Shard(values, 0, 4, low)], updates, precision)
+    noise.update_([Shard(values, ALL, 4, low)], updates, precision)
     change, exact = join_master(values, low).double() - start.double(), exact.double()
     least, most = SIGNAL[precision]
     assert least <= float(change @ exact / (exact @ exact)) <= most

@@ -8,7 +8,7 @@ import pytest
 import torch
 from noise_cases import CASES, GOLDEN, KEY, digest, result
 
-from lezo_ds.noise import Shard, Weight, cpu, noise_backend
+from lezo_ds.noise import ALL, Region, Shard, Weight, cpu, noise_backend
 from lezo_ds.noise.cpu import CpuNoise
 from lezo_ds.noise.reference import EagerNoise, split_master
 from lezo_ds.zo.updates import Update
@@ -86,7 +86,7 @@ def test_the_number_of_threads_changes_no_bit(distribution):
     for noise, num_threads in ((CpuNoise(), 1), (CpuNoise(), 2), (CpuNoise(), 3), (EagerNoise(), 1)):
         torch.set_num_threads(num_threads)
         shard = theta.clone()
-        noise.update_([Shard(shard, 5, 2)], [Update(1, 0.1)], "stochastic", distribution)
+        noise.update_([Shard(shard, Region(5), 2)], [Update(1, 0.1)], "stochastic", distribution)
         ((full,),) = noise.perturb([Weight(theta, 2, theta.dtype)], KEY, [0.1], distribution)
         ((some,),) = noise.perturb([Weight(table, 2, theta.dtype, rows)], KEY, [0.1], distribution)
         digests.add(digest([shard, full, some]))
@@ -102,7 +102,7 @@ def test_flushing_of_denormals_elsewhere_in_the_process_changes_no_bit():
         high, low = split_master(theta, torch.bfloat16)
         torch.set_flush_denormal(flush)
         ((copy,),) = CpuNoise().perturb([Weight(theta, 2, theta.dtype)], KEY, [tiny])
-        CpuNoise().update_([Shard(high, 0, 2, low)], [Update(1, tiny)], "fp32_master")
+        CpuNoise().update_([Shard(high, ALL, 2, low)], [Update(1, tiny)], "fp32_master")
         torch.set_flush_denormal(False)
         assert len(copy.unique()) > 90
         digests.add(digest([copy, high, low]))

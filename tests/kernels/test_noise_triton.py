@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lezo_ds.errors import UserError
-from lezo_ds.noise import Shard, Weight, noise_backend
+from lezo_ds.noise import ALL, Shard, Weight, noise_backend
 from lezo_ds.zo.updates import Update
 
 pytest.importorskip("triton")
@@ -99,7 +99,13 @@ def compiled_for_hopper(storage, distribution, operation):
     kernel = kernels.perturb_kernel if operation in ("perturb", "rows") else kernels.update_kernel
     names, types = kernel.arg_names, dict(TYPES)
     constants = {"dtype": STORAGE[storage], "out_dtype": STORAGE[storage], "distribution": distribution}
-    constants |= {"aligned": True, "unit": 16, "num_columns": 16, "precision": operation, "two_signs": True}
+    constants |= {
+        "layout": "aligned",
+        "unit": 16,
+        "num_columns": 16,
+        "precision": operation,
+        "two_signs": True,
+    }
     if operation != "rows":
         del types["rows_ptr"]
         constants["rows_ptr"] = None
@@ -166,7 +172,7 @@ def test_alike_parameters_take_one_launch_and_others_one_for_each_kind(monkeypat
         weights = alike + others[:num_others]
         for _ in range(2):
             noise.perturb(weights, 5, [0.1, -0.1])
-            shards = [Shard(weight.theta.view(-1), 0, weight.parameter_id) for weight in weights]
+            shards = [Shard(weight.theta.view(-1), ALL, weight.parameter_id) for weight in weights]
             noise.update_(shards, [Update(5, 0.1)], "stochastic")
         first, second = launched[: len(launched) // 2], launched[len(launched) // 2 :]
         assert len(first) == 2 * (1 + num_others)

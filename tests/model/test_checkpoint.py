@@ -25,6 +25,7 @@ from lezo_ds.model.checkpoint import (
     parameter_names,
     resolve_model,
 )
+from lezo_ds.noise import ALL, Region
 from lezo_ds.sharding.files import WeightFiles
 
 BIAS = "model.decoder.layers.0.fc1.bias"
@@ -40,7 +41,7 @@ def assert_reads(directory, model):
     for name, tensors in stored.items():
         flat = parameters[name].detach().flatten()
         middle = len(flat) // 3
-        parts = files.read(tensors, 0, middle), files.read(tensors, middle, len(flat))
+        parts = files.read(tensors, ALL, middle), files.read(tensors, Region(middle), len(flat) - middle)
         assert torch.equal(torch.cat(parts), flat), name
 
 

@@ -61,8 +61,8 @@ def _describe_shards(num_ranks):
         stored.data.fill_(float("nan"))  # the padding keeps it
         with p.shard(write=True) as shard:
             assert shard.shape == (p.count,)
-            shard.copy_(torch.arange(p.start, p.start + p.count))
-        assert (p.start, p.count) == shard_range(p.numel, distributed.rank(), num_ranks)
+            shard.copy_(p.own_part(torch.arange(p.numel)))
+        assert (p.region.start, p.count) == shard_range(p.numel, distributed.rank(), num_ranks)
         assert stored.shape == (-(-p.numel // num_ranks),)  # flat
         assert stored.dtype == p.parameter.dtype
         assert p.parameter.data.numel() == 0  # nothing stays gathered
@@ -72,7 +72,7 @@ def _describe_shards(num_ranks):
             full = p.parameter.data.clone()
         assert torch.equal(full.float(), torch.arange(p.numel).view(p.shape).float())
         assert torch.equal(p.gather().float(), full.float())
-        int16 = torch.arange(p.start, p.start + p.count, dtype=torch.int16) - 3
+        int16 = p.own_part(torch.arange(p.numel, dtype=torch.int16)) - 3
         assert torch.equal(p.gather_like(int16), torch.arange(p.numel, dtype=torch.int16).view(p.shape) - 3)
     assert model.inner.weight is model.matrix
     assert torch.equal(model.table, torch.arange(3.0))

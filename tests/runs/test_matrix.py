@@ -210,7 +210,7 @@ def read_start(case, models, run_dir):
         ids = parameter_ids([own_name(name) for name, _ in model.named_parameters()])
         for name, parameter in model.named_parameters():
             if ".lora_A." in name:
-                drawn = uniform(adapter_key(0), ids[own_name(name)], 0, parameter.numel())
+                drawn = uniform(adapter_key(0), ids[own_name(name)], torch.arange(parameter.numel()))
                 parameter.data = (drawn * parameter.shape[1] ** -0.5).view(parameter.shape)
     if case.more == BLOCKS:
         for name, parameter in model.named_parameters():

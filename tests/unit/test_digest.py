@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lezo_ds.noise import Region
 from lezo_ds.sharding import integrity, parameters
 from lezo_ds.sharding.integrity import shard_digest
 from lezo_ds.sharding.parameters import parameter_ids, table_hash
@@ -45,9 +46,12 @@ def test_the_digest_is_the_one_defined_and_slices_add_up_however_they_are_cut(
 ):
     values = from_bits(patterns, dtype)
     expected = reference_digest(values, start, parameter_id)
-    assert shard_digest(values, start, parameter_id) == expected
+    assert shard_digest(values, Region(start), parameter_id) == expected
     edges = [0, *sorted(min(cut, len(values)) for cut in cuts), len(values)]
-    parts = [shard_digest(values[first:last], start + first, parameter_id) for first, last in pairwise(edges)]
+    parts = [
+        shard_digest(values[first:last], Region(start + first), parameter_id)
+        for first, last in pairwise(edges)
+    ]
     assert wrapped(sum(parts)) == expected
 
 
@@ -58,20 +62,22 @@ def test_a_flip_of_any_single_bit_changes_it(patterns, data, dtype, start, param
     flipped = values.clone()
     bits = flipped.view(BITS.get(dtype, dtype))
     bits[data.draw(st.integers(0, len(bits) - 1))] ^= 1 << data.draw(st.integers(0, 8 * bits.itemsize - 2))
-    assert shard_digest(flipped, start, parameter_id) != shard_digest(values, start, parameter_id)
+    assert shard_digest(flipped, Region(start), parameter_id) != shard_digest(
+        values, Region(start), parameter_id
+    )
 
 
 def test_more_than_one_chunk_gives_the_sum_of_the_chunks(monkeypatch):
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    expected = shard_digest(values, 5, 9)
+    expected = shard_digest(values, Region(5), 9)
     monkeypatch.setattr(integrity, "_CHUNK_ON_CPU", 64)
-    assert shard_digest(values, 5, 9) == expected
+    assert shard_digest(values, Region(5), 9) == expected
 
 
 def test_digests_ids_and_table_hashes_are_the_recorded_ones_in_any_order():
     values = torch.tensor([1.0, -2.0, 0.5, 3.0])
-    assert shard_digest(values, 5, 77) == -3482683184599007232
-    assert shard_digest(values.bfloat16(), 2**33, 2**32 - 1) == -4758718987625210304
+    assert shard_digest(values, Region(5), 77) == -3482683184599007232
+    assert shard_digest(values.bfloat16(), Region(2**33), 2**32 - 1) == -4758718987625210304
     embedding, bias = "model.decoder.embed_tokens.weight", "model.decoder.layers.0.fc1.bias"
     assert parameter_ids([embedding, bias]) == parameter_ids([bias, embedding])
     assert parameter_ids([bias, embedding]) == {embedding: 270094208, bias: 128067829}

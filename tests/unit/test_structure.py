@@ -17,24 +17,24 @@ SOURCE = [
 PACKAGE = [path for path in SOURCE if path.suffix == ".py"]
 SCRIPTS = sorted((REPOSITORY / "launch").rglob("*.py"))
 
-LINES = 14_500
+LINES = 15_100
 """Lines of Python and C++ in lezo_ds. A capability that does not fit makes room first."""
-TEST_LINES = 11_300
+TEST_LINES = 11_700
 
 FLOORS: tuple[dict[str, int], ...] = (
     {"errors": 105},
     {"registry": 105, "files": 80},
     {"zo": 700},
-    {"noise": 1_510, "tasks": 760, "journal": 360},
-    {"config": 1_150},
+    {"noise": 1_580, "tasks": 760, "journal": 360},
+    {"config": 1_220},
     {"distributed": 520},
-    {"sharding": 900},
-    {"forward": 1_080},
-    {"model": 580},
+    {"sharding": 1_170},
+    {"forward": 1_120},
+    {"model": 600},
     {"data": 1_960},
     {"agreement": 120},
     {"step": 160},
-    {"engine": 480},
+    {"engine": 500},
     {"runs": 1_860},
     {"tools": 1_660},
     {"cli": 390},

@@ -83,7 +83,7 @@ class PrefixAdapter:
         """Take the prefixes off until the heads are split; the function returned puts them back."""
         prefixes = {name: m for name, m in model.named_modules() if isinstance(m, Prefix)}
         for name in prefixes:
-            model.delete_submodule(name)
+            del model.get_submodule(name.rpartition(".")[0]).prefix
 
         def restore() -> None:
             for name, prefix in prefixes.items():

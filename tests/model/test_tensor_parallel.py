@@ -1,0 +1,205 @@
+"""Weights that DeepSpeed's AutoTP splits: they have the bits of one rank, and only activations travel."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from assets import recipe_values, write_data, write_reader
+from commands import run_forked_well
+from ranks import run_ranks
+from run_ends import num_steps, results_of
+from tiny_adapters import peft_config
+from tiny_models import FAMILIES, NUM_BLOCKS, VOCABULARY
+from tiny_runs import make_batch, start_engine, train, write_model
+from transformers import AutoModelForCausalLM, BloomConfig
+
+from lezo_ds import distributed
+from lezo_ds.config import config_from_dict
+from lezo_ds.config.deepspeed import ds_config_of
+from lezo_ds.errors import DesyncError, UserError
+from lezo_ds.forward.perturbed_forward import KeyedProbe, Perturbation
+from lezo_ds.journal import read_journal
+from lezo_ds.noise.reference import draw
+
+pytestmark = pytest.mark.distributed
+
+SPLIT = ("opt", "opt_projected", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "phi", "gemma", "gemma2")
+PROBES = (KeyedProbe(7, 1e-2), KeyedProbe(9, -2e-2))
+DROPPED = 1
+CPU = torch.device("cpu")
+
+
+def start(directory, size, dtype="fp32", num_ranks=2, **changes):
+    """Return an engine whose weights `size` ranks split, or ZeRO-3 shards (0)."""
+    split = {"tensor_parallel": {"autotp_size": size}, "zero_optimization": {"stage": 0}}
+    return start_engine(directory, dtype, num_ranks, ds_changes=split if size else (), **changes)
+
+
+@torch.no_grad()
+def _families(directories):
+    (batch,), outputs = make_batch(0, 1, vocabulary=VOCABULARY), []
+    for directory in directories:
+        engine = start(directory, 2)
+        own = [(p.name, p.named.parameter_id, p.named.block) for p in engine.weights.parameters]
+        matrices = [p for p in engine.weights.parameters if p.named.block < NUM_BLOCKS and len(p.shape) == 2]
+        assert all(2 * p.count == p.numel for p in matrices)
+        outputs.append((engine.run(batch, Perturbation(PROBES, frozenset({DROPPED}))), own))
+    return outputs
+
+
+@torch.no_grad()
+def test_split_families_have_the_logits_of_plain_transformers(tmp_path):
+    directories = [str(write_model(FAMILIES[family][0], tmp_path / family)) for family in SPLIT]
+    (batch,) = make_batch(0, 1, vocabulary=VOCABULARY)
+    chosen = batch.selection
+    for directory, (outputs, own) in zip(directories, run_ranks(_families, 2, directories)[0], strict=True):
+        for probe, output in zip(PROBES, outputs, strict=True):
+            model = AutoModelForCausalLM.from_pretrained(directory).eval()
+            parameters = dict(model.named_parameters())
+            for name, parameter_id, block in own:
+                z = draw("normal", probe.key, parameter_id, 0, parameters[name].numel(), CPU)
+                parameters[name] += (block != DROPPED) * probe.scale * z.view_as(parameters[name])
+            logits = model(**batch.inputs).logits[chosen.rows, chosen.positions][:, chosen.vocabulary]
+            assert float((output - logits).abs().max()) < 1e-5 * float(logits.abs().max()), directory
+
+
+LAYOUTS = [(1, 0), (2, 0), (2, 2), (4, 4), (4, 2)]  # numbers of ranks, and of those that split the weights
+
+
+def _run(directory, size, num_ranks, dtype, precision, records=(), snapshots=None, peft=None):
+    """Train, or replay records; return base, results of the steps, and final digest."""
+    engine = start(directory, size, dtype, num_ranks, update_precision=precision, peft=peft, weight_decay=0.1)
+    engine.watch_weights()
+    if records:
+        engine.load_checkpoint(snapshots or "absent", records)
+        engine.check_weights()
+    else:
+        records = train(engine, 3, vocabulary=VOCABULARY)
+        engine.check_weights()
+        if snapshots:
+            engine.save_checkpoint(snapshots)
+        records += train(engine, 3, vocabulary=VOCABULARY)
+    return engine.base.fingerprint, records, engine.weights.digest()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "kind"),
+    [("bf16", "fp32_master", "none"), ("bf16", "stochastic", "lora"), ("fp32", "nearest", "prefix")],
+)
+def test_a_journal_gives_the_same_bits_however_the_weights_are_shared(dtype, precision, kind, tmp_path):
+    directory = str(write_model(FAMILIES["opt"][0], tmp_path / "model"))
+    settings = dtype, precision
+    peft = None if kind == "none" else replace(peft_config(kind), lora_targets="v_proj,out_proj,fc1")
+    snapshots = str(tmp_path / "snapshots")
+    ((base, records, digest),) = run_ranks(_run, 1, directory, 0, 1, *settings, (), None, peft)
+    for num_ranks, size in LAYOUTS[1:] if kind == "none" else [(2, 2)]:
+        layout = (directory, size, num_ranks, *settings)
+        # A prefix starts from keys and values, whose last bits depend on the layout.
+        replayed = [] if kind == "prefix" else run_ranks(_run, num_ranks, *layout, records, None, peft)
+        assert all(end[0] == base and end[2] == digest for end in replayed), (num_ranks, size)
+    # Its own run: nearly the same losses, snapshots that ZeRO-3 resumes from, and the same bits again.
+    first, second = run_ranks(_run, 2, directory, 2, 2, *settings, (), snapshots, peft)
+    assert first == second
+    tolerance = 1e-5 if dtype == "fp32" else 2e-2
+    assert [r.loss for r in first[1]] == pytest.approx([r.loss for r in records], rel=tolerance)
+    (resumed,) = run_ranks(_run, 1, directory, 0, 1, *settings, first[1], snapshots, peft)
+    assert resumed[2] == first[2]
+
+
+@torch.no_grad()
+def _count_bytes(directory):
+    engine = start(directory, 2)
+    (batch,) = make_batch(0, 1, examples=6, vocabulary=VOCABULARY)
+    with distributed.counted_bytes() as counts:
+        engine.run(batch, Perturbation(PROBES, frozenset()))
+    return counts, batch.inputs["input_ids"].numel()
+
+
+def test_a_pass_sends_two_sums_of_activations_a_block_and_no_weights(tmp_path):
+    directory = str(write_model(FAMILIES["opt"][0], tmp_path))
+    counts, num_tokens = run_ranks(_count_bytes, 2, directory)[0]
+    width, num_bytes = FAMILIES["opt"][0].hidden_size, 4
+    assert counts == {"all_reduce": NUM_BLOCKS * 2 * len(PROBES) * num_tokens * width * num_bytes}
+
+
+def _spoil(directory, name, element):
+    engine = start(directory, 2)
+    engine.watch_weights()
+    train(engine, 1, vocabulary=VOCABULARY)
+    (parameter,) = [p for p in engine.weights.parameters if p.name == name]
+    if engine.global_rank == 1:
+        with parameter.shard(write=True) as shard:
+            shard[element] += 1
+    try:
+        engine.check_weights()
+    except DesyncError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", ["layers.1.fc2.weight", "final_layer_norm.weight"])
+def test_a_changed_weight_is_found_split_or_not(name, tmp_path):
+    directory, name = str(write_model(FAMILIES["opt"][0], tmp_path)), f"model.decoder.{name}"
+    element = slice(None) if "fc2" in name else slice(0, 1)
+    for text in run_ranks(_spoil, 2, directory, name, element):
+        assert f"on rank 1 {name}" in text
+
+
+def _refusal(directory, size, num_ranks):
+    with pytest.raises(UserError) as caught:
+        start(directory, size, num_ranks=num_ranks)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "text"),
+    [
+        (FAMILIES["gpt2"][0], 2, "AutoTP does not support GPT2LMHeadModel"),
+        (FAMILIES["mixtral"][0], 2, "AutoTP does not support MixtralForCausalLM"),
+        (FAMILIES["llama"][0], 4, "tensor_parallel=4 does not divide 4 heads and 2 of keys and values"),
+        (BloomConfig(vocab_size=48, hidden_size=16, n_layer=2, n_head=4), 2, "BloomForCausalLM does not run"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_and_zero_3_is_named(config, size, text, tmp_path):
+    directory = str(write_model(config, tmp_path))
+    for message in run_ranks(_refusal, size, directory, size, size):
+        assert text in message
+        assert "ZeRO-3" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"tensor_parallel": 3}, "tensor_parallel=3 does not divide 4 ranks"),
+        ({"tensor_parallel": 2, "partition_size": 1}, "partition_size=1 is a setting of ZeRO-3"),
+        ({"tensor_parallel": 2, "method": "adamw"}, "method=adamw shards the weights by ZeRO-3"),
+        ({"tensor_parallel": 2, "deepspeed": "zero3_bf16"}, "zero3_bf16 has ZeRO stage 3"),
+        ({"tensor_parallel": 2, "deepspeed": "tensor_parallel_bf16"}, '"autotp_size": 4'),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(changes, text):
+    train_keys = {"steps": 1, "batch_size": 8, "micro_batch_size": 2}
+    values = {"run_dir": "r", "model": {"path": "m", "dtype": "bf16"}, "train": train_keys}
+    values["zo"] = {"learning_rate": 1e-6, "sparsity": 0.5}
+    config = config_from_dict(values | changes, "the test")
+    with pytest.raises(UserError, match=re.escape(text)):
+        ds_config_of(config, 4)
+
+
+def test_a_run_goes_on_under_zero_3_and_its_journal_gives_its_weights(tmp_path):
+    model, run_dir = write_reader(tmp_path / "model"), tmp_path / "run"
+    values = recipe_values(model, write_data(tmp_path / "data")) | {"run_dir": str(run_dir)}
+    values["train"] |= {"steps": 4, "micro_batch_size": 4, "eval_every": 2, "snapshot_every": 2}
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps(values))
+    run_forked_well(["--config", recipe, "deepspeed=null", "tensor_parallel=2"], num_ranks=2)
+    header, _ = read_journal(run_dir / "journal.jsonl")
+    assert header.arithmetic["tensor_parallel"] == "2"
+    assert header.config["tensor_parallel"] == 2
+    messages = run_forked_well(["--config", recipe, "train.steps=6"])
+    assert num_steps(run_dir) == 6
+    assert "tensor_parallel was '2'" in str(messages)
+    assert results_of(run_dir)["finished"]
