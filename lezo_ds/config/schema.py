@@ -293,7 +293,7 @@ class RunConfig:
     """Number of ranks that share one copy of the weights, a divisor of the number of ranks. Such groups
     exchange only scalars with each other. Use 1 if one GPU can hold the model. Null is all ranks."""
 
-    tensor_parallel: Annotated[PositiveInt | None, _MAY_DIFFER] = None
+    tensor_parallel: Annotated[Size | None, _MAY_DIFFER] = None
     """Number of ranks that split each weight by DeepSpeed's AutoTP instead of ZeRO-3, a divisor of the number
     of ranks. Weights stay where they are, and activations travel. Null takes that of the DeepSpeed JSON."""
 

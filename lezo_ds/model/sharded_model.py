@@ -20,7 +20,7 @@ from lezo_ds.model.snapshots import LOW_BITS_DIRECTORY, read_facts, write_snapsh
 from lezo_ds.sharding import tensor_parallel, zero3
 from lezo_ds.sharding.files import WeightFiles
 from lezo_ds.sharding.parameters import NamedParameter, ShardedParameter, parameter_ids, table_hash
-from lezo_ds.sharding.tensor_parallel import SplitParameter
+from lezo_ds.sharding.tensor_parallel import Split, SplitParameter
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.updates import UpdatePrecision
 
@@ -117,7 +117,8 @@ def load_sharded_model(
     ids = parameter_ids(aliases)
     if only_blocks:
         freeze_outside(module, layout)
-    engine, splits = None, {}
+    engine: Any = None
+    splits: dict[nn.Parameter, Split] = {}
     if tensor_parallel_size(ds_config) > 1:
         restore = adapter.hide(module) if adapter else lambda: None
         engine, splits = tensor_parallel.shard_model(module, layout.path, ds_config, restore)

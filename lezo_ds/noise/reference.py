@@ -229,7 +229,8 @@ class EagerNoise(NoiseBackend):
         copies = []
         for theta, parameter_id, out_dtype, rows, region in weights:
             width = 1 if rows is None else theta.shape[1]
-            source, shape = theta.reshape(-1, width), theta.shape if rows is None else (len(rows), width)
+            source = theta.reshape(-1, width)
+            shape = theta.shape if rows is None else torch.Size((len(rows), width))
             outs = [torch.empty(shape, dtype=out_dtype, device=theta.device) for _ in range(num_signs)]
             for first, last in _chunks(shape.numel() if rows is None else len(rows), max(1, CHUNK // width)):
                 if rows is None:

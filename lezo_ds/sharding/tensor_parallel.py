@@ -59,7 +59,7 @@ def shard_model(
 
     whole_head = {**ds_config["tensor_parallel"], "vocab_parallel_lm_head": False}
     # DeepSpeed moves a model to its device after it has split it, and calls nothing in between.
-    model.to = materialize  # type: ignore[method-assign, assignment]
+    model.to = materialize  # type: ignore[method-assign]
     try:
         engine, *_ = deepspeed.initialize(model=model, config={**ds_config, "tensor_parallel": whole_head})
     except (AssertionError, ValueError, NotImplementedError) as error:  # AutoTP's (0.19.8)
