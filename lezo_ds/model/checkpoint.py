@@ -106,8 +106,9 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:  # noqa: ANN401
         with accelerate.init_empty_weights(include_buffers=False):
             own_config = copy.deepcopy(config)  # the model keeps it and changes it
             model = AutoModelForCausalLM.from_config(own_config, dtype=dtype, trust_remote_code=False)
-    except ValueError as error:
-        raise _not_causal(f"{type(config).__name__} is not that of a causal language model") from error
+    except Exception as error:  # of many types, for a config.json that is damaged
+        name = type(config).__name__
+        raise _not_causal(f"{name} is not that of a causal language model: {_first_line(error)}") from error
     is_decoder = getattr(model.config, "is_decoder", False)
     if model.config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_decoder:
         raise _not_causal(f"{type(model).__name__} is an encoder: its tokens see those that follow them")

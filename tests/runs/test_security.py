@@ -23,6 +23,7 @@ from lezo_ds.config import config_from_dict
 from lezo_ds.config.schema import READER
 from lezo_ds.errors import UserError
 from lezo_ds.journal import encode_journal, read_journal
+from lezo_ds.model.checkpoint import build_checked, resolve_model
 from lezo_ds.runs import scoring
 
 
@@ -99,6 +100,14 @@ def test_code_that_a_model_asks_for_is_refused(inputs, target):
     assert train(inputs, "model.trust_remote_code=true").code == 2
     assert_one_error(train(inputs), 2, str(directory))
     assert not target.exists()
+
+
+@pytest.mark.parametrize("text", ["[]", "[" * 9000, {"num_attention_heads": 0}, {"ffn_dim": 2**62}])
+def test_a_damaged_config_of_a_model_is_refused_in_one_line(text, inputs):
+    path = inputs / "model" / "config.json"
+    path.write_text(text if isinstance(text, str) else json.dumps(json.loads(path.read_text()) | text))
+    with pytest.raises(UserError, match=r"config\.json|OPTConfig is not that of a causal"):
+        build_checked(resolve_model(str(path.parent)), "fp32")
 
 
 def test_code_that_a_known_model_and_its_tokenizer_bring_along_is_not_run(inputs, target):
