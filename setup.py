@@ -37,7 +37,7 @@ setup(
         "lezo_ds.ds_configs": ["*.json"],
         "lezo_ds.launch": ["*.sh", "mpi/*", "recipes/*", "slurm/*"],
     },
-    entry_points={"console_scripts": ["lezo-ds = lezo_ds.cli:main"]},
+    entry_points={"console_scripts": ["lezo-ds = lezo_ds.__main__:main"]},
     python_requires=">=3.11",
     install_requires=[
         "accelerate>=1.15.0",

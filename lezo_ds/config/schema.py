@@ -226,7 +226,7 @@ class TrainConfig:
     eval_batch_size: Annotated[Size, _MAY_DIFFER] = 16
     """Number of sequences (prompts, each with one candidate if any) in a forward pass of an evaluation."""
 
-    eval_every: Number | None = None
+    eval_every: Annotated[Number | None, _MAY_DIFFER] = None
     """Number of steps between evaluations. Null evaluates every tenth of the run, as in the papers."""
 
     patience: Annotated[Number | None, _MAY_DIFFER] = None

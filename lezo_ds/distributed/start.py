@@ -44,13 +44,19 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
     take_device()  # before the first message: otherwise every rank would send it from GPU 0
     timeout = timedelta(seconds=timeout_seconds)
     comm.init_distributed(timeout=timeout, init_method=prepare_rendezvous(), verbose=False)
-    if comm.get_world_size() > 1:
-        limit = min(heartbeat.LIMIT_SECONDS, timeout_seconds)
-        _heartbeats.append(heartbeat.Heartbeat(comm.get_rank(), comm.get_world_size(), limit))
+    _start_heartbeat(comm.get_rank(), comm.get_world_size(), timeout)
     # A rank that ends at once (bad input) would break the connections of the ranks that still join.
     comm.barrier()
-    for beating in _heartbeats:
-        beating.start()
+
+
+def _start_heartbeat(rank: int, num_ranks: int, timeout: timedelta) -> None:
+    if num_ranks > 1 and not _heartbeats:
+        _heartbeats.append(heartbeat.Heartbeat(rank, num_ranks, _limit(timeout)))
+        _heartbeats[0].start()
+
+
+def _limit(timeout: timedelta) -> float:
+    return min(heartbeat.LIMIT_SECONDS, timeout.total_seconds())
 
 
 def shut_down() -> None:
@@ -174,9 +180,18 @@ def _meet(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[Store, int, i
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     listener = listen_at(host, port) if rank == 0 else None
     descriptor = None if listener is None else listener.detach()
+    # The heartbeat, not this store, waits for ranks that are late, and ends this one if another never comes.
     store = TCPStore(
-        host, port, world_size, rank == 0, timeout, multi_tenant=True, master_listen_fd=descriptor
+        host,
+        port,
+        world_size,
+        is_master=rank == 0,
+        timeout=timedelta(seconds=_limit(timeout)),
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=descriptor,
     )
+    _start_heartbeat(rank, world_size, timeout)
     yield store, rank, world_size  # torch asks for a second item only if ranks join again
 
 

@@ -11,6 +11,7 @@ import os
 import platform
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -46,16 +47,27 @@ class RunDirectory:
         self._metrics = self.path / "metrics.jsonl"
         self._facts = (self.path / "config.yaml", self.path / "environment.json")
 
+    def check_writable(self) -> None:
+        """Refuse a path where no run can be. Nothing is left there."""
+        with self._refusals():
+            existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+            tempfile.TemporaryFile(dir=existing).close()
+
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Create the directory, and keep other processes from writing to it, on any host that shares it."""
+    def _refusals(self) -> Iterator[None]:
         try:
-            make_directory(self.path)
-            # It stays: a file that is removed could be locked twice.
-            file = (self.path / ".lock").open("a+", errors="replace")
+            yield
         except OSError as error:
             text = f"{self.path} cannot be written to: {error}"
             raise UserError(text, fix="set another run_dir") from error
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Create the directory, and keep other processes from writing to it, on any host that shares it."""
+        with self._refusals():
+            make_directory(self.path)
+            # It stays: a file that is removed could be locked twice.
+            file = (self.path / ".lock").open("a+", errors="replace")
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

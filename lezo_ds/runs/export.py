@@ -28,10 +28,12 @@ from lezo_ds.runs.records import (
     assert_same_model_config,
     config_of,
     evaluations_of,
+    is_worse_than_base,
     read_run,
     steps_of,
 )
 from lezo_ds.runs.scoring import recipe_of
+from lezo_ds.runs.screen import WORSE
 from lezo_ds.runs.trainer import restore
 
 MAX_JOURNAL_BYTES = 64 << 20
@@ -74,6 +76,8 @@ def export_run(
     if distributed.rank() == 0:
         known = "no digest in the run to compare with" if expected is None else "the same as in the run"
         logger.info("digest of the weights: %s (%s)", digest, known)
+        if is_worse_than_base(evaluations_of(run.records)):
+            logger.warning("%s", WORSE)
     card = distributed.on_rank_zero(lambda: model_card(run, number, digest))
     engine.write_model(target, card=card, low_bits=low_bits, recipe=recipe_of(run.config))
     return number
@@ -155,7 +159,7 @@ tags: [lezo_ds, {method}]{base_model}
 
 lezo_ds trained {trained} of {base} with {optimizer}.
 These are the weights after {step} of {num_steps} steps. Their digest is {digest}, that of the base weights
-{fingerprint}.
+{fingerprint}.{verdict}
 
 | split | step | score |
 | --- | --- | --- |
@@ -216,6 +220,7 @@ def model_card(run: RecordedRun, step: int, digest: str) -> str:
         trained=_TRAINED[kind],
         step=step,
         num_steps=run.num_steps,
+        verdict=f" {WORSE}." if is_worse_than_base(evaluations_of(run.records)) else "",
         digest=digest,
         fingerprint=_plain(run.header.model_fingerprint),
         scores="\n".join(rows),

@@ -194,7 +194,8 @@ class FirstOrderRun(Run):
     def _record_evaluation(self, record: EvaluationRecord) -> None:
         """Record the evaluation. If it is the best so far, keep the weights too."""
         evaluations = [*self.evaluations, record]
-        if record.split == "dev" and best_evaluation(evaluations) is record:
+        is_best = record.split == "dev" and best_evaluation(evaluations) is record
+        if is_best and not self._is_base(record.step):
             self._write_snapshot()
         self._write_state(evaluations=tuple(evaluations))
 
@@ -221,4 +222,9 @@ class FirstOrderRun(Run):
             self.engine.write_model(target, journal=checksum)
 
     def _restore(self, step: int) -> None:
-        self.engine.load_model(snapshot_path(self.directory.snapshots, step), step)
+        snapshot = snapshot_path(self.directory.snapshots, step)
+        self.engine.load_model(None if self._is_base(step) else snapshot, step)
+
+    def _is_base(self, step: int) -> bool:
+        """Return whether step 0 needs no snapshot. A prefix may start differently on another machine."""
+        return step == 0 and self.config.peft.kind != "prefix"

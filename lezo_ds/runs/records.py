@@ -136,20 +136,30 @@ def owner_of(header: Header, records: Iterable[JournalRecord]) -> SnapshotOwner:
     return SnapshotOwner(header.model_fingerprint, step_checksums(header, records))
 
 
-def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
+def best_evaluation(evaluations: Sequence[EvaluationRecord], first_step: int = 0) -> EvaluationRecord | None:
     """Return the evaluation with the lowest validation loss, the criterion of the papers.
 
-    The first of several equal ones counts. A loss of None is higher than any other.
+    That of the base model, at step 0, is one of them. The first of several equal ones counts. A loss of None
+    is higher than any other.
     """
-    losses = [record for record in evaluations if record.split == "dev"]
+    losses = [record for record in evaluations if record.split == "dev" and record.step >= first_step]
     return min(losses, key=lambda record: math.inf if record.loss is None else record.loss, default=None)
 
 
+def is_worse_than_base(evaluations: Sequence[EvaluationRecord]) -> bool:
+    """Return whether no validation loss after a step was below that of the base model."""
+    trained = best_evaluation(evaluations, first_step=1)
+    return trained is not None and best_evaluation(evaluations) is not trained
+
+
 def stopping_step(evaluations: Sequence[EvaluationRecord], patience: int | None) -> int | None:
-    """Return the first step with `patience` validations in a row not better than the best before; or None."""
+    """Return the first step with `patience` validations in a row not better than the best before; or None.
+
+    The first one after step 0 counts as better: many runs have to fall behind the base model first.
+    """
     lowest, num_worse = math.inf, 0
     for record in evaluations:
-        if record.split != "dev":
+        if record.split != "dev" or record.step == 0:
             continue
         loss = math.inf if record.loss is None else record.loss
         num_worse = 0 if loss < lowest else num_worse + 1
@@ -202,13 +212,16 @@ class RecordedRun:
 
     def find_step(self, step: str) -> int:
         """Return the number of updates for "best" (lowest validation loss), "last" or a number."""
-        path, best = self.directory.path, best_evaluation(evaluations_of(self.records))
-        if step == "best" and best is None:
+        path, evaluations = self.directory.path, evaluations_of(self.records)
+        best = best_evaluation(evaluations)
+        if step == "best" and best_evaluation(evaluations, first_step=1) is None:
             fix = "use --step last, or resume the run"
-            raise UserError(f"run {path} has no evaluation yet, so it has no best step", fix=fix)
+            raise UserError(f"run {path} has no evaluation after a step, so it has no best step", fix=fix)
+        named = {"last": self.num_steps, "best": best.step if best else None}
+        found = named.get(step, int(step) if step.isdecimal() else None)
         kept: Sequence[int] = range(self.num_steps + 1)
         expected = f"0 to {self.num_steps}"
-        if self.config.method == "adamw":
+        if self.config.method == "adamw" and found != 0:  # the base model needs no snapshot
             root = self.directory.snapshots
             manifests = {
                 number: read_manifest(snapshot_path(root, number)) for number in snapshot_steps(root)
@@ -217,8 +230,6 @@ class RecordedRun:
             if self.num_steps > 0 and not kept and not self.directory.checkpoints.is_dir():
                 raise _weights_removed(path)
             expected = f"a step with a snapshot ({', '.join(map(str, kept)) or 'none yet'})"
-        named = {"last": self.num_steps, "best": best.step if best else None}
-        found = named.get(step, int(step) if step.isdecimal() else None)
         if found is None or found not in kept:
             raise UserError(f"run {path} has no step {step}", fix=f"set --step to best, last, or {expected}")
         return found
@@ -257,9 +268,8 @@ def _digests(directory: RunDirectory, owner: SnapshotOwner) -> dict[int, str]:
     return {step: digest for step, digest in digests.items() if isinstance(digest, str)}
 
 
-def check_records(config: RunConfig, data: TaskData, directory: RunDirectory) -> None:
+def check_records(config: RunConfig, data: TaskData, directory: RunDirectory, num_ranks: int) -> None:
     """Refuse, before weights are loaded, to resume a run as another one."""
-    num_ranks = distributed.world_size()
     if config.method == "adamw" and config.partition_size not in (None, num_ranks):
         text = f"method adamw shards the weights among all ranks; partition_size={config.partition_size}"
         raise UserError(text, fix="set partition_size=null")

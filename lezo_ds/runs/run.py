@@ -209,7 +209,7 @@ class Run(ABC):
 
     def _evaluate_if_due(self) -> None:
         step = self.engine.global_steps
-        if step == 0 or (step % self._eval_every and step != self.num_steps):
+        if self.num_steps == 0 or (step % self._eval_every and step != self.num_steps):
             return
         try:
             self._evaluate("dev", at=step)
@@ -277,6 +277,7 @@ class Run(ABC):
         config, metric = self.config, self.data.task.metric
         before = self._evaluation("test", 0)
         final = self._evaluation("test", best.step) if best else None
+        trained = records.best_evaluation(self.evaluations, first_step=1)
         scored = final if config.method in TRAINED else before
         any_test = before or final
         is_zero_shot = config.method in {*TRAINED, "zero_shot"}
@@ -299,6 +300,8 @@ class Run(ABC):
             "majority_class": any_test.metrics.get("majority_class") if any_test else None,
             "best_step": best.step if best else None,
             "best_dev_loss": best.loss if best else None,
+            "trained_dev_loss": trained.loss if best and trained else None,
+            "worse_than_base": finished and records.is_worse_than_base(self.evaluations),
             "steps": self._num_done,
             "early_stop_step": self._num_done if stopped_early else None,
             "seed": config.seed,

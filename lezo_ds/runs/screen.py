@@ -11,6 +11,7 @@ from tqdm import tqdm
 from lezo_ds.journal import EvaluationRecord
 
 _SPLITS = {"dev": "validation", "test": "test"}
+WORSE = "Worse than before training: no step has a lower validation loss than the base model"
 _LINE_FORMAT = "{unit} {n_fmt}/{total_fmt}:{rate_fmt}, {remaining} left{postfix}\n"
 
 
@@ -72,6 +73,8 @@ def run_summary(run_dir: str, results: Mapping[str, Any]) -> str:
     if trained:
         best = number(results["best_dev_loss"])
         lines.append(f"Best step: {results['best_step']} (validation loss {best}).")
+    if results["worse_than_base"]:
+        lines.append(f"{WORSE}, which is what export writes. Lower the learning rate, or do more steps.")
     if results["skipped_steps"]:
         lines.append(f"Skipped steps: {results['skipped_steps']}.")
     return "\n".join([*lines, f"Run directory: {run_dir}"])

@@ -15,7 +15,7 @@ import torch
 from lezo_ds import distributed
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, ZoConfig, make_layer_policy
 from lezo_ds.config.deepspeed import ds_config_of
-from lezo_ds.data.task_data import load_task_data
+from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.engine import LezoEngine, initialize
 from lezo_ds.errors import UserError
 from lezo_ds.model.checkpoint import build_checked, resolve_model
@@ -43,27 +43,39 @@ def train(config: RunConfig) -> dict[str, Any]:
         distributed.init_distributed(config.train.timeout_seconds)
         ds_config = _prepared(config)
         data = load_task_data(config)
-        directory = RunDirectory(config.run_dir)
-
-        def prepare() -> dict[str, Any]:
-            module, layout = build_checked(resolve_model(config.model.path), config.model.dtype)
-            if config.method in ZEROTH_ORDER:
-                make_layer_policy(config.zo, layout.num_blocks, trains_outside=not config.zo.only_blocks)
-            lock.enter_context(directory.locked())
-            check_records(config, data, directory)
-            blocks = module.get_submodule(layout.path) if config.zo.only_blocks else module
-            trained = blocks.parameters() if config.peft.kind == "none" else ()  # an adapter is small
-            numels = (sum(p.numel() for p in parameters) for parameters in (module.parameters(), trained))
-            check_disk(config, *numels)
-            return monitor_sections(config)
-
-        ds_config = {**distributed.on_rank_zero(prepare), **ds_config}
+        num_ranks = distributed.world_size()
+        monitors = distributed.on_rank_zero(lambda: check_run(config, data, num_ranks, lock))
+        ds_config, directory = {**monitors, **ds_config}, RunDirectory(config.run_dir)
         if config.method == "adamw":
             logger.info("loading %s", config.model.path)
             trained = initialize_first_order(config, ds_config)
             return FirstOrderRun(config, data=data, directory=directory, engine=trained).execute()
         engine = make_engine(config, ds_config)
         return ZerothOrderRun(config, data=data, directory=directory, engine=engine).execute()
+
+
+def check_run(
+    config: RunConfig, data: TaskData, num_ranks: int, lock: ExitStack | None = None
+) -> dict[str, Any]:
+    """Refuse, before weights are loaded, what a run cannot do; return its monitors' sections.
+
+    The run's directory is made and locked by `lock`. Without it, as in a dry run, nothing is written.
+    """
+    module, layout = build_checked(resolve_model(config.model.path), config.model.dtype)
+    if config.method in ZEROTH_ORDER:
+        make_layer_policy(config.zo, layout.num_blocks, trains_outside=not config.zo.only_blocks)
+    directory = RunDirectory(config.run_dir)
+    if lock is None:
+        directory.check_writable()
+    else:
+        lock.enter_context(directory.locked())
+    check_records(config, data, directory, num_ranks)
+    if lock is not None:
+        blocks = module.get_submodule(layout.path) if config.zo.only_blocks else module
+        trained = blocks.parameters() if config.peft.kind == "none" else ()  # an adapter is small
+        numels = (sum(p.numel() for p in parameters) for parameters in (module.parameters(), trained))
+        check_disk(config, *numels)
+    return monitor_sections(config)
 
 
 def make_engine(config: RunConfig, ds_config: dict[str, Any] | None = None) -> LezoEngine:
@@ -129,7 +141,7 @@ def restore(run: RecordedRun, step: int) -> LezoEngine:
         fingerprints = f"its fingerprint is {engine.base.fingerprint}, not {run.header.model_fingerprint}"
         text = f"{run.config.model.path} is not the base model of the run: {fingerprints}"
         raise UserError(text, fix="add model.path=... with the directory of the base model")
-    if run.config.method == "adamw":
+    if run.config.method == "adamw" and step > 0:
         engine.load_model(snapshot_path(run.directory.snapshots, step), step)
         return engine
     num_groups = engine.layer_policy.num_groups

@@ -16,6 +16,7 @@ from lezo_ds.errors import HubError
 from lezo_ds.model.checkpoint import resolve_model
 from lezo_ds.runs.disk import check_disk, snapshot_sizes
 from lezo_ds.runs.screen import duration
+from lezo_ds.runs.trainer import check_run
 from lezo_ds.tools import memory_plan as plan
 from lezo_ds.tools.time_plan import plan_time
 
@@ -45,6 +46,8 @@ def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | 
     data = _unless_on_hub(lambda: load_task_data(config), not_checked)
     name = Path(config.model.path).name
     source = name if directory is None else directory
+    if directory is not None and data is not None:
+        check_run(config, data, world_size)
     if directory is not None or name in plan.OPT_SHAPES:
         model = plan.model_sizes(config, source)
         longest = min(config.data.max_length, model.max_length or config.data.max_length)
@@ -127,7 +130,7 @@ def _time_text(
     if not step:
         return f"about {duration(test)} to score the test examples; {how}"
     steps = config.train.steps or 0
-    number = -(-steps // eval_every(config))
+    number = 1 - (-steps // eval_every(config))  # one before the first step
     total = duration(steps * step + number * dev + 2 * test)
     text = (
         f"{steps} steps of {step:.3g} s, {number} validations of {duration(dev)}, 2 tests of {duration(test)}"

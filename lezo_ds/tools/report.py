@@ -22,7 +22,7 @@ from lezo_ds.tasks.metrics import REWARD
 
 SEEDS = ["seed", "data.seed"]  # in which the repetitions of one experiment differ
 MEASURED = ["test", "zero_shot", "majority_class", "best_dev_loss", "best_step", "steps", "seconds"]
-MEASURED += ["peak_memory_bytes"]  # numbers of results.json
+MEASURED += ["trained_dev_loss", "peak_memory_bytes"]  # numbers of results.json
 _COLUMNS = ["directory", "model", "task", "method", *SEEDS, "metric", *MEASURED, "finished", "problem"]
 _NOT_SETTINGS = (RESUME_MAY_DIFFER - {"train.steps"}) | {"train.micro_batch_size", *SEEDS}
 _METHODS = {"zero_shot": "zero-shot", "icl": "ICL", "adamw": "AdamW", "mezo": "MeZO", "lezo": "LeZO"}

@@ -146,7 +146,8 @@ def tune(
         return results_frame(planned)
 
     def loss_of(values: Sequence[str], index: int) -> float:
-        (loss,) = do(values, index, first_seeds)["best_dev_loss"]
+        # Not best_dev_loss: if no value beats the base model, that is the same for all of them.
+        (loss,) = do(values, index, first_seeds)["trained_dev_loss"]
         return float("inf") if pd.isna(loss) else float(loss)
 
     for chosen in itertools.product(*(_parse_axis(text)[1] for text in others)):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 from assets import REPOSITORY
-from commands import assert_one_error, python, run, run_well, start
+from commands import PATIENCE_SECONDS, assert_one_error, python, run, run_well, start, wait_until
 
 from lezo_ds import __version__, cli
 from lezo_ds.config import config_from_dict, load_config
@@ -93,6 +95,15 @@ def test_an_error_is_one_line_and_exit_code_2():
     finished = run(python("--config", "demo", 'data.prompt="a\\nb"', "data.task=sst2"))
     assert_one_error(finished, 2, "data.prompt cannot change data.task=sst2")
     assert finished.err.count("\n") == 1
+
+
+def test_an_interrupt_in_the_first_seconds_is_one_line():
+    with start(python("--config", "demo")) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        wait_until(lambda: "libtorch" in maps.read_text(), process)  # it imports torch now
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert (process.returncode, out, err) == (130, "", "interrupted; the same command starts again\n")
 
 
 def test_a_reader_that_is_gone_does_not_end_a_command():

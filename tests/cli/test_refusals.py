@@ -42,6 +42,7 @@ def inputs(tmp_path_factory):
 REFUSED = {
     "no weights": (["model.path={inputs}/no_weights"], ["no weights"]),
     "hub model offline": (["model.path=facebook/opt-1.3b"], ["facebook/opt-1.3b"]),
+    "weights of another model": ([], ["lacks 68 of the model"]),
     "no config": (["model.path={inputs}/no_config"], ["config.json"]),
     "no decoder": (["model.path={inputs}/t5"], ["T5Config"]),
     "no blocks": (["model.path={inputs}/no_blocks"], ["no transformer blocks"]),
@@ -50,14 +51,17 @@ REFUSED = {
     "stage 2": (["deepspeed={inputs}/stage2.json"], ["stage"]),
     "a file": (["run_dir={inputs}/file", "model.path={inputs}/whole_model"], ["{inputs}/file"]),
 }
+REFUSED_DRY = ("no weights", "weights of another model", "no blocks", "a file")
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_bad_input_is_refused_before_weights_load(name, inputs, tmp_path):
     words, fragments = ([part.replace("{inputs}", str(inputs)) for part in parts] for parts in REFUSED[name])
-    finished = run_forked(["--config", inputs / "recipe.yaml", f"run_dir={tmp_path / 'run'}", *words])
-    assert_one_error(finished, 2, *fragments)
-    assert not list((tmp_path / "run").glob("*"))
+    for dry in ([], ["--dry-run"]) if name in REFUSED_DRY else ([],):
+        words += dry
+        finished = run_forked(["--config", inputs / "recipe.yaml", f"run_dir={tmp_path / 'run'}", *words])
+        assert_one_error(finished, 2, *fragments)
+        assert not (tmp_path / "run").exists()
 
 
 def test_a_run_is_not_resumed_with_other_settings_and_left_as_it_was(inputs, tmp_path):
@@ -67,8 +71,9 @@ def test_a_run_is_not_resumed_with_other_settings_and_left_as_it_was(inputs, tmp
     whole = ["--config", inputs / "recipe.yaml", f"run_dir={tmp_path}", f"model.path={inputs}/whole_model"]
     run_forked_well([*whole, "train.steps=2"])
     before = contents()
-    for key, num_ranks in (("seed=1", 2), ("zo.learning_rate=0.002", 1), ("train.steps=1", 1)):
-        finished = run_forked([*whole, "train.steps=2", key], num_ranks=num_ranks)
+    for key, *more in (["seed=1"], ["zo.learning_rate=0.002"], ["train.steps=1"], ["seed=1", "--dry-run"]):
+        finished = run_forked([*whole, "train.steps=2", key, *more], num_ranks=2 - len(more))
         assert_one_error(finished, 2, key.partition("=")[0])
         assert "loading" not in finished.err
+    assert "run directory" in run_forked_well([*whole, "train.steps=2", "--dry-run"]).out
     assert contents() == before

@@ -49,7 +49,8 @@ def test_the_journal_holds_every_step_and_evaluation_and_the_metrics_repeat_it(t
     steps, evaluations = records_of(run_dir, StepRecord), records_of(run_dir, EvaluationRecord)
     assert [record.step for record in steps] == list(range(STEPS))
     best = results_of(run_dir)["best_step"]
-    assert [(r.step, r.split) for r in evaluations] == [(0, "test"), (4, "dev"), (8, "dev"), (best, "test")]
+    at = [(0, "test"), (0, "dev"), (4, "dev"), (8, "dev"), (best, "test")]
+    assert [(r.step, r.split) for r in evaluations] == at
     assert {len(record.dropped_layers) for record in steps} == {NUM_BLOCKS // 2}
     assert len({record.dropped_layers for record in steps}) > 1
     assert {record.perturbation_scale for record in steps} == {2e-3}
@@ -97,8 +98,8 @@ def test_the_same_command_changes_nothing_and_more_steps_go_on_as_if_asked_for_a
     run_forked_well([*arguments, f"run_dir={run_dir}"])
     assert contents() == before
     at_once = run_dir.with_name("at_once")
-    for directory in (run_dir, at_once):
-        run_forked_well([*arguments, f"run_dir={directory}", "train.steps=12"])
+    for directory, every in ((run_dir, 6), (at_once, 4)):  # each evaluates after step 12
+        run_forked_well([*arguments, f"run_dir={directory}", "train.steps=12", f"train.eval_every={every}"])
     assert records_of(run_dir, StepRecord) == records_of(at_once, StepRecord)
     assert (end(run_dir).results, end(run_dir).weights) == (end(at_once).results, end(at_once).weights)
 

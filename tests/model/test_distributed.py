@@ -12,7 +12,16 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from commands import PATIENCE_SECONDS, assert_all_end, free_port, mpirun, ranks_of, start, wait_until
+from commands import (
+    PATIENCE_SECONDS,
+    assert_all_end,
+    free_port,
+    mpirun,
+    ranks_of,
+    run_forked,
+    start,
+    wait_until,
+)
 from ranks import run_ranks
 from run_ends import STEP, num_steps, reaches
 
@@ -23,6 +32,7 @@ from lezo_ds.distributed.start import is_loopback, listen_at, prepare_rendezvous
 from lezo_ds.errors import LostRankError, UserError
 
 CPU = torch.device("cpu")
+QUICK = Path(__file__).parents[1] / "helpers" / "quick_heartbeat_train.py"
 
 # Meeting.
 
@@ -138,13 +148,23 @@ def test_a_rank_that_is_slow_is_not_lost():
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_never_joins_ends_the_start_long_before_the_timeout_of_a_message(
+    victim, recipe, tmp_path
+):
+    arguments = ["--config", recipe, f"run_dir={tmp_path / 'run'}"]
+    lost = run_forked(arguments, QUICK, num_ranks=2, grace=60, meanwhile=lambda ranks: ranks[victim].kill())
+    (what,) = re.findall(r"error: another rank has ended, .*?: (.*); last good step: none, the", lost.err)
+    assert ("6000ms" if victim == 0 else "rank 1 has shown no sign of life for 6 s") in what
+
+
+@pytest.mark.distributed
 def test_a_hung_rank_ends_the_run_long_before_the_timeout_of_a_message(recipe, tmp_path):
     """A stopped process closes no socket, and torch's timeout is half an hour."""
     lengths = ["train.steps=60", "train.eval_every=30", "train.snapshot_every=0"]
     sizes = ["train.batch_size=2", "train.micro_batch_size=1"]
-    program = str(Path(__file__).parents[1] / "helpers" / "quick_heartbeat_train.py")
     with start(
-        mpirun(2, "--config", recipe, f"run_dir={tmp_path}", *lengths, *sizes, program=program)
+        mpirun(2, "--config", recipe, f"run_dir={tmp_path}", *lengths, *sizes, program=QUICK)
     ) as process:
         wait_until(lambda: reaches(tmp_path, STEP, 4), process)
         ranks = ranks_of(process)

@@ -34,7 +34,7 @@ def undisturbed(recipe, tmp_path_factory):
 def halted(recipe, undisturbed, tmp_path_factory):
     """A run killed while it wrote the line of its eleventh step; it has snapshots of steps 6 and 9."""
     run_dir = tmp_path_factory.mktemp("halted") / "run"
-    killed(recipe, run_dir, undisturbed, Fault("write", "journal.jsonl", 14, "within"))
+    killed(recipe, run_dir, undisturbed, Fault("write", "journal.jsonl", 15, "within"))
     assert num_steps(run_dir) == 10
     assert snapshot_steps(run_dir / "snapshots") == [6, 9]
     return run_dir
@@ -57,7 +57,7 @@ def finish(recipe, run_dir):
 
 KILLS = {
     "before the journal's header has its name": Fault("replace", "journal.jsonl"),
-    "within the line of a step": Fault("write", "journal.jsonl", 3, "within"),
+    "within the line of a step": Fault("write", "journal.jsonl", 4, "within"),
     "between a step's line and its sync": Fault("fsync", "journal.jsonl", 3),
     "after a step's line is synced": Fault("fsync", "journal.jsonl", 2, "after"),
     "within a snapshot's weights": Fault("save", TEMPORARY + ".*", 1, "within"),
@@ -148,7 +148,7 @@ def test_a_flipped_bit_in_a_journal_is_refused_and_nothing_is_changed(recipe, ha
     flip(path, path.read_bytes().index(b'"step":4') + 7)
     data = path.read_bytes()
     finished = run_faulty(arguments(recipe, run_dir))
-    assert_one_error(finished, 3, f"{path} line 7 is damaged", "last valid step: 3")
+    assert_one_error(finished, 3, f"{path} line 8 is damaged", "last valid step: 3")
     assert path.read_bytes() == data
 
 
@@ -156,7 +156,7 @@ def test_a_flipped_bit_in_a_journal_is_refused_and_nothing_is_changed(recipe, ha
 
 REFUSALS = {
     "the facts": (Fault("fsync", ".config.yaml.tmp", effect="ENOSPC"), 1, "config.yaml"),
-    "the journal's line": (Fault("write", "journal.jsonl", 3, effect="ENOSPC"), 3, "journal.jsonl"),
+    "the journal's line": (Fault("write", "journal.jsonl", 4, effect="ENOSPC"), 3, "journal.jsonl"),
     "a snapshot's weights": (Fault("save", effect="ENOSPC"), 1, "step-00000003"),
     "a snapshot's name": (Fault("replace", SNAPSHOT, effect="EACCES"), 1, "step-0000000"),
     "the journal's sync": (Fault("fsync", "journal.jsonl", 1, effect="EIO"), 3, "journal.jsonl"),
@@ -177,7 +177,7 @@ def test_a_disk_that_refuses_ends_a_run_with_one_line_and_it_resumes(recipe, und
 
 def test_a_line_that_cannot_be_synced_ends_the_run_at_the_next_step(recipe, undisturbed, tmp_path):
     run_dir = tmp_path / "run"
-    fault = Fault("fsync", "journal.jsonl", 6, effect="EIO", lasts=True)  # after one of an evaluation
+    fault = Fault("fsync", "journal.jsonl", 7, effect="EIO", lasts=True)  # after those of two evaluations
     error = f"{run_dir / 'journal.jsonl'} cannot be written: Input/output error; last good step: 2"
     assert_one_error(run_faulty(arguments(recipe, run_dir), fault), 3, error)
     assert check_interrupted(run_dir, undisturbed[1]) <= 1
@@ -204,6 +204,9 @@ def test_a_full_or_read_only_disk_ends_a_run_which_resumes_when_there_is_room(re
         remount("size=64m,ro")
         finished = run_faulty(arguments(recipe, disk / "run"))
         assert_one_error(finished, 2, "cannot be written to", "Read-only file system")
+        for name in ("run", "new"):
+            finished = run_faulty([*arguments(recipe, disk / name), "--dry-run"])
+            assert_one_error(finished, 2, f"{disk / name} cannot be written to", "Read-only file system")
         remount("size=64m,rw")
         assert finish(recipe, disk / "run") == undisturbed[1]
 

@@ -145,8 +145,8 @@ def test_a_run_is_exact_however_it_is_run(case, models, data, tmp_path):
     run_forked_well(recipe(case, models, data, undisturbed)[1])
     config, arguments = recipe(case, models, data, run_dir)
 
-    # Lines after the header: a score, three steps and an evaluation; the next is torn.
-    torn = Fault("write", "journal.jsonl", 6, "within")
+    # Lines after the header: two evaluations, three steps and an evaluation; the next is torn.
+    torn = Fault("write", "journal.jsonl", 7, "within")
     assert run_faulty(arguments, torn, num_ranks=2).code == -signal.SIGKILL
     assert num_steps(run_dir) == 3
     run_forked_well(arguments)

@@ -19,7 +19,13 @@ from lezo_ds.journal import EvaluationRecord, Header
 from lezo_ds.model.snapshots import snapshot_path
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.disk import check_disk, snapshot_sizes
-from lezo_ds.runs.records import TrainingState, assert_same_run, best_evaluation, stopping_step
+from lezo_ds.runs.records import (
+    TrainingState,
+    assert_same_run,
+    best_evaluation,
+    is_worse_than_base,
+    stopping_step,
+)
 from lezo_ds.runs.screen import progress_bar
 from lezo_ds.runs.trainer import monitor_sections
 
@@ -79,7 +85,8 @@ def test_the_first_input_that_differs_is_refused_with_both_values(ours, message)
 
 
 def test_some_keys_may_differ_and_libraries_and_processors_may_with_a_warning(caplog):
-    ours = header("train.steps=300", "train.keep_snapshots=9", "partition_size=2", "model.path=elsewhere")
+    changes = [f"train.{name}" for name in ("steps=300", "eval_every=7", "keep_snapshots=9")]
+    ours = header(*changes, "partition_size=2", "model.path=elsewhere")
     assert_same_run(RECORDED, ours, RESUME_MAY_DIFFER)
     assert caplog.messages == []
     ours = replace(ours, libraries={"lezo_ds": "1", "torch": "3"}, arithmetic={"processor": "H200"})
@@ -239,6 +246,16 @@ def test_the_best_step_is_the_first_with_the_lowest_validation_loss():
     assert best_evaluation(evaluations(None, 2.0, 1.0, 1.0, 3.0)).step == 30
     assert best_evaluation(evaluations(None, None)).step == 10
     assert best_evaluation(evaluations(1.0, split="test")) is None
+
+
+def test_the_base_model_can_be_the_best_and_costs_no_patience():
+    base = EvaluationRecord(step=0, split="dev", loss=1.0, metrics={"accuracy": 0.5})
+    for losses, is_worse in (((1.0, None, 2.0), True), ((2.0, 0.9), False), ((), False)):
+        recorded = [base, *evaluations(*losses)]
+        assert is_worse_than_base(recorded) == is_worse
+        assert (best_evaluation(recorded) is base) == (is_worse or not losses)
+    assert not is_worse_than_base(evaluations(2.0))  # of a run that never scored the base model
+    assert stopping_step([base, *evaluations(2.0, 3.0)], 1) == 20
 
 
 # Monitors and progress.

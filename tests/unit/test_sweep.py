@@ -29,7 +29,8 @@ def plan(tmp_path):
 def finish(run, test=0.9, dev_loss=0.5, **changes):
     """Write what a run leaves when it is done."""
     results = {"finished": True, "metric": "accuracy", "test": test, "zero_shot": 0.5, "majority_class": 0.6}
-    results |= {"best_dev_loss": dev_loss, "best_step": 100, "steps": 200, "seconds": 10.0} | changes
+    results |= {"best_dev_loss": dev_loss, "best_step": 100, "steps": 200, "seconds": 10.0}
+    results |= {"trained_dev_loss": dev_loss} | changes
     run.directory.mkdir(parents=True)
     (run.directory / "config.yaml").write_text(yaml.safe_dump(config_to_dict(run.config)))
     (run.directory / "results.json").write_text(json.dumps(results))
@@ -99,7 +100,8 @@ def test_tune_does_the_other_seeds_at_the_best_value_only(tmp_path, monkeypatch)
         if rate >= 1e-5:
             return DivergenceError.exit_code
         done.append((rate, run.config.seed))
-        finish(run, dev_loss=abs(math.log10(rate / 3e-6)))
+        # None beats the base model.
+        finish(run, dev_loss=0.1, trained_dev_loss=abs(math.log10(rate / 3e-6)), best_step=0)
         return 0
 
     def planned(*arguments):
