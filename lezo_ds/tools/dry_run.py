@@ -124,7 +124,7 @@ def _time_text(
     dev, test = example * len(data.dev.examples), example * len(data.test.examples)
     how = f"estimated from two blocks of random weights on {here} of {num_ranks} ranks"
     shards = config.partition_size or num_ranks
-    if here == 1 and shards > 1:
+    if here == 1 and shards > 1 and config.tensor_parallel is None:
         received = model.num_parameters * model.itemsize * (1 - 1 / shards) * num_passes(config) / num_ranks
         how += f", without their messages (in a step, {received / 1e9:.3g} GB of weights to each rank)"
     if not step:

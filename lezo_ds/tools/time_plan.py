@@ -30,8 +30,9 @@ def plan_time(config: RunConfig, directory: Path, data: TaskData, num_blocks: in
 
     A collective. Messages of these ranks are included. Weights are not offloaded.
     """
-    # The plan may be for more ranks than are here.
-    size = next((n for n in [config.partition_size] if n and distributed.world_size() % n == 0), None)
+    world = distributed.world_size()  # the plan may be for more ranks
+    sizes = {name: getattr(config, name) for name in ("partition_size", "tensor_parallel")}
+    sizes = {name: size if size and world % size == 0 else None for name, size in sizes.items()}
     # A step drops the first block, and keeps the last.
     zo = replace(config.zo, sparsity=0.5, layer_policy="fixed", layer_policy_options={})
     with ExitStack() as stack:
@@ -40,7 +41,7 @@ def plan_time(config: RunConfig, directory: Path, data: TaskData, num_blocks: in
         model = replace(config.model, path=folder)
         logging.disable(logging.INFO)
         stack.callback(logging.disable, logging.NOTSET)
-        engine = make_engine(replace(config, model=model, zo=zo, deepspeed=None, partition_size=size))
+        engine = make_engine(replace(config, model=model, zo=zo, deepspeed=None, **sizes))
         distributed.barrier()
     within = [0.0, 0.0]
     for index, block in enumerate(engine.module.get_submodule(engine.layout.path).children()):
@@ -62,7 +63,7 @@ def plan_time(config: RunConfig, directory: Path, data: TaskData, num_blocks: in
         return min(times[1:], key=sum)
 
     batch = config.train.eval_batch_size
-    count = min(len(data.dev.examples), 2 * batch * distributed.world_size())
+    count = min(len(data.dev.examples), 2 * batch * world)
     parts = ("examples", "encoded", "prompts", "null_encoded")
     some = replace(data.dev, **{name: getattr(data.dev, name)[:count] for name in parts})
     outside, *blocks = fastest(lambda: evaluate(engine, data, some, batch))
