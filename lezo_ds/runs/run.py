@@ -287,7 +287,7 @@ class Run(ABC):
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
         # A process that resumes a finished run uses less than the one that trained it.
-        earlier = self.directory.read_results().get("peak_memory_bytes", 0)
+        earlier = self.directory.read_results().get("peak_memory_bytes") or 0
         return {
             "task": self.data.task.name,
             "method": config.method,

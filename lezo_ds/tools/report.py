@@ -216,7 +216,8 @@ def _read_run(directory: Path) -> dict[str, Any]:
         return {**row, "problem": f"not a run, or damaged ({' '.join(str(error).split())})"}
     try:
         results = json.loads((directory / "results.json").read_text(encoding="utf-8"))
-        row |= {name: results.get(name) for name in ("metric", *MEASURED)}
+        numbers = {name: results[name] for name in MEASURED if results.get(name) is not None}
+        row |= {"metric": results.get("metric")} | {name: float(value) for name, value in numbers.items()}
         if results["finished"]:
             return {**row, "test": float(results["test"]), "finished": True, "problem": ""}
         return {**row, "test": None, "problem": f"unfinished, at step {results['steps']}"}

@@ -28,6 +28,7 @@ from lezo_ds.runs.records import (
 )
 from lezo_ds.runs.screen import progress_bar
 from lezo_ds.runs.trainer import monitor_sections
+from lezo_ds.tools.report import read_runs
 
 VALUES = {
     "run_dir": "runs/x",
@@ -178,10 +179,15 @@ def test_metrics_of_steps_that_will_be_done_again_and_torn_or_damaged_lines_are_
     assert [entry["step"] for entry in metrics(directory)] == [0, 1, 2, 3, 3, 4]
 
 
-@pytest.mark.parametrize("text", ["[]", "[" * 9000, '{"finished": true}', '{"steps": []}', "\udcff"])
-def test_damaged_results_are_none(directory, text):
+DAMAGED = ("[]", "[" * 9000, '{"finished": true}', '{"steps": []}', '{"finished": 1, "test": "x"}', "\udcff")
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_damaged_results_are_none_and_the_report_says_so(directory, text):
+    directory.write_facts(config_to_dict(config()), 1, torch.device("cpu"))
     (directory.path / "results.json").write_bytes(text.encode(errors="surrogateescape"))
     assert directory.read_results() == {}
+    assert "damaged results.json" in read_runs([directory.path])["problem"][0]
 
 
 # The training state of AdamW.
