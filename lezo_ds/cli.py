@@ -253,6 +253,7 @@ def _init(parser: _Parser) -> None:
     """Look at a model and a file of your own data, and write a commented recipe for them.
 
     lezo-ds init models/smollm2 tickets.csv --text body --label topic --out recipe.yaml
+    lezo-ds init models/smollm2 prompts.jsonl --reward rewards:brevity
 
     DATA is a .csv, .tsv, .json, .jsonl or .parquet file, or OWNER/NAME:SPLIT on the hub. Without --text, the
     only column of texts is read; without --label and --answer, the only column with few different values is
@@ -269,6 +270,7 @@ def _init(parser: _Parser) -> None:
         metavar="COLUMN",
         help="the column with a text that the model shall write, instead of a label",
     )
+    add("--reward", metavar="MODULE:FUNCTION", help="judges the answers; the module may be beside the recipe")
     add("--method", choices=("fzoo", "lezo", "mezo"), default="fzoo", help="of training (default: fzoo)")
     add("--skip-unusable", action="store_true", help="leave out records that cannot be used")
 
@@ -279,6 +281,7 @@ def _benchmark(parser: _Parser) -> None:
     A variant is mezo_reference (MeZO as published, in plain PyTorch), naive_zero3 (MeZO on ZeRO-3 as one
     would first write it), ours (the papers' step), each with [:SPARSITY], or recipe (the recipe's step).
     Ratios are relative to the first. Without --config, weights and examples are random, of a typical length.
+    generate alone compares the speed of written answers with that of transformers' generate.
     """
     add = parser.add_argument
     add("variants", nargs="+", metavar="VARIANT", help="a variant, or key=value for a key of the recipe")

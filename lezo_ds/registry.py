@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import pkgutil
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from lezo_ds.errors import UserError
 
 T = TypeVar("T")
+
+FOLDERS: list[str] = []
+"""Where modules are looked for after all others: the folder of the recipe."""
 
 
 class Registry(Mapping[str, T]):
@@ -71,23 +75,23 @@ def names_code(name: str) -> bool:
 
 
 def import_named(key: str, name: str, what: str, kind: type | None = None) -> Any:  # noqa: ANN401
-    """Import what `package.module:Name` stands for.
+    """Import what `package.module:Name` stands for; `key` and `what` it should be are for messages.
 
-    Args:
-        key: the configuration key that has the name, for messages.
-        name: the name.
-        what: what it should be, for messages.
-        kind: the class that it must be an instance or a subclass of; None for any function.
+    It must be an instance or a subclass of `kind`; None is any function.
     """
+    added = [folder for folder in FOLDERS if folder not in sys.path]
+    sys.path += added
     try:
         component = pkgutil.resolve_name(name)
         if not (callable(component) if kind is None else _is_a(component, kind)):
             raise TypeError(f"{component!r} is not {'callable' if kind is None else kind.__name__}")
-    except (ValueError, TypeError, ImportError, AttributeError) as error:
+    except Exception as error:  # the module may raise anything
         raise UserError(
             f"{key}={name} names no {what}: {type(error).__name__}: {error}",
-            fix="correct the name, or add the folder of the module to PYTHONPATH",
+            fix="correct the name or the module, and put it beside the recipe or in a folder on PYTHONPATH",
         ) from error
+    finally:
+        sys.path[:] = [folder for folder in sys.path if folder not in added]
     return component
 
 

@@ -14,7 +14,7 @@ from lezo_ds.config.paths import ROOT, expand, find_file, resolve_paths
 from lezo_ds.config.reading import nearest, read_yaml
 from lezo_ds.config.schema import READER, TRAINED, ZEROTH_ORDER, DataConfig, RunConfig, ZoConfig
 from lezo_ds.errors import UserError
-from lezo_ds.registry import names_code, options_of
+from lezo_ds.registry import FOLDERS, names_code, options_of
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Task
 from lezo_ds.tasks.custom import CUSTOM, Description, make_task
@@ -46,6 +46,7 @@ def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Run
             text = f"--config {name} is neither a file nor one of paper, {', '.join(shipped)}"
             raise UserError(text, fix=f"did you mean {near[0]}?")
         path = shipped[name]
+    FOLDERS[:] = [str(path.parent.absolute())]
     return config_from_dict(read_yaml(path), str(path), overrides, folder=path.parent)
 
 

@@ -2,10 +2,11 @@
 
 A zeroth-order step needs no gradient, so the objective may be any function of the model's outputs.
 `train.objective` names it: "task" for the task's own loss, "f1" for minus the F1 of generated answers, or
-"package.module:function" for a function in a folder on PYTHONPATH. With the decorator `reward`, it judges the
-answers that the model writes (see `RewardFunction`), and is maximized; otherwise it is a loss of the logits
-(see `ObjectiveFunction`). It must be pure: it runs for both signs of a perturbation and on different examples
-on each rank, and its mean over the dev examples selects the best step. docs/rewards.md has examples.
+"package.module:function" for a function beside the recipe or on PYTHONPATH. With the decorator `reward`, it
+judges the answers that the model writes (see `RewardFunction`), and is maximized; otherwise it is a loss of
+the logits (see `ObjectiveFunction`). It must be pure: it runs for both signs of a perturbation and on
+different examples on each rank, and its mean over the dev examples selects the best step. docs/rewards.md has
+examples.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lezo_ds.errors import LezoError, UserError
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.registry import Registry, names_code
 from lezo_ds.tasks import Task
-from lezo_ds.tasks.base import Record, TaskKind
+from lezo_ds.tasks.base import Example, Record, TaskKind
 from lezo_ds.tasks.metrics import best_f1
 
 ObjectiveFunction = Callable[[Any, MicroBatch], Tensor]
@@ -40,6 +41,9 @@ RewardFunction = Callable[[Sequence[str], Sequence[Record]], Any]
 
 With generation.num_samples, the answers to one record come one after the other.
 """
+
+
+_TRIED_ANSWERS = ("", "A first answer, with words and 2 numbers: 3.")
 
 
 def candidate_scores(logits: Tensor, batch: MicroBatch) -> Tensor:
@@ -162,14 +166,22 @@ def _reward_loss(name: str, function: RewardFunction) -> ObjectiveFunction:
     return loss
 
 
+def try_reward(objective: Objective, examples: Sequence[Example]) -> None:
+    """Let a reward judge answers to a few examples, so that a function that fails does so at once."""
+    asked = [example for example in examples[:2] for _ in _TRIED_ANSWERS]
+    answers = [answer for _ in examples[:2] for answer in _TRIED_ANSWERS]
+    objective.loss(answers, MicroBatch({}, len(asked), examples=tuple(asked)))
+
+
 def _call(name: str, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401
     try:
         return function(*arguments)
     except LezoError:
         raise
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        shown = f"{type(error).__name__}: {error} ({place.filename} line {place.lineno})"
+        *_, (place, line) = traceback.walk_tb(error.__traceback__)
+        where = "" if place.f_code is _call.__code__ else f" ({place.f_code.co_filename} line {line})"
+        shown = f"{type(error).__name__}: {error}{where}"
         raise UserError(f"train.objective={name} failed: {shown}", fix="correct the function") from error
 
 

@@ -28,7 +28,7 @@ from lezo_ds.data.encoding import (
     warn_of_cuts,
 )
 from lezo_ds.data.generation import SAMPLE_KEYS, generation_settings, prompt_batch, read_answers
-from lezo_ds.data.objectives import Objective, load_objective, training_objective
+from lezo_ds.data.objectives import Objective, load_objective, training_objective, try_reward
 from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
 from lezo_ds.data.splits import Splits, load_splits, with_demonstrations
 from lezo_ds.data.unusable import Unusable
@@ -167,6 +167,8 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
         objective = load_objective(config.train.objective, task)
         _check_objective(config, task, objective)
         splits = load_splits(task, config.data, unusable)
+        if objective.is_reward:
+            try_reward(objective, splits.train)
     if config.method.startswith("icl"):
         splits = with_demonstrations(task, config.data, splits)
     directory = resolve_model(config.model.path)

@@ -1,4 +1,4 @@
-"""Copies of a batch, one for each probe: where they begin, and the share of some of them."""
+"""Copies of a batch, one for each probe: the share of some of them, and one run for all."""
 
 from __future__ import annotations
 
@@ -8,32 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from lezo_ds.errors import UserError
-
-
-class SharedStart:
-    """Copies the batch where the first perturbed block begins. Before it, all probes have the same pass."""
-
-    def __init__(self, first: int, rows: int, num_copies: int) -> None:
-        self.first = first  # index of that block
-        self._rows = rows  # of one copy
-        self._num_copies = num_copies
-        # By identity, and with the tensor itself, so that no other tensor gets its identity meanwhile.
-        self._copied: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def copied(self, value: Any, is_first: bool) -> Any:  # noqa: ANN401
-        """Return the copies of an argument of the first perturbed block, or of a later one.
-
-        A tensor of one dimension, or of one row where the batch has more, is the same for all rows. Hidden
-        states of a later block have copies already, but masks come without copies to each block.
-        """
-        if not isinstance(value, Tensor) or value.dim() < 2:
-            return value
-        is_batch = value.shape[0] % self._rows == 0 if is_first else value.shape[0] == self._rows
-        if is_batch and id(value) not in self._copied:
-            self._copied[id(value)] = value, torch.cat([value] * self._num_copies)
-        return self._copied.get(id(value), (value, value))[1]
 
 
 def has_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -63,6 +40,28 @@ def share_of(rows: int, total: int, first: int, num_copies: int) -> Callable[[An
         raise UserError(what, fix="set zo.probes_per_pass=1 for this model")
 
     return share
+
+
+def run_once(
+    run: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], rows: int, total: int, layer: int | None
+) -> Any:  # noqa: ANN401
+    """Run a block on one of `total` equal copies of a batch; return what it gives for all of them.
+
+    The keys and values of `layer` in a cache become those of all copies; None if no cache is read.
+    """
+    caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
+    layers = caches[0].layers[layer : layer + 1] if caches and layer is not None else []
+    if layer is not None and not {*map(type, layers)} & {DynamicLayer, DynamicSlidingWindowLayer}:
+        return run(*args, **kwargs)  # the state may be more than keys and values
+
+    def of_one(value: Any) -> Any:  # noqa: ANN401
+        is_batch = isinstance(value, Tensor) and value.dim() > 1 and len(value) % (rows * total) == 0
+        return value[: len(value) // total] if is_batch else value
+
+    output = run(*mapped(of_one, args), **mapped(of_one, kwargs))
+    for cached in layers:
+        cached.batch_select_indices(torch.arange(rows, device=cached.device).repeat(total))
+    return tree_map(lambda value: torch.cat([value] * total) if isinstance(value, Tensor) else value, output)
 
 
 def mapped(function: Callable[[Any], Any], values: Any) -> Any:  # noqa: ANN401

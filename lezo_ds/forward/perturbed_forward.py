@@ -7,14 +7,14 @@ gather the module's parameters before it and release them after it.
 
 With k probes the batch is repeated k times, [x; x; ...]. A module with active parameters runs on each copy of
 the batch with the weights of one probe, and all from one gather. A module without parameters runs once over
-all copies.
+all copies. While a model writes answers, the copies of its weights are kept: every token needs them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
-from lezo_ds.forward.copies import SharedStart, has_batch, mapped, share_of
+from lezo_ds.forward.copies import has_batch, mapped, run_once, share_of
 from lezo_ds.forward.module_calls import (
     call_with_copies,
     cast_floats,
@@ -39,7 +39,8 @@ from lezo_ds.zo.updates import Distribution
 
 COPIES_AT_ONCE = 2
 """Copies of the batch that a module with parameters runs on at a time. The bits of a matrix product depend on
-its number of rows, so the losses of a pass of more probes are those of passes of two."""
+its number of rows, so the losses of a pass of more probes are those of passes of two. Answers are tokens and
+do not show these bits: all copies run at once."""
 
 
 class KeyedProbe(NamedTuple):
@@ -65,6 +66,11 @@ class _Pass(NamedTuple):
     rows: int = 1  # of one copy of the batch
     dropped: frozenset[int] = frozenset()
     distribution: Distribution = "normal"
+    keeps: bool = False  # the perturbed weights, to the end of the answers
+
+    @property
+    def runs_at_once(self) -> bool:
+        return self.keeps or len(self.probes) <= COPIES_AT_ONCE
 
 
 class _Trained(NamedTuple):
@@ -98,10 +104,9 @@ class PerturbedForward:
         self._noise = noise
         self._blocks_that_share = range(len(blocks) if shares_start else 0)
         self._now = _Pass()
-        self._start: SharedStart | None = None
-        self._after_start = _Pass()
         self._selection: LogitSelection | None = None
-        self._of_block: dict[tuple[nn.Parameter, KeyedProbe], Tensor] = {}
+        self._made: dict[tuple[nn.Parameter, KeyedProbe], Tensor] = {}  # for a block, or for answers
+        self._equal_until = 0  # before this block, all copies of the batch are equal
         for module in model.modules():
             if any(parameter is not None for parameter in module._parameters.values()):
                 self._wrap(module)
@@ -121,23 +126,19 @@ class PerturbedForward:
         if batch.selection is not None and self._head is None:
             what = f"{self._model_name} has no output head: get_output_embeddings() is missing"
             raise UserError(what, fix="set model.path to a causal language model")
-        inputs, then = dict(batch.inputs), _Pass()
         if perturbation is not None:
-            rows = len(next(iter(inputs.values())))
-            then = _Pass(perturbation.probes, rows, perturbation.dropped_layers, perturbation.distribution)
-        num_copies = len(then.probes) or 1
-        first = min(set(self._blocks_that_share) - then.dropped, default=None)
-        # Probes write continuations of their own, and share nothing from their second token on.
-        if num_copies > 1 and first is not None and batch.generation is None:
-            self._start, self._after_start = SharedStart(first, then.rows, num_copies), then
-        else:
-            self._now = then
-            inputs = {name: torch.cat([value] * num_copies) for name, value in inputs.items()}
+            rows = len(next(iter(batch.inputs.values())))
+            change = perturbation.probes, rows, perturbation.dropped_layers, perturbation.distribution
+            self._now = _Pass(*change, keeps=batch.generation is not None)
+            shared = set(self._blocks_that_share if len(perturbation.probes) > 1 else ())
+            self._equal_until = min(shared - perturbation.dropped_layers, default=0)
+        num_copies = len(self._now.probes) or 1
+        inputs = {name: torch.cat([value] * num_copies) for name, value in batch.inputs.items()}
         self._selection = batch.selection
         try:
             output = call(**inputs)
         finally:
-            self._now, self._start, self._selection = _Pass(), None, None
+            self._now, self._selection, self._made, self._equal_until = _Pass(), None, {}, 0
         return tuple(getattr(output, "logits", output).chunk(num_copies))
 
     def _wrap(self, module: nn.Module) -> None:
@@ -146,7 +147,7 @@ class PerturbedForward:
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             active, num_copies = self._active(owned), len(self._now.probes)
-            if num_copies > COPIES_AT_ONCE and (active or has_batch(args, kwargs)):
+            if not self._now.runs_at_once and (active or has_batch(args, kwargs)):
                 return self._in_parts(COPIES_AT_ONCE, lambda _, *a, **k: forward(*a, **k), args, kwargs)
             if not active:
                 return original(*args, **kwargs)
@@ -206,12 +207,20 @@ class PerturbedForward:
     def _copies(self, active: Sequence[_Trained]) -> list[list[Tensor]]:
         """Return the perturbed copies of each parameter, one for each probe that runs."""
         probes = self._now.probes
-        if self._of_block and all((entry.parameter, probes[0]) in self._of_block for entry in active):
-            return [[self._of_block[entry.parameter, probe] for probe in probes] for entry in active]
+        if self._made and all((entry.parameter, probes[0]) in self._made for entry in active):
+            return [[self._made[entry.parameter, probe] for probe in probes] for entry in active]
         weights = [
             Weight(p.data, named.parameter_id, copy_dtype(p), region=named.region) for _, p, named in active
         ]
-        return self._perturbed(weights)
+        copies = self._perturbed(weights)
+        if self._now.keeps:
+            self._keep(active, copies)
+        return copies
+
+    def _keep(self, active: Sequence[_Trained], copies: Sequence[Sequence[Tensor]]) -> None:
+        for entry, of_entry in zip(active, copies, strict=True):
+            for probe, copy in zip(self._now.probes, of_entry, strict=True):
+                self._made[entry.parameter, probe] = copy
 
     def _rows(self, table: _Trained, rows: Tensor) -> Tensor:
         """Return some rows of a perturbed matrix at the one probe that runs: [*rows.shape, width]."""
@@ -237,24 +246,23 @@ class PerturbedForward:
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            start = self._start
-            if start is not None and index >= start.first:
-                self._now = self._after_start
-                copied = partial(start.copied, is_first=index == start.first)
-                args, kwargs = mapped(copied, args), mapped(copied, kwargs)
-            active, probes = self._active(owned), self._now.probes
+            now = self._now
+            if index < self._equal_until:
+                self._now, layer = _Pass(), index if now.keeps else None
+                output = run_once(original, [*args], kwargs, now.rows, len(now.probes), layer)
+                self._now = now
+                return output
+            self._equal_until = 0  # also of a continuation: answers of probes differ from the second token on
+            active = self._active(owned)
             # The copies of more probes would take too much memory.
-            if not active or len(probes) > COPIES_AT_ONCE:
+            if not active or not now.runs_at_once:
                 return original(*args, **kwargs)
-            self._of_block = {
-                (entry.parameter, probe): copy
-                for entry, copies in zip(active, self._copies(active), strict=True)
-                for probe, copy in zip(probes, copies, strict=True)
-            }
+            self._keep(active, self._copies(active))
             try:
                 return original(*args, **kwargs)
             finally:
-                self._of_block = {}
+                if not now.keeps:
+                    self._made = {}
 
         block.forward = forward
 
@@ -278,7 +286,8 @@ class PerturbedForward:
         def forward(hidden: Tensor) -> Any:  # noqa: ANN401
             selection, now = self._selection, self._now
             if selection is None:
-                return original(hidden)
+                # Of the last tokens of prompts, torch would multiply as many copies of a frozen weight.
+                return original(hidden.contiguous())
             # The head may run inside a module that already runs on one copy of the batch.
             num_copies, entries = len(now.probes) or 1, selection.vocabulary
             rows_of_copy = hidden.shape[0] // num_copies

@@ -27,17 +27,19 @@ from lezo_ds import distributed
 from lezo_ds.config import ZEROTH_ORDER, RunConfig, ZoConfig, check_world, config_from_dict, load_config
 from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.encoding import EncodedExample
+from lezo_ds.data.generation import SAMPLE_KEYS, write_tokens
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.files import make_directory
-from lezo_ds.forward.batch import LossFunction, MicroBatch
+from lezo_ds.forward.batch import LossFunction, MicroBatch, to_device
 from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.model.checkpoint import DTYPES, resolve_model
 from lezo_ds.runs.directory import library_versions
 from lezo_ds.runs.trainer import make_engine
 from lezo_ds.sharding import zero3
+from lezo_ds.step import decide, perturbation
 from lezo_ds.tools.memory_plan import OPT_SHAPES, opt_config
 from lezo_ds.tools.mezo_reference import InPlaceSteps
 
@@ -45,7 +47,7 @@ LENGTHS = {"sst2": 32, "boolq": 200}
 """Tokens of a typical prompt and answer, in OPT's tokens."""
 
 PUBLISHED = ("mezo_reference", "naive_zero3")
-KINDS = (*PUBLISHED, "ours", "tensor_parallel", "recipe")
+KINDS = (*PUBLISHED, "ours", "tensor_parallel", "recipe", "generate")
 WARM_UP_STEPS = 2  # DeepSpeed records the order of the modules in the first pass, and prefetches after it
 
 
@@ -55,11 +57,15 @@ def main(arguments: Namespace) -> None:
     variants = [word for word in arguments.variants if "=" not in word]
     for variant in variants:
         parse_variant(variant)
-    if not variants or (arguments.config is None and (changes or "recipe" in variants)):
-        what = "the benchmark needs variants; key=value and the variant recipe need --config"
+    needs_recipe = changes or not {"recipe", "generate"}.isdisjoint(variants)
+    if not variants or (arguments.config is None and needs_recipe) or "generate" in variants[1:]:
+        what = "the benchmark needs variants; key=value, recipe, and generate alone need --config"
         raise UserError(what, fix="lezo-ds benchmark mezo_reference ours:0 ours:0.75")
     config = None if arguments.config is None else load_config(arguments.config, changes)
     distributed.init_distributed()
+    if config is not None and "generate" in variants:
+        print(answer_speeds(config, arguments.rounds))
+        return
     if config is not None:
         rows = measure(recipe_inputs(config), variants, arguments.rounds)
     else:
@@ -80,7 +86,7 @@ def parse_variant(text: str) -> tuple[str, float]:
         sparsity = float(number or 0)
     except ValueError:
         sparsity = math.nan
-    if kind not in KINDS or not 0 <= sparsity <= 1 or (kind == "recipe" and number):
+    if kind not in KINDS or not 0 <= sparsity <= 1 or (kind in ("recipe", "generate") and number):
         raise UserError(f"unknown variant {text}", fix=f"use {', '.join(KINDS)}, such as ours:0.75")
     return kind, sparsity
 
@@ -112,11 +118,13 @@ class Inputs:
 
     @cached_property
     def plain_model(self) -> nn.Module:
-        directory, dtype = resolve_model(self.config.model.path), DTYPES[self.config.model.dtype]
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, trust_remote_code=False
-        )
-        return model.to(distributed.device()).eval().requires_grad_(False)
+        return _plain_model(self.config)
+
+
+def _plain_model(config: RunConfig) -> nn.Module:
+    directory, dtype = resolve_model(config.model.path), DTYPES[config.model.dtype]
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
+    return model.to(distributed.device()).eval().requires_grad_(False)
 
 
 def recipe_inputs(config: RunConfig) -> Inputs:
@@ -148,6 +156,39 @@ def recipe_inputs(config: RunConfig) -> Inputs:
 
     length = round(statistics.mean(example.num_tokens for example in data.train.encoded))
     return Inputs(config, Path(config.model.path).name, length, data.loss, ours, published, common)
+
+
+def answer_speeds(config: RunConfig, rounds: int) -> str:
+    """Time how a pass of a step writes answers, and how transformers does on as many sequences. A collective.
+
+    Answers have the maximum length. The update and the reward are left out.
+    """
+    data, engine = load_task_data(config), make_engine(config)
+    batch = data.step_batch(config, 0)
+    one = engine.passes_of_rank(distributed.rank(), len(batch))[0]
+    prompts = to_device(batch[one.micro_batch], engine.device)
+    if prompts.generation is None:
+        raise UserError(
+            "generate compares answers, and this recipe trains on none", fix="set train.objective"
+        )
+    settings = replace(prompts.generation, stop_ids=(), has_ended=None, sampling=None)
+    rows = {name: values for name, values in prompts.inputs.items() if name != SAMPLE_KEYS}
+    prompts = replace(prompts, inputs=rows, generation=settings)
+    all_rows = {name: torch.cat([values] * len(one.probes)) for name, values in rows.items()}
+    change = perturbation(engine, decide(engine), one)
+    plain = _plain_model(config)
+    actions = {
+        "generate": lambda: write_tokens(plain, settings, **all_rows),
+        "ours": lambda: engine.run(prompts, change),
+    }
+    with torch.no_grad():
+        times = interleaved(actions, rounds)
+    number = len(all_rows["input_ids"]) * settings.max_new_tokens
+    best = {name: min(seconds) for name, seconds in times.items()}
+    lines = [
+        f"{n:9} {number / s:6.0f} tokens a second, ratio {best['generate'] / s:.2f}" for n, s in best.items()
+    ]
+    return "\n".join([f"{number} tokens, {len(one.probes)} probes", *lines])
 
 
 def random_inputs(setting: Namespace, directory: Path) -> Inputs:

@@ -47,7 +47,7 @@ data:
 zo:
 {zo}
 train:
-  steps: {steps}
+{objective}  steps: {steps}
   batch_size: {batch}  # examples in a step, over all ranks
   micro_batch_size: {micro_batch}
   eval_every: {eval_every}
@@ -88,7 +88,7 @@ def main(arguments: Namespace) -> None:
     directory = resolve_model(arguments.model)
     has_template = bool(load_tokenizer(str(directory)).backend.chat_template)
     columns = {"text": arguments.text, "label": arguments.label, "answer": arguments.answer}
-    title, task = describe_task(records, **columns, in_chat=has_template)
+    title, task = describe_task(records, **columns, reward=arguments.reward, in_chat=has_template)
     task |= {"skip_unusable": True} if arguments.skip_unusable else {}
     config = load_model_config(directory)
     on_gpu = distributed.device().type != "cpu"
@@ -111,7 +111,8 @@ def main(arguments: Namespace) -> None:
         # JSON is YAML on one line.
         task="".join(f"  {key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in task.items()),
         max_length=min(2048, max_positions),
-        zo=_zo_keys(arguments.method, config.get_text_config().hidden_size, probes or 8),
+        zo=_zo_keys(arguments.method, config.get_text_config().hidden_size, probes or 8, arguments.reward),
+        objective=f"  objective: {arguments.reward}  # judges answers\n" if arguments.reward else "",
         steps=steps,
         eval_every=steps // 5,
         batch=16 if probes else micro_batch * ranks,
@@ -134,10 +135,11 @@ def num_steps(num_records: int) -> int:
     return max(100, min(1000, 5 * num_train // 16 // 10 * 10))
 
 
-def _zo_keys(method: str, width: int, probes: int) -> str:
+def _zo_keys(method: str, width: int, probes: int, reward: str | None) -> str:
     shrink = min(1.0, (_WIDTH / width) ** 0.5)
     if method == "fzoo":
-        return _FZOO.format(probes=probes, scale=5e-3 * shrink, rate=8e-3 * shrink)
+        scale = 1e-2 if reward else 5e-3  # fewer answers than losses change with the weights
+        return _FZOO.format(probes=probes, scale=scale * shrink, rate=8e-3 * shrink)
     return _LEZO.format(rate=3e-5 * shrink**3, sparsity=0.75 if method == "lezo" else 0.0)
 
 
@@ -147,6 +149,7 @@ def describe_task(
     text: str | None = None,
     label: str | None = None,
     answer: str | None = None,
+    reward: str | None = None,
     in_chat: bool = False,
 ) -> tuple[str, dict[str, Any]]:
     """Return a title and the keys of the section `data` that describe the task of some records."""
@@ -161,12 +164,14 @@ def describe_task(
     messages = [name for name, values in columns.items() if any(map(_are_turns, values))]
     if len(messages) == 1 and text is None and label is None and answer is None:
         return f"Chat: the messages in {messages[0]}", {"messages": messages[0]}
-    if answer is None and label is None:
+    if answer is None and label is None and reward is None:
         label = _only("label", "few different values", _few_valued(columns, without=text))
     target = str(answer or label)
     if text is None:
         text = _only("text", "texts", [n for n in columns if n != target and _are_texts(columns[n])])
     template = {"chat_template": True} if in_chat else {}
+    if reward is not None:
+        return f"Answers to {text}, judged by {reward}", {"prompt": f"{{{text}}}", **template}
     prompt = f"{{{text}}}\n{target.replace('_', ' ').capitalize()}:"
     if answer is not None:
         title = f"Generation of {answer} from {text}"

@@ -7,7 +7,8 @@ With b bytes a weight, R ranks that share the weights, and c copies of the batch
     gathered     b x (2 x largest part + tied weights): the block that runs, and the message with the next
                  one; on a GPU 1 part more, because the host runs ahead of it
     copies       b x min(c, 2) x largest perturbed module; on a GPU, b x c x perturbed weights of a block, if
-                 c is at most 2 and no weights are offloaded
+                 c is at most 2 and no weights are offloaded. A run that trains on answers keeps all
+                 copies while it writes: b x c x perturbed weights
     activations  b x c x tokens x activation width; keys and values of written tokens
     logits       (b c + 8) x answers' tokens x vocabulary
     reserve      what the libraries need
@@ -28,7 +29,7 @@ from typing import Any
 from torch import nn
 from transformers import OPTConfig
 
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, copies_per_pass
+from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, copies_per_pass, make_layer_policy
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.batches import PAD_MULTIPLE
 from lezo_ds.data.task_data import TaskData
@@ -224,6 +225,10 @@ def rank_memory(
 def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes, *, at_once: bool) -> int:
     if config.method not in ZEROTH_ORDER:
         return 0
+    if inputs.trains_on_answers:
+        policy = make_layer_policy(config.zo, model.num_blocks, trains_outside=model.trains_outside)
+        active = model.blocks_trained * (1 - policy.num_dropped / model.num_blocks) + model.head
+        return int(copies_per_pass(config) * active) * model.itemsize
     head = model.head if inputs.num_labels is None else 0
     num_copies = min(copies_per_pass(config), COPIES_AT_ONCE)
     copies_block = at_once and num_copies == copies_per_pass(config)

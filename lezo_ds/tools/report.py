@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import yaml
 
@@ -18,37 +21,33 @@ from lezo_ds.config.paper import PAPER_SCORES, Experiment
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, write_atomically
 from lezo_ds.tasks.custom import CUSTOM
-from lezo_ds.tasks.metrics import REWARD
+from lezo_ds.tasks.metrics import REWARD, best_f1, normalize
 
 SEEDS = ["seed", "data.seed"]  # in which the repetitions of one experiment differ
 MEASURED = ["test", "zero_shot", "majority_class", "best_dev_loss", "best_step", "steps", "seconds"]
-MEASURED += ["trained_dev_loss", "peak_memory_bytes"]  # numbers of results.json
-_COLUMNS = ["directory", "model", "task", "method", *SEEDS, "metric", *MEASURED, "finished", "problem"]
-_NOT_SETTINGS = (RESUME_MAY_DIFFER - {"train.steps"}) | {"train.micro_batch_size", *SEEDS}
+MEASURED += ["trained_dev_loss", "peak_memory_bytes", "worse_than_base"]  # numbers of results.json
+MEASURED += ["standard_error"]  # of "test"
+_COLUMNS = ["directory", "model", "task", "method", "learning_rate", *SEEDS, "metric", *MEASURED]
+_COLUMNS += ["finished", "problem"]
+_NOT_SETTINGS = RESUME_MAY_DIFFER - {"train.steps", "data.train", "data.path"}
+_NOT_SETTINGS |= {"train.micro_batch_size", *SEEDS}
+_CURVE_KEYS = ["model", "task", "train.objective", "metric"]
+_SHOWN_ANSWERS, _SHOWN_CHARACTERS = 10, 300
+_JUDGES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
+    "accuracy": lambda answer, right: answer in right,
+    "exact_match": lambda answer, right: normalize(answer) in map(normalize, right),
+    "f1": best_f1,
+}
+"""By its metric, how right an answer is, 0 to 1. The score is the mean."""
+
 _METHODS = {"zero_shot": "zero-shot", "icl": "ICL", "adamw": "AdamW", "mezo": "MeZO", "lezo": "LeZO"}
 
 # What reading a damaged file of a run raises.
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError, UserError)
 
-_PAGE = """\
-<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Zeroth-order fine-tuning</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>
-body {{ margin: 0 auto; padding: 1rem; max-width: 80rem; font: 16px/1.5 system-ui, sans-serif; }}
-table {{ border-collapse: collapse; font-size: .9rem; display: block; overflow-x: auto; }}
-th, td {{ padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #d8dee4; white-space: nowrap; }}
-</style>
-<script>{plotly}</script></head>
-<body><h1>Zeroth-order fine-tuning</h1>
-{table}
-<p>{note}</p>
-{figures}
-<h2>Runs</h2>
-{runs}
-</body></html>
-"""
-_NOTE = "Scores are means over seeds ± the sample standard deviation (number of runs)."
+_NOTE = """Scores and errors are in percent, rewards as they are. A score is a mean over seeds ± the sample
+standard deviation (number of runs). The standard error is that of one run, over its test examples."""
+_WORSE, _BELOW, _BELOW_MAJORITY = "worse than before training", "below zero-shot", "below the majority class"
 
 logger = logging.getLogger(__name__)
 
@@ -127,22 +126,25 @@ def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:
 
 def score_table(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the texts of a table with a row for each experiment of `name_experiments`."""
-    keys = ["model", "task", "experiment", "metric", "method", "peft.kind"]
+    keys = ["model", "task", "experiment", "metric", "method", "peft.kind", "learning_rate"]
     summary = over_seeds(runs[runs["finished"]], keys)
     rows = [
         {
-            "model": Path(row["model"]).name,
             "task": row["task"],
             "method": row["experiment"],
             "metric": row["metric"],
             "test": _score(row),
-            "paper": _paper_score(row),
+            "": _verdict(row),
+            "standard error": _unit(row["standard_error"], row["metric"]),
             "before": _unit(row["zero_shot"], row["metric"]),
             "majority": _unit(row["majority_class"], row["metric"]),
+            "paper": _paper_score(row),
+            "learning rate": _number(row["learning_rate"]),
             "validation loss": _number(row["best_dev_loss"]),
             "steps": _number(row["steps"]),
-            "seconds": _number(row["seconds"]),
+            "minutes": _number(row["seconds"] / 60),
             "GB": _number(row["peak_memory_bytes"] / 1e9),
+            "model": Path(row["model"]).name,
         }
         for row in summary.to_dict("records")
     ]
@@ -158,47 +160,93 @@ def markdown(table: pd.DataFrame) -> str:
 
 
 def page(runs: pd.DataFrame) -> str:
-    """Return one self-contained page: the table, the curves of each model and task, and the runs."""
-    try:
-        import plotly.express as px
-        from plotly.offline import get_plotlyjs
-    except ModuleNotFoundError as error:
-        raise UserError("a page needs plotly", fix="pip install 'lezo_ds[report]'") from error
-    curves = read_curves(runs)
-    figures = []
-    for (model, task), group in curves.groupby(["model", "task"], sort=False):
-        figures.append(f"<h2>{escape(task)}, {escape(Path(model).name)}</h2>")
-        for over in ("step", "minutes"):
-            labels = {"dev_loss": "validation loss", over: over, "experiment": ""}
-            shown = group.assign(experiment=group["experiment"].map(escape))  # plotly reads HTML in names
-            figure = px.line(shown, x=over, y="dev_loss", color="experiment", labels=labels, markers=True)
-            figures.append(figure.to_html(full_html=False, include_plotlyjs=False))
-    state = runs["problem"].where(~runs["finished"], "finished")
-    columns = {name: runs[name] for name in ("directory", "experiment", *SEEDS, "test", "best_dev_loss")}
-    return _PAGE.format(
-        plotly=get_plotlyjs(),
-        table=score_table(runs).to_html(index=False, border=0) if runs["finished"].any() else "",
+    """Return one self-contained page: the table, the curves of each task and metric, and the runs."""
+    shown = runs[["directory", "experiment", *SEEDS]].assign(
+        test=runs.apply(lambda run: _unit(run["test"], run["metric"]), axis=1),
+        state=runs["problem"].where(~runs["finished"], "finished"),
+    )
+    table = score_table(runs).to_html(index=False, border=0) if runs["finished"].any() else ""
+    for verdict in (_WORSE, _BELOW, _BELOW_MAJORITY):
+        table = table.replace(f"<td>{verdict}</td>", f"<td><mark>{verdict}</mark></td>")
+    return Template(Path(__file__).with_name("report.html").read_text()).substitute(
+        table=table,
         note=_NOTE,
-        figures="\n".join(figures),
-        runs=pd.DataFrame(columns | {"state": state}).to_html(index=False, border=0, na_rep="-"),
+        charts=json.dumps(list(_charts(runs))).replace("<", "\\u003c"),
+        runs=shown.to_html(index=False, border=0, na_rep="-"),
+        answers="\n".join(map(_answers, runs[runs["finished"]].to_dict("records"))),
     )
 
 
+def _charts(runs: pd.DataFrame) -> Iterable[dict[str, Any]]:
+    """Yield, for each model, task, metric and objective, what report.html draws."""
+    for (model, task, _, metric), group in read_curves(runs).groupby(_CURVE_KEYS, sort=False):
+        percent = 1 if metric == REWARD else 100
+        same = runs[(runs["model"] == model) & (runs["task"] == task) & (runs["metric"] == metric)]
+        zero_shot, majority = percent * same[["zero_shot", "majority_class"]].mean()
+        group = group.assign(score=percent * group["score"])
+        before = group[group["step"] == 0][["score", "loss"]].mean()
+        levels = {"step 0": before["score"], "zero-shot, test split": zero_shot, "majority class": majority}
+        title = f"Validation {metric}{'' if percent == 1 else ', percent'}"
+        scores = {"title": title, "x": "step", "curves": _lines(group, "step", "score")}
+        losses = {"title": "Validation loss", "x": "minutes", "curves": _lines(group, "minutes", "loss")}
+        scores["levels"] = pd.Series(levels).dropna().to_dict()
+        losses["levels"] = pd.Series({"step 0": before["loss"]}).dropna().to_dict()
+        yield {"heading": f"{task}, {Path(model).name}", "figures": [scores, losses]}
+
+
+def _lines(group: pd.DataFrame, x: str, y: str) -> dict[str, list[list[float]]]:
+    parts = group.dropna(subset=y).groupby("experiment", sort=False)
+    return {name: part[[x, y]].to_numpy(float).tolist() for name, part in parts}
+
+
 def read_curves(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the validation losses of each experiment by step, as means over its runs."""
-    parts = [pd.DataFrame(columns=["model", "task", "experiment", "step", "minutes", "dev_loss"])]
+    """Return validation scores and losses of each experiment by step, as means over its runs."""
+    parts = [pd.DataFrame(columns=[*_CURVE_KEYS, "experiment", "step", "minutes", "loss", "score"])]
     for run in runs[runs["method"].notna()].to_dict("records"):
         try:
             lines = (Path(run["directory"]) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
             rows = [json.loads(line) for line in lines if line.endswith("}")]  # a crash may cut the last one
-            part = pd.DataFrame(rows, columns=["step", "seconds", "dev_loss"]).dropna()
-        except DAMAGE as error:
+            part = pd.DataFrame([row for row in rows if row.get("dev_loss") is not None])
+            scored = [name for name in part if name.startswith("dev_") and name != "dev_loss"]
+            part = part.rename(columns={"dev_loss": "loss", **dict.fromkeys(scored, "score")})
+            part = part.assign(minutes=part["seconds"] / 60, metric=scored[0].removeprefix("dev_"))
+        except (*DAMAGE, IndexError) as error:
             logger.warning("warning: no curve of %s: %s", run["directory"], error)
             continue
-        names = {name: run[name] for name in ("model", "task", "experiment")}
-        parts.append(part.assign(minutes=part["seconds"] / 60, **names))
-    keys = ["model", "task", "experiment", "step"]
-    return pd.concat(parts).groupby(keys, sort=False)[["minutes", "dev_loss"]].mean().reset_index()
+        parts.append(part.assign(**{name: run[name] for name in (*_CURVE_KEYS[:3], "experiment")}))
+    keys = [*_CURVE_KEYS, "experiment", "step"]
+    return pd.concat(parts).groupby(keys, sort=False)[["minutes", "loss", "score"]].mean().reset_index()
+
+
+def _answers(run: Mapping[str, Any]) -> str:
+    """Return ten answers of a run at its best step, the worst ones if the metric tells them."""
+    answers, judge = _read_answers(Path(run["directory"]), run["best_step"]), _JUDGES.get(run["metric"])
+    title = f"answers of {run['directory']}"
+    if judge is not None:
+        answers = sorted((row for row in answers if judge(*row[1:]) < 1), key=lambda row: judge(*row[1:]))
+        title = f"of {len(answers)} wrong {title}"
+    rows = [(prompt[-_SHOWN_CHARACTERS:], answer, " | ".join(right)) for prompt, answer, right in answers]
+    table = pd.DataFrame(rows[:_SHOWN_ANSWERS], columns=["prompt", "answer", "right"])
+    text = f"{len(table)} {escape(title)}</summary>{table.to_html(index=False, border=0)}"
+    return f"<details><summary>{text}</details>" if rows else ""
+
+
+def _read_answers(directory: Path, step: float | None) -> list[tuple[str, str, list[str]]]:
+    """Return the prompts of the test split, the answers after a step, and the right answers."""
+    name = f"step-{0 if step is None or pd.isna(step) else int(step):08}.jsonl"
+    try:
+        rows = map(json.loads, (directory / "predictions" / name).read_text(encoding="utf-8").splitlines())
+        return [(str(row["prompt"]), str(row["predicted"]), [*map(str, row["right"])]) for row in rows]
+    except DAMAGE:
+        return []
+
+
+def _standard_error(directory: Path, results: Mapping[str, Any]) -> float | None:
+    """Return the standard error of a run's score, if that is a mean over examples."""
+    judge, answers = _JUDGES.get(results["metric"]), _read_answers(directory, results["best_step"])
+    if judge is None or len(answers) < 2:
+        return None
+    return float(np.std([judge(*row[1:]) for row in answers], ddof=1)) / math.sqrt(len(answers))
 
 
 def _read_run(directory: Path) -> dict[str, Any]:
@@ -210,7 +258,9 @@ def _read_run(directory: Path) -> dict[str, Any]:
             row[key] = str(value) if isinstance(value, list | tuple) else value
         is_mezo = row["method"] == "lezo" and row["zo.sparsity"] == 0
         source = row["data.train"] or row["data.path"] if row["data.task"] == CUSTOM else None
-        row |= {"model": row["model.path"], "method": "mezo" if is_mezo else row["method"]}
+        rates = "adamw" if row["method"] == "adamw" else "zo"
+        row |= {"model": row["model.path"], "learning_rate": row[f"{rates}.learning_rate"]}
+        row["method"] = "mezo" if is_mezo else row["method"]
         row["task"] = Path(source).stem if source else row["data.task"]
     except DAMAGE as error:
         return {**row, "problem": f"not a run, or damaged ({' '.join(str(error).split())})"}
@@ -219,6 +269,7 @@ def _read_run(directory: Path) -> dict[str, Any]:
         numbers = {name: results[name] for name in MEASURED if results.get(name) is not None}
         row |= {"metric": results.get("metric")} | {name: float(value) for name, value in numbers.items()}
         if results["finished"]:
+            row["standard_error"] = _standard_error(directory, results)
             return {**row, "test": float(results["test"]), "finished": True, "problem": ""}
         return {**row, "test": None, "problem": f"unfinished, at step {results['steps']}"}
     except FileNotFoundError:
@@ -231,6 +282,14 @@ def _score(row: Mapping[str, Any]) -> str:
     deviation = row["test_deviation"]
     spread = "" if pd.isna(deviation) else f" ± {_unit(deviation, row['metric'])}"
     return f"{_unit(row['test'], row['metric'])}{spread} ({row['finished']})"
+
+
+def _verdict(row: Mapping[str, Any]) -> str:
+    if row["worse_than_base"] > 0:
+        return _WORSE
+    if row["test"] < row["zero_shot"]:
+        return _BELOW
+    return _BELOW_MAJORITY if row["test"] < row["majority_class"] else ""
 
 
 def _paper_score(row: Mapping[str, Any]) -> str:

@@ -50,6 +50,11 @@ def root(tmp_path_factory):
     for text in blocks("yaml"):
         if "tickets.csv" in text:
             (directory / "tickets.yaml").write_text(text)
+        if "objective: verdict:" in text:
+            (directory / "verdict.yaml").write_text(text)
+    for text in blocks("python"):
+        if "@reward" in text:
+            (directory / "verdict.py").write_text(text)
     write_tickets(directory / "tickets.csv")
     write_tickets(directory / "new.csv", num_rows=9)
     return directory

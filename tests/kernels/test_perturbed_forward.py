@@ -34,6 +34,12 @@ SELECTIONS = {
 }
 
 
+def record_rows(block, rows):
+    """Append, whenever a block runs, the number of sequences that its first module with weights gets."""
+    first = next(module for module in block.modules() if hasattr(module, "weight"))
+    first.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+
+
 def blocks_of(model):
     return list(model.get_submodule(find_blocks(model).path).children())
 
@@ -231,9 +237,7 @@ def test_blocks_before_the_first_perturbed_one_run_on_one_copy(family, dropped, 
     trainable = tunable(model, in_blocks(model))
     expected = expected_logits(model, trainable, batch, perturbation(BOTH, dropped))
     for block in blocks_of(model):
-        block.register_forward_hook(
-            lambda _, __, output: rows.append(len(output if isinstance(output, torch.Tensor) else output[0]))
-        )
+        record_rows(block, rows)
     perturbed = PerturbedForward(model, trainable, NOISE, blocks_of(model), shares_start=True)
     assert_equal_to_rounding(run(perturbed, model, batch, perturbation(BOTH, dropped)), expected)
     assert rows == [ROWS if block < first else 2 * ROWS for block in range(NUM_BLOCKS)]

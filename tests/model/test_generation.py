@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from test_perturbed_forward import BOTH, MINUS, NOISE, PLUS, blocks_of, in_blocks, perturbation, reference
+from test_perturbed_forward import (
+    MINUS,
+    NOISE,
+    PLUS,
+    blocks_of,
+    in_blocks,
+    perturbation,
+    record_rows,
+    reference,
+)
 from tiny_models import VOCABULARY, tiny_model, tunable
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -101,22 +111,32 @@ def test_what_a_models_own_settings_ask_for_does_not_change_greedy_decoding():
 @pytest.mark.parametrize(
     ("family", "shares_start"), [("opt", False), ("llama", True), ("mistral", False), ("gemma2", True)]
 )
-def test_both_signs_are_decoded_as_by_models_with_perturbed_weights(family, shares_start):
+def test_all_probes_are_decoded_as_by_models_with_perturbed_weights(family, shares_start, monkeypatch):
     (model, settings), prompts = start(family), prompts_of()
     trainable, dropped = tunable(model, in_blocks(model)) if shares_start else tunable(model), (0,)
-    signs = (PLUS, MINUS)
+    signs = (PLUS, MINUS, (2,))
     sides = [reference(model, trainable, perturbation(sign, dropped, SCALE)) for sign in signs]
     expected = [[plain(side, prompt, settings.stop_ids) for prompt in prompts] for side in sides]
-    assert expected[0] != expected[1]
-    blocks = {"blocks": blocks_of(model)} if shares_start else {}
-    perturbed, batch = PerturbedForward(model, trainable, NOISE, **blocks), prompt_batch(prompts, settings)
+    assert expected[0] != expected[1] != expected[2]
+    blocks, num_rows, made = blocks_of(model), [], Counter()
+    perturbed = PerturbedForward(model, trainable, NOISE, blocks, shares_start=shares_start)
+    batch, perturb = prompt_batch(prompts, settings), NOISE._perturb
+    record_rows(blocks[0], num_rows)
+
+    def counted(weights, key, scale, *args):
+        made.update((weight.parameter_id, key, scale) for weight in weights if weight.rows is None)
+        return perturb(weights, key, scale, *args)
 
     def write(**inputs):
         return write_tokens(model, settings, **inputs)
 
-    both = perturbed(batch, perturbation(BOTH, dropped, SCALE), write)
+    monkeypatch.setattr(NOISE, "_perturb", counted)
+    together = perturbed(batch, perturbation((1, -1, 2), dropped, SCALE), write)
+    assert {*made.values()} == {1}  # once for all tokens
+    shared, all_rows = len(prompts), 3 * len(prompts)
+    assert num_rows == [shared if shares_start else all_rows, *[all_rows] * (len(num_rows) - 1)]
     singles = [perturbed(batch, perturbation(sign, dropped, SCALE), write)[0] for sign in signs]
-    assert [ended(tokens, settings) for tokens in both] == expected
+    assert [ended(tokens, settings) for tokens in together] == expected
     assert [ended(tokens, settings) for tokens in singles] == expected
 
 

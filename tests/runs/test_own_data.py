@@ -11,7 +11,6 @@ from own_data import (
     COLORS,
     VERBALIZERS,
     own_values,
-    path_with,
     write_chat_model,
     write_conversations,
     write_tickets,
@@ -62,7 +61,7 @@ def root(tmp_path_factory):
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_trains_and_scores(kind, root):
     arguments = ["--config", root / f"{kind}.yaml", f"run_dir={root / kind}", "train.steps=4"]
-    run_forked_well(arguments, num_ranks=2, PYTHONPATH=path_with(root))
+    run_forked_well(arguments, num_ranks=2)  # my_reward.py is beside the recipe
     results = results_of(root / kind)
     assert (results["steps"], results["metric"], results["task"]) == (4, KINDS[kind][2], "custom")
     rows = [json.loads(line) for file in (root / kind / "predictions").iterdir() for line in file.open()]

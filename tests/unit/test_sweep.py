@@ -34,7 +34,8 @@ def finish(run, test=0.9, dev_loss=0.5, **changes):
     run.directory.mkdir(parents=True)
     (run.directory / "config.yaml").write_text(yaml.safe_dump(config_to_dict(run.config)))
     (run.directory / "results.json").write_text(json.dumps(results))
-    lines = [{"step": step, "seconds": step, "dev_loss": (dev_loss or 0.0) + 1 / step} for step in (100, 200)]
+    scores = {f"dev_{results['metric']}": 0.9, "dev_loss": dev_loss or 0.0}
+    lines = [{"step": step, "seconds": step, **scores} for step in (100, 200)]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (run.directory / "metrics.jsonl").write_text(text + '{"step": 2')  # cut by a crash
 
@@ -131,4 +132,32 @@ def test_a_report_has_a_row_for_each_experiment_and_names_what_differs(plan, tmp
     page = tmp_path / "page.html"
     report.main(Namespace(runs=[str(tmp_path / "sweep" / "*")], html=page))
     text = page.read_text()
-    assert "<td>85.0 ± 7.1 (2)</td>" in text and '"validation loss"' in text and 'src="http' not in text
+    assert "<td>85.0 ± 7.1 (2)</td>" in text and "Validation loss" in text and 'src="' not in text
+
+
+def test_a_page_shows_what_a_run_has_gained_and_ten_wrong_answers(plan, tmp_path):
+    own = ["data.task=custom", "data.path=null", "data.prompt=Say {x}", "data.completion={y}"]
+    tables = plan("data.train=a/t.csv,b/t.csv", overrides=own)
+    for run in tables:  # of the same name, so of the same task
+        finish(run, metric="f1")
+    finish(run := plan("seed=0")[0], test=0.45, worse_than_base=True)
+    metrics = run.directory / "metrics.jsonl"
+    start = {"step": 0, "seconds": 0.0, "dev_loss": 0.7, "dev_accuracy": 0.51}
+    metrics.write_text(json.dumps(start) + "\n" + metrics.read_text())
+    answers = [
+        {"prompt": "It was", "right": ["good"], "predicted": "good" if n < 9 else "<bad>"} for n in range(20)
+    ]
+    (run.directory / "predictions").mkdir()
+    (run.directory / "predictions" / "step-00000100.jsonl").write_text("\n".join(map(json.dumps, answers)))
+    runs = name_experiments(read_runs([*(run.directory for run in tables), run.directory]))
+    table, text = score_table(runs), report.page(runs)
+    assert list(table["task"]) == ["t", "t", "sst2"]
+    assert list(table["standard error"]) == ["-", "-", "11.4"]  # sqrt(0.45 * 0.55 / 19)
+    assert "<mark>worse than before training</mark>" in text
+    assert "10 of 11 wrong answers" in text and text.count("<td>&lt;bad&gt;</td>") == 10
+    charts = json.loads(text.partition("const charts = ")[2].partition(";\n")[0])
+    scores, losses = charts[-1]["figures"]
+    assert scores["levels"] == {"step 0": 51, "zero-shot, test split": 50, "majority class": 60}
+    assert losses["levels"] == {"step 0": 0.7} and charts[0]["figures"][1]["levels"] == {}
+    assert scores["curves"] == {"LeZO": [[0, 51], [100, 90], [200, 90]]}
+    assert len(text) < 40_000

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 from assets import write_records
 from own_data import conversation, own_values, write_chat_model
 from tiny_tasks import task_config, write_tasks, write_writer
 
-from lezo_ds.config import config_from_dict
+from lezo_ds.config import config_from_dict, load_config
 from lezo_ds.data.batches import batch_indices
 from lezo_ds.data.objectives import reward
 from lezo_ds.data.task_data import load_task_data
@@ -193,3 +195,37 @@ def test_chats_of_all_layouts_are_taken_and_unusable_ones_are_refused_together_o
     roles = [[turn.role for turn in by_line[f" ({path} line {line})"]] for line in (1, 2, 3)]
     assert roles[0] == ["system", "user", "assistant"] and roles[2] == ["developer", "assistant"]
     assert roles[1] == ["user", "assistant", "tool", "assistant"]
+
+
+DECORATED = "from lezo_ds import reward\n@reward\ndef judge(answers, records):\n    return"
+BAD_REWARDS = {
+    "import no_such_module": "No module named 'no_such_module'",
+    "def judge(": "SyntaxError",
+    "judge = 1": "TypeError: 1 is not callable",
+    "def judge(answers, records): return [1.0] * len(answers)": "needs a reward, not train.objective=",
+    DECORATED.replace(", records", "") + " [1.0]": "takes 1 positional argument but 2 were given; fix",
+    f"{DECORATED} None": "returned None, not one finite reward per answer",
+    f"{DECORATED} [float('nan')] * len(answers)": "returned .nan, nan, nan, nan., not one finite",
+    f"{DECORATED} [1 / 10**-400 for _ in answers]": r"ZeroDivisionError: .*\(.*own_0.py line 4\)",
+    f"{DECORATED} [1e999 for _ in answers]": "returned .inf, inf",
+    f"{DECORATED} [1.0]": "returned .1.0., not one finite reward per answer",
+    f"{DECORATED} 'good'": "returned good, not one finite",
+}
+
+
+@pytest.mark.parametrize(("number", "code"), [*enumerate(BAD_REWARDS)])
+def test_a_bad_reward_beside_the_recipe_is_found_before_weights_are_read(number, code, assets, tmp_path):
+    name = f"own_{number}"  # a module is imported once
+    (tmp_path / f"{name}.py").write_text(code)
+    write_records(tmp_path / "prompts.jsonl", [{"text": f"say {n}"} for n in range(9)])
+    values = {"run_dir": "none", "model": {"path": str(assets / "writer"), "dtype": "fp32"}}
+    values |= {
+        "data": {"train": "prompts.jsonl", "prompt": "{text}"},
+        "zo": {"learning_rate": 1.0, "sparsity": 0.5},
+    }
+    values["train"] = {"steps": 1, "objective": f"{name}:judge"}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(UserError, match=BAD_REWARDS[code].replace("own_0", name)) as error:
+        load_task_data(load_config(tmp_path / "recipe.yaml"))
+    assert "\n" not in str(error.value)
+    assert str(tmp_path) not in sys.path

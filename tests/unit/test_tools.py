@@ -17,9 +17,23 @@ from lezo_ds.cli import run_command
 from lezo_ds.config import ZoConfig, load_config
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.errors import UserError
-from lezo_ds.tools.benchmark import measure, mezo_reference, parse_variant, recipe_inputs, table
+from lezo_ds.tools.benchmark import (
+    answer_speeds,
+    measure,
+    mezo_reference,
+    parse_variant,
+    recipe_inputs,
+    table,
+)
 from lezo_ds.tools.init import describe_task, num_steps
 
+REWARD = """
+from lezo_ds import reward
+
+@reward
+def brevity(answers, records):
+    return [1 / (1 + len(answer.split())) for answer in answers]
+"""
 TEXTS = [f"ticket number {number} says" for number in range(40)]
 CLASSES = ["bug", "billing"] * 20
 
@@ -81,6 +95,13 @@ def test_init_writes_a_recipe_that_a_run_can_start_from(tmp_path, monkeypatch, c
     ):
         with pytest.raises(UserError, match=message):
             recipe(*words.split())
+    (tmp_path / "judge_of_init.py").write_text(REWARD)
+    recipe("model", "tickets.csv", "--reward", "judge_of_init:brevity", "--text", "text", "--out", "own.yaml")
+    small = ["generation.max_new_tokens=3", "data.max_length=128", "zo.directions=4"]
+    config = load_config(tmp_path / "own.yaml", small)
+    assert (config.data.prompt, config.train.objective) == ("{text}", "judge_of_init:brevity")
+    speeds = answer_speeds(config, rounds=1)
+    assert "240 tokens, 5 probes" in speeds and all(name in speeds for name in ("generate", "ours"))
     assert [num_steps(records) for records in (30, 1667, 100_000)] == [100, 310, 1000]
 
 
