@@ -32,7 +32,7 @@ _ONLY_VALUES: Mapping[str, tuple[tuple[object, ...], str]] = {
 
 
 def ds_config_of(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """Return the DeepSpeed JSON of a run, if the run can share its work among `world_size` ranks."""
+    """Return the DeepSpeed JSON of a run on `world_size` ranks, if the other settings fit it."""
     train, tensor_parallel = config.train, config.tensor_parallel
     source, dtype = config.deepspeed, config.model.dtype
     ds_config = load_ds_config(source, dtype, world_size, train.micro_batch_size, tensor_parallel)
@@ -43,9 +43,13 @@ def ds_config_of(config: RunConfig, world_size: int) -> dict[str, Any]:
     if size > 1 and config.method == "adamw":
         fix = "remove tensor_parallel"
         raise UserError("method=adamw shards the weights by ZeRO-3, not by tensor parallelism", fix=fix)
-    if config.method in TRAINED:
-        check_world(config, world_size // size)
     return ds_config
+
+
+def check_shares(config: RunConfig, ds_config: Mapping[str, Any], world_size: int) -> None:
+    """Refuse a training run whose work does not split evenly among `world_size` ranks."""
+    if config.method in TRAINED:
+        check_world(config, world_size // tensor_parallel_size(ds_config))
 
 
 def load_ds_config(

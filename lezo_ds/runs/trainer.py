@@ -14,7 +14,7 @@ import torch
 
 from lezo_ds import distributed
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, ZoConfig, make_layer_policy
-from lezo_ds.config.deepspeed import ds_config_of
+from lezo_ds.config.deepspeed import check_shares, ds_config_of
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.engine import LezoEngine, initialize
 from lezo_ds.errors import UserError
@@ -42,6 +42,7 @@ def train(config: RunConfig) -> dict[str, Any]:
     with nothing_done, ExitStack() as lock:
         distributed.init_distributed(config.train.timeout_seconds)
         ds_config = _prepared(config)
+        check_shares(config, ds_config, distributed.world_size())
         data = load_task_data(config)
         num_ranks = distributed.world_size()
         monitors = distributed.on_rank_zero(lambda: check_run(config, data, num_ranks, lock))

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from lezo_ds import distributed
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, eval_every, make_layer_policy, num_passes
-from lezo_ds.config.deepspeed import ds_config_of
+from lezo_ds.config.deepspeed import check_shares, ds_config_of
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import HubError
 from lezo_ds.model.checkpoint import resolve_model
@@ -35,7 +35,7 @@ def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | 
     """
     world_size = num_gpus or distributed.world_size()
     on_gpu = num_gpus is not None or distributed.device().type != "cpu"
-    ds_config_of(config, world_size)
+    check_shares(config, ds_config_of(config, world_size), world_size)
     lines: list[Line] = [("run directory", config.run_dir), ("method", config.method)]
     if config.method in TRAINED:
         train = config.train
