@@ -325,8 +325,9 @@ def measure(inputs: Inputs, variants: Sequence[str], rounds: int) -> pd.DataFram
         ratios = [first / own for first, own in zip(times[variants[0]], times[variant], strict=True)]
         with distributed.counted_bytes() as counts:
             peak = peak_bytes(action)
-        # Of weights, or of activations; the losses are a few bytes.
-        moved = ("all_gather", "all_reduce")
+        # Of weights; or of activations, besides the few bytes of the losses.
+        is_split = parse_variant(variant)[0] == "tensor_parallel"
+        moved = "all_reduce" if is_split else "all_gather"
         gathered = sum(count for operation, count in counts.items() if operation.startswith(moved))
         row = {
             "variant": variant,

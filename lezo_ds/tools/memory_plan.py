@@ -21,16 +21,26 @@ weights may need more. This is not for AdamW, whose memory depends on DeepSpeed'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from torch import nn
 from transformers import OPTConfig
 
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, copies_per_pass, make_layer_policy
-from lezo_ds.config.deepspeed import load_ds_config
+from lezo_ds.config import (
+    TRAINED,
+    ZEROTH_ORDER,
+    RunConfig,
+    copies_per_pass,
+    make_estimator,
+    make_layer_policy,
+    num_passes,
+)
+from lezo_ds.config.deepspeed import ds_config_of, tensor_parallel_size
 from lezo_ds.data.batches import PAD_MULTIPLE
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.forward.adapters import make_adapter
@@ -72,6 +82,9 @@ class ModelSizes:
     parts: PartSizes
     largest_perturbed: int  # of the modules whose copies are made; rows of embeddings are perturbed alone
     blocks_trained: int
+    heads: int  # divisors of this number can split the heads of queries, keys and values
+    linear: int  # of the blocks' linear layers, which tensor parallelism splits
+    hidden_width: int
     head: int
     activation_width: int  # of one token while a block runs
     cached_width: int  # keys and values of one token in one block
@@ -89,6 +102,7 @@ class InputSizes:
     """Sizes of the largest forward passes."""
 
     length: int  # tokens of the longest input, padding included
+    mean_length: float = 0  # tokens of a training example; 0 if it is not known
     answer_tokens: int = 1  # of the longest answer whose probability is computed
     num_labels: int | None = None  # vocabulary entries that training compares; None for all of them
     new_tokens: int = 0  # that the model writes after a prompt in an evaluation
@@ -159,6 +173,9 @@ def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
         parts=part_sizes(model, layout),
         largest_perturbed=max(_trained(module, recurse=False) for module in copied),
         blocks_trained=_trained(blocks),
+        heads=math.gcd(num_heads, num_cached),
+        linear=sum(_numel(module) for module in blocks.modules() if isinstance(module, nn.Linear)),
+        hidden_width=text.hidden_size,
         head=_trained(head) if head else 0,
         activation_width=_HIDDEN_STATES * text.hidden_size + num_wide * max(widths),
         cached_width=2 * num_cached * (getattr(text, "head_dim", None) or text.hidden_size // num_heads),
@@ -178,6 +195,7 @@ def measured_inputs(config: RunConfig, data: TaskData) -> InputSizes:
     vocabulary = None if selection is None else selection.vocabulary
     return InputSizes(
         length=-(-max(lengths) // PAD_MULTIPLE) * PAD_MULTIPLE,
+        mean_length=mean(example.num_tokens for example in data.train.encoded or data.test.encoded),
         answer_tokens=max((length for example in examples for length in example.option_lengths), default=1),
         num_labels=None if vocabulary is None else len(vocabulary),
         new_tokens=0 if data.generation is None else data.generation.max_new_tokens,
@@ -189,13 +207,15 @@ def rank_memory(
     config: RunConfig, model: ModelSizes, inputs: InputSizes, *, world_size: int, on_gpu: bool = True
 ) -> RankMemory:
     """Return the peak memory of each rank of a run."""
-    micro_batch_size = config.train.micro_batch_size
-    ds_config = load_ds_config(config.deepspeed, config.model.dtype, world_size, micro_batch_size)
+    ds_config, full = ds_config_of(config, world_size), model
+    size = tensor_parallel_size(ds_config)
+    if size > 1:
+        model = split_sizes(model, size)
     zero = ds_config["zero_optimization"]
     offload = zero.get("offload_param", {})
     device = offload.get("device", "none")
     is_offloaded = device != "none" and on_gpu
-    num_shards = config.partition_size or world_size
+    num_shards = 1 if size > 1 else config.partition_size or world_size
     shards = model.num_parameters * model.itemsize // num_shards
     keeps_low_bits = config.method in ZEROTH_ORDER and config.zo.update_precision == "fp32_master"
     low_bits = _LOW_BITS * model.num_trained // num_shards if keeps_low_bits and model.itemsize < _FP32 else 0
@@ -217,9 +237,41 @@ def rank_memory(
         "logits": _logits(config, model, inputs),
     }
     in_pass = sum(parts[name] for name in ("gathered", "copies", "activations", "logits"))
-    parts["snapshot"] = max(0, _snapshot(config, model, num_shards, on_gpu=on_gpu) - in_pass)
+    parts["snapshot"] = max(0, _snapshot(config, full, num_shards * size, on_gpu=on_gpu) - in_pass)
     used = {name: size for name, size in parts.items() if size}
     return RankMemory(used, host=shards + low_bits if is_offloaded else 0)
+
+
+def split_sizes(model: ModelSizes, size: int) -> ModelSizes:
+    """Return the sizes of what a rank has of a model whose blocks' linear layers `size` ranks split."""
+    kept = 1 - model.linear / model.num_parameters * (1 - 1 / size)
+    hidden = _HIDDEN_STATES * model.hidden_width
+    return replace(
+        model,
+        parameters=(round(model.num_parameters * kept),),
+        num_trained=round(model.num_trained * kept),
+        largest_perturbed=model.largest_perturbed // size,
+        blocks_trained=model.blocks_trained // size,
+        activation_width=hidden + (model.activation_width - hidden) // size,
+        cached_width=model.cached_width // size,
+    )
+
+
+def received_bytes(
+    config: RunConfig, model: ModelSizes, inputs: InputSizes, *, ranks: int, split: int
+) -> int:
+    """Return what a rank receives in a step: weights under ZeRO-3, activations if `split` ranks split them.
+
+    Each pass gathers all weights of which the rank has no part. A split block sums two activations of each
+    token over its ranks, in a ring.
+    """
+    if split == 1:
+        shared = config.partition_size or ranks
+        passes = num_passes(config) / ranks
+        return round(passes * model.num_parameters * model.itemsize * (shared - 1) / shared)
+    tokens = config.train.batch_size * (inputs.mean_length or inputs.length) / (ranks // split)
+    sums = 2 * model.num_blocks * tokens * make_estimator(config.zo).num_probes
+    return round(sums * model.hidden_width * model.itemsize * 2 * (split - 1) / split)
 
 
 def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes, *, at_once: bool) -> int:
@@ -265,6 +317,10 @@ def _snapshot(config: RunConfig, model: ModelSizes, num_shards: int, *, on_gpu: 
     largest, total = max(sizes) * model.itemsize, sum(sizes) * model.itemsize
     file = 0 if on_gpu else max(largest, min(total, MAX_FILE_BYTES))
     return file + largest + largest // num_shards
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
 
 
 def _trained(module: nn.Module, recurse: bool = True) -> int:

@@ -138,7 +138,8 @@ def test_variants():
 def measured_rows(recipe):
     distributed.init_distributed()
     inputs = recipe_inputs(load_config(recipe, ["run_dir=none", "train.micro_batch_size=4"]))
-    return measure(inputs, ["mezo_reference", "naive_zero3", "ours:0.5", "recipe"], rounds=1)
+    variants = ["mezo_reference", "naive_zero3", "ours:0.5", "recipe", "tensor_parallel:0.5"]
+    return measure(inputs, variants, rounds=1)
 
 
 @pytest.mark.distributed
@@ -146,7 +147,8 @@ def test_every_variant_is_measured_on_the_batches_of_a_recipe(tmp_path):
     rows, _ = run_ranks(measured_rows, 2, write_recipe(tmp_path))
     assert "ours:0.5" in table(rows)
     assert (rows["seconds"] > 0).all() and (rows["ranks"] == 2).all()
-    published, naive, ours, recipe = rows.to_dict("records")
+    published, naive, ours, recipe, split = rows.to_dict("records")
     assert published["ratio"] == 1.0 and published["gathered_bytes"] == 0
     assert published["tokens"] == naive["tokens"] > ours["tokens"] == recipe["tokens"]
+    assert 0 < split["gathered_bytes"] < ours["gathered_bytes"]
     assert naive["gathered_bytes"] > ours["gathered_bytes"] > 0  # two passes, and one at both signs
