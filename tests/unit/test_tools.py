@@ -150,5 +150,5 @@ def test_every_variant_is_measured_on_the_batches_of_a_recipe(tmp_path):
     published, naive, ours, recipe, split = rows.to_dict("records")
     assert published["ratio"] == 1.0 and published["gathered_bytes"] == 0
     assert published["tokens"] == naive["tokens"] > ours["tokens"] == recipe["tokens"]
-    assert 0 < split["gathered_bytes"] < ours["gathered_bytes"]
+    assert split["gathered_bytes"] > 0  # the sums of activations
     assert naive["gathered_bytes"] > ours["gathered_bytes"] > 0  # two passes, and one at both signs
