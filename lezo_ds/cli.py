@@ -279,7 +279,8 @@ def _benchmark(parser: _Parser) -> None:
     """Time variants of one step against each other, as in lezo-ds benchmark mezo_reference ours:0 ours:0.75.
 
     A variant is mezo_reference (MeZO as published, in plain PyTorch), naive_zero3 (MeZO on ZeRO-3 as one
-    would first write it), ours (the papers' step), each with [:SPARSITY], or recipe (the recipe's step).
+    would first write it), ours (the papers' step), tensor_parallel (the same on split weights), each with
+    [:SPARSITY], or recipe (the recipe's step).
     Ratios are relative to the first. Without --config, weights and examples are random, of a typical length.
     generate alone compares the speed of written answers with that of transformers' generate.
     """

@@ -123,6 +123,13 @@ def _checked_size(config: dict[str, Any], source: str, tensor_parallel: int | No
     return size
 
 
+def tensor_parallel_of(config: RunConfig) -> int:
+    """Return the number of ranks that split each weight in a run, or 1."""
+    if config.tensor_parallel is not None or config.deepspeed is None:
+        return config.tensor_parallel or 1
+    return tensor_parallel_size(_read_json(config.deepspeed))
+
+
 def tensor_parallel_size(ds_config: Mapping[str, Any]) -> int:
     """Return the number of ranks that split each weight by DeepSpeed's AutoTP, or 1."""
     return int(ds_config.get("tensor_parallel", {}).get("autotp_size", 1))

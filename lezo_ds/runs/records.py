@@ -16,7 +16,7 @@ from typing import Any
 
 from lezo_ds import distributed
 from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, may_differ_on_resume
-from lezo_ds.config.deepspeed import ds_config_of, tensor_parallel_size
+from lezo_ds.config.deepspeed import tensor_parallel_of
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
 from lezo_ds.files import DAMAGE, sync
@@ -46,7 +46,7 @@ def make_header(config: RunConfig, data: TaskData, fingerprint: str, parameter_t
     device = distributed.device()
     keys = {key: value for key, value in config_to_dict(config).items() if key != "run_dir"}
     # A sum over ranks has other last bits than one rank's. Updates do not.
-    size = tensor_parallel_size(ds_config_of(config, distributed.world_size()))
+    size = tensor_parallel_of(config)
     split = {"tensor_parallel": str(size)} if size > 1 else {}
     splits = {"train": data.train, "dev": data.dev, "test": data.test}
     inputs = {

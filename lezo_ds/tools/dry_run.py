@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from lezo_ds import distributed
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, eval_every, make_layer_policy, num_passes
-from lezo_ds.config.deepspeed import check_shares, ds_config_of, tensor_parallel_size
+from lezo_ds.config.deepspeed import check_shares, ds_config_of
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import HubError
 from lezo_ds.model.checkpoint import resolve_model
@@ -62,8 +62,7 @@ def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | 
             assumed = "" if data else " (assumed)"
             text = f"of a rank, with inputs of at most {inputs.length} tokens{assumed}: {memory}"
             lines.append(("memory", text))
-            if config.method in ZEROTH_ORDER and world_size > 1:
-                lines += _ways_line(config, model, inputs, world_size, on_gpu=on_gpu)
+            lines += _ways_lines(config, model, inputs, world_size, on_gpu=on_gpu)
             if gpu_memory is not None:
                 lines += what_fits(config, model, inputs, world_size, int(gpu_memory * plan.GIB))
         if sizes := snapshot_sizes(config, model.num_parameters, model.num_trained):
@@ -84,24 +83,20 @@ def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | 
     return "\n".join(f"{heading:13} {text}" for heading, text in lines)
 
 
-def _ways_line(
+def _ways_lines(
     config: RunConfig, model: plan.ModelSizes, inputs: plan.InputSizes, num_ranks: int, *, on_gpu: bool
 ) -> list[Line]:
-    """Say what travels in a step, and the memory of a rank, under ZeRO-3 and under tensor parallelism."""
-    zero = replace(config, tensor_parallel=None)
-    if tensor_parallel_size(ds_config_of(config, num_ranks)) > 1:
-        zero = replace(zero, deepspeed=None)
-    ways = {"ZeRO-3": (zero, 1)}
-    split = config.tensor_parallel or num_ranks
-    if split > 1 and model.heads % split == 0:
-        own = replace(config, tensor_parallel=split, partition_size=None, deepspeed=None)
-        ways[f"tensor_parallel={split}"] = (own, split)
-    texts = []
-    for name, (way, size) in ways.items():
-        memory = plan.rank_memory(way, model, inputs, world_size=num_ranks, on_gpu=on_gpu).total / plan.GIB
+    """Say what a rank receives in a step, and holds, under ZeRO-3 and under tensor parallelism."""
+    if config.method not in ZEROTH_ORDER or num_ranks == 1:
+        return []
+    split, texts = config.tensor_parallel or num_ranks, []
+    for size in (1, split) if split > 1 and model.heads % split == 0 else (1,):
+        way = replace(config, tensor_parallel=size, partition_size=None, deepspeed=None)
+        held = plan.rank_memory(way, model, inputs, world_size=num_ranks, on_gpu=on_gpu).total / plan.GIB
         received = plan.received_bytes(way, model, inputs, ranks=num_ranks, split=size) / 1e9
-        texts.append(f"{name} {received:.3g} GB a step and {memory:.3g} GiB")
-    return [("a rank needs", f"received and held: {'; '.join(texts)}")]
+        name = f"tensor_parallel={size}" if size > 1 else "ZeRO-3"
+        texts.append(f"{name} {received:.3g} GB a step, {held:.3g} GiB")
+    return [("a rank", f"receives and holds: {'; '.join(texts)}")]
 
 
 def what_fits(

@@ -17,9 +17,9 @@ SOURCE = [
 PACKAGE = [path for path in SOURCE if path.suffix == ".py"]
 SCRIPTS = sorted((REPOSITORY / "launch").rglob("*.py"))
 
-LINES = 15_100
+LINES = 15_450
 """Lines of Python and C++ in lezo_ds. A capability that does not fit makes room first."""
-TEST_LINES = 11_700
+TEST_LINES = 12_000
 
 FLOORS: tuple[dict[str, int], ...] = (
     {"errors": 105},
@@ -35,9 +35,9 @@ FLOORS: tuple[dict[str, int], ...] = (
     {"agreement": 120},
     {"step": 160},
     {"engine": 500},
-    {"runs": 1_860},
-    {"tools": 1_660},
-    {"cli": 390},
+    {"runs": 1_980},
+    {"tools": 1_820},
+    {"cli": 400},
 )
 """The rooms of the package from the ground up, with their lines. A room uses only those below it."""
 
