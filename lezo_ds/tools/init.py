@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -23,9 +24,12 @@ from lezo_ds.tasks.base import Record
 from lezo_ds.tasks.template import field_text
 from lezo_ds.tools.dry_run import dry_run
 
+logger = logging.getLogger(__name__)
+
 _FEWEST_RECORDS = 10
 _MAX_LABELS = 200  # a column with more different values is not taken for labels, unless it is named
 _MAX_LABEL_LENGTH = 60
+_MANY_LABELS = 30
 _WIDTH = 576
 """Hidden size of the demonstration's model. Weights of wider models are smaller by the root of the width, and
 FZOO's perturbations and steps with them; LeZO's rates for OPT-1.3B to 30B follow its third power."""
@@ -188,6 +192,11 @@ def _labels(name: str, values: Sequence[object]) -> list[str]:
         what = f"the column {name} has {len(labels)} different labels in {len(values)} records"
         fix = f"add records of each class or, if the model shall write them, give --answer {name}"
         raise UserError(what, fix=fix)
+    if len(labels) > _MANY_LABELS:
+        text = (
+            "%d labels, each read after each example: if the model writes them, steps are faster: --answer %s"
+        )
+        logger.warning(text, len(labels), name)
     return sorted(labels)
 
 
