@@ -42,7 +42,8 @@ class Unusable:
     def settle(self) -> None:
         """Refuse the records that were found unusable, in one line, or print how many are left out."""
         if self._found and not self._skip:
-            raise UserError(f"{self._listed()}, or leave out such records: data.skip_unusable=true")
+            hint = "leave out such records: data.skip_unusable=true (init: --skip-unusable)"
+            raise UserError(f"{self._listed()}, or {hint}")
         if self._found:
             logger.warning("left out: %s", self._listed().rpartition("; fix: ")[0])
         self._found = []

@@ -85,10 +85,8 @@ def main(arguments: Namespace) -> None:
     if Path(arguments.model).is_file():
         fix = f"lezo-ds init {arguments.data} {arguments.model}"
         raise UserError(f"{arguments.model} is a file, not the directory of a model", fix=fix)
-    unusable = Unusable()
-    records = [record for _, record in read_source("DATA", arguments.data, unusable)]
-    if not arguments.skip_unusable:
-        unusable.settle()
+    # The check of the recipe refuses all unusable records together.
+    records = [record for _, record in read_source("DATA", arguments.data, Unusable())]
     directory = resolve_model(arguments.model)
     has_template = bool(load_tokenizer(str(directory)).backend.chat_template)
     columns = {"text": arguments.text, "label": arguments.label, "answer": arguments.answer}
@@ -194,7 +192,7 @@ def _labels(name: str, values: Sequence[object]) -> list[str]:
         raise UserError(what, fix=fix)
     if len(labels) > _MANY_LABELS:
         text = (
-            "%d labels, each read after each example: if the model writes them, steps are faster: --answer %s"
+            "%d labels, each read after each example. Steps are faster if the model writes one: --answer %s"
         )
         logger.warning(text, len(labels), name)
     return sorted(labels)

@@ -186,7 +186,7 @@ def test_chats_of_all_layouts_are_taken_and_unusable_ones_are_refused_together_o
         load_task_data(config_from_dict(values, "test"))
     message = str(error.value)
     assert "record 24" in message and "content of turn 1 of field turns is null, not text" in message
-    assert message.endswith("and 3 more; fix: correct it, or leave out such records: data.skip_unusable=true")
+    assert "and 3 more; fix: correct it, or leave out such records: data.skip_unusable=true" in message
     data = load_task_data(config_from_dict(values, "test", ["data.skip_unusable=true"]))
     splits = (data.train, data.dev, data.test)
     assert sum(len(split.examples) for split in splits) == sum(len(split.encoded) for split in splits) == 23
