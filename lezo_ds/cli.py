@@ -320,10 +320,8 @@ def run_command(name: str) -> None:
     add_arguments(parser)
     arguments = parser.parse_intermixed_args()  # options and words may alternate
     for word in getattr(arguments, "overrides", ()):
-        if "=" not in word and (Path(word).is_file() or word.endswith(".yaml")):
-            is_recipe = word.endswith((".yaml", ".yml"))
-            fix = f"lezo-ds {name} --config {word}" if is_recipe else f"lezo-ds init MODEL {word}"
-            raise UserError(f"{word} is not key=value", fix=fix)
+        if word.endswith((".yaml", ".yml")) and "=" not in word:
+            raise UserError(f"{word} is not key=value", fix=f"lezo-ds {name} --config {word}")
     pkgutil.resolve_name(function)(arguments)
 
 

@@ -85,6 +85,7 @@ def main(arguments: Namespace) -> None:
     if Path(arguments.model).is_file():
         fix = f"lezo-ds init {arguments.data} {arguments.model}"
         raise UserError(f"{arguments.model} is a file, not the directory of a model", fix=fix)
+    distributed.init_distributed()
     # The check of the recipe refuses all unusable records together.
     records = [record for _, record in read_source("DATA", arguments.data, Unusable())]
     directory = resolve_model(arguments.model)
