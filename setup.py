@@ -69,10 +69,12 @@ setup(
             "pytest-timeout",
             "pytest-xdist",
             "ruff",
+            "torchft-nightly; platform_system == 'Linux' and platform_machine == 'x86_64'",
             "triton; platform_system == 'Linux' and platform_machine == 'x86_64'",
             "types-PyYAML",
             "types-tqdm",
         ],
         "demo": ["gguf>=0.19.0"],
+        "elastic": ["torchft-nightly>=2026.10.26"],
     },
 )

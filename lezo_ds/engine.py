@@ -51,6 +51,7 @@ class ModelEngine:
         """Whether the votes of the last step asked for a stop. It is the same on all ranks."""
         self.snapshot_agreed = False
         """Whether they asked for a snapshot."""
+        self.replicas: Any = None  # lezo_ds.replicas.Replicas, if the run has any
         self._deepspeed = deepspeed_engine
         self._perturbed = perturbed
         self._stop_requested = False
@@ -112,10 +113,8 @@ class ModelEngine:
     ) -> Path:
         """Write the model as a Hugging Face directory `save_dir/step-NNNNNNNN`. A collective.
 
-        Args:
-            save_dir: folder of snapshots.
-            step: number in the directory's name; by default that of the steps so far.
-            journal: on rank 0, checksum of the run's records after this step (see `SnapshotOwner`).
+        `step` is by default the number of steps so far. `journal` is, on rank 0, the checksum of the run's
+        records after this step (see `SnapshotOwner`).
         """
         target = snapshot_path(Path(save_dir), self.global_steps if step is None else step)
         self.write_model(target, journal=journal)
@@ -171,7 +170,12 @@ class ModelEngine:
             watched = agreement.watched_rank(self.global_rank, self.world_size, self.global_steps)
             share = agreement.share_number(batch, share_of(self.global_rank), share_of(watched))
         facts = {**facts, **agreement.batch_facts(batch)}
-        *sums, stop, snapshot = self._sum_agreed(torch.cat([losses, votes]), facts, share, batch)
+        values = self._sum_agreed(torch.cat([losses, votes]), facts, share, batch)
+        if self.replicas is not None:
+            # All replicas lay out one micro-batch, another one in each step, and compare it.
+            part = agreement.batch_digest([batch[self.global_steps % len(batch)]])
+            values = self.replicas.sum(values, {**facts, "part": part})
+        *sums, stop, snapshot = values
         self.stop_agreed, self.snapshot_agreed = stop > 0, snapshot > 0
         return sums
 
@@ -257,6 +261,8 @@ class LezoEngine(ModelEngine):
     def passes_of_rank(self, rank: int, num_micro_batches: int) -> list[Pass]:
         """Return the forward passes of a step that a rank runs: every world_size-th of all passes."""
         passes = passes_of_step(num_micro_batches, self.plan_format.num_probes, self.config.probes_per_pass)
+        if self.replicas is not None:
+            return self.replicas.share(passes, rank // self.tensor_parallel)  # type: ignore[no-any-return]
         return [passes[index] for index in self.share_of_rank(rank, len(passes))]
 
     @torch.no_grad()

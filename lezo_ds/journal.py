@@ -124,6 +124,11 @@ class Journal:
         """All records, oldest first."""
         return tuple(self._records)
 
+    @property
+    def checksums(self) -> tuple[str, str]:
+        """The crc of the header and of the last line, which depends on all lines."""
+        return f"{self._marks[0].crc:08x}", f"{self._marks[-1].crc:08x}"
+
     def append(self, record: JournalRecord, *, wait: bool = True) -> None:
         """Write the next record. Without `wait`, a thread syncs it: a power cut can lose it alone.
 
@@ -132,17 +137,32 @@ class Journal:
         """
         self.sync()
         line, crc = _encode(record, self._marks[-1].crc)
-        mark = self._marks[-1].after(record, len(line), crc)
-        with self._failures():
-            self._assert_unchanged()
-            rest = line
-            while rest:  # on a full disk, the first write may be partial; the next one raises the error
-                rest = rest[os.write(self._file, rest) :]
-        self._records.append(record)
-        self._marks.append(mark)
-        self._syncing = self._thread.submit(os.fsync, self._file)
+        self._write(line, [record], [self._marks[-1].after(record, len(line), crc)])
         if wait:
             self.sync()
+
+    def extend(self, lines: bytes) -> list[JournalRecord]:
+        """Append and sync the next lines of another copy, and return their records. ValueError: bad lines."""
+        self.sync()
+        records: list[JournalRecord] = []
+        marks = self._marks[-1:]
+        for line in lines.split(b"\n")[:-1]:
+            record, crc = _decode(line, marks[-1].crc)
+            records.append(record)
+            marks.append(marks[-1].after(record, len(line) + 1, crc))
+        self._write(lines[: marks[-1].end - marks[0].end], records, marks[1:])
+        self.sync()
+        return records
+
+    def _write(self, lines: bytes, records: list[JournalRecord], marks: list[_Mark]) -> None:
+        with self._failures():
+            self._assert_unchanged()
+            rest = lines
+            while rest:  # on a full disk, the first write may be partial; the next one raises the error
+                rest = rest[os.write(self._file, rest) :]
+        self._records += records
+        self._marks += marks
+        self._syncing = self._thread.submit(os.fsync, self._file)
 
     def sync(self) -> None:
         """Wait until every record is synced. Remove one that cannot be (JournalError)."""

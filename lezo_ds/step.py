@@ -67,7 +67,8 @@ def forward(engine: LezoEngine, plan: StepPlan, batch: StepBatch, loss_function:
         outputs = engine.run(inputs[one.micro_batch], perturbation(engine, plan, one))
         for probe, output in zip(one.probes, outputs, strict=True):
             loss = loss_function(output, inputs[one.micro_batch]).double().sum()
-            losses[one.micro_batch * num_probes + probe] = loss
+            if one.counts:
+                losses[one.micro_batch * num_probes + probe] = loss
     return losses
 
 

@@ -86,6 +86,9 @@ def _checked(config: RunConfig) -> RunConfig:
     if config.method not in TRAINED:
         return config
     zo, steps = config.zo, config.train.steps
+    if config.elastic.lighthouse and (config.method not in ZEROTH_ORDER or config.peft.kind == "prefix"):
+        text = f"replicas cannot train with method={config.method} and peft.kind={config.peft.kind}"
+        raise UserError(text, fix="set method=lezo and peft.kind=lora, or elastic.lighthouse=null")
     needed: dict[str, object] = {"train.steps": steps}
     if config.method in ZEROTH_ORDER:
         needed |= {"zo.learning_rate": zo.learning_rate, "zo.sparsity": zo.sparsity}
@@ -120,7 +123,7 @@ def check_world(config: RunConfig, world_size: int) -> None:
     if size is not None and world_size % size:
         text = f"partition_size={size} does not divide {world_size} ranks"
         raise UserError(text, fix="set partition_size=1, or null")
-    if batch % micro == 0 and num_passes(config) % world_size == 0:
+    if batch % micro == 0 and (config.elastic.lighthouse or num_passes(config) % world_size == 0):
         return
     sizes = [str(size) for size in range(1, batch + 1) if batch % (size * world_size) == 0]
     above = math.ceil(batch / world_size) * world_size

@@ -267,6 +267,13 @@ class GenerationConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ElasticConfig:
+    lighthouse: Annotated[str | None, _MAY_DIFFER] = None
+    """Address of torchft's lighthouse, http://HOST:29510. Launches with the same one are replicas of one run:
+    each step is shared by those that are there. Null trains alone (see docs/replicas.md)."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class RunConfig:
     """Everything that determines a run."""
 
@@ -288,6 +295,7 @@ class RunConfig:
     peft: PeftConfig
     train: TrainConfig
     generation: GenerationConfig
+    elastic: ElasticConfig
 
     partition_size: Annotated[Size | None, _MAY_DIFFER] = None
     """Number of ranks that share one copy of the weights, a divisor of the number of ranks. Such groups

@@ -14,4 +14,11 @@ from lezo_ds.distributed.collectives import (
     sum_vector,
     world_size,
 )
-from lezo_ds.distributed.start import init_distributed, lost_ranks_reported, shut_down
+from lezo_ds.distributed.start import (
+    address_towards,
+    init_distributed,
+    is_loopback,
+    lost_ranks_reported,
+    open_store,
+    shut_down,
+)

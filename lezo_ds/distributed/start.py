@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import psutil
 from deepspeed import comm
 from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler
@@ -173,6 +174,25 @@ def listen_at(host: str, port: int) -> socket.socket | None:
             f"rank 0 cannot listen on {host}, port {port}: {error}",
             fix="set MASTER_ADDR or MASTER_PORT (with the deepspeed launcher: --master_addr, --master_port)",
         ) from error
+
+
+def open_store(host: str) -> TCPStore:
+    """Return a store for other replicas, which listens on a free port of this address only."""
+    listener = listen_at(host, 0)
+    assert listener is not None, "the address is one of this machine"
+    port, descriptor = listener.getsockname()[1], listener.detach()
+    return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=descriptor)
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return the address of this machine in the network of a host. From now on, gloo uses that network."""
+    family, kind, _, _, remote = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(remote)  # sends nothing
+        own: str = probe.getsockname()[0]
+    names = [name for name, known in psutil.net_if_addrs().items() if own in (each.address for each in known)]
+    os.environ["GLOO_SOCKET_IFNAME"] = names[0]
+    return own
 
 
 def _meet(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[Store, int, int]]:  # noqa: ANN401

@@ -13,7 +13,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,21 @@ from lezo_ds.files import DAMAGE, failures_named, make_directory, sync, write_at
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
 """Libraries whose versions can change the numbers of a run."""
+_REPLICAS = "replicas"
 
 logger = logging.getLogger(__name__)
+
+
+class DirectoryInUseError(UserError):
+    """Another process writes to the directory."""
 
 
 class RunDirectory:
     """The paths of a run, and its small files. `stop_file` and `save_file` are requests of the user."""
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, number: int = 0) -> None:
+        self.path = Path(path, _REPLICAS, str(number)) if number else Path(path)
+        self.number = number  # of a replica: the first one has the run's own directory
         self.journal = self.path / "journal.jsonl"
         self.snapshots = self.path / "snapshots"
         self.training_state = self.path / "training_state.json"
@@ -74,7 +80,8 @@ class RunDirectory:
             except BlockingIOError as error:
                 file.seek(0)
                 fix = f"wait for its end, stop it (touch {self.stop_file}), or set another run_dir"
-                raise UserError(f"run_dir {self.path} is in use by {file.read(300)}", fix=fix) from error
+                text = f"run_dir {self.path} is in use by {file.read(300)}"
+                raise DirectoryInUseError(text, fix=fix) from error
             except OSError as error:
                 text = "%s is on a file system without locks (%s): start no second process in this directory"
                 logger.warning(text, self.path, error.strerror)
@@ -83,6 +90,23 @@ class RunDirectory:
                 file.write(f"process {os.getpid()} on {socket.gethostname()}")
                 file.flush()
             yield
+
+    def lock(self, lock: ExitStack, *, is_replica: bool) -> RunDirectory:
+        """Lock this directory; for a replica, or the first one below it that nobody uses. Return it."""
+        for number in itertools.count():
+            directory = RunDirectory(self.path, number)
+            try:
+                lock.enter_context(directory.locked())
+                break
+            except DirectoryInUseError:
+                if not is_replica:
+                    raise
+        return directory
+
+    def journals(self) -> list[Path]:
+        """Return the journals of all replicas."""
+        root = self.path.parents[1] if self.number else self.path
+        return [path / self.journal.name for path in (root, *root.glob(f"{_REPLICAS}/*"))]
 
     def outputs(self) -> list[Path]:
         """Return what a run has written besides its journal or training state."""

@@ -90,7 +90,13 @@ def write_journal(path: Path, file: Path) -> int:
         kind = f"method={run.config.method} with peft.kind={run.config.peft.kind}"
         text = f"run {path} cannot be replayed from a base model and a journal: {kind}"
         raise UserError(text, fix="share the directory that lezo-ds export --out writes")
-    config = {**run.header.config, "deepspeed": None, "partition_size": None, "tensor_parallel": None}
+    own = {
+        "deepspeed": None,
+        "partition_size": None,
+        "tensor_parallel": None,
+        "elastic": {"lighthouse": None},
+    }
+    config = {**run.header.config, **own}
     for key in ("model.path", *DATA_KEYS):
         section, _, name = key.partition(".")
         config[section] = {**config[section], name: _public_name(config[section][name])}

@@ -40,7 +40,7 @@ from lezo_ds.zo.records import StepRecord
 
 logger = logging.getLogger(__name__)
 
-_CHECK_EVERY = 100
+CHECK_EVERY = 100
 """Steps between checks that the weights of each rank are the result of the steps so far."""
 
 
@@ -160,20 +160,20 @@ class Run(ABC):
             if best is not None:
                 self._restore(best.step)
                 self._evaluate("test", at=best.step)
-        except _Stopped:
+        except Stopped:
             return False, None
         return True, best
 
     def _train(self, bar: tqdm[Any]) -> None:
         while True:
-            if self._num_done > 0 and self._num_done % _CHECK_EVERY == 0:
+            if self._num_done > 0 and self._num_done % CHECK_EVERY == 0:
                 self._check()
             self._evaluate_if_due()
             self._snapshot_if_due()
             if self._num_done >= self.num_steps or self._has_lost_patience():
                 return
             if self.engine.stop_agreed:
-                raise _Stopped
+                raise Stopped
             self._look_for_requests()
             values = self._train_step()
             self._num_done = self.engine.global_steps
@@ -213,7 +213,7 @@ class Run(ABC):
             return
         try:
             self._evaluate("dev", at=step)
-        except _Stopped:
+        except Stopped:
             if not self._has_journal:
                 self._snapshot_if_due()
             raise
@@ -250,18 +250,21 @@ class Run(ABC):
         """Return the outputs in an evaluation, or leave it, to be repeated, if any rank was asked to stop."""
         self._look_for_requests()
         if self.engine.agree_on_stop():
-            raise _Stopped
+            raise Stopped
         return self.engine.forward(micro_batch)
 
     def _evaluation(self, split: str, step: int) -> EvaluationRecord | None:
         return next((e for e in self.evaluations if e.split == split and e.step == step), None)
 
-    def _snapshot_if_due(self) -> None:
+    def _is_snapshot_due(self) -> bool:
         step, every = self.engine.global_steps, self.config.train.snapshot_every
         every = self._eval_every if every is None else every
         asked = self.engine.snapshot_agreed or (self.engine.stop_agreed and not self._has_journal)
         is_last = step == self.num_steps or self._has_lost_patience()
-        if step == 0 or not (is_last or asked or (every > 0 and step % every == 0)):
+        return step > 0 and (is_last or asked or (every > 0 and step % every == 0))
+
+    def _snapshot_if_due(self) -> None:
+        if not self._is_snapshot_due():
             return
         self._save()
         if self.writes:
@@ -352,7 +355,9 @@ class ZerothOrderRun(Run):
 
     def _train_step(self) -> dict[str, Any]:
         batch = self.data.step_batch(self.config, self.engine.global_steps)
-        record = self.engine.train_batch(batch, self.data.loss)
+        return self._values(self.engine.train_batch(batch, self.data.loss))
+
+    def _values(self, record: StepRecord) -> dict[str, Any]:
         gradients = record.projected_grads
         gradient = sum(gradients) / len(gradients) if gradients else None
         if not record.applied and self.writes:
@@ -381,5 +386,5 @@ class ZerothOrderRun(Run):
         self.engine.load_checkpoint(self.directory.snapshots, self._steps(), step, owner)
 
 
-class _Stopped(Exception):  # noqa: N818  # this is not an error
+class Stopped(Exception):  # noqa: N818  # this is not an error
     """All ranks have agreed to stop."""

@@ -45,20 +45,29 @@ def train(config: RunConfig) -> dict[str, Any]:
         check_shares(config, ds_config, distributed.world_size())
         data = load_task_data(config)
         num_ranks = distributed.world_size()
-        monitors = distributed.on_rank_zero(lambda: check_run(config, data, num_ranks, lock))
-        ds_config, directory = {**monitors, **ds_config}, RunDirectory(config.run_dir)
+        monitors, directory = distributed.on_rank_zero(lambda: check_run(config, data, num_ranks, lock))
+        ds_config = {**monitors, **ds_config}
         if config.method == "adamw":
             logger.info("loading %s", config.model.path)
             trained = initialize_first_order(config, ds_config)
             return FirstOrderRun(config, data=data, directory=directory, engine=trained).execute()
+        if config.elastic.lighthouse is None:
+            engine = make_engine(config, ds_config)
+            return ZerothOrderRun(config, data=data, directory=directory, engine=engine).execute()
+        # torchft is an extra, and only replicas load it.
+        from lezo_ds.replicas import Replicas
+        from lezo_ds.runs.elastic import ElasticRun
+
+        address, seconds = config.elastic.lighthouse, config.train.timeout_seconds
+        replicas = Replicas(address, directory.number, directory.journal, seconds)
         engine = make_engine(config, ds_config)
-        return ZerothOrderRun(config, data=data, directory=directory, engine=engine).execute()
+        return ElasticRun(config, data, directory, engine, replicas=replicas).execute()
 
 
 def check_run(
     config: RunConfig, data: TaskData, num_ranks: int, lock: ExitStack | None = None
-) -> dict[str, Any]:
-    """Refuse, before weights are loaded, what a run cannot do; return its monitors' sections.
+) -> tuple[dict[str, Any], RunDirectory]:
+    """Refuse, before weights are loaded, what a run cannot do; return its monitors' sections and directory.
 
     The run's directory is made and locked by `lock`. Without it, as in a dry run, nothing is written.
     """
@@ -69,14 +78,16 @@ def check_run(
     if lock is None:
         directory.check_writable()
     else:
-        lock.enter_context(directory.locked())
+        directory = directory.lock(lock, is_replica=config.elastic.lighthouse is not None)
+    if config.elastic.lighthouse and find_spec("torchft") is None:
+        raise UserError("elastic.lighthouse needs torchft", fix="pip install 'lezo_ds[elastic]'")
     check_records(config, data, directory, num_ranks)
     if lock is not None:
         blocks = module.get_submodule(layout.path) if config.zo.only_blocks else module
         trained = blocks.parameters() if config.peft.kind == "none" else ()  # an adapter is small
         numels = (sum(p.numel() for p in parameters) for parameters in (module.parameters(), trained))
         check_disk(config, *numels)
-    return monitor_sections(config)
+    return monitor_sections(config), directory
 
 
 def make_engine(config: RunConfig, ds_config: dict[str, Any] | None = None) -> LezoEngine:

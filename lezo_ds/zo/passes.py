@@ -10,6 +10,8 @@ class Pass(NamedTuple):
 
     micro_batch: int
     probes: range
+    counts: bool = True
+    """False if another rank runs it, too, and has the losses: this one only takes part in the gathers."""
 
 
 def passes_of_step(num_micro_batches: int, num_probes: int, probes_per_pass: int) -> list[Pass]:

@@ -28,6 +28,7 @@ FLOORS: tuple[dict[str, int], ...] = (
     {"noise": 1_600, "tasks": 760, "journal": 360},
     {"config": 1_220},
     {"distributed": 520},
+    {"replicas": 425},
     {"sharding": 1_170},
     {"forward": 1_120},
     {"model": 600},

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Two minutes of replicas that come and go, on two cores and without a GPU. Run it from the root of the repository
+# after `make demo` has made .venv and fetched the model:
+#
+#   .venv/bin/pip install --constraint constraints.txt --editable ".[elastic]"
+#   launch/elastic_demo.sh
+#
+# Three replicas train; one is killed, and another joins. At the end all journals are equal, and a replay on one
+# process gives the digest of the weights. MODEL=DIR takes another model.
+set -euo pipefail
+source launch/environment.sh
+export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} OMP_NUM_THREADS=1
+run=runs/elastic-demo
+rm -rf "$run"
+mkdir -p "$run"
+trap 'kill $(jobs -p) 2> /dev/null || true' EXIT
+
+torchft_lighthouse --min_replicas 1 --quorum_tick_ms 50 --join_timeout_ms 500 --heartbeat_timeout_ms 1500 \
+    --bind 127.0.0.1:29510 2> "$run/lighthouse.log" &
+
+replica() {
+    lezo-ds train --config demo-fzoo run_dir="$run" elastic.lighthouse=http://127.0.0.1:29510 train.steps=40 \
+        train.eval_every=20 data.num_train=200 data.num_dev=16 data.num_test=16 train.batch_size=4 \
+        train.micro_batch_size=4 zo.probes_per_pass=2 train.keep_snapshots=0 \
+        ${MODEL:+"model.path=$MODEL"} "${@:2}" > "$run/$1.log" 2>&1 &
+}
+reaches() { until (($(grep -c '"kind":"step"' "$run/journal.jsonl" 2> /dev/null || true) >= $1)); do sleep 0.2; done; }
+
+replica one "$@"
+reaches 2
+replica two "$@"
+replica three "$@"
+killed=$!
+reaches 15
+echo "step 15: one of three replicas is killed"
+kill -9 "$killed"
+reaches 20
+echo "step 20: another one joins"
+replica four "$@"
+wait %2 %3 %5
+echo "The journals of the replicas:"
+sha256sum "$run"/journal.jsonl "$run"/replicas/*/journal.jsonl

@@ -1,0 +1,225 @@
+"""A zeroth-order run as one of several replicas, which may come and go at any step.
+
+All replicas append the same lines to their journals. The lowest replica leaves the quorum to evaluate and to
+write snapshots, and the others go on. It brings the evaluation along when it joins again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from tqdm import tqdm
+
+from lezo_ds import distributed
+from lezo_ds.config import may_differ_on_resume
+from lezo_ds.errors import JournalError
+from lezo_ds.files import write_atomically
+from lezo_ds.journal import EvaluationRecord, Journal, JournalRecord, read_journal
+from lezo_ds.replicas import Lines, Replicas, StepLostError, whole_lines
+from lezo_ds.runs import records, run
+
+logger = logging.getLogger(__name__)
+
+_FEW_LINES = 2  # that may be taken over while the others wait
+_IDLE_SECONDS = 0.2
+
+
+class ElasticRun(run.ZerothOrderRun):
+    """The part of a replica in a run."""
+
+    def __init__(self, *arguments: Any, replicas: Replicas) -> None:  # noqa: ANN401
+        super().__init__(*arguments)
+        self.engine.replicas = self.replicas = replicas
+        replicas.num_workers = self.engine.world_size // self.engine.tensor_parallel
+        self._is_away = self.directory.number == 0  # the first one scores the base model before it joins
+        self._evaluator = ""  # address of the last replica that left to evaluate
+
+    def execute(self) -> dict[str, Any]:
+        try:
+            return super().execute()
+        finally:
+            self.replicas.leave()
+
+    def _open(self) -> None:
+        super()._open()
+        if not self._catch_up() and (lines := distributed.on_rank_zero(self._shared_lines)):
+            self._take(lines)
+
+    def _open_journal(self) -> list[EvaluationRecord]:
+        path = self.directory.journal
+        if not path.exists() and (lines := self.replicas.newer_lines() or self._shared_lines()):
+            write_atomically(path, lines.data)
+        evaluations = super()._open_journal()
+        self.replicas.journal = self._journal
+        return evaluations
+
+    def _shared_lines(self) -> Lines | None:
+        """Return what the longest journal of a replica in this run's directory has more than this one."""
+        own = whole_lines(self.directory.journal)
+        longest = max(map(whole_lines, self.directory.journals()), key=len)
+        start = len(own) if longest.startswith(own) else 0
+        return Lines(start, longest[start:]) if len(longest) > len(own) else None
+
+    def _catch_up(self) -> bool:
+        """Do what the others have done, before asking for the quorum. Return whether there was anything."""
+        num_taken = 0
+        while lines := distributed.on_rank_zero(self.replicas.newer_lines):
+            num_new = self._take(lines)
+            num_taken += num_new
+            if num_new <= _FEW_LINES:
+                break
+        return num_taken > 0
+
+    def _take(self, lines: Lines) -> int:
+        """Take over the lines of others and do their steps. Return the number of lines."""
+        new: list[JournalRecord] = distributed.on_rank_zero(lambda: self._write(lines))
+        if lines.start:
+            self.engine.records += records.steps_of(new)
+            self.engine.apply(self.engine.global_steps, len(self.engine.records))
+            self.engine.global_steps = len(self.engine.records)
+            self.evaluations += records.evaluations_of(new)
+        else:
+            self.engine.load_model(None, 0)
+            self._restore(None)
+            self.engine.attach_journal(self._journal)
+            self.evaluations = records.evaluations_of(new)
+        return len(new)
+
+    def _write(self, lines: Lines) -> list[JournalRecord]:
+        assert self._journal is not None
+        if lines.start:
+            try:
+                return self._journal.extend(lines.data)
+            except ValueError as error:
+                raise JournalError(f"a replica sends damaged lines: {error}; fix: restart it") from error
+        path = self.directory.journal
+        others = path.with_name("journal.others")
+        write_atomically(others, lines.data)
+        header, new = read_journal(others)
+        records.assert_same_run(header, self._journal.header, may_differ_on_resume(self.config))
+        logger.warning("the other replicas have another journal; this one is now %s.left", path)
+        self._journal.close()
+        path.replace(path.with_name(f"{path.name}.left"))
+        others.replace(path)
+        self.replicas.journal = self._journal = Journal.open(path)
+        return new
+
+    def _train(self, bar: tqdm[Any]) -> None:
+        if self._is_away and self.engine.global_steps == 0:
+            super()._evaluate_if_due()
+        self._is_away = False
+        self._catch_up()
+        self._num_done = self.engine.global_steps
+        super()._train(bar)
+        while self._missing() or self.replicas.news:
+            self._look_for_requests()
+            if self.engine.agree_on_stop():
+                raise run.Stopped
+            with suppress(StepLostError):
+                self._meet()
+                if not (self._missing() and self._evaluate_in_turn()):
+                    self._do_empty_round()
+            time.sleep(_IDLE_SECONDS)
+
+    def _train_step(self) -> dict[str, Any]:
+        while True:
+            try:
+                self._meet()
+                if self._is_over():  # with the steps of others
+                    self._do_empty_round()
+                    return self._values(self.engine.records[-1])
+                is_checked = self.engine.global_steps % run.CHECK_EVERY == 0
+                self.replicas.digest = self.engine.weights.digest() if is_checked else ""
+                values = super()._train_step()
+                self._record_news()
+                return values
+            except StepLostError as error:
+                logger.info("step %d is done again: %s", self.engine.global_steps, error)
+
+    def _is_over(self) -> bool:
+        return self.engine.global_steps >= self.num_steps or self._has_lost_patience()
+
+    def _meet(self) -> None:
+        while (lines := self.replicas.meet().lines) is not None:
+            self._take(lines)
+            if lines.start:
+                break
+
+    def _do_empty_round(self) -> None:
+        """Take part in a round after the last step, for evaluations that others bring along."""
+        self.replicas.digest = ""
+        self.replicas.sum([0.0, 0.0], {"waits after": str(self.engine.global_steps)})
+        self._record_news()
+
+    def _record_news(self) -> None:
+        assert self.replicas.place is not None
+        for values in self.replicas.place.news:
+            record = EvaluationRecord(**values)
+            if not self._evaluation(record.split, record.step):
+                super()._record_evaluation(record)
+                self.evaluations.append(record)
+        self.replicas.news = []
+
+    def _record_evaluation(self, record: EvaluationRecord) -> None:
+        self.replicas.news.append(asdict(record))
+
+    def _evaluate(self, split: str, at: int) -> None:
+        if self._is_away:
+            num_known = len(self.evaluations)
+            super()._evaluate(split, at)
+            del self.evaluations[num_known:]  # all replicas record it when this one is back
+
+    def _snapshot_if_due(self) -> None:
+        if self._is_away:
+            super()._snapshot_if_due()
+
+    def _evaluate_if_due(self) -> None:
+        is_due = ("dev", self.engine.global_steps) in self._missing() or self._is_snapshot_due()
+        if self.replicas.place is not None and is_due:
+            self._evaluate_in_turn()
+
+    def _evaluate_in_turn(self) -> bool:
+        """Leave, evaluate and catch up, if this replica is the lowest. Return whether it is."""
+        place, head = self.replicas.place, self.engine.global_steps
+        assert place is not None
+        # At the end of the run, nothing is left to do but to wait for the one that evaluates.
+        is_waiting = self._is_over() and self._evaluator not in ("", *place.addresses)
+        if is_waiting and distributed.on_rank_zero(lambda: self.replicas.is_alive(self._evaluator)):
+            return False
+        missing = [(split, step) for split, step in self._missing() if step == head or self._is_over()]
+        self._evaluator = place.addresses[0]
+        if place.position > 0:
+            return False
+        self.replicas.leave()
+        self._is_away = True
+        for split, step in missing:
+            if step != self.engine.global_steps:
+                self._restore(step)
+            self._evaluate(split, step)
+        if self.engine.global_steps != head:
+            self._restore(None)
+        self._snapshot_if_due()
+        self._is_away = False
+        self._catch_up()
+        return True
+
+    def _missing(self) -> list[tuple[str, int]]:
+        """Return the splits and steps that must be evaluated by now and are not. Newest first."""
+        step, every = self.engine.global_steps, self._eval_every
+        recorded = {(record.split, record.step) for record in self.evaluations}
+        due = {("dev", number) for number in range(0, step + 1, every)}
+        if self._is_over():
+            due |= {("dev", step), ("test", 0)}
+            best = records.best_evaluation(self.evaluations)
+            if best is not None and due <= recorded:
+                due = {("test", best.step)}
+        brought = {(values["split"], values["step"]) for values in self.replicas.news}
+        return sorted(due - recorded - brought, key=lambda each: -each[1])
+
+    def _look_for_requests(self) -> None:
+        super()._look_for_requests()
+        self.replicas.stops_all = self.writes and self.directory.stop_file.exists()

@@ -1,0 +1,265 @@
+"""Replicas that come and go: killed, joined, stopped, refused; all have the same journal and weights."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import time
+
+import pytest
+from assets import REPOSITORY
+from commands import LAUNCH, _run_program, environment, run_forked_well, wait_until
+from ranks import context, free_port, run_ranks
+from run_ends import STEP, reaches, records_of, results_of
+
+from lezo_ds.errors import LezoError
+from lezo_ds.journal import Header, Journal
+from lezo_ds.runs.records import read_run
+from lezo_ds.runs.trainer import restore
+from lezo_ds.zo.records import StepRecord
+
+pytestmark = pytest.mark.distributed
+coordination = pytest.importorskip("torchft.coordination", reason="pip install 'lezo_ds[elastic]'")
+
+from lezo_ds.replicas import transport as transport_module  # noqa: E402
+from lezo_ds.replicas.transport import JournalTransport  # noqa: E402
+
+HEADER = Header(noise_version=1, model_fingerprint="f", parameter_table_hash="t", config={}, libraries={})
+
+
+def write_journal(path, num, key=5, header=HEADER):
+    with Journal.create(path, header) as journal:
+        for step in range(num):
+            journal.append(StepRecord(step, key, (), (0.5,), 1e-3, 1e-3, 0.25, applied=True))
+    return path
+
+
+@pytest.fixture
+def connect():
+    opened = []
+
+    def connect(journal, secret=b"s"):
+        opened.append(JournalTransport(journal, "127.0.0.1", secret))
+        return opened[-1]
+
+    yield connect
+    for one in opened:
+        one.close()
+
+
+def test_a_peer_sends_the_lines_that_are_missing_and_all_to_another_journal(tmp_path, connect):
+    peer = connect(write_journal(tmp_path / "peer", 5))
+    whole = (tmp_path / "peer").read_bytes()
+    own = write_journal(tmp_path / "own", 2)
+    lines = connect(own).fetch(peer.address)
+    assert own.read_bytes() + lines.data == whole
+    with Journal.open(own) as journal:
+        assert [record.step for record in journal.extend(lines.data)] == [2, 3, 4]
+    assert own.read_bytes() == whole
+    assert connect(own).fetch(peer.address).data == b""
+    assert peer.fetch(connect(write_journal(tmp_path / "behind", 1)).address).data == b""
+    assert connect(tmp_path / "none").fetch(peer.address) == (0, whole)
+    assert connect(write_journal(tmp_path / "other", 3, key=6)).fetch(peer.address) == (0, whole)
+
+
+def test_a_peer_without_the_secret_gets_nothing_and_is_not_believed(tmp_path, connect):
+    journal = write_journal(tmp_path / "journal", 3)
+    peer, stranger = connect(journal), connect(tmp_path / "none", b"another secret")
+    with pytest.raises(LezoError, match=r"status 403.*same LEZO_SECRET"):
+        stranger.fetch(peer.address)
+    for path in ("/0/none", "/../../etc/passwd", "/journal.jsonl", "/9999999999999/none"):
+        connection = http.client.HTTPConnection(peer.address)
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        assert answer.status == 403
+        assert b"crc" not in answer.read()
+
+
+@pytest.mark.parametrize("fault", ["unsigned", "too long", "of another question"])
+def test_an_answer_that_is_not_a_peers_is_refused(tmp_path, connect, monkeypatch, fault):
+    peer = connect(write_journal(tmp_path / "journal", 3))
+    own = connect(tmp_path / "none")
+    if fault == "too long":
+        monkeypatch.setattr(transport_module, "MAX_BYTES", 100)
+    elif fault == "unsigned":
+        monkeypatch.setattr(peer, "_prove", lambda nonce, content: "0" * 64)
+        monkeypatch.setattr(transport_module.hmac, "compare_digest", lambda a, b: a == b or b == b"0" * 64)
+    else:
+        prove = JournalTransport._prove
+        monkeypatch.setattr(
+            peer,
+            "_prove",
+            lambda nonce, content: prove(peer, nonce if content[:1] == b"/" else "old", content),
+        )
+    with pytest.raises(LezoError, match="does not send lines of a journal"):
+        own.fetch(peer.address)
+
+
+@pytest.mark.parametrize("damage", [b"\x80\x04pickle\n", b'{"kind":"step"}\n', b"\xff" * 50 + b"\n"])
+def test_lines_that_do_not_follow_change_nothing(tmp_path, damage):
+    path = write_journal(tmp_path / "journal", 2)
+    before = path.read_bytes()
+    with Journal.open(path) as journal, pytest.raises(ValueError, match="checksum"):
+        journal.extend(damage)
+    assert path.read_bytes() == before
+
+
+class Lab:
+    """A lighthouse, and replicas on forked ranks."""
+
+    def __init__(self, recipe, directory):
+        self.run_dir, self._recipe, self._port = directory / "run", recipe, free_port()
+        self._outputs = directory
+        self.ranks = []
+        self.light()
+
+    def light(self):
+        self.lighthouse = coordination.LighthouseServer(
+            bind=f"127.0.0.1:{self._port}",
+            min_replicas=1,
+            join_timeout_ms=300,
+            quorum_tick_ms=20,
+            heartbeat_timeout_ms=1000,
+        )
+
+    def start(self, *keys, program=LAUNCH / "train.py", num_ranks=1):
+        """Start a replica and return the processes of its ranks."""
+        url = f"elastic.lighthouse=http://127.0.0.1:{self._port}"
+        command = [str(program), "--config", str(self._recipe), f"run_dir={self.run_dir}", url, *keys]
+        shared = environment(WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1")
+        started = []
+        for rank in range(num_ranks):
+            files = [self._outputs / f"{kind}-{len(self.ranks)}" for kind in ("out", "err")]
+            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = context.Process(
+                target=_run_program, args=(command, own, REPOSITORY, files), daemon=True
+            )
+            process.start()
+            process.errors = files[1]
+            started.append(process)
+            self.ranks.append(process)
+        return started if num_ranks > 1 else started[0]
+
+    def journals(self):
+        return [self.run_dir / "journal.jsonl", *sorted(self.run_dir.glob("replicas/*/journal.jsonl"))]
+
+    def wait_for(self, step, process):
+        wait_until(lambda: any(reaches(path.parent, STEP, step) for path in self.journals()), process)
+
+    def end(self, *processes, code=0):
+        for process in processes:
+            process.join(60)
+            assert process.exitcode == code, process.errors.read_text()[-3000:]
+
+    def assert_equal_journals(self):
+        contents = {path.read_bytes() for path in self.journals()}
+        assert len(contents) == 1, [len(content) for content in contents]
+
+
+@pytest.fixture
+def lab(recipe, tmp_path):
+    made = Lab(recipe, tmp_path)
+    yield made
+    made.lighthouse.shutdown()
+    for rank in made.ranks:
+        rank.kill()
+        rank.join()
+
+
+LONG = ("train.steps=60", "train.eval_every=20", "zo.directions=3")
+KNOWS_TORCHFT = """
+import atexit, runpy, sys
+atexit.register(lambda: print("torchft" in sys.modules, flush=True))
+runpy.run_path({train!r}, run_name="__main__")
+"""
+UNLIKE = """
+import runpy
+from lezo_ds import distributed
+from lezo_ds.engine import LezoEngine
+distributed.arithmetic_facts = lambda device: {{"processor": "another one"}}
+run = LezoEngine.run
+LezoEngine.run = lambda *arguments: tuple(output * (1 + 2e-7) for output in run(*arguments))
+runpy.run_path({train!r}, run_name="__main__")
+"""
+FLIPPED = """
+import runpy
+from lezo_ds.runs import elastic, run
+run.CHECK_EVERY = 5
+meet = elastic.ElasticRun._meet
+def flip_then_meet(self):
+    if self.engine.global_steps == {step}:
+        tensor = self.engine.weights.parameters[0].parameter.ds_tensor
+        tensor.data[-1] += 1
+    meet(self)
+elastic.ElasticRun._meet = flip_then_meet
+runpy.run_path({train!r}, run_name="__main__")
+"""
+
+
+def program(directory, name, text, **values):
+    path = directory / f"{name}.py"
+    path.write_text(text.format(train=str(LAUNCH / "train.py"), **values))
+    return path
+
+
+def test_kills_joins_and_a_new_lighthouse_leave_the_run_of_one_process(lab, recipe, tmp_path):
+    alone = tmp_path / "alone"
+    knows = program(tmp_path, "knows", KNOWS_TORCHFT)
+    done = run_forked_well(["--config", recipe, f"run_dir={alone}", *LONG], program=knows)
+    assert done.out.splitlines()[-1] == "False"  # without the key, nothing of torchft is imported
+    first, second, third = (lab.start(*LONG) for _ in range(3))
+    lab.wait_for(5, first)
+    second.kill()
+    lab.wait_for(10, first)
+    fourth = lab.start(*LONG)
+    lab.wait_for(15, first)
+    lab.lighthouse.shutdown()
+    time.sleep(0.5)
+    lab.light()
+    lab.wait_for(25, first)
+    first.kill()  # the one with the run's directory, which evaluates
+    fifth = lab.start(*LONG)
+    lab.end(third, fourth, fifth)
+    lab.assert_equal_journals()
+    assert records_of(lab.run_dir, StepRecord) == records_of(alone, StepRecord)
+    assert set(map(str, records_of(lab.run_dir))) == set(map(str, records_of(alone)))
+    assert results_of(lab.run_dir)["weights_digest"] == results_of(alone)["weights_digest"]
+
+
+def test_unlike_machines_have_equal_weights_and_wrong_weights_leave(lab, tmp_path):
+    unlike = lab.start(*LONG, program=program(tmp_path, "unlike", UNLIKE))
+    other = lab.start(*LONG)
+    lab.wait_for(5, unlike)
+    wrong = lab.start(*LONG, program=program(tmp_path, "flipped", FLIPPED, step=29))
+    lab.end(wrong, code=5)
+    assert "this replica leaves: its plan, batch, journal or weights differ" in wrong.errors.read_text()
+    again = lab.start(*LONG)
+    lab.end(unlike, other, again)
+    lab.assert_equal_journals()
+    digests = {results_of(path.parent)["weights_digest"] for path in lab.journals()}
+    run = read_run(lab.run_dir)
+    (digest,) = run_ranks(_digest_of_a_replay, 1, lab.run_dir, results_of(lab.run_dir)["best_step"])
+    assert digests == {digest}
+    assert len(run.records) > 60
+
+
+def _digest_of_a_replay(run_dir, step):
+    return restore(read_run(run_dir), step).weights.digest()
+
+
+def test_a_rank_that_hangs_ends_its_replica_and_a_signal_only_its_own(lab):
+    keys = (*LONG, "train.timeout_seconds=8", "zo.directions=4")
+    pair = lab.start(*keys, num_ranks=2)  # 10 probes of 4 micro-batches do not divide evenly
+    single, leaver = lab.start(*keys), lab.start(*keys)
+    lab.wait_for(5, single)
+    os.kill(leaver.pid, signal.SIGTERM)
+    lab.end(leaver)
+    os.kill(pair[1].pid, signal.SIGSTOP)
+    lab.end(pair[0], code=6)
+    os.kill(pair[1].pid, signal.SIGCONT)
+    lab.end(pair[1], code=6)
+    another = lab.start(*keys, "seed=1")
+    lab.end(another, code=2)
+    lab.end(single)
+    assert not results_of(lab.run_dir / "replicas" / "2")["finished"]
