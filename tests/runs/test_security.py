@@ -160,6 +160,17 @@ def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target):
         run_forked_well(arguments, program=program, PYTHONPATH=path)
     refused = run_forked(score, program="evaluate.py", PYTHONPATH=path)
     assert_one_error(refused, 2, "imported only if the command names it")
+    manifest = inputs / "exported" / "lezo_manifest.json"
+    manifest.write_text(manifest.read_text().replace('"data.task": "sst2"', '"data.task": "evil:TASK"'))
+    label = [
+        "--model",
+        inputs / "exported",
+        inputs / "data" / "validation.jsonl",
+        "--out",
+        inputs / "l.jsonl",
+    ]
+    refused = run_forked(label, program="predict.py", PYTHONPATH=path)
+    assert_one_error(refused, 2, "data.task=evil:TASK", "imported only if the command names it")
     assert not target.exists()
     asked = [*score, "train.objective=evil:loss"]
     assert run_forked(asked, program="evaluate.py", PYTHONPATH=path).code == 2  # the module has no loss
