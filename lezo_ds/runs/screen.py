@@ -81,7 +81,7 @@ def run_summary(run_dir: str, results: Mapping[str, Any]) -> str:
 
 
 def scores_summary(scores: Mapping[str, Any]) -> str:
-    """Return the scores of `score_run` or `score_model` on one line."""
+    """Return the scores of `score` on one line."""
     what = f"step {scores['step']} of {scores['run']}" if "run" in scores else scores["model"]
     examples = f"{scores['num_examples']} {_SPLITS[scores['split']]} examples"
     parts = [f"{scores['metric']} {scores['score']:.3f} on {examples}"]
