@@ -72,7 +72,8 @@ def hub_problem() -> str:
         answer = ThreadPoolExecutor(1).submit(get_session().head, constants.ENDPOINT, timeout=seconds)
         answer.result(seconds)
     except Exception as error:  # of the network, a proxy or certificates
-        return f"{constants.ENDPOINT} does not answer within {seconds:g} s: {_first_line(error)}"
+        waits = f"{seconds:g} s (HF_HUB_ETAG_TIMEOUT=10 waits longer)"
+        return f"{constants.ENDPOINT} does not answer within {waits}: {_first_line(error)}"
     return ""
 
 
