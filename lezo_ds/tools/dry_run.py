@@ -72,11 +72,7 @@ def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | 
         if num_gpus is None:  # another plan may be for another machine
             check_disk(config, model.num_parameters, model.num_trained)
         if data is not None and directory is not None:
-            is_possible = on_gpu == (distributed.device().type != "cpu") and config.method != "adamw"
-            text = "not estimated: run this where such GPUs are, with a method other than adamw"
-            lines.append(
-                ("time", _time_text(config, model, directory, data, world_size) if is_possible else text)
-            )
+            lines.append(("time", _time_text(config, model, directory, data, world_size, on_gpu)))
     if data is not None:
         lines += _data_lines(config, data)
     lines += [("not checked", text) for text in not_checked]
@@ -134,8 +130,10 @@ def _fit_line(
 
 
 def _time_text(
-    config: RunConfig, model: plan.ModelSizes, directory: Path, data: TaskData, num_ranks: int
+    config: RunConfig, model: plan.ModelSizes, directory: Path, data: TaskData, num_ranks: int, on_gpu: bool
 ) -> str:
+    if on_gpu != (distributed.device().type != "cpu") or config.method == "adamw":
+        return "not estimated: run this where such GPUs are, with a method other than adamw"
     here = distributed.world_size()
     step, example = (t * here / num_ranks for t in plan_time(config, directory, data, model.num_blocks))
     dev, test = example * len(data.dev.examples), example * len(data.test.examples)

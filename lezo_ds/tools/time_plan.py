@@ -43,23 +43,23 @@ def plan_time(config: RunConfig, directory: Path, data: TaskData, num_blocks: in
         stack.callback(logging.disable, logging.NOTSET)
         engine = make_engine(replace(config, model=model, zo=zo, deepspeed=None, **sizes))
         distributed.barrier()
-    within = [0.0, 0.0]
-    for index, block in enumerate(engine.module.get_submodule(engine.layout.path).children()):
-
-        def add(sign: int, index: int = index) -> None:
-            within[index] += sign * _now()
-
-        block.register_forward_pre_hook(lambda *_, add=add: add(-1), prepend=True)  # before it is gathered
-        block.register_forward_hook(lambda *_, add=add: add(1))
+    within: tuple[list[float], ...] = ([], [])
+    for clock, block in zip(within, engine.module.get_submodule(engine.layout.path).children(), strict=True):
+        # The first hook comes before the one that gathers the block.
+        block.register_forward_pre_hook(lambda *_, clock=clock: clock.append(-_now()), prepend=True)
+        block.register_forward_hook(lambda *_, clock=clock: clock.append(_now()))
 
     def fastest(action: Callable[[], object]) -> list[float]:
         """Return the seconds outside the blocks, and in each of them."""
         times = []
         for _ in range(_ROUNDS):
             distributed.barrier()
-            within[:], start = (0.0, 0.0), _now()
+            for clock in within:
+                clock.clear()
+            start = _now()
             action()
-            times.append([_now() - start - sum(within), *within])
+            seconds, blocks = _now() - start, [sum(clock) for clock in within]
+            times.append([seconds - sum(blocks), *blocks])
         return min(times[1:], key=sum)
 
     batch = config.train.eval_batch_size
