@@ -18,6 +18,7 @@ FILES += [REPOSITORY / name for name in ("SECURITY.md", "CONTRIBUTING.md")]
 PAGES = {path.relative_to(REPOSITORY).as_posix(): path.read_text() for path in FILES}
 SHOWN = "".join(PAGES.values())
 FEW_STEPS = "train.steps=4 train.eval_every=2 data.num_train=64 data.num_dev=16 data.num_test=16"
+FEW_STEPS += " generation.stop=[]"  # the model of words has no newline, which ends answers otherwise
 PREPARED_RUN = "runs/first"
 STARTED = re.compile(r"(.*?)(launch/\S+|--module lezo_ds|lezo-ds)(?: (.*))?")
 """A command: its launcher, what is started, and the arguments."""
