@@ -12,17 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from commands import (
-    PATIENCE_SECONDS,
-    assert_all_end,
-    free_port,
-    mpirun,
-    ranks_of,
-    run_forked,
-    start,
-    wait_until,
-)
-from ranks import run_ranks
+from commands import PATIENCE_SECONDS, assert_all_end, mpirun, ranks_of, run_forked, start, wait_until
+from ranks import free_port, run_ranks
 from run_ends import STEP, num_steps, reaches
 
 from lezo_ds import distributed

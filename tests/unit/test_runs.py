@@ -17,15 +17,10 @@ from lezo_ds.config import RESUME_MAY_DIFFER, config_from_dict, config_to_dict, 
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.journal import EvaluationRecord, Header
 from lezo_ds.model.snapshots import snapshot_path
+from lezo_ds.runs import records
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.disk import check_disk, snapshot_sizes
-from lezo_ds.runs.records import (
-    TrainingState,
-    assert_same_run,
-    best_evaluation,
-    is_worse_than_base,
-    stopping_step,
-)
+from lezo_ds.runs.records import TrainingState, assert_same_run, best_evaluation, stopping_step
 from lezo_ds.runs.screen import progress_bar
 from lezo_ds.runs.trainer import monitor_sections
 from lezo_ds.tools.report import read_runs
@@ -258,9 +253,9 @@ def test_the_base_model_can_be_the_best_and_costs_no_patience():
     base = EvaluationRecord(step=0, split="dev", loss=1.0, metrics={"accuracy": 0.5})
     for losses, is_worse in (((1.0, None, 2.0), True), ((2.0, 0.9), False), ((), False)):
         recorded = [base, *evaluations(*losses)]
-        assert is_worse_than_base(recorded) == is_worse
+        assert records.is_worse_than_base(recorded) == is_worse
         assert (best_evaluation(recorded) is base) == (is_worse or not losses)
-    assert not is_worse_than_base(evaluations(2.0))  # of a run that never scored the base model
+    assert not records.is_worse_than_base(evaluations(2.0))  # of a run that never scored the base model
     assert stopping_step([base, *evaluations(2.0, 3.0)], 1) == 20
 
 
