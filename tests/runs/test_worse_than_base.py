@@ -20,7 +20,11 @@ PATH = ":".join(f"{REPOSITORY}/{folder}" for folder in ("", "tests/helpers", "te
 KINDS = {
     "lezo": ["zo.learning_rate=1"],
     "adamw": ["method=adamw", "adamw.learning_rate=1"],
-    "reward": ["zo.learning_rate=30", "train.objective=test_worse_than_base:variety"],
+    "reward": [
+        "zo.learning_rate=30",
+        "train.objective=test_worse_than_base:variety",
+        "generation.max_new_tokens=12",
+    ],
 }
 
 
@@ -35,7 +39,7 @@ def test_a_run_that_gets_worse_says_so_and_gives_the_base_model(kind, recipe, tm
     if kind == "reward":
         data, model = write_tasks(tmp_path / "data") / "squad", write_writer(tmp_path / "writer")
         keys = [*keys, "data.task=squad", f"data.path={data}", f"data.max_length={NUM_POSITIONS}"]
-        keys += [f"data.{split}=7" for split in ("num_train", "num_dev", "num_test")]
+        keys += [f"data.{split}=9" for split in ("num_train", "num_dev", "num_test")]
     arguments = [f"run_dir={run_dir}", f"model.path={model}", "train.keep_snapshots=1", *keys]
     assert WORSE in run_forked_well(["--config", recipe, *arguments], PYTHONPATH=PATH).out
     results = results_of(run_dir)
