@@ -124,7 +124,8 @@ class OpenShard:
     def __enter__(self) -> Tensor:
         if self.is_swapped:  # the swapper has no public methods for one parameter
             self._parameter.nvme_swapper.swap_in([self._parameter], async_op=False)
-        flat: Tensor = self._parameter.ds_tensor.data.view(-1)
+        # A weight that tensor parallelism splits is an ordinary parameter.
+        flat: Tensor = getattr(self._parameter, "ds_tensor", self._parameter).data.view(-1)
         return flat[: self._count]
 
     def __exit__(self, *_: object) -> None:
@@ -135,7 +136,8 @@ class OpenShard:
 
 
 def is_in_file(parameter: Any) -> bool:  # noqa: ANN401
-    return parameter.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE
+    stored = getattr(parameter, "ds_tensor", None)
+    return stored is not None and stored.status is PartitionedParamStatus.NOT_AVAILABLE
 
 
 def is_on_device(parameter: Any) -> bool:  # noqa: ANN401

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lezo_ds.distributed import device
 from lezo_ds.errors import UserError, cut
 from lezo_ds.noise import ALL, Region
-from lezo_ds.sharding.parameters import NamedParameter, OpenShard, ShardedParameter
+from lezo_ds.sharding.parameters import NamedParameter, ShardedParameter
 
 LINEAR_FORWARDS = (LinearLayer.forward, LinearAllreduce.forward)
 """Forward passes that are a matrix product, a sum over ranks if `sums_outputs`, and a bias."""
@@ -167,9 +167,6 @@ class SplitParameter(ShardedParameter):
     def own_part(self, values: Tensor) -> Tensor:
         return values.reshape(-1)
 
-    def shard(self, *, write: bool = False) -> OpenPart:
-        return OpenPart(self.parameter)
-
     def gather_like(self, mine: Tensor) -> Tensor:
         if self.is_replicated:
             return mine.view(self.shape).cpu()
@@ -186,19 +183,6 @@ class SplitParameter(ShardedParameter):
             rows = full.as_strided((count // width, width), (stride, 1), region.start)
             rows.copy_(values[:count].view(rows.shape))
         return full.view(self.shape)
-
-
-class OpenPart(OpenShard):
-    """The context of `SplitParameter.shard`."""
-
-    is_swapped = False
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = parameter
-
-    def __enter__(self) -> Tensor:
-        flat: Tensor = self._parameter.data.view(-1)
-        return flat
 
 
 def sums_outputs(module: nn.Module) -> bool:
