@@ -6,22 +6,24 @@ import difflib
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args, get_origin
+from typing import TypeVar, get_args, get_origin
 
 import numpy as np
 
 from lezo_ds.config.schema import DataConfig
 from lezo_ds.data.tables import Row, read_file, read_hub, read_source
-from lezo_ds.data.unusable import Unusable
-from lezo_ds.errors import UserError
+from lezo_ds.errors import UserError, cut
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import Example, Record
 from lezo_ds.tasks.template import field_path, shown
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 MAX_CHARACTERS = 1_000_000
 """The longest value of a field. A tokenizer takes minutes and gigabytes for much longer texts."""
@@ -38,20 +40,35 @@ class Splits:
     """The records that demonstrations are drawn from. Without data.train, the dev examples are among them."""
 
 
-def load_splits(task: Task, data: DataConfig, unusable: Unusable | None = None) -> Splits:
-    """Read the records that a configuration asks for, leave out those without a right answer, and split.
+def load_splits(task: Task, data: DataConfig) -> Splits:
+    """Read the records that a configuration asks for, leave out those without a right answer, and split."""
+    return _task_splits(task, data) if data.train is None else _own_splits(task, data)
 
-    `unusable` collects records that cannot be used; without it, they are refused.
+
+def usable(items: Iterable[T], use: Callable[[T], U], *, skip: bool) -> list[tuple[T, U]]:
+    """Return the items for which `use` raises no UserError, each with its result.
+
+    The others are refused together, so that one does not hide the rest; or left out with a count, if `skip`.
     """
-    found = unusable or Unusable(skip=data.skip_unusable)
-    splits = _task_splits if data.train is None else _own_splits
-    loaded = splits(task, data, found)
-    if unusable is None:
-        found.settle()
-    return loaded
+    used, refused = [], []
+    for item in items:
+        try:
+            used.append((item, use(item)))
+        except UserError as error:
+            refused.append(str(error).partition("; fix: "))
+    if not refused:
+        return used
+    different = list(dict.fromkeys(cut(what, 300) for what, _, _ in refused))
+    listed = "; ".join(different[:3]) + f"; and {len(refused) - 3} more" * (len(different) > 3)
+    text = f"{len(refused)} record{'s' * (len(refused) > 1)} cannot be used: {listed}"
+    if not (skip and used):
+        hint = "leave out such records: data.skip_unusable=true (init: --skip-unusable)"
+        raise UserError(text, fix=f"{refused[0][2]}, or {hint}")
+    logger.warning("left out: %s", text)
+    return used
 
 
-def _task_splits(task: Task, data: DataConfig, unusable: Unusable) -> Splits:
+def _task_splits(task: Task, data: DataConfig) -> Splits:
     """Draw train, then dev, from a permutation of the training records, and test from the validation records.
 
     If there are too few training records, MeZO's scripts keep dev at its full size and shrink train (WSC
@@ -59,21 +76,20 @@ def _task_splits(task: Task, data: DataConfig, unusable: Unusable) -> Splits:
     """
     names = (task.train_split, task.validation_split)
     if data.path is not None:
-        splits = [_read_split(Path(data.path), name, unusable) for name in names]
+        splits = [_read_split(Path(data.path), name) for name in names]
     elif task.hub_id is not None:
         fix = f"set data.path to a directory with {names[0]}.jsonl and {names[1]}.jsonl"
         splits = read_hub(task.hub_id, task.hub_config, names, fix=fix)
     else:
         raise UserError(f"task {task.name} has no data set on the hub", fix="set data.path or data.train")
     named = zip(names, splits, strict=True)
-    train, test = (_answerable(task, name, rows, unusable) for name, rows in named)
+    train, test = (_answerable(task, data, name, rows) for name, rows in named)
     sizes = task.mezo_sizes if data.protocol == "mezo" else task.sizes
     num_train = data.num_train or sizes.num_train
     num_dev = data.num_dev or sizes.num_dev
     num_left = len(train) - num_dev
     if num_train > num_left:
         if data.protocol == "clean" or num_left < 1:
-            unusable.settle()
             what = f"{task.name} has {len(train)} training records, too few for {num_train} + {num_dev}"
             raise UserError(what, fix="set a smaller data.num_train or data.num_dev")
         text = "%s: %d training examples instead of %d: MeZO's protocol takes %d of %d records for dev"
@@ -88,7 +104,7 @@ def _task_splits(task: Task, data: DataConfig, unusable: Unusable) -> Splits:
     )
 
 
-def _own_splits(task: Task, data: DataConfig, unusable: Unusable) -> Splits:
+def _own_splits(task: Task, data: DataConfig) -> Splits:
     """Read a user's own files, each permuted by the seed; a split without a file is drawn from data.train.
 
     Test is drawn first, so that it does not depend on the other sizes.
@@ -96,7 +112,7 @@ def _own_splits(task: Task, data: DataConfig, unusable: Unusable) -> Splits:
     assert data.train is not None
     sources = {"train": data.train, "validation": data.validation, "test": data.test}
     rows = {
-        name: _answerable(task, name, read_source(f"data.{name}", source, unusable), unusable)
+        name: _answerable(task, data, name, read_source(f"data.{name}", source))
         for name, source in sources.items()
         if source is not None
     }
@@ -111,7 +127,6 @@ def _own_splits(task: Task, data: DataConfig, unusable: Unusable) -> Splits:
         logger.info(text, name, size, len(rows["train"]), data.train, data.seed)
     num_dev = len(drawn["validation"][1])
     if len(order) < (data.num_train or 1) or (data.num_dev or 0) > num_dev:
-        unusable.settle()
         fix = "set a smaller data.num_train, data.num_dev or data.num_test, or add records"
         raise UserError(
             f"{data.train} leaves {len(order)} records to train on and {num_dev} for dev", fix=fix
@@ -182,33 +197,35 @@ def _build(task: Task, rows: Sequence[Row], order: Sequence[int]) -> tuple[Examp
     return tuple(replace(task.build_example(r, row), record=r, place=place) for row, place, r in drawn)
 
 
-def _read_split(directory: Path, split: str, unusable: Unusable) -> list[Row]:
+def _read_split(directory: Path, split: str) -> list[Row]:
     lines = directory / f"{split}.jsonl"
     files = [lines] if lines.is_file() else sorted(directory.glob(f"{split}*.parquet"))
     if not files:
         fix = "correct it, or remove it to read the hub"
         raise UserError(f"data.path={directory} has no {split}.jsonl or {split}*.parquet", fix=fix)
-    return [row for file in files for row in read_file(file, unusable)]
+    return [row for file in files for row in read_file(file)]
 
 
-def _answerable(task: Task, split: str, rows: Sequence[Row], unusable: Unusable) -> list[Row]:
+def _answerable(task: Task, data: DataConfig, split: str, rows: Sequence[Row]) -> list[Row]:
     def has_answer(numbered: tuple[int, Row]) -> bool:
         number, (place, record) = numbered
         where = f"record {number} of the {split} split of {task.name}{place}"
         return checked_label(task, where, record) is not None or not task.has_answers
 
-    usable = unusable.usable(enumerate(rows, start=1), has_answer)
-    kept = [row for (_, row), is_kept in usable if is_kept]
+    checked = usable(enumerate(rows, start=1), has_answer, skip=data.skip_unusable)
+    kept = [row for (_, row), is_kept in checked if is_kept]
     if not kept:
         what = f"none of the {len(rows)} records of the {split} split of {task.name} has an answer"
         raise UserError(what, fix="correct the file")
-    if len(kept) < len(usable):
+    if len(kept) < len(checked):
         text = "%d of %d records of the %s split of %s have no right answer and are left out"
-        logger.warning(text, len(usable) - len(kept), len(rows), split, task.name)
+        logger.warning(text, len(checked) - len(kept), len(rows), split, task.name)
     return kept
 
 
-def checked_label(task: Task, where: str, record: Record) -> int | None:
+def checked_label(task: Task, where: str, record: Record | ValueError) -> int | None:
+    if isinstance(record, ValueError):
+        raise UserError(f"{where} {record}", fix="correct it")
     _check_fields(task, where, record)
     try:
         example = task.build_example(record, 0)

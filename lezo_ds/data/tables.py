@@ -11,25 +11,21 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import datasets
 from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 
-from lezo_ds.data.unusable import Unusable
 from lezo_ds.errors import HubError, UserError
 from lezo_ds.model.checkpoint import hub_problem
-from lezo_ds.tasks.base import Record
 
-Row = tuple[str, Record]
-"""The place of a record, "" if unknown, and the record."""
+Row = tuple[str, Any]
+"""The place of a record, "" if unknown, and the record, or a ValueError that says why it is none."""
 
 
-def read_source(key: str, source: str, unusable: Unusable | None = None) -> list[Row]:
-    """Return the records of a file, or of OWNER/NAME:SPLIT or OWNER/NAME/CONFIG:SPLIT on the hub.
-
-    `unusable` collects the lines that hold no record; without it, they are refused.
-    """
+def read_source(key: str, source: str) -> list[Row]:
+    """Return the records of a file, or of OWNER/NAME:SPLIT or OWNER/NAME/CONFIG:SPLIT on the hub."""
     path = Path(source)
     hub_name, colon, split = source.rpartition(":")
     if colon and not path.exists() and 1 <= hub_name.count("/") <= 2:
@@ -37,7 +33,7 @@ def read_source(key: str, source: str, unusable: Unusable | None = None) -> list
         (rows,) = read_hub(f"{owner}/{name}", "".join(config) or None, [split], fix=f"set {key} to a file")
     else:
         check_kind(f"{key}={source}", path)
-        rows = read_file(path, unusable)
+        rows = list(read_file(path))
     if not rows:
         raise UserError(f"{key}={source} has no records", fix=f"fill the file, or correct {key}")
     return rows
@@ -50,36 +46,20 @@ def check_kind(name: str, path: Path) -> None:
         raise UserError(f"cannot read {name}{missing}", fix=fix)
 
 
-def read_file(path: Path, unusable: Unusable | None = None) -> list[Row]:
-    """Return the records of a file that ends as in READERS."""
-    found = unusable or Unusable()
-    rows = [row for _, row in found.usable(_found_in(path), lambda found: _row(path, *found))]
-    if unusable is None:
-        found.settle()
-    return rows
-
-
-def stream_file(path: Path) -> Iterator[Row]:
+def read_file(path: Path) -> Iterator[Row]:
     """Yield the records of a file that ends as in READERS. Only a JSON list is held whole."""
-    return (_row(path, *found) for found in _found_in(path))
-
-
-def _row(path: Path, unit: str, number: int, record: object) -> Row:
-    if isinstance(record, Mapping):
-        return f" ({path} {unit} {number})", record
-    wrong = record if isinstance(record, ValueError) else "is not a JSON object"
-    raise UserError(f"{path} {unit} {number} {wrong}", fix="correct it")
-
-
-def _found_in(path: Path) -> _Records:
-    last = ""
+    place = ""
     try:
         for unit, number, record in READERS[path.suffix](path):
-            yield unit, number, record
-            last = f" after ({path} {unit} {number})"
+            place = f" ({path} {unit} {number})"
+            yield (
+                place,
+                record if isinstance(record, Mapping | ValueError) else ValueError("is not a JSON object"),
+            )
     except (OSError, ValueError, RecursionError, csv.Error, ArrowException) as error:
         shown = " ".join(f"{type(error).__name__}: {error}".split())
         fix = f"save it as the UTF-8 {path.suffix} file that its name says, or use .jsonl"
+        last = f" after{place}" if place else ""
         raise UserError(f"{path} cannot be read{last}: {shown}", fix=fix) from error
 
 

@@ -30,8 +30,7 @@ from lezo_ds.data.encoding import (
 from lezo_ds.data.generation import SAMPLE_KEYS, generation_settings, prompt_batch, read_answers
 from lezo_ds.data.objectives import Objective, load_objective, training_objective, try_reward
 from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
-from lezo_ds.data.splits import Splits, load_splits, with_demonstrations
-from lezo_ds.data.unusable import Unusable
+from lezo_ds.data.splits import Splits, load_splits, usable, with_demonstrations
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Sampling, StepBatch
 from lezo_ds.model.checkpoint import load_model_config, resolve_model
@@ -161,12 +160,11 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
     """Load the splits of a task, or for `task_alone` none: what `encode` returns takes their place."""
     task = task_alone or find_task(config.data)
     objective = training_objective(task.kind)
-    unusable = Unusable(skip=config.data.skip_unusable)
     splits = Splits((), (), (), ())
     if task_alone is None:
         objective = load_objective(config.train.objective, task)
         _check_objective(config, task, objective)
-        splits = load_splits(task, config.data, unusable)
+        splits = load_splits(task, config.data)
         if objective.is_reward:
             try_reward(objective, splits.train)
     if config.method.startswith("icl"):
@@ -179,46 +177,38 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
         stops = (NEWLINE,) if keys.stop is None else keys.stop
         generation = generation_settings(tokenizer, keys.max_new_tokens, stops)
 
-    def encode(examples: tuple[Example, ...], *, continued: bool, calibrated: bool) -> EncodedSplit:
+    def encode(examples: tuple[Example, ...], *, scored: bool = True) -> EncodedSplit:
         if not examples:
             return EncodedSplit((), ())
-        examples, encoded = _encode(config, task, tokenizer, examples, unusable)
+        examples, encoded = _encode(config, task, tokenizer, examples)
         prompts: tuple[tuple[int, ...], ...] = ()
-        if continued:
+        answers = generation is not None if scored else objective.reads_answers
+        if answers:
             encode_questioned = encode_questions if examples[0].messages else encode_prompts
             prompts = encode_questioned(tokenizer, examples, length, keys.max_new_tokens)
-        nulls = tuple(encode_null(tokenizer, example, length) for example in examples) if calibrated else ()
-        return EncodedSplit(examples, encoded, prompts, nulls, reads_records=objective.is_reward)
+        is_calibrated = scored and config.method.endswith("_sfc")
+        nulls = tuple(encode_null(tokenizer, example, length) for example in examples if is_calibrated)
+        split = EncodedSplit(examples, encoded, prompts, nulls, reads_records=objective.is_reward)
+        _check_model(split, tokenizer, keys.max_new_tokens, model_config.get_text_config())
+        return split
 
-    scored = {"continued": generation is not None, "calibrated": config.method.endswith("_sfc")}
-    data = TaskData(
+    return TaskData(
         task=task,
         tokenizer=tokenizer,
-        train=encode(splits.train, continued=objective.reads_answers, calibrated=False),
-        dev=encode(splits.dev, **scored),
-        test=encode(splits.test, **scored),
+        train=encode(splits.train, scored=False),
+        dev=encode(splits.dev),
+        test=encode(splits.test),
         objective=objective,
         generation=generation,
         # The mask of packed rows has no columns for the keys of a prefix.
         packed=config.peft.kind != "prefix" and can_pack(model_config, length),
         loss_batch=MEZO_LOSS_BATCH if config.data.protocol == "mezo" else None,
-        encode=lambda examples: checked(replace(data, test=encode(examples, **scored))).test,
+        encode=encode,
     )
-
-    def checked(data: TaskData) -> TaskData:
-        unusable.settle()
-        _check_model(data, model_config.get_text_config())
-        return data
-
-    return checked(data)
 
 
 def _encode(
-    config: RunConfig,
-    task: Task,
-    tokenizer: PromptTokenizer,
-    examples: tuple[Example, ...],
-    unusable: Unusable,
+    config: RunConfig, task: Task, tokenizer: PromptTokenizer, examples: tuple[Example, ...]
 ) -> tuple[tuple[Example, ...], tuple[EncodedExample, ...]]:
     """Return the examples that can be used, and their tokens."""
     keys, length = config.generation, config.data.max_length
@@ -239,10 +229,12 @@ def _encode(
     encode: Callable[[PromptTokenizer, Example, int], EncodedExample] = encode_example
     if examples[0].messages and task.has_answers:
         encode = partial(encode_conversation, keep_end=task.kind != "chat")
-    usable = unusable.usable(examples, lambda example: encode(tokenizer, example, length))
+    pairs = usable(
+        examples, lambda example: encode(tokenizer, example, length), skip=config.data.skip_unusable
+    )
     where = "at their end" if task.kind == "chat" else "on the left"
-    warn_of_cuts(sum(encoded.truncated for _, encoded in usable), len(usable), length, where)
-    return tuple(example for example, _ in usable), tuple(encoded for _, encoded in usable)
+    warn_of_cuts(sum(encoded.truncated for _, encoded in pairs), len(pairs), length, where)
+    return tuple(example for example, _ in pairs), tuple(encoded for _, encoded in pairs)
 
 
 def _check_objective(config: RunConfig, task: Task, objective: Objective) -> None:
@@ -258,21 +250,17 @@ def _check_objective(config: RunConfig, task: Task, objective: Objective) -> Non
         raise UserError(what, fix="set method=zero_shot")
 
 
-def _check_model(data: TaskData, model_config: Any) -> None:  # noqa: ANN401
+def _check_model(split: EncodedSplit, tokenizer: PromptTokenizer, num_new: int, model_config: Any) -> None:  # noqa: ANN401
     """Refuse inputs that are longer than the model's positions, or tokens that its embedding lacks."""
-    longest, largest = 0, 0
-    for split in (data.train, data.dev, data.test):
-        sequences = [ids for e in (*split.encoded, *split.null_encoded) for ids in e.sequences]
-        new = 0 if data.generation is None else data.generation.max_new_tokens
-        lengths = [*map(len, sequences), *(len(ids) + new for ids in split.prompts)]
-        longest = max([longest, *lengths])
-        largest = max([largest, *map(max, (*sequences, *split.prompts))])
+    sequences = [ids for e in (*split.encoded, *split.null_encoded) for ids in e.sequences]
+    longest = max([*map(len, sequences), *(len(ids) + num_new for ids in split.prompts)])
+    largest = max(map(max, (*sequences, *split.prompts)))
     num_positions = getattr(model_config, "max_position_embeddings", None)
     if num_positions is not None and longest > num_positions:
         what = f"an input has {longest} tokens, and the model has {num_positions} positions"
         raise UserError(what, fix=f"set data.max_length={num_positions}")
     if largest >= model_config.vocab_size:
-        token = data.tokenizer.backend.convert_ids_to_tokens(largest)
+        token = tokenizer.backend.convert_ids_to_tokens(largest)
         what = (
             f"the tokenizer writes {token!r}, id {largest}, and the model has {model_config.vocab_size} ids"
         )

@@ -23,7 +23,7 @@ from lezo_ds import distributed
 from lezo_ds.config import find_task
 from lezo_ds.data.evaluation import PREDICTED, PROBABILITY, predict
 from lezo_ds.data.splits import checked_label
-from lezo_ds.data.tables import check_kind, separator_of, stream_file
+from lezo_ds.data.tables import check_kind, read_file, separator_of
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, remove_directory, sha256_file, sync
@@ -127,7 +127,7 @@ def unlabelled(task: Task) -> Task:
 
 
 def _examples(task: Task, source: Path) -> Iterator[Example]:
-    for index, (place, record) in enumerate(stream_file(source)):
+    for index, (place, record) in enumerate(read_file(source)):
         where = f"record {index + 1}{place}"
         checked_label(task, where, record)
         if taken := {PREDICTED, PROBABILITY} & record.keys():
@@ -147,7 +147,7 @@ def _write_parquet(source: Path, target: Path, rows: Iterator[dict[str, Any]]) -
 
 
 def _write_text(source: Path, target: Path, rows: Iterator[dict[str, Any]]) -> None:
-    records = ({**record, **row} for (_, record), row in zip(stream_file(source), rows, strict=True))
+    records = ({**record, **row} for (_, record), row in zip(read_file(source), rows, strict=True))
     # JSON may name half a character, and so does the output.
     with target.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
         if source.suffix in (".csv", ".tsv"):

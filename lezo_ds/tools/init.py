@@ -16,7 +16,6 @@ from lezo_ds import distributed
 from lezo_ds.config import load_config
 from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.data.tables import read_source
-from lezo_ds.data.unusable import Unusable
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, write_atomically
 from lezo_ds.model.checkpoint import load_model_config, resolve_model
@@ -86,8 +85,8 @@ def main(arguments: Namespace) -> None:
         fix = f"lezo-ds init {arguments.data} {arguments.model}"
         raise UserError(f"{arguments.model} is a file, not the directory of a model", fix=fix)
     distributed.init_distributed()
-    # The check of the recipe refuses all unusable records together.
-    records = [record for _, record in read_source("DATA", arguments.data, Unusable())]
+    rows = read_source("DATA", arguments.data)
+    records = [record for _, record in rows if isinstance(record, Mapping)]  # the dry run refuses the others
     directory = resolve_model(arguments.model)
     has_template = bool(load_tokenizer(str(directory)).backend.chat_template)
     columns = {"text": arguments.text, "label": arguments.label, "answer": arguments.answer}

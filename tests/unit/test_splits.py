@@ -83,10 +83,10 @@ def test_tables_hold_text_only_and_lines_are_known(tmp_path):
     ("name", "content", "message"),
     [
         ("a.csv", b"text,topic\nx,bug\n\xff\xfe,bug\n", "UnicodeDecodeError"),
-        ("a.csv", b"text,topic\nx,bug\n\ny\n", "line 4 has 1 values for 2 columns"),
-        ("a.csv", b'text,topic\n"x\ny",bug\ny,bug,z', "line 4 has 3 values for 2 columns"),
+        ("a.csv", b"text,topic\nx,bug\n\ny\n", "line 4. has 1 values for 2 columns"),
+        ("a.csv", b'text,topic\n"x\ny",bug\ny,bug,z', "line 4. has 3 values for 2 columns"),
         ("a.csv", b'text,topic\n"x,bug', "unexpected end of data"),
-        ("a.jsonl", b'{"text": "x"}\n{"text"\n', "line 2 is not JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"text"\n', "line 2. is not JSON"),
         ("a.jsonl", b"[" * 100_000, "cannot be read"),
         ("a.parquet", b"x", "cannot be read"),
     ],
