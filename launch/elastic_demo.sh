@@ -6,7 +6,7 @@
 #   launch/elastic_demo.sh
 #
 # Three replicas train; one is killed, and another joins. At the end all journals are equal, and a replay on one
-# process gives the digest of the weights. MODEL=DIR takes another model.
+# process gives the digest of the weights. Keys of a recipe, such as model.path=DIR, may follow the command.
 set -euo pipefail
 source launch/environment.sh
 export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} OMP_NUM_THREADS=1
@@ -22,7 +22,7 @@ replica() {
     lezo-ds train --config demo-fzoo run_dir="$run" elastic.lighthouse=http://127.0.0.1:29510 train.steps=40 \
         train.eval_every=20 data.num_train=200 data.num_dev=16 data.num_test=16 train.batch_size=4 \
         train.micro_batch_size=4 zo.probes_per_pass=2 train.keep_snapshots=0 \
-        ${MODEL:+"model.path=$MODEL"} "${@:2}" > "$run/$1.log" 2>&1 &
+        "${@:2}" > "$run/$1.log" 2>&1 &
 }
 reaches() { until (($(grep -c '"kind":"step"' "$run/journal.jsonl" 2> /dev/null || true) >= $1)); do sleep 0.2; done; }
 
@@ -38,5 +38,6 @@ reaches 20
 echo "step 20: another one joins"
 replica four "$@"
 wait %2 %3 %5
-echo "The journals of the replicas:"
+echo "The journals of the replicas, and the digest of a replay on one process:"
 sha256sum "$run"/journal.jsonl "$run"/replicas/*/journal.jsonl
+lezo-ds export --run "$run" --out "$run/model" 2>&1 | grep digest

@@ -72,7 +72,9 @@ IMAGES = {
 
 
 @pytest.mark.parametrize("options", IMAGES)
-@pytest.mark.parametrize("name", ["one_node.sbatch", "several_nodes.sbatch", "sweep.sbatch"])
+@pytest.mark.parametrize(
+    "name", ["one_node.sbatch", "several_nodes.sbatch", "sweep.sbatch", "elastic.sbatch"]
+)
 def test_a_batch_script_starts_its_ranks_in_the_container_that_is_asked_for(name, options, tmp_path):
     """srun and python, which would not run here, print their arguments."""
     (tmp_path / "launch").symlink_to(REPOSITORY / "launch")
@@ -82,13 +84,16 @@ def test_a_batch_script_starts_its_ranks_in_the_container_that_is_asked_for(name
     (tmp_path / "here.sqsh").touch()
     (tmp_path / "squeue").symlink_to("/bin/true")
     variables = {"PATH": f"{tmp_path}:{os.defpath}", "VIRTUAL_ENV": "here", "SLURM_CPUS_PER_TASK": "1"}
-    variables |= {"SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_ID": "1"}
+    variables |= {"SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_ID": "1", "SLURM_ARRAY_JOB_ID": "1"}
+    (tmp_path / "lighthouse-1").write_text("http://h:1")
     command = ["bash", REPOSITORY / "launch" / "slurm" / name, *options, "--config", "c"]
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True)
     words = done.stdout.splitlines()
     if name == "sweep.sbatch":
         assert words[:-1] == ["python", "launch/sweep.py", "--config", "c", "--index", "3", "--launcher"]
         words = [*shlex.split(words[-1]), "launch/train.py", "--config", "c"]
+    if name == "elastic.sbatch":
+        assert words.pop() == "elastic.lighthouse=http://h:1"
     launch = str((tmp_path / "launch").resolve())
     expected = IMAGES[options].replace("HERE", str(tmp_path.resolve())).replace("LAUNCH", launch)
     assert " ".join(words) == expected
