@@ -8,7 +8,7 @@
 # Three replicas train; one is killed, and another joins. At the end all journals are equal, and a replay on one
 # process gives the digest of the weights. Keys of a recipe, such as model.path=DIR, may follow the command.
 set -euo pipefail
-launch=launch
+launch=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$launch/environment.sh"
 export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} OMP_NUM_THREADS=1
 run=runs/elastic-demo
