@@ -5,7 +5,10 @@ from __future__ import annotations
 import http.client
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from assets import REPOSITORY
@@ -20,7 +23,7 @@ from lezo_ds.runs.trainer import restore
 from lezo_ds.zo.records import StepRecord
 
 pytestmark = pytest.mark.distributed
-coordination = pytest.importorskip("torchft.coordination", reason="pip install 'lezo_ds[elastic]'")
+pytest.importorskip("torchft", reason="pip install 'lezo_ds[elastic]'")
 
 from lezo_ds.replicas import transport as transport_module  # noqa: E402
 from lezo_ds.replicas.transport import JournalTransport  # noqa: E402
@@ -115,13 +118,17 @@ class Lab:
         self.light()
 
     def light(self):
-        self.lighthouse = coordination.LighthouseServer(
-            bind=f"127.0.0.1:{self._port}",
-            min_replicas=1,
-            join_timeout_ms=300,
-            quorum_tick_ms=20,
-            heartbeat_timeout_ms=1000,
-        )
+        # Not in this process: its threads would break tests that fork.
+        settings = {
+            "min_replicas": 1,
+            "join_timeout_ms": 300,
+            "quorum_tick_ms": 20,
+            "heartbeat_timeout_ms": 1000,
+        }
+        options = [f"--{name}={value}" for name, value in settings.items()]
+        program = Path(sys.executable).with_name("torchft_lighthouse")
+        command = [program, *options, f"--bind=127.0.0.1:{self._port}"]
+        self.lighthouse = subprocess.Popen(command, env=environment(RUST_LOG="off"))
 
     def start(self, *keys, program=LAUNCH / "train.py", num_ranks=1):
         """Start a replica and return the processes of its ranks."""
@@ -161,7 +168,8 @@ class Lab:
 def lab(recipe, tmp_path):
     made = Lab(recipe, tmp_path)
     yield made
-    made.lighthouse.shutdown()
+    made.lighthouse.kill()
+    made.lighthouse.wait()
     for rank in made.ranks:
         rank.kill()
         rank.join()
@@ -214,7 +222,7 @@ def test_kills_joins_and_a_new_lighthouse_leave_the_run_of_one_process(lab, reci
     lab.wait_for(10, first)
     fourth = lab.start(*LONG)
     lab.wait_for(15, first)
-    lab.lighthouse.shutdown()
+    lab.lighthouse.kill()
     time.sleep(0.5)
     lab.light()
     lab.wait_for(25, first)
