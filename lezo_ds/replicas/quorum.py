@@ -39,6 +39,7 @@ for noisy in ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors")
     logging.getLogger(noisy).setLevel(logging.CRITICAL)
 
 _RPC = timedelta(seconds=15)
+_QUORUM = timedelta(seconds=5)  # torchft does not notice a lighthouse that was killed and started again
 _LEAST_PATIENCE = 10.0
 _MOST_FAILURES = 3
 _PAGE_BYTES = 4 << 20
@@ -210,7 +211,7 @@ class Replicas:
             init_sync=False,
             timeout=_RPC,
             connect_timeout=_RPC,
-            quorum_timeout=timedelta(seconds=self._seconds),
+            quorum_timeout=_QUORUM,
             rank=0,
             world_size=1,
             store_addr=self._host,
