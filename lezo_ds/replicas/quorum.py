@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-os.environ.setdefault("RUST_LOG", "off")  # torchft reads it once, and would write ten lines a step
+os.environ.setdefault("RUST_LOG", "error")  # torchft reads it once, and would write ten lines a step
 from torchft import Manager, ProcessGroupGloo
 
 from lezo_ds import distributed

@@ -128,7 +128,7 @@ class Lab:
         options = [f"--{name}={value}" for name, value in settings.items()]
         program = Path(sys.executable).with_name("torchft_lighthouse")
         command = [program, *options, f"--bind=127.0.0.1:{self._port}"]
-        self.lighthouse = subprocess.Popen(command, env=environment(RUST_LOG="off"))
+        self.lighthouse = subprocess.Popen(command, env=environment(RUST_LOG="error"))
 
     def start(self, *keys, program=LAUNCH / "train.py", num_ranks=1):
         """Start a replica and return the processes of its ranks."""
