@@ -16,6 +16,7 @@ from commands import LAUNCH, _run_program, environment, run_forked_well, wait_un
 from ranks import context, free_port, run_ranks
 from run_ends import STEP, reaches, records_of, results_of
 
+from lezo_ds import distributed
 from lezo_ds.errors import LezoError
 from lezo_ds.journal import Header, Journal
 from lezo_ds.runs.records import read_run
@@ -253,6 +254,7 @@ def test_unlike_machines_have_equal_weights_and_wrong_weights_leave(lab, tmp_pat
 
 
 def _digest_of_a_replay(run_dir, step):
+    distributed.init_distributed()
     return restore(read_run(run_dir), step).weights.digest()
 
 
@@ -270,4 +272,5 @@ def test_a_rank_that_hangs_ends_its_replica_and_a_signal_only_its_own(lab):
     another = lab.start(*keys, "seed=1")
     lab.end(another, code=2)
     lab.end(single)
-    assert not results_of(lab.run_dir / "replicas" / "2")["finished"]
+    ends = [results_of(path.parent)["finished"] for path in lab.run_dir.rglob("results.json")]
+    assert sorted(ends) == [False, True]
