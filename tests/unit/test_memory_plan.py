@@ -28,7 +28,7 @@ from lezo_ds.model.checkpoint import resolve_model
 from lezo_ds.runs.trainer import make_engine
 from lezo_ds.tools import memory_plan
 from lezo_ds.tools.dry_run import dry_run, what_fits
-from lezo_ds.tools.memory_plan import CPU_RESERVE, GIB, InputSizes, model_sizes, rank_memory
+from lezo_ds.tools.memory_plan import CPU_RESERVE, GIB, InputSizes, model_sizes, rank_memory, received_bytes
 from lezo_ds.tools.time_plan import plan_time
 
 STATUS, PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -73,14 +73,15 @@ def measure_steps(config):
 
 @pytest.mark.distributed
 @pytest.mark.skipif(not PEAK.exists(), reason="the peak of a process can be reset on Linux only")
-@pytest.mark.parametrize("num_ranks", [2, 1])
-def test_the_formula_is_within_a_fifth_of_the_measured_peak(num_ranks, tmp_path, monkeypatch):
+@pytest.mark.parametrize("split", [None, 2])
+def test_the_formula_is_within_a_fifth_of_the_measured_peak(split, tmp_path, monkeypatch):
+    num_ranks = 2
     monkeypatch.setattr(memory_plan, "MAX_FILE_BYTES", MAX_FILE_BYTES)
     sizes = {"hidden_size": 1024, "word_embed_proj_dim": 1024, "ffn_dim": 4096, "num_hidden_layers": 6}
     write_model(
         OPTConfig(vocab_size=20000, num_attention_heads=4, max_position_embeddings=128, **sizes), tmp_path
     )
-    changes = {"model__dtype": "fp32", "run_dir": str(tmp_path / "run")}
+    changes = {"model__dtype": "fp32", "run_dir": str(tmp_path / "run"), "tensor_parallel": split}
     config = recipe(tmp_path, train__micro_batch_size=8 // num_ranks, **changes)
     memory = rank_memory(config, model_sizes(config, tmp_path), INPUTS, world_size=num_ranks, on_gpu=False)
     before, peak, with_snapshot = run_ranks(measure_steps, num_ranks, config)[0]
@@ -106,6 +107,14 @@ def test_shards_and_low_bits_shrink_with_the_ranks_and_three_blocks_and_the_head
     assert parts["low bits"] == parts["shards"] == 2 * OPT_30B // 4
     assert parts["gathered"] == 2 * (3 * BLOCK + HEAD)
     assert memory_of(4, partition_size=2).parts["shards"] == OPT_30B
+
+
+def test_a_step_sends_all_weights_under_zero_3_and_sums_of_activations_if_they_are_split():
+    config = recipe(train__batch_size=16, train__micro_batch_size=4)
+    model, inputs = model_sizes(config, "opt-30b"), InputSizes(64, mean_length=277 / 16)
+    weights, activations = (received_bytes(config, model, inputs, ranks=4, split=split) for split in (1, 4))
+    assert weights == 2 * OPT_30B * 3 // 4
+    assert activations == round(2 * 48 * 2 * 277 * 7168 * 2 * 2 * 3 / 4)
 
 
 def test_more_probes_in_a_pass_need_more_activations_and_copies_of_one_layer_at_a_time():
