@@ -1,23 +1,10 @@
-"""The journal, format 1: a write-ahead log from which the weights after every step can be rebuilt.
+"""The journal: a write-ahead log from which the weights after every step can be rebuilt.
 
-Rank 0 writes the line of a step before any rank applies the step. Each line is a JSON object in compact
-ASCII with a newline. Its last member is "crc": 8 hexadecimal digits of the CRC-32 of the line without newline
-and this member, {...}, started from the crc of the line before (0 for the first). So a changed, missing,
-repeated or moved line is noticed. A last line without newline was cut short by a crash and is dropped, as
-nothing on the disk depends on its step. Any other damage is an error, and is never repaired by a guess.
-
-The first line is the header. Steps, numbered from 0 without gaps, and evaluations follow:
-  kind "header"; format 1; noise_version; model_fingerprint (digest of the base weights); parameter_table_hash
-    (of all names and shapes); config (keys of the run, sorted); libraries; arithmetic (strings by name)
-  kind "step"; step; key (uint64, of the noise); dropped (sorted indices of the blocks that do not move);
-    gradients (a number for each direction); lr (eta); scale (mu); loss (mean of the batch before the update)
-  kind "evaluation"; step (number of steps before it); split; loss (null: not measured); metrics (by name)
-A skipped step has "applied" false; it has no loss and gradients [] if they were not finite. A step that
-weights blocks unequally has "weights", one for each block. Floats are shortest decimals of float64.
-
-Replay, for each applied step: theta *= 1 - lr * weight_decay (matrices, if config.zo has weight decay); then
-for each direction d: theta -= lr / len(gradients) * gradients[d] * weights[block] * z(direction_key(key, d)).
-Parameters in dropped blocks do not change. See `zo.keys` for keys, and `noise` for z and for rounding.
+Rank 0 writes the line of a step before any rank applies the step. The lines are a header, then steps,
+numbered from 0 without gaps, and evaluations; docs/file-formats.md describes them. The checksum of each
+continues that of the line before, so a changed, missing, repeated or moved line is noticed. A last line
+without newline was cut short by a crash and is dropped, as nothing on the disk depends on its step. Any other
+damage is an error, and is never repaired by a guess.
 """
 
 from __future__ import annotations

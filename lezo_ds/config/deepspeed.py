@@ -37,12 +37,9 @@ def ds_config_of(config: RunConfig, world_size: int) -> dict[str, Any]:
     source, dtype = config.deepspeed, config.model.dtype
     ds_config = load_ds_config(source, dtype, world_size, train.micro_batch_size, tensor_parallel)
     size = tensor_parallel_size(ds_config)
-    if size > 1 and config.partition_size is not None:
-        text = f"partition_size={config.partition_size} is a setting of ZeRO-3, not of tensor parallelism"
-        raise UserError(text, fix="set partition_size=null, or remove tensor_parallel")
-    if size > 1 and config.method == "adamw":
-        fix = "remove tensor_parallel"
-        raise UserError("method=adamw shards the weights by ZeRO-3, not by tensor parallelism", fix=fix)
+    if size > 1 and (config.partition_size is not None or config.method == "adamw"):
+        text = "partition_size and method=adamw need ZeRO-3, and tensor parallelism shards the weights"
+        raise UserError(text, fix="set partition_size=null and method=lezo, or remove tensor_parallel")
     return ds_config
 
 
@@ -66,7 +63,9 @@ def load_ds_config(
     dtype and micro-batch size of the recipe.
     """
     source = str(path or "the default")
-    config = _default(tensor_parallel) if path is None else _read_json(str(path))
+    config: dict[str, Any] = {"zero_optimization": {"stage": 3 if tensor_parallel in (None, 1) else 0}}
+    if path is not None:
+        config = _read_json(str(path))
     size, flat = _checked_size(config, source, tensor_parallel, world_size), flatten(config)
     if {"optimizer", "scheduler"} & config.keys():
         raise UserError(f"{source} has an optimizer or a scheduler, which are the recipe's", fix="remove it")
@@ -98,10 +97,6 @@ def load_ds_config(
         text = " ".join(str(error).split()).partition(" For further information")[0]
         raise UserError(f"DeepSpeed refuses {source}: {cut(text, 300)}", fix="correct the JSON") from error
     return config
-
-
-def _default(tensor_parallel: int | None) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": 3 if tensor_parallel in (None, 1) else 0}}
 
 
 def _checked_size(config: dict[str, Any], source: str, tensor_parallel: int | None, world_size: int) -> int:

@@ -80,7 +80,8 @@ class Reader:
     """Reads values of one dataclass, whose fields are keys or sections of keys."""
 
     def __init__(self, config_type: type, old: Mapping[str, str]) -> None:
-        self._old = old  # what replaces `key` and `key=value` of earlier versions
+        # What became of each `key` or `key=value` of earlier versions.
+        self._old = {entry: text for text, entries in old.items() for entry in entries.split()}
         self._adapter = TypeAdapter[Any](config_type)
         schema = self._adapter.json_schema()
         self.keys: dict[str, dict[str, Any]] = {}  # the JSON schema of each key, by dotted name

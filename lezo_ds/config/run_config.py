@@ -82,7 +82,6 @@ def config_from_dict(
 def _checked(config: RunConfig) -> RunConfig:
     """Return the configuration with all options of its components, if its values fit each other."""
     _check_data(config)
-    _check_generation(config)
     if config.method not in TRAINED:
         return config
     zo, steps = config.zo, config.train.steps
@@ -150,9 +149,6 @@ def _check_data(config: RunConfig) -> None:
     if config.method.startswith("icl") and (data.messages is not None or data.chat_template):
         text = f"method={config.method} shows no examples in a chat template"
         raise UserError(text, fix="set method=zero_shot, or write the examples into the conversations")
-
-
-def _check_generation(config: RunConfig) -> None:
     keys = config.generation
     if keys.stop is not None and not all(keys.stop):
         raise UserError("generation.stop has an empty string", fix="remove it")

@@ -34,7 +34,7 @@ def ask_in_chat(tokenizer: PromptTokenizer, example: Example, system_prompt: str
 
     def write(question: str) -> str:
         turns = with_system((Message(USER, question),), system_prompt)
-        text = _render(tokenizer.backend, replace(example, messages=turns), len(turns), opened=True)
+        text = _render(tokenizer.backend, example, turns, opened=True)
         return text if tokenizer.bos_id is None else text.removeprefix(str(tokenizer.backend.bos_token))
 
     prompt = write(example.prompt)
@@ -52,7 +52,7 @@ def encode_questions(
     prompts = []
     for example in examples:
         num_asked = len(example.messages) - (example.messages[-1].role == ASSISTANT)
-        text = _render(tokenizer.backend, example, num_asked, opened=True)
+        text = _render(tokenizer.backend, example, example.messages[:num_asked], opened=True)
         prompts.append(tokenizer.backend(text, add_special_tokens=False, verbose=False)["input_ids"])
     return cut_prompts(tokenizer, prompts, max_length, max_new_tokens)
 
@@ -93,9 +93,8 @@ def encode_conversation(
 
 
 def _marked_turns(backend: PreTrainedTokenizerBase, example: Example) -> tuple[list[int], list[Span]]:
-    written = _apply(
-        backend, example, len(example.messages), return_dict=True, return_assistant_tokens_mask=True
-    )
+    options = {"return_dict": True, "return_assistant_tokens_mask": True}
+    written = _apply(backend, example, example.messages, **options)
     ids, mask = written["input_ids"], written["assistant_masks"]
     runs = [list(run) for is_marked, run in groupby(range(len(ids)), key=mask.__getitem__) if is_marked]
     spans = [(run[0], run[-1] + 1) for run in runs]
@@ -107,7 +106,7 @@ def _marked_turns(backend: PreTrainedTokenizerBase, example: Example) -> tuple[l
 
 
 def _measured_turns(backend: PreTrainedTokenizerBase, example: Example) -> tuple[list[int], list[Span]]:
-    text = _render(backend, example, len(example.messages))
+    text = _render(backend, example, example.messages)
     encoded = backend(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     spans = []
     for number, turn in enumerate(example.messages):
@@ -129,22 +128,17 @@ def _measured_turns(backend: PreTrainedTokenizerBase, example: Example) -> tuple
 
 def _check_written(backend: PreTrainedTokenizerBase, example: Example) -> None:
     """Refuse a turn that the template leaves out without an error, as many do with an unknown role."""
-    text, turns = _render(backend, example, len(example.messages)), example.messages
+    turns, written = example.messages, ""
+    text = _render(backend, example, turns)
     for number, turn in enumerate(turns):
-        if "tool_calls" in turn.others:
-            other = turn._replace(others={})
-        elif turn.role not in (SYSTEM, USER, ASSISTANT):
-            other = turn._replace(content=f"{turn.content}~")
-        else:
-            continue
-        changed = replace(example, messages=(*turns[:number], other, *turns[number + 1 :]))
-        with suppress(UserError):  # the template needs what was changed
-            if _render(backend, changed, len(turns)) == text:
-                break
-    else:
-        return
-    what = f"the chat template does not write turn {number + 1} of {example.where}"
-    raise UserError(what, fix=f"remove its calls, or use another role than {turn.role}")
+        calls = "tool_calls" in turn.others
+        if calls or turn.role not in (SYSTEM, USER, ASSISTANT):
+            other = turn._replace(others={}) if calls else turn._replace(content=f"{turn.content}~")
+            with suppress(UserError):  # the template needs what is changed
+                written = _render(backend, example, (*turns[:number], other, *turns[number + 1 :]))
+        if written == text:
+            what = f"the chat template does not write turn {number + 1} of {example.where}"
+            raise UserError(what, fix=f"remove its calls, or use another role than {turn.role}")
 
 
 def _prefix_length(
@@ -153,7 +147,7 @@ def _prefix_length(
     if num_turns == 0:
         fix = "set data.system_prompt, or mark the assistant's turns in the template with {% generation %}"
         raise UserError(f"the assistant speaks first in {example.where}, so its start is unknown", fix=fix)
-    before = _render(backend, example, num_turns, opened=opened)
+    before = _render(backend, example, example.messages[:num_turns], opened=opened)
     if not text.startswith(before):
         what = f"the chat template changes the first turns of {example.where} if more turns follow"
         fix = "mark the assistant's turns in the template with {% generation %}, or split the record"
@@ -162,17 +156,19 @@ def _prefix_length(
 
 
 def _render(
-    backend: PreTrainedTokenizerBase, example: Example, num_turns: int, *, opened: bool = False
+    backend: PreTrainedTokenizerBase, example: Example, turns: Sequence[Message], *, opened: bool = False
 ) -> str:
-    """Return the text of the first turns; if `opened`, with the words that begin the assistant's turn."""
-    return str(_apply(backend, example, num_turns, tokenize=False, add_generation_prompt=opened))
+    """Return the text of turns; if `opened`, with the words that begin the assistant's turn."""
+    return str(_apply(backend, example, turns, tokenize=False, add_generation_prompt=opened))
 
 
-def _apply(backend: PreTrainedTokenizerBase, example: Example, num_turns: int, **options: bool) -> Any:  # noqa: ANN401
+def _apply(
+    backend: PreTrainedTokenizerBase, example: Example, turns: Sequence[Message], **options: bool
+) -> Any:  # noqa: ANN401
     if not backend.chat_template:
         fix = "use a model that was trained for conversations, or add its template as chat_template.jinja"
         raise UserError(f"the tokenizer of {backend.name_or_path} has no chat template", fix=fix)
-    messages = [_as_dict(message) for message in example.messages[:num_turns]]
+    messages = [_as_dict(turn) for turn in turns]
     tools = example.record.get("tools")
     try:
         return backend.apply_chat_template(messages, tools if isinstance(tools, list) else None, **options)

@@ -48,11 +48,9 @@ class Model(Protocol):
     @property
     def tensor_parallel(self) -> int:
         """Number of ranks that run the same batches."""
-        ...
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Return the logits, or the new tokens, that a micro-batch selects. A collective."""
-        ...
 
 
 def evaluate(engine: Model, data: TaskData, split: EncodedSplit, batch_size: int) -> EvaluationResult:
