@@ -33,12 +33,12 @@ def make_directory(path: Path) -> None:
 
 
 @contextmanager
-def failures_named(path: Path) -> Iterator[None]:
-    """Turn an OSError into a LezoError that says which file of a run cannot be written."""
+def failures_named(path: Path, kind: type[LezoError] = LezoError) -> Iterator[None]:
+    """Turn an OSError into an error that says which file of a run cannot be written."""
     try:
         yield
     except OSError as error:
-        raise LezoError(
+        raise kind(
             f"{path} cannot be written: {error}; "
             "fix: free space on its disk or allow writing, then run the same command again"
         ) from error

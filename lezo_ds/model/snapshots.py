@@ -219,16 +219,20 @@ def snapshot_steps(root: Path) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
 
+def own_snapshots(root: Path, owner: SnapshotOwner | None) -> tuple[dict[int, dict[str, Any]], list[int]]:
+    """Return the manifests of a run's snapshots (None: of any) by step, and the steps of all others."""
+    found = {step: read_facts(snapshot_path(root, step)) for step in snapshot_steps(root)}
+    facts = {step: manifest for step, manifest in found.items() if manifest is not None}
+    own = {step: each for step, each in facts.items() if owner is None or owner.owns(step, each)}
+    return own, [step for step in facts if step not in own]
+
+
 def newest_snapshot(root: Path, step: int, owner: SnapshotOwner | None = None) -> int | None:
     """Return the step of the newest valid snapshot up to `step` of a run (None: of any), or None."""
-    own = []
-    for number in (number for number in snapshot_steps(root) if number <= step):
-        facts = read_facts(snapshot_path(root, number))
-        if owner is None or (facts is not None and owner.owns(number, facts)):
-            own.append(number)
-        elif facts is not None:
-            logger.warning("snapshot %s belongs to another run", snapshot_path(root, number))
-    return _newest_valid(root, own)
+    own, foreign = own_snapshots(root, owner)
+    for number in foreign:
+        logger.warning("snapshot %s belongs to another run", snapshot_path(root, number))
+    return _newest_valid(root, [number for number in own if number <= step])
 
 
 def _newest_valid(root: Path, steps: Iterable[int]) -> int | None:

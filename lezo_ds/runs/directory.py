@@ -23,7 +23,7 @@ import yaml
 import lezo_ds
 from lezo_ds.distributed import cpu_name
 from lezo_ds.errors import UserError
-from lezo_ds.files import DAMAGE, failures_named, make_directory, sync, write_atomically
+from lezo_ds.files import DAMAGE, failures_named, make_directory, write_atomically
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
 """Libraries whose versions can change the numbers of a run."""
@@ -55,22 +55,14 @@ class RunDirectory:
 
     def check_writable(self) -> None:
         """Refuse a path where no run can be. Nothing is left there."""
-        with self._refusals():
+        with failures_named(self.path, UserError):
             existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
             tempfile.TemporaryFile(dir=existing).close()
 
     @contextmanager
-    def _refusals(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            text = f"{self.path} cannot be written to: {error}"
-            raise UserError(text, fix="set another run_dir") from error
-
-    @contextmanager
     def locked(self) -> Iterator[None]:
         """Create the directory, and keep other processes from writing to it, on any host that shares it."""
-        with self._refusals():
+        with failures_named(self.path, UserError):
             make_directory(self.path)
             # It stays: a file that is removed could be locked twice.
             file = (self.path / ".lock").open("a+", errors="replace")
@@ -125,8 +117,6 @@ class RunDirectory:
                 moved = target / path.relative_to(self.path)
                 make_directory(moved.parent)
                 path.rename(moved)
-                sync(moved.parent)
-                sync(path.parent)
         names = ", ".join(str(path.relative_to(self.path)) for path in paths)
         logger.warning("%s: %s %s; moved to %s", self.path, reason, names, target)
 
@@ -147,20 +137,19 @@ class RunDirectory:
 
     def cut_metrics(self, step: int) -> float:
         """Drop the metrics of all steps after `step` and return the seconds that the run took until then."""
-        kept, seconds, damaged = [], 0.0, 0
+        kept, seconds, damaged = "", 0.0, 0
         lines = self._metrics.read_bytes().splitlines() if self._metrics.is_file() else []
         for line in lines:
             try:
-                text = line.decode()
-                entry = json.loads(text)
+                entry = json.loads(line.decode())
                 if entry["step"] <= step:
                     seconds = max(seconds, float(entry["seconds"]))
-                    kept.append(text + "\n")
+                    kept += f"{line.decode()}\n"
             except DAMAGE:  # a crash may have cut the last line short
                 damaged += line is not lines[-1]
         if damaged:
             logger.warning("%s: %d damaged lines are left out", self._metrics, damaged)
-        self.write(self._metrics, "".join(kept))
+        self.write(self._metrics, kept)
         return seconds
 
     def log_metrics(self, entry: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ _FEW_LINES = 2  # that may be taken over while the others wait
 _IDLE_SECONDS = 0.2
 
 
-class ElasticRun(run.ZerothOrderRun):
+class ElasticRun(run.Run):
     """The part of a replica in a run."""
 
     def __init__(self, *arguments: Any, replicas: Replicas) -> None:  # noqa: ANN401

@@ -90,13 +90,8 @@ def write_journal(path: Path, file: Path) -> int:
         kind = f"method={run.config.method} with peft.kind={run.config.peft.kind}"
         text = f"run {path} cannot be replayed from a base model and a journal: {kind}"
         raise UserError(text, fix="share the directory that lezo-ds export --out writes")
-    own = {
-        "deepspeed": None,
-        "partition_size": None,
-        "tensor_parallel": None,
-        "elastic": {"lighthouse": None},
-    }
-    config = {**run.header.config, **own}
+    here = dict.fromkeys(("deepspeed", "partition_size", "tensor_parallel"))
+    config = {**run.header.config, **here, "elastic": {"lighthouse": None}}
     for key in ("model.path", *DATA_KEYS):
         section, _, name = key.partition(".")
         config[section] = {**config[section], name: _public_name(config[section][name])}
@@ -207,9 +202,8 @@ _TRAINED = {"none": "all weights", "lora": "low-rank adapters", "prefix": "a pre
 def model_card(run: RecordedRun, step: int, digest: str) -> str:
     """Return the README.md of an exported model. No string of a run acts as Markdown or HTML in it."""
     config, kind = run.config, run.config.peft.kind
-    path = config.model.path
-    is_hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) and not Path(path).exists()
-    base = _plain(path if is_hub_id else Path(path).name)
+    base = _plain(_public_name(config.model.path))
+    is_hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", base)
     load = f"AutoModelForCausalLM.from_pretrained({'DIR' if kind == 'none' else repr(base)})"
     rows = []
     for record in evaluations_of(run.records):

@@ -157,7 +157,8 @@ def initialize_first_order(config: RunConfig, ds_config: Mapping[str, Any]) -> F
 class FirstOrderRun(Run):
     """A run of AdamW. DeepSpeed's checkpoint, which training_state.json names, is its training state."""
 
-    engine: FirstOrderEngine
+    engine: FirstOrderEngine  # type: ignore[assignment]
+    _has_journal = False
     _state: TrainingState
 
     def _open(self) -> None:
@@ -183,6 +184,13 @@ class FirstOrderRun(Run):
         remove_snapshots(self.directory.checkpoints, [state.step])
         remove_snapshots(self.directory.snapshots, range(state.step + 1))
         return state
+
+    def _protected(self) -> tuple[int, ...]:
+        best = best_evaluation(self.evaluations)
+        return () if best is None else (best.step,)
+
+    def _check(self) -> None:
+        """Nothing is known of these weights but what the optimizer made of them."""
 
     def _train_step(self) -> dict[str, Any]:
         batch = self.data.step_batch(self.config, self.engine.global_steps)
@@ -221,7 +229,8 @@ class FirstOrderRun(Run):
             checksum = owner_of(self._state.header, ()).checksum(self.engine.global_steps)
             self.engine.write_model(target, journal=checksum)
 
-    def _restore(self, step: int) -> None:
+    def _restore(self, step: int | None) -> None:
+        step = step or 0
         snapshot = snapshot_path(self.directory.snapshots, step)
         self.engine.load_model(None if self._is_base(step) else snapshot, step)
 

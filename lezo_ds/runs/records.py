@@ -7,7 +7,6 @@ import json
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,11 +18,11 @@ from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, may_diff
 from lezo_ds.config.deepspeed import tensor_parallel_of
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
-from lezo_ds.files import DAMAGE, sync
+from lezo_ds.files import DAMAGE
 from lezo_ds.forward.module_calls import norm_facts
 from lezo_ds.journal import EvaluationRecord, Header, JournalRecord, read_journal, step_checksums
 from lezo_ds.model.checkpoint import resolve_model
-from lezo_ds.model.snapshots import SnapshotOwner, read_facts, read_manifest, snapshot_path, snapshot_steps
+from lezo_ds.model.snapshots import SnapshotOwner, own_snapshots, read_manifest, snapshot_path
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.directory import RunDirectory, library_versions
 from lezo_ds.zo.records import StepRecord
@@ -223,10 +222,8 @@ class RecordedRun:
         expected = f"0 to {self.num_steps}"
         if self.config.method == "adamw" and found != 0:  # the base model needs no snapshot
             root = self.directory.snapshots
-            manifests = {
-                number: read_manifest(snapshot_path(root, number)) for number in snapshot_steps(root)
-            }
-            kept = [number for number, facts in manifests.items() if facts and self.owner.owns(number, facts)]
+            own, _ = own_snapshots(root, self.owner)
+            kept = [number for number in own if read_manifest(snapshot_path(root, number))]
             if self.num_steps > 0 and not kept and not self.directory.checkpoints.is_dir():
                 raise _weights_removed(path)
             expected = f"a step with a snapshot ({', '.join(map(str, kept)) or 'none yet'})"
@@ -238,34 +235,27 @@ class RecordedRun:
 def read_run(path: Path, overrides: Sequence[str] = ()) -> RecordedRun:
     """Read a run's directory. `key=value` overrides change its configuration, such as a moved model."""
     directory = RunDirectory(path)
-    if directory.training_state.is_file():
-        state = TrainingState.read(directory.training_state)
-        records: Sequence[JournalRecord] = state.evaluations
-        header, num_steps = state.header, state.step
-    elif directory.journal.is_file():
-        header, records = read_journal(directory.journal)
-        # What the caller writes must not outlive the last line of a running process.
-        with suppress(OSError):  # a disk that cannot be written has nothing to sync
-            sync(directory.journal)
-        num_steps = len(steps_of(records))
-    else:
+    if (recorded := _read_records(directory)) is None:
         text = f"{path} is not the directory of a run: it has no journal.jsonl and no training_state.json"
         raise UserError(text, fix="use the run_dir that lezo-ds train printed")
-    config, digests = config_of(header, path, overrides), _digests(directory, owner_of(header, records))
-    return RecordedRun(directory, header, config, records, num_steps, digests)
-
-
-def _digests(directory: RunDirectory, owner: SnapshotOwner) -> dict[int, str]:
-    """Return the digests in a run's results and snapshots, by the number of updates."""
-    root = directory.snapshots
-    facts = {step: read_facts(snapshot_path(root, step)) for step in snapshot_steps(root)}
-    digests = {
-        step: found.get("digest") for step, found in facts.items() if found and owner.owns(step, found)
-    }
-    results = directory.read_results()
-    if results:
+    header, records, num_steps, _ = recorded
+    own, _ = own_snapshots(directory.snapshots, owner_of(header, records))
+    digests: dict[int, Any] = {step: manifest.get("digest") for step, manifest in own.items()}
+    if results := directory.read_results():
         digests[results["best_step" if results["finished"] else "steps"] or 0] = results.get("weights_digest")
-    return {step: digest for step, digest in digests.items() if isinstance(digest, str)}
+    digests = {step: digest for step, digest in digests.items() if isinstance(digest, str)}
+    return RecordedRun(directory, header, config_of(header, path, overrides), records, num_steps, digests)
+
+
+def _read_records(directory: RunDirectory) -> tuple[Header, Sequence[JournalRecord], int, int | None] | None:
+    """Return header, records (of AdamW, evaluations), number of steps, and that of ranks if it is fixed."""
+    if directory.training_state.exists():
+        state = TrainingState.read(directory.training_state)
+        return state.header, state.evaluations, state.step, state.world_size
+    if directory.journal.exists():
+        header, records = read_journal(directory.journal)
+        return header, records, len(steps_of(records)), None
+    return None
 
 
 def check_records(config: RunConfig, data: TaskData, directory: RunDirectory, num_ranks: int) -> None:
@@ -273,24 +263,18 @@ def check_records(config: RunConfig, data: TaskData, directory: RunDirectory, nu
     if config.method == "adamw" and config.partition_size not in (None, num_ranks):
         text = f"method adamw shards the weights among all ranks; partition_size={config.partition_size}"
         raise UserError(text, fix="set partition_size=null")
-    state = None
-    if directory.training_state.exists():
-        state = TrainingState.read(directory.training_state)
-        header, num_done = state.header, state.step
-    elif directory.journal.exists():
-        header, records = read_journal(directory.journal)
-        num_done = len(steps_of(records))
-    else:
+    if (recorded := _read_records(directory)) is None:
         return
+    header, _, num_done, world_size = recorded
     ours = make_header(config, data, header.model_fingerprint, header.parameter_table_hash)
     assert_same_run(header, ours, may_differ_on_resume(config))
     if config.train.steps is not None and config.train.steps < num_done:
         text = f"run {directory.path} has {num_done} steps already; train.steps={config.train.steps}"
         raise UserError(text, fix=f"set train.steps={num_done} or more, or another run_dir")
-    if state is not None and num_done > 0:
-        if state.world_size != num_ranks:
-            text = f"the checkpoint of a first-order run has {state.world_size} ranks, not {num_ranks}"
-            raise UserError(text, fix=f"start {state.world_size} ranks, or use another run_dir")
+    if world_size is not None and num_done > 0:
+        if world_size != num_ranks:
+            text = f"the checkpoint of a first-order run has {world_size} ranks, not {num_ranks}"
+            raise UserError(text, fix=f"start {world_size} ranks, or use another run_dir")
         if not snapshot_path(directory.checkpoints, num_done).is_dir():
             raise _weights_removed(directory.path)
 

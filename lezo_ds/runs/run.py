@@ -6,7 +6,6 @@ import logging
 import math
 import resource
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,17 +24,16 @@ from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.journal import EvaluationRecord, Journal
 from lezo_ds.model.snapshots import (
     SnapshotOwner,
+    own_snapshots,
     prune_snapshots,
-    read_facts,
     read_manifest,
     remove_snapshots,
     snapshot_path,
-    snapshot_steps,
 )
 from lezo_ds.runs import records
 from lezo_ds.runs.directory import RunDirectory, library_versions
 from lezo_ds.runs.screen import evaluation_line, number, progress_bar
-from lezo_ds.runs.signals import LauncherWatch, on_stop_signals
+from lezo_ds.runs.signals import any_ended, launchers, on_stop_signals
 from lezo_ds.zo.records import StepRecord
 
 logger = logging.getLogger(__name__)
@@ -44,11 +42,14 @@ CHECK_EVERY = 100
 """Steps between checks that the weights of each rank are the result of the steps so far."""
 
 
-class Run(ABC):
-    """The part of a run that one process does. Rank 0 writes all files.
+class Run:
+    """The part of a run that one process does: of LeZO or MeZO, or one that only scores. Rank 0 writes files.
 
     A decision depends only on what all ranks know: a rank that decided otherwise would hang in a collective.
     """
+
+    engine: LezoEngine
+    _has_journal = True  # whose replay gives weights back without a snapshot
 
     def __init__(
         self, config: RunConfig, data: TaskData, directory: RunDirectory, engine: ModelEngine
@@ -56,57 +57,31 @@ class Run(ABC):
         self.config = config
         self.data = data
         self.directory = directory
-        self.engine = engine  # at any step; `_open` brings it to the step at which the run resumes
+        self.engine = engine  # type: ignore[assignment]  # at any step; `_open` brings it to the step at which the run resumes
         self.writes = engine.global_rank == 0
         self.evaluations: list[EvaluationRecord] = []
         self.num_skipped = 0  # on rank 0, the number of skipped steps
         self.num_steps = (config.train.steps or 0) if config.method in TRAINED else 0
-        self._has_journal = config.method != "adamw"  # whose replay gives weights without a snapshot back
         self._journal: Journal | None = None  # on rank 0
-        self._launcher = LauncherWatch()
+        self._launchers = launchers()
         self._eval_every = eval_every(config)
         self._num_done = 0
         self._seconds_before = 0.0
         self._started = time.monotonic()
 
-    @abstractmethod
-    def _open(self) -> None:
-        """Bring the engine, `evaluations` and `num_skipped` to the step at which the run resumes."""
-
-    @abstractmethod
-    def _train_step(self) -> dict[str, Any]:
-        """Do one step and return its entries for metrics.jsonl, with loss and applied."""
-
-    @abstractmethod
-    def _record_evaluation(self, record: EvaluationRecord) -> None:
-        """Store an evaluation where `_open` reads it."""
-
-    @abstractmethod
-    def _save(self) -> None:
-        """Write a snapshot of the current step, unless there is one. A collective."""
-
-    @abstractmethod
-    def _restore(self, step: int) -> None:
-        """Restore the weights after `step` updates. A collective."""
-
     def _protected(self) -> tuple[int, ...]:
         """Return the steps whose snapshots are kept while the run goes on."""
-        if not self._has_journal:
-            best = records.best_evaluation(self.evaluations)
-            return () if best is None else (best.step,)
         # A prefix starts from the activations of a forward pass, which another machine rounds differently.
         # Replay is exact only if it starts from the very same values, so a snapshot of step 0 keeps them.
         return (0,) if self.num_steps > 0 and self.config.peft.kind == "prefix" else ()
 
     def _check(self) -> None:
-        """Check that the weights are what the journal's steps made of them. A collective."""
-        if isinstance(self.engine, LezoEngine):
-            self.engine.check_weights()
+        """Check that the weights are what the records made of them, and wait until these are on the disk.
 
-    def _sync_journal(self) -> None:
-        """Wait until all records are on the disk. A file that relies on them is written next."""
-        if self._journal is not None:
-            self._journal.sync()
+        A collective. A file that relies on the records is written next.
+        """
+        self.engine.check_weights()
+        self.engine.finish_records()
 
     def execute(self) -> dict[str, Any]:
         """Run to the end, or until all ranks agree to stop, and return the content of results.json."""
@@ -123,8 +98,8 @@ class Run(ABC):
             with on_stop_signals(lambda _: self.engine.request_stop()):
                 finished, best = self._run_to_end()
             results = self._results(best, finished)
+            self._check()
             if self.writes:
-                self._sync_journal()
                 self.directory.write_results(results)
                 if finished and self.config.train.keep_snapshots == 0:
                     remove_directory(self.directory.checkpoints)
@@ -143,11 +118,9 @@ class Run(ABC):
 
     def _set_aside_foreign_snapshots(self, owner: SnapshotOwner) -> None:
         """Move the snapshots of other runs, and those after the end of the run's records."""
-        root = self.directory.snapshots
-        facts = {step: read_facts(snapshot_path(root, step)) for step in snapshot_steps(root)}
-        foreign = [step for step, found in facts.items() if found and not owner.owns(step, found)]
+        _, foreign = own_snapshots(self.directory.snapshots, owner)
         reason = "of another run, or of steps that are no longer recorded:"
-        self.directory.set_aside([snapshot_path(root, step) for step in foreign], reason)
+        self.directory.set_aside([snapshot_path(self.directory.snapshots, step) for step in foreign], reason)
 
     def _run_to_end(self) -> tuple[bool, EvaluationRecord | None]:
         """Do everything that is left; return whether the run finished, and the best step if it did."""
@@ -190,7 +163,7 @@ class Run(ABC):
 
     def _look_for_requests(self) -> None:
         """Turn a STOP or SAVE file, or the end of the launcher, into a request on which all ranks vote."""
-        if self._launcher.is_gone() or (self.writes and self.directory.stop_file.exists()):
+        if any_ended(self._launchers) or (self.writes and self.directory.stop_file.exists()):
             self.engine.request_stop()
         if self.writes and self.directory.save_file.exists():
             self.engine.request_snapshot()
@@ -228,7 +201,6 @@ class Run(ABC):
             logger.info("scoring %d test examples", len(examples.examples))
         result = evaluate(self, self.data, examples, batch_size=self.config.train.eval_batch_size)
         if self.writes and split == "test":
-            self._sync_journal()
             self.directory.write_predictions(at, prediction_rows(examples.examples, result.predicted))
         metric = self.data.task.metric
         metrics = {metric: result.score}
@@ -317,11 +289,7 @@ class Run(ABC):
             "versions": library_versions(),
         }
 
-
-class ZerothOrderRun(Run):
-    """A run of LeZO or MeZO, whose journal is its training state, or a run that only scores."""
-
-    engine: LezoEngine
+    # What AdamW does otherwise (see FirstOrderRun).
 
     def _open(self) -> None:
         self.evaluations = distributed.on_rank_zero(self._open_journal)

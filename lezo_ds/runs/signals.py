@@ -7,7 +7,7 @@ The launcher's inner process forwards SIGTERM and SIGINT to the ranks. Any other
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import psutil
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Launchers send SIGTERM, a terminal sends SIGINT, and a batch system can be told to send SIGUSR1."""
 
-_LAUNCHERS = ("deepspeed", "deepspeed.launcher.runner", "deepspeed.launcher.launch")
+_LAUNCHERS = {"deepspeed", "deepspeed.launcher.runner", "deepspeed.launcher.launch"}
 
 
 @contextmanager
@@ -33,28 +33,15 @@ def on_stop_signals(action: Callable[[signal.Signals], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class LauncherWatch:
-    """DeepSpeed's launcher processes above this one; under mpirun, srun or without a launcher, none."""
-
-    def __init__(self) -> None:
-        self._parents: list[tuple[psutil.Process, psutil.Process]] = []
-        child = psutil.Process()
-        while (parent := child.parent()) is not None and _is_launcher(parent):
-            self._parents.append((child, parent))
-            child = parent
-
-    def is_gone(self) -> bool:
-        """Return whether one of these processes has ended since."""
-        # A process gets another parent when its parent ends, even while the ended parent is still a zombie.
-        try:
-            return any(child.ppid() != parent.pid for child, parent in self._parents)
-        except psutil.NoSuchProcess:  # each child above this process is a launcher, too
-            return True
+def launchers() -> list[psutil.Process]:
+    """Return DeepSpeed's launcher processes above this one; under mpirun or srun, none."""
+    parents = psutil.Process().parents()
+    names = ([Path(word).name for word in parent.cmdline()[:4]] for parent in parents)  # python -u -m program
+    return [parent for parent, own in zip(parents, names, strict=True) if set(own) & _LAUNCHERS]
 
 
-def _is_launcher(process: psutil.Process) -> bool:
+def any_ended(processes: Iterable[psutil.Process]) -> bool:
     try:
-        words = process.cmdline()[:4]  # python -u -m program
-    except psutil.Error:
-        return False
-    return any(Path(word).name in _LAUNCHERS for word in words)
+        return any(process.status() == psutil.STATUS_ZOMBIE for process in processes)
+    except psutil.NoSuchProcess:
+        return True

@@ -25,7 +25,7 @@ from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.disk import check_disk
 from lezo_ds.runs.first_order import FirstOrderRun, initialize_first_order
 from lezo_ds.runs.records import RecordedRun, assert_same_model_config, check_records, steps_of
-from lezo_ds.runs.run import ZerothOrderRun
+from lezo_ds.runs.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def train(config: RunConfig) -> dict[str, Any]:
             return FirstOrderRun(config, data=data, directory=directory, engine=trained).execute()
         if config.elastic.lighthouse is None:
             engine = make_engine(config, ds_config)
-            return ZerothOrderRun(config, data=data, directory=directory, engine=engine).execute()
+            return Run(config, data=data, directory=directory, engine=engine).execute()
         # torchft is an extra, and only replicas load it.
         from lezo_ds.replicas import Replicas
         from lezo_ds.runs.elastic import ElasticRun

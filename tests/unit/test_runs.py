@@ -136,7 +136,7 @@ def test_a_path_that_cannot_be_written_and_a_file_system_without_locks_are_named
     file.write_text("mine")
     for path in (file, file / "run"):
         with (
-            pytest.raises(UserError, match=r"file.* cannot be written to: .*; fix: "),
+            pytest.raises(UserError, match=r"file.* cannot be written: .*; fix: "),
             RunDirectory(path).locked(),
         ):
             pass
