@@ -1,8 +1,8 @@
 """Write the model of a run as a Hugging Face directory, or a run as one small file.
 
-The file is the run's journal. Its header has the configuration without paths of this machine, and the digests
-of the weights that the run kept. Such a file is not trusted: reading it runs no code, imports no module and
-opens no path that it names. All lines are checked, one at a time, before any is kept.
+The file is the journal, without paths of this machine, and with digests of the weights. It is not trusted:
+reading it runs no code, imports no module and opens no path that it names. All lines are checked, one at a
+time, before any is kept.
 """
 
 from __future__ import annotations
@@ -36,12 +36,10 @@ from lezo_ds.runs.scoring import recipe_of
 from lezo_ds.runs.screen import WORSE
 from lezo_ds.runs.trainer import restore
 
-MAX_JOURNAL_BYTES = 64 << 20
-"""Largest exported journal that is read. 20,000 steps take about 8 MB."""
-
+MAX_JOURNAL_BYTES = 64 << 20  # 20,000 steps take about 8 MB
 _MAX_LINE_BYTES = 1 << 18
+# A run from a file need not be sharded here as it was on the machine that wrote it.
 _ANY_MACHINE = ("deepspeed=null", "partition_size=null", "tensor_parallel=null", "train.report_to=null")
-"""A run from a file need not be sharded here as it was on the machine that wrote it."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +49,9 @@ def export_run(
 ) -> int:
     """Write a run's model as a Hugging Face directory and return the number of its updates. A collective.
 
-    With `low_bits`, training on from it starts from exactly these weights, not from their 16 high bits. Only
-    this program reads them, and they double the directory's size.
-
     `path` is the directory of the run, or a file from `write_journal`, which needs an override of model.path.
-    `step` is "best", "last" or a number of updates. `target` must not exist, or must be empty.
+    `step` is "best", "last" or a number of updates. With `low_bits`, training on from the directory starts
+    from exactly these weights, not from their 16 high bits; it is twice as large.
     """
     distributed.init_distributed()
 
@@ -131,13 +127,11 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
         raise UserError(text, fix=fix) from error
     text_config = load_model_config(resolve_model(config.model.path)).get_text_config()
     num_layers, directions = text_config.num_hidden_layers, config.zo.directions
-    if not _is_replayable(config) or not all(_fits(record, num_layers, directions) for record, _ in lines):
+    is_too_wide = config.peft.kind == "lora" and config.peft.lora_rank > text_config.hidden_size
+    is_possible = _is_replayable(config) and not is_too_wide
+    if not is_possible or not all(_fits(record, num_layers, directions) for record, _ in lines):
         fix = "set model.path to its base model"
         raise UserError(f"{file} is not of a run of {config.model.path}", fix=fix)
-    if config.peft.kind == "lora" and config.peft.lora_rank > text_config.hidden_size:
-        width = f"the model's width, {text_config.hidden_size}"
-        text = f"peft.lora_rank={config.peft.lora_rank} in {file} is larger than {width}"
-        raise UserError(text, fix="do not use this file")
     header, records = read_journal(file)
     return RecordedRun(RunDirectory(file), header, config, records, len(steps_of(records)), digests)
 

@@ -79,10 +79,8 @@ class FirstOrderEngine(ModelEngine):
         sums = self.sum_losses(losses, batch, facts, lambda rank: self.share_of_rank(rank, len(batch)))
         mean = self._last_loss = sum(sums) / total_weight
         if not math.isfinite(mean):
-            raise DivergenceError(
-                f"the loss of step {self.global_steps} is not finite: {mean}; "
-                "fix: lower adamw.learning_rate, or use bf16 or fp32 instead of fp16"
-            )
+            fix = "lower adamw.learning_rate, or use bf16 or fp32 instead of fp16"
+            raise DivergenceError(f"the loss of step {self.global_steps} is not finite: {mean}; fix: {fix}")
         self._deepspeed.step()
         zero3.finish_updates()
         self._deepspeed.eval()

@@ -136,11 +136,7 @@ def owner_of(header: Header, records: Iterable[JournalRecord]) -> SnapshotOwner:
 
 
 def best_evaluation(evaluations: Sequence[EvaluationRecord], first_step: int = 0) -> EvaluationRecord | None:
-    """Return the evaluation with the lowest validation loss, the criterion of the papers.
-
-    That of the base model, at step 0, is one of them. The first of several equal ones counts. A loss of None
-    is higher than any other.
-    """
+    """Return the first evaluation with the lowest validation loss. It may be that of the base model, at 0."""
     losses = [record for record in evaluations if record.split == "dev" and record.step >= first_step]
     return min(losses, key=lambda record: math.inf if record.loss is None else record.loss, default=None)
 

@@ -48,7 +48,7 @@ class Run:
     A decision depends only on what all ranks know: a rank that decided otherwise would hang in a collective.
     """
 
-    engine: LezoEngine
+    engine: LezoEngine  # at any step; `_open` brings it to the step at which the run resumes
     _has_journal = True  # whose replay gives weights back without a snapshot
 
     def __init__(
@@ -57,7 +57,7 @@ class Run:
         self.config = config
         self.data = data
         self.directory = directory
-        self.engine = engine  # type: ignore[assignment]  # at any step; `_open` brings it to the step at which the run resumes
+        self.engine = engine  # type: ignore[assignment]
         self.writes = engine.global_rank == 0
         self.evaluations: list[EvaluationRecord] = []
         self.num_skipped = 0  # on rank 0, the number of skipped steps
@@ -105,8 +105,8 @@ class Run:
                     remove_directory(self.directory.checkpoints)
                     remove_snapshots(self.directory.snapshots, self._protected() if self._has_journal else ())
                 self.directory.stop_file.unlink(missing_ok=True)
-            if self._journal is not None:
-                self._journal.close()
+                if self._journal is not None:
+                    self._journal.close()
             return results
 
     def _last_good_step(self) -> str:
@@ -257,10 +257,9 @@ class Run:
         any_test = before or final
         is_zero_shot = config.method in {*TRAINED, "zero_shot"}
         stopped_early = self._num_done < self.num_steps and self._has_lost_patience()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
         if self.engine.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.engine.device)
-        else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
         # A process that resumes a finished run uses less than the one that trained it.
         earlier = self.directory.read_results().get("peak_memory_bytes") or 0
         return {

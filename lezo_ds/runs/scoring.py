@@ -11,7 +11,7 @@ from lezo_ds import distributed
 from lezo_ds.config import TRAINED, Dtype, Method, RunConfig, config_from_dict, config_to_dict, load_config
 from lezo_ds.config.run_config import DESCRIBING_KEYS
 from lezo_ds.config.schema import READER, ModelConfig, PeftConfig
-from lezo_ds.data.evaluation import Model, answer_text, evaluate
+from lezo_ds.data.evaluation import evaluate, prediction_rows
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import UserError
@@ -83,19 +83,14 @@ def _refuse_recorded_code(config: RunConfig, overrides: Sequence[str]) -> None:
 
 
 def score(opened: Opened, split: str) -> dict[str, Any]:
-    """Score weights on "dev" or "test". A collective.
-
-    "predictions" has for each example the index of the chosen candidate with its text, the generated answer,
-    or for a conversation the numbers of right and of all tokens of the assistant.
-    """
+    """Score weights on "dev" or "test", with the predictions of each example. A collective."""
     facts, config, load = opened
     if "model" in facts and split == "test" and config.method == "zero_shot" and not config.data.train:
         # No training or validation example is used here, and a directory may have only a few.
         config = replace(config, data=replace(config.data, num_train=1, num_dev=1))
     data = load_task_data(config)
-    engine: Model = load()
     chosen = data.dev if split == "dev" else data.test
-    result = evaluate(engine, data, chosen, batch_size=config.train.eval_batch_size)
+    result = evaluate(load(), data, chosen, batch_size=config.train.eval_batch_size)
     return {
         **facts,
         "task": data.task.name,
@@ -108,10 +103,7 @@ def score(opened: Opened, split: str) -> dict[str, Any]:
         "majority_class": result.majority_class,
         "objective": config.train.objective,
         "loss": result.loss,
-        "predictions": [
-            {"index": example.index, "prediction": predicted, "text": answer_text(example, predicted)}
-            for example, predicted in zip(chosen.examples, result.predicted, strict=True)
-        ],
+        "predictions": prediction_rows(chosen.examples, result.predicted),
     }
 
 

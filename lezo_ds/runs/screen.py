@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 from tqdm import tqdm
@@ -35,18 +36,8 @@ def number(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in the largest two units that it has.
-
-    >>> duration(7.4), duration(125), duration(7500), duration(200_000)
-    ('7 s', '2 min 5 s', '2 h 5 min', '2 d 7 h')
-    """
-    total = round(seconds)
-    days, hours, minutes = total // 86_400, total // 3600 % 24, total // 60 % 60
-    if days:
-        return f"{days} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {total % 60} s" if minutes else f"{total} s"
+    """Return hours, minutes and seconds, such as 2:05:00."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def evaluation_line(record: EvaluationRecord, metric: str) -> str:

@@ -42,18 +42,16 @@ def train(config: RunConfig) -> dict[str, Any]:
     with nothing_done, ExitStack() as lock:
         distributed.init_distributed(config.train.timeout_seconds)
         ds_config = _prepared(config)
-        check_shares(config, ds_config, distributed.world_size())
-        data = load_task_data(config)
         num_ranks = distributed.world_size()
+        check_shares(config, ds_config, num_ranks)
+        data = load_task_data(config)
         monitors, directory = distributed.on_rank_zero(lambda: check_run(config, data, num_ranks, lock))
         ds_config = {**monitors, **ds_config}
         if config.method == "adamw":
             logger.info("loading %s", config.model.path)
-            trained = initialize_first_order(config, ds_config)
-            return FirstOrderRun(config, data=data, directory=directory, engine=trained).execute()
+            return FirstOrderRun(config, data, directory, initialize_first_order(config, ds_config)).execute()
         if config.elastic.lighthouse is None:
-            engine = make_engine(config, ds_config)
-            return Run(config, data=data, directory=directory, engine=engine).execute()
+            return Run(config, data, directory, make_engine(config, ds_config)).execute()
         # torchft is an extra, and only replicas load it.
         from lezo_ds.replicas import Replicas
         from lezo_ds.runs.elastic import ElasticRun
@@ -93,26 +91,21 @@ def check_run(
 def make_engine(config: RunConfig, ds_config: dict[str, Any] | None = None) -> LezoEngine:
     """Load a run's model, sharded over all ranks. A collective."""
     logger.info("loading %s", config.model.path)
-    zo = config.zo if config.method in ZEROTH_ORDER else _SCORING_ONLY
-    peft = config.peft if config.method in TRAINED else None
     return initialize(
         config.model.path,
-        zo,
+        config.zo if config.method in ZEROTH_ORDER else _SCORING_ONLY,
         ds_config=ds_config or _prepared(config),
         dtype=config.model.dtype,
         seed=config.seed,
-        peft=peft,
+        peft=config.peft if config.method in TRAINED else None,
         partition_size=config.partition_size,
         num_steps=config.train.steps,
     )
 
 
 def _prepared(config: RunConfig) -> dict[str, Any]:
-    """Set the number of threads of a CPU operation, and return the DeepSpeed JSON.
-
-    On CPUs, this number affects the last bits: it is OMP_NUM_THREADS, or else 1. With a GPU it does not. The
-    threads then update offloaded weights, so they are at least this rank's share of the cores.
-    """
+    """Set the number of threads of a CPU operation, and return the DeepSpeed JSON."""
+    # On CPUs, this number affects the last bits. With a GPU, the threads only update offloaded weights.
     num_threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1
     if distributed.device().type != "cpu":
         num_cores = len(os.sched_getaffinity(0))
@@ -150,8 +143,7 @@ def restore(run: RecordedRun, step: int) -> LezoEngine:
     zo = replace(zo, layer_policy="uniform", layer_policy_options={}, sparsity=0.0, lr_schedule="constant")
     engine = make_engine(replace(run.config, zo=zo))
     if engine.base.fingerprint != run.header.model_fingerprint:
-        fingerprints = f"its fingerprint is {engine.base.fingerprint}, not {run.header.model_fingerprint}"
-        text = f"{run.config.model.path} is not the base model of the run: {fingerprints}"
+        text = f"{run.config.model.path} is not the base model of the run: its fingerprint is another"
         raise UserError(text, fix="add model.path=... with the directory of the base model")
     if run.config.method == "adamw" and step > 0:
         engine.load_model(snapshot_path(run.directory.snapshots, step), step)

@@ -72,7 +72,7 @@ def test_an_exported_model_scores_as_its_run_and_as_plain_transformers(finished,
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.dtype == torch.bfloat16
     expected = plain_predictions(model, recipe.parent, [entry["index"] for entry in predictions])
-    assert [entry["prediction"] for entry in predictions] == expected
+    assert [entry["predicted"] for entry in predictions] == [("terrible", "great")[i] for i in expected]
     export("--run", finished, "--out", tmp_path / "exact", "--low-bits")
     assert [(tmp_path / name / "low_bits").exists() for name in ("model", "exact")] == [False, True]
 

@@ -158,7 +158,9 @@ def test_a_dry_run_checks_all_but_the_weights_and_prints_the_facts(tmp_path):
     assert facts["blocks"] == "4 in model.decoder.layers, 2 dropped per step"
     assert facts["memory"].startswith("of a rank, with inputs of at most 24 tokens: 0.5")
     assert facts["disk"].startswith("8.58e-05 GB: snapshots, 2 of 4.29e-05 GB")
-    assert re.match(r"about \d+ s, besides .*: 8 steps of [\d.]+ s, 3 validations of \d+ s", facts["time"])
+    assert re.match(
+        r"about 0:[\d:]+, besides .*: 8 steps of [\d.]+ s, 3 validations of 0:[\d:]+", facts["time"]
+    )
     assert facts["first example"].startswith('"<s> the ')
     assert not (tmp_path / "run").exists() and "not checked" not in text
     with pytest.raises(UserError, match="drops all 4 blocks"):
