@@ -39,7 +39,7 @@ test-cluster: $(VENV)/.installed-dev
 
 gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu
-	$(BIN)/python launch/benchmark.py --shape opt-1.3b --dtype bf16 --rounds 10 mezo_reference ours:0 ours:0.75
+	$(BIN)/python launch/benchmark.py --shape opt-1.3b model.dtype=bf16 --rounds 10 mezo_reference ours:0 ours:0.75
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

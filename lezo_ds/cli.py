@@ -17,17 +17,16 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TextIO, get_args
+from typing import Any, NoReturn, TextIO
 
 import yaml
 
 from lezo_ds import __version__
-from lezo_ds.config import Dtype, config_to_dict, load_config
+from lezo_ds.config import config_to_dict, load_config
 from lezo_ds.config.paths import expand, find_file
 from lezo_ds.config.reading import nearest
 from lezo_ds.config.schema import READER
 from lezo_ds.errors import LezoError, UserError, end_with, launched_rank
-from lezo_ds.zo.updates import UpdatePrecision
 
 _RECIPE_HELP = "a YAML file, the name of one in launch/recipes, or paper (with model= task= method= [peft=])"
 
@@ -265,11 +264,7 @@ def _init(parser: _Parser) -> None:
     add("--out", type=_path, default=Path("recipe.yaml"), metavar="FILE", help="default: recipe.yaml")
     add("--text", metavar="COLUMN", help="the column that the model reads")
     add("--label", metavar="COLUMN", help="the column with the right label")
-    add(
-        "--answer",
-        metavar="COLUMN",
-        help="the column with a text that the model shall write, instead of a label",
-    )
+    add("--answer", metavar="COLUMN", help="the column with a text to write, instead of a label")
     add("--reward", metavar="MODULE:FUNCTION", help="judges the answers; the module may be beside the recipe")
     add("--method", choices=("fzoo", "lezo", "mezo"), default="fzoo", help="of training (default: fzoo)")
     add("--skip-unusable", action="store_true", help="leave out records that cannot be used")
@@ -278,25 +273,18 @@ def _init(parser: _Parser) -> None:
 def _benchmark(parser: _Parser) -> None:
     """Time variants of one step against each other, as in lezo-ds benchmark mezo_reference ours:0 ours:0.75.
 
-    A variant is mezo_reference (MeZO as published, in plain PyTorch), naive_zero3 (MeZO on ZeRO-3 as one
-    would first write it), ours (the papers' step), tensor_parallel (the same on split weights), each with
-    [:SPARSITY], or recipe (the recipe's step).
-    Ratios are relative to the first. Without --config, weights and examples are random, of a typical length.
-    generate alone compares the speed of written answers with that of transformers' generate.
+    A variant is mezo_reference (MeZO as published, in plain PyTorch), ours (the papers' step),
+    tensor_parallel (the same on split weights), each with [:SPARSITY], or recipe (the recipe's step). Ratios
+    are relative to the first. Without --config, weights and examples are random. generate alone compares
+    written answers with those of transformers' generate.
     """
     add = parser.add_argument
-    add("variants", nargs="+", metavar="VARIANT", help="a variant, or key=value for a key of the recipe")
+    add("variants", nargs="+", metavar="VARIANT", help="a variant, or key=value")
     add("--config", metavar="RECIPE", help="measure the model and the batches of this recipe")
     add("--rounds", type=_positive, default=5, metavar="N", help="timed steps of each variant (default: 5)")
-    add("--out", type=_path, metavar="FILE", help="append the results to this CSV")
-    add = parser.add_argument_group("random inputs, without --config").add_argument
-    add("--shape", default="opt-125m", help="size of the model: opt-tiny, opt-125m ... opt-66b")
-    add("--layers", type=_positive, metavar="N", help="number of blocks (default: the shape's)")
-    add("--task", choices=("sst2", "boolq"), default="sst2", help="32 or 200 tokens an example")
-    add("--batch", type=_positive, default=16, metavar="N", help="examples per step (default: 16)")
-    add("--dtype", choices=get_args(Dtype), default="fp32", help="of the weights (default: fp32)")
-    add("--update-precision", choices=get_args(UpdatePrecision), default="fp32_master")
-    add("--partition-size", type=_positive, metavar="N", help="number of ranks that share the weights")
+    add("--out", type=_path, metavar="FILE", help="write the results to this CSV")
+    add("--shape", default="opt-125m", help="of a random model: opt-tiny, opt-125m ... opt-66b")
+    add("--task", choices=("sst2", "boolq"), default="sst2", help="32 or 200 random tokens an example")
 
 
 COMMANDS: dict[str, tuple[Callable[[_Parser], None], str, str]] = {

@@ -61,20 +61,21 @@ def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | 
             memory = plan.rank_memory(config, model, inputs, world_size=world_size, on_gpu=on_gpu)
             assumed = "" if data else " (assumed)"
             text = f"of a rank, with inputs of at most {inputs.length} tokens{assumed}: {memory}"
-            lines.append(("memory", text))
-            lines += _ways_lines(config, model, inputs, world_size, on_gpu=on_gpu)
+            lines += [("memory", text), *_ways_lines(config, model, inputs, world_size, on_gpu=on_gpu)]
             if gpu_memory is not None:
                 lines += what_fits(config, model, inputs, world_size, int(gpu_memory * plan.GIB))
-        if sizes := snapshot_sizes(config, model.num_parameters, model.num_trained):
-            parts = [f"{sizes.count(size)} of {size / 1e9:.3g} GB" for size in dict.fromkeys(sizes)]
-            text = f"{sum(sizes) / 1e9:.3g} GB: snapshots, {' and '.join(parts)}, that being written included"
+        if disk := snapshot_sizes(config, model.num_parameters, model.num_trained):
+            parts = [f"{disk.count(size)} of {size / 1e9:.3g} GB" for size in dict.fromkeys(disk)]
+            text = f"{sum(disk) / 1e9:.3g} GB: snapshots, {' and '.join(parts)}, that being written included"
             lines.append(("disk", text))
         if num_gpus is None:  # another plan may be for another machine
             check_disk(config, model.num_parameters, model.num_trained)
         if data is not None and directory is not None:
             lines.append(("time", _time_text(config, model, directory, data, world_size, on_gpu)))
     if data is not None:
-        lines += _data_lines(config, data)
+        sizes = ", ".join(f"{len(getattr(data, name).encoded)} {name}" for name in ("train", "dev", "test"))
+        lines.append(("data", f"{data.task.name}, protocol {config.data.protocol}: {sizes}"))
+        lines.append(("first example", _shown_example(data)))
     lines += [("not checked", text) for text in not_checked]
     return "\n".join(f"{heading:13} {text}" for heading, text in lines)
 
@@ -102,31 +103,26 @@ def what_fits(
 
     The weights are offloaded to the hosts' memory only if nothing fits otherwise.
     """
-    sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
-    ways = [replace(config, partition_size=size) for size in sizes]
-    lines = [_fit_line(way, model, inputs, num_ranks, gpu_bytes) for way in ways]
-    if not any(fits for _, fits in lines):
-        offloaded = replace(config, deepspeed=_OFFLOAD, partition_size=num_ranks)
-        lines.append(_fit_line(offloaded, model, inputs, num_ranks, gpu_bytes))
-    return [("" if index else "what fits", text) for index, (text, _) in enumerate(lines)]
-
-
-def _fit_line(
-    config: RunConfig, model: plan.ModelSizes, inputs: plan.InputSizes, num_ranks: int, gpu_bytes: int
-) -> tuple[str, bool]:
-    batch = config.train.batch_size
-    for size in (size for size in range(batch, 0, -1) if batch % size == 0):
-        way = replace(config, train=replace(config.train, micro_batch_size=size, eval_batch_size=size))
-        if config.method in TRAINED and num_passes(way) % num_ranks and size > 1:
-            continue
-        memory = plan.rank_memory(way, model, inputs, world_size=num_ranks)
-        if fits := memory.total <= gpu_bytes:
+    batch, texts, fits = config.train.batch_size, [], list[bool]()
+    ways = [(size, config.deepspeed) for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+    for shards, source in [*ways, (num_ranks, _OFFLOAD)]:
+        if len(fits) == len(ways) and any(fits):
             break
-    keys = f"partition_size={config.partition_size} train.micro_batch_size={size}"
-    keys += f" deepspeed={_OFFLOAD}" if memory.host else ""
-    host = f", {memory.host / plan.GIB:.2f} of the host's memory" if memory.host else ""
-    text = f"{keys}: {memory.total / plan.GIB:.2f} GiB a rank{host}, {'fits' if fits else 'does not fit'}"
-    return text, fits
+        for size in (size for size in range(batch, 0, -1) if batch % size == 0):
+            train = replace(config.train, micro_batch_size=size, eval_batch_size=size)
+            way = replace(config, partition_size=shards, deepspeed=source, train=train)
+            if config.method in TRAINED and num_passes(way) % num_ranks and size > 1:
+                continue
+            memory = plan.rank_memory(way, model, inputs, world_size=num_ranks)
+            if memory.total <= gpu_bytes:
+                break
+        fits.append(memory.total <= gpu_bytes)
+        keys = f"partition_size={shards} train.micro_batch_size={size}"
+        keys += f" deepspeed={_OFFLOAD}" if memory.host else ""
+        host = f", {memory.host / plan.GIB:.2f} of the host's memory" if memory.host else ""
+        verdict = "fits" if fits[-1] else "does not fit"
+        texts.append(f"{keys}: {memory.total / plan.GIB:.2f} GiB a rank{host}, {verdict}")
+    return [("" if index else "what fits", text) for index, text in enumerate(texts)]
 
 
 def _time_text(
@@ -138,19 +134,14 @@ def _time_text(
     step, example = (t * here / num_ranks for t in plan_time(config, directory, data, model.num_blocks))
     dev, test = example * len(data.dev.examples), example * len(data.test.examples)
     how = f"estimated from two blocks of random weights on {here} of {num_ranks} ranks"
-    shards = config.partition_size or num_ranks
-    if here == 1 and shards > 1 and config.tensor_parallel is None:
-        received = model.num_parameters * model.itemsize * (1 - 1 / shards) * num_passes(config) / num_ranks
-        how += f", without their messages (in a step, {received / 1e9:.3g} GB of weights to each rank)"
+    how += ", without their messages" if here == 1 < num_ranks else ""
     if not step:
         return f"about {duration(test)} to score the test examples; {how}"
     steps = config.train.steps or 0
     number = 1 - (-steps // eval_every(config))  # one before the first step
     total = duration(steps * step + number * dev + 2 * test)
-    text = (
-        f"{steps} steps of {step:.3g} s, {number} validations of {duration(dev)}, 2 tests of {duration(test)}"
-    )
-    return f"about {total}, besides loading and snapshots: {text}; {how}"
+    text = f"{steps} steps of {step:.3g} s, {number} validations of {duration(dev)}, 2 tests of"
+    return f"about {total}, besides loading and snapshots: {text} {duration(test)}; {how}"
 
 
 def _unless_on_hub(check: Callable[[], T], not_checked: list[str]) -> T | None:
@@ -171,14 +162,6 @@ def _model_lines(config: RunConfig, model: plan.ModelSizes) -> list[Line]:
         blocks += f", {policy.num_dropped} dropped per step"
     text = f"{config.model.path}: {model.class_name}, {size}, {config.model.dtype}"
     return [("model", text), ("blocks", blocks)]
-
-
-def _data_lines(config: RunConfig, data: TaskData) -> list[Line]:
-    sizes = f"{len(data.train.encoded)} train, {len(data.dev.encoded)} dev, {len(data.test.encoded)} test"
-    return [
-        ("data", f"{data.task.name}, protocol {config.data.protocol}: {sizes}"),
-        ("first example", _shown_example(data)),
-    ]
 
 
 def _shown_example(data: TaskData) -> str:

@@ -46,7 +46,7 @@ from lezo_ds.data.task_data import TaskData
 from lezo_ds.forward.adapters import make_adapter
 from lezo_ds.forward.blocks import PartSizes, find_blocks, freeze_outside, part_sizes
 from lezo_ds.forward.perturbed_forward import COPIES_AT_ONCE
-from lezo_ds.model.checkpoint import DTYPES, build_checked, build_on_meta
+from lezo_ds.model.checkpoint import DTYPES, build_on_meta, load_model_config
 from lezo_ds.model.snapshots import MAX_FILE_BYTES
 
 GIB = 1 << 30
@@ -126,15 +126,15 @@ class RankMemory:
         return f"{self.total / GIB:.2f} GiB: {parts}{host}"
 
 
-def opt_config(shape: str, num_blocks: int | None = None) -> OPTConfig:
-    """Return the configuration of an OPT model; None takes the shape's own number of blocks."""
-    blocks, width, num_heads = OPT_SHAPES[shape]
+def opt_config(shape: str) -> OPTConfig:
+    """Return the configuration of an OPT model."""
+    num_blocks, width, num_heads = OPT_SHAPES[shape]
     return OPTConfig(
         vocab_size=50272,
         hidden_size=width,
         word_embed_proj_dim=width,
         ffn_dim=4 * width,
-        num_hidden_layers=num_blocks or blocks,
+        num_hidden_layers=num_blocks,
         num_attention_heads=num_heads,
         max_position_embeddings=2048,
     )
@@ -143,12 +143,9 @@ def opt_config(shape: str, num_blocks: int | None = None) -> OPTConfig:
 def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
     """Build a run's model from a directory or the name of an OPT shape, without weights; return its sizes."""
     dtype = DTYPES[config.model.dtype]
-    model: Any
-    if isinstance(source, str):
-        model = build_on_meta(opt_config(source), dtype)
-        layout = find_blocks(model)
-    else:
-        model, layout = build_checked(source, config.model.dtype)
+    shape = opt_config(source) if isinstance(source, str) else load_model_config(source)
+    model: Any = build_on_meta(shape, dtype)
+    layout = find_blocks(model)
     adapter = make_adapter(config.peft if config.method in TRAINED else None)
     if adapter is not None:
         adapter.attach(model, layout)
@@ -174,7 +171,7 @@ def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
         largest_perturbed=max(_trained(module, recurse=False) for module in copied),
         blocks_trained=_trained(blocks),
         heads=math.gcd(num_heads, num_cached),
-        linear=sum(_numel(module) for module in blocks.modules() if isinstance(module, nn.Linear)),
+        linear=sum(layer.weight.numel() for layer in blocks.modules() if isinstance(layer, nn.Linear)),
         hidden_width=text.hidden_size,
         head=_trained(head) if head else 0,
         activation_width=_HIDDEN_STATES * text.hidden_size + num_wide * max(widths),
@@ -317,10 +314,6 @@ def _snapshot(config: RunConfig, model: ModelSizes, num_shards: int, *, on_gpu: 
     largest, total = max(sizes) * model.itemsize, sum(sizes) * model.itemsize
     file = 0 if on_gpu else max(largest, min(total, MAX_FILE_BYTES))
     return file + largest + largest // num_shards
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
 
 
 def _trained(module: nn.Module, recurse: bool = True) -> int:

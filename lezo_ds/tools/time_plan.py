@@ -46,8 +46,8 @@ def plan_time(config: RunConfig, directory: Path, data: TaskData, num_blocks: in
     within: tuple[list[float], ...] = ([], [])
     for clock, block in zip(within, engine.module.get_submodule(engine.layout.path).children(), strict=True):
         # The first hook comes before the one that gathers the block.
-        block.register_forward_pre_hook(lambda *_, clock=clock: clock.append(-_now()), prepend=True)
-        block.register_forward_hook(lambda *_, clock=clock: clock.append(_now()))
+        block.register_forward_pre_hook(lambda *_, clock=clock: clock.append(-now()), prepend=True)
+        block.register_forward_hook(lambda *_, clock=clock: clock.append(now()))
 
     def fastest(action: Callable[[], object]) -> list[float]:
         """Return the seconds outside the blocks, and in each of them."""
@@ -56,9 +56,9 @@ def plan_time(config: RunConfig, directory: Path, data: TaskData, num_blocks: in
             distributed.barrier()
             for clock in within:
                 clock.clear()
-            start = _now()
+            start = now()
             action()
-            seconds, blocks = _now() - start, [sum(clock) for clock in within]
+            seconds, blocks = now() - start, [sum(clock) for clock in within]
             times.append([seconds - sum(blocks), *blocks])
         return min(times[1:], key=sum)
 
@@ -99,7 +99,7 @@ def _write_model(config: RunConfig, source: Path, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _now() -> float:
+def now() -> float:
     if distributed.device().type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
