@@ -34,8 +34,6 @@ _RECIPE_HELP = "a YAML file, the name of one in launch/recipes, or paper (with m
 class _Parser(argparse.ArgumentParser):
     """Raises UserError for bad arguments, so that they are one line with exit code 2."""
 
-    takes_keys = False
-
     def __init__(self, command: str, description: str) -> None:
         super().__init__(
             prog=f"lezo-ds {command}".strip(),
@@ -46,16 +44,16 @@ class _Parser(argparse.ArgumentParser):
         self.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
 
     def add_keys(self) -> None:
-        self.takes_keys = True
-        words = "change a key of the recipe or run"
-        self.add_argument("overrides", nargs="*", metavar="key=value", help=words)
+        self.add_argument(
+            "overrides", nargs="*", metavar="key=value", help="change a key of the recipe or run"
+        )
 
     def error(self, message: str) -> NoReturn:
         option = next((word for word in message.split() if word.startswith("--")), "").partition("=")[0]
         near = nearest(option, self._option_string_actions) if "unrecognized" in message else []
         fix = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
         name = option.removeprefix("--")
-        if self.takes_keys and "unrecognized" in message and (name in READER.keys or "." in name):
+        if "unrecognized" in message and (name in READER.keys or "." in name):
             fix = f"write {name}=VALUE, without dashes"
         raise UserError(f"{self.prog}: {message}", fix=fix)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import statistics
 import tempfile
 from argparse import Namespace
@@ -38,7 +39,6 @@ from lezo_ds.tools.time_plan import now
 LENGTHS = {"sst2": 32, "boolq": 200}
 """Tokens of a typical prompt and answer, in OPT's tokens."""
 
-KINDS = ("mezo_reference", "ours", "tensor_parallel", "recipe", "generate")
 LAYOUTS = {"mezo_reference": "published", "tensor_parallel": "common"}  # of the batches; ours for the others
 WARM_UP_STEPS = 2  # DeepSpeed records the order of the modules in the first pass, and prefetches after it
 
@@ -67,21 +67,19 @@ def main(arguments: Namespace) -> None:
         rows = measure(inputs, variants, arguments.rounds)
         distributed.barrier()
     if distributed.rank() == 0:
-        print(inputs.title, rows.to_string(index=False, float_format="{:.4g}".format), sep="\n")
+        print(inputs.title, f"{distributed.world_size()} ranks", sep=", ")
+        print(rows.to_string(index=False, float_format="{:.4g}".format))
         if arguments.out is not None:
             rows.to_csv(arguments.out, index=False)
 
 
 def parse_variant(text: str) -> tuple[str, float]:
     """Return the kind of a variant and its sparsity: ("ours", 0.75) for "ours:0.75", 0 without a number."""
+    if not re.fullmatch(r"(mezo_reference|ours|tensor_parallel)(:(0|1|0?\.\d+))?|recipe|generate", text):
+        fix = "use mezo_reference, ours or tensor_parallel, also as in ours:0.75; recipe, or generate"
+        raise UserError(f"unknown variant {text}", fix=fix)
     kind, _, number = text.partition(":")
-    try:
-        sparsity = float(number or 0)
-    except ValueError:
-        sparsity = math.nan
-    if kind not in KINDS or not 0 <= sparsity <= 1 or (kind in ("recipe", "generate") and number):
-        raise UserError(f"unknown variant {text}", fix=f"use {', '.join(KINDS)}, such as ours:0.75")
-    return kind, sparsity
+    return kind, float(number or 0)
 
 
 @dataclass(frozen=True)
@@ -115,12 +113,6 @@ def plain_model(name: str, dtype: str) -> nn.Module:
     return model.to(distributed.device()).eval().requires_grad_(False)
 
 
-def _title(config: RunConfig, model: str, length: int) -> str:
-    batch, dtype = config.train.batch_size, config.model.dtype
-    what = f"{config.data.task}, {length} tokens an example, batch {batch}, {dtype}"
-    return f"{model}, {what}, {distributed.world_size()} ranks"
-
-
 def recipe_inputs(config: RunConfig) -> Inputs:
     """Return a recipe's model and batches: real texts of unequal lengths."""
     supported = config.method in ZEROTH_ORDER and config.peft.kind == "none" and not config.zo.only_blocks
@@ -144,7 +136,7 @@ def recipe_inputs(config: RunConfig) -> Inputs:
         return list(data.step_batch(shared, step))
 
     length = round(statistics.mean(example.num_tokens for example in data.train.encoded))
-    return Inputs(config, _title(config, Path(config.model.path).name, length), data.loss, batches)
+    return Inputs(config, f"{Path(config.model.path).name}, {length} tokens an example", data.loss, batches)
 
 
 def answer_speeds(config: RunConfig, rounds: int) -> str:
@@ -157,9 +149,7 @@ def answer_speeds(config: RunConfig, rounds: int) -> str:
     one = engine.passes_of_rank(distributed.rank(), len(batch))[0]
     prompts = to_device(batch[one.micro_batch], engine.device)
     if prompts.generation is None:
-        raise UserError(
-            "generate compares answers, and this recipe trains on none", fix="set train.objective"
-        )
+        raise UserError("generate needs a recipe that trains on answers", fix="set train.objective")
     settings = replace(prompts.generation, stop_ids=(), has_ended=None, sampling=None)
     rows = {name: values for name, values in prompts.inputs.items() if name != SAMPLE_KEYS}
     prompts = replace(prompts, inputs=rows, generation=settings)
@@ -173,11 +163,11 @@ def answer_speeds(config: RunConfig, rounds: int) -> str:
     with torch.no_grad():
         times = interleaved(actions, rounds)
     number = len(all_rows["input_ids"]) * settings.max_new_tokens
-    best = {name: min(seconds) for name, seconds in times.items()}
-    lines = [
-        f"{n:9} {number / s:6.0f} tokens a second, ratio {best['generate'] / s:.2f}" for n, s in best.items()
-    ]
-    return "\n".join([f"{number} tokens, {len(one.probes)} probes", *lines])
+    best = {name: min(each) for name, each in times.items()}
+    lines = [f"{number} tokens, {len(one.probes)} probes"]
+    for name, seconds in best.items():
+        lines.append(f"{name:9} {number / seconds:6.0f} a second, ratio {best['generate'] / seconds:.2f}")
+    return "\n".join(lines)
 
 
 def random_inputs(shape: str, task: str, changes: Sequence[str], directory: Path) -> Inputs:
@@ -186,12 +176,7 @@ def random_inputs(shape: str, task: str, changes: Sequence[str], directory: Path
         raise UserError(f"unknown --shape {shape}", fix=f"use one of {', '.join(OPT_SHAPES)}")
     keys = [f"run_dir={directory}", f"model.path={directory}", "model.dtype=fp32", f"data.task={task}"]
     keys += ["zo.learning_rate=1e-7", "zo.sparsity=0", "train.steps=1", *changes]
-    config, opt, ranks, length = (
-        load_config(None, keys),
-        opt_config(shape),
-        distributed.world_size(),
-        LENGTHS[task],
-    )
+    config, opt, length = load_config(None, keys), opt_config(shape), LENGTHS[task]
 
     def write() -> None:
         torch.manual_seed(0)
@@ -202,13 +187,14 @@ def random_inputs(shape: str, task: str, changes: Sequence[str], directory: Path
     size = (config.train.batch_size, length - 1)
     prompts = torch.randint(3, opt.vocab_size, size, generator=generator).tolist()
     examples = [EncodedExample(((*p, 17), (*p, 42)), (1, 1), i % 2, False) for i, p in enumerate(prompts)]
+    ranks = distributed.world_size()
     parts = [examples[rank::ranks] for rank in range(ranks)]
     layouts = {
         "ours": [candidate_batch(part, pad_id=1) for part in parts],
         "published": [candidate_batch(part, pad_id=1, deduplicate=False) for part in parts],
         "common": [candidate_batch(examples, pad_id=1)],
     }
-    title = _title(config, shape, length)
+    title = f"{shape}, {length} tokens an example"
     return Inputs(config, title, classification_loss, lambda layout, _: layouts[layout])
 
 

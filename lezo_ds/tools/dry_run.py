@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lezo_ds import distributed
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, eval_every, make_layer_policy, num_passes
+from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, eval_every, num_passes
 from lezo_ds.config.deepspeed import check_shares, ds_config_of
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import HubError
@@ -52,12 +52,10 @@ def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | 
         model = plan.model_sizes(config, source)
         longest = min(config.data.max_length, model.max_length or config.data.max_length)
         inputs = plan.InputSizes(longest) if data is None else plan.measured_inputs(config, data)
-        lines += _model_lines(config, model)
-        if config.method == "adamw":
-            size = (model.itemsize * 2 + 12) * model.num_trained / world_size / plan.GIB
-            text = "of weights, gradients and optimizer states, and activations and DeepSpeed's buckets"
-            lines.append(("memory", f"of a rank: {size:.2f} GiB {text}"))
-        else:
+        size = f"{model.num_parameters:,} parameters, {model.num_trained:,} trained, {config.model.dtype}"
+        blocks = f"{model.num_blocks} in {model.blocks_path}, {model.num_dropped} dropped per step"
+        lines += [("model", f"{config.model.path}: {model.class_name}, {size}"), ("blocks", blocks)]
+        if config.method != "adamw":
             memory = plan.rank_memory(config, model, inputs, world_size=world_size, on_gpu=on_gpu)
             assumed = "" if data else " (assumed)"
             text = f"of a rank, with inputs of at most {inputs.length} tokens{assumed}: {memory}"
@@ -65,7 +63,7 @@ def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | 
             if gpu_memory is not None:
                 lines += what_fits(config, model, inputs, world_size, int(gpu_memory * plan.GIB))
         if disk := snapshot_sizes(config, model.num_parameters, model.num_trained):
-            parts = [f"{disk.count(size)} of {size / 1e9:.3g} GB" for size in dict.fromkeys(disk)]
+            parts = [f"{disk.count(file)} of {file / 1e9:.3g} GB" for file in dict.fromkeys(disk)]
             text = f"{sum(disk) / 1e9:.3g} GB: snapshots, {' and '.join(parts)}, that being written included"
             lines.append(("disk", text))
         if num_gpus is None:  # another plan may be for another machine
@@ -153,29 +151,11 @@ def _unless_on_hub(check: Callable[[], T], not_checked: list[str]) -> T | None:
         return None
 
 
-def _model_lines(config: RunConfig, model: plan.ModelSizes) -> list[Line]:
-    size, blocks = f"{model.num_parameters:,} parameters", f"{model.num_blocks} in {model.blocks_path}"
-    if config.method in TRAINED:
-        size += f", {model.num_trained:,} trained"
-    if config.method in ZEROTH_ORDER:
-        policy = make_layer_policy(config.zo, model.num_blocks, trains_outside=model.trains_outside)
-        blocks += f", {policy.num_dropped} dropped per step"
-    text = f"{config.model.path}: {model.class_name}, {size}, {config.model.dtype}"
-    return [("model", text), ("blocks", blocks)]
-
-
 def _shown_example(data: TaskData) -> str:
-    """Return the first training example as the model reads it, and the answer that it is trained on."""
+    """Return the first training example as the model reads it, with the answer that it is trained on."""
     split, encoded = data.train, data.train.encoded[0]
-    if not encoded.sequences:  # the record has no gold label
-        return _quoted(data, split.prompts[0])
-    candidate = encoded.label or 0
-    sequence, targets = encoded.sequences[candidate], encoded.targets(candidate)
-    start = encoded.spans[-1][0] if encoded.spans else targets[0]
-    return f"{_quoted(data, sequence[:start])} -> {_quoted(data, sequence[start : targets[-1] + 1])}"
-
-
-def _quoted(data: TaskData, ids: tuple[int, ...]) -> str:
+    # A record without a gold label has no sequence.
+    ids = encoded.sequences[encoded.label or 0] if encoded.sequences else split.prompts[0]
     text: str = data.tokenizer.backend.decode(list(ids), clean_up_tokenization_spaces=False)
     start = "" if len(text) <= _MAX_SHOWN else "[...] "
     return start + json.dumps(text[-_MAX_SHOWN:], ensure_ascii=False)

@@ -31,15 +31,7 @@ from typing import Any
 from torch import nn
 from transformers import OPTConfig
 
-from lezo_ds.config import (
-    TRAINED,
-    ZEROTH_ORDER,
-    RunConfig,
-    copies_per_pass,
-    make_estimator,
-    make_layer_policy,
-    num_passes,
-)
+from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, copies_per_pass, make_layer_policy, num_passes
 from lezo_ds.config.deepspeed import ds_config_of, tensor_parallel_size
 from lezo_ds.data.batches import PAD_MULTIPLE
 from lezo_ds.data.task_data import TaskData
@@ -78,7 +70,7 @@ class ModelSizes:
     num_blocks: int
     parameters: tuple[int, ...]  # a tied parameter appears once
     num_trained: int
-    trains_outside: bool  # whether parameters outside the blocks are trained
+    num_dropped: int  # blocks of a step
     parts: PartSizes
     largest_perturbed: int  # of the modules whose copies are made; rows of embeddings are perturbed alone
     blocks_trained: int
@@ -149,10 +141,12 @@ def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
     adapter = make_adapter(config.peft if config.method in TRAINED else None)
     if adapter is not None:
         adapter.attach(model, layout)
-    if config.method in ZEROTH_ORDER and config.zo.only_blocks:
-        freeze_outside(model, layout)
-    head = model.get_output_embeddings()
-    blocks = model.get_submodule(layout.path)
+    head, blocks, num_dropped = model.get_output_embeddings(), model.get_submodule(layout.path), 0
+    if config.method in ZEROTH_ORDER:
+        if config.zo.only_blocks:
+            freeze_outside(model, layout)
+        has_more = _trained(model) > _trained(blocks)
+        num_dropped = make_layer_policy(config.zo, layout.num_blocks, trains_outside=has_more).num_dropped
     tables = [module for module in model.modules() if type(module).forward is nn.Embedding.forward]
     copied = [module for module in model.modules() if module is not head and module not in tables]
     widths = [_output_width(module) for module in blocks[0].modules()]
@@ -166,7 +160,7 @@ def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
         num_blocks=layout.num_blocks,
         parameters=tuple(parameter.numel() for parameter in model.parameters()),
         num_trained=_trained(model),
-        trains_outside=_trained(model) > _trained(blocks),
+        num_dropped=num_dropped,
         parts=part_sizes(model, layout),
         largest_perturbed=max(_trained(module, recurse=False) for module in copied),
         blocks_trained=_trained(blocks),
@@ -266,8 +260,8 @@ def received_bytes(
         shared = config.partition_size or ranks
         passes = num_passes(config) / ranks
         return round(passes * model.num_parameters * model.itemsize * (shared - 1) / shared)
-    tokens = config.train.batch_size * (inputs.mean_length or inputs.length) / (ranks // split)
-    sums = 2 * model.num_blocks * tokens * make_estimator(config.zo).num_probes
+    rows = num_passes(config) * copies_per_pass(config) * config.train.micro_batch_size / (ranks // split)
+    sums = 2 * model.num_blocks * rows * (inputs.mean_length or inputs.length)
     return round(sums * model.hidden_width * model.itemsize * 2 * (split - 1) / split)
 
 
@@ -275,8 +269,7 @@ def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes, *, at_once
     if config.method not in ZEROTH_ORDER:
         return 0
     if inputs.trains_on_answers:
-        policy = make_layer_policy(config.zo, model.num_blocks, trains_outside=model.trains_outside)
-        active = model.blocks_trained * (1 - policy.num_dropped / model.num_blocks) + model.head
+        active = model.blocks_trained * (1 - model.num_dropped / model.num_blocks) + model.head
         return int(copies_per_pass(config) * active) * model.itemsize
     head = model.head if inputs.num_labels is None else 0
     num_copies = min(copies_per_pass(config), COPIES_AT_ONCE)

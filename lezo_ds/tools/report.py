@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from glob import glob
 from html import escape
 from pathlib import Path
 from string import Template
 from typing import Any
 
-import numpy as np
 import pandas as pd
-import yaml
+from yaml import YAMLError
 
-from lezo_ds.config import RESUME_MAY_DIFFER, config_from_dict, config_to_dict, flatten, load_yaml
+from lezo_ds.config import RESUME_MAY_DIFFER, RunConfig, config_from_dict, config_to_dict, flatten, load_yaml
 from lezo_ds.config.paper import PAPER_SCORES, Experiment
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, write_atomically
@@ -43,7 +42,7 @@ _JUDGES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
 _METHODS = {"zero_shot": "zero-shot", "icl": "ICL", "adamw": "AdamW", "mezo": "MeZO", "lezo": "LeZO"}
 
 # What reading a damaged file of a run raises.
-DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError, UserError)
+DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, YAMLError, UserError)
 
 _NOTE = """Scores and errors are in percent, rewards as they are. A score is a mean over seeds ± the sample
 standard deviation (number of runs). The standard error is that of one run, over its test examples."""
@@ -64,23 +63,20 @@ def main(arguments: Namespace) -> None:
         with failures_named(arguments.html):
             write_atomically(arguments.html, page(runs))
     elif runs["finished"].any():
-        print(markdown(score_table(runs)))
+        print(score_table(runs).to_string(index=False), _NOTE, sep="\n\n")
     else:
         raise UserError("none of these runs is finished", fix="start them again (they resume), or use --html")
 
 
 def find_runs(patterns: Iterable[str]) -> list[Path]:
     """Return the directories that names and glob patterns stand for, each once, in this order."""
-    matches: dict[Path, Path] = {}
+    found: dict[Path, None] = {}
     for pattern in patterns:
-        path = Path(pattern)
-        relative = str(path.relative_to(path.anchor))
-        paths = [path] if path.is_dir() else sorted(p for p in Path(path.anchor).glob(relative) if p.is_dir())
+        paths = [path for path in map(Path, sorted(glob(pattern))) if path.is_dir()]  # noqa: PTH207
         if not paths:
             raise UserError(f"there is no run {pattern}", fix="give the run_dir of runs, or a pattern")
-        for match in paths:
-            matches.setdefault(match.resolve(), match)
-    return list(matches.values())
+        found.update(dict.fromkeys(paths))
+    return list(found)
 
 
 def read_runs(directories: Iterable[Path]) -> pd.DataFrame:
@@ -135,9 +131,9 @@ def score_table(runs: pd.DataFrame) -> pd.DataFrame:
             "metric": row["metric"],
             "test": _score(row),
             "": _verdict(row),
-            "standard error": _unit(row["standard_error"], row["metric"]),
-            "before": _unit(row["zero_shot"], row["metric"]),
-            "majority": _unit(row["majority_class"], row["metric"]),
+            "standard error": _unit(row, "standard_error"),
+            "before": _unit(row, "zero_shot"),
+            "majority": _unit(row, "majority_class"),
             "paper": _paper_score(row),
             "learning rate": _number(row["learning_rate"]),
             "validation loss": _number(row["best_dev_loss"]),
@@ -151,18 +147,10 @@ def score_table(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def markdown(table: pd.DataFrame) -> str:
-    """Return a table of texts as Markdown that is readable as plain text, too."""
-    rows = [[str(value).replace("|", "\\|") for value in row] for row in [table.columns, *table.to_numpy()]]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * width for width in widths])
-    return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows) + f"\n\n{_NOTE}"
-
-
 def page(runs: pd.DataFrame) -> str:
     """Return one self-contained page: the table, the curves of each task and metric, and the runs."""
     shown = runs[["directory", "experiment", *SEEDS]].assign(
-        test=runs.apply(lambda run: _unit(run["test"], run["metric"]), axis=1),
+        test=[_unit(run, "test") for run in runs.to_dict("records")],
         state=runs["problem"].where(~runs["finished"], "finished"),
     )
     table = score_table(runs).to_html(index=False, border=0) if runs["finished"].any() else ""
@@ -210,7 +198,7 @@ def read_curves(runs: pd.DataFrame) -> pd.DataFrame:
             scored = [name for name in part if name.startswith("dev_") and name != "dev_loss"]
             part = part.rename(columns={"dev_loss": "loss", **dict.fromkeys(scored, "score")})
             part = part.assign(minutes=part["seconds"] / 60, metric=scored[0].removeprefix("dev_"))
-        except (*DAMAGE, IndexError) as error:
+        except DAMAGE as error:
             logger.warning("warning: no curve of %s: %s", run["directory"], error)
             continue
         parts.append(part.assign(**{name: run[name] for name in (*_CURVE_KEYS[:3], "experiment")}))
@@ -242,19 +230,22 @@ def _read_answers(directory: Path, step: float | None) -> list[tuple[str, str, l
 
 
 def _standard_error(directory: Path, results: Mapping[str, Any]) -> float | None:
-    """Return the standard error of a run's score, if that is a mean over examples."""
+    """Return the standard error of a run's score, if that is a mean over examples. NaN: fewer than two."""
     judge, answers = _JUDGES.get(results["metric"]), _read_answers(directory, results["best_step"])
-    if judge is None or len(answers) < 2:
-        return None
-    return float(np.std([judge(*row[1:]) for row in answers], ddof=1)) / math.sqrt(len(answers))
+    return (
+        None if judge is None else float(pd.Series([judge(*row[1:]) for row in answers], dtype=float).sem())
+    )
+
+
+def recorded_config(directory: Path) -> RunConfig:
+    values = load_yaml((directory / "config.yaml").read_text(encoding="utf-8"))
+    return config_from_dict(values, str(directory), recorded=True)
 
 
 def _read_run(directory: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"directory": str(directory), "finished": False, "peft.kind": "none"}
     try:
-        values = load_yaml((directory / "config.yaml").read_text(encoding="utf-8"))
-        config = config_to_dict(config_from_dict(values, str(directory), recorded=True))
-        for key, value in flatten(config).items():
+        for key, value in flatten(config_to_dict(recorded_config(directory))).items():
             row[key] = str(value) if isinstance(value, list | tuple) else value
         is_mezo = row["method"] == "lezo" and row["zo.sparsity"] == 0
         source = row["data.train"] or row["data.path"] if row["data.task"] == CUSTOM else None
@@ -279,9 +270,8 @@ def _read_run(directory: Path) -> dict[str, Any]:
 
 
 def _score(row: Mapping[str, Any]) -> str:
-    deviation = row["test_deviation"]
-    spread = "" if pd.isna(deviation) else f" ± {_unit(deviation, row['metric'])}"
-    return f"{_unit(row['test'], row['metric'])}{spread} ({row['finished']})"
+    spread = "" if pd.isna(row["test_deviation"]) else f" ± {_unit(row, 'test_deviation')}"
+    return f"{_unit(row, 'test')}{spread} ({row['finished']})"
 
 
 def _verdict(row: Mapping[str, Any]) -> str:
@@ -298,11 +288,11 @@ def _paper_score(row: Mapping[str, Any]) -> str:
     return f"{PAPER_SCORES[cell].mean:.1f}" if cell in PAPER_SCORES else "-"
 
 
-def _unit(score: float, metric: str) -> str:
+def _unit(row: Mapping[str, Any], name: str) -> str:
     """Return a score in percent, but a reward as it is."""
-    if pd.isna(score):
+    if pd.isna(row[name]):
         return "-"
-    return f"{score:.3f}" if metric == REWARD else f"{100 * score:.1f}"
+    return f"{row[name]:.3f}" if row["metric"] == REWARD else f"{100 * row[name]:.1f}"
 
 
 def _number(value: float) -> str:

@@ -13,27 +13,19 @@ import signal
 import subprocess
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from lezo_ds.config import (
-    ZEROTH_ORDER,
-    RunConfig,
-    config_from_dict,
-    config_to_dict,
-    flatten,
-    load_config,
-    load_yaml,
-)
+from lezo_ds.config import ZEROTH_ORDER, RunConfig, config_to_dict, flatten, load_config
 from lezo_ds.config.paths import ROOT
 from lezo_ds.errors import DivergenceError, LezoError, UserError
 from lezo_ds.files import make_directory, write_atomically
 from lezo_ds.runs.signals import on_stop_signals
-from lezo_ds.tools.report import DAMAGE, MEASURED, SEEDS, over_seeds, read_runs
+from lezo_ds.tools.report import DAMAGE, MEASURED, SEEDS, over_seeds, read_runs, recorded_config
 
 KEEP = "train.keep_snapshots"
 _SHOWN = ["runs", "finished", "best_dev_loss", "test", "test_deviation", "majority_class", "seconds"]
@@ -53,10 +45,8 @@ class SweepRun:
     def is_done(self) -> bool:
         """Return whether the run is finished, as it is configured now."""
         try:
-            values = load_yaml((self.directory / "config.yaml").read_text())
-            recorded = config_from_dict(values, str(self.directory), recorded=True)
             results = json.loads((self.directory / "results.json").read_text())
-            return bool(results["finished"]) and _compared(recorded) == _compared(self.config)
+            return bool(results["finished"]) and recorded_config(self.directory) == self.config
         except DAMAGE:  # the run repairs it
             return False
 
@@ -70,9 +60,7 @@ def main(arguments: Namespace) -> None:
         return
     runs = plan_sweep(arguments.grid, *shared)
     if arguments.index is not None:
-        if not 0 <= arguments.index < len(runs):
-            raise UserError(f"--index {arguments.index} is not one of 0 to {len(runs) - 1}", fix="see --list")
-        run_sweep([runs[arguments.index]], launcher)
+        run_sweep(runs[arguments.index : arguments.index + 1], launcher)
         return
     try:
         if arguments.list:
@@ -208,11 +196,6 @@ def write_tables(runs: Sequence[SweepRun], directory: Path) -> str:
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
-def _compared(config: RunConfig) -> RunConfig:
-    # The number of snapshots changes no result.
-    return replace(config, train=replace(config.train, keep_snapshots=0))
-
-
 def _parse_axis(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     names, equals, values = text.partition("=")
     if not equals or not all(names.split(",")) or not all(values.split(",")):
@@ -233,18 +216,14 @@ def _launch(command: Sequence[str], log: Path) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL if len(received) > 1 else signal.SIGTERM)
 
-    try:
-        # A session of its own gives the command a process group, which killpg reaches.
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
-    except OSError as error:
-        raise UserError(f"cannot start {command[0]}: {error}", fix="give its full path") from error
-    with on_stop_signals(stop), process, log.open("a") as file:
-        assert process.stdout is not None
-        for line in process.stdout:
-            file.write(line)
-            file.flush()
+    with log.open("a") as file:
+        try:
+            # A session of its own gives the command a process group, which killpg reaches.
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        except OSError as error:
+            raise UserError(f"cannot start {command[0]}: {error}", fix="give its full path") from error
+        with on_stop_signals(stop), process:
+            process.wait()
     if received:
         raise LezoError(f"stopped by {received[0].name}; the same command continues")
     return process.returncode
