@@ -231,7 +231,7 @@ def _sweep(parser: _Parser) -> None:
     add("--config", required=True, metavar="RECIPE", help=_RECIPE_HELP)
     add("--out", type=_path, required=True, metavar="DIR", help="directory of the sweep")
     add("--grid", nargs="+", default=[], metavar="KEY=VALUE,...", help="a key and its values")
-    add("--tune", metavar="KEY", help="search the value of this key with the lowest validation loss")
+    add("--tune", metavar="KEY", help="first search its best value, with the grid's first values")
     add("--launcher", default=shlex.quote(sys.executable), help='such as "deepspeed --num_gpus 2"')
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--index", type=int, metavar="N", help="start only this run, and write no table")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from glob import glob
@@ -135,11 +136,11 @@ def score_table(runs: pd.DataFrame) -> pd.DataFrame:
             "before": _unit(row, "zero_shot"),
             "majority": _unit(row, "majority_class"),
             "paper": _paper_score(row),
-            "learning rate": _number(row["learning_rate"]),
-            "validation loss": _number(row["best_dev_loss"]),
-            "steps": _number(row["steps"]),
-            "minutes": _number(row["seconds"] / 60),
-            "GB": _number(row["peak_memory_bytes"] / 1e9),
+            "learning rate": _short(row["learning_rate"]),
+            "validation loss": _short(row["best_dev_loss"]),
+            "steps": _short(row["steps"]),
+            "minutes": _short(row["seconds"] / 60),
+            "GB": _short(row["peak_memory_bytes"] / 1e9),
             "model": Path(row["model"]).name,
         }
         for row in summary.to_dict("records")
@@ -229,14 +230,6 @@ def _read_answers(directory: Path, step: float | None) -> list[tuple[str, str, l
         return []
 
 
-def _standard_error(directory: Path, results: Mapping[str, Any]) -> float | None:
-    """Return the standard error of a run's score, if that is a mean over examples. NaN: fewer than two."""
-    judge, answers = _JUDGES.get(results["metric"]), _read_answers(directory, results["best_step"])
-    return (
-        None if judge is None else float(pd.Series([judge(*row[1:]) for row in answers], dtype=float).sem())
-    )
-
-
 def recorded_config(directory: Path) -> RunConfig:
     values = load_yaml((directory / "config.yaml").read_text(encoding="utf-8"))
     return config_from_dict(values, str(directory), recorded=True)
@@ -260,7 +253,9 @@ def _read_run(directory: Path) -> dict[str, Any]:
         numbers = {name: results[name] for name in MEASURED if results.get(name) is not None}
         row |= {"metric": results.get("metric")} | {name: float(value) for name, value in numbers.items()}
         if results["finished"]:
-            row["standard_error"] = _standard_error(directory, results)
+            judge = _JUDGES.get(results["metric"], lambda *_: math.nan)
+            answers = _read_answers(directory, results["best_step"])
+            row["standard_error"] = pd.Series([judge(*rest) for _, *rest in answers], dtype=float).sem()
             return {**row, "test": float(results["test"]), "finished": True, "problem": ""}
         return {**row, "test": None, "problem": f"unfinished, at step {results['steps']}"}
     except FileNotFoundError:
@@ -295,9 +290,7 @@ def _unit(row: Mapping[str, Any], name: str) -> str:
     return f"{row[name]:.3f}" if row["metric"] == REWARD else f"{100 * row[name]:.1f}"
 
 
-def _number(value: float) -> str:
-    return "-" if pd.isna(value) else f"{value:.4g}"
-
-
-def _short(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _short(value: Any) -> str:  # noqa: ANN401
+    if pd.isna(value):
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

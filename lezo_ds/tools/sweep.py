@@ -14,7 +14,6 @@ import subprocess
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,43 +103,34 @@ def plan_sweep(
 
 
 def tune(
-    key: str,
-    grid: Sequence[str],
-    recipe: str,
-    directory: Path,
-    overrides: Sequence[str],
-    launcher: Sequence[str],
+    key: str, grid: Sequence[str], recipe: str, out: Path, overrides: Sequence[str], launcher: Sequence[str]
 ) -> list[SweepRun]:
-    """Search the value of a key with the lowest validation loss, for each combination of a grid.
+    """Search the value of a key with the lowest validation loss, and run a grid at this value.
 
     The search starts at the recipe's value and goes on in steps of a factor of about 3 until the best value
-    has a worse one on both sides. It runs with the grid's first seed; the other seeds run at the best value.
-    All runs that were done are returned.
+    has a worse one on both sides. It runs with the first values of the grid. All runs that were done are
+    returned.
     """
-    start = flatten(config_to_dict(load_config(recipe, [*overrides, f"run_dir={directory}"]))).get(key)
+    start = flatten(config_to_dict(load_config(recipe, [*overrides, f"run_dir={out}"]))).get(key)
     if not isinstance(start, float) or start <= 0:
         raise UserError(f"--tune {key} needs a number above 0 to start from", fix=f"set {key} in the recipe")
     overrides = [text for text in overrides if text.partition("=")[0] != key]
-    seeds = [text for text in grid if set(_parse_axis(text)[0]) <= set(SEEDS)]
-    first_seeds = [f"{text.partition('=')[0]}={_parse_axis(text)[1][0]}" for text in seeds]
-    others = [text for text in grid if text not in seeds]
+    first = [f"{','.join(names)}={values[0]}" for names, values in map(_parse_axis, grid)]
     runs: dict[Path, SweepRun] = {}
 
-    def do(values: Sequence[str], index: int, seeds: Sequence[str]) -> pd.DataFrame:
+    def do(index: int, grid: Sequence[str]) -> pd.DataFrame:
         value = float(f"{start * 10 ** (index / 2):.1g}") if index else start
-        planned = plan_sweep([*values, f"{key}={value}", *seeds], recipe, directory, overrides)
+        planned = plan_sweep([f"{key}={value}", *grid], recipe, out, overrides)
         run_sweep(planned, launcher, may_diverge=True)
         runs.update({run.directory: run for run in planned})
         return results_frame(planned)
 
-    def loss_of(values: Sequence[str], index: int) -> float:
+    def loss_of(index: int) -> float:
         # Not best_dev_loss: if no value beats the base model, that is the same for all of them.
-        (loss,) = do(values, index, first_seeds)["trained_dev_loss"]
+        (loss,) = do(index, first)["trained_dev_loss"]
         return float("inf") if pd.isna(loss) else float(loss)
 
-    for chosen in itertools.product(*(_parse_axis(text)[1] for text in others)):
-        values = [f"{text.partition('=')[0]}={value}" for text, value in zip(others, chosen, strict=True)]
-        do(values, best_index(partial(loss_of, values)), seeds)
+    do(best_index(loss_of), grid)
     return list(runs.values())
 
 
