@@ -337,9 +337,8 @@ def main(command: str | None = None) -> None:
 
 def _run_program() -> None:
     lines = [f"  {name:10} {summary}" for name, (_, _, summary) in COMMANDS.items()]
-    title = "Fine-tune language models without gradients, on DeepSpeed ZeRO-3."
-    hint = "`lezo-ds COMMAND --help` describes the arguments of a command."
-    parser = _Parser("", "\n".join([title, "", "commands:", *lines, "", hint]))
+    title = "Fine-tune language models without gradients, on DeepSpeed. Commands (each has a --help):"
+    parser = _Parser("", "\n".join([title, *lines]))
     add = parser.add_argument
     add("--version", action="version", version=f"lezo_ds {__version__}")
     add("--path", metavar="FILE", help="print where a shipped file is, such as launch/slurm/one_node.sbatch")
@@ -371,10 +370,7 @@ class _Output(io.FileIO):
             return memoryview(data).nbytes
 
 
-def _without_broken_pipe(stream: TextIO | None) -> TextIO:
-    if stream is None:  # the descriptor was closed before the start
-        return Path(os.devnull).open("w")
+def _without_broken_pipe(stream: TextIO) -> TextIO:
     stream.flush()
     buffer = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
-    by_line = bool(stream.line_buffering) or stream.isatty()
-    return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=by_line)
+    return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True)

@@ -36,9 +36,7 @@ from lezo_ds.tools.memory_plan import OPT_SHAPES, opt_config
 from lezo_ds.tools.mezo_reference import MezoReference
 from lezo_ds.tools.time_plan import now
 
-LENGTHS = {"sst2": 32, "boolq": 200}
-"""Tokens of a typical prompt and answer, in OPT's tokens."""
-
+LENGTHS = {"sst2": 32, "boolq": 200}  # of a typical prompt and answer, in OPT's tokens
 LAYOUTS = {"mezo_reference": "published", "tensor_parallel": "common"}  # of the batches; ours for the others
 WARM_UP_STEPS = 2  # DeepSpeed records the order of the modules in the first pass, and prefetches after it
 
@@ -203,12 +201,8 @@ def start_steps(variant: str, inputs: Inputs) -> Callable[[], float]:
     kind, sparsity = parse_variant(variant)
     zo = inputs.config.zo
     if kind != "recipe":  # the papers' step
-        zo = ZoConfig(
-            learning_rate=zo.learning_rate,
-            perturbation_scale=zo.perturbation_scale,
-            update_precision=zo.update_precision,
-            sparsity=sparsity,
-        )
+        kept = ("learning_rate", "perturbation_scale", "update_precision")
+        zo = ZoConfig(sparsity=sparsity, **{key: getattr(zo, key) for key in kept})
     if kind == "mezo_reference":
         model, rank, number = inputs.config.model, distributed.rank(), itertools.count()
         steps = MezoReference(zo, plain_model(model.path, model.dtype))
@@ -230,10 +224,11 @@ def measure(inputs: Inputs, variants: Sequence[str], rounds: int) -> pd.DataFram
     are those of a step's batch, padding included. The memory above what was in use before (of a GPU) is that
     of rank 0, and what is gathered (or summed, with tensor parallelism) that of all ranks.
     """
-    actions = {variant: partial(_checked_step, variant, start_steps(variant, inputs)) for variant in variants}
-    for action in actions.values():
-        for _ in range(WARM_UP_STEPS):
-            action()
+    actions = {variant: start_steps(variant, inputs) for variant in variants}
+    for variant, action in actions.items():
+        gradients = [action() for _ in range(WARM_UP_STEPS)]
+        if 0 in gradients or not all(map(math.isfinite, gradients)):
+            raise LezoError(f"{variant} skips its updates (gradients {gradients}); use another dtype")
     times = interleaved(actions, rounds)
     rows = []
     for variant, action in actions.items():
@@ -271,9 +266,3 @@ def interleaved(actions: Mapping[str, Callable[[], object]], rounds: int) -> dic
             distributed.barrier()
             times[name].append(now() - start)
     return times
-
-
-def _checked_step(variant: str, step: Callable[[], float]) -> None:
-    gradient = step()
-    if gradient == 0 or not math.isfinite(gradient):
-        raise LezoError(f"{variant} skipped its update (projected gradient {gradient}); use another dtype")

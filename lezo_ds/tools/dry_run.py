@@ -45,11 +45,10 @@ def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | 
     directory = _unless_on_hub(lambda: resolve_model(config.model.path), not_checked)
     data = _unless_on_hub(lambda: load_task_data(config), not_checked)
     name = Path(config.model.path).name
-    source = name if directory is None else directory
     if directory is not None and data is not None:
         check_run(config, data, world_size)
     if directory is not None or name in plan.OPT_SHAPES:
-        model = plan.model_sizes(config, source)
+        model = plan.model_sizes(config, directory or name)
         longest = min(config.data.max_length, model.max_length or config.data.max_length)
         inputs = plan.InputSizes(longest) if data is None else plan.measured_inputs(config, data)
         size = f"{model.num_parameters:,} parameters, {model.num_trained:,} trained, {config.model.dtype}"

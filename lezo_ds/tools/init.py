@@ -51,7 +51,7 @@ zo:
 {zo}
 train:
 {objective}  steps: {steps}
-  batch_size: {batch}  # examples in a step, over all ranks
+  batch_size: 16  # examples in a step, over all ranks
   micro_batch_size: {micro_batch}
   eval_every: {eval_every}
 
@@ -94,15 +94,14 @@ def main(arguments: Namespace) -> None:
     task |= {"skip_unusable": True} if arguments.skip_unusable else {}
     config = load_model_config(directory)
     on_gpu = distributed.device().type != "cpu"
-    ranks = torch.cuda.device_count() if on_gpu else 1
+    # A power of two, so that the ranks share the 16 probes of a step, or else its examples.
+    ranks = min(16, 1 << torch.cuda.device_count().bit_length() - 1) if on_gpu else 1
     dtype = ("bf16" if torch.cuda.is_bf16_supported() else "fp16") if on_gpu else "fp32"
     launcher = f"deepspeed --num_gpus {ranks} --module lezo_ds" if ranks > 1 else "lezo-ds"
     command = f"{launcher} train --config {target}"
     max_positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
-    # The ranks share the 16 probes of a step, or else its examples.
-    probes = next((n for n in (8, 4, 2) if 16 // n % ranks == 0 and arguments.method == "fzoo"), None)
-    micro_batch = 16 if probes else max(1, 16 // ranks)
-    steps = num_steps(len(records)) if arguments.method == "fzoo" else 1000
+    is_fzoo = arguments.method == "fzoo"
+    steps = num_steps(len(records)) if is_fzoo else 1000
     recipe = _TEMPLATE.format(
         title=title,
         command=command,
@@ -113,12 +112,11 @@ def main(arguments: Namespace) -> None:
         # JSON is YAML on one line.
         task="".join(f"  {key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in task.items()),
         max_length=min(2048, max_positions),
-        zo=_zo_keys(arguments.method, config.get_text_config().hidden_size, probes or 8, arguments.reward),
+        zo=_zo_keys(arguments.method, config.get_text_config().hidden_size, ranks, arguments.reward),
         objective=f"  objective: {arguments.reward}  # judges answers\n" if arguments.reward else "",
         steps=steps,
         eval_every=steps // 5,
-        batch=16 if probes else micro_batch * ranks,
-        micro_batch=micro_batch,
+        micro_batch=16 if is_fzoo else 16 // ranks,
         deepspeed=f"zero3_{dtype}" if on_gpu else "zero3_cpu",
     )
     with failures_named(target):
@@ -137,11 +135,11 @@ def num_steps(num_records: int) -> int:
     return max(100, min(1000, 5 * num_train // 16 // 10 * 10))
 
 
-def _zo_keys(method: str, width: int, probes: int, reward: str | None) -> str:
+def _zo_keys(method: str, width: int, ranks: int, reward: str | None) -> str:
     shrink = min(1.0, (_WIDTH / width) ** 0.5)
     if method == "fzoo":
         scale = 1e-2 if reward else 5e-3  # fewer answers than losses change with the weights
-        return _FZOO.format(probes=probes, scale=scale * shrink, rate=8e-3 * shrink)
+        return _FZOO.format(probes=16 // max(2, ranks), scale=scale * shrink, rate=8e-3 * shrink)
     return _LEZO.format(rate=3e-5 * shrink**3, sparsity=0.75 if method == "lezo" else 0.0)
 
 
@@ -192,7 +190,7 @@ def _labels(name: str, values: Sequence[object]) -> list[str]:
         raise UserError(what, fix=fix)
     if len(labels) > _MANY_LABELS:
         text = (
-            "%d labels, each read after each example. Steps are faster if the model writes one: --answer %s"
+            "%d labels, each read after each example. The model writes one of them with --answer %s, faster"
         )
         logger.warning(text, len(labels), name)
     return sorted(labels)

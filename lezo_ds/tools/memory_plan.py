@@ -120,16 +120,9 @@ class RankMemory:
 
 def opt_config(shape: str) -> OPTConfig:
     """Return the configuration of an OPT model."""
-    num_blocks, width, num_heads = OPT_SHAPES[shape]
-    return OPTConfig(
-        vocab_size=50272,
-        hidden_size=width,
-        word_embed_proj_dim=width,
-        ffn_dim=4 * width,
-        num_hidden_layers=num_blocks,
-        num_attention_heads=num_heads,
-        max_position_embeddings=2048,
-    )
+    blocks, width, heads = OPT_SHAPES[shape]
+    sizes = {"hidden_size": width, "word_embed_proj_dim": width, "ffn_dim": 4 * width}
+    return OPTConfig(**sizes, num_hidden_layers=blocks, num_attention_heads=heads)
 
 
 def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:

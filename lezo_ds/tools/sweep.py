@@ -194,15 +194,11 @@ def _parse_axis(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _launch(command: Sequence[str], log: Path) -> int:
-    """Run a command, append its output to a file, and return the exit code.
-
-    The first stop signal reaches all its processes as SIGTERM, so that a run saves its state; the second as
-    SIGKILL.
-    """
+    """Run a command, append its output to a file, and return the exit code."""
     received: list[signal.Signals] = []
 
     def stop(number: signal.Signals) -> None:
-        received.append(number)
+        received.append(number)  # at the first signal, a run saves its state
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL if len(received) > 1 else signal.SIGTERM)
 
