@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from glob import glob
@@ -253,9 +252,10 @@ def _read_run(directory: Path) -> dict[str, Any]:
         numbers = {name: results[name] for name in MEASURED if results.get(name) is not None}
         row |= {"metric": results.get("metric")} | {name: float(value) for name, value in numbers.items()}
         if results["finished"]:
-            judge = _JUDGES.get(results["metric"], lambda *_: math.nan)
             answers = _read_answers(directory, results["best_step"])
-            row["standard_error"] = pd.Series([judge(*rest) for _, *rest in answers], dtype=float).sem()
+            if judge := _JUDGES.get(results["metric"]):
+                scores = pd.Series([judge(*answer[1:]) for answer in answers], dtype=float)
+                row["standard_error"] = scores.sem()
             return {**row, "test": float(results["test"]), "finished": True, "problem": ""}
         return {**row, "test": None, "problem": f"unfinished, at step {results['steps']}"}
     except FileNotFoundError:
