@@ -16,6 +16,7 @@ from typing import Any
 from lezo_ds import distributed
 from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, may_differ_on_resume
 from lezo_ds.config.deepspeed import tensor_parallel_of
+from lezo_ds.config.schema import READER
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
 from lezo_ds.files import DAMAGE
@@ -77,7 +78,9 @@ def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str])
         return {"noise_version": header.noise_version, **hashes, **header.config}
 
     for key, old, new in _differences(facts(recorded), facts(ours)):
-        if key not in may_differ:
+        # A key that is younger than the run had its default.
+        default = _SHORT.repr(READER.keys.get(key, {}).get("default"))
+        if key not in may_differ and (old, new) != (_SHORT.repr("absent"), default):
             version, own_version = recorded.libraries.get("lezo_ds"), ours.libraries["lezo_ds"]
             by = "" if version == own_version else f", written by lezo_ds {version} (this is {own_version})"
             text = f"{key} differs from the journal's{by}: it is {new}, and was {old}"

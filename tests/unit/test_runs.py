@@ -80,6 +80,14 @@ def test_the_first_input_that_differs_is_refused_with_both_values(ours, message)
         assert_same_run(RECORDED, ours, RESUME_MAY_DIFFER)
 
 
+def test_a_run_that_is_older_than_a_key_had_its_default():
+    younger = {name: key for name, key in RECORDED.config["data"].items() if name != "skip_unusable"}
+    older = replace(RECORDED, config=RECORDED.config | {"data": younger})
+    assert_same_run(older, RECORDED, RESUME_MAY_DIFFER)
+    with pytest.raises(UserError, match=r"data.skip_unusable differs .*: it is True, and was 'absent'"):
+        assert_same_run(older, header("data.skip_unusable=true"), RESUME_MAY_DIFFER)
+
+
 def test_some_keys_may_differ_and_libraries_and_processors_may_with_a_warning(caplog):
     changes = [f"train.{name}" for name in ("steps=300", "eval_every=7", "keep_snapshots=9")]
     ours = header(*changes, "partition_size=2", "model.path=elsewhere")
