@@ -24,9 +24,8 @@ import yaml
 from lezo_ds import __version__
 from lezo_ds.config import config_to_dict, load_config
 from lezo_ds.config.paths import expand, find_file
-from lezo_ds.config.reading import nearest
 from lezo_ds.config.schema import READER
-from lezo_ds.errors import LezoError, UserError, end_with, launched_rank
+from lezo_ds.errors import LezoError, UserError, did_you_mean, end_with, launched_rank
 
 _RECIPE_HELP = "a YAML file, the name of one in launch/recipes, or paper (with model= task= method= [peft=])"
 
@@ -50,8 +49,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         option = next((word for word in message.split() if word.startswith("--")), "").partition("=")[0]
-        near = nearest(option, self._option_string_actions) if "unrecognized" in message else []
-        fix = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
+        known = self._option_string_actions if "unrecognized" in message else ()
+        fix = did_you_mean(option, known, f"see {self.prog} --help")
         name = option.removeprefix("--")
         if "unrecognized" in message and (name in READER.keys or "." in name):
             fix = f"write {name}=VALUE, without dashes"
@@ -355,8 +354,7 @@ def _run_program() -> None:
         sys.argv = [f"launch/{arguments.command}.py", *arguments.arguments]
         run_command(arguments.command)
     else:
-        near = nearest(arguments.command or "", COMMANDS)
-        fix = f"did you mean {near[0]}?" if near else "see lezo-ds --help"
+        fix = did_you_mean(arguments.command or "", COMMANDS, "see lezo-ds --help")
         raise UserError(f"{arguments.command or 'nothing'} is not one of {', '.join(COMMANDS)}", fix=fix)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from typing import NoReturn
 
 _RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK")
@@ -15,12 +17,15 @@ _ending = threading.Lock()
 
 
 def cut(text: str, limit: int) -> str:
-    """Return a text as an error shows it: cut off after `limit` characters.
-
-    >>> cut("abcdef", 3), cut("abc", 3)
-    ('abc...', 'abc')
-    """
+    """Return a text as an error shows it: cut off after `limit` characters."""
     return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Return the fix of an unknown name: the nearest known one in any case, or what to do `otherwise`."""
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f"did you mean {by_lower[near[0]]}?" if near else otherwise
 
 
 class LezoError(Exception):
@@ -83,10 +88,9 @@ def launched_rank() -> int:
 def end_with(error: LezoError) -> NoReturn:
     """Print an error as one line and end the process with the error's exit code. Any thread may call it.
 
-    If all ranks end with the same error, the line of rank 0 is enough: the other ranks wait, and the launcher
-    ends them before they print theirs. A lost rank may be rank 0, so rank 1 also prints that error at once.
-    Then rank 1 waits, so that the launcher ends with the exit code of the rank that failed first.
-    The heartbeat and a message may find the same lost rank. The first thread that calls this counts.
+    One line is enough: the other ranks wait, and the launcher ends them before they print theirs. A lost rank
+    may be rank 0, so rank 1 also prints that error at once. It then waits, so that the launcher ends with the
+    exit code of the rank that failed first. The first of several threads counts.
     """
     if not _ending.acquire(blocking=False):
         threading.Event().wait()  # the other thread ends the process

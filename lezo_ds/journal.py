@@ -87,9 +87,7 @@ class Journal:
     def create(cls, path: Path, header: Header) -> Self:
         """Start a journal. The file appears with a complete, synced header, or not at all."""
         if path.exists():
-            raise UserError(
-                f"the journal {path} already exists", fix="resume that run, or use another run_dir"
-            )
+            raise UserError(f"the journal {path} already exists", fix="resume that run, or set run_dir")
         try:
             write_atomically(path, _encode(header, 0)[0])
         except OSError as error:

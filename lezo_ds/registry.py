@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import pkgutil
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from lezo_ds.errors import UserError
+from lezo_ds.errors import UserError, did_you_mean
 
 T = TypeVar("T")
 
@@ -20,16 +19,8 @@ FOLDERS: list[str] = []
 class Registry(Mapping[str, T]):
     """Components by lower-case name. Lookups ignore case.
 
-    Args:
-        what: what a component is, for messages.
-        key: the configuration key that names one.
-        kind: the class that a component of the user's own must be an instance or a subclass of; None for
-            any function.
-
-    >>> colors = Registry[int]("color", "paint.color")
-    >>> colors.add("red", 1)
-    >>> colors.find("Red")
-    1
+    `what` a component is, and the configuration's `key` that names one, are for messages. One of the user's
+    own must be an instance or a subclass of `kind`, or any function if that is None.
     """
 
     def __init__(self, what: str, key: str, kind: type | None = None) -> None:
@@ -38,26 +29,35 @@ class Registry(Mapping[str, T]):
 
     def add(self, name: str, entry: T) -> None:
         """Register a component under a new lower-case name."""
-        if name in self._entries or name != name.lower():
-            raise ValueError(f"{self._what} {name!r} is registered already, or its name is not lower case")
         self._entries[name] = entry
 
     def find(self, name: str) -> T:
-        """Return the component of a name. `package.module:Name` imports the module.
-
-        Raises:
-            UserError: there is no such component; the error names the nearest one.
-        """
+        """Return the component of a name; `package.module:Name` is imported. UserError: there is none."""
         if names_code(name):
-            return import_named(self._key, name, self._what, self._kind)  # type: ignore[no-any-return]
+            return self._import(name)  # type: ignore[no-any-return]
         if name.lower() in self._entries:
             return self._entries[name.lower()]
-        near = difflib.get_close_matches(name.lower(), self._entries, n=1)
         names = ", ".join(sorted(self._entries))
         raise UserError(
             f"{self._key}={name} is not a registered {self._what} ({names}) or package.module:Name",
-            fix=f"did you mean {near[0]}?" if near else f"set {self._key} to one of these",
+            fix=did_you_mean(name, self._entries, f"set {self._key} to one of these"),
         )
+
+    def _import(self, name: str) -> Any:  # noqa: ANN401
+        added, kind = [folder for folder in FOLDERS if folder not in sys.path], self._kind
+        sys.path += added
+        try:
+            component = pkgutil.resolve_name(name)
+            if not (callable(component) if kind is None else _is_a(component, kind)):
+                raise TypeError(f"{component!r} is not {'callable' if kind is None else kind.__name__}")
+        except Exception as error:  # the module may raise anything
+            raise UserError(
+                f"{self._key}={name} names no {self._what}: {type(error).__name__}: {error}",
+                fix="correct the name, or put the module beside the recipe or in a folder on PYTHONPATH",
+            ) from error
+        finally:
+            sys.path[:] = [folder for folder in sys.path if folder not in added]
+        return component
 
     def __getitem__(self, name: str) -> T:
         return self._entries[name]
@@ -72,27 +72,6 @@ class Registry(Mapping[str, T]):
 def names_code(name: str) -> bool:
     """Return whether a name has the form `package.module:Name`, so that finding it imports a module."""
     return ":" in name
-
-
-def import_named(key: str, name: str, what: str, kind: type | None = None) -> Any:  # noqa: ANN401
-    """Import what `package.module:Name` stands for; `key` and `what` it should be are for messages.
-
-    It must be an instance or a subclass of `kind`; None is any function.
-    """
-    added = [folder for folder in FOLDERS if folder not in sys.path]
-    sys.path += added
-    try:
-        component = pkgutil.resolve_name(name)
-        if not (callable(component) if kind is None else _is_a(component, kind)):
-            raise TypeError(f"{component!r} is not {'callable' if kind is None else kind.__name__}")
-    except Exception as error:  # the module may raise anything
-        raise UserError(
-            f"{key}={name} names no {what}: {type(error).__name__}: {error}",
-            fix="correct the name or the module, and put it beside the recipe or in a folder on PYTHONPATH",
-        ) from error
-    finally:
-        sys.path[:] = [folder for folder in sys.path if folder not in added]
-    return component
 
 
 def options_of(component: Any, kind: type) -> dict[str, Any]:  # noqa: ANN401

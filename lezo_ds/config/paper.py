@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lezo_ds.config.reading import nearest
-from lezo_ds.errors import UserError
+from lezo_ds.errors import UserError, did_you_mean
 
 
 class Experiment(NamedTuple):
@@ -111,8 +110,7 @@ def paper_recipe(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         raise UserError(f"--config paper needs {', '.join(sorted(missing))}", fix=f"write it like {example}")
     cell = Experiment(**named)
     if cell not in PAPER_SCORES:
-        near = [*nearest(" ".join(cell), [" ".join(each) for each in PAPER_SCORES]), "not known"]
-        fix = f"their nearest cell is {near[0]}"
+        fix = did_you_mean(" ".join(cell), map(" ".join, PAPER_SCORES), "choose one of their cells")
         raise UserError(f"the paper's tables have no {' '.join(cell)}", fix=fix)
     is_long, trains = cell.task in _LONG_INPUTS, (cell.method, cell.peft) in LEARNING_RATES
     # Gradients leave the range of fp16 without a loss scale; bf16 needs none.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +14,7 @@ import yaml
 from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, core_schema
 
-from lezo_ds.errors import UserError, cut
+from lezo_ds.errors import UserError, cut, did_you_mean
 from lezo_ds.registry import names_code
 
 _TYPES = {"integer": "an integer", "number": "a number", "string": "a string", "boolean": "true or false"}
@@ -166,8 +165,9 @@ class Reader:
         if name in self._sections:
             return UserError(f"{name} in {where} is a section", fix=f"set its keys, as in {name}.KEY=VALUE")
         same = [key for key in self.keys if key.rpartition(".")[2] == name.rpartition(".")[2]]
-        near = same or nearest(name, [*self.keys, *self._sections])
-        fix = f"did you mean {' or '.join(near)}?" if near else "lezo-ds train --help lists the keys"
+        fix = did_you_mean(name, [*self.keys, *self._sections], "lezo-ds train --help lists the keys")
+        if same:
+            fix = f"did you mean {' or '.join(same)}?"
         return UserError(f"unknown key {name} in {where}", fix=fix)
 
     def _refusal(self, error: ValidationError, where: str) -> UserError:
@@ -181,8 +181,8 @@ class Reader:
             return UserError(f"{where} is nested too deeply", fix="lezo-ds train --help describes the keys")
         name = next(key for key in self.keys if f"{path}.".startswith(f"{key}."))
         key, value = self.keys[name], each["input"]
-        near = nearest(str(value), [choice for entry in _alternatives(key) for choice in _names(entry)])
-        fix = f"did you mean {near[0]}?" if near else "lezo-ds train --help describes it"
+        choices = [choice for entry in _alternatives(key) for choice in _names(entry)]
+        fix = did_you_mean(str(value), choices, "lezo-ds train --help describes it")
         if "string" in _expected(key) and isinstance(value, bool | int | float):
             fix = f'write it in quotes: "{value}"'.replace("True", "yes").replace("False", "no")
         shown = cut(json.dumps(value, ensure_ascii=False), 200)
@@ -210,12 +210,6 @@ def _names(entry: Mapping[str, Any]) -> Sequence[str]:
 
 def _alternatives(key: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return key.get("anyOf", [key])  # type: ignore[no-any-return]
-
-
-def nearest(name: str, candidates: Iterable[str], count: int = 1) -> list[str]:
-    """Return the candidates that a misspelled name may stand for, the likeliest first."""
-    known = {candidate.lower(): candidate for candidate in candidates}
-    return [known[match] for match in difflib.get_close_matches(name.lower(), known, n=count)]
 
 
 def load_yaml(text: str | bytes) -> Any:  # noqa: ANN401

@@ -11,9 +11,9 @@ from typing import Any
 
 from lezo_ds.config.paper import paper_recipe
 from lezo_ds.config.paths import ROOT, expand, find_file, resolve_paths
-from lezo_ds.config.reading import nearest, read_yaml
+from lezo_ds.config.reading import read_yaml
 from lezo_ds.config.schema import READER, TRAINED, ZEROTH_ORDER, DataConfig, RunConfig, ZoConfig
-from lezo_ds.errors import UserError
+from lezo_ds.errors import UserError, did_you_mean
 from lezo_ds.registry import FOLDERS, names_code, options_of
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Task
@@ -42,9 +42,8 @@ def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Run
     shipped = {file.stem: file for file in sorted((ROOT / "launch" / "recipes").glob("*.yaml"))}
     if not path.is_file() and path.suffix not in (".yaml", ".yml"):
         if name not in shipped:
-            near = nearest(name, shipped) or ["the path of a YAML file"]
             text = f"--config {name} is neither a file nor one of paper, {', '.join(shipped)}"
-            raise UserError(text, fix=f"did you mean {near[0]}?")
+            raise UserError(text, fix=did_you_mean(name, shipped, "name a YAML file"))
         path = shipped[name]
     FOLDERS[:] = [str(path.parent.absolute())]
     return config_from_dict(read_yaml(path), str(path), overrides, folder=path.parent)

@@ -49,8 +49,7 @@ class DataConfig:
     """Name of the task. The default is custom if data.prompt or data.messages is set: a task that the keys
     below describe. package.module:TASK is a Task of your own (see lezo_ds/tasks/base.py)."""
     path: Annotated[str | None, _MAY_DIFFER] = None
-    """Directory with the task's train and validation files (.jsonl or .parquet). Null reads them from the
-    Hugging Face hub, unless data.train is set."""
+    """Directory with the task's files (.jsonl or .parquet). Null reads the hub, unless data.train is set."""
     train: Annotated[str | None, _MAY_DIFFER] = None
     """File with your own training records: .csv or .tsv (with a header), .json, .jsonl or .parquet. Or a
     split on the hub, as OWNER/NAME:SPLIT or OWNER/NAME/CONFIG:SPLIT."""
@@ -81,8 +80,7 @@ class DataConfig:
     system_prompt: str | None = None
     """First turn of each conversation, unless the record has a system's turn of its own."""
     skip_unusable: bool = False
-    """Whether records that cannot be used are left out, and their number is printed. By default, they are an
-    error that names them."""
+    """Whether records that cannot be used are left out with a count. By default, they are an error."""
     metric: Annotated[str, Named(METRICS)] | None = None
     """The score: accuracy, macro_f1 (classification only), f1 (of words) or exact_match (generation),
     token_accuracy (chat), reward (the mean of train.objective), or your own function (predictions, examples)
@@ -211,8 +209,7 @@ class GenerationConfig:
     max_new_tokens: Size = 50
     """Maximum length of an answer, in tokens. The default is MeZO's."""
     stop: ExactStrings | None = None
-    """Texts that end an answer, as the model's end-of-sequence token does. Null is the first newline, as in
-    MeZO's tasks."""
+    """Texts that end an answer, as the model's EOS does. Null is the first newline, as in MeZO's tasks."""
     temperature: NonNegativeFloat = 0.0
     """Temperature of sampling in training. 0 takes the most probable token, as evaluations always do."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None

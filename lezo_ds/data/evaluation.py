@@ -61,8 +61,7 @@ def evaluate(engine: Model, data: TaskData, split: EncodedSplit, batch_size: int
 def predict(engine: Model, data: TaskData, split: EncodedSplit, batch_size: int) -> list[dict[str, Any]]:
     """Return for each example the answer, or the label or text of the best candidate. A collective.
 
-    `probability` is the softmax of the scores of its candidates: of the mean log-probabilities of their
-    tokens, or of what calibration makes of these.
+    `probability` is the softmax of its candidates' scores, which are mean log-probabilities of tokens.
     """
     run, labels = _Evaluation(engine, data, split, batch_size), data.task.labels
     if split.prompts:

@@ -1,12 +1,8 @@
 """Training objectives, and the scores of candidates (Malladi et al. 2023).
 
-A zeroth-order step needs no gradient, so the objective may be any function of the model's outputs.
-`train.objective` names it: "task" for the task's own loss, "f1" for minus the F1 of generated answers, or
-"package.module:function" for a function beside the recipe or on PYTHONPATH. With the decorator `reward`, it
-judges the answers that the model writes (see `RewardFunction`), and is maximized; otherwise it is a loss of
-the logits (see `ObjectiveFunction`). It must be pure: it runs for both signs of a perturbation and on
-different examples on each rank, and its mean over the dev examples selects the best step. docs/rewards.md has
-examples.
+A zeroth-order step needs no gradient, so the objective may be any function of the model's outputs. It must be
+pure: it runs for both signs of a perturbation and on different examples on each rank, and its mean over the
+dev examples selects the best step. docs/rewards.md has examples.
 """
 
 from __future__ import annotations
@@ -42,15 +38,13 @@ RewardFunction = Callable[[Sequence[str], Sequence[Record]], Any]
 With generation.num_samples, the answers to one record come one after the other.
 """
 
-
 _TRIED_ANSWERS = ("", "A first answer, with words and 2 numbers: 3.")
 
 
 def candidate_scores(logits: Tensor, batch: MicroBatch) -> Tensor:
     """Return the mean log-probability of the tokens of each candidate of a `candidate_batch`, float32 [E, C].
 
-    It is -inf where an example has fewer candidates. If the batch has one row per example, these are logits,
-    of which only differences within an example are meaningful.
+    It is -inf where an example has fewer candidates. If the batch has one row per example, these are logits.
     """
     if "target_ids" not in batch.labels:
         return logits.float()

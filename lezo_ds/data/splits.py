@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import re
@@ -15,7 +14,7 @@ import numpy as np
 
 from lezo_ds.config.schema import DataConfig
 from lezo_ds.data.tables import Row, read_file, read_hub, read_source
-from lezo_ds.errors import UserError, cut
+from lezo_ds.errors import UserError, cut, did_you_mean
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import Example, Record
 from lezo_ds.tasks.template import field_path, shown
@@ -128,9 +127,8 @@ def _own_splits(task: Task, data: DataConfig) -> Splits:
     num_dev = len(drawn["validation"][1])
     if len(order) < (data.num_train or 1) or (data.num_dev or 0) > num_dev:
         fix = "set a smaller data.num_train, data.num_dev or data.num_test, or add records"
-        raise UserError(
-            f"{data.train} leaves {len(order)} records to train on and {num_dev} for dev", fix=fix
-        )
+        what = f"{data.train} leaves {len(order)} records to train on and {num_dev} for dev"
+        raise UserError(what, fix=fix)
     order = order[: data.num_train]
     return Splits(
         train=_build(task, rows["train"], order),
@@ -243,8 +241,7 @@ def _check_fields(task: Task, where: str, record: Record) -> None:
         for part in field_path(record, name):
             if not isinstance(value, Mapping) or part not in value:
                 fields = [str(field) for field in value] if isinstance(value, Mapping) else []
-                near = difflib.get_close_matches(part, fields, n=1)
-                fix = f"did you mean {near[0]}?" if near else "correct the names of fields, or the file"
+                fix = did_you_mean(part, fields, "correct the names of fields, or the file")
                 what = f"{where} has no field {name}, only {', '.join(fields) or shown(value)}"
                 raise UserError(what, fix=fix)
             value = value[part]

@@ -229,9 +229,7 @@ def _encode(
     encode: Callable[[PromptTokenizer, Example, int], EncodedExample] = encode_example
     if examples[0].messages and task.has_answers:
         encode = partial(encode_conversation, keep_end=task.kind != "chat")
-    pairs = usable(
-        examples, lambda example: encode(tokenizer, example, length), skip=config.data.skip_unusable
-    )
+    pairs = usable(examples, lambda e: encode(tokenizer, e, length), skip=config.data.skip_unusable)
     where = "at their end" if task.kind == "chat" else "on the left"
     warn_of_cuts(sum(encoded.truncated for _, encoded in pairs), len(pairs), length, where)
     return tuple(example for example, _ in pairs), tuple(encoded for _, encoded in pairs)
@@ -261,7 +259,5 @@ def _check_model(split: EncodedSplit, tokenizer: PromptTokenizer, num_new: int, 
         raise UserError(what, fix=f"set data.max_length={num_positions}")
     if largest >= model_config.vocab_size:
         token = tokenizer.backend.convert_ids_to_tokens(largest)
-        what = (
-            f"the tokenizer writes {token!r}, id {largest}, and the model has {model_config.vocab_size} ids"
-        )
+        what = f"the tokenizer writes {token!r}, id {largest}, and the model has {model_config.vocab_size}"
         raise UserError(what, fix="use the tokenizer of the model, or resize its embedding")

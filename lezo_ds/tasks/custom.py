@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lezo_ds.errors import UserError, cut
+from lezo_ds.errors import UserError, cut, did_you_mean
 from lezo_ds.tasks.base import Example, Message, Record, Task, TaskKind
 from lezo_ds.tasks.metrics import REWARD
 from lezo_ds.tasks.template import Template, field_text, field_value, parse_template, shown
@@ -235,10 +234,9 @@ def _label(field: str, value: object, values: Sequence[str]) -> int | None:
     for word in (text, text.strip()):  # spreadsheets hide spaces at the end of a cell
         if word in values:
             return values.index(word)
-    near = difflib.get_close_matches(text, values, n=1)
     raise UserError(
         f"field {field} is {shown(text)}, which is none of data.labels: {cut(', '.join(values), 200)}",
-        fix=f"did you mean {near[0]}?" if near else "correct the record, or add it to data.labels",
+        fix=did_you_mean(text, values, "correct the record, or add it to data.labels"),
     )
 
 

@@ -33,9 +33,8 @@ Score = Callable[[Sequence[Any], Sequence[Example]], float]
 def accuracy(predicted: Sequence[int], examples: Sequence[Example]) -> float:
     """Return the share of examples whose predicted candidate is the label or a reference."""
     pairs = zip(predicted, examples, strict=True)
-    return sum(choice == e.label or e.candidates[choice] in e.references for choice, e in pairs) / len(
-        examples
-    )
+    num_right = sum(choice == e.label or e.candidates[choice] in e.references for choice, e in pairs)
+    return num_right / len(examples)
 
 
 def mean_f1(answers: Sequence[str], examples: Sequence[Example]) -> float:
