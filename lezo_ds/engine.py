@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lezo_ds import agreement, distributed, step
-from lezo_ds.agreement import BATCH, NUM_PROOF_NUMBERS, Facts
+from lezo_ds.agreement import BATCH, Facts
 from lezo_ds.config import PeftConfig, ZoConfig, make_estimator, make_layer_policy, make_schedule
 from lezo_ds.config.deepspeed import tensor_parallel_size
 from lezo_ds.data.generation import runner
@@ -432,16 +432,6 @@ class LezoEngine(ModelEngine):
         present = self.global_steps or -1
         if self.global_steps > target or (snapshot is not None and snapshot > present):
             self.load_model(None if snapshot is None else snapshot_path(root, snapshot), snapshot or 0)
-
-
-def scalar_bytes(plan_format: step.PlanFormat, num_micro_batches: int) -> int:
-    """Return the bytes of a step's messages besides gathered weights: the plan and one all-reduce.
-
-    >>> scalar_bytes(step.PlanFormat(num_groups=42, num_probes=2, has_weights=False), num_micro_batches=1)
-    134
-    """
-    num_losses = plan_format.num_probes * num_micro_batches
-    return plan_format.num_bytes + 8 * (num_losses + _NUM_VOTES + NUM_PROOF_NUMBERS)
 
 
 def initialize(

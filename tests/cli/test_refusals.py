@@ -11,7 +11,7 @@ import shutil
 
 import pytest
 import torch
-from assets import NUM_POSITIONS, write_reader, write_recipe, write_records
+from assets import NUM_POSITIONS, write_recipe, write_records
 from commands import assert_one_error, run_forked, run_forked_well
 from safetensors.torch import save_file
 
@@ -23,10 +23,9 @@ def inputs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("inputs")
     write_recipe(directory)
     shutil.copytree(directory / "model", directory / "whole_model")
-    write_reader(directory / "no_blocks", num_blocks=0)
     shutil.copytree(directory / "model", directory / "t5")
     (directory / "t5" / "config.json").write_text(json.dumps({"model_type": "t5"}))
-    for name in ("model", "no_blocks", "t5"):
+    for name in ("model", "t5"):
         save_file({"other": torch.zeros(1)}, directory / name / "model.safetensors")
     shutil.copytree(directory / "model", directory / "no_weights")
     (directory / "no_weights" / "model.safetensors").unlink()
@@ -34,7 +33,6 @@ def inputs(tmp_path_factory):
     long = [{"sentence": "great " * 100, "label": i % 2, "idx": i} for i in range(60)]
     for split in ("train", "validation"):
         write_records(directory / "long" / f"{split}.jsonl", long)
-    (directory / "stage2.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
     (directory / "file").write_text("not a directory")
     return directory
 
@@ -45,13 +43,11 @@ REFUSED = {
     "weights of another model": ([], ["lacks 68 of the model"]),
     "no config": (["model.path={inputs}/no_config"], ["config.json"]),
     "no decoder": (["model.path={inputs}/t5"], ["T5Config"]),
-    "no blocks": (["model.path={inputs}/no_blocks"], ["no transformer blocks"]),
     "hub data offline": (["data.path=null"], ["nyu-mll/glue", "data.path"]),
     "no positions": (["data.path={inputs}/long"], [str(NUM_POSITIONS), "data.max_length"]),
-    "stage 2": (["deepspeed={inputs}/stage2.json"], ["stage"]),
     "a file": (["run_dir={inputs}/file", "model.path={inputs}/whole_model"], ["{inputs}/file"]),
 }
-REFUSED_DRY = ("no weights", "weights of another model", "no blocks", "a file")
+REFUSED_DRY = ("weights of another model", "a file")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -64,16 +60,32 @@ def test_bad_input_is_refused_before_weights_load(name, inputs, tmp_path):
         assert not (tmp_path / "run").exists()
 
 
-def test_a_run_is_not_resumed_with_other_settings_and_left_as_it_was(inputs, tmp_path):
+def test_a_run_is_not_resumed_with_other_settings_or_inputs_and_left_as_it_was(inputs, tmp_path):
     def contents():
-        return {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"}
+        return {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file() and p.name != ".lock"}
 
-    whole = ["--config", inputs / "recipe.yaml", f"run_dir={tmp_path}", f"model.path={inputs}/whole_model"]
+    run_dir, data = tmp_path / "run", shutil.copytree(inputs / "data", tmp_path / "data")
+    model = shutil.copytree(inputs / "whole_model", tmp_path / "model")
+    whole = ["--config", inputs / "recipe.yaml", f"run_dir={run_dir}", f"model.path={inputs}/whole_model"]
     run_forked_well([*whole, "train.steps=2"])
+    run_forked_well([*whole, "train.steps=2", f"model.path={model}", f"data.path={data}"])  # files may move
     before = contents()
-    for key, *more in (["seed=1"], ["zo.learning_rate=0.002"], ["train.steps=1"], ["seed=1", "--dry-run"]):
-        finished = run_forked([*whole, "train.steps=2", key, *more], num_ranks=2 - len(more))
-        assert_one_error(finished, 2, key.partition("=")[0])
-        assert "loading" not in finished.err
+    records = [json.loads(line) for line in (data / "validation.jsonl").read_text().splitlines()]
+    write_records(data / "validation.jsonl", [record | {"label": 1 - record["label"]} for record in records])
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + bytes([weights.read_bytes()[-1] ^ 1]))
+    refused = (
+        ("seed", "seed=1"),
+        ("train.steps", "train.steps=1"),
+        ("seed", "seed=1", "--dry-run"),
+        ("data_fingerprints.test differs", f"data.path={data}"),
+        ("model_fingerprint differs", f"model.path={model}"),
+    )
+    for fragment, key, *more in refused:
+        finished = run_forked(
+            [*whole, "train.steps=2", key, *more], num_ranks=1 + (key == "seed=1" and not more)
+        )
+        assert_one_error(finished, 2, fragment)
+        assert "loading" not in finished.err or "fingerprint" in fragment
     assert "run directory" in run_forked_well([*whole, "train.steps=2", "--dry-run"]).out
     assert contents() == before

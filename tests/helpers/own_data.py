@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import random
 
-from assets import REPOSITORY, recipe_values, tokenizer_of
+from assets import recipe_values, tokenizer_of
 from tiny_runs import write_model
 from tokenizers import decoders, pre_tokenizers
 from transformers import OPTConfig
@@ -18,11 +17,6 @@ SUBJECTS = {
     "shipping": ("My parcel is late", "The box arrived open", "Where is my order"),
 }
 VERBALIZERS = {"billing": "an invoice", "bug": "a fault in the program", "shipping": "delivery"}
-
-
-def path_with(directory):
-    """Return a PYTHONPATH with this package and a folder of the user's own modules."""
-    return f"{REPOSITORY}{os.pathsep}{directory}"
 
 
 def write_tickets(path, num_rows=300):

@@ -22,7 +22,7 @@ _THINGS = ("a red boat", "the rain", "two goats", "an old song", "bread", "the s
 _DEEDS = ("fell asleep", "saw", "ate", "lost", "sang of", "ran from")
 
 
-def write_writer(directory, family="opt", seed=0, adds_bos=True, has_pad=True):
+def write_writer(directory, family="opt", seed=0, has_pad=True):
     """Write a random model of a family and its tokenizer, one token a character, the newline among them.
 
     It writes few characters only, so that its answers end now and then, and are right in part.
@@ -30,7 +30,7 @@ def write_writer(directory, family="opt", seed=0, adds_bos=True, has_pad=True):
     characters = ("\n", *string.digits, *string.ascii_letters, *string.punctuation, " ")
     split = pre_tokenizers.Split("", "isolated")
     without = () if has_pad else ("pad_token",)
-    tokenizer = tokenizer_of(characters, split, decoders.Fuse(), adds_bos, without)
+    tokenizer = tokenizer_of(characters, split, decoders.Fuse(), without=without)
     tokenizer.save_pretrained(directory)
     vocabulary = tokenizer.get_vocab()
     config = copy.deepcopy(FAMILIES[family][0])

@@ -71,6 +71,9 @@ def assert_same_bits(actual, expected):
 @pytest.mark.parametrize("case", CASES)
 def test_an_operation_has_the_bits_of_the_reference_and_its_golden_digest(backend, case):
     noise, device = backend
+    place = list(CASES).index(case)
+    if IS_INTERPRETED and (place // 3 + place) % 3 == 0:
+        pytest.skip("the interpreter is slow: it runs each dtype with two of three others")
     found = result(noise, CASES[case], device)
     for actual, expected in zip(found, result(REFERENCE, CASES[case]), strict=True):
         assert_same_bits(actual, expected)

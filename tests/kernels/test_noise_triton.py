@@ -122,16 +122,13 @@ def compiled_for_hopper(storage, distribution, operation):
 # And the most instructions of an element. Perturbed 16-bit weights have a second store, for copies in fp32.
 COMPILED = [
     ("fp32", "normal", "perturb", 54),
-    ("fp32", "normal", "nearest", 55),
     ("bf16", "normal", "perturb", 59),
     ("bf16", "normal", "rows", 59),
     ("bf16", "normal", "nearest", 55),
     ("bf16", "normal", "stochastic", 70),
     ("bf16", "normal", "fp32_master", 61),
-    ("fp16", "normal", "stochastic", 82),
     ("fp16", "normal", "fp32_master", 70),
     ("bf16", "rademacher", "perturb", 21),
-    ("bf16", "rademacher", "nearest", 15),
     ("fp16", "rademacher", "fp32_master", 29),
 ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
 import time
 from pathlib import Path
@@ -12,15 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from commands import PATIENCE_SECONDS, assert_all_end, mpirun, ranks_of, run_forked, start, wait_until
+from commands import run_forked
 from ranks import free_port, run_ranks
-from run_ends import STEP, num_steps, reaches
 
 from lezo_ds import distributed
 from lezo_ds.distributed import heartbeat
 from lezo_ds.distributed.accelerator import arithmetic_facts, fix_arithmetic
 from lezo_ds.distributed.start import is_loopback, listen_at, prepare_rendezvous, slurm_rank_variables
-from lezo_ds.errors import LostRankError, UserError
+from lezo_ds.errors import UserError
 
 CPU = torch.device("cpu")
 QUICK = Path(__file__).parents[1] / "helpers" / "quick_heartbeat_train.py"
@@ -119,7 +117,7 @@ def test_what_trades_precision_for_speed_is_switched_off_and_recorded(monkeypatc
 
 def _be_slow(seconds):
     """Be busy for longer than the limit: once in Python on rank 1, and once in a call on rank 0."""
-    heartbeat.LIMIT_SECONDS = 2.0
+    heartbeat.LIMIT_SECONDS = 1.5
     distributed.init_distributed()
     with distributed.lost_ranks_reported(lambda: "last good step: none"):
         if distributed.rank() == 1:
@@ -135,7 +133,7 @@ def _be_slow(seconds):
 
 @pytest.mark.distributed
 def test_a_rank_that_is_slow_is_not_lost():
-    assert run_ranks(_be_slow, 2, 4.0) == [[2]] * 2
+    assert run_ranks(_be_slow, 2, 2.5) == [[2]] * 2
 
 
 @pytest.mark.distributed
@@ -144,25 +142,7 @@ def test_a_rank_that_never_joins_ends_the_start_long_before_the_timeout_of_a_mes
     victim, recipe, tmp_path
 ):
     arguments = ["--config", recipe, f"run_dir={tmp_path / 'run'}"]
-    lost = run_forked(arguments, QUICK, num_ranks=2, grace=60, meanwhile=lambda ranks: ranks[victim].kill())
+    kill = {"grace": 60, "meanwhile": lambda ranks: ranks[victim].kill(), "LIMIT_SECONDS": "3"}
+    lost = run_forked(arguments, QUICK, num_ranks=2, **kill)
     (what,) = re.findall(r"error: another rank has ended, .*?: (.*); last good step: none, the", lost.err)
-    assert ("6000ms" if victim == 0 else "rank 1 has shown no sign of life for 6 s") in what
-
-
-@pytest.mark.distributed
-def test_a_hung_rank_ends_the_run_long_before_the_timeout_of_a_message(recipe, tmp_path):
-    """A stopped process closes no socket, and torch's timeout is half an hour."""
-    lengths = ["train.steps=60", "train.eval_every=30", "train.snapshot_every=0"]
-    sizes = ["train.batch_size=2", "train.micro_batch_size=1"]
-    with start(
-        mpirun(2, "--config", recipe, f"run_dir={tmp_path}", *lengths, *sizes, program=QUICK)
-    ) as process:
-        wait_until(lambda: reaches(tmp_path, STEP, 4), process)
-        ranks = ranks_of(process)
-        ranks[1].send_signal(signal.SIGSTOP)
-        _, err = process.communicate(timeout=PATIENCE_SECONDS)
-        assert_all_end(ranks)
-    assert process.returncode == LostRankError.exit_code
-    ((what, step),) = re.findall(r"error: another rank has ended, .*?: (.*?); last good step: (\d+);", err)
-    assert what == "rank 1 has shown no sign of life for 6 s"
-    assert int(step) in (num_steps(tmp_path) - 1, num_steps(tmp_path) - 2)
+    assert ("3000ms" if victim == 0 else "rank 1 has shown no sign of life for 3 s") in what

@@ -72,7 +72,7 @@ def assets(tmp_path_factory):
     """Models that write varied answers, and data."""
     root = tmp_path_factory.mktemp("assets")
     write_writer(root / "writer", seed=3)
-    write_writer(root / "rotary", "llama", seed=10)
+    write_writer(root / "rotary", "llama", seed=10, has_pad=False)
     write_tasks(root / "data")
     (root / "data" / "chat").mkdir()
     for split in ("train", "validation"):

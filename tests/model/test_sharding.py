@@ -15,6 +15,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_runs import DS_CONFIG, NUM_BLOCKS, VOCABULARY, full_weights, start_engine, train, write_model
 from torch import nn
+from torch.utils.cpp_extension import get_default_build_root
 from transformers import OPTConfig
 
 from lezo_ds import distributed
@@ -161,14 +162,14 @@ def wide_model(tmp_path_factory):
     return directory, run_ranks(_train, 1, directory, "bf16", 1)[0]
 
 
+EXTENSIONS = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
 COMPILING_SECONDS = 600.0  # DeepSpeed's async_io, at its first use on a machine
 ON_DISK_PER_RANK = 4 * 2 + 1  # both feed-forward matrices of each block, and the positions
 
 
 @pytest.mark.timeout(COMPILING_SECONDS + 300)
-@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", ["cpu", "nvme"])
-def test_a_run_with_offloaded_shards_equals_one_without(wide_model, name, num_ranks, tmp_path):
+def test_a_run_with_offloaded_shards_equals_one_without(wide_model, name, tmp_path):
     directory, in_memory = wide_model
     file = REPOSITORY / "ds_configs" / f"zero3_{name}_offload.json"
     zero = json.loads(file.read_text())["zero_optimization"]
@@ -176,12 +177,16 @@ def test_a_run_with_offloaded_shards_equals_one_without(wide_model, name, num_ra
     if name == "nvme":
         if not AsyncIOBuilder().is_compatible(verbose=False):
             pytest.skip("DeepSpeed's async_io needs libaio: apt-get install libaio-dev")
+        # A build that was killed leaves its lock, on which all later ones wait forever.
+        built = [file for file in EXTENSIONS.rglob("async_io.so") if not file.with_name("lock").exists()]
+        if not (built or os.environ.get("LEZO_TEST_NVME")):
+            pytest.skip("async_io is not compiled here, which takes a minute; set LEZO_TEST_NVME=1")
         # One buffer for what is read, and one for what is written.
         zero["offload_param"] |= {"max_in_cpu": 0, "buffer_size": 1 << 21, "buffer_count": 24}
         zero["offload_param"]["nvme_path"] = str(tmp_path)
-    runs = run_ranks(_train, num_ranks, directory, "bf16", num_ranks, zero, timeout=COMPILING_SECONDS)
+    runs = run_ranks(_train, 2, directory, "bf16", 2, zero, timeout=COMPILING_SECONDS)
     if name == "nvme":
-        assert len(list(tmp_path.rglob("*.swp"))) == num_ranks * ON_DISK_PER_RANK
+        assert len(list(tmp_path.rglob("*.swp"))) == 2 * ON_DISK_PER_RANK
     assert_equal_runs(runs, in_memory)
 
 

@@ -38,7 +38,6 @@ def root(tmp_path_factory):
     new = [ODD, *({"id": r["id"], "text": r["text"], "note": "a;b"} for r in records_in(tickets))]
     table = datasets.Dataset.from_list(new)
     table.to_csv(directory / "new.csv", index=False)
-    table.to_csv(directory / "new.tsv", index=False, sep="\t")
     table.to_parquet(directory / "new.parquet")
     table.to_json(directory / "new.jsonl")
     (directory / "new.json").write_text(json.dumps(new))
@@ -46,7 +45,7 @@ def root(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("ending", ["csv", "tsv", "json", "parquet"])
+@pytest.mark.parametrize("ending", ["csv", "json", "parquet"])
 def test_an_export_labels_any_file_as_its_run_does_on_another_number_of_ranks(ending, root):
     new, out = root / f"new.{ending}", root / f"labels.{ending}"
     predict("--model", root / "model", new, "--out", out, num_ranks=2)
@@ -100,7 +99,6 @@ def test_a_base_model_answers_a_question_and_a_conversation_alike(root, tmp_path
 
 BAD = {
     "record 2 (FILE line 2) has no field text": '{"text": "a"}\n{"txt": "b"}\n',
-    "FILE line 2 is not JSON": '{"text": "a"}\n{"text": ',
     "has no records": "",
     "record 1 (FILE line 1) has a field predicted already": '{"text": "a", "predicted": 1}\n',
 }

@@ -21,7 +21,6 @@ from lezo_ds.runs import records
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.disk import check_disk, snapshot_sizes
 from lezo_ds.runs.records import TrainingState, assert_same_run, best_evaluation, stopping_step
-from lezo_ds.runs.screen import progress_bar
 from lezo_ds.runs.trainer import monitor_sections
 from lezo_ds.tools.report import read_runs
 
@@ -267,7 +266,7 @@ def test_the_base_model_can_be_the_best_and_costs_no_patience():
     assert stopping_step([base, *evaluations(2.0, 3.0)], 1) == 20
 
 
-# Monitors and progress.
+# Monitors.
 
 
 def test_report_to_names_sections_of_deepspeeds_json():
@@ -277,21 +276,6 @@ def test_report_to_names_sections_of_deepspeeds_json():
     assert monitor_sections(config()) == {}
     with pytest.raises(UserError, match=r"train\.report_to needs the package comet_ml; fix: pip install"):
         monitor_sections(config("train.report_to=[comet]"))
-
-
-def test_without_a_terminal_progress_is_a_line_every_20_seconds(capsys):
-    seconds = [0.0]
-    with progress_bar(300, 2, is_shown=True) as bar:
-        bar.start_t = bar.last_print_t = 0.0
-        bar._time = lambda: seconds[0]
-        for _ in range(25):
-            seconds[0] += 2.0
-            bar.set_postfix({"loss": "0.5"}, refresh=False)
-            bar.update()
-    lines = [line for text in capsys.readouterr().err.splitlines() if (line := text.strip("\r "))]
-    assert lines[1] == "step 12/300: 2.00s/step, 09:36 left, loss=0.5"
-    assert [line.partition(":")[0] for line in lines[:3]] == ["step 2/300", "step 12/300", "step 22/300"]
-    assert len(lines) <= 4
 
 
 # The disk.
