@@ -31,7 +31,7 @@ from lezo_ds.model.snapshots import (
     snapshot_path,
 )
 from lezo_ds.runs import records
-from lezo_ds.runs.directory import RunDirectory, library_versions
+from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.screen import evaluation_line, number, progress_bar
 from lezo_ds.runs.signals import any_ended, launchers, on_stop_signals
 from lezo_ds.zo.records import StepRecord
@@ -285,7 +285,6 @@ class Run:
             "model_fingerprint": self.engine.base.fingerprint,
             "weights_digest": self.engine.weights.digest(),
             "world_size": self.engine.world_size,
-            "versions": library_versions(),
         }
 
     # What AdamW does otherwise (see FirstOrderRun).

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 
 from lezo_ds.config import RESUME_MAY_DIFFER, config_from_dict, config_to_dict, may_differ_on_resume
 from lezo_ds.errors import LezoError, UserError
@@ -125,17 +124,6 @@ def metrics(directory):
     return [json.loads(line) for line in (directory.path / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_locked_directory_is_refused_until_it_is_released(tmp_path):
-    first, other = RunDirectory(tmp_path), RunDirectory(tmp_path)
-    for _ in range(2):
-        with first.locked():
-            message = rf"is in use by process {os.getpid()} on .*; fix: wait"
-            with pytest.raises(UserError, match=message), other.locked():
-                pass
-    with other.locked():
-        pass
-
-
 def test_a_path_that_cannot_be_written_and_a_file_system_without_locks_are_named(
     tmp_path, monkeypatch, caplog
 ):
@@ -155,13 +143,6 @@ def test_a_path_that_cannot_be_written_and_a_file_system_without_locks_are_named
     monkeypatch.setattr(fcntl, "flock", refuse)
     with RunDirectory(tmp_path).locked():
         assert "is on a file system without locks (No locks available)" in caplog.text
-
-
-def test_facts_are_the_config_as_yaml_and_the_environment_as_json(directory):
-    directory.write_facts({"seed": 3, "zo": {"learning_rate": 1e-6}}, 2, torch.device("cpu"))
-    assert yaml.safe_load((directory.path / "config.yaml").read_text())["zo"] == {"learning_rate": 1e-6}
-    facts = json.loads((directory.path / "environment.json").read_text())
-    assert (facts["world_size"], facts["versions"]["torch"]) == (2, torch.__version__)
 
 
 def test_metrics_of_steps_that_will_be_done_again_and_torn_or_damaged_lines_are_dropped(directory, caplog):
