@@ -38,7 +38,7 @@ def tokenizer():
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_record_becomes_the_text_and_tokens_of_the_protocol(name, tokenizer):
     row, prompt, candidates, prompt_ids, candidate_ids = PUBLISHED[name]
-    _, record = read_file(shared_asset(f"data/{name}") / "validation.jsonl")[row]
+    _, record = list(read_file(shared_asset(f"data/{name}") / "validation.jsonl"))[row]
     example = TASKS[name].build_example(record, row)
     assert (example.prompt, example.candidates) == (prompt, candidates)
     encoded = encode_example(tokenizer, example, 512)
