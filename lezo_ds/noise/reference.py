@@ -43,6 +43,7 @@ _ROUNDER = 12582912.0  # 1.5 * 2**23: adding it to |q| < 2**22 leaves rint(q) in
 CHUNK = 1 << 18  # elements; their temporaries (about 50 bytes an element) stay near the cache
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
+_Part = tuple[Region, int, int, torch.device]  # elements of a part, from first to last
 
 
 def draw(
@@ -235,7 +236,7 @@ class EagerNoise(NoiseBackend):
             for first, last in _chunks(shape.numel() if rows is None else len(rows), max(1, CHUNK // width)):
                 if rows is None:
                     values, where = source[first:last, 0], (region, first, last, theta.device)
-                    z = _draw(distribution, key, parameter_id, *where)
+                    z = _draw(distribution, key, parameter_id, where)
                 else:
                     values, columns = source[rows[first:last]], torch.arange(width, device=theta.device)
                     elements = rows[first:last, None] * width + columns
@@ -260,7 +261,7 @@ class EagerNoise(NoiseBackend):
                 part_low = None if low is None else low[first:last]
                 where = (region, first, last, values.device)
                 for key, coefficient, factor in updates:
-                    z = _draw(distribution, key, parameter_id, *where)
+                    z = _draw(distribution, key, parameter_id, where)
                     changed = join_master(part, part_low) * factor - z * coefficient
                     if dithered:
                         words = words_at(key, parameter_id, elements_of(*where), DITHER_STREAM)
@@ -272,18 +273,11 @@ class EagerNoise(NoiseBackend):
                     part.copy_(changed)
 
 
-def _draw(
-    distribution: Distribution,
-    key: int,
-    parameter_id: int,
-    region: Region,
-    first: int,
-    last: int,
-    device: torch.device,
-) -> Tensor:
+def _draw(distribution: Distribution, key: int, parameter_id: int, part: _Part) -> Tensor:
+    region, first, last, device = part
     if not region.width:  # no block is drawn twice
         return draw(distribution, key, parameter_id, region.start + first, last - first, device)
-    return draw_at(distribution, key, parameter_id, elements_of(region, first, last, device))
+    return draw_at(distribution, key, parameter_id, elements_of(*part))
 
 
 def _chunks(count: int, size: int) -> Iterator[tuple[int, int]]:

@@ -90,8 +90,8 @@ def _try(model: nn.Module) -> None:
 
 
 def _refuse_uneven_heads(config: Any, size: int) -> None:  # noqa: ANN401
-    num_heads = config.num_attention_heads
-    num_shared = getattr(config, "num_key_value_heads", None) or num_heads
+    num_heads, num_shared = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    num_shared = num_shared or num_heads
     if num_heads % size or num_shared % size:
         what = f"tensor_parallel={size} does not divide {num_heads} heads and {num_shared} of keys and values"
         raise UserError(what, fix=f"use a divisor of {math.gcd(num_heads, num_shared)}, or {_FIX}")

@@ -84,7 +84,7 @@ def shortened(line):
     )
     if not re.search(r"(launch/|lezo[-_]ds )(train|benchmark|sweep)", line):
         return line
-    if "--help" in line or "--config paper" in line and "--dry-run" in line:
+    if "--help" in line or ("--config paper" in line and "--dry-run" in line):
         return line
     if re.search(r"--config (paper|\S*opt-)", line):
         return f"{line.split(' model.path=')[0]} --dry-run"

@@ -99,8 +99,7 @@ class PrefixAdapter:
         ids = initial_ids(seed, self._length, config.get_text_config().vocab_size)
         body: Any = model.base_model
         blocks = list(model.get_submodule(find_blocks(model).path).children())
-        is_gathered = not any(parameter.is_local for parameter in weights.parameters)
-        gather = GatherAhead(body, blocks) if is_gathered else None
+        gather = None if weights.parameters[0].is_local else GatherAhead(body, blocks)
         with torch.no_grad():
             tokens = torch.tensor([ids], device=distributed.device())
             cache = body(input_ids=tokens, use_cache=True).past_key_values
