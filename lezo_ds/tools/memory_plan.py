@@ -251,7 +251,7 @@ def received_bytes(
     """
     if split == 1:
         shared = config.partition_size or ranks
-        passes = num_passes(config) / ranks
+        passes = max(1, num_passes(config) / ranks)  # micro-batches may be smaller than for split weights
         return round(passes * model.num_parameters * model.itemsize * (shared - 1) / shared)
     rows = num_passes(config) * copies_per_pass(config) * config.train.micro_batch_size / (ranks // split)
     sums = 2 * model.num_blocks * rows * (inputs.mean_length or inputs.length)
