@@ -33,6 +33,10 @@ class Region(NamedTuple):
     width: int = 0
     stride: int = 0
 
+    def rows(self, count: int) -> tuple[int, int, int]:
+        """Return number of rows, width and stride of a part of `count` elements."""
+        return (count // self.width, self.width, self.stride) if self.width else (1, count, count)
+
 
 ALL = Region()
 """The region of a full parameter."""

@@ -16,7 +16,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from lezo_ds.noise import NoiseBackend, Region, Shard, Weight, pack_updates
+from lezo_ds.noise import NoiseBackend, Shard, Weight, pack_updates
 from lezo_ds.zo.updates import Distribution, Update, UpdatePrecision
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
@@ -51,7 +51,7 @@ class CpuNoise(NoiseBackend):
         copies = []
         for theta, parameter_id, out_dtype, rows, region in weights:
             theta, shape, row_pointer = theta.contiguous(), theta.shape, None
-            num_rows, width, start, stride = _rows_of(theta.numel(), region)
+            num_rows, width, stride = region.rows(theta.numel())
             if rows is not None:
                 rows, num_rows, width = rows.contiguous(), len(rows), theta.shape[1]
                 shape, row_pointer, stride = torch.Size((num_rows, width)), rows.data_ptr(), width
@@ -61,7 +61,7 @@ class CpuNoise(NoiseBackend):
             source = theta.data_ptr(), _FORMATS.index(theta.dtype)
             minus = outs[1].data_ptr() if num_signs == 2 else None
             target = outs[0].data_ptr(), minus, _FORMATS.index(out_dtype)
-            elements = row_pointer, num_rows, width, start, stride
+            elements = row_pointer, num_rows, width, stride, region.start
             noise = key, parameter_id, scale, _DISTRIBUTIONS.index(distribution)
             self._kernels.lezo_perturb(*source, *target, *elements, *noise, torch.get_num_threads())
             copies.append(outs)
@@ -79,15 +79,9 @@ class CpuNoise(NoiseBackend):
         for values, region, parameter_id, low in shards:
             low_pointer = None if low is None else low.data_ptr()
             stored = values.data_ptr(), _FORMATS.index(values.dtype), low_pointer
-            elements = *_rows_of(values.numel(), region), parameter_id
+            elements = *region.rows(values.numel()), region.start, parameter_id
             changes = packed.ctypes.data, len(packed)
             self._kernels.lezo_update(*stored, *codes, *elements, *changes, torch.get_num_threads())
-
-
-def _rows_of(numel: int, region: Region) -> tuple[int, int, int, int]:
-    """Return number of rows, their width, first element, and stride of a part."""
-    start, width, stride = region
-    return (numel // width, width, start, stride) if width else (1, numel, start, numel)
 
 
 def _built_library() -> Path:

@@ -387,7 +387,7 @@ extern "C" {
 
 // Row i of the results is that of row rows[i] of theta, or of row i if `rows` is null. `minus` may be null.
 void lezo_perturb(const void *theta, int theta_format, void *plus, void *minus, int out_format, const int64_t *rows,
-                  int64_t num_rows, int64_t width, int64_t start, int64_t stride, uint64_t key, uint32_t parameter_id,
+                  int64_t num_rows, int64_t width, int64_t stride, int64_t start, uint64_t key, uint32_t parameter_id,
                   float scale, int distribution, int num_threads) {
     const Noise noise{distribution, key, parameter_id};
     const auto perturb = [&](auto theta_tag, auto out_tag) {
@@ -409,7 +409,7 @@ void lezo_perturb(const void *theta, int theta_format, void *plus, void *minus, 
 
 // `low` is null unless `precision` is MASTER in 16 bits. fp32 is always stored to nearest.
 void lezo_update(void *shard, int format, int16_t *low, int precision, int distribution, int64_t num_rows,
-                 int64_t width, int64_t start, int64_t stride, uint32_t parameter_id, const Update *updates,
+                 int64_t width, int64_t stride, int64_t start, uint32_t parameter_id, const Update *updates,
                  int64_t num_updates, int num_threads) {
     const Noise noise{distribution, 0, parameter_id};
     with_format(format, [&](auto storage_tag) {

@@ -60,14 +60,13 @@ class Witness:
         self._samples = []
         for parameter in parameters:
             parameter_id, low = parameter.named.parameter_id, low_bits.get(parameter.name)
-            start, width, stride = parameter.region
-            width = width or parameter.count  # a sample is part of one row
-            row = parameter_id % max(1, parameter.count // width)
+            num_rows, width, stride = parameter.region.rows(parameter.count)
+            row = parameter_id % num_rows  # a sample is part of one row
             begin = parameter_id % max(1, width - _NUM_ELEMENTS)
             elements = slice(row * width + begin, row * width + min(begin + _NUM_ELEMENTS, width))
             low = None if low is None else low[elements].clone()
             with parameter.shard() as shard:
-                region = Region(start + row * stride + begin)
+                region = Region(parameter.region.start + row * stride + begin)
                 copy = Shard(shard[elements].clone(), region, parameter_id, low)
             self._samples.append(_Sample(parameter, elements, copy))
 

@@ -130,13 +130,15 @@ def _split(name: str, parameter: nn.Parameter, group: Any) -> Split:  # noqa: AN
     return Split(whole.logical_shape, parts, group)
 
 
+_Part = tuple[Region, int]
+"""A region and its number of elements."""
+
+
 class Split(NamedTuple):
     """How a parameter is split over the ranks of a tensor-parallel group."""
 
     shape: tuple[int, ...]  # of the full parameter
-    parts: Sequence[
-        tuple[Region, int]
-    ]  # region and number of elements of each rank; none if all have all of it
+    parts: Sequence[_Part]  # of each rank; none if all ranks have all of the parameter
     group: Any
 
     @property
@@ -179,8 +181,8 @@ class SplitParameter(ShardedParameter):
         )
         full = torch.empty(self.numel, dtype=mine.dtype)
         for values, (region, count) in zip(by_rank.cpu(), self._parts, strict=True):
-            width, stride = (region.width, region.stride) if region.width else (count, count)
-            rows = full.as_strided((count // width, width), (stride, 1), region.start)
+            num_rows, width, stride = region.rows(count)
+            rows = full.as_strided((num_rows, width), (stride, 1), region.start)
             rows.copy_(values[:count].view(rows.shape))
         return full.view(self.shape)
 
