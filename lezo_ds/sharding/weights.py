@@ -132,14 +132,15 @@ class ShardedWeights:
     def unlike_replicas(self) -> list[tuple[int, str]]:
         """Return (rank, name) of each shard that differs from its first replica. A collective."""
         num_sharers = distributed.world_size(self.parameters[0].group)
-        has_replicas = any(parameter.is_replicated for parameter in self.parameters)
-        if num_sharers == distributed.world_size() and not has_replicas:
+        has_groups = num_sharers < distributed.world_size()
+        parameters = [parameter for parameter in self.parameters if has_groups or parameter.is_replicated]
+        if not parameters:
             return []
-        by_rank = distributed.gather_objects(self._shard_digests(self.parameters))
+        by_rank = distributed.gather_objects(self._shard_digests(parameters))
         return [
             (rank, parameter.name)
             for rank, digests in enumerate(by_rank)
-            for index, parameter in enumerate(self.parameters)
+            for index, parameter in enumerate(parameters)
             if digests[index] != by_rank[0 if parameter.is_replicated else rank % num_sharers][index]
         ]
 
