@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from lezo_ds import distributed
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, eval_every, num_passes
-from lezo_ds.config.deepspeed import check_shares, ds_config_of
+from lezo_ds.config.deepspeed import check_shares, ds_config_of, tensor_parallel_of
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import HubError
 from lezo_ds.model.checkpoint import resolve_model
@@ -83,8 +83,9 @@ def _ways_lines(
     """Say what a rank receives in a step, and holds, under ZeRO-3 and under tensor parallelism."""
     if config.method not in ZEROTH_ORDER or num_ranks == 1:
         return []
-    split, texts = config.tensor_parallel or num_ranks, []
-    for size in (1, split) if split > 1 and model.heads % split == 0 else (1,):
+    asked, texts = tensor_parallel_of(config), []
+    split = asked if asked > 1 else num_ranks
+    for size in (1, split) if model.heads % split == 0 else (1,):
         way = replace(config, tensor_parallel=size, partition_size=None, deepspeed=None)
         held = plan.rank_memory(way, model, inputs, world_size=num_ranks, on_gpu=on_gpu).total / plan.GIB
         received = plan.received_bytes(way, model, inputs, ranks=num_ranks, split=size) / 1e9
@@ -98,16 +99,17 @@ def what_fits(
 ) -> list[Line]:
     """Return a line for each way to share the weights, with the largest micro-batch that fits a GPU.
 
-    The weights are offloaded to the hosts' memory only if nothing fits otherwise.
+    The weights are sharded by ZeRO-3, and offloaded to the hosts' memory only if nothing fits otherwise.
     """
     batch, texts, fits = config.train.batch_size, [], list[bool]()
-    ways = [(size, config.deepspeed) for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+    zero3 = config.deepspeed if tensor_parallel_of(config) == 1 else None
+    ways = [(size, zero3) for size in range(1, num_ranks + 1) if num_ranks % size == 0]
     for shards, source in [*ways, (num_ranks, _OFFLOAD)]:
         if len(fits) == len(ways) and any(fits):
             break
         for size in (size for size in range(batch, 0, -1) if batch % size == 0):
             train = replace(config.train, micro_batch_size=size, eval_batch_size=size)
-            way = replace(config, partition_size=shards, deepspeed=source, train=train)
+            way = replace(config, tensor_parallel=None, partition_size=shards, deepspeed=source, train=train)
             if config.method in TRAINED and num_passes(way) % num_ranks and size > 1:
                 continue
             memory = plan.rank_memory(way, model, inputs, world_size=num_ranks)

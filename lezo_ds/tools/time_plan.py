@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from lezo_ds import distributed
 from lezo_ds.config import TRAINED, RunConfig
+from lezo_ds.config.deepspeed import tensor_parallel_of
 from lezo_ds.data.evaluation import evaluate
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.model.checkpoint import DTYPES, build_on_meta, load_model_config
@@ -31,7 +32,7 @@ def plan_time(config: RunConfig, directory: Path, data: TaskData, num_blocks: in
     A collective. Messages of these ranks are included. Weights are not offloaded.
     """
     world = distributed.world_size()  # the plan may be for more ranks
-    sizes = {name: getattr(config, name) for name in ("partition_size", "tensor_parallel")}
+    sizes = dict[str, Any](tensor_parallel=tensor_parallel_of(config), partition_size=config.partition_size)
     sizes = {name: size if size and world % size == 0 else None for name, size in sizes.items()}
     # A step drops the first block, and keeps the last.
     zo = replace(config.zo, sparsity=0.5, layer_policy="fixed", layer_policy_options={})

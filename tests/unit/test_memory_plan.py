@@ -135,8 +135,11 @@ def test_long_answers_need_the_whole_head_all_logits_and_their_keys_and_values()
     assert parts["activations"] - memory_of().parts["activations"] == 8 * (64 + 50) * 48 * 2 * 7168 * 2
 
 
-def test_what_fits_prefers_few_ranks_and_offloads_only_if_nothing_else_fits():
-    config = recipe(train__batch_size=16)
+@pytest.mark.parametrize("way", ["ZeRO-3", "key", "JSON"])
+def test_what_fits_is_for_few_ranks_of_zero3_and_offloads_only_if_nothing_else_fits(way, tmp_path):
+    (tmp_path / "autotp.json").write_text('{"tensor_parallel": {"autotp_size": 4}}')
+    keys = {"ZeRO-3": {}, "key": {"tensor_parallel": 4}, "JSON": {"deepspeed": str(tmp_path / "autotp.json")}}
+    config = recipe(train__batch_size=16, **keys[way])
     model = model_sizes(config, "opt-30b")
 
     def lines(gigabytes):
