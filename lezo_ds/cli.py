@@ -262,7 +262,9 @@ def _init(parser: _Parser) -> None:
     add("--text", metavar="COLUMN", help="the column that the model reads")
     add("--label", metavar="COLUMN", help="the column with the right label")
     add("--answer", metavar="COLUMN", help="the column with a text to write, instead of a label")
-    add("--reward", metavar="MODULE:FUNCTION", help="judges the answers; the module may be beside the recipe")
+    add(
+        "--reward", metavar="MODULE:FUNCTION", help="judges answers; its module may be in the recipe's folder"
+    )
     add("--method", choices=("fzoo", "lezo", "mezo"), default="fzoo", help="of training (default: fzoo)")
     add("--skip-unusable", action="store_true", help="leave out records that cannot be used")
 

@@ -53,7 +53,7 @@ class Registry(Mapping[str, T]):
         except Exception as error:  # the module may raise anything
             raise UserError(
                 f"{self._key}={name} names no {self._what}: {type(error).__name__}: {error}",
-                fix="correct the name, or put the module beside the recipe or in a folder on PYTHONPATH",
+                fix="correct the name, or put the module in the recipe's folder or on PYTHONPATH",
             ) from error
         finally:
             sys.path[:] = [folder for folder in sys.path if folder not in added]
