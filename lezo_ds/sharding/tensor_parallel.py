@@ -130,8 +130,7 @@ def _split(name: str, parameter: nn.Parameter, group: Any) -> Split:  # noqa: AN
     return Split(whole.logical_shape, parts, group)
 
 
-_Part = tuple[Region, int]
-"""A region and its number of elements."""
+_Part = tuple[Region, int]  # a region and its number of elements
 
 
 class Split(NamedTuple):

@@ -83,14 +83,17 @@ def _ways_lines(
     """Say what a rank receives in a step, and holds, under ZeRO-3 and under tensor parallelism."""
     if config.method not in ZEROTH_ORDER or num_ranks == 1:
         return []
-    asked, texts = tensor_parallel_of(config), []
+    asked, texts, received = tensor_parallel_of(config), [], list[float]()
     split = asked if asked > 1 else num_ranks
     for size in (1, split) if model.heads % split == 0 else (1,):
         way = replace(config, tensor_parallel=size, partition_size=None, deepspeed=None)
         held = plan.rank_memory(way, model, inputs, world_size=num_ranks, on_gpu=on_gpu).total / plan.GIB
-        received = plan.received_bytes(way, model, inputs, ranks=num_ranks, split=size) / 1e9
+        received.append(plan.received_bytes(way, model, inputs, ranks=num_ranks, split=size) / 1e9)
         name = f"tensor_parallel={size}" if size > 1 else "ZeRO-3"
-        texts.append(f"{name} {received:.3g} GB a step, {held:.3g} GiB")
+        texts.append(f"{name} {received[-1]:.3g} GB a step, {held:.3g} GiB")
+    if len(received) > 1:
+        length = (inputs.mean_length or inputs.length) * received[0] / received[1]
+        texts.append(f"ZeRO-3 receives less from {length:.3g} tokens an example on")
     return [("a rank", f"receives and holds: {'; '.join(texts)}")]
 
 

@@ -116,6 +116,15 @@ def test_a_step_sends_all_weights_under_zero_3_and_sums_of_activations_if_they_a
     assert activations == round(2 * 48 * 2 * 277 * 7168 * 2 * 2 * 3 / 4)
 
 
+def test_a_dry_run_says_from_which_length_on_zero_3_receives_less():
+    changes = ["model=opt-30b", "task=sst2", "method=lezo", "model.dtype=bf16", "train.micro_batch_size=16"]
+    changes += ["deepspeed=tensor_parallel_bf16"]
+    text = dry_run(load_config("paper", changes), num_gpus=4)
+    # 48 blocks sum two activations of 7168 numbers for each of 16 examples, at two probes.
+    length = OPT_30B * 3 / 4 / (48 * 2 * 2 * 16 * 7168 * 2 * 3 / 4)
+    assert f"ZeRO-3 receives less from {length:.3g} tokens an example on" in text
+
+
 def test_more_probes_in_a_pass_need_more_activations_and_copies_of_one_layer_at_a_time():
     few, many = (memory_of(zo__directions=8, zo__probes_per_pass=probes).parts for probes in (2, 16))
     assert (few["copies"], many["copies"]) == (2 * 2 * BLOCK, 2 * 2 * (LAYER + 4 * 7168))
