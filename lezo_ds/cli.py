@@ -314,6 +314,7 @@ def run_command(name: str) -> None:
 
 def main(command: str | None = None) -> None:
     """Run a command, by default the one that the first argument names, and end the process."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank is not 30 lines of a C++ stack
     sys.stdout, sys.stderr = _without_broken_pipe(sys.stdout), _without_broken_pipe(sys.stderr)
     logging.basicConfig(level=logging.INFO if launched_rank() == 0 else logging.ERROR, format="%(message)s")
     for noisy in ("DeepSpeed", "httpx", "datasets", "torch.distributed"):
@@ -325,6 +326,12 @@ def main(command: str | None = None) -> None:
             run_command(command)
     except LezoError as error:
         end_with(error)
+    except RuntimeError as error:
+        distributed = sys.modules.get("lezo_ds.distributed")
+        lost = distributed.lost_rank(error) if distributed else None
+        if lost is None:
+            raise
+        end_with(lost)
     # A command that did not need torch has not imported this module.
     if "lezo_ds.distributed" in sys.modules:
         sys.modules["lezo_ds.distributed"].shut_down()

@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from lezo_ds.distributed import heartbeat
 from lezo_ds.distributed.accelerator import adapt_to_cpu, fix_arithmetic, take_device
-from lezo_ds.errors import UserError
+from lezo_ds.errors import LostRankError, UserError
 
 # Phrases of gloo's errors and of no others. gloo raises a plain RuntimeError (torch 2.13).
 _LOST = re.compile(
@@ -43,21 +43,16 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
     if not all(name in os.environ for name in _RANK_VARIABLES):
         _set_rank_variables()
     take_device()  # before the first message: otherwise every rank would send it from GPU 0
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if num_ranks > 1:
+        _heartbeats.append(heartbeat.Heartbeat(rank, num_ranks, min(heartbeat.LIMIT_SECONDS, timeout_seconds)))
+        _heartbeats[0].start()
     timeout = timedelta(seconds=timeout_seconds)
     comm.init_distributed(timeout=timeout, init_method=prepare_rendezvous(), verbose=False)
-    _start_heartbeat(comm.get_rank(), comm.get_world_size(), timeout)
     # A rank that ends at once (bad input) would break the connections of the ranks that still join.
     comm.barrier()
-
-
-def _start_heartbeat(rank: int, num_ranks: int, timeout: timedelta) -> None:
-    if num_ranks > 1 and not _heartbeats:
-        _heartbeats.append(heartbeat.Heartbeat(rank, num_ranks, _limit(timeout)))
-        _heartbeats[0].start()
-
-
-def _limit(timeout: timedelta) -> float:
-    return min(heartbeat.LIMIT_SECONDS, timeout.total_seconds())
+    for each in _heartbeats:
+        each.all_joined = True
 
 
 def shut_down() -> None:
@@ -81,12 +76,18 @@ def lost_ranks_reported(state: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = " ".join(str(error).split())
-        if not (isinstance(error, DistError) or _LOST.search(text)):
-            raise
-        raise heartbeat.lost_rank_error(text[:200], state()) from error
+        if lost := lost_rank(error):
+            raise lost from error
+        raise
     finally:
         heartbeat.states.pop()
+
+
+def lost_rank(error: RuntimeError) -> LostRankError | None:
+    """Return what an error of a message between ranks means, and None for another error."""
+    text = " ".join(str(error).split())
+    is_lost = isinstance(error, DistError) or _LOST.search(text)
+    return heartbeat.lost_rank_error(text[:200]) if is_lost else None
 
 
 def _set_rank_variables() -> None:
@@ -200,18 +201,17 @@ def _meet(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[Store, int, i
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     listener = listen_at(host, port) if rank == 0 else None
     descriptor = None if listener is None else listener.detach()
-    # The heartbeat, not this store, waits for ranks that are late, and ends this one if another never comes.
+    # The heartbeat is the first to end this process if another rank never comes.
     store = TCPStore(
         host,
         port,
         world_size,
         is_master=rank == 0,
-        timeout=timedelta(seconds=_limit(timeout)),
+        timeout=2 * timeout,
         wait_for_workers=False,
         multi_tenant=True,
         master_listen_fd=descriptor,
     )
-    _start_heartbeat(rank, world_size, timeout)
     yield store, rank, world_size  # torch asks for a second item only if ranks join again
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from commands import run_forked
+from commands import run_forked, wait_until
 from ranks import free_port, run_ranks
 
 from lezo_ds import distributed
@@ -145,4 +146,28 @@ def test_a_rank_that_never_joins_ends_the_start_long_before_the_timeout_of_a_mes
     kill = {"grace": 60, "meanwhile": lambda ranks: ranks[victim].kill(), "LIMIT_SECONDS": "3"}
     lost = run_forked(arguments, QUICK, num_ranks=2, **kill)
     (what,) = re.findall(r"error: another rank has ended, .*?: (.*); last good step: none, the", lost.err)
-    assert ("3000ms" if victim == 0 else "rank 1 has shown no sign of life for 3 s") in what
+    assert what == f"rank {victim} has shown no sign of life for 3 s"
+    assert f"waiting for rank {victim} to join at 127.0.0.1, port " in lost.err
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("num_ranks", [2, 3], ids=["after the meeting", "while another has not joined"])
+def test_a_rank_that_has_joined_and_is_killed_ends_any_command_in_seconds(num_ranks, recipe):
+    port, ends = free_port(), []
+
+    def kill_a_joined_rank(ranks):
+        for late in ranks[2:]:
+            os.kill(late.pid, signal.SIGSTOP)
+        victim = psutil.Process(ranks[1].pid)
+        wait_until(lambda: any(port in each.raddr for each in victim.net_connections()), ranks[1])
+        ranks[1].kill()
+        ranks[0].join(30)
+        ends.append(ranks[0].exitcode)
+        for late in ranks[2:]:
+            late.kill()
+
+    arguments = ["--model", recipe.parent / "model", "--config", recipe, "zo.sparsity=0.5"]
+    told = {"PROGRAM": "evaluate.py", "LIMIT_SECONDS": "60", "MASTER_PORT": str(port)}
+    lost = run_forked(arguments, QUICK, num_ranks, kill_a_joined_rank, grace=30, **told)
+    assert ends == [6] and "Traceback" not in lost.err
+    assert re.search("error: another rank has ended, .*; the command has not finished; fix: ", lost.err)
