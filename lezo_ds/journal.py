@@ -217,7 +217,7 @@ class Journal:
 
 def read_journal(path: Path) -> tuple[Header, list[JournalRecord]]:
     """Read a journal without changing it, even while it grows: an incomplete last line is left out."""
-    header, records, _ = _load(path)
+    header, *records = (item for item, _ in scan_journal(path))  # without marks, which take as much memory
     return header, records
 
 
@@ -240,7 +240,7 @@ def step_checksums(header: Header, records: Iterable[JournalRecord]) -> tuple[st
     return tuple(checksums)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Mark:
     """The end of a line in the file, the crc of that line, and the number of steps up to it."""
 
@@ -322,14 +322,14 @@ def _decode(line: bytes, previous_crc: int) -> tuple[Any, int]:
     crc = zlib.crc32(body + b"}", previous_crc)
     if stored != b'"%08x"}' % crc:
         raise ValueError("its checksum does not match")
-    members = json.loads(body + b"}")
+    members = json.loads(str(body + b"}", "utf-8"))
     kind = members.pop("kind", None)
     if kind == "header" and (version := members.pop("format", 0)) != FORMAT:
         what = f"the journal has format {version}, and this version of lezo_ds reads format {FORMAT}"
         raise UserError(what, fix="use the version of lezo_ds that wrote it")
     if kind == "step":  # every list was a tuple
-        lists = {name: tuple(value) for name, value in members.items() if isinstance(value, list)}
-        members = _LEFT_OUT | {_FIELDS.get(name, name): value for name, value in (members | lists).items()}
+        named = ((_FIELDS.get(name, name), value) for name, value in members.items())
+        members = {name: tuple(value) if isinstance(value, list) else value for name, value in named}
     try:
         return _KINDS[kind](**members), crc
     except (TypeError, KeyError, AttributeError, OverflowError) as error:

@@ -20,9 +20,9 @@ class StepRecord:
     """The estimate of the derivative along each direction."""
     learning_rate: float
     perturbation_scale: float
-    loss: float | None
+    loss: float | None = None
     """Mean over the batch; None if it was not finite."""
-    applied: bool
+    applied: bool = True
     """False if the step was skipped, because a loss or a projected gradient was not finite."""
     layer_weights: tuple[float, ...] = ()
     """Factor of the update of each block and group outside; empty if all are 1."""
@@ -31,8 +31,9 @@ class StepRecord:
         for number in (self.step, self.key, *self.dropped_layers):
             if type(number) is not int or not 0 <= number < 2**64:
                 raise ValueError(f"{number!r} is not an unsigned 64-bit number")
-        check_finite(self.learning_rate, self.perturbation_scale, *self.projected_grads, *self.layer_weights)
-        check_finite(*([] if self.loss is None else [self.loss]))
+        loss = () if self.loss is None else (self.loss,)
+        check_finite(self.learning_rate, self.perturbation_scale, *loss)
+        check_finite(*self.projected_grads, *self.layer_weights)
         if self.applied and (self.loss is None or not self.projected_grads):
             raise ValueError("an applied step has a finite loss and at least one projected gradient")
 
