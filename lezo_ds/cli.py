@@ -75,9 +75,8 @@ def _name(text: str) -> str:
 def _train(parser: _Parser) -> None:
     """Fine-tune a model: deepspeed --num_gpus 2 --module lezo_ds train --config RECIPE key=value ...
 
-    The same command resumes a run that was stopped. In paths, ~ and $VAR are expanded. A path in a YAML file
-    is relative to the folder of that file if it begins with ./ or ../ or, except for run_dir, if it exists
-    there. Others are relative to the working directory.
+    The same command resumes a run. In paths, ~ and $VAR are expanded. A path in a YAML file is relative to
+    the file's folder if it begins with ./ or ../ or, except for run_dir, exists there.
     """
     add = parser.add_argument
     add("--config", metavar="RECIPE", help=_RECIPE_HELP)
@@ -221,10 +220,9 @@ def _sweep(parser: _Parser) -> None:
         --grid zo.learning_rate=1e-6,7e-7 zo.sparsity=0.5,0.75 seed,data.seed=0,1,2,3,4
     lezo-ds sweep --config demo --out runs/tuned --tune zo.learning_rate --grid seed=0,1,2
 
-    The same command again skips finished runs and resumes the others. It writes results.csv to DIR and prints
-    means over seeds. Keys that are separated by commas change together. key=value before --grid changes the
-    recipe for all runs. A finished run of lezo keeps no weights, since its journal gives them back, unless
-    train.keep_snapshots is set. launch/slurm/sweep.sbatch runs a sweep as a Slurm array.
+    The same command skips finished runs and resumes the others. It writes results.csv to DIR and prints means
+    over seeds. Keys that are separated by commas change together. key=value before --grid changes all runs.
+    A finished run of lezo keeps no weights unless train.keep_snapshots is set: its journal gives them back.
     """
     add = parser.add_argument
     add("--config", required=True, metavar="RECIPE", help=_RECIPE_HELP)
@@ -251,9 +249,8 @@ def _init(parser: _Parser) -> None:
     lezo-ds init models/smollm2 tickets.csv --text body --label topic --out recipe.yaml
     lezo-ds init models/smollm2 prompts.jsonl --reward rewards:brevity
 
-    DATA is a .csv, .tsv, .json, .jsonl or .parquet file, or OWNER/NAME:SPLIT on the hub. Without --text, the
-    only column of texts is read; without --label and --answer, the only column with few different values is
-    learned. An instruct model reads and answers in its chat template.
+    DATA is a .csv, .tsv, .json, .jsonl or .parquet file, or OWNER/NAME:SPLIT on the hub. By default, the only
+    column of texts is read, and the only one with few values learned. An instruct model has its template.
     """
     add = parser.add_argument
     add("model", type=_name, metavar="MODEL", help="directory of a model, or its hub id")
@@ -335,8 +332,7 @@ def main(command: str | None = None) -> None:
     # A command that did not need torch has not imported this module.
     if "lezo_ds.distributed" in sys.modules:
         sys.modules["lezo_ds.distributed"].shut_down()
-    # When the interpreter shuts down, a thread of gloo sometimes aborts the process (torch 2.13; see PyTorch
-    # pull request 179291). os._exit skips the exit handlers, in which monitors flush.
+    # At a normal exit, a thread of gloo may abort (torch 2.13, PyTorch pull request 179291).
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -2,9 +2,8 @@
 
 Rank 0 writes the line of a step before any rank applies the step. The lines are a header, then steps,
 numbered from 0 without gaps, and evaluations; docs/file-formats.md describes them. The checksum of each
-continues that of the line before, so a changed, missing, repeated or moved line is noticed. A last line
-without newline was cut short by a crash and is dropped, as nothing on the disk depends on its step. Any other
-damage is an error, and is never repaired by a guess.
+continues that of the line before. A last line without newline was cut short by a crash and is dropped, as
+nothing on the disk depends on its step. Any other damage is an error.
 """
 
 from __future__ import annotations
@@ -231,7 +230,7 @@ def encode_journal(header: Header, records: Iterable[JournalRecord]) -> bytes:
 
 
 def step_checksums(header: Header, records: Iterable[JournalRecord]) -> tuple[str, ...]:
-    """Return the chained checksums after 0, 1, ... steps: of all that the weights after them depend on."""
+    """Return the chained checksums after 0, 1, ... steps, without those of evaluations."""
     checksums, crc = [], 0
     for item in (header, *records):
         crc = _encode(item, crc)[1]

@@ -48,8 +48,7 @@ def take_device() -> None:
 def adapt_to_cpu() -> None:
     """On a CPU, change DeepSpeed (0.19.8) for the process, before the process group is made."""
     if get_accelerator().device_name() == "cpu":
-        # DeepSpeed would compile its shared-memory all-reduce. That takes a compiler and half a minute, and
-        # it can fail (DeepSpeed issue 7108). Only `inference_all_reduce` uses it, which is not used here.
+        # DeepSpeed would compile an all-reduce that is not used here, and may fail (DeepSpeed issue 7108).
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         TorchBackend.all_gather_into_tensor = _gather_by_broadcasts
 

@@ -1,11 +1,9 @@
 """Finds a rank whose process has ended or hangs, whatever the main threads of the others wait for.
 
-With gloo, a rank that ends breaks the messages of the others. With NCCL, and if a rank hangs, the others wait
-until torch's timeout, half an hour by default, and NCCL then ends them without a message of ours.
+With NCCL, or if a rank hangs, the others would wait until torch's timeout, half an hour by default.
 
 A thread of each rank counts in a store that rank 0 holds. Rank 0 watches the counts of all others, and they
-watch that of rank 0. The count says that the process runs, not what its main thread does: a long step or a
-slow disk is no reason to end.
+watch that of rank 0. A process that counts is not lost, however long its step takes.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lezo_ds.errors import LostRankError, cut, end_with
 
-# A rank is lost if its count stays the same for so long. A thread cannot count while another one holds the
-# interpreter's lock, as a library might while it reads or writes a large file.
+# A rank is lost if its count stays the same for so long. A thread cannot count while a library holds the
+# interpreter's lock.
 LIMIT_SECONDS = 300.0
 _BEATS = 60  # in this time; a slow beat does not matter
 # While ranks join, those that have joined only wait for the others, and nothing holds that lock.
@@ -41,8 +39,7 @@ class Heartbeat:
         self._rank = rank
         self._limit = limit_seconds
         self._counts: dict[int, int] = {}  # of the ranks that have joined
-        # Seconds of looks since the count of a rank changed. These are not by the clock, so that a machine
-        # that slept does not take all others for lost when it wakes up.
+        # Seconds of looks since the count of a rank changed, not of the clock: the machine may have slept.
         self._missed = dict.fromkeys(range(1, num_ranks) if rank == 0 else [0], 0.0)
         self._store_is_gone = False
         self._stopped = threading.Event()
@@ -81,8 +78,7 @@ class Heartbeat:
             if self._store_is_gone:
                 time.sleep(_RANK_ZERO_SECONDS)  # for the launcher, which ends this rank if rank 0 has failed
                 self._report("rank 0 has ended")
-                return
-            limit = self._limit if self.all_joined else min(self._limit, _JOINING_SECONDS)
+            limit = self._limit if self.all_joined else _JOINING_SECONDS
             for rank in self._missed:
                 self._missed[rank] += self._interval
                 if self._missed[rank] >= (limit if rank in self._counts else self._limit):
@@ -99,7 +95,5 @@ class Heartbeat:
 
 
 def lost_rank_error(what: str) -> LostRankError:
-    return LostRankError(
-        f"another rank has ended, or has not answered in time: {what}; {states[-1]()}; "
-        "fix: read the error of that rank, then run the same command again"
-    )
+    text = f"another rank has ended, or has not answered in time: {what}; {states[-1]()}"
+    return LostRankError(f"{text}; fix: read the error of that rank, then run the same command again")

@@ -33,8 +33,7 @@ _heartbeats: list[heartbeat.Heartbeat] = []
 def init_distributed(timeout_seconds: int = 1800) -> None:
     """Join the process group. A collective waits for the other ranks for so long. A second call does nothing.
 
-    The `deepspeed` launcher and torchrun set RANK and the other variables. For srun they are derived from
-    SLURM_*, and for mpirun mpi4py has them. A process that none of these started is the only rank.
+    A process that no launcher started is the only rank.
     """
     fix_arithmetic()
     if comm.is_initialized():
@@ -43,9 +42,9 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
     if not all(name in os.environ for name in _RANK_VARIABLES):
         _set_rank_variables()
     take_device()  # before the first message: otherwise every rank would send it from GPU 0
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if num_ranks > 1:
-        _heartbeats.append(heartbeat.Heartbeat(rank, num_ranks, min(heartbeat.LIMIT_SECONDS, timeout_seconds)))
+    if (num_ranks := int(os.environ["WORLD_SIZE"])) > 1:
+        limit = min(heartbeat.LIMIT_SECONDS, timeout_seconds)
+        _heartbeats.append(heartbeat.Heartbeat(int(os.environ["RANK"]), num_ranks, limit))
         _heartbeats[0].start()
     timeout = timedelta(seconds=timeout_seconds)
     comm.init_distributed(timeout=timeout, init_method=prepare_rendezvous(), verbose=False)
@@ -118,10 +117,9 @@ def _ask_mpi() -> None:
 
 
 def slurm_rank_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return RANK and the other variables of a task that srun started, from its SLURM_*.
+    """Return RANK and the other variables of a task that srun started. Task 0 runs on the step's first node.
 
-    The address is the first node of the job step, where task 0 runs. The port depends on the job and the
-    step, and is below those that Linux uses for outgoing connections.
+    The port depends on the job and the step, and is below those that Linux uses for outgoing connections.
     """
     # keeps the first of each range: gpu[07-08,11],big1 is gpu07,big1
     nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", variables["SLURM_STEP_NODELIST"])
@@ -138,10 +136,9 @@ def slurm_rank_variables(variables: Mapping[str, str]) -> dict[str, str]:
 def prepare_rendezvous() -> str:
     """Return the `init_method` for torch's process group.
 
-    torch's own store, whose messages are neither encrypted nor authenticated, listens on every address of
-    rank 0's machine (PyTorch issue 173909, torch 2.13). Ours listens on the address in MASTER_ADDR only. If
-    that is the loopback, gloo and NCCL use it too, unless their variables are set. Ranks that torchrun
-    started use torchrun's own store.
+    torch's own store is not authenticated and listens on every address (PyTorch issue 173909, torch 2.13).
+    Ours listens at MASTER_ADDR only. If that is the loopback, gloo and NCCL use it too unless told otherwise.
+    Ranks that torchrun started use torchrun's own store.
     """
     if is_loopback(os.environ["MASTER_ADDR"]):
         loopbacks = [name for _, name in socket.if_nameindex() if name.startswith("lo")]

@@ -180,6 +180,5 @@ class RunDirectory:
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions of everything that can change the numbers of a run."""
     versions = {"python": platform.python_version(), "lezo_ds": lezo_ds.__version__}
     return versions | {name: importlib.metadata.version(name) for name in LIBRARIES}

@@ -1,8 +1,7 @@
 """Write the model of a run as a Hugging Face directory, or a run as one small file.
 
-The file is the journal, without paths of this machine, and with digests of the weights. It is not trusted:
-reading it runs no code, imports no module and opens no path that it names. All lines are checked, one at a
-time, before any is kept.
+The file is the journal, without paths of this machine, and with digests of the weights. Reading one runs no
+code, imports no module and opens no path that it names. All lines are checked before any is kept.
 """
 
 from __future__ import annotations

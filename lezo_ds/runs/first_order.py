@@ -57,8 +57,7 @@ class FirstOrderEngine(ModelEngine):
     def train_batch(self, batch: StepBatch | Sequence[MicroBatch], loss_function: LossFunction) -> float:
         """Do one step and return the mean loss over the batch before the update.
 
-        The batch has all micro-batches of the step, the same on every rank. Dropout masks do not depend on
-        the number of ranks. If this raises, the weights have not changed.
+        The batch is the same on every rank. If this raises, the weights have not changed.
         """
         batch = StepBatch.of(batch)
         share, total_weight = self.share_of_rank(self.global_rank, len(batch)), batch.total_weight
@@ -114,10 +113,7 @@ class FirstOrderEngine(ModelEngine):
         distributed.barrier()
 
     def load_training_state(self, root: Path, step: int) -> None:
-        """Restore what `save_training_state` wrote on the same number of ranks. A collective.
-
-        DeepSpeed's files are pickled: open only those of trusted runs.
-        """
+        """Restore what `save_training_state` wrote, on as many ranks. Trusted: these files are pickled."""
         self._deepspeed.load_checkpoint(str(root), tag=snapshot_path(root, step).name)
         zero3.finish_updates()
         self.global_steps = step

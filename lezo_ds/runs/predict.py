@@ -43,9 +43,8 @@ _NO_ANSWER: dict[type, object] = {int: -1, bool: False, list[str]: []}
 def predict_file(opened: Opened, source: Path, out: Path) -> int:
     """Label the records of `source` and return their number. A collective.
 
-    `out` becomes a file of the same kind with the same records and columns in the same order, and with
-    `predicted`: the label as the records hold it, the text of the chosen candidate, or the written answer. If
-    there are candidates, `probability` is that of the chosen one (see `lezo_ds.data.evaluation.predict`).
+    `out` becomes a file of the same kind and order, with `predicted`: the label as the records hold it, the
+    chosen candidate, or the written answer. A candidate has a `probability` (see data.evaluation.predict).
     """
     _, config, load = opened
     model, keys = load_model_config(resolve_model(config.model.path)), config.data

@@ -71,15 +71,11 @@ class Run:
 
     def _protected(self) -> tuple[int, ...]:
         """Return the steps whose snapshots are kept while the run goes on."""
-        # A prefix starts from the activations of a forward pass, which another machine rounds differently.
-        # Replay is exact only if it starts from the very same values, so a snapshot of step 0 keeps them.
+        # A prefix starts from activations, which another machine rounds differently.
         return (0,) if self.num_steps > 0 and self.config.peft.kind == "prefix" else ()
 
     def _check(self) -> None:
-        """Check that the weights are what the records made of them, and wait until these are on the disk.
-
-        A collective. A file that relies on the records is written next.
-        """
+        """Check the weights, and wait until the records that made them are on the disk. A collective."""
         self.engine.check_weights()
         self.engine.finish_records()
 

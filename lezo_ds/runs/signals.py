@@ -1,8 +1,4 @@
-"""Requests to stop from outside a run: signals, and the end of DeepSpeed's launcher.
-
-The launcher's inner process forwards SIGTERM and SIGINT to the ranks. Any other signal, and any signal to the
-`deepspeed` command itself, ends only the process that receives it, and the ranks would run on unnoticed.
-"""
+"""Requests to stop a run: signals, and the end of DeepSpeed's launcher, which most signals end alone."""
 
 from __future__ import annotations
 

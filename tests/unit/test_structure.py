@@ -17,7 +17,7 @@ SOURCE = [
 PACKAGE = [path for path in SOURCE if path.suffix == ".py"]
 SCRIPTS = sorted((REPOSITORY / "launch").rglob("*.py"))
 
-LINES = 15_490
+LINES = 15_486
 """Lines of Python and C++ in lezo_ds. A capability that does not fit makes room first."""
 TEST_LINES = 12_000
 
@@ -25,9 +25,9 @@ FLOORS: tuple[dict[str, int], ...] = (
     {"errors": 108},
     {"registry": 84, "files": 80},
     {"zo": 700},
-    {"noise": 1_600, "tasks": 757, "journal": 347},
+    {"noise": 1_600, "tasks": 757, "journal": 346},
     {"config": 1_125},
-    {"distributed": 545},
+    {"distributed": 549},
     {"replicas": 425},
     {"sharding": 1_170},
     {"forward": 1_130},
@@ -36,9 +36,9 @@ FLOORS: tuple[dict[str, int], ...] = (
     {"agreement": 120},
     {"step": 160},
     {"engine": 500},
-    {"runs": 2_126},
+    {"runs": 2_111},
     {"tools": 1_669},
-    {"cli": 377},
+    {"cli": 379},
 )
 """The rooms of the package from the ground up, with their lines. A room uses only those below it."""
 
