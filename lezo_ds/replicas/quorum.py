@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import socket
+import threading
 import time
 import urllib.request
 from collections import Counter
@@ -27,6 +28,7 @@ import torch
 
 os.environ.setdefault("RUST_LOG", "error")  # torchft reads it once, and would write ten lines a step
 from torchft import Manager, ProcessGroupGloo
+from torchft.checkpointing import CheckpointTransport
 
 from lezo_ds import distributed
 from lezo_ds.errors import DesyncError, LezoError, LostRankError, UserError, cut
@@ -39,9 +41,9 @@ for noisy in ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors")
     logging.getLogger(noisy).setLevel(logging.CRITICAL)
 
 _RPC = timedelta(seconds=15)
-_QUORUM = timedelta(seconds=5)  # torchft does not notice a lighthouse that was killed and started again
 _LEAST_PATIENCE = 10.0
 _MOST_FAILURES = 3
+FEW_LINES = 2  # that a replica may take over while the others wait
 _PAGE_BYTES = 4 << 20
 _TRANSPORT = re.compile(r"\d+@([\w.-]+:\d+):[0-9a-f-]{36}")  # in a replica's id, on the lighthouse's page
 
@@ -58,18 +60,32 @@ class Place(NamedTuple):
     num_workers: int
     addresses: Sequence[str]  # of the participants' transports
     news: Sequence[Mapping[str, Any]]  # evaluations that participants bring along
-    lines: Lines | None  # to take over first; if they replace the journal, this replica has left the quorum
+    lines: Lines | None  # to take over first
+    has_left: bool  # to take over many lines, while the others go on
+
+
+class _NoCheckpoints(CheckpointTransport[Any]):  # type: ignore[misc]
+    """In place of torchft's own, which unpickles what a peer sends."""
+
+    def metadata(self) -> str:
+        return ""
+
+    def send_checkpoint(self, *_: Any, **__: Any) -> Any:  # noqa: ANN401
+        """Do nothing: replicas take over the lines of a journal."""
+
+    recv_checkpoint = send_checkpoint
 
 
 class _Group(ProcessGroupGloo):  # type: ignore[misc]
     """A process group that is made again when its members change. They then tell each other `facts`."""
 
     def __init__(self, store: str) -> None:
-        super().__init__(timeout=_RPC)
+        super().__init__()
         self._store_address = store
         self.facts: dict[str, Any] = {}
         self.members: list[dict[str, Any]] = []
         self.position = -1
+        self.is_new = False
 
     def get_reconfigure_handle(self) -> str:
         # A lighthouse that was started again counts its quorums from 1 again, hence the nonce.
@@ -79,7 +95,11 @@ class _Group(ProcessGroupGloo):  # type: ignore[misc]
     def reconfigure(self, opts: Any) -> Any:  # noqa: ANN401
         self.members = [json.loads(handle) for handle in opts.handles]
         self.position = [member["id"] for member in self.members].index(self._handle_id())
+        self.is_new = True
         logger.info("this is replica %d of %d", self.position + 1, len(self.members))
+        # All members are here at the same time, but for one that died after it asked for the quorum.
+        self.set_timeout(timedelta(seconds=3 + len(self.members) / 10))
+        _connect(self.members[0]["store"].partition("/")[0])  # which TCPStore tries for long
         return super().reconfigure(opts)
 
 
@@ -96,7 +116,6 @@ class Replicas:
         self._lighthouse, self._number = lighthouse, number
         self._seconds = seconds  # to wait for the lighthouse, and at most for a replica
         self._manager: Any = None
-        self._healed: list[Lines] = []
         self._age = self._failures = self._num_before = 0
         self._longest = seconds  # of a round
         distributed.on_rank_zero(lambda: self._listen(journal))
@@ -138,8 +157,8 @@ class Replicas:
 
     def is_alive(self, address: str) -> bool:
         """Return whether a replica still runs, in the quorum or not."""
-        host, _, port = address.rpartition(":")
-        with suppress(OSError), socket.create_connection((host, int(port)), timeout=2):
+        with suppress(OSError):
+            _connect(address)
             return True
         return False
 
@@ -151,40 +170,51 @@ class Replicas:
     def _meet(self) -> Place:
         manager = self._wait_for_quorum()
         members, position = self._group.members, self._group.position
-        lines = self._healed.pop() if self._healed else None
+        lines, has_left = None, False
         # A lighthouse that was started again may give an old number to a new quorum.
         if (position, len(members)) != (manager.participating_rank(), manager.num_participants()):
             manager.report_error(RuntimeError("the members are not those of the quorum"))
-        counts = Counter(member["run"] for member in members)
-        if len(counts) > 1:  # the headers of replicas that start together on unlike machines
-            manager.report_error(RuntimeError("the members have different journals"))
+        if self._group.is_new:
+            self._group.is_new = False
+            # Replicas that start together on unlike machines have different headers.
+            counts = Counter(member["run"] for member in members)
             first = max(members, key=lambda member: (member["lines"], counts[member["run"]]))
-            with suppress(OSError):
-                lines = (
-                    self._transport.fetch(first["address"])
-                    if members[position]["run"] != first["run"]
-                    else None
-                )
-        if lines is not None and lines.start == 0:
-            self.leave()  # it takes a while to do all steps, and the others go on
+            has_first = [member["run"] == first["run"] for member in members]
+            missing = [first["lines"] - member["lines"] for member in members]
+            is_far = [not same or num > FEW_LINES for same, num in zip(has_first, missing, strict=True)]
+            if any(is_far):
+                manager.report_error(RuntimeError("a member is too far behind"))
+            try:
+                if is_far[position] or missing[position]:
+                    lines = self._transport.fetch(first["address"])
+                    has_left = is_far[position]
+            except OSError as error:
+                manager.report_error(error)
+        if has_left:
+            self.leave()
         elif manager.errored():
             self._vote()
         self._began = time.monotonic()
         workers = [member["workers"] for member in members]
         addresses = [member["address"] for member in members]
         news = [evaluation for member in members for evaluation in member["news"]]
-        return Place(position, sum(workers[:position]), sum(workers), addresses, news, lines)
+        return Place(position, sum(workers[:position]), sum(workers), addresses, news, lines, has_left)
 
     def _wait_for_quorum(self) -> Any:  # noqa: ANN401
         assert self.journal is not None
         deadline = time.monotonic() + self._seconds
+        text = "waiting for a quorum: is %s there, and enough replicas?"
+        patience = threading.Timer(_LEAST_PATIENCE, logger.warning, (text, self._lighthouse))
+        patience.daemon = True
+        patience.start()
         while True:
             num_lines = len(self.journal.records) + 1
             try:
                 manager = self._manager or self._join()
                 self._group.facts |= {"lines": num_lines, "news": self.news, "age": self._age}
-                manager.load_state_dict({"step": num_lines, "batches_committed": 0})
-                manager.start_quorum()
+                manager.load_state_dict({"step": 0, "batches_committed": 0})
+                manager.start_quorum(allow_heal=False)
+                patience.cancel()
                 return manager
             except (RuntimeError, OSError) as error:
                 self.leave()
@@ -193,7 +223,6 @@ class Replicas:
                         f"{self._lighthouse} gives no quorum: {cut(str(error), 200)}; "
                         "fix: start the lighthouse or more replicas, then run the same command again"
                     ) from error
-                logger.warning("waiting for the lighthouse %s", self._lighthouse)
                 time.sleep(1)
 
     def _join(self) -> Any:  # noqa: ANN401
@@ -204,14 +233,16 @@ class Replicas:
         self._group.facts = {"run": run, "workers": self.num_workers, "address": address}
         self._manager = Manager(
             pg=self._group,
-            load_state_dict=self._healed.append,
-            state_dict=dict,
+            load_state_dict=None,
+            state_dict=None,
             min_replica_size=1,  # the lighthouse has the user's own minimum
             use_async_quorum=False,
             init_sync=False,
             timeout=_RPC,
             connect_timeout=_RPC,
-            quorum_timeout=_QUORUM,
+            # The request stands until there is a quorum. The lighthouse may count one that was given up.
+            quorum_timeout=timedelta(seconds=self._seconds),
+            quorum_retries=int(self._seconds),  # once a second, while there is no lighthouse
             rank=0,
             world_size=1,
             store_addr=self._host,
@@ -219,7 +250,7 @@ class Replicas:
             lighthouse_addr=self._lighthouse,
             hostname=self._host,
             replica_id=f"{self._number:04}@{address}",
-            checkpoint_transport=self._transport,
+            checkpoint_transport=_NoCheckpoints(),
         )
         return self._manager
 
@@ -228,7 +259,7 @@ class Replicas:
         if self._manager is not None:
             self._manager.shutdown(wait=False)
             self._group.abort(errored=False)
-            self._manager = None
+            self._manager = self._store = None
 
     def sum(self, values: Sequence[float], facts: Mapping[str, str]) -> list[float]:
         """Return the sums of a round over all replicas, once they agree on its `facts`. A collective.
@@ -262,6 +293,7 @@ class Replicas:
                 raise RuntimeError("the work of replicas differs")
         except RuntimeError as error:
             self._manager.report_error(error)
+            self._group.abort(errored=False)  # others may wait in the all-reduce for this replica
         self._vote(is_odd)
         self._longest = max(time.monotonic() - self._began, 0.9 * self._longest if self._age else 0.0)
         self._age += 1
@@ -295,3 +327,9 @@ class Replicas:
                 "fix: check the network between them, then run the same command again"
             )
         raise StepLostError("a replica has left")
+
+
+def _connect(address: str) -> None:
+    """Raise an OSError if nobody listens at HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), timeout=2).close()

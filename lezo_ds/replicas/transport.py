@@ -10,12 +10,9 @@ import http.client
 import re
 import secrets
 import threading
-from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from torchft.checkpointing import CheckpointTransport
+from typing import NamedTuple
 
 from lezo_ds.errors import LezoError
 
@@ -32,7 +29,7 @@ class Lines(NamedTuple):
     data: bytes
 
 
-class JournalTransport(CheckpointTransport[Any]):  # type: ignore[misc]
+class JournalTransport:
     """Serves the lines of this replica's journal at `address`, and fetches those of others."""
 
     def __init__(self, journal: Path, host: str, secret: bytes) -> None:
@@ -94,18 +91,6 @@ class JournalTransport(CheckpointTransport[Any]):  # type: ignore[misc]
 
     def _prove(self, nonce: str, content: bytes) -> str:
         return hmac.digest(self._secret, f"{nonce}\n".encode() + content, "sha256").hex()
-
-    # What follows is the interface by which torchft heals a replica that is behind when a round begins.
-
-    def metadata(self) -> str:
-        return self.address
-
-    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:  # noqa: ANN401
-        """Do nothing: the journal is served at all times."""
-
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> dict[str, Any]:
-        state = {"step": step, "batches_committed": 0}
-        return {"user": {"default": self.fetch(metadata)}, "torchft": state}
 
 
 def whole_lines(path: Path) -> bytes:

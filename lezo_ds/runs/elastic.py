@@ -19,12 +19,11 @@ from lezo_ds.config import may_differ_on_resume
 from lezo_ds.errors import JournalError
 from lezo_ds.files import write_atomically
 from lezo_ds.journal import EvaluationRecord, Journal, JournalRecord, read_journal
-from lezo_ds.replicas import Lines, Replicas, StepLostError, whole_lines
+from lezo_ds.replicas import FEW_LINES, Lines, Replicas, StepLostError, whole_lines
 from lezo_ds.runs import records, run
 
 logger = logging.getLogger(__name__)
 
-_FEW_LINES = 2  # that may be taken over while the others wait
 _IDLE_SECONDS = 0.2
 
 
@@ -46,33 +45,30 @@ class ElasticRun(run.Run):
 
     def _open(self) -> None:
         super()._open()
-        if not self._catch_up() and (lines := distributed.on_rank_zero(self._shared_lines)):
-            self._take(lines)
+        self._catch_up()
 
     def _open_journal(self) -> list[EvaluationRecord]:
         path = self.directory.journal
-        if not path.exists() and (lines := self.replicas.newer_lines() or self._shared_lines()):
+        if not path.exists() and (lines := self._newer_lines()):
             write_atomically(path, lines.data)
         evaluations = super()._open_journal()
         self.replicas.journal = self._journal
         return evaluations
 
-    def _shared_lines(self) -> Lines | None:
-        """Return what the longest journal of a replica in this run's directory has more than this one."""
+    def _newer_lines(self) -> Lines | None:
+        """Return lines that this journal lacks, of a replica or of what one has left in this directory."""
+        if lines := self.replicas.newer_lines():
+            return lines
         own = whole_lines(self.directory.journal)
-        longest = max(map(whole_lines, self.directory.journals()), key=len)
-        start = len(own) if longest.startswith(own) else 0
-        return Lines(start, longest[start:]) if len(longest) > len(own) else None
+        later = [lines for lines in map(whole_lines, self.directory.journals()) if lines.startswith(own)]
+        longest = max(later, key=len)
+        return Lines(len(own), longest[len(own) :]) if len(longest) > len(own) else None
 
-    def _catch_up(self) -> bool:
-        """Do what the others have done, before asking for the quorum. Return whether there was anything."""
-        num_taken = 0
-        while lines := distributed.on_rank_zero(self.replicas.newer_lines):
-            num_new = self._take(lines)
-            num_taken += num_new
-            if num_new <= _FEW_LINES:
-                break
-        return num_taken > 0
+    def _catch_up(self) -> None:
+        """Do what the others have done, before asking for the quorum."""
+        while lines := distributed.on_rank_zero(self._newer_lines):
+            if self._take(lines) <= FEW_LINES:
+                return
 
     def _take(self, lines: Lines) -> int:
         """Take over the lines of others and do their steps. Return the number of lines."""
@@ -144,10 +140,10 @@ class ElasticRun(run.Run):
         return self.engine.global_steps >= self.num_steps or self._has_lost_patience()
 
     def _meet(self) -> None:
-        while (lines := self.replicas.meet().lines) is not None:
-            self._take(lines)
-            if lines.start:
-                break
+        while (place := self.replicas.meet()).lines is not None:
+            self._take(place.lines)
+            if not place.has_left:
+                return
 
     def _do_empty_round(self) -> None:
         """Take part in a round after the last step, for evaluations that others bring along."""
