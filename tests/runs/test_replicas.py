@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from lezo_ds.zo.records import StepRecord
 pytestmark = pytest.mark.distributed
 pytest.importorskip("torchft", reason="pip install 'lezo_ds[elastic]'")
 
+from lezo_ds.replicas import Replicas, StepLostError  # noqa: E402
 from lezo_ds.replicas import transport as transport_module  # noqa: E402
 from lezo_ds.replicas.transport import JournalTransport  # noqa: E402
 
@@ -113,7 +115,7 @@ class Lab:
     """A lighthouse, and replicas on forked ranks."""
 
     def __init__(self, recipe, directory):
-        self.run_dir, self._recipe, self._port = directory / "run", recipe, free_port()
+        self.run_dir, self._recipe, self.port = directory / "run", recipe, free_port()
         self._outputs = directory
         self.ranks = []
         self.light()
@@ -128,12 +130,12 @@ class Lab:
         }
         options = [f"--{name}={value}" for name, value in settings.items()]
         program = Path(sys.executable).with_name("torchft_lighthouse")
-        command = [program, *options, f"--bind=127.0.0.1:{self._port}"]
+        command = [program, *options, f"--bind=127.0.0.1:{self.port}"]
         self.lighthouse = subprocess.Popen(command, env=environment(RUST_LOG="error"))
 
     def start(self, *keys, program=LAUNCH / "train.py", num_ranks=1):
         """Start a replica and return the processes of its ranks."""
-        url = f"elastic.lighthouse=http://127.0.0.1:{self._port}"
+        url = f"elastic.lighthouse=http://127.0.0.1:{self.port}"
         command = [str(program), "--config", str(self._recipe), f"run_dir={self.run_dir}", url, *keys]
         shared = environment(WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1")
         started = []
@@ -230,6 +232,36 @@ def test_kills_joins_and_a_new_lighthouse_leave_the_run_of_one_process(lab, reci
     assert records_of(lab.run_dir, StepRecord) == records_of(alone, StepRecord)
     assert set(map(str, records_of(lab.run_dir))) == set(map(str, records_of(alone)))
     assert results_of(lab.run_dir)["weights_digest"] == results_of(alone)["weights_digest"]
+
+
+@pytest.mark.parametrize("early", [0, 2])
+def test_those_that_are_left_do_a_round_again_at_once(lab, tmp_path, early):
+    url, ends = f"http://127.0.0.1:{lab.port}", context.Queue()
+    for number in range(3):
+        arguments = (url, tmp_path / str(number), number, early, ends)
+        lab.ranks.append(context.Process(target=_do_rounds, args=arguments, daemon=True))
+        lab.ranks[-1].start()
+    seconds = [ends.get(timeout=60) for _ in range(2)]
+    assert max(seconds) < 3, seconds
+
+
+def _do_rounds(url, journal, number, early, ends):
+    """Do rounds without passes until three replicas do one, in which the second one dies. Then do another."""
+    distributed.init_distributed()
+    replicas = Replicas(url, number, journal, 30.0)
+    replicas.journal = Journal.open(write_journal(journal, 0))
+    died = 0.0
+    while True:
+        with suppress(StepLostError):
+            place = replicas.meet()
+            if place.num_workers == 3:
+                time.sleep({early: 0, 1: 0.3}.get(place.position, 0.6))
+                if place.position == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                died = time.monotonic()
+            replicas.sum([0.0, 0.0, 0.0], {})
+            if died:
+                ends.put(time.monotonic() - died)
 
 
 def test_unlike_machines_have_equal_weights_and_wrong_weights_leave(lab, tmp_path):
