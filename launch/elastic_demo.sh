@@ -16,7 +16,7 @@ rm -rf "$run"
 mkdir -p "$run"
 trap 'kill $(jobs -p) 2> /dev/null || true' EXIT
 
-torchft_lighthouse --min_replicas 1 --quorum_tick_ms 50 --join_timeout_ms 500 --heartbeat_timeout_ms 1500 \
+torchft_lighthouse --min_replicas 1 --quorum_tick_ms 50 --heartbeat_timeout_ms 1000 \
     --bind 127.0.0.1:29510 2> "$run/lighthouse.log" &
 
 replica() {

@@ -1,4 +1,4 @@
-"""The replicas that do a step together: torchft's quorum, one all-reduce among their first ranks, and a vote.
+"""The replicas that do a step together: torchft's quorum, and one all-reduce among their first ranks.
 
 A replica is one launch of one or many ranks. Its state is its base weights and its journal, and the number of
 the journal's lines says how far it is. Only rank 0 talks to other replicas.
@@ -7,28 +7,28 @@ the journal's lines says how far it is. Only rank 0 talks to other replicas.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import re
-import secrets
 import socket
 import threading
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
 import torch
 
-os.environ.setdefault("RUST_LOG", "error")  # torchft reads it once, and would write ten lines a step
-from torchft import Manager, ProcessGroupGloo
-from torchft.checkpointing import CheckpointTransport
+os.environ.setdefault("RUST_LOG", "error")  # torchft reads it once
+from torchft import ProcessGroupGloo
+from torchft.coordination import LighthouseClient
+from torchft.process_group import reconfigure_with_store
 
 from lezo_ds import distributed
 from lezo_ds.errors import DesyncError, LezoError, LostRankError, UserError, cut
@@ -37,15 +37,15 @@ from lezo_ds.replicas.transport import JournalTransport, Lines
 from lezo_ds.zo.passes import Pass
 
 logger = logging.getLogger(__name__)
-for noisy in ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors"):
-    logging.getLogger(noisy).setLevel(logging.CRITICAL)
+logging.getLogger("torchft_errors").setLevel(logging.CRITICAL)
 
-_RPC = timedelta(seconds=15)
+FEW_LINES = 2  # that a replica may take over while the others wait
+_BEAT_SECONDS = 0.1
+_CONNECT_SECONDS = 5.0
 _LEAST_PATIENCE = 10.0
 _MOST_FAILURES = 3
-FEW_LINES = 2  # that a replica may take over while the others wait
 _PAGE_BYTES = 4 << 20
-_TRANSPORT = re.compile(r"\d+@([\w.-]+:\d+):[0-9a-f-]{36}")  # in a replica's id, on the lighthouse's page
+_ADDRESS = re.compile(r"\d{4,}@([\w.-]+:\d+)")  # in a replica's id, on the lighthouse's page
 
 
 class StepLostError(LezoError):
@@ -64,45 +64,6 @@ class Place(NamedTuple):
     has_left: bool  # to take over many lines, while the others go on
 
 
-class _NoCheckpoints(CheckpointTransport[Any]):  # type: ignore[misc]
-    """In place of torchft's own, which unpickles what a peer sends."""
-
-    def metadata(self) -> str:
-        return ""
-
-    def send_checkpoint(self, *_: Any, **__: Any) -> Any:  # noqa: ANN401
-        """Do nothing: replicas take over the lines of a journal."""
-
-    recv_checkpoint = send_checkpoint
-
-
-class _Group(ProcessGroupGloo):  # type: ignore[misc]
-    """A process group that is made again when its members change. They then tell each other `facts`."""
-
-    def __init__(self, store: str) -> None:
-        super().__init__()
-        self._store_address = store
-        self.facts: dict[str, Any] = {}
-        self.members: list[dict[str, Any]] = []
-        self.position = -1
-        self.is_new = False
-
-    def get_reconfigure_handle(self) -> str:
-        # A lighthouse that was started again counts its quorums from 1 again, hence the nonce.
-        store = f"{self._store_address}/{secrets.token_hex(8)}"
-        return json.dumps({"id": self._handle_id(), "store": store, "global_rank": None, **self.facts})
-
-    def reconfigure(self, opts: Any) -> Any:  # noqa: ANN401
-        self.members = [json.loads(handle) for handle in opts.handles]
-        self.position = [member["id"] for member in self.members].index(self._handle_id())
-        self.is_new = True
-        logger.info("this is replica %d of %d", self.position + 1, len(self.members))
-        # All members are here at the same time, but for one that died after it asked for the quorum.
-        self.set_timeout(timedelta(seconds=3 + len(self.members) / 10))
-        _connect(self.members[0]["store"].partition("/")[0])  # which TCPStore tries for long
-        return super().reconfigure(opts)
-
-
 class Replicas:
     """The link of this replica to the others. Those with a lower `number` come first in a round."""
 
@@ -115,7 +76,13 @@ class Replicas:
         self.digest = ""  # of the weights, in a step that checks them
         self._lighthouse, self._number = lighthouse, number
         self._seconds = seconds  # to wait for the lighthouse, and at most for a replica
-        self._manager: Any = None
+        self._client: Any = None
+        self._is_member = False
+        self._members: list[dict[str, Any]] = []  # what they say of themselves
+        self._group: Any = None  # of the members
+        self._group_key: list[Any] = []
+        self._position = -1  # of this one
+        self._epoch = 0  # the number of groups that this replica has left
         self._age = self._failures = self._num_before = 0
         self._longest = seconds  # of a round
         distributed.on_rank_zero(lambda: self._listen(journal))
@@ -124,14 +91,26 @@ class Replicas:
         secret = os.environ.get("LEZO_SECRET", "")
         try:
             parts = urlsplit(self._lighthouse)
-            self._host = distributed.address_towards(parts.hostname or "", parts.port or 80)
+            host = distributed.address_towards(parts.hostname or "", parts.port or 80)
         except (OSError, ValueError) as error:
             text = f"elastic.lighthouse={self._lighthouse} names no host that can be reached ({error})"
             raise UserError(text, fix="set elastic.lighthouse=http://HOST:29510") from error
-        if not secret and not distributed.is_loopback(self._host):
+        if not secret and not distributed.is_loopback(host):
             text = f"elastic.lighthouse={self._lighthouse} is on another machine, and LEZO_SECRET is not set"
             raise UserError(text, fix="export LEZO_SECRET=... with the same value for all replicas")
-        self._transport = JournalTransport(journal, self._host, secret.encode())
+        self._transport = JournalTransport(journal, host, secret.encode())
+        self._store = distributed.open_store(host)
+        self._store_address = f"{host}:{self._store.port}"
+        self._id = f"{self._number:04}@{self._transport.address}"
+        self._asking = ThreadPoolExecutor(1)  # signals reach the main thread meanwhile
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _beat(self) -> None:
+        while True:
+            with suppress(RuntimeError, OSError):  # the lighthouse is away
+                if self._is_member:
+                    self._client.heartbeat(self._id)
+            time.sleep(_BEAT_SECONDS)
 
     def share(self, passes: Sequence[Pass], worker: int) -> list[Pass]:
         """Return the passes of a worker of this replica: every n-th of all, and one that does not count.
@@ -147,9 +126,9 @@ class Replicas:
         """Return, on rank 0, lines that a member of the last quorum has and this journal lacks."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         page = ""
-        with suppress(OSError), opener.open(f"{self._lighthouse}/status", timeout=_RPC.seconds) as answer:
+        with suppress(OSError), opener.open(f"{self._lighthouse}/status", timeout=_CONNECT_SECONDS) as answer:
             page = answer.read(_PAGE_BYTES).decode("utf-8", "replace")
-        for address in dict.fromkeys(_TRANSPORT.findall(page)):
+        for address in dict.fromkeys(_ADDRESS.findall(page)):
             with suppress(OSError):  # that replica has ended
                 if address != self._transport.address and (lines := self._transport.fetch(address)).data:
                     return lines
@@ -168,160 +147,136 @@ class Replicas:
         return self.place
 
     def _meet(self) -> Place:
-        manager = self._wait_for_quorum()
-        members, position = self._group.members, self._group.position
-        lines, has_left = None, False
-        # A lighthouse that was started again may give an old number to a new quorum.
-        if (position, len(members)) != (manager.participating_rank(), manager.num_participants()):
-            manager.report_error(RuntimeError("the members are not those of the quorum"))
-        if self._group.is_new:
-            self._group.is_new = False
-            # Replicas that start together on unlike machines have different headers.
-            counts = Counter(member["run"] for member in members)
-            first = max(members, key=lambda member: (member["lines"], counts[member["run"]]))
-            has_first = [member["run"] == first["run"] for member in members]
-            missing = [first["lines"] - member["lines"] for member in members]
-            is_far = [not same or num > FEW_LINES for same, num in zip(has_first, missing, strict=True)]
-            if any(is_far):
-                manager.report_error(RuntimeError("a member is too far behind"))
-            try:
-                if is_far[position] or missing[position]:
-                    lines = self._transport.fetch(first["address"])
-                    has_left = is_far[position]
-            except OSError as error:
-                manager.report_error(error)
-        if has_left:
+        quorum = self._wait_for_quorum()
+        self._members = members = [member.data for member in quorum.participants]
+        addresses = [member["address"] for member in members]
+        self._position = position = addresses.index(self._transport.address)
+        # Replicas that start together on unlike machines have different headers.
+        counts = Counter(member["run"] for member in members)
+        first = max(members, key=lambda member: (member["lines"], counts[member["run"]]))
+        far = [m for m in members if m["run"] != first["run"] or first["lines"] - m["lines"] > FEW_LINES]
+        is_far, lines = members[position] in far, None
+        try:
+            if not far:
+                self._form_group([quorum.quorum_id, *((m["address"], m["epoch"]) for m in members)])
+            if is_far or members[position]["lines"] < first["lines"]:
+                lines = self._transport.fetch(first["address"])
+        except (RuntimeError, OSError):
+            self._lose_round()
+        if is_far:
             self.leave()
-        elif manager.errored():
-            self._vote()
+        elif far:
+            raise StepLostError("a replica takes over many lines first")
         self._began = time.monotonic()
         workers = [member["workers"] for member in members]
-        addresses = [member["address"] for member in members]
         news = [evaluation for member in members for evaluation in member["news"]]
-        return Place(position, sum(workers[:position]), sum(workers), addresses, news, lines, has_left)
+        return Place(position, sum(workers[:position]), sum(workers), addresses, news, lines, is_far)
 
     def _wait_for_quorum(self) -> Any:  # noqa: ANN401
         assert self.journal is not None
+        facts = {
+            "run": self.journal.checksums[0],
+            "lines": len(self.journal.records),
+            "workers": self.num_workers,
+            "news": self.news,
+            "age": self._age,
+            "epoch": self._epoch,
+            "address": self._transport.address,
+            "store": self._store_address,
+        }
         deadline = time.monotonic() + self._seconds
-        text = "waiting for a quorum: is %s there, and enough replicas?"
-        patience = threading.Timer(_LEAST_PATIENCE, logger.warning, (text, self._lighthouse))
-        patience.daemon = True
-        patience.start()
         while True:
-            num_lines = len(self.journal.records) + 1
+            left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
             try:
-                manager = self._manager or self._join()
-                self._group.facts |= {"lines": num_lines, "news": self.news, "age": self._age}
-                manager.load_state_dict({"step": 0, "batches_committed": 0})
-                manager.start_quorum(allow_heal=False)
-                patience.cancel()
-                return manager
+                if self._client is None:
+                    self._client = LighthouseClient(self._lighthouse, timedelta(seconds=_CONNECT_SECONDS))
+                self._is_member = True
+                asked = self._asking.submit(self._client.quorum, self._id, left, data=facts)
+                while wait([asked], timeout=_LEAST_PATIENCE).not_done:
+                    logger.warning("waiting for replicas, or for the lighthouse %s", self._lighthouse)
+                return asked.result()
             except (RuntimeError, OSError) as error:
-                self.leave()
                 if time.monotonic() > deadline:
                     raise LostRankError(
                         f"{self._lighthouse} gives no quorum: {cut(str(error), 200)}; "
                         "fix: start the lighthouse or more replicas, then run the same command again"
                     ) from error
+                logger.warning("waiting for the lighthouse %s", self._lighthouse)
                 time.sleep(1)
 
-    def _join(self) -> Any:  # noqa: ANN401
-        assert self.journal is not None
-        self._store = distributed.open_store(self._host)
-        self._group = _Group(f"{self._host}:{self._store.port}")
-        run, address = self.journal.checksums[0], self._transport.address
-        self._group.facts = {"run": run, "workers": self.num_workers, "address": address}
-        self._manager = Manager(
-            pg=self._group,
-            load_state_dict=None,
-            state_dict=None,
-            min_replica_size=1,  # the lighthouse has the user's own minimum
-            use_async_quorum=False,
-            init_sync=False,
-            timeout=_RPC,
-            connect_timeout=_RPC,
-            # The request stands until there is a quorum. The lighthouse may count one that was given up.
-            quorum_timeout=timedelta(seconds=self._seconds),
-            quorum_retries=int(self._seconds),  # once a second, while there is no lighthouse
-            rank=0,
-            world_size=1,
-            store_addr=self._host,
-            store_port=self._store.port,
-            lighthouse_addr=self._lighthouse,
-            hostname=self._host,
-            replica_id=f"{self._number:04}@{address}",
-            checkpoint_transport=_NoCheckpoints(),
-        )
-        return self._manager
+    def _form_group(self, key: list[Any]) -> None:
+        """Connect the members, unless they are those of the last round."""
+        if self._group is not None and key == self._group_key:
+            return
+        self._leave_group()
+        logger.info("this is replica %d of %d", self._position + 1, len(self._members))
+        # All members are here at the same time, but for one that died after it asked for the quorum.
+        limit = timedelta(seconds=_CONNECT_SECONDS + len(self._members) / 10)
+        store = self._members[0]["store"]
+        _connect(store)  # which TCPStore tries for long
+        group = ProcessGroupGloo(timeout=limit)
+        prefix = hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()
+        reconfigure_with_store(group, f"{store}/{prefix}", self._position, len(self._members), limit)
+        self._group, self._group_key = group, key
+
+    def _leave_group(self) -> None:
+        if self._group is not None:
+            self._group.abort(errored=False)  # others may wait in the all-reduce for this replica
+            self._group = None
 
     def leave(self) -> None:
         """Leave the quorum at once. The next `meet` joins it again."""
-        if self._manager is not None:
-            self._manager.shutdown(wait=False)
-            self._group.abort(errored=False)
-            self._manager = self._store = None
+        self._is_member = False
+        self._epoch += 1
+        self._leave_group()
 
     def sum(self, values: Sequence[float], facts: Mapping[str, str]) -> list[float]:
         """Return the sums of a round over all replicas, once they agree on its `facts`. A collective.
 
         `values` ends with votes for a stop, which is this replica's own, and for a snapshot.
-
-        Raises:
-            StepLostError: a replica left meanwhile, or disagrees.
-            DesyncError: this replica disagrees with the others.
-            LostRankError: this replica does not reach the others.
+        StepLostError: a replica left or disagrees; DesyncError: this one does.
         """
         return distributed.on_rank_zero(lambda: self._sum(values, facts))
 
     def _sum(self, values: Sequence[float], facts: Mapping[str, str]) -> list[float]:
         assert self.journal is not None
-        position, num = self._group.position, len(self._group.members)
+        num = len(self._members)
         facts = {**facts, "journal": self.journal.checksums[1], "weights": self.digest}
         digest = hashlib.blake2b(repr(facts).encode(), digest_size=6).digest()
         rows = [0.0] * num
-        rows[position] = own = float(int.from_bytes(digest, "little"))  # float64 holds 48 bits exactly
+        rows[self._position] = own = float(int.from_bytes(digest, "little"))  # float64 holds 48 bits exactly
         *losses, stop, snapshot = values
         sums = torch.tensor([*losses, float(self.stops_all), snapshot, *rows], dtype=torch.float64)
         # A replica that hangs must not stop the others for long, and one that is slow does not hang.
         patience = min(self._seconds, max(_LEAST_PATIENCE, 4 * self._longest) * 2**self._failures)
-        is_odd = False
         try:
             self._group.parent.allreduce([sums], timeout=timedelta(seconds=patience)).wait()
-            rows = sums[-num:].tolist()
-            if rows != [own] * num:
-                is_odd = rows[position] == own != self._right_one(rows)
-                raise RuntimeError("the work of replicas differs")
-        except RuntimeError as error:
-            self._manager.report_error(error)
-            self._group.abort(errored=False)  # others may wait in the all-reduce for this replica
-        self._vote(is_odd)
+        except RuntimeError:
+            self._lose_round()
+        rows = sums[-num:].tolist()
+        if rows != [own] * num:
+            # Most replicas are right; of several such groups, the one with the oldest replica.
+            counts, ages = Counter(rows), [member["age"] for member in self._members]
+            right = rows[max(range(num), key=lambda row: (counts[rows[row]], ages[row], -row))]
+            if rows[self._position] == own != right:
+                raise DesyncError(
+                    "this replica leaves: its plan, batch, journal or weights differ from those of others; "
+                    "fix: run the same command again, with the same recipe, data and code as everywhere"
+                )
+            self._lose_round()
+        self._failures = 0
         self._longest = max(time.monotonic() - self._began, 0.9 * self._longest if self._age else 0.0)
         self._age += 1
         *totals, stops, snapshots = sums[:-num].tolist()
         return [*totals, stop + stops, snapshots]
 
-    def _right_one(self, rows: Sequence[float]) -> float:
-        """Return the number of most replicas; of several such numbers, that of the oldest one."""
-        counts, members = Counter(rows), self._group.members
-        return rows[max(range(len(rows)), key=lambda row: (counts[rows[row]], members[row]["age"], -row))]
-
-    def _vote(self, is_odd: bool = False) -> None:
-        """Raise an error unless the round counts."""
-        num, is_last = len(self._group.members), self._group.position + 1 == len(self._group.members)
-        try:
-            if self._manager.should_commit():
-                self._failures = 0
-                return
-        except (RuntimeError, OSError):
-            self.leave()
-        if is_odd:
-            raise DesyncError(
-                "this replica leaves: its plan, batch, journal or weights differ from those of the others; "
-                "fix: run the same command again, with the same recipe, data and code as everywhere"
-            )
+    def _lose_round(self) -> NoReturn:
+        self._epoch += 1
+        self._leave_group()
+        num = len(self._members)
         self._failures = self._failures + 1 if num >= self._num_before else 1
         self._num_before = num
-        if self._failures >= _MOST_FAILURES and num > 1 and is_last:
+        if self._failures >= _MOST_FAILURES and num > 1 and self._position == num - 1:
             raise LostRankError(
                 f"this replica and {num - 1} others do not reach each other; "
                 "fix: check the network between them, then run the same command again"

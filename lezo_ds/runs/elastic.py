@@ -18,7 +18,7 @@ from lezo_ds import distributed
 from lezo_ds.config import may_differ_on_resume
 from lezo_ds.errors import JournalError
 from lezo_ds.files import write_atomically
-from lezo_ds.journal import EvaluationRecord, Journal, JournalRecord, read_journal
+from lezo_ds.journal import EvaluationRecord, JournalRecord, read_journal
 from lezo_ds.replicas import FEW_LINES, Lines, Replicas, StepLostError, whole_lines
 from lezo_ds.runs import records, run
 
@@ -72,37 +72,36 @@ class ElasticRun(run.Run):
 
     def _take(self, lines: Lines) -> int:
         """Take over the lines of others and do their steps. Return the number of lines."""
-        new: list[JournalRecord] = distributed.on_rank_zero(lambda: self._write(lines))
-        if lines.start:
-            self.engine.records += records.steps_of(new)
-            self.engine.apply(self.engine.global_steps, len(self.engine.records))
-            self.engine.global_steps = len(self.engine.records)
-            self.evaluations += records.evaluations_of(new)
-        else:
+        if lines.start == 0:
+            distributed.on_rank_zero(lambda: self._replace_journal(lines.data))
             self.engine.load_model(None, 0)
-            self._restore(None)
-            self.engine.attach_journal(self._journal)
-            self.evaluations = records.evaluations_of(new)
+            super()._open()
+            return lines.data.count(b"\n")
+        new: list[JournalRecord] = distributed.on_rank_zero(lambda: self._extend(lines.data))
+        self.engine.records += records.steps_of(new)
+        self.engine.apply(self.engine.global_steps, len(self.engine.records))
+        self.engine.global_steps = len(self.engine.records)
+        self.evaluations += records.evaluations_of(new)
         return len(new)
 
-    def _write(self, lines: Lines) -> list[JournalRecord]:
+    def _extend(self, lines: bytes) -> list[JournalRecord]:
         assert self._journal is not None
-        if lines.start:
-            try:
-                return self._journal.extend(lines.data)
-            except ValueError as error:
-                raise JournalError(f"a replica sends damaged lines: {error}; fix: restart it") from error
+        try:
+            return self._journal.extend(lines)
+        except ValueError as error:
+            raise JournalError(f"a replica sends damaged lines: {error}; fix: restart it") from error
+
+    def _replace_journal(self, lines: bytes) -> None:
+        assert self._journal is not None
         path = self.directory.journal
         others = path.with_name("journal.others")
-        write_atomically(others, lines.data)
-        header, new = read_journal(others)
+        write_atomically(others, lines)
+        header, _ = read_journal(others)
         records.assert_same_run(header, self._journal.header, may_differ_on_resume(self.config))
         logger.warning("the other replicas have another journal; this one is now %s.left", path)
         self._journal.close()
         path.replace(path.with_name(f"{path.name}.left"))
         others.replace(path)
-        self.replicas.journal = self._journal = Journal.open(path)
-        return new
 
     def _train(self, bar: tqdm[Any]) -> None:
         if self._is_away and self.engine.global_steps == 0:
