@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import re
+import secrets
 import socket
 import threading
 import time
@@ -80,11 +82,11 @@ class Replicas:
         self._is_member = False
         self._members: list[dict[str, Any]] = []  # what they say of themselves
         self._group: Any = None  # of the members
-        self._group_key: list[Any] = []
+        self._group_name = ""
         self._position = -1  # of this one
-        self._epoch = 0  # the number of groups that this replica has left
         self._age = self._failures = self._num_before = 0
         self._longest = seconds  # of a round
+        self._hangs_at = math.inf
         distributed.on_rank_zero(lambda: self._listen(journal))
 
     def _listen(self, journal: Path) -> None:
@@ -108,7 +110,7 @@ class Replicas:
     def _beat(self) -> None:
         while True:
             with suppress(RuntimeError, OSError):  # the lighthouse is away
-                if self._is_member:
+                if self._is_member and time.monotonic() < self._hangs_at:
                     self._client.heartbeat(self._id)
             time.sleep(_BEAT_SECONDS)
 
@@ -134,13 +136,6 @@ class Replicas:
                     return lines
         return None
 
-    def is_alive(self, address: str) -> bool:
-        """Return whether a replica still runs, in the quorum or not."""
-        with suppress(OSError):
-            _connect(address)
-            return True
-        return False
-
     def meet(self) -> Place:
         """Join the quorum of the next round, and return this replica's place in it. A collective."""
         self.place = distributed.on_rank_zero(self._meet)
@@ -158,7 +153,7 @@ class Replicas:
         is_far, lines = members[position] in far, None
         try:
             if not far:
-                self._form_group([quorum.quorum_id, *((m["address"], m["epoch"]) for m in members)])
+                self._form_group()
             if is_far or members[position]["lines"] < first["lines"]:
                 lines = self._transport.fetch(first["address"])
         except (RuntimeError, OSError):
@@ -168,6 +163,9 @@ class Replicas:
         elif far:
             raise StepLostError("a replica takes over many lines first")
         self._began = time.monotonic()
+        # A replica that hangs must not stop the others for long, and one that is slow does not hang.
+        self._patience = min(self._seconds, max(_LEAST_PATIENCE, 4 * self._longest) * 2**self._failures)
+        self._hangs_at = self._began + self._patience
         workers = [member["workers"] for member in members]
         news = [evaluation for member in members for evaluation in member["news"]]
         return Place(position, sum(workers[:position]), sum(workers), addresses, news, lines, is_far)
@@ -180,11 +178,13 @@ class Replicas:
             "workers": self.num_workers,
             "news": self.news,
             "age": self._age,
-            "epoch": self._epoch,
+            "group": self._group_name,
+            "next_group": secrets.token_hex(8),
             "address": self._transport.address,
             "store": self._store_address,
         }
         deadline = time.monotonic() + self._seconds
+        self._hangs_at = math.inf
         while True:
             left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
             try:
@@ -204,30 +204,31 @@ class Replicas:
                 logger.warning("waiting for the lighthouse %s", self._lighthouse)
                 time.sleep(1)
 
-    def _form_group(self, key: list[Any]) -> None:
+    def _form_group(self) -> None:
         """Connect the members, unless they are those of the last round."""
-        if self._group is not None and key == self._group_key:
+        first, num = self._members[0], len(self._members)
+        is_known = {member["group"] for member in self._members} == {self._group_name}
+        if is_known and self._group is not None and self._group.size() == num:
             return
         self._leave_group()
-        logger.info("this is replica %d of %d", self._position + 1, len(self._members))
+        logger.info("this is replica %d of %d", self._position + 1, num)
+        if not reaches(first["store"]):  # TCPStore would try for long
+            raise OSError(f"nobody listens at {first['store']}")
         # All members are here at the same time, but for one that died after it asked for the quorum.
-        limit = timedelta(seconds=_CONNECT_SECONDS + len(self._members) / 10)
-        store = self._members[0]["store"]
-        _connect(store)  # which TCPStore tries for long
+        limit = timedelta(seconds=_CONNECT_SECONDS + num / 10)
         group = ProcessGroupGloo(timeout=limit)
-        prefix = hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()
-        reconfigure_with_store(group, f"{store}/{prefix}", self._position, len(self._members), limit)
-        self._group, self._group_key = group, key
+        store = f"{first['store']}/{first['next_group']}"
+        reconfigure_with_store(group, store, self._position, num, limit)
+        self._group, self._group_name = group, first["next_group"]
 
     def _leave_group(self) -> None:
         if self._group is not None:
             self._group.abort(errored=False)  # others may wait in the all-reduce for this replica
-            self._group = None
+            self._group, self._group_name = None, ""
 
     def leave(self) -> None:
         """Leave the quorum at once. The next `meet` joins it again."""
         self._is_member = False
-        self._epoch += 1
         self._leave_group()
 
     def sum(self, values: Sequence[float], facts: Mapping[str, str]) -> list[float]:
@@ -247,10 +248,8 @@ class Replicas:
         rows[self._position] = own = float(int.from_bytes(digest, "little"))  # float64 holds 48 bits exactly
         *losses, stop, snapshot = values
         sums = torch.tensor([*losses, float(self.stops_all), snapshot, *rows], dtype=torch.float64)
-        # A replica that hangs must not stop the others for long, and one that is slow does not hang.
-        patience = min(self._seconds, max(_LEAST_PATIENCE, 4 * self._longest) * 2**self._failures)
         try:
-            self._group.parent.allreduce([sums], timeout=timedelta(seconds=patience)).wait()
+            self._group.parent.allreduce([sums], timeout=timedelta(seconds=self._patience)).wait()
         except RuntimeError:
             self._lose_round()
         rows = sums[-num:].tolist()
@@ -271,7 +270,6 @@ class Replicas:
         return [*totals, stop + stops, snapshots]
 
     def _lose_round(self) -> NoReturn:
-        self._epoch += 1
         self._leave_group()
         num = len(self._members)
         self._failures = self._failures + 1 if num >= self._num_before else 1
@@ -284,7 +282,11 @@ class Replicas:
         raise StepLostError("a replica has left")
 
 
-def _connect(address: str) -> None:
-    """Raise an OSError if nobody listens at HOST:PORT."""
+def reaches(address: str) -> bool:
+    """Return whether somebody listens at HOST:PORT."""
     host, _, port = address.rpartition(":")
-    socket.create_connection((host, int(port)), timeout=2).close()
+    try:
+        socket.create_connection((host, int(port)), timeout=2).close()
+    except OSError:
+        return False
+    return True

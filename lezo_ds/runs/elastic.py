@@ -19,7 +19,7 @@ from lezo_ds.config import may_differ_on_resume
 from lezo_ds.errors import JournalError
 from lezo_ds.files import write_atomically
 from lezo_ds.journal import EvaluationRecord, JournalRecord, read_journal
-from lezo_ds.replicas import FEW_LINES, Lines, Replicas, StepLostError, whole_lines
+from lezo_ds.replicas import FEW_LINES, Lines, Replicas, StepLostError, reaches, whole_lines
 from lezo_ds.runs import records, run
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class ElasticRun(run.Run):
         assert place is not None
         # At the end of the run, nothing is left to do but to wait for the one that evaluates.
         is_waiting = self._is_over() and self._evaluator not in ("", *place.addresses)
-        if is_waiting and distributed.on_rank_zero(lambda: self.replicas.is_alive(self._evaluator)):
+        if is_waiting and distributed.on_rank_zero(lambda: reaches(self._evaluator)):
             return False
         missing = [(split, step) for split, step in self._missing() if step == head or self._is_over()]
         self._evaluator = place.addresses[0]

@@ -84,3 +84,17 @@ def test_an_array_does_the_runs_of_a_sweep(slurm, recipe, tmp_path):
         rows = list(csv.DictReader(file))
     assert len(rows) == 4
     assert all(results_of(tmp_path / "sweep" / row["run"])["world_size"] == 2 for row in rows)
+
+
+def test_an_array_of_replicas_loses_one_and_does_one_run(slurm, recipe, undisturbed, tmp_path):
+    run_dir = tmp_path / "run"
+    options = ("--array=0-1", "--export=ALL,LEZO_SECRET=secret")
+    job = submit(slurm, "elastic.sbatch", recipe, run_dir, LONG, *options)
+    second = run_dir / "replicas" / "1"
+    wait_for_steps(second, 50)
+    slurm.run_well("scontrol", "requeue", f"{job}_1")
+    wait_for_requeue(slurm, f"{job}_1")
+    for task in (0, 1):
+        wait_for_end(slurm, f"{job}_{task}", run_dir)
+    (REPOSITORY / f"lighthouse-{job}").unlink()
+    assert end(run_dir) == end(second) == undisturbed(LONG)
