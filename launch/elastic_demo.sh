@@ -25,20 +25,23 @@ replica() {
         train.micro_batch_size=4 zo.probes_per_pass=2 train.keep_snapshots=0 \
         "${@:2}" > "$run/$1.log" 2>&1 &
 }
-reaches() { until (($(grep -c '"kind":"step"' "$run/journal.jsonl" 2> /dev/null || true) >= $1)); do sleep 0.2; done; }
+reaches() { until [[ $(cat "$run/journal.jsonl" 2> /dev/null | grep -c '"kind":"step"') -ge $1 ]]; do sleep 0.2; done; }
 
 replica one "$@"
+ends=($!)
 reaches 2
 replica two "$@"
+ends+=($!)
 replica three "$@"
 killed=$!
 reaches 15
 echo "step 15: one of three replicas is killed"
 kill -9 "$killed"
+wait "$killed" 2> /dev/null || true
 reaches 20
 echo "step 20: another one joins"
 replica four "$@"
-wait %2 %3 %5
+wait "${ends[@]}" $!
 echo "The journals of the replicas, and the digest of a replay on one process:"
 sha256sum "$run"/journal.jsonl "$run"/replicas/*/journal.jsonl
 lezo-ds export --run "$run" --out "$run/model" 2>&1 | grep digest

@@ -143,6 +143,7 @@ class ElasticRun(run.Run):
             self._take(place.lines)
             if not place.has_left:
                 return
+            self._catch_up()
 
     def _do_empty_round(self) -> None:
         """Take part in a round after the last step, for evaluations that others bring along."""
