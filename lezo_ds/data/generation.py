@@ -22,6 +22,7 @@ from transformers import (
     TemperatureLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from lezo_ds import distributed
 from lezo_ds.data.encoding import NEWLINE, PromptTokenizer
@@ -29,6 +30,8 @@ from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Sampling
 
 SAMPLE_KEYS = "sample_keys"
 """The input of a batch that holds the key of each row's random numbers, int64 [rows], if they are drawn."""
+COMMON_IDS = "common_ids"
+"""The input of a batch that holds the tokens with which all its prompts begin, int64 [probes, n]."""
 
 
 def generation_settings(
@@ -46,13 +49,16 @@ def generation_settings(
     return GenerationSettings(max_new_tokens, stop_ids, tokenizer.pad_id, tuple(stops), ends)
 
 
-def prompt_batch(prompts: Sequence[tuple[int, ...]], settings: GenerationSettings) -> MicroBatch:
-    """Lay out prompts to continue, padded on the left. Models derive the positions from the mask, too."""
+def prompt_batch(
+    prompts: Sequence[tuple[int, ...]], settings: GenerationSettings, num_common: int = 0
+) -> MicroBatch:
+    """Lay out prompts, which all begin with the same `num_common` tokens, padded on the left."""
     width = max(map(len, prompts))
     inputs = {
         "input_ids": [[settings.pad_id] * (width - len(ids)) + list(ids) for ids in prompts],
         "attention_mask": [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts],
     }
+    inputs |= {COMMON_IDS: [list(prompts[0][:num_common])]} if num_common else {}
     tensors = {name: torch.tensor(rows) for name, rows in inputs.items()}
     return MicroBatch(tensors, len(prompts), generation=settings)
 
@@ -69,7 +75,8 @@ def write_tokens(
     settings: GenerationSettings,
     *,
     sample_keys: Tensor | None = None,
-    **inputs: Tensor,
+    common_ids: Tensor | None = None,
+    **inputs: Any,  # noqa: ANN401  (tensors)
 ) -> Tensor:
     """Return new tokens, int64 [rows, at most max_new_tokens], with padding after the end of each row.
 
@@ -86,6 +93,11 @@ def write_tokens(
         num_beams=1,
         use_cache=True,
     )
+    cache = DynamicCache(config=model.config)
+    # Elsewhere, distances may count the padding: in sliding windows, or in biases of attention.
+    rotates = "rope" in " ".join(vars(model.config.get_text_config()))
+    if common_ids is not None and rotates and {*map(type, cache.layers)} == {DynamicLayer}:
+        _read_common(model, cache, common_ids, inputs)
     # A forward pass gathers ZeRO-3 shards from all ranks, so no rank may stop earlier than the others.
     ends = [] if settings.has_ended is None else [_EndOfRows(settings.has_ended, width)]
     tokens: Tensor = model.generate(
@@ -95,6 +107,20 @@ def write_tokens(
         stopping_criteria=StoppingCriteriaList(ends),
     )
     return tokens[:, width:]
+
+
+@torch.no_grad()
+def _read_common(model: Any, cache: DynamicCache, common_ids: Tensor, inputs: dict[str, Any]) -> None:  # noqa: ANN401
+    """Run once what all prompts begin with, and let the inputs go on from it: their padding is behind it."""
+    (copies, length), (rows, width) = common_ids.shape, inputs["input_ids"].shape
+    model(input_ids=common_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    cache.batch_repeat_interleave(rows // copies)
+    columns = torch.arange(width, device=common_ids.device)
+    begins = width + length - inputs["attention_mask"].sum(dim=1, keepdim=True)
+    inputs["attention_mask"] = ((columns < length) | (columns >= begins)).long()
+    common = common_ids.repeat_interleave(rows // copies, dim=0)
+    inputs["input_ids"] = torch.cat([common, inputs["input_ids"][:, length:]], dim=1)
+    inputs["past_key_values"] = cache
 
 
 def _processors(sampling: Sampling | None, keys: Tensor | None, width: int) -> LogitsProcessorList:
@@ -111,8 +137,7 @@ def _processors(sampling: Sampling | None, keys: Tensor | None, width: int) -> L
 class _GumbelNoise(LogitsProcessor):  # type: ignore[misc]  # transformers has no types
     """Adds Gumbel noise to logits. The index of the largest sum is a sample of their softmax.
 
-    Two rows with the same noise and nearly the same logits mostly get the same token (Maddison et al. 2014,
-    "A* sampling"): the two losses of a direction then differ by the weights and less by chance.
+    Probes share the noise, so that their losses differ less by chance (Maddison et al. 2014, "A* sampling").
     """
 
     def __init__(self, keys: Sequence[int], prompt_width: int) -> None:

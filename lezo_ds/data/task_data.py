@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.metrics import REWARD
 from lezo_ds.zo.keys import sample_key
 
+FEWEST_COMMON = 8
+"""Tokens with which all prompts begin. A pass over fewer is not worth it."""
 MEZO_LOSS_BATCH = 8
 """Number of examples over which MeZO's code averages a validation loss: the default of transformers."""
 
@@ -54,6 +57,13 @@ class EncodedSplit:
     null_encoded: tuple[EncodedExample, ...] = ()
     """Empty if scores are not calibrated."""
     reads_records: bool = False
+
+    @cached_property
+    def num_common(self) -> int:
+        """Number of tokens with which all prompts begin; 0 if they are few."""
+        pairs = zip(min(self.prompts)[:-1], max(self.prompts), strict=False)  # one token is left to continue
+        number = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        return number if number >= FEWEST_COMMON else 0
 
     def fingerprint(self) -> str:
         """Return a hash of all that decides losses and scores, in its order: 32 hex digits."""
@@ -132,7 +142,7 @@ class TaskData:
 
     def prompt_batch(self, split: EncodedSplit, rows: Sequence[int]) -> MicroBatch:
         assert self.generation is not None
-        return prompt_batch([split.prompts[row] for row in rows], self.generation)
+        return prompt_batch([split.prompts[row] for row in rows], self.generation, split.num_common)
 
     def _answer_batch(self, config: RunConfig, step: int, rows: Sequence[int]) -> MicroBatch:
         assert self.generation is not None

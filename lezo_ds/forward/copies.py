@@ -47,7 +47,7 @@ def run_once(
 ) -> Any:  # noqa: ANN401
     """Run a block on one of `total` equal copies of a batch; return what it gives for all of them.
 
-    The keys and values of `layer` in a cache become those of all copies; None if no cache is read.
+    The keys and values of `layer` in a cache are of all copies, before and after; None if no cache is read.
     """
     caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
     layers = caches[0].layers[layer : layer + 1] if caches and layer is not None else []
@@ -58,6 +58,8 @@ def run_once(
         is_batch = isinstance(value, Tensor) and value.dim() > 1 and len(value) % (rows * total) == 0
         return value[: len(value) // total] if is_batch else value
 
+    for cached in layers:
+        cached.batch_select_indices(torch.arange(rows))
     output = run(*mapped(of_one, args), **mapped(of_one, kwargs))
     for cached in layers:
         cached.batch_select_indices(torch.arange(rows, device=cached.device).repeat(total))

@@ -106,13 +106,15 @@ class PerturbedForward:
         self._now = _Pass()
         self._selection: LogitSelection | None = None
         self._made: dict[tuple[nn.Parameter, KeyedProbe], Tensor] = {}  # for a block, or for answers
-        self._equal_until = 0  # before this block, all copies of the batch are equal
+        self._first_perturbed = 0  # before this block, all copies of the batch are equal, answers excepted
+        self._equal_until = 0  # the same in the pass that runs
         for module in model.modules():
             if any(parameter is not None for parameter in module._parameters.values()):
                 self._wrap(module)
         if noise.takes_blocks or shares_start:
             for index, block in enumerate(blocks):
                 self._wrap_block(index, block)
+        model.register_forward_pre_hook(self._start_pass, with_kwargs=True)
         self._model_name = type(model).__name__
         get_head = getattr(model, "get_output_embeddings", None)
         self._head: nn.Module | None = get_head() if get_head else None
@@ -131,15 +133,23 @@ class PerturbedForward:
             change = perturbation.probes, rows, perturbation.dropped_layers, perturbation.distribution
             self._now = _Pass(*change, keeps=batch.generation is not None)
             shared = set(self._blocks_that_share if len(perturbation.probes) > 1 else ())
-            self._equal_until = min(shared - perturbation.dropped_layers, default=0)
+            self._first_perturbed = min(shared - perturbation.dropped_layers, default=0)
         num_copies = len(self._now.probes) or 1
         inputs = {name: torch.cat([value] * num_copies) for name, value in batch.inputs.items()}
         self._selection = batch.selection
         try:
             output = call(**inputs)
         finally:
-            self._now, self._selection, self._made, self._equal_until = _Pass(), None, {}, 0
+            self._now, self._selection, self._made, self._first_perturbed = _Pass(), None, {}, 0
         return tuple(getattr(output, "logits", output).chunk(num_copies))
+
+    def _start_pass(self, _: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Read the rows of a pass: what all prompts begin with is one. A token of answers is not shared."""
+        self._equal_until = self._first_perturbed
+        if self._now.keeps:
+            ids = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            self._now = self._now._replace(rows=len(ids) // len(self._now.probes))
+            self._equal_until *= ids.shape[1] > 1
 
     def _wrap(self, module: nn.Module) -> None:
         original, owned = module.forward, self._owned_by([module])
@@ -252,7 +262,7 @@ class PerturbedForward:
                 output = run_once(original, [*args], kwargs, now.rows, len(now.probes), layer)
                 self._now = now
                 return output
-            self._equal_until = 0  # also of a continuation: answers of probes differ from the second token on
+            self._equal_until = 0
             active = self._active(owned)
             # The copies of more probes would take too much memory.
             if not active or not now.runs_at_once:

@@ -151,9 +151,11 @@ def answer_speeds(config: RunConfig, rounds: int) -> str:
     settings = replace(prompts.generation, stop_ids=(), has_ended=None, sampling=None)
     rows = {name: values for name, values in prompts.inputs.items() if name != SAMPLE_KEYS}
     prompts = replace(prompts, inputs=rows, generation=settings)
-    all_rows = {name: torch.cat([values] * len(one.probes)) for name, values in rows.items()}
+    all_rows = {name: torch.cat([rows[name]] * len(one.probes)) for name in ("input_ids", "attention_mask")}
     change = perturbation(engine, decide(engine), one)
     plain = plain_model(config.model.path, config.model.dtype)
+    # Of the last states of prompts, torch would multiply as many copies of the head's weight.
+    plain.get_output_embeddings().register_forward_pre_hook(lambda _, states: (states[0].contiguous(),))
     actions = {
         "generate": lambda: write_tokens(plain, settings, **all_rows),
         "ours": lambda: engine.run(prompts, change),
