@@ -19,8 +19,7 @@ PAD_MULTIPLE = 8  # MeZO's value; tensor cores are fastest on multiples of 8
 def batch_indices(seed: int, step: int, num_examples: int, batch_size: int) -> list[int]:
     """Return the indices of the examples of a step (from 0), as a pure function of the arguments.
 
-    Examples come from an endless stream: one permutation of all examples for each epoch. A batch may end one
-    epoch and begin the next, no example is dropped, and a resumed run does not have to skip through data.
+    Examples come from an endless stream: one permutation of all examples for each epoch.
     """
     first = step * batch_size
     stream = (divmod(position, num_examples) for position in range(first, first + batch_size))

@@ -1,7 +1,4 @@
-"""Generated answers: greedy or drawn, up to a maximum length, a text that ends them, or EOS.
-
-The defaults are those of Malladi et al. 2023: greedy, at most 50 tokens, up to the first newline.
-"""
+"""Generated answers: greedy or drawn, up to a maximum length, a text that ends them, or EOS."""
 
 from __future__ import annotations
 

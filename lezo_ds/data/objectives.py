@@ -1,8 +1,6 @@
 """Training objectives, and the scores of candidates (Malladi et al. 2023).
 
-A zeroth-order step needs no gradient, so the objective may be any function of the model's outputs. It must be
-pure: it runs for both signs of a perturbation and on different examples on each rank, and its mean over the
-dev examples selects the best step. docs/rewards.md has examples.
+An objective may be any pure function of the model's outputs. docs/rewards.md has examples.
 """
 
 from __future__ import annotations
@@ -33,10 +31,7 @@ belong to them, and `batch.examples` the records as text. The loss of a step is 
 """
 
 RewardFunction = Callable[[Sequence[str], Sequence[Record]], Any]
-"""(answers, record of each answer with all its fields) -> reward of each answer: numbers, or a tensor.
-
-With generation.num_samples, the answers to one record come one after the other.
-"""
+"""(answers, record of each with all its fields) -> a number for each. Samples of a record are neighbors."""
 
 _TRIED_ANSWERS = ("", "A first answer, with words and 2 numbers: 3.")
 
@@ -129,8 +124,7 @@ def load_objective(name: str, task: Task) -> Objective:
 
     def build_batch(examples: Sequence[EncodedExample], pad_id: int) -> MicroBatch:
         assert own.build_batch is not None
-        # The function returns one loss per example, so the mean is over examples, even if the task's own
-        # loss is a mean over tokens.
+        # The task's own loss may be a mean over tokens.
         return replace(own.build_batch(examples, pad_id), weight=len(examples))
 
     def loss(logits: Tensor, batch: MicroBatch) -> Tensor:

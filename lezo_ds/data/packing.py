@@ -1,7 +1,6 @@
 """Packing: several sequences share a row, so that other examples take the place of padding.
 
-Position ids tell the model where each sequence begins, and a mask hides the other sequences of the row. The
-model then computes the same result for each sequence as for the sequence alone, up to rounding.
+Position ids tell the model where each sequence begins, and a mask hides the other sequences of the row.
 """
 
 from __future__ import annotations

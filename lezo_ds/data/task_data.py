@@ -40,8 +40,7 @@ from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.metrics import REWARD
 from lezo_ds.zo.keys import sample_key
 
-FEWEST_COMMON = 8
-"""Tokens with which all prompts begin. A pass over fewer is not worth it."""
+FEWEST_COMMON = 8  # tokens; a pass over fewer is not worth it
 MEZO_LOSS_BATCH = 8
 """Number of examples over which MeZO's code averages a validation loss: the default of transformers."""
 

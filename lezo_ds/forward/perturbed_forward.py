@@ -1,13 +1,12 @@
 """Runs a model at several probes of its weights, and leaves the stored weights alone.
 
-Every module that owns parameters gets its `forward` wrapped. While a perturbation is set, the wrapper makes
-perturbed copies of the module's active parameters out of place, runs the module with them, and drops them:
-nothing has to be restored, so nothing drifts. Under ZeRO-3 the wrapper runs between DeepSpeed's hooks, which
-gather the module's parameters before it and release them after it.
+Every module that owns parameters gets its `forward` wrapped. The wrapper makes perturbed copies of the active
+parameters, runs the module with them, and drops them: nothing drifts. With ZeRO-3 it runs between the
+hooks of DeepSpeed, which gather the module's parameters before it and release them after it.
 
 With k probes the batch is repeated k times, [x; x; ...]. A module with active parameters runs on each copy of
 the batch with the weights of one probe, and all from one gather. A module without parameters runs once over
-all copies. While a model writes answers, the copies of its weights are kept: every token needs them.
+all copies. While a model writes answers, the copies of its weights are kept.
 """
 
 from __future__ import annotations
@@ -195,8 +194,6 @@ class PerturbedForward:
                 outputs.append(run(first, *mapped(share, args), **mapped(share, kwargs)))
         finally:
             self._now = now
-        if isinstance(outputs[0], Tensor):
-            return torch.cat(outputs)
         return tree_map(
             lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *outputs
         )

@@ -82,12 +82,7 @@ def parse_variant(text: str) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A model and the batch of each step in three layouts. All variants get the same examples at a step.
-
-    Our trainer ("ours") sorts examples by length, lets them share rows, and runs one row for all one-token
-    candidates of an example. MeZO's code ("published") runs the same examples in the order drawn, without any
-    of this. Ranks of tensor parallelism run the same examples ("common").
-    """
+    """A model and the batch of each step. Variants get the same examples, MeZO's code in the order drawn."""
 
     config: RunConfig
     title: str
@@ -138,10 +133,7 @@ def recipe_inputs(config: RunConfig) -> Inputs:
 
 
 def answer_speeds(config: RunConfig, rounds: int) -> str:
-    """Time how a pass of a step writes answers, and how transformers does on as many sequences. A collective.
-
-    Answers have the maximum length. The update and the reward are left out.
-    """
+    """Time how a pass writes answers of the maximum length, and how transformers does. A collective."""
     data, engine = load_task_data(config), make_engine(config)
     batch = data.step_batch(config, 0)
     one = engine.passes_of_rank(distributed.rank(), len(batch))[0]
@@ -220,12 +212,7 @@ def start_steps(variant: str, inputs: Inputs) -> Callable[[], float]:
 
 
 def measure(inputs: Inputs, variants: Sequence[str], rounds: int) -> pd.DataFrame:
-    """Return a row for each variant. A collective.
-
-    seconds is the median of the rounds; ratio is the median of the first variant's time by this one's; tokens
-    are those of a step's batch, padding included. The memory above what was in use before (of a GPU) is that
-    of rank 0, and what is gathered (or summed, with tensor parallelism) that of all ranks.
-    """
+    """Return a row for each variant: medians, rank 0's memory and all ranks' bytes. A collective."""
     actions = {variant: start_steps(variant, inputs) for variant in variants}
     for variant, action in actions.items():
         gradients = [action() for _ in range(WARM_UP_STEPS)]
