@@ -164,7 +164,8 @@ class Replicas:
             raise StepLostError("a replica takes over many lines first")
         self._began = time.monotonic()
         # A replica that hangs must not stop the others for long, and one that is slow does not hang.
-        self._patience = min(self._seconds, max(_LEAST_PATIENCE, 4 * self._longest) * 2**self._failures)
+        longest = min(member["longest"] for member in members)  # a new one does not know
+        self._patience = min(self._seconds, max(_LEAST_PATIENCE, 4 * longest) * 2**self._failures)
         self._hangs_at = self._began + self._patience
         workers = [member["workers"] for member in members]
         news = [evaluation for member in members for evaluation in member["news"]]
@@ -178,6 +179,7 @@ class Replicas:
             "workers": self.num_workers,
             "news": self.news,
             "age": self._age,
+            "longest": self._longest,
             "group": self._group_name,
             "next_group": secrets.token_hex(8),
             "address": self._transport.address,
