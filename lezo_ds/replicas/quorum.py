@@ -243,10 +243,9 @@ class Replicas:
 
     def _sum(self, values: Sequence[float], facts: Mapping[str, str]) -> list[float]:
         assert self.journal is not None
-        num = len(self._members)
         facts = {**facts, "journal": self.journal.checksums[1], "weights": self.digest}
         digest = hashlib.blake2b(repr(facts).encode(), digest_size=6).digest()
-        rows = [0.0] * num
+        rows = [0.0] * len(self._members)
         rows[self._position] = own = float(int.from_bytes(digest, "little"))  # float64 holds 48 bits exactly
         *losses, stop, snapshot = values
         sums = torch.tensor([*losses, float(self.stops_all), snapshot, *rows], dtype=torch.float64)
@@ -254,11 +253,11 @@ class Replicas:
             self._group.parent.allreduce([sums], timeout=timedelta(seconds=self._patience)).wait()
         except RuntimeError:
             self._lose_round()
-        rows = sums[-num:].tolist()
-        if rows != [own] * num:
+        rows = sums[-len(rows) :].tolist()
+        if set(rows) != {own}:
             # Most replicas are right; of several such groups, the one with the oldest replica.
             counts, ages = Counter(rows), [member["age"] for member in self._members]
-            right = rows[max(range(num), key=lambda row: (counts[rows[row]], ages[row], -row))]
+            right = rows[max(range(len(rows)), key=lambda row: (counts[rows[row]], ages[row], -row))]
             if rows[self._position] == own != right:
                 raise DesyncError(
                     "this replica leaves: its plan, batch, journal or weights differ from those of others; "
@@ -268,7 +267,7 @@ class Replicas:
         self._failures = 0
         self._longest = max(time.monotonic() - self._began, 0.9 * self._longest if self._age else 0.0)
         self._age += 1
-        *totals, stops, snapshots = sums[:-num].tolist()
+        *totals, stops, snapshots = sums[: -len(rows)].tolist()
         return [*totals, stop + stops, snapshots]
 
     def _lose_round(self) -> NoReturn:
