@@ -218,10 +218,9 @@ class Replicas:
             raise OSError(f"nobody listens at {first['store']}")
         # All members are here at the same time, but for one that died after it asked for the quorum.
         limit = timedelta(seconds=_CONNECT_SECONDS + num / 10)
-        group = ProcessGroupGloo(timeout=limit)
-        store = f"{first['store']}/{first['next_group']}"
-        reconfigure_with_store(group, store, self._position, num, limit)
-        self._group, self._group_name = group, first["next_group"]
+        group, name = ProcessGroupGloo(timeout=limit), first["next_group"]
+        reconfigure_with_store(group, f"{first['store']}/{name}", self._position, num, limit)
+        self._group, self._group_name = group, name
 
     def _leave_group(self) -> None:
         if self._group is not None:
