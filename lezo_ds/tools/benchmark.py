@@ -147,7 +147,8 @@ def answer_speeds(config: RunConfig, rounds: int) -> str:
     change = perturbation(engine, decide(engine), one)
     plain = plain_model(config.model.path, config.model.dtype)
     # Of the last states of prompts, torch would multiply as many copies of the head's weight.
-    plain.get_output_embeddings().register_forward_pre_hook(lambda _, states: (states[0].contiguous(),))
+    head: nn.Module = plain.get_output_embeddings()  # type: ignore[operator]
+    head.register_forward_pre_hook(lambda _, states: (states[0].contiguous(),))
     actions = {
         "generate": lambda: write_tokens(plain, settings, **all_rows),
         "ours": lambda: engine.run(prompts, change),

@@ -17,7 +17,7 @@ SOURCE = [
 PACKAGE = [path for path in SOURCE if path.suffix == ".py"]
 SCRIPTS = sorted((REPOSITORY / "launch").rglob("*.py"))
 
-LINES = 15_483
+LINES = 15_484
 """Lines of Python and C++ in lezo_ds. A capability that does not fit makes room first."""
 TEST_LINES = 12_000
 
@@ -30,9 +30,9 @@ FLOORS: tuple[dict[str, int], ...] = (
     {"distributed": 549},
     {"replicas": 405},
     {"sharding": 1_170},
-    {"forward": 1_130},
+    {"forward": 1_136},
     {"model": 600},
-    {"data": 1_869},
+    {"data": 1_892},
     {"agreement": 120},
     {"step": 160},
     {"engine": 500},
