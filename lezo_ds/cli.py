@@ -249,8 +249,8 @@ def _init(parser: _Parser) -> None:
     lezo-ds init models/smollm2 tickets.csv --text body --label topic --out recipe.yaml
     lezo-ds init models/smollm2 prompts.jsonl --reward rewards:brevity
 
-    DATA is a .csv, .tsv, .json, .jsonl or .parquet file, or OWNER/NAME:SPLIT on the hub. By default, the only
-    column of texts is read, and the only one with few values learned. An instruct model has its template.
+    DATA is a .csv, .tsv, .json, .jsonl or .parquet file, or OWNER/NAME:SPLIT on the hub. By default, a model
+    reads the only column of texts and learns the only one with few values, an instruct model in its template.
     """
     add = parser.add_argument
     add("model", type=_name, metavar="MODEL", help="directory of a model, or its hub id")
