@@ -7,6 +7,7 @@ the journal's lines says how far it is. Only rank 0 talks to other replicas.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 import os
@@ -22,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
@@ -30,7 +32,6 @@ import torch
 os.environ.setdefault("RUST_LOG", "error")  # torchft reads it once
 from torchft import ProcessGroupGloo
 from torchft.coordination import LighthouseClient
-from torchft.process_group import reconfigure_with_store
 
 from lezo_ds import distributed
 from lezo_ds.errors import DesyncError, LezoError, LostRankError, UserError, cut
@@ -42,11 +43,9 @@ logger = logging.getLogger(__name__)
 logging.getLogger("torchft_errors").setLevel(logging.CRITICAL)
 
 FEW_LINES = 2  # that a replica may take over while the others wait
-_BEAT_SECONDS = 0.1
 _CONNECT_SECONDS = 5.0
 _LEAST_PATIENCE = 10.0
 _MOST_FAILURES = 3
-_PAGE_BYTES = 4 << 20
 _ADDRESS = re.compile(r"\d{4,}@([\w.-]+:\d+)")  # in a replica's id, on the lighthouse's page
 
 
@@ -112,7 +111,7 @@ class Replicas:
             with suppress(RuntimeError, OSError):  # the lighthouse is away
                 if self._is_member and time.monotonic() < self._hangs_at:
                     self._client.heartbeat(self._id)
-            time.sleep(_BEAT_SECONDS)
+            time.sleep(0.1)
 
     def share(self, passes: Sequence[Pass], worker: int) -> list[Pass]:
         """Return the passes of a worker of this replica: every n-th of all, and one that does not count.
@@ -129,7 +128,7 @@ class Replicas:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         page = ""
         with suppress(OSError), opener.open(f"{self._lighthouse}/status", timeout=_CONNECT_SECONDS) as answer:
-            page = answer.read(_PAGE_BYTES).decode("utf-8", "replace")
+            page = answer.read(4 << 20).decode("utf-8", "replace")
         for address in dict.fromkeys(_ADDRESS.findall(page)):
             with suppress(OSError):  # that replica has ended
                 if address != self._transport.address and (lines := self._transport.fetch(address)).data:
@@ -219,7 +218,10 @@ class Replicas:
         # All members are here at the same time, but for one that died after it asked for the quorum.
         limit = timedelta(seconds=_CONNECT_SECONDS + num / 10)
         group, name = ProcessGroupGloo(timeout=limit), first["next_group"]
-        reconfigure_with_store(group, f"{first['store']}/{name}", self._position, num, limit)
+        group._reconfigure_id = str(self._position)
+        shared = {"store": f"{first['store']}/{name}", "global_rank": None}
+        handles = [json.dumps({"id": str(position), **shared}) for position in range(num)]
+        group.reconfigure(SimpleNamespace(uuid=0, handles=handles)).wait()
         self._group, self._group_name = group, name
 
     def _leave_group(self) -> None:

@@ -24,8 +24,6 @@ from lezo_ds.runs import records, run
 
 logger = logging.getLogger(__name__)
 
-_IDLE_SECONDS = 0.2
-
 
 class ElasticRun(run.Run):
     """The part of a replica in a run."""
@@ -118,7 +116,7 @@ class ElasticRun(run.Run):
                 self._meet()
                 if not (self._missing() and self._evaluate_in_turn()):
                     self._do_empty_round()
-            time.sleep(_IDLE_SECONDS)
+            time.sleep(0.2)
 
     def _train_step(self) -> dict[str, Any]:
         while True:
