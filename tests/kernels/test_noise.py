@@ -183,21 +183,6 @@ def test_a_transposed_parameter_is_perturbed_by_its_row_major_index_and_copies_c
     assert noise.perturb([], KEY, [0.1]) == []
 
 
-def test_opposite_scales_share_a_draw_and_a_scale_of_zero_draws_nothing(monkeypatch):
-    calls = []
-
-    def record(self, weights, key, scale, num_signs, distribution):
-        calls.append((scale, num_signs))
-        return [[weights[0].theta] * num_signs]
-
-    monkeypatch.setattr(EagerNoise, "_perturb", record)
-    (copies,) = REFERENCE.perturb(
-        [Weight(torch.ones(4), 6, torch.float32)], KEY, [1.0, -1.0, 2.0, 0.0, 2.0, 1.0]
-    )
-    assert len(copies) == 6
-    assert calls == [(1.0, 2), (2.0, 1), (2.0, 1), (1.0, 1)]
-
-
 # The known answers that come with Random123 (Salmon et al. 2011): counter, key, result.
 KNOWN_ANSWERS = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from peft import PeftModel
 from ranks import run_ranks
 from tiny_adapters import PREFIX_LENGTH, peft_config, start_engine, train, whole_batch, write_families
@@ -37,14 +35,6 @@ def load(directory, dtype="fp32"):
 
 
 # LoRA.
-
-
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 60), st.integers(0, 60))
-def test_a_slice_of_the_first_values_is_the_same_however_it_is_cut(seed, parameter_id, start, count):
-    whole = uniform(seed, parameter_id, torch.arange(120))
-    assert torch.equal(
-        uniform(seed, parameter_id, torch.arange(start, start + count)), whole[start : start + count]
-    )
 
 
 def test_the_first_values_are_uniform_and_each_seed_and_parameter_has_its_own():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
 import shlex
@@ -28,13 +27,6 @@ def test_the_image_has_the_files_that_the_package_is_built_from():
     needed = {name.partition("/")[0] for name in read} | {"launch", "ds_configs", "constraints.txt"}
     assert set(copied()) == needed
     assert [name for name in copied() if not (REPOSITORY / name).exists()] == []
-
-
-def test_nothing_else_is_sent_to_the_builder_of_the_image():
-    lines = [line for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if line[:1] != "#"]
-    assert lines[0] == "*"
-    assert [line.removeprefix("!") for line in lines[1:-1]] == copied()
-    assert fnmatch.fnmatch("lezo_ds/zo/__pycache__", lines[-1])
 
 
 def test_the_image_has_the_python_and_the_versions_that_are_tested():
