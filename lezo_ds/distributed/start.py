@@ -42,12 +42,12 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
     if not all(name in os.environ for name in _RANK_VARIABLES):
         _set_rank_variables()
     take_device()  # before the first message: otherwise every rank would send it from GPU 0
+    method = prepare_rendezvous()  # sets variables, which the heartbeat's threads read without a lock
     if (num_ranks := int(os.environ["WORLD_SIZE"])) > 1:
         limit = min(heartbeat.LIMIT_SECONDS, timeout_seconds)
         _heartbeats.append(heartbeat.Heartbeat(int(os.environ["RANK"]), num_ranks, limit))
         _heartbeats[0].start()
-    timeout = timedelta(seconds=timeout_seconds)
-    comm.init_distributed(timeout=timeout, init_method=prepare_rendezvous(), verbose=False)
+    comm.init_distributed(timeout=timedelta(seconds=timeout_seconds), init_method=method, verbose=False)
     # A rank that ends at once (bad input) would break the connections of the ranks that still join.
     comm.barrier()
     for each in _heartbeats:

@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import socket
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 from commands import run_forked, wait_until
 from ranks import free_port, run_ranks
+from torch.distributed import TCPStore
 
 from lezo_ds import distributed
 from lezo_ds.distributed import heartbeat
@@ -72,6 +75,26 @@ def test_the_libraries_stay_on_the_loopback_unless_told_otherwise(address, users
         assert os.environ.get(name, "none").startswith(interface)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     assert prepare_rendezvous() == "env://"
+
+
+def _changes_beside_threads():
+    changes = []
+
+    def note(event, arguments):
+        if event in ("os.putenv", "os.unsetenv") and threading.active_count() > 1:
+            changes.append(arguments[0])
+
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.pop(name, None)
+    sys.addaudithook(note)
+    distributed.init_distributed()
+    return changes
+
+
+@pytest.mark.distributed
+def test_the_environment_does_not_change_once_threads_may_read_it():
+    """glibc's getenv, which resolves names, reads memory that setenv has freed, and the rank crashes."""
+    assert run_ranks(_changes_beside_threads, 2) == [[], []]
 
 
 def slurm_task(nodes, **more):
@@ -158,8 +181,8 @@ def test_a_rank_that_has_joined_and_is_killed_ends_any_command_in_seconds(num_ra
     def kill_a_joined_rank(ranks):
         for late in ranks[2:]:
             os.kill(late.pid, signal.SIGSTOP)
-        victim = psutil.Process(ranks[1].pid)
-        wait_until(lambda: any(port in each.raddr for each in victim.net_connections()), ranks[1])
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        wait_until(lambda: store.add("heartbeat 1", 0), ranks[1])
         ranks[1].kill()
         ranks[0].join(30)
         ends.append(ranks[0].exitcode)
