@@ -181,6 +181,9 @@ def test_a_rank_that_has_joined_and_is_killed_ends_any_command_in_seconds(num_ra
     def kill_a_joined_rank(ranks):
         for late in ranks[2:]:
             os.kill(late.pid, signal.SIGSTOP)
+        # A store's client waits ever longer between its attempts, and might come after the command's end.
+        with socket.socket() as probe:
+            wait_until(lambda: probe.connect_ex(("127.0.0.1", port)) == 0, ranks[0])
         store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         wait_until(lambda: store.add("heartbeat 1", 0), ranks[1])
         ranks[1].kill()
