@@ -66,6 +66,9 @@ def load_ds_config(
     config: dict[str, Any] = {"zero_optimization": {"stage": 3 if tensor_parallel in (None, 1) else 0}}
     if path is not None:
         config = _read_json(str(path))
+    for name in ("zero_optimization", "tensor_parallel", dtype):
+        if not isinstance(config.get(name, {}), dict):
+            raise UserError(f"{name} in {source} is not an object", fix=f'write it like "{name}": {{...}}')
     size, flat = _checked_size(config, source, tensor_parallel, world_size), flatten(config)
     if {"optimizer", "scheduler"} & config.keys():
         raise UserError(f"{source} has an optimizer or a scheduler, which are the recipe's", fix="remove it")
@@ -107,14 +110,16 @@ def _checked_size(config: dict[str, Any], source: str, tensor_parallel: int | No
             text = f"tensor_parallel={tensor_parallel}, and {source} has {json.dumps(section)}"
             raise UserError(text, fix="remove tensor_parallel")
     size, stage = tensor_parallel_size(config), flatten(config).get("zero_optimization.stage", 0)
+    if type(size) is not int:
+        raise UserError(f"autotp_size={json.dumps(size)} in {source} is not an integer", fix="correct it")
+    if size < 1 or world_size % size:
+        text = f"tensor_parallel={size} does not divide {world_size} ranks"
+        raise UserError(text, fix="use a divisor of the number of ranks")
     if size > 1 and stage != 0:
         text = f"{source} has ZeRO stage {stage}, and tensor parallelism shards the weights by itself"
         raise UserError(text, fix="set zero_optimization.stage to 0, or remove tensor_parallel")
     if size == 1 and stage != 3:
         raise UserError(f"{source} does not use ZeRO stage 3", fix="set zero_optimization.stage to 3")
-    if size < 1 or world_size % size:
-        text = f"tensor_parallel={size} does not divide {world_size} ranks"
-        raise UserError(text, fix="use a divisor of the number of ranks")
     return size
 
 
@@ -127,7 +132,8 @@ def tensor_parallel_of(config: RunConfig) -> int:
 
 def tensor_parallel_size(ds_config: Mapping[str, Any]) -> int:
     """Return the number of ranks that split each weight by DeepSpeed's AutoTP, or 1."""
-    return int(ds_config.get("tensor_parallel", {}).get("autotp_size", 1))
+    size: int = ds_config.get("tensor_parallel", {}).get("autotp_size", 1)
+    return size
 
 
 def _read_json(name: str) -> dict[str, Any]:

@@ -119,7 +119,6 @@ class RankMemory:
 
 
 def opt_config(shape: str) -> OPTConfig:
-    """Return the configuration of an OPT model."""
     blocks, width, heads = OPT_SHAPES[shape]
     sizes = {"hidden_size": width, "word_embed_proj_dim": width, "ffn_dim": 4 * width}
     return OPTConfig(**sizes, num_hidden_layers=blocks, num_attention_heads=heads)
@@ -190,13 +189,12 @@ def measured_inputs(config: RunConfig, data: TaskData) -> InputSizes:
 def rank_memory(
     config: RunConfig, model: ModelSizes, inputs: InputSizes, *, world_size: int, on_gpu: bool = True
 ) -> RankMemory:
-    """Return the peak memory of each rank of a run."""
     ds_config, full = ds_config_of(config, world_size), model
     size = tensor_parallel_size(ds_config)
     if size > 1:
         model = split_sizes(model, size)
     zero = ds_config["zero_optimization"]
-    offload = zero.get("offload_param", {})
+    offload = zero.get("offload_param") or {}
     device = offload.get("device", "none")
     is_offloaded = device != "none" and on_gpu
     num_shards = 1 if size > 1 else config.partition_size or world_size
