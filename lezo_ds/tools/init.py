@@ -37,7 +37,7 @@ _TEMPLATE = """\
 # {title}. Written by lezo-ds init: check the prompt and the labels.
 #
 # Command: {command}
-run_dir: runs/{name}
+run_dir: {run_dir}
 
 model:
   path: {model}
@@ -77,7 +77,6 @@ _LEZO = """\
 
 
 def main(arguments: Namespace) -> None:
-    """Write a recipe, check it as a run would, and print what it will do."""
     target = arguments.out
     if target.exists():
         raise UserError(f"{target} exists", fix="give another --out, or remove it")
@@ -103,9 +102,9 @@ def main(arguments: Namespace) -> None:
     is_fzoo = arguments.method == "fzoo"
     steps = num_steps(len(records)) if is_fzoo else 1000
     recipe = _TEMPLATE.format(
-        title=title,
+        title=" ".join(title.split()),
         command=command,
-        name=Path(arguments.data).stem,
+        run_dir=json.dumps(f"runs/{Path(arguments.data).stem}"),
         model=json.dumps(_relative(arguments.model, target)),
         dtype=dtype,
         train=json.dumps(_relative(arguments.data, target)),
@@ -189,9 +188,7 @@ def _labels(name: str, values: Sequence[object]) -> list[str]:
         fix = f"add records of each class or, if the model shall write them, give --answer {name}"
         raise UserError(what, fix=fix)
     if len(labels) > _MANY_LABELS:
-        text = (
-            "%d labels, each read after each example. The model writes one of them with --answer %s, faster"
-        )
+        text = "%d labels, each read after each example. With --answer %s, the model writes one: faster"
         logger.warning(text, len(labels), name)
     return sorted(labels)
 

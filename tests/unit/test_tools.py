@@ -83,12 +83,14 @@ def test_init_writes_a_recipe_that_a_run_can_start_from(tmp_path, monkeypatch, c
         assert (config.data.label_field, config.data.chat_template) == ("topic", True)
         assert (config.run_dir, train.steps) == ("runs/tickets", 100 if method == "fzoo" else 1000)
         assert "180 train, 60 dev, 60 test" in capsys.readouterr().out
-    for words, message in (
-        ("model tickets.csv --out mezo.yaml", "exists"),
-        ("tickets.csv model", "init model tic"),
-    ):
+    again, swapped = "model tickets.csv --out mezo.yaml", "tickets.csv model"
+    for words, message in ((again, "exists"), (swapped, "init model tic")):
         with pytest.raises(UserError, match=message):
             recipe(*words.split())
+    rows = ['"the\ntopic","a\ntext"', *map(",".join, zip(CLASSES, TEXTS, strict=True))]
+    (tmp_path / "my: table #2.csv").write_text("\n".join(rows))
+    recipe("model", "my: table #2.csv", "--out", "odd.yaml")
+    assert load_config(tmp_path / "odd.yaml").run_dir == "runs/my: table #2"
     (tmp_path / "judge_of_init.py").write_text(REWARD)
     recipe("model", "tickets.csv", "--reward", "judge_of_init:brevity", "--text", "text", "--out", "own.yaml")
     small = ["generation.max_new_tokens=3", "data.max_length=128", "zo.directions=4"]
