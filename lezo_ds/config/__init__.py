@@ -16,13 +16,10 @@ from lezo_ds.config.run_config import (
     num_passes,
 )
 from lezo_ds.config.schema import (
-    RESUME_MAY_DIFFER,
     TRAINED,
     ZEROTH_ORDER,
-    AdamWConfig,
     DataConfig,
     Dtype,
-    GenerationConfig,
     Method,
     PeftConfig,
     RunConfig,

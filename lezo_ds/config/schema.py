@@ -128,8 +128,6 @@ class AdamWConfig:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class ZoConfig:
-    """The zeroth-order optimizer (LeZO, Algorithm 1)."""
-
     learning_rate: NonNegativeFloat | None = None
     """Learning rate eta. Method lezo needs it. zo.lr_schedule changes it over the run."""
     lr_schedule: Annotated[str, Named(SCHEDULES)] = "constant"
@@ -227,8 +225,6 @@ class ElasticConfig:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class RunConfig:
-    """Everything that determines a run."""
-
     run_dir: Annotated[str, _MAY_DIFFER]
     """Directory of the run. If it already holds the run, the run is resumed."""
     seed: Annotated[int, Field(ge=0, le=2**64 - 1)] = 0
@@ -270,5 +266,3 @@ _OLD_KEYS = {
 """What became of keys, or of values of a key, that versions before 0.3.0 had."""
 
 READER = Reader(RunConfig, _OLD_KEYS)
-
-RESUME_MAY_DIFFER = READER.may_differ

@@ -15,8 +15,10 @@ from typing import Any
 import pandas as pd
 from yaml import YAMLError
 
-from lezo_ds.config import RESUME_MAY_DIFFER, RunConfig, config_from_dict, config_to_dict, flatten, load_yaml
+from lezo_ds import files
+from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, flatten, load_yaml
 from lezo_ds.config.paper import PAPER_SCORES, Experiment
+from lezo_ds.config.schema import READER
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, write_atomically
 from lezo_ds.tasks.custom import CUSTOM
@@ -28,7 +30,7 @@ MEASURED += ["trained_dev_loss", "peak_memory_bytes", "worse_than_base"]  # numb
 MEASURED += ["standard_error"]  # of "test"
 _COLUMNS = ["directory", "model", "task", "method", "learning_rate", *SEEDS, "metric", *MEASURED]
 _COLUMNS += ["finished", "problem"]
-_NOT_SETTINGS = RESUME_MAY_DIFFER - {"train.steps", "data.train", "data.path"}
+_NOT_SETTINGS = READER.may_differ - {"train.steps", "data.train", "data.path"}
 _NOT_SETTINGS |= {"train.micro_batch_size", *SEEDS}
 _CURVE_KEYS = ["model", "task", "train.objective", "metric"]
 _SHOWN_ANSWERS, _SHOWN_CHARACTERS = 10, 300
@@ -41,8 +43,7 @@ _JUDGES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
 
 _METHODS = {"zero_shot": "zero-shot", "icl": "ICL", "adamw": "AdamW", "mezo": "MeZO", "lezo": "LeZO"}
 
-# What reading a damaged file of a run raises.
-DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, YAMLError, UserError)
+DAMAGE = (*files.DAMAGE, YAMLError, UserError)  # of JSON and YAML files
 
 _NOTE = """Scores and errors are in percent, rewards as they are. A score is a mean over seeds ± the sample
 standard deviation (number of runs). The standard error is that of one run, over its test examples."""
@@ -52,7 +53,6 @@ logger = logging.getLogger(__name__)
 
 
 def main(arguments: Namespace) -> None:
-    """Print the table of the runs, or write the page, if arguments.html is a file."""
     runs = read_runs(find_runs(arguments.runs))
     for run in runs[~runs["finished"]].itertuples():
         logger.warning("warning: %s: %s", run.directory, run.problem)
@@ -70,13 +70,14 @@ def main(arguments: Namespace) -> None:
 
 def find_runs(patterns: Iterable[str]) -> list[Path]:
     """Return the directories that names and glob patterns stand for, each once, in this order."""
-    found: dict[Path, None] = {}
+    found: dict[Path, Path] = {}
     for pattern in patterns:
-        paths = [path for path in map(Path, sorted(glob(pattern))) if path.is_dir()]  # noqa: PTH207
-        if not paths:
+        names = [pattern] if Path(pattern).is_dir() else sorted(glob(pattern))  # noqa: PTH207
+        if not (paths := [path for path in map(Path, names) if path.is_dir()]):
             raise UserError(f"there is no run {pattern}", fix="give the run_dir of runs, or a pattern")
-        found.update(dict.fromkeys(paths))
-    return list(found)
+        for path in paths:
+            found.setdefault(path.resolve(), path)
+    return list(found.values())
 
 
 def read_runs(directories: Iterable[Path]) -> pd.DataFrame:
@@ -280,7 +281,7 @@ def _verdict(row: Mapping[str, Any]) -> str:
 def _paper_score(row: Mapping[str, Any]) -> str:
     """Return the score of LeZO's tables (Wang et al. 2024) for the same model, task and method."""
     cell = Experiment(Path(row["model"]).name.lower(), row["task"].lower(), row["method"], row["peft.kind"])
-    return f"{PAPER_SCORES[cell].mean:.1f}" if cell in PAPER_SCORES else "-"
+    return f"{PAPER_SCORES[cell]:.1f}" if cell in PAPER_SCORES else "-"
 
 
 def _unit(row: Mapping[str, Any], name: str) -> str:

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lezo_ds.config import RESUME_MAY_DIFFER, config_from_dict, config_to_dict, may_differ_on_resume
+from lezo_ds.config import config_from_dict, config_to_dict, may_differ_on_resume
+from lezo_ds.config.schema import READER
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.journal import EvaluationRecord, Header
 from lezo_ds.model.snapshots import snapshot_path
@@ -75,24 +76,24 @@ def inputs(**changes):
 )
 def test_the_first_input_that_differs_is_refused_with_both_values(ours, message):
     with pytest.raises(UserError, match=f"{message}.*; fix: "):
-        assert_same_run(RECORDED, ours, RESUME_MAY_DIFFER)
+        assert_same_run(RECORDED, ours, READER.may_differ)
 
 
 def test_a_run_that_is_older_than_a_key_had_its_default():
     younger = {name: key for name, key in RECORDED.config["data"].items() if name != "skip_unusable"}
     older = replace(RECORDED, config=RECORDED.config | {"data": younger})
-    assert_same_run(older, RECORDED, RESUME_MAY_DIFFER)
+    assert_same_run(older, RECORDED, READER.may_differ)
     with pytest.raises(UserError, match=r"data.skip_unusable differs .*: it is True, and was 'absent'"):
-        assert_same_run(older, header("data.skip_unusable=true"), RESUME_MAY_DIFFER)
+        assert_same_run(older, header("data.skip_unusable=true"), READER.may_differ)
 
 
 def test_some_keys_may_differ_and_libraries_and_processors_may_with_a_warning(caplog):
     changes = [f"train.{name}" for name in ("steps=300", "eval_every=7", "keep_snapshots=9")]
     ours = header(*changes, "partition_size=2", "model.path=elsewhere")
-    assert_same_run(RECORDED, ours, RESUME_MAY_DIFFER)
+    assert_same_run(RECORDED, ours, READER.may_differ)
     assert caplog.messages == []
     ours = replace(ours, libraries={"lezo_ds": "1", "torch": "3"}, arithmetic={"processor": "H200"})
-    assert_same_run(RECORDED, ours, RESUME_MAY_DIFFER)
+    assert_same_run(RECORDED, ours, READER.may_differ)
     assert caplog.messages == [
         "processor was 'H100' when the journal was started and is 'H200' now",
         "torch was 'absent' when the journal was started and is '3' now",

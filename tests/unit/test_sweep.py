@@ -135,6 +135,14 @@ def test_a_report_has_a_row_for_each_experiment_and_names_what_differs(plan, tmp
     assert "<td>85.0 ± 7.1 (2)</td>" in text and "Validation loss" in text and 'src="' not in text
 
 
+def test_a_run_is_found_by_its_name_and_counts_once(tmp_path):
+    runs = [tmp_path / "a[1]", tmp_path / "b"]
+    for run in runs:
+        run.mkdir()
+    (tmp_path / "latest").symlink_to("b")
+    assert find_runs([str(runs[0]), f"{tmp_path}/*"]) == runs
+
+
 def test_a_page_shows_what_a_run_has_gained_and_ten_wrong_answers(plan, tmp_path):
     own = ["data.task=custom", "data.path=null", "data.prompt=Say {x}", "data.completion={y}"]
     tables = plan("data.train=a/t.csv,b/t.csv", overrides=own)
