@@ -56,7 +56,9 @@ def main(arguments: Namespace) -> None:
         if arguments.config is not None:
             config = load_config(arguments.config, changes)
             if variants == ["generate"]:
-                print(answer_speeds(config, arguments.rounds))
+                speeds = answer_speeds(config, arguments.rounds)
+                if distributed.rank() == 0:
+                    print(speeds)
                 return
             inputs = recipe_inputs(config)
         else:
