@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
-    StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopPLogitsWarper,
@@ -92,16 +90,22 @@ def write_tokens(
     )
     cache = DynamicCache(config=model.config)
     # Elsewhere, distances may count the padding: in sliding windows, or in biases of attention.
-    rotates = "rope" in " ".join(vars(model.config.get_text_config()))
+    rotates = getattr(model.config.get_text_config(), "rope_parameters", None) is not None
     if common_ids is not None and rotates and {*map(type, cache.layers)} == {DynamicLayer}:
         _read_common(model, cache, common_ids, inputs)
-    # A forward pass gathers ZeRO-3 shards from all ranks, so no rank may stop earlier than the others.
-    ends = [] if settings.has_ended is None else [_EndOfRows(settings.has_ended, width)]
+    ends = StoppingCriteriaList()
+    if (has_ended := settings.has_ended) is not None:  # transformers' stop strings also look at the prompt
+
+        def rows_ended(ids: Tensor, *_: object, **__: object) -> Tensor:
+            return torch.tensor([has_ended(new) for new in ids[:, width:].tolist()], device=ids.device)
+
+        ends.append(rows_ended)
     tokens: Tensor = model.generate(
         **inputs,
+        # A forward pass gathers ZeRO-3 shards from all ranks, so no rank may stop earlier than the others.
         synced_gpus=distributed.world_size() > 1,
         logits_processor=_processors(settings.sampling, sample_keys, width),
-        stopping_criteria=StoppingCriteriaList(ends),
+        stopping_criteria=ends,
     )
     return tokens[:, width:]
 
@@ -121,31 +125,24 @@ def _read_common(model: Any, cache: DynamicCache, common_ids: Tensor, inputs: di
 
 
 def _processors(sampling: Sampling | None, keys: Tensor | None, width: int) -> LogitsProcessorList:
-    """Return what changes the logits, so that the largest is the token to write."""
+    """Return what changes the logits, so that the largest is the token to write.
+
+    With Gumbel noise, the index of the largest sum is a sample of the softmax. Probes share the noise, so
+    that their losses differ less by chance (Maddison et al. 2014, "A* sampling").
+    """
     if sampling is None:
         return LogitsProcessorList()
     assert keys is not None, "a batch whose answers are drawn has keys"
-    processors: list[LogitsProcessor] = [TemperatureLogitsWarper(sampling.temperature)]
-    if sampling.top_p is not None:
-        processors.append(TopPLogitsWarper(sampling.top_p))
-    return LogitsProcessorList([*processors, _GumbelNoise(keys.tolist(), width)])
+    numbers: list[int] = keys.tolist()
 
-
-class _GumbelNoise(LogitsProcessor):  # type: ignore[misc]  # transformers has no types
-    """Adds Gumbel noise to logits. The index of the largest sum is a sample of their softmax.
-
-    Probes share the noise, so that their losses differ less by chance (Maddison et al. 2014, "A* sampling").
-    """
-
-    def __init__(self, keys: Sequence[int], prompt_width: int) -> None:
-        self._keys = keys
-        self._prompt_width = prompt_width
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        position = input_ids.shape[1] - self._prompt_width
-        drawn = {key: uniforms(key, position, scores.shape[1]) for key in set(self._keys)}
-        uniform = torch.from_numpy(np.stack([drawn[key] for key in self._keys])).to(scores.device)
+    def add_noise(input_ids: Tensor, scores: Tensor) -> Tensor:
+        position, count = input_ids.shape[1] - width, scores.shape[1]
+        drawn = {key: uniforms(key, position, count) for key in set(numbers)}
+        uniform = torch.from_numpy(np.stack([drawn[key] for key in numbers])).to(scores.device)
         return scores - torch.log(-torch.log(uniform))
+
+    top_p = [] if sampling.top_p is None else [TopPLogitsWarper(sampling.top_p)]
+    return LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature), *top_p, add_noise])
 
 
 def uniforms(key: int, position: int, count: int) -> np.ndarray:
@@ -154,18 +151,6 @@ def uniforms(key: int, position: int, count: int) -> np.ndarray:
     words = np.random.Philox(key=key + (position << 64)).random_raw(-(-count // 2))
     halves = words.astype("<u8").view("<u4")[:count]
     return ((halves >> 9).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
-
-
-class _EndOfRows(StoppingCriteria):  # type: ignore[misc]
-    """Ends rows by their text. transformers' own stop strings also look at the prompt."""
-
-    def __init__(self, has_ended: Callable[[Sequence[int]], bool], prompt_width: int) -> None:
-        self._has_ended = has_ended
-        self._prompt_width = prompt_width
-
-    def __call__(self, input_ids: Tensor, scores: object, **_: object) -> Tensor:
-        rows = input_ids[:, self._prompt_width :].tolist()
-        return torch.tensor([self._has_ended(ids) for ids in rows], device=input_ids.device)
 
 
 def read_answers(tokens: Tensor, settings: GenerationSettings, tokenizer: PromptTokenizer) -> list[str]:

@@ -41,8 +41,6 @@ from lezo_ds.tasks.metrics import REWARD
 from lezo_ds.zo.keys import sample_key
 
 FEWEST_COMMON = 8  # tokens; a pass over fewer is not worth it
-MEZO_LOSS_BATCH = 8
-"""Number of examples over which MeZO's code averages a validation loss: the default of transformers."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +209,7 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
         generation=generation,
         # The mask of packed rows has no columns for the keys of a prefix.
         packed=config.peft.kind != "prefix" and can_pack(model_config, length),
-        loss_batch=MEZO_LOSS_BATCH if config.data.protocol == "mezo" else None,
+        loss_batch=8 if config.data.protocol == "mezo" else None,  # MeZO's code: transformers' default
         encode=encode,
     )
 

@@ -16,7 +16,7 @@ from tiny_tasks import task_config, write_tasks, write_writer
 from lezo_ds.config import config_from_dict, load_config
 from lezo_ds.data.batches import batch_indices
 from lezo_ds.data.objectives import reward
-from lezo_ds.data.task_data import load_task_data
+from lezo_ds.data.task_data import EncodedSplit, load_task_data
 from lezo_ds.errors import UserError
 
 
@@ -35,6 +35,19 @@ def assets(tmp_path_factory):
 
 def config_of(assets, task, data="data", **changes):
     return task_config(assets / "writer", assets / data, task, **changes)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "number"),
+    [
+        ([(*range(9), 9, 1), (*range(9), 8), (*range(9), 7)], 9),
+        ([(*range(9), 9), tuple(range(9)), (*range(9), 9, 1)], 8),  # a token of the shortest is left
+        ([tuple(range(20))], 19),
+        ([(*range(7), 9, 1), (*range(7), 8, 1)], 0),  # too few
+    ],
+)
+def test_the_common_beginning_of_prompts_leaves_each_a_token(prompts, number):
+    assert EncodedSplit((), (), tuple(prompts)).num_common == number
 
 
 def load(assets, task, data="data", **changes):
@@ -159,13 +172,11 @@ def test_a_fingerprint_depends_on_tokens_and_on_records_that_the_objective_reads
 def test_chats_of_all_layouts_are_taken_and_unusable_ones_are_refused_together_or_left_out(tmp_path, caplog):
     model = write_chat_model(tmp_path / "model")
     asked, answer = {"role": "user", "content": "Où?"}, {"role": "assistant", "content": "Là-bas."}
+    parts = [{"type": "text", "text": "Où?"}]
     good = [
         [{"from": "system", "value": "x"}, {"from": "human", "value": "Où?"}, {"from": "gpt", "value": "Là"}],
         [asked, {**answer, "weight": 0}, {"role": "function", "content": None}, answer],
-        [
-            {**asked, "role": "developer", "content": [{"type": "text", "text": "Où?"}]},
-            {**answer, "weight": 1},
-        ],
+        [{**asked, "role": "developer", "content": parts}, {**answer, "weight": 1}],
         *map(conversation, range(20)),
     ]
     call = {"name": "f", "arguments": "{}"}
@@ -218,11 +229,9 @@ def test_a_bad_reward_beside_the_recipe_is_found_before_weights_are_read(number,
     (tmp_path / f"{name}.py").write_text(code)
     write_records(tmp_path / "prompts.jsonl", [{"text": f"say {n}"} for n in range(9)])
     values = {"run_dir": "none", "model": {"path": str(assets / "writer"), "dtype": "fp32"}}
-    values |= {
-        "data": {"train": "prompts.jsonl", "prompt": "{text}"},
-        "zo": {"learning_rate": 1.0, "sparsity": 0.5},
-    }
-    values["train"] = {"steps": 1, "objective": f"{name}:judge"}
+    values |= {"data": {"train": "prompts.jsonl", "prompt": "{text}"}}
+    values |= {"zo": {"learning_rate": 1.0, "sparsity": 0.5}}
+    values |= {"train": {"steps": 1, "objective": f"{name}:judge"}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(UserError, match=BAD_REWARDS[code].replace("own_0", name)) as error:
         load_task_data(load_config(tmp_path / "recipe.yaml"))
