@@ -154,10 +154,9 @@ class Reader:
         """Return every key with its type, limits, default and meaning."""
         lines = []
         for name, key in self.keys.items():
-            default = (
-                "required" if name in self._required else f"default {json.dumps(key.get('default', {}))}"
-            )
-            lines.append(textwrap.fill(f"{name}: {_expected(key)}; {default}", 96, subsequent_indent="    "))
+            default = f"default {json.dumps(key.get('default', {}))}"
+            text = f"{name}: {_expected(key)}; {'required' if name in self._required else default}"
+            lines.append(textwrap.fill(text, 96, subsequent_indent="    "))
             lines.append(textwrap.indent(textwrap.fill(" ".join(key["description"].split()), 92), "    "))
         return "\n".join(lines)
 
@@ -223,7 +222,6 @@ def load_yaml(text: str | bytes) -> Any:  # noqa: ANN401
 
 
 def read_yaml(path: Path) -> Mapping[str, Any]:
-    """Return the sections and keys of a YAML file."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(_MAX_TEXT + 1)

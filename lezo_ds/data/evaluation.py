@@ -31,8 +31,6 @@ PREDICTED, PROBABILITY = "predicted", "probability"
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The loss and the score of a model on a set of examples."""
-
     loss: float
     """Mean of the training objective."""
     score: float

@@ -73,7 +73,7 @@ def _task_splits(task: Task, data: DataConfig) -> Splits:
     If there are too few training records, MeZO's scripts keep dev at its full size and shrink train (WSC
     trains on 54 examples), and so does protocol mezo.
     """
-    names = (task.train_split, task.validation_split)
+    names = ("train", "validation")
     if data.path is not None:
         splits = [_read_split(Path(data.path), name) for name in names]
     elif task.hub_id is not None:

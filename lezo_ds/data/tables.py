@@ -52,10 +52,8 @@ def read_file(path: Path) -> Iterator[Row]:
     try:
         for unit, number, record in READERS[path.suffix](path):
             place = f" ({path} {unit} {number})"
-            yield (
-                place,
-                record if isinstance(record, Mapping | ValueError) else ValueError("is not a JSON object"),
-            )
+            is_row = isinstance(record, Mapping | ValueError)
+            yield place, record if is_row else ValueError("is not a JSON object")
     except (OSError, ValueError, RecursionError, csv.Error, ArrowException) as error:
         shown = " ".join(f"{type(error).__name__}: {error}".split())
         fix = f"save it as the UTF-8 {path.suffix} file that its name says, or use .jsonl"
@@ -133,4 +131,3 @@ READERS: Mapping[str, Callable[[Path], _Records]] = {
     ".jsonl": _read_json,
     ".parquet": _read_parquet,
 }
-"""Functions that read a file, by the ending of its name."""

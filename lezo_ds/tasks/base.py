@@ -111,7 +111,3 @@ class Task:
     """Default split sizes of the clean protocol. The data set is large enough for them."""
     mezo_sizes: SplitSizes = SplitSizes()
     """Split sizes in MeZO's scripts, which may ask for more than the data set has."""
-    train_split: str = "train"
-    """Name of the split that train and dev are drawn from."""
-    validation_split: str = "validation"
-    """Name of the split that test is drawn from."""

@@ -10,20 +10,13 @@ from lezo_ds.tasks.base import Example, Message, Record, Task, TaskKind
 from lezo_ds.tasks.metrics import REWARD
 from lezo_ds.tasks.template import Template, field_text, field_value, parse_template, shown
 
-CUSTOM = "custom"
-"""The name of a task that a recipe describes."""
-
+CUSTOM = "custom"  # the name of a task that a recipe describes
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 
 _ROLES = {"human": USER, "gpt": ASSISTANT, "function_call": ASSISTANT, "observation": TOOL, "function": TOOL}
 """Roles by their names in ShareGPT's files and in OpenAI's earlier ones."""
 
-_METRICS: Mapping[TaskKind, str] = {
-    "classification": "accuracy",
-    "multiple_choice": "accuracy",
-    "generation": "f1",
-    "chat": "token_accuracy",
-}
+_METRICS: Mapping[TaskKind, str] = {"generation": "f1", "chat": "token_accuracy"}  # others: accuracy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +55,7 @@ def make_task(described: Description) -> Task:
         fields=dict.fromkeys(fields, object),
         build_example=build,
         has_answers=has_answers,
-        metric=described.metric or (_METRICS[kind] if has_answers else REWARD),
+        metric=described.metric or (_METRICS.get(kind, "accuracy") if has_answers else REWARD),
         answer_fields=tuple(name for name in answer if name and name not in asked),
         # A journal does not keep the order of a map, so the order of the classes must not depend on it.
         labels=sorted(labels) if isinstance(labels, Mapping) else labels,
@@ -101,9 +94,8 @@ def _classification(prompt: Template, field: str, labels: Sequence[str] | Mappin
     words = dict(sorted(labels.items())) if isinstance(labels, Mapping) else {text: text for text in labels}
     if len(words) < 2 or len(set(words.values())) < len(words) or not all(words.values()):
         what = f"data.labels={labels} does not hold two or more labels, each with a text of its own"
-        raise UserError(
-            cut(what, 300), fix="add records of another class, or give each label a text of its own"
-        )
+        fix = "add records of another class, or give each label a text of its own"
+        raise UserError(cut(what, 300), fix=fix)
     first: dict[str, str] = {}
     for word in words.values():
         if (other := first.setdefault(word.strip().casefold(), word)) != word:

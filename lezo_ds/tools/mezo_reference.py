@@ -13,8 +13,6 @@ from lezo_ds.config import ZoConfig
 from lezo_ds.forward.batch import LossFunction, MicroBatch, to_device
 from lezo_ds.forward.blocks import find_blocks
 
-WEIGHT_DECAY = 0.0
-
 
 class MezoReference:
     """MeZO's steps on every rank's own model; with dropped blocks, LeZO's (Wang et al. 2024, algorithm 1).
@@ -50,7 +48,8 @@ class MezoReference:
         plus_sum, minus_sum, total = distributed.sum_vector(torch.stack(sums))
         gradient = (plus_sum - minus_sum) / total / (2 * self._scale)
         for theta, z in self._with_noise():
-            theta.data = theta.data - self._learning_rate * (gradient * z + WEIGHT_DECAY * theta.data)
+            # The published code has a weight decay, which is 0.
+            theta.data = theta.data - self._learning_rate * (gradient * z + 0.0 * theta.data)
         return gradient
 
     def _summed_loss(self, batch: MicroBatch, loss: LossFunction) -> Tensor:

@@ -51,7 +51,6 @@ class SweepRun:
 
 
 def main(arguments: Namespace) -> None:
-    """Do the runs of a sweep and print the means over seeds."""
     launcher = [*shlex.split(arguments.launcher), str(ROOT / "launch" / "train.py")]
     shared = (arguments.config, arguments.out, tuple(arguments.overrides))
     if arguments.tune is not None:

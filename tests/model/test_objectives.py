@@ -33,9 +33,8 @@ def test_losses_and_finite_gradients_are_computed_in_float32_whatever_the_logits
     objective = training_objective(kind)
     batch = objective.build_batch(EXAMPLES, PAD)
     generator = torch.Generator().manual_seed(3)
-    logits = (
-        torch.randn(len(batch.selection.rows), VOCABULARY, generator=generator).to(dtype).requires_grad_()
-    )
+    logits = torch.randn(len(batch.selection.rows), VOCABULARY, generator=generator)
+    logits = logits.to(dtype).requires_grad_()
     losses = objective.loss(logits, batch)
     torch.testing.assert_close(losses, objective.loss(logits.float(), batch), rtol=0, atol=0)
     losses.sum().backward()

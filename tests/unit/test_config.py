@@ -91,9 +91,8 @@ def test_a_value_is_read_as_its_key_needs_it(override, value):
     ],
 )
 def test_a_string_on_the_command_line_needs_no_quotes_but_those_of_the_shell(text, expected):
-    data = config_with(
-        "data.train=t.csv", "data.labels=a, 7", "data.label_field=c", f"data.prompt={text}"
-    ).data
+    keys = ("data.train=t.csv", "data.labels=a, 7", "data.label_field=c", f"data.prompt={text}")
+    data = config_with(*keys).data
     assert (data.prompt, data.task, data.labels) == (expected, "custom", ["a", "7"])
 
 
@@ -191,18 +190,12 @@ def test_every_integer_of_a_recipe_has_an_upper_limit():
 )
 def test_a_config_survives_dicts_yaml_and_json(learning_rate, sparsity, seed, num_train, labels):
     data = {"num_train": num_train, "labels": labels, "train": "t.csv", "prompt": "{a} b", "label_field": "c"}
-    values = REQUIRED | {
-        "zo": {"learning_rate": learning_rate, "sparsity": sparsity},
-        "seed": seed,
-        "data": data,
-    }
+    zo = {"learning_rate": learning_rate, "sparsity": sparsity}
+    values = REQUIRED | {"zo": zo, "seed": seed, "data": data}
     config = config_from_dict(values, "test", recorded=True)
     assert (config.zo.learning_rate, config.seed, config.data.labels) == (learning_rate, seed, labels)
-    for text, load in (
-        (yaml.safe_dump(config_to_dict(config)), yaml.safe_load),
-        (json.dumps(values), json.loads),
-    ):
-        assert config_from_dict(load(text), "text", recorded=True) == config
+    for read in (yaml.safe_load(yaml.safe_dump(config_to_dict(config))), json.loads(json.dumps(values))):
+        assert config_from_dict(read, "text", recorded=True) == config
 
 
 def test_what_a_run_recorded_names_code_that_is_not_imported():
@@ -289,9 +282,8 @@ def test_a_shipped_recipe_is_valid_and_found_by_its_name_from_any_folder(path, t
 
 
 def paper(model, task, method, peft="none", *overrides):
-    return load_config(
-        "paper", [f"model={model}", f"task={task}", f"method={method}", f"peft={peft}", *overrides]
-    )
+    cell = [f"model={model}", f"task={task}", f"method={method}", f"peft={peft}"]
+    return load_config("paper", [*cell, *overrides])
 
 
 def test_every_cell_of_the_papers_tables_is_a_recipe():
@@ -322,11 +314,8 @@ def test_every_cell_of_the_papers_tables_is_a_recipe():
 )
 def test_a_recipe_of_the_paper_has_its_hyperparameters(cell, rate, scale, sparsity):
     config = paper(*cell)
-    assert (config.zo.learning_rate, config.zo.perturbation_scale, config.zo.sparsity) == (
-        rate,
-        scale,
-        sparsity,
-    )
+    zo = config.zo
+    assert (zo.learning_rate, zo.perturbation_scale, zo.sparsity) == (rate, scale, sparsity)
     assert (config.train.steps, config.train.eval_every, config.train.batch_size) == (20_000, 2_000, 16)
     check_world(config, 1 if cell[0] == "opt-1.3b" else 2)
 
@@ -335,10 +324,8 @@ def test_the_papers_other_recipes_and_overrides():
     adamw = paper("opt-13b", "cb", "adamw", "none", "adamw.learning_rate=5e-5")
     assert (adamw.adamw.learning_rate, adamw.train.steps, adamw.model.dtype) == (5e-5, 93, "bf16")
     assert LEARNING_RATES["adamw", "none"][""] == (1e-5, 5e-5, 8e-5)
-    assert [paper("opt-30b", task, "lezo").zo.update_precision for task in ("sst2", "boolq")] == [
-        "stochastic",
-        "fp32_master",
-    ]
+    precisions = [paper("opt-30b", task, "lezo").zo.update_precision for task in ("sst2", "boolq")]
+    assert precisions == ["stochastic", "fp32_master"]
 
 
 def test_the_page_lists_every_key_with_its_default():

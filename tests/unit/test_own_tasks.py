@@ -78,9 +78,8 @@ def test_a_template_reads_nested_fields_and_nothing_but_the_record():
     prompt = "{a.b} {{x}} {n} {yes}:"
     record = {"a": {"b": "deep"}, "n": 2.5, "yes": True, "answers": "c"}
     assert example_of(record, **COMPLETION | {"prompt": prompt}).prompt == "deep {x} 2.5 true:"
-    assert (
-        example_of({"a.b": "column", "answers": "c"}, **COMPLETION | {"prompt": "{a.b}"}).prompt == "column"
-    )
+    dotted = example_of({"a.b": "column", "answers": "c"}, **COMPLETION | {"prompt": "{a.b}"})
+    assert dotted.prompt == "column"
     assert task_of(COMPLETION | {"prompt": "{text.__class__}"}).fields.keys() >= {"text.__class__"}
 
 
