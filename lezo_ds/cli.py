@@ -312,6 +312,7 @@ def run_command(name: str) -> None:
 def main(command: str | None = None) -> None:
     """Run a command, by default the one that the first argument names, and end the process."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank is not 30 lines of a C++ stack
+    os.environ.setdefault("RUST_LOG", "error")  # torchft reads it once
     sys.stdout, sys.stderr = _without_broken_pipe(sys.stdout), _without_broken_pipe(sys.stderr)
     logging.basicConfig(level=logging.INFO if launched_rank() == 0 else logging.ERROR, format="%(message)s")
     for noisy in ("DeepSpeed", "httpx", "datasets", "torch.distributed"):

@@ -18,6 +18,7 @@ from lezo_ds.distributed.start import (
     address_towards,
     init_distributed,
     is_loopback,
+    join_group,
     lost_rank,
     lost_ranks_reported,
     open_store,

@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import psutil
 from deepspeed import comm
-from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from lezo_ds.distributed import heartbeat
@@ -183,17 +182,25 @@ def open_store(host: str) -> TCPStore:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the address of this machine in the network of a host. From now on, gloo uses that network."""
-    family, kind, _, _, remote = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(remote)  # sends nothing
-        own: str = probe.getsockname()[0]
-    names = [name for name, known in psutil.net_if_addrs().items() if own in (each.address for each in known)]
-    os.environ["GLOO_SOCKET_IFNAME"] = names[0]
-    return own
+    """Return the IPv4 address of this machine in the network of a host."""
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing
+        return str(probe.getsockname()[0])
 
 
-def _meet(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[Store, int, int]]:  # noqa: ANN401
+def join_group(
+    store: str, name: str, position: int, num: int, own_address: str, timeout: timedelta
+) -> ProcessGroupGloo:
+    """Return a group of processes of other launches. They meet in a store, HOST:PORT, by a new name."""
+    host, _, port = store.rpartition(":")
+    client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no public one has devices (2.13)
+    options._timeout = timeout
+    options._devices = [ProcessGroupGloo.create_device(hostname=own_address)]
+    return ProcessGroupGloo(PrefixStore(name, client), position, num, options)
+
+
+def _meet(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[TCPStore, int, int]]:  # noqa: ANN401
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     listener = listen_at(host, port) if rank == 0 else None

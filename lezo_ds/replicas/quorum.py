@@ -7,7 +7,6 @@ the journal's lines says how far it is. Only rank 0 talks to other replicas.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import os
@@ -23,14 +22,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
 import torch
-
-os.environ.setdefault("RUST_LOG", "error")  # torchft reads it once
-from torchft import ProcessGroupGloo
 from torchft.coordination import LighthouseClient
 
 from lezo_ds import distributed
@@ -40,7 +35,6 @@ from lezo_ds.replicas.transport import JournalTransport, Lines
 from lezo_ds.zo.passes import Pass
 
 logger = logging.getLogger(__name__)
-logging.getLogger("torchft_errors").setLevel(logging.CRITICAL)
 
 FEW_LINES = 2  # that a replica may take over while the others wait
 _CONNECT_SECONDS = 5.0
@@ -92,7 +86,7 @@ class Replicas:
         secret = os.environ.get("LEZO_SECRET", "")
         try:
             parts = urlsplit(self._lighthouse)
-            host = distributed.address_towards(parts.hostname or "", parts.port or 80)
+            self._host = host = distributed.address_towards(parts.hostname or "", parts.port or 80)
         except (OSError, ValueError) as error:
             text = f"elastic.lighthouse={self._lighthouse} names no host that can be reached ({error})"
             raise UserError(text, fix="set elastic.lighthouse=http://HOST:29510") from error
@@ -217,16 +211,13 @@ class Replicas:
             raise OSError(f"nobody listens at {first['store']}")
         # All members are here at the same time, but for one that died after it asked for the quorum.
         limit = timedelta(seconds=_CONNECT_SECONDS + num / 10)
-        group, name = ProcessGroupGloo(timeout=limit), first["next_group"]
-        group._reconfigure_id = str(self._position)
-        shared = {"store": f"{first['store']}/{name}", "global_rank": None}
-        handles = [json.dumps({"id": str(position), **shared}) for position in range(num)]
-        group.reconfigure(SimpleNamespace(uuid=0, handles=handles)).wait()
-        self._group, self._group_name = group, name
+        store, name = first["store"], first["next_group"]
+        self._group = distributed.join_group(store, name, self._position, num, self._host, limit)
+        self._group_name = name
 
     def _leave_group(self) -> None:
         if self._group is not None:
-            self._group.abort(errored=False)  # others may wait in the all-reduce for this replica
+            self._group.abort()  # others may wait in the all-reduce for this replica
             self._group, self._group_name = None, ""
 
     def leave(self) -> None:
@@ -251,7 +242,7 @@ class Replicas:
         *losses, stop, snapshot = values
         sums = torch.tensor([*losses, float(self.stops_all), snapshot, *rows], dtype=torch.float64)
         try:
-            self._group.parent.allreduce([sums], timeout=timedelta(seconds=self._patience)).wait()
+            self._group.allreduce([sums], timeout=timedelta(seconds=self._patience)).wait()
         except RuntimeError:
             self._lose_round()
         rows = sums[-len(rows) :].tolist()

@@ -19,16 +19,16 @@ SCRIPTS = sorted((REPOSITORY / "launch").rglob("*.py"))
 
 LINES = 15_434
 """Lines of Python and C++ in lezo_ds. A capability that does not fit makes room first."""
-TEST_LINES = 11_930
+TEST_LINES = 11_926
 
 FLOORS: tuple[dict[str, int], ...] = (
     {"errors": 108},
     {"registry": 84, "files": 80},
-    {"zo": 700},
+    {"zo": 694},
     {"noise": 1_600, "tasks": 757, "journal": 346},
     {"config": 1_125},
-    {"distributed": 549},
-    {"replicas": 407},
+    {"distributed": 557},
+    {"replicas": 398},
     {"sharding": 1_170},
     {"forward": 1_136},
     {"model": 600},
@@ -38,7 +38,7 @@ FLOORS: tuple[dict[str, int], ...] = (
     {"engine": 500},
     {"runs": 2_105},
     {"tools": 1_669},
-    {"cli": 379},
+    {"cli": 380},
 )
 """The rooms of the package from the ground up, with their lines. A room uses only those below it."""
 
