@@ -14,7 +14,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -65,7 +65,7 @@ class Header:
         object.__setattr__(self, "config", json.loads(_to_json(self.config, sort_keys=True)))
 
 
-class Journal:
+class Journal(AbstractContextManager["Journal"]):
     """A journal that is open for appending: made by `create` or `open`, closed by `close` or a `with`."""
 
     def __init__(self, path: Path, header: Header, records: list[JournalRecord], marks: list[_Mark]) -> None:
@@ -97,7 +97,7 @@ class Journal:
     def open(cls, path: Path) -> Self:
         """Open a journal for appending. A torn last line is dropped with a warning."""
         path = path.absolute()  # the working directory may change
-        header, records, marks = _load(path)
+        (header, *records), marks = map(list, zip(*scan_journal(path), strict=True))
         if path.stat().st_size > marks[-1].end:
             text = "%s line %d: the last write was cut short; last good step: %s"
             logger.warning(text, path, len(marks) + 1, marks[-1].last_step)
@@ -183,9 +183,6 @@ class Journal:
             os.close(self._file)
             self._file = -1
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
 
@@ -260,11 +257,6 @@ class _Mark:
         if isinstance(item, EvaluationRecord) and not 0 <= item.step <= self.num_steps:
             raise ValueError(f"it evaluates after {item.step} steps, {self.num_steps} are recorded")
         return _Mark(self.end + length, crc, self.num_steps + isinstance(item, StepRecord))
-
-
-def _load(path: Path) -> tuple[Header, list[JournalRecord], list[_Mark]]:
-    items, marks = zip(*scan_journal(path), strict=True)
-    return items[0], list(items[1:]), list(marks)
 
 
 def scan_journal(path: Path, max_line: int = -1) -> Iterator[tuple[Any, _Mark]]:

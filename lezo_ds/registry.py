@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import pkgutil
 import sys
-from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from lezo_ds.errors import UserError, did_you_mean
@@ -16,7 +15,7 @@ FOLDERS: list[str] = []
 """Where modules are looked for after all others: the folder of the recipe."""
 
 
-class Registry(Mapping[str, T]):
+class Registry(dict[str, T]):
     """Components by lower-case name. Lookups ignore case.
 
     `what` a component is, and the configuration's `key` that names one, are for messages. One of the user's
@@ -24,23 +23,23 @@ class Registry(Mapping[str, T]):
     """
 
     def __init__(self, what: str, key: str, kind: type | None = None) -> None:
+        super().__init__()
         self._what, self._key, self._kind = what, key, kind
-        self._entries: dict[str, T] = {}
 
     def add(self, name: str, entry: T) -> None:
         """Register a component under a new lower-case name."""
-        self._entries[name] = entry
+        self[name] = entry
 
     def find(self, name: str) -> T:
         """Return the component of a name; `package.module:Name` is imported. UserError: there is none."""
         if names_code(name):
             return self._import(name)  # type: ignore[no-any-return]
-        if name.lower() in self._entries:
-            return self._entries[name.lower()]
-        names = ", ".join(sorted(self._entries))
+        if name.lower() in self:
+            return self[name.lower()]
+        names = ", ".join(sorted(self))
         raise UserError(
             f"{self._key}={name} is not a registered {self._what} ({names}) or package.module:Name",
-            fix=did_you_mean(name, self._entries, f"set {self._key} to one of these"),
+            fix=did_you_mean(name, self, f"set {self._key} to one of these"),
         )
 
     def _import(self, name: str) -> Any:  # noqa: ANN401
@@ -58,15 +57,6 @@ class Registry(Mapping[str, T]):
         finally:
             sys.path[:] = [folder for folder in sys.path if folder not in added]
         return component
-
-    def __getitem__(self, name: str) -> T:
-        return self._entries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
 
 def names_code(name: str) -> bool:
