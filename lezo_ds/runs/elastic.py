@@ -35,20 +35,11 @@ class ElasticRun(run.Run):
         self._is_away = self.directory.number == 0  # the first one scores the base model before it joins
         self._evaluator = ""  # address of the last replica that left to evaluate
 
-    def execute(self) -> dict[str, Any]:
-        try:
-            return super().execute()
-        finally:
-            self.replicas.leave()
-
-    def _open(self) -> None:
-        super()._open()
-        self._catch_up()
-
     def _open_journal(self) -> list[EvaluationRecord]:
         path = self.directory.journal
         if not path.exists() and (lines := self._newer_lines()):
             write_atomically(path, lines.data)
+            records.check_records(self.config, self.data, self.directory, self.engine.world_size)
         evaluations = super()._open_journal()
         self.replicas.journal = self._journal
         return evaluations
@@ -73,7 +64,7 @@ class ElasticRun(run.Run):
         if lines.start == 0:
             distributed.on_rank_zero(lambda: self._replace_journal(lines.data))
             self.engine.load_model(None, 0)
-            super()._open()
+            self._open()
             return lines.data.count(b"\n")
         new: list[JournalRecord] = distributed.on_rank_zero(lambda: self._extend(lines.data))
         self.engine.records += records.steps_of(new)
@@ -155,17 +146,15 @@ class ElasticRun(run.Run):
             record = EvaluationRecord(**values)
             if not self._evaluation(record.split, record.step):
                 super()._record_evaluation(record)
-                self.evaluations.append(record)
         self.replicas.news = []
 
     def _record_evaluation(self, record: EvaluationRecord) -> None:
+        """Bring it along: all replicas record it when this one is back."""
         self.replicas.news.append(asdict(record))
 
     def _evaluate(self, split: str, at: int) -> None:
         if self._is_away:
-            num_known = len(self.evaluations)
             super()._evaluate(split, at)
-            del self.evaluations[num_known:]  # all replicas record it when this one is back
 
     def _snapshot_if_due(self) -> None:
         if self._is_away:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import get_linear_schedule_with_warmup
 
 from lezo_ds import distributed
-from lezo_ds.config import RunConfig, may_differ_on_resume
+from lezo_ds.config import RunConfig
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
@@ -28,7 +28,7 @@ from lezo_ds.journal import EvaluationRecord
 from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.model.snapshots import read_manifest, remove_snapshots, snapshot_path
 from lezo_ds.noise import noise_backend
-from lezo_ds.runs.records import TrainingState, assert_same_run, best_evaluation, make_header, owner_of
+from lezo_ds.runs.records import TrainingState, assert_same_base, best_evaluation, make_header, owner_of
 from lezo_ds.runs.run import Run
 from lezo_ds.sharding import zero3
 from lezo_ds.zo.keys import dropout_key
@@ -161,19 +161,18 @@ class FirstOrderRun(Run):
         self._announce(self._state.step)
         if self._state.step > 0:
             self.engine.load_training_state(self.directory.checkpoints, self._state.step)
-        self.num_skipped = self.engine.skipped_steps
 
     def _open_state(self) -> TrainingState:
         path, base = self.directory.training_state, self.engine.base
-        header = make_header(self.config, self.data, base.fingerprint, base.table_hash)
-        state = TrainingState(header, self.engine.world_size)
         if path.exists():
             recorded = TrainingState.read(path)
-            assert_same_run(recorded.header, header, may_differ_on_resume(self.config))
+            assert_same_base(recorded.header, base)
             done = tuple(record for record in recorded.evaluations if record.step <= recorded.step)
-            state = replace(recorded, world_size=state.world_size, evaluations=done)
+            state = replace(recorded, world_size=self.engine.world_size, evaluations=done)
             self._set_aside_foreign_snapshots(owner_of(state.header, ()))
         else:
+            header = make_header(self.config, self.data, base.fingerprint, base.table_hash)
+            state = TrainingState(header, self.engine.world_size)
             self.directory.set_aside(self.directory.outputs(), "an earlier run left")
         remove_snapshots(self.directory.checkpoints, [state.step])
         remove_snapshots(self.directory.snapshots, range(state.step + 1))
@@ -183,8 +182,8 @@ class FirstOrderRun(Run):
         best = best_evaluation(self.evaluations)
         return () if best is None else (best.step,)
 
-    def _check(self) -> None:
-        """Nothing is known of these weights but what the optimizer made of them."""
+    def _num_skipped(self) -> int:
+        return self.engine.skipped_steps
 
     def _train_step(self) -> dict[str, Any]:
         batch = self.data.step_batch(self.config, self.engine.global_steps)
@@ -195,11 +194,11 @@ class FirstOrderRun(Run):
 
     def _record_evaluation(self, record: EvaluationRecord) -> None:
         """Record the evaluation. If it is the best so far, keep the weights too."""
-        evaluations = [*self.evaluations, record]
-        is_best = record.split == "dev" and best_evaluation(evaluations) is record
+        self.evaluations.append(record)
+        is_best = record.split == "dev" and best_evaluation(self.evaluations) is record
         if is_best and not self._is_base(record.step):
             self._write_snapshot()
-        self._write_state(evaluations=tuple(evaluations))
+        self._write_state(evaluations=tuple(self.evaluations))
 
     def _save(self) -> None:
         if self._state.step == self.engine.global_steps:

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from reprlib import Repr
@@ -23,6 +23,7 @@ from lezo_ds.files import DAMAGE
 from lezo_ds.forward.module_calls import norm_facts
 from lezo_ds.journal import EvaluationRecord, Header, JournalRecord, read_journal, step_checksums
 from lezo_ds.model.checkpoint import resolve_model
+from lezo_ds.model.sharded_model import BaseModel
 from lezo_ds.model.snapshots import SnapshotOwner, own_snapshots, read_manifest, snapshot_path
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.directory import RunDirectory, library_versions
@@ -88,6 +89,12 @@ def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str])
     machine, our_machine = recorded.libraries | recorded.arithmetic, ours.libraries | ours.arithmetic
     for key, old, new in _differences(machine, our_machine):
         logger.warning("%s was %s when the journal was started and is %s now", key, old, new)
+
+
+def assert_same_base(recorded: Header, base: BaseModel) -> None:
+    """Refuse to continue a run on other base weights. `check_records` has compared everything else."""
+    ours = replace(recorded, model_fingerprint=base.fingerprint, parameter_table_hash=base.table_hash)
+    assert_same_run(recorded, ours, ())
 
 
 def assert_same_model_config(recorded: Header, model: str) -> None:

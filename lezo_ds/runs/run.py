@@ -15,7 +15,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lezo_ds import distributed
-from lezo_ds.config import TRAINED, RunConfig, config_to_dict, eval_every, may_differ_on_resume
+from lezo_ds.config import TRAINED, RunConfig, config_to_dict, eval_every
 from lezo_ds.data.evaluation import evaluate, prediction_rows
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine import LezoEngine, ModelEngine
@@ -60,7 +60,6 @@ class Run:
         self.engine = engine  # type: ignore[assignment]
         self.writes = engine.global_rank == 0
         self.evaluations: list[EvaluationRecord] = []
-        self.num_skipped = 0  # on rank 0, the number of skipped steps
         self.num_steps = (config.train.steps or 0) if config.method in TRAINED else 0
         self._journal: Journal | None = None  # on rank 0
         self._launchers = launchers()
@@ -76,8 +75,9 @@ class Run:
 
     def _check(self) -> None:
         """Check the weights, and wait until the records that made them are on the disk. A collective."""
-        self.engine.check_weights()
-        self.engine.finish_records()
+        if self._has_journal:  # else nothing is known of the weights but what the optimizer made of them
+            self.engine.check_weights()
+            self.engine.finish_records()
 
     def execute(self) -> dict[str, Any]:
         """Run to the end, or until all ranks agree to stop, and return the content of results.json."""
@@ -146,7 +146,6 @@ class Run:
             self._look_for_requests()
             values = self._train_step()
             self._num_done = self.engine.global_steps
-            self.num_skipped += not values["applied"]
             self._log(values)
             metric, last = self.data.task.metric, self.evaluations[-1:]
             scores = {f"{record.split} {metric}": number(record.metrics[metric]) for record in last}
@@ -205,7 +204,6 @@ class Run:
         loss = result.loss if math.isfinite(result.loss) else None
         record = EvaluationRecord(step=at, split=split, loss=loss, metrics=metrics)
         self._record_evaluation(record)
-        self.evaluations.append(record)
         self._log({f"{split}_loss": loss, f"{split}_{metric}": result.score})
         if self.writes:
             logger.info("%s", evaluation_line(record, metric))
@@ -277,7 +275,7 @@ class Run:
             "seed": config.seed,
             "seconds": round(self._seconds(), 3),
             "peak_memory_bytes": max(earlier, *distributed.gather_objects(peak)),
-            "skipped_steps": self.num_skipped,
+            "skipped_steps": self._num_skipped(),
             "model_fingerprint": self.engine.base.fingerprint,
             "weights_digest": self.engine.weights.digest(),
             "world_size": self.engine.world_size,
@@ -287,7 +285,6 @@ class Run:
 
     def _open(self) -> None:
         self.evaluations = distributed.on_rank_zero(self._open_journal)
-        self.num_skipped = sum(not record.applied for record in self._steps())
         self._announce(len(self._steps()))
         self._restore(None)
         self.engine.attach_journal(self._journal)
@@ -297,19 +294,22 @@ class Run:
 
     def _open_journal(self) -> list[EvaluationRecord]:
         path, base = self.directory.journal, self.engine.base
-        header = records.make_header(self.config, self.data, base.fingerprint, base.table_hash)
         if not path.exists():
             self.directory.set_aside(self.directory.outputs(), "an earlier run left")
+            header = records.make_header(self.config, self.data, base.fingerprint, base.table_hash)
             self._journal = Journal.create(path, header)
             return []
         self._journal = Journal.open(path)
-        records.assert_same_run(self._journal.header, header, may_differ_on_resume(self.config))
+        records.assert_same_base(self._journal.header, base)
         self._set_aside_foreign_snapshots(self._owner())
         return records.evaluations_of(self._journal.records)
 
     def _steps(self) -> list[StepRecord]:
         """Return all steps on rank 0, and none elsewhere."""
         return [] if self._journal is None else records.steps_of(self._journal.records)
+
+    def _num_skipped(self) -> int:
+        return sum(not record.applied for record in self._steps())
 
     def _owner(self) -> SnapshotOwner:
         assert self._journal is not None, "only rank 0 has the journal"
@@ -328,6 +328,7 @@ class Run:
         return {"loss": record.loss, "projected_gradient": gradient, "applied": record.applied}
 
     def _record_evaluation(self, record: EvaluationRecord) -> None:
+        self.evaluations.append(record)
         if self._journal is not None:
             self._journal.append(record)
 

@@ -58,6 +58,7 @@ def train(config: RunConfig) -> dict[str, Any]:
 
         address, seconds = config.elastic.lighthouse, config.train.timeout_seconds
         replicas = Replicas(address, directory.number, directory.journal, seconds)
+        lock.callback(replicas.leave)
         engine = make_engine(config, ds_config)
         return ElasticRun(config, data, directory, engine, replicas=replicas).execute()
 

@@ -68,7 +68,9 @@ def test_a_run_is_not_resumed_with_other_settings_or_inputs_and_left_as_it_was(i
     model = shutil.copytree(inputs / "whole_model", tmp_path / "model")
     whole = ["--config", inputs / "recipe.yaml", f"run_dir={run_dir}", f"model.path={inputs}/whole_model"]
     run_forked_well([*whole, "train.steps=2"])
-    run_forked_well([*whole, "train.steps=2", f"model.path={model}", f"data.path={data}"])  # files may move
+    moved = ["train.steps=2", f"model.path={model}", f"data.path={data}"]  # files may move
+    warned = run_forked_well([*whole, *moved], CUBLAS_WORKSPACE_CONFIG=":16:8").err
+    assert warned.count("CUBLAS_WORKSPACE_CONFIG was ':4096:8' when the journal was started and is ") == 1
     before = contents()
     records = [json.loads(line) for line in (data / "validation.jsonl").read_text().splitlines()]
     write_records(data / "validation.jsonl", [record | {"label": 1 - record["label"]} for record in records])

@@ -17,15 +17,15 @@ SOURCE = [
 PACKAGE = [path for path in SOURCE if path.suffix == ".py"]
 SCRIPTS = sorted((REPOSITORY / "launch").rglob("*.py"))
 
-LINES = 15_434
+LINES = 15_413
 """Lines of Python and C++ in lezo_ds. A capability that does not fit makes room first."""
-TEST_LINES = 11_926
+TEST_LINES = 11_937
 
 FLOORS: tuple[dict[str, int], ...] = (
     {"errors": 108},
-    {"registry": 84, "files": 80},
+    {"registry": 74, "files": 80},
     {"zo": 694},
-    {"noise": 1_600, "tasks": 757, "journal": 346},
+    {"noise": 1_600, "tasks": 757, "journal": 338},
     {"config": 1_125},
     {"distributed": 557},
     {"replicas": 398},
@@ -36,7 +36,7 @@ FLOORS: tuple[dict[str, int], ...] = (
     {"agreement": 120},
     {"step": 160},
     {"engine": 500},
-    {"runs": 2_105},
+    {"runs": 2_102},
     {"tools": 1_669},
     {"cli": 380},
 )
