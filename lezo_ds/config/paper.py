@@ -21,11 +21,8 @@ class Experiment(NamedTuple):
     peft: str = "none"
 
 
-_NUM_GPUS = {"opt-1.3b": 1, "opt-13b": 2, "opt-30b": 2}
-"""The number of GPUs that a recipe is written for: one of 16 GB or more, two A100-40G for the others."""
-
-_NUM_TRAIN = {"cb": 150, "wsc": 54, "copa": 300}
-"""Numbers of training examples with MeZO's protocol; 1000 for the other tasks."""
+_NUM_GPUS = {"opt-1.3b": 1, "opt-13b": 2, "opt-30b": 2}  # of 16 GB or more; A100-40G for the others
+_NUM_TRAIN = {"cb": 150, "wsc": 54, "copa": 300}  # examples of MeZO's protocol; 1000 for the other tasks
 
 _OPT_13B = """
             sst2     rte      cb       boolq    wsc      wic      copa     squad
@@ -73,7 +70,6 @@ PAPER_SCORES: Mapping[Experiment, float] = {
     **_read_table("opt-13b", _OPT_13B),
     **_read_table("opt-30b", _OPT_30B),
 }
-"""Every cell of the paper's tables, with its mean score."""
 
 LEARNING_RATES: Mapping[tuple[str, str], Mapping[str, tuple[float, ...]]] = {
     ("lezo", "none"): {"": (1e-6, 7e-7), "opt-1.3b": (3e-6, 1e-6)},

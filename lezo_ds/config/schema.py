@@ -22,7 +22,6 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 Method = Literal["lezo", "adamw", "zero_shot", "icl", "zero_shot_sfc", "icl_sfc"]
 ZEROTH_ORDER: frozenset[Method] = frozenset({"lezo"})
 TRAINED: frozenset[Method] = ZEROTH_ORDER | {"adamw"}
-PeftKind = Literal["none", "lora", "prefix"]
 Monitors = Annotated[list[Literal["comet", "csv", "tensorboard", "wandb"]], BeforeValidator(split)]
 Number = Annotated[int, Field(ge=1, le=10**9)]  # of what is done, or was read, one after the other
 NumberOrNone = Annotated[int, Field(ge=0, le=10**9)]
@@ -30,8 +29,6 @@ Size = Annotated[int, Field(ge=1, le=2**16)]  # of what is in memory at once
 Options = dict[str, str | bool | Annotated[int, Field(ge=-(10**9), le=10**9)] | float]
 
 _MAY_DIFFER = Field(json_schema_extra={"may_differ_on_resume": True})
-"""Marks a key that may differ between a run and its resumption."""
-
 _STRICT = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
@@ -106,7 +103,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class PeftConfig:
-    kind: PeftKind = "none"
+    kind: Literal["none", "lora", "prefix"] = "none"
     """What is trained: all weights (none), low-rank adapters (lora), or a prefix of vectors (prefix)."""
     lora_rank: Size = 8
     """Rank r of the adapters."""

@@ -23,9 +23,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example, Message
 from lezo_ds.tasks.custom import ASSISTANT, SYSTEM, USER, with_system
 
-Span = tuple[int, int]
-"""Where a turn of the assistant starts and stops, in characters or tokens."""
-
+Span = tuple[int, int]  # where a turn of the assistant starts and stops, in characters or tokens
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
 
 

@@ -150,11 +150,7 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
 
 
 def encode_null(tokenizer: PromptTokenizer, example: Example, max_length: int) -> EncodedExample:
-    """Tokenize the candidates of an example after its null prompt, to calibrate their scores.
-
-    The calibrated score of a candidate y is log p(y | D, x) - log p(y | D, x_0), with the demonstrations D,
-    the prompt x and the null prompt x_0 (Holtzman et al. 2021, "Surface form competition").
-    """
+    """Tokenize the candidates after the null prompt, to calibrate their scores (Holtzman et al. 2021)."""
     if example.null_prompt is None:
         what = "methods zero_shot_sfc and icl_sfc need a task with candidates, not one that generates answers"
         raise UserError(what, fix="set method=zero_shot or icl")

@@ -1,7 +1,4 @@
-"""Training objectives, and the scores of candidates (Malladi et al. 2023).
-
-An objective may be any pure function of the model's outputs. docs/rewards.md has examples.
-"""
+"""Training objectives, pure functions of a model's outputs (docs/rewards.md), and scores of candidates."""
 
 from __future__ import annotations
 

@@ -68,11 +68,7 @@ def usable(items: Iterable[T], use: Callable[[T], U], *, skip: bool) -> list[tup
 
 
 def _task_splits(task: Task, data: DataConfig) -> Splits:
-    """Draw train, then dev, from a permutation of the training records, and test from the validation records.
-
-    If there are too few training records, MeZO's scripts keep dev at its full size and shrink train (WSC
-    trains on 54 examples), and so does protocol mezo.
-    """
+    """Draw train, then dev, from a permutation of the training records; test from the validation records."""
     names = ("train", "validation")
     if data.path is not None:
         splits = [_read_split(Path(data.path), name) for name in names]

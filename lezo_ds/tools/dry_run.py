@@ -41,7 +41,7 @@ def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | 
         train = config.train
         share = f"{train.batch_size // train.micro_batch_size} micro-batches of {train.micro_batch_size}"
         lines.append(("a step", f"{share} examples, on {world_size} ranks; {train.steps} steps"))
-    not_checked: list[str] = []
+    not_checked: dict[str, None] = {}
     directory = _unless_on_hub(lambda: resolve_model(config.model.path), not_checked)
     data = _unless_on_hub(lambda: load_task_data(config), not_checked)
     name = Path(config.model.path).name
@@ -146,12 +146,11 @@ def _time_text(
     return f"about {total}, besides loading and snapshots: {text} {duration(test)}; {how}"
 
 
-def _unless_on_hub(check: Callable[[], T], not_checked: list[str]) -> T | None:
+def _unless_on_hub(check: Callable[[], T], not_checked: dict[str, None]) -> T | None:
     try:
         return check()
     except HubError as error:
-        if str(error) not in not_checked:  # without the model, its tokenizer is missing too
-            not_checked.append(str(error))
+        not_checked[str(error)] = None  # once: without the model, its tokenizer is missing too
         return None
 
 

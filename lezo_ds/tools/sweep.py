@@ -107,8 +107,7 @@ def tune(
     """Search the value of a key with the lowest validation loss, and run a grid at this value.
 
     The search starts at the recipe's value and goes on in steps of a factor of about 3 until the best value
-    has a worse one on both sides. It runs with the first values of the grid. All runs that were done are
-    returned.
+    has a worse one on both sides, with the first values of the grid. All runs that were done are returned.
     """
     start = flatten(config_to_dict(load_config(recipe, [*overrides, f"run_dir={out}"]))).get(key)
     if not isinstance(start, float) or start <= 0:
