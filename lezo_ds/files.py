@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lezo_ds.errors import LezoError
 
-DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)  # of JSON files
+DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)  # JSON
 
 
 def sync(path: Path) -> None:

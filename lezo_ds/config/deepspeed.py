@@ -132,8 +132,7 @@ def tensor_parallel_of(config: RunConfig) -> int:
 
 def tensor_parallel_size(ds_config: Mapping[str, Any]) -> int:
     """Return the number of ranks that split each weight by DeepSpeed's AutoTP, or 1."""
-    size: int = ds_config.get("tensor_parallel", {}).get("autotp_size", 1)
-    return size
+    return ds_config.get("tensor_parallel", {}).get("autotp_size", 1)  # type: ignore[no-any-return]
 
 
 def _read_json(name: str) -> dict[str, Any]:

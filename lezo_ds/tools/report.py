@@ -26,8 +26,7 @@ from lezo_ds.tasks.metrics import REWARD, best_f1, normalize
 
 SEEDS = ["seed", "data.seed"]  # in which the repetitions of one experiment differ
 MEASURED = ["test", "zero_shot", "majority_class", "best_dev_loss", "best_step", "steps", "seconds"]
-MEASURED += ["trained_dev_loss", "peak_memory_bytes", "worse_than_base"]  # numbers of results.json
-MEASURED += ["standard_error"]  # of "test"
+MEASURED += ["trained_dev_loss", "peak_memory_bytes", "worse_than_base", "standard_error"]
 _COLUMNS = ["directory", "model", "task", "method", "learning_rate", *SEEDS, "metric", *MEASURED]
 _COLUMNS += ["finished", "problem"]
 _NOT_SETTINGS = READER.may_differ - {"train.steps", "data.train", "data.path"}
@@ -198,6 +197,7 @@ def read_curves(runs: pd.DataFrame) -> pd.DataFrame:
             part = pd.DataFrame([row for row in rows if row.get("dev_loss") is not None])
             scored = [name for name in part if name.startswith("dev_") and name != "dev_loss"]
             part = part.rename(columns={"dev_loss": "loss", **dict.fromkeys(scored, "score")})
+            part = part[["step", "seconds", "loss", "score"]].astype(float)
             part = part.assign(minutes=part["seconds"] / 60, metric=scored[0].removeprefix("dev_"))
         except DAMAGE as error:
             logger.warning("warning: no curve of %s: %s", run["directory"], error)

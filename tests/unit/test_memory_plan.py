@@ -34,6 +34,8 @@ from lezo_ds.tools.time_plan import plan_time
 STATUS, PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 MAX_FILE_BYTES = 150 << 20  # of a snapshot of 330 MB
 INPUTS = InputSizes(64, 1, num_labels=2)
+AUTOTP = '{"tensor_parallel": {"autotp_size": 4}}'
+NO_OFFLOAD = '{"zero_optimization": {"stage": 3, "offload_param": null}}'
 OPT_30B = 29_974_540_288
 LAYER, BLOCK, HEAD = 7168 * 4 * 7168, 616_655_872, 50272 * 7168  # the head is tied
 
@@ -141,10 +143,6 @@ def test_long_answers_need_the_whole_head_all_logits_and_their_keys_and_values()
     parts = memory_of(inputs=replace(INPUTS, num_labels=None, answer_tokens=100, new_tokens=50)).parts
     assert parts["logits"] == 8 * 100 * 50272 * (2 + 8)  # of an evaluation: 8 examples
     assert parts["activations"] - memory_of().parts["activations"] == 8 * (64 + 50) * 48 * 2 * 7168 * 2
-
-
-AUTOTP = '{"tensor_parallel": {"autotp_size": 4}}'
-NO_OFFLOAD = '{"zero_optimization": {"stage": 3, "offload_param": null}}'
 
 
 @pytest.mark.parametrize("way", [{}, {"tensor_parallel": 4}, AUTOTP, NO_OFFLOAD])

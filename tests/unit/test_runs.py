@@ -155,15 +155,17 @@ def test_metrics_of_steps_that_will_be_done_again_and_torn_or_damaged_lines_are_
         file.write(b'{"step": 2, "sec')
     assert directory.cut_metrics(5) == 6.0
     assert caplog.text == ""
+    damaged += b'{"step": 2, "seconds": 1' + b"0" * 400 + b"}\n"
     with (directory.path / "metrics.jsonl").open("ab") as file:
         file.write(damaged + b'{"step": 3, "seconds": 4.5}\n')
     assert directory.cut_metrics(3) == 4.5
-    assert "metrics.jsonl: 5 damaged lines are left out" in caplog.text
+    assert "metrics.jsonl: 6 damaged lines are left out" in caplog.text
     directory.log_metrics({"step": 4, "seconds": 9.0})
     assert [entry["step"] for entry in metrics(directory)] == [0, 1, 2, 3, 3, 4]
 
 
 DAMAGED = ("[]", "[" * 9000, '{"finished": true}', '{"steps": []}', '{"finished": 1, "test": "x"}', "\udcff")
+DAMAGED += (f'{{"finished": true, "test": {10**400}}}',)
 
 
 @pytest.mark.parametrize("text", DAMAGED)

@@ -17,7 +17,7 @@ SOURCE = [
 PACKAGE = [path for path in SOURCE if path.suffix == ".py"]
 SCRIPTS = sorted((REPOSITORY / "launch").rglob("*.py"))
 
-LINES = 15_391
+LINES = 15_390
 """Lines of Python and C++ in lezo_ds. A capability that does not fit makes room first."""
 TEST_LINES = 11_937
 

@@ -112,8 +112,7 @@ def test_tune_does_the_other_seeds_at_the_best_value_only(tmp_path, monkeypatch)
     plans = []
     monkeypatch.setattr(sweep, "_launch", launch)
     monkeypatch.setattr(sweep, "plan_sweep", planned)
-    overrides = ["zo.learning_rate=1e-6"]
-    runs = tune("zo.learning_rate", ["seed=0,1,2"], RECIPE, tmp_path, overrides, ["train"])
+    runs = tune("zo.learning_rate", ["seed=0,1,2"], RECIPE, tmp_path, ["zo.learning_rate=1e-6"], ["train"])
     assert done == [(1e-6, 0), (3e-7, 0), (3e-6, 0), (3e-6, 1), (3e-6, 2)]
     assert len(runs) == 6  # with the one that diverged
 
@@ -143,22 +142,24 @@ def test_a_run_is_found_by_its_name_and_counts_once(tmp_path):
     assert find_runs([str(runs[0]), f"{tmp_path}/*"]) == runs
 
 
-def test_a_page_shows_what_a_run_has_gained_and_ten_wrong_answers(plan, tmp_path):
+def test_a_page_shows_what_a_run_has_gained_and_ten_wrong_answers(plan, caplog):
     own = ["data.task=custom", "data.path=null", "data.prompt=Say {x}", "data.completion={y}"]
     tables = plan("data.train=a/t.csv,b/t.csv", overrides=own)
     for run in tables:  # of the same name, so of the same task
         finish(run, metric="f1")
+    row = {"step": [1], "seconds": 1, "dev_loss": 1.0, "dev_f1": 0.5}
+    (run.directory / "metrics.jsonl").write_text(json.dumps(row))
     finish(run := plan("seed=0")[0], test=0.45, worse_than_base=True)
     metrics = run.directory / "metrics.jsonl"
     start = {"step": 0, "seconds": 0.0, "dev_loss": 0.7, "dev_accuracy": 0.51}
     metrics.write_text(json.dumps(start) + "\n" + metrics.read_text())
-    answers = [
-        {"prompt": "It was", "right": ["good"], "predicted": "good" if n < 9 else "<bad>"} for n in range(20)
-    ]
+    answer = {"prompt": "It was", "right": ["good"]}
+    answers = [answer | {"predicted": "good" if n < 9 else "<bad>"} for n in range(20)]
     (run.directory / "predictions").mkdir()
     (run.directory / "predictions" / "step-00000100.jsonl").write_text("\n".join(map(json.dumps, answers)))
     runs = name_experiments(read_runs([*(run.directory for run in tables), run.directory]))
     table, text = score_table(runs), report.page(runs)
+    assert caplog.text.count("no curve of") == 1
     assert list(table["task"]) == ["t", "t", "sst2"]
     assert list(table["standard error"]) == ["-", "-", "11.4"]  # sqrt(0.45 * 0.55 / 19)
     assert "<mark>worse than before training</mark>" in text
