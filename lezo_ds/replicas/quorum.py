@@ -86,7 +86,8 @@ class Replicas:
         secret = os.environ.get("LEZO_SECRET", "")
         try:
             parts = urlsplit(self._lighthouse)
-            self._host = host = distributed.address_towards(parts.hostname or "", parts.port or 80)
+            # Without http://, there is no hostname.
+            self._host = host = distributed.address_towards(parts.hostname or ".invalid", parts.port or 80)
         except (OSError, ValueError) as error:
             text = f"elastic.lighthouse={self._lighthouse} names no host that can be reached ({error})"
             raise UserError(text, fix="set elastic.lighthouse=http://HOST:29510") from error

@@ -29,68 +29,59 @@ class Lines(NamedTuple):
     data: bytes
 
 
-class JournalTransport:
+class JournalTransport(ThreadingHTTPServer):
     """Serves the lines of this replica's journal at `address`, and fetches those of others."""
 
     def __init__(self, journal: Path, host: str, secret: bytes) -> None:
-        self._journal, self._secret = journal, secret
-        transport = self
-
-        class Handler(BaseHTTPRequestHandler):
-            timeout = _SECONDS
-
-            def do_GET(self) -> None:
-                transport._answer(self)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer((host, 0), Handler)
-        self.address = f"{host}:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__((host, 0), _Handler)
+        self.journal, self._secret = journal, secret
+        self.address = f"{host}:{self.server_port}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def fetch(self, address: str) -> Lines:
         """Return the lines of a peer that this replica lacks. OSError: nobody answers; LezoError: no peer."""
-        own, nonce = whole_lines(self._journal), secrets.token_hex(16)
+        own, nonce = whole_lines(self.journal), secrets.token_hex(16)
         path = f"/{len(own)}/{_last_crc(own)}"
         connection = http.client.HTTPConnection(address, timeout=_SECONDS)
         try:
-            connection.request(
-                "GET", path, headers={_NONCE: nonce, _PROOF: self._prove(nonce, path.encode())}
-            )
+            connection.request("GET", path, headers={_NONCE: nonce, _PROOF: self.prove(nonce, path.encode())})
             answer = connection.getresponse()
             data, start, proof = answer.read(MAX_BYTES + 1), answer.headers[_START], answer.headers[_PROOF]
         except http.client.HTTPException as error:
             raise OSError(f"{type(error).__name__}: {error}") from error
         finally:
             connection.close()
-        expected = self._prove(nonce, f"{start}\n".encode() + data)
+        expected = self.prove(nonce, f"{start}\n".encode() + data)
         if start not in ("0", str(len(own))) or len(data) > MAX_BYTES or not _equal(proof, expected):
             text = f"{address} does not send lines of a journal (status {answer.status})"
             raise LezoError(f"{text}; fix: set the same LEZO_SECRET for all replicas")
         is_behind = start == "0" and own.startswith(data)
         return Lines(len(own), b"") if is_behind else Lines(int(start), data)
 
-    def _answer(self, request: BaseHTTPRequestHandler) -> None:
-        found, nonce = _PATH.fullmatch(request.path), request.headers[_NONCE] or ""
-        if not found or not _equal(request.headers[_PROOF], self._prove(nonce, request.path.encode())):
-            request.send_error(http.client.FORBIDDEN)
+    def prove(self, nonce: str, content: bytes) -> str:
+        return hmac.digest(self._secret, f"{nonce}\n".encode() + content, "sha256").hex()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: JournalTransport
+    timeout = _SECONDS
+
+    def do_GET(self) -> None:
+        found, nonce = _PATH.fullmatch(self.path), self.headers[_NONCE] or ""
+        if not found or not _equal(self.headers[_PROOF], self.server.prove(nonce, self.path.encode())):
+            self.send_error(http.client.FORBIDDEN)
             return
-        data, start = whole_lines(self._journal), int(found[1])
+        data, start = whole_lines(self.server.journal), int(found[1])
         if start > len(data) or _last_crc(data[:start]) != found[2]:
             start = 0
-        request.send_response(http.client.OK)
-        request.send_header(_START, str(start))
-        request.send_header(_PROOF, self._prove(nonce, f"{start}\n".encode() + data[start:]))
-        request.end_headers()
-        request.wfile.write(data[start:])
+        self.send_response(http.client.OK)
+        self.send_header(_START, str(start))
+        self.send_header(_PROOF, self.server.prove(nonce, f"{start}\n".encode() + data[start:]))
+        self.end_headers()
+        self.wfile.write(data[start:])
 
-    def _prove(self, nonce: str, content: bytes) -> str:
-        return hmac.digest(self._secret, f"{nonce}\n".encode() + content, "sha256").hex()
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 def whole_lines(path: Path) -> bytes:

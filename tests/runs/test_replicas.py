@@ -51,7 +51,8 @@ def connect():
 
     yield connect
     for one in opened:
-        one.close()
+        one.shutdown()
+        one.server_close()
 
 
 def test_a_peer_sends_the_lines_that_are_missing_and_all_to_another_journal(tmp_path, connect):
@@ -89,13 +90,13 @@ def test_an_answer_that_is_not_a_peers_is_refused(tmp_path, connect, monkeypatch
     if fault == "too long":
         monkeypatch.setattr(transport_module, "MAX_BYTES", 100)
     elif fault == "unsigned":
-        monkeypatch.setattr(peer, "_prove", lambda nonce, content: "0" * 64)
+        monkeypatch.setattr(peer, "prove", lambda nonce, content: "0" * 64)
         monkeypatch.setattr(transport_module.hmac, "compare_digest", lambda a, b: a == b or b == b"0" * 64)
     else:
-        prove = JournalTransport._prove
+        prove = JournalTransport.prove
         monkeypatch.setattr(
             peer,
-            "_prove",
+            "prove",
             lambda nonce, content: prove(peer, nonce if content[:1] == b"/" else "old", content),
         )
     with pytest.raises(LezoError, match="does not send lines of a journal"):
@@ -301,8 +302,8 @@ def test_a_rank_that_hangs_ends_its_replica_and_a_signal_only_its_own(lab):
     lab.end(pair[0], code=6)
     os.kill(pair[1].pid, signal.SIGCONT)
     lab.end(pair[1], code=6)
-    another = lab.start(*keys, "seed=1")
-    lab.end(another, code=2)
+    lab.end(lab.start(*keys, "seed=1"), code=2)
+    lab.end(lab.start(*keys, "elastic.lighthouse=head:29510"), code=2)
     lab.end(single)
     ends = [results_of(path.parent)["finished"] for path in lab.run_dir.rglob("results.json")]
     assert sorted(ends) == [False, True]
