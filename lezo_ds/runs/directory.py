@@ -48,7 +48,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.stop_file = self.path / "STOP"
         self.save_file = self.path / "SAVE"
-        self._results = self.path / "results.json"
+        self.results = self.path / "results.json"
         self._predictions = self.path / "predictions"
         self._metrics = self.path / "metrics.jsonl"
         self._facts = (self.path / "config.yaml", self.path / "environment.json")
@@ -102,7 +102,7 @@ class RunDirectory:
 
     def outputs(self) -> list[Path]:
         """Return what a run has written besides its journal or training state."""
-        outputs = [self._metrics, self._predictions, self._results, self.snapshots, self.checkpoints]
+        outputs = [self._metrics, self._predictions, self.results, self.snapshots, self.checkpoints]
         has_any = any(path.exists() for path in outputs)
         return [path for path in (*self._facts, *outputs) if has_any and path.exists()]
 
@@ -133,7 +133,7 @@ class RunDirectory:
         }
         config_file, environment_file = self._facts
         self.write(config_file, yaml.safe_dump(config, sort_keys=False))
-        self.write(environment_file, json.dumps(facts, indent=1) + "\n")
+        self.write_json(environment_file, facts)
 
     def cut_metrics(self, step: int) -> float:
         """Drop the metrics of all steps after `step` and return the seconds that the run took until then."""
@@ -163,14 +163,14 @@ class RunDirectory:
     def read_results(self) -> dict[str, Any]:
         """Return the content of results.json; nothing if it is missing or damaged."""
         try:
-            results = json.loads(self._results.read_text(encoding="utf-8"))
+            results = json.loads(self.results.read_text(encoding="utf-8"))
             numbers = {results[name] or 0 for name in ("finished", "best_step", "steps", "peak_memory_bytes")}
             return results if {type(number) for number in numbers} <= {bool, int} else {}
         except DAMAGE:
             return {}
 
-    def write_results(self, results: dict[str, Any]) -> None:
-        self.write(self._results, json.dumps(results, indent=1) + "\n")
+    def write_json(self, path: Path, content: object) -> None:
+        self.write(path, json.dumps(content, indent=1) + "\n")
 
     def write(self, path: Path, text: str) -> None:
         """Replace a file of the run. LezoError: it cannot be written."""

@@ -10,7 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -213,8 +213,8 @@ class FirstOrderRun(Run):
 
     def _write_state(self, **changes: Any) -> None:  # noqa: ANN401
         self._state = replace(self._state, **changes)
-        path, text = self.directory.training_state, self._state.to_json()
-        distributed.on_rank_zero(lambda: self.directory.write(path, text))
+        path, content = self.directory.training_state, asdict(self._state)
+        distributed.on_rank_zero(lambda: self.directory.write_json(path, content))
 
     def _write_snapshot(self) -> None:
         target = snapshot_path(self.directory.snapshots, self.engine.global_steps)

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from reprlib import Repr
@@ -182,9 +182,6 @@ class TrainingState:
     world_size: int  # the optimizer states in the checkpoint have one shard per rank
     step: int = 0  # that the checkpoint has seen; 0 if there is none yet
     evaluations: tuple[EvaluationRecord, ...] = ()  # those after the checkpoint are repeated
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def read(cls, path: Path) -> TrainingState:

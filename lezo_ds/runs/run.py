@@ -96,7 +96,7 @@ class Run:
             results = self._results(best, finished)
             self._check()
             if self.writes:
-                self.directory.write_results(results)
+                self.directory.write_json(self.directory.results, results)
                 if finished and self.config.train.keep_snapshots == 0:
                     remove_directory(self.directory.checkpoints)
                     remove_snapshots(self.directory.snapshots, self._protected() if self._has_journal else ())

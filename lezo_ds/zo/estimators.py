@@ -73,7 +73,6 @@ class Estimator(ABC):
 
     @property
     def num_probes(self) -> int:
-        """Number of probes of a step."""
         return len(self.probes(()))
 
 
@@ -105,10 +104,7 @@ ESTIMATORS.add("spsa", Spsa)
 def mean_losses(sums: Sequence[float], num_probes: int, total_weight: float) -> list[float]:
     """Return the mean loss over the batch at each probe, with the same bits on any number of ranks.
 
-    Args:
-        sums: summed losses of micro-batch 0 at each probe, then those of micro-batch 1, and so on.
-        num_probes: of the step.
-        total_weight: number of terms of the mean loss over all micro-batches, > 0.
+    `sums` has the summed losses of micro-batch 0 at each probe, then those of micro-batch 1, and so on.
     """
     return [add_in_order(sums[probe::num_probes]) / total_weight for probe in range(num_probes)]
 

@@ -47,12 +47,10 @@ class LayerPolicy(ABC):
 
     @property
     def num_groups(self) -> int:
-        """Number of groups of parameters that a sample may drop."""
         return self.num_layers + 2 * self.trains_outside
 
     @property
     def num_kept(self) -> int:
-        """Number of blocks that a step perturbs."""
         return self.num_layers - self.num_dropped
 
     @abstractmethod

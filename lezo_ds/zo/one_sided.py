@@ -19,12 +19,10 @@ class OneSided(Estimator):
     """
 
     def probes(self, records: Sequence[StepRecord]) -> tuple[Probe, ...]:
-        """Return theta itself, and theta + mu z for each direction."""
         sides = (Probe(direction, self.perturbation_scale) for direction in range(self.num_directions))
         return Probe(direction=0, scale=0.0), *sides
 
     def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
-        """Return the slope from theta to each direction's side; the loss is the one at theta."""
         base, *sides = losses
         return Estimate(base, tuple((side - base) / self.perturbation_scale for side in sides))
 
@@ -41,7 +39,6 @@ class Fzoo(OneSided):
     min_directions: ClassVar[int] = 4
 
     def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
-        """Return the difference of each direction's loss from that at theta, over the deviation."""
         base, *sides = losses
         spread = deviation(sides, degrees_of_freedom=len(sides) - 1)
         return Estimate(base, _in_units_of(spread, [side - base for side in sides]))
@@ -61,11 +58,9 @@ class EvolutionStrategies(Estimator):
     min_directions: ClassVar[int] = 2
 
     def probes(self, records: Sequence[StepRecord]) -> tuple[Probe, ...]:
-        """Return theta + mu z for each direction."""
         return tuple(Probe(direction, self.perturbation_scale) for direction in range(self.num_directions))
 
     def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
-        """Return the standard score, or the centered rank, of each loss; the loss is their mean."""
         mean = add_in_order(losses) / len(losses)
         if self.ranks:
             return Estimate(mean, _centered_ranks(losses))

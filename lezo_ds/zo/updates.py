@@ -47,13 +47,7 @@ def step_updates(
 
 
 def updates_of_parameter(updates: Iterable[StepUpdate], block: int, *, decays: bool) -> list[Update]:
-    """Return all updates of one parameter, in order.
-
-    Args:
-        updates: of steps.
-        block: index of the transformer block that holds the parameter, or of a group outside the blocks.
-        decays: whether the parameter decays.
-    """
+    """Return all updates, in order, of a parameter of a transformer block or of a group outside them."""
     result = []
     for update in updates:
         record = update.record

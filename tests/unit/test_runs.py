@@ -6,7 +6,7 @@ import errno
 import fcntl
 import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -191,7 +191,7 @@ STATE = TrainingState(
 
 def test_a_state_is_read_as_it_was_written(directory):
     path = directory.training_state
-    directory.write(path, STATE.to_json())
+    directory.write_json(path, asdict(STATE))
     assert TrainingState.read(path) == STATE
     values = json.loads(path.read_text())
     others = (values | {"step": "4"}, values | {"header": {**values["header"], "libraries": [1]}}, [])
@@ -201,7 +201,7 @@ def test_a_state_is_read_as_it_was_written(directory):
             TrainingState.read(path)
     with pytest.raises(LezoError, match=r"journal.jsonl/state.json cannot be written"):
         directory.journal.touch()
-        directory.write(directory.journal / "state.json", STATE.to_json())
+        directory.write_json(directory.journal / "state.json", asdict(STATE))
 
 
 # Early stopping.

@@ -17,18 +17,18 @@ SOURCE = [
 PACKAGE = [path for path in SOURCE if path.suffix == ".py"]
 SCRIPTS = sorted((REPOSITORY / "launch").rglob("*.py"))
 
-LINES = 15_390
+LINES = 15_362
 """Lines of Python and C++ in lezo_ds. A capability that does not fit makes room first."""
-TEST_LINES = 11_937
+TEST_LINES = 11_938
 
 FLOORS: tuple[dict[str, int], ...] = (
     {"errors": 108},
     {"registry": 74, "files": 80},
-    {"zo": 694},
+    {"zo": 677},
     {"noise": 1_600, "tasks": 757, "journal": 338},
     {"config": 1_125},
     {"distributed": 557},
-    {"replicas": 398},
+    {"replicas": 390},
     {"sharding": 1_170},
     {"forward": 1_136},
     {"model": 600},
@@ -36,7 +36,7 @@ FLOORS: tuple[dict[str, int], ...] = (
     {"agreement": 120},
     {"step": 160},
     {"engine": 500},
-    {"runs": 2_102},
+    {"runs": 2_099},
     {"tools": 1_669},
     {"cli": 380},
 )
