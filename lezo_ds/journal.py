@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lezo_ds.errors import JournalError, UserError
-from lezo_ds.files import write_atomically
+from lezo_ds.files import failures_named, write_atomically
 from lezo_ds.zo.records import StepRecord, check_finite
 
 FORMAT = 1
@@ -87,10 +87,8 @@ class Journal(AbstractContextManager["Journal"]):
         """Start a journal. The file appears with a complete, synced header, or not at all."""
         if path.exists():
             raise UserError(f"the journal {path} already exists", fix="resume that run, or set run_dir")
-        try:
+        with failures_named(path, JournalError):
             write_atomically(path, _encode(header, 0)[0])
-        except OSError as error:
-            raise _write_error(path, error, _Mark()) from error
         return cls.open(path)
 
     @classmethod
@@ -126,14 +124,17 @@ class Journal(AbstractContextManager["Journal"]):
             self.sync()
 
     def extend(self, lines: bytes) -> list[JournalRecord]:
-        """Append and sync the next lines of another copy, and return their records. ValueError: bad lines."""
+        """Append and sync the next lines of another copy, and return their records. JournalError: damage."""
         self.sync()
         records: list[JournalRecord] = []
         marks = self._marks[-1:]
-        for line in lines.split(b"\n")[:-1]:
-            record, crc = _decode(line, marks[-1].crc)
-            records.append(record)
-            marks.append(marks[-1].after(record, len(line) + 1, crc))
+        try:
+            for line in lines.split(b"\n")[:-1]:
+                record, crc = _decode(line, marks[-1].crc)
+                records.append(record)
+                marks.append(marks[-1].after(record, len(line) + 1, crc))
+        except ValueError as error:
+            raise JournalError(f"a replica sends damaged lines: {error}; fix: restart it") from error
         self._write(lines[: marks[-1].end - marks[0].end], records, marks[1:])
         self.sync()
         return records
@@ -202,7 +203,11 @@ class Journal(AbstractContextManager["Journal"]):
         except OSError as error:
             with suppress(OSError):  # the next `open` drops what is left of a line
                 self._shorten()
-            raise _write_error(self._path, error, self._marks[-1]) from error
+            raise JournalError(
+                f"{self._path} cannot be written: {error.strerror}; "
+                f"last good step: {self._marks[-1].last_step}; "
+                "fix: free space on its disk and check that it is writable, then run the same command again"
+            ) from error
 
     def _shorten(self) -> None:
         """End the file after the last record that is synced."""
@@ -329,10 +334,3 @@ def _decode(line: bytes, previous_crc: int) -> tuple[Any, int]:
 
 def _to_json(value: object, *, sort_keys: bool = False) -> str:
     return json.dumps(value, sort_keys=sort_keys, separators=(",", ":"), allow_nan=False)
-
-
-def _write_error(path: Path, error: OSError, mark: _Mark) -> JournalError:
-    return JournalError(
-        f"{path} cannot be written: {error.strerror}; last good step: {mark.last_step}; "
-        "fix: free space on its disk and check that it is writable, then run the same command again"
-    )

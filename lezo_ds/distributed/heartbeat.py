@@ -36,20 +36,17 @@ states: list[Callable[[], str]] = [lambda: "the command has not finished"]
 class Heartbeat:
     def __init__(self, rank: int, num_ranks: int, limit_seconds: float) -> None:
         self.all_joined = False
+        self.stopped = threading.Event()
         self._rank = rank
         self._limit = limit_seconds
         self._counts: dict[int, int] = {}  # of the ranks that have joined
         # Seconds of looks since the count of a rank changed, not of the clock: the machine may have slept.
         self._missed = dict.fromkeys(range(1, num_ranks) if rank == 0 else [0], 0.0)
         self._store_is_gone = False
-        self._stopped = threading.Event()
 
     def start(self) -> None:
         for work in (self._count, self._watch):
             threading.Thread(target=work, daemon=True, name=f"heartbeat{work.__name__}").start()
-
-    def stop(self) -> None:
-        self._stopped.set()
 
     @property
     def _interval(self) -> float:
@@ -61,20 +58,20 @@ class Heartbeat:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             timeout = timedelta(seconds=2 * self._limit)
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-            while not self._stopped.is_set():
+            while not self.stopped.is_set():
                 store.add(f"heartbeat {self._rank}", 1)
                 for rank in self._missed:
                     count = store.add(f"heartbeat {rank}", 0)
                     if count != self._counts.get(rank, 0):
                         self._counts[rank], self._missed[rank] = count, 0.0
-                self._stopped.wait(self._interval)
+                self.stopped.wait(self._interval)
         except RuntimeError:  # a closed connection, so rank 0 has ended
             self._store_is_gone = True
 
     def _watch(self) -> None:
         # This is a thread of its own, because the other one waits forever if rank 0 hangs.
         waited = 0.0
-        while not self._stopped.wait(self._interval):
+        while not self.stopped.wait(self._interval):
             if self._store_is_gone:
                 time.sleep(_RANK_ZERO_SECONDS)  # for the launcher, which ends this rank if rank 0 has failed
                 self._report("rank 0 has ended")
@@ -90,7 +87,7 @@ class Heartbeat:
                 logger.error("waiting for rank %s to join at %s, for %.0f s", cut(absent, 60), where, waited)
 
     def _report(self, what: str) -> None:
-        if not self._stopped.is_set():
+        if not self.stopped.is_set():
             end_with(lost_rank_error(what))
 
 

@@ -56,7 +56,7 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
 def shut_down() -> None:
     """Leave the process group. A collective: a rank that leaves early breaks the messages of the others."""
     while _heartbeats:
-        _heartbeats.pop().stop()
+        _heartbeats.pop().stopped.set()
     if comm.is_initialized():
         comm.barrier()
         comm.destroy_process_group()
@@ -97,11 +97,8 @@ def _set_rank_variables() -> None:
     elif any(name in os.environ for name in ("PMI_SIZE", "PMIX_RANK")):
         _ask_mpi()
     else:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(port))
+        os.environ.setdefault("MASTER_PORT", "0")  # any free one
 
 
 def _ask_mpi() -> None:
@@ -177,8 +174,7 @@ def open_store(host: str) -> TCPStore:
     """Return a store for other replicas, which listens on a free port of this address only."""
     listener = listen_at(host, 0)
     assert listener is not None, "the address is one of this machine"
-    port, descriptor = listener.getsockname()[1], listener.detach()
-    return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=descriptor)
+    return TCPStore(host, 0, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def address_towards(host: str, port: int) -> str:

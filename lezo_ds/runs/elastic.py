@@ -16,9 +16,8 @@ from tqdm import tqdm
 
 from lezo_ds import distributed
 from lezo_ds.config import may_differ_on_resume
-from lezo_ds.errors import JournalError
 from lezo_ds.files import write_atomically
-from lezo_ds.journal import EvaluationRecord, JournalRecord, read_journal
+from lezo_ds.journal import EvaluationRecord, read_journal
 from lezo_ds.replicas import FEW_LINES, Lines, Replicas, StepLostError, reaches, whole_lines
 from lezo_ds.runs import records, run
 
@@ -66,19 +65,13 @@ class ElasticRun(run.Run):
             self.engine.load_model(None, 0)
             self._open()
             return lines.data.count(b"\n")
-        new: list[JournalRecord] = distributed.on_rank_zero(lambda: self._extend(lines.data))
+        journal = self._journal
+        new = distributed.on_rank_zero(lambda: journal.extend(lines.data) if journal else [])
         self.engine.records += records.steps_of(new)
         self.engine.apply(self.engine.global_steps, len(self.engine.records))
         self.engine.global_steps = len(self.engine.records)
         self.evaluations += records.evaluations_of(new)
         return len(new)
-
-    def _extend(self, lines: bytes) -> list[JournalRecord]:
-        assert self._journal is not None
-        try:
-            return self._journal.extend(lines)
-        except ValueError as error:
-            raise JournalError(f"a replica sends damaged lines: {error}; fix: restart it") from error
 
     def _replace_journal(self, lines: bytes) -> None:
         assert self._journal is not None

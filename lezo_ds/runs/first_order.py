@@ -158,7 +158,6 @@ class FirstOrderRun(Run):
     def _open(self) -> None:
         self._state = distributed.on_rank_zero(self._open_state)
         self.evaluations = list(self._state.evaluations)
-        self._announce(self._state.step)
         if self._state.step > 0:
             self.engine.load_training_state(self.directory.checkpoints, self._state.step)
 
@@ -169,7 +168,7 @@ class FirstOrderRun(Run):
             assert_same_base(recorded.header, base)
             done = tuple(record for record in recorded.evaluations if record.step <= recorded.step)
             state = replace(recorded, world_size=self.engine.world_size, evaluations=done)
-            self._set_aside_foreign_snapshots(owner_of(state.header, ()))
+            self._resume(state.step, owner_of(state.header, ()))
         else:
             header = make_header(self.config, self.data, base.fingerprint, base.table_hash)
             state = TrainingState(header, self.engine.world_size)

@@ -108,12 +108,10 @@ class Run:
     def _last_good_step(self) -> str:
         return f"last good step: {self._num_done - 1 if self._num_done else 'none'}"
 
-    def _announce(self, step: int) -> None:
-        if self.writes and step > 0:  # replaying it may take a while
+    def _resume(self, step: int, owner: SnapshotOwner) -> None:
+        """Announce it, and move the snapshots of other runs, and those after the end of the run's records."""
+        if step > 0:  # replaying it may take a while
             logger.info("resuming at step %d of %d", step, self.num_steps)
-
-    def _set_aside_foreign_snapshots(self, owner: SnapshotOwner) -> None:
-        """Move the snapshots of other runs, and those after the end of the run's records."""
         _, foreign = own_snapshots(self.directory.snapshots, owner)
         reason = "of another run, or of steps that are no longer recorded:"
         self.directory.set_aside([snapshot_path(self.directory.snapshots, step) for step in foreign], reason)
@@ -285,7 +283,6 @@ class Run:
 
     def _open(self) -> None:
         self.evaluations = distributed.on_rank_zero(self._open_journal)
-        self._announce(len(self._steps()))
         self._restore(None)
         self.engine.attach_journal(self._journal)
         self.engine.watch_weights()
@@ -301,7 +298,7 @@ class Run:
             return []
         self._journal = Journal.open(path)
         records.assert_same_base(self._journal.header, base)
-        self._set_aside_foreign_snapshots(self._owner())
+        self._resume(len(self._steps()), self._owner())
         return records.evaluations_of(self._journal.records)
 
     def _steps(self) -> list[StepRecord]:

@@ -17,7 +17,7 @@ SOURCE = [
 PACKAGE = [path for path in SOURCE if path.suffix == ".py"]
 SCRIPTS = sorted((REPOSITORY / "launch").rglob("*.py"))
 
-LINES = 15_362
+LINES = 15_342
 """Lines of Python and C++ in lezo_ds. A capability that does not fit makes room first."""
 TEST_LINES = 11_938
 
@@ -25,9 +25,9 @@ FLOORS: tuple[dict[str, int], ...] = (
     {"errors": 108},
     {"registry": 74, "files": 80},
     {"zo": 677},
-    {"noise": 1_600, "tasks": 757, "journal": 338},
+    {"noise": 1_600, "tasks": 757, "journal": 336},
     {"config": 1_125},
-    {"distributed": 557},
+    {"distributed": 550},
     {"replicas": 390},
     {"sharding": 1_170},
     {"forward": 1_136},
@@ -36,7 +36,7 @@ FLOORS: tuple[dict[str, int], ...] = (
     {"agreement": 120},
     {"step": 160},
     {"engine": 500},
-    {"runs": 2_099},
+    {"runs": 2_088},
     {"tools": 1_669},
     {"cli": 380},
 )
