@@ -24,8 +24,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
 
-MAX_CHARACTERS = 1_000_000
-"""The longest value of a field. A tokenizer takes minutes and gigabytes for much longer texts."""
+MAX_CHARACTERS = 1_000_000  # of a field: a tokenizer takes minutes and gigabytes for much longer texts
 
 
 @dataclass(frozen=True)

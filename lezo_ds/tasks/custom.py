@@ -37,8 +37,7 @@ class Description:
         return [f"data.{name}" for name in names if getattr(self, name) is not None]
 
 
-_Built = tuple[TaskKind, tuple[str, ...], Callable[[Record, int], Example]]
-"""A kind of task, the fields it reads, and its function (record, row) -> Example."""
+_Built = tuple[TaskKind, tuple[str, ...], Callable[[Record, int], Example]]  # with the fields it reads
 
 
 def make_task(described: Description) -> Task:

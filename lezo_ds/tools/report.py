@@ -195,6 +195,8 @@ def read_curves(runs: pd.DataFrame) -> pd.DataFrame:
             lines = (Path(run["directory"]) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
             rows = [json.loads(line) for line in lines if line.endswith("}")]  # a crash may cut the last one
             part = pd.DataFrame([row for row in rows if row.get("dev_loss") is not None])
+            if part.empty:  # such as of a run that does not train
+                continue
             scored = [name for name in part if name.startswith("dev_") and name != "dev_loss"]
             part = part.rename(columns={"dev_loss": "loss", **dict.fromkeys(scored, "score")})
             part = part[["step", "seconds", "loss", "score"]].astype(float)

@@ -135,8 +135,7 @@ def test_a_report_has_a_row_for_each_experiment_and_names_what_differs(plan, tmp
 
 
 def test_a_run_is_found_by_its_name_and_counts_once(tmp_path):
-    runs = [tmp_path / "a[1]", tmp_path / "b"]
-    for run in runs:
+    for run in (runs := [tmp_path / "a[1]", tmp_path / "b"]):
         run.mkdir()
     (tmp_path / "latest").symlink_to("b")
     assert find_runs([str(runs[0]), f"{tmp_path}/*"]) == runs
@@ -144,11 +143,12 @@ def test_a_run_is_found_by_its_name_and_counts_once(tmp_path):
 
 def test_a_page_shows_what_a_run_has_gained_and_ten_wrong_answers(plan, caplog):
     own = ["data.task=custom", "data.path=null", "data.prompt=Say {x}", "data.completion={y}"]
-    tables = plan("data.train=a/t.csv,b/t.csv", overrides=own)
+    tables = plan("data.train=a/t.csv,b/t.csv,c/t.csv", overrides=own)
     for run in tables:  # of the same name, so of the same task
         finish(run, metric="f1")
-    row = {"step": [1], "seconds": 1, "dev_loss": 1.0, "dev_f1": 0.5}
-    (run.directory / "metrics.jsonl").write_text(json.dumps(row))
+    rows = {"step": 0, "test_f1": 0.5}, {"step": [1], "seconds": 1, "dev_loss": 1.0, "dev_f1": 0.5}
+    for run, row in zip(tables[1:], rows, strict=True):  # the first has no curve, the second is damaged
+        (run.directory / "metrics.jsonl").write_text(json.dumps(row))
     finish(run := plan("seed=0")[0], test=0.45, worse_than_base=True)
     metrics = run.directory / "metrics.jsonl"
     start = {"step": 0, "seconds": 0.0, "dev_loss": 0.7, "dev_accuracy": 0.51}
@@ -159,9 +159,9 @@ def test_a_page_shows_what_a_run_has_gained_and_ten_wrong_answers(plan, caplog):
     (run.directory / "predictions" / "step-00000100.jsonl").write_text("\n".join(map(json.dumps, answers)))
     runs = name_experiments(read_runs([*(run.directory for run in tables), run.directory]))
     table, text = score_table(runs), report.page(runs)
-    assert caplog.text.count("no curve of") == 1
-    assert list(table["task"]) == ["t", "t", "sst2"]
-    assert list(table["standard error"]) == ["-", "-", "11.4"]  # sqrt(0.45 * 0.55 / 19)
+    assert caplog.text.count("no curve of") == 1 and f"no curve of {tables[2].directory}" in caplog.text
+    assert list(table["task"]) == ["t", "t", "t", "sst2"]
+    assert list(table["standard error"]) == ["-", "-", "-", "11.4"]  # sqrt(0.45 * 0.55 / 19)
     assert "<mark>worse than before training</mark>" in text
     assert "10 of 11 wrong answers" in text and text.count("<td>&lt;bad&gt;</td>") == 10
     charts = json.loads(text.partition("const charts = ")[2].partition(";\n")[0])
