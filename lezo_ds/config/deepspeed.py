@@ -145,7 +145,7 @@ def _read_json(name: str) -> dict[str, Any]:
     except OSError as error:
         fix = f"set deepspeed to a file or to one of {', '.join(shipped)}"
         raise UserError(f"cannot read the DeepSpeed configuration {path}: {error}", fix=fix) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a valid JSON object: {error}", fix="correct it") from error
     return values
 
