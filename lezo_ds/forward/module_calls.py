@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.noise import stacked
-from lezo_ds.sharding.tensor_parallel import LINEAR_FORWARDS, sum_outputs, sums_outputs
+from lezo_ds.sharding.tensor_parallel import LINEAR_FORWARDS, LOOKUP_FORWARDS, sum_outputs, sums_outputs
 
 Copies = Mapping[str, Sequence[Tensor]]
 """The perturbed copies of a module's parameters, one for each probe, by the parameter's name."""
@@ -148,7 +148,7 @@ def _zero_bias(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def modules_that_run(module: nn.Module) -> Iterator[nn.Module]:
     """Yield a module and those in it that run whenever it does, and that need whole weights."""
     # Of a list of experts, some may not run. Of an embedding, a few rows are read.
-    if isinstance(module, nn.ModuleList) or type(module).forward is nn.Embedding.forward:
+    if isinstance(module, nn.ModuleList) or type(module).forward in LOOKUP_FORWARDS:
         return
     yield module
     for child in module.children():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from lezo_ds.forward.module_calls import (
 )
 from lezo_ds.noise import NoiseBackend, Weight
 from lezo_ds.sharding.parameters import NamedParameter
+from lezo_ds.sharding.tensor_parallel import LINEAR_FORWARDS, LOOKUP_FORWARDS, look_up, whole_logits
 from lezo_ds.zo.updates import Distribution
 
 COPIES_AT_ONCE = 2
@@ -160,9 +161,10 @@ class PerturbedForward:
                 return self._in_parts(COPIES_AT_ONCE, lambda _, *a, **k: forward(*a, **k), args, kwargs)
             if not active:
                 return original(*args, **kwargs)
-            if type(module).forward is nn.Embedding.forward:
-                # nn.Embedding calls its argument `input`. Only the rows that are read are perturbed.
-                return self._in_parts(1, lambda _, input: self._rows(active[0], input), args, kwargs)
+            if type(module).forward in LOOKUP_FORWARDS:  # only the rows that are read are perturbed
+                (ids,) = (*args, *kwargs.values())  # nn.Embedding calls its argument `input`
+                read = partial(self._rows, active[0])
+                return look_up(module, ids, lambda ids: self._in_parts(1, lambda _, i: read(i), [ids], {}))
             copies = dict(zip([entry.name for entry in active], self._copies(active), strict=True))
             rows = 1 if num_copies == 1 else num_copies * self._now.rows
             if runner := runner_at_probes(module, original, args, kwargs, rows):
@@ -232,7 +234,7 @@ class PerturbedForward:
     def _rows(self, table: _Trained, rows: Tensor) -> Tensor:
         """Return some rows of a perturbed matrix at the one probe that runs: [*rows.shape, width]."""
         theta = table.parameter.data
-        weight = Weight(theta, table.named.parameter_id, theta.dtype, rows.reshape(-1))
+        weight = Weight(theta, table.named.parameter_id, theta.dtype, rows.reshape(-1), table.named.region)
         ((copy,),) = self._perturbed([weight])
         return copy.view(*rows.shape, -1)
 
@@ -275,21 +277,25 @@ class PerturbedForward:
 
     def _wrap_head(self, head: nn.Module) -> None:
         """Let the output head compute the selected positions and vocabulary entries only."""
-        original, owned = head.forward, self._owned_by([head])  # the perturbed forward, if it has parameters
+        run, owned = head.forward, self._owned_by([head])  # the perturbed forward, if it has parameters
+
+        def original(hidden: Tensor) -> Tensor:
+            return whole_logits(head, run(hidden))
 
         def run_entries(entries: Tensor, hidden: Tensor) -> Tensor:
             """Run a linear head at one probe: only some rows of its weight are perturbed."""
             active = {entry.name: entry for entry in self._active(owned)}
             table: Tensor = head._parameters["weight"]  # type: ignore[assignment]  # a linear module has one
-            weight = self._rows(active["weight"], entries) if "weight" in active else table[entries]
-            bias: Tensor | None = head._parameters["bias"]
+            read = partial(self._rows, active["weight"]) if "weight" in active else table.__getitem__
+            weight = look_up(head, entries, read)
+            bias: Tensor | None = head._parameters.get("bias")
             if not active or bias is None:
                 return F.linear(hidden, weight, None if bias is None else bias[entries])
             if "bias" in active:
                 ((bias,),) = self._copies([active["bias"]])
             return F.linear(hidden, weight) + bias[entries]
 
-        @wraps(original)
+        @wraps(run)
         def forward(hidden: Tensor) -> Any:  # noqa: ANN401
             selection, now = self._selection, self._now
             if selection is None:
@@ -304,7 +310,7 @@ class PerturbedForward:
             try:
                 if entries is None:
                     return original(hidden)
-                if type(head).forward is not nn.Linear.forward:
+                if type(head).forward not in (nn.Linear.forward, *LINEAR_FORWARDS):
                     return original(hidden)[:, entries]
                 size = 1 if self._active(owned) else COPIES_AT_ONCE
                 return self._in_parts(size, lambda _, share: run_entries(entries, share), [hidden], {})

@@ -20,7 +20,7 @@ from lezo_ds.model.snapshots import LOW_BITS_DIRECTORY, read_facts, write_snapsh
 from lezo_ds.sharding import tensor_parallel, zero3
 from lezo_ds.sharding.files import WeightFiles
 from lezo_ds.sharding.parameters import NamedParameter, ShardedParameter, parameter_ids, table_hash
-from lezo_ds.sharding.tensor_parallel import Split, SplitParameter
+from lezo_ds.sharding.tensor_parallel import EMBEDDINGS, Split, SplitParameter
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.updates import UpdatePrecision
 
@@ -130,7 +130,7 @@ def load_sharded_model(
         ds_config = {**ds_config, "zero_optimization": {**limits, **ds_config["zero_optimization"], **reuse}}
         zero3.shard_model(module, ds_config, partition_size)
     parameters: list[ShardedParameter] = []
-    embeddings = {m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
+    embeddings = {m.weight for m in module.modules() if isinstance(m, EMBEDDINGS)}
     for module_name, parameter in module.named_parameters():
         name, split = own_name(module_name), splits.get(parameter)
         block = layout.block_of(name, is_embedding=parameter in embeddings)

@@ -48,9 +48,7 @@ class Weight(NamedTuple):
     theta: Tensor  # the parameter, or the rectangle of it that `region` describes
     parameter_id: int  # unsigned 32-bit
     out_dtype: torch.dtype  # of the perturbed copies
-    rows: Tensor | None = (
-        None  # int64 [n], in any order, with repeats; theta is then all of [num_rows, width]
-    )
+    rows: Tensor | None = None  # int64 [n] of theta [num_rows, width], in any order; theta has whole rows
     region: Region = ALL
 
 

@@ -101,14 +101,17 @@ class TritonNoise(NoiseBackend):
 def _perturb_rows(
     weight: Weight, key: int, scale: float, num_signs: int, distribution: Distribution
 ) -> list[Tensor]:
-    theta, parameter_id, out_dtype, rows, _ = weight
+    theta, parameter_id, out_dtype, rows, region = weight
     assert rows is not None
     theta, rows, width = theta.contiguous(), rows.contiguous(), theta.shape[1]
+    address = theta.data_ptr()
+    if region.start:  # the kernel counts rows from the first one of the parameter
+        rows, address = rows + region.start // width, address - region.start * theta.itemsize
     # A row that starts within a block can touch one more tile.
     start = 0 if width % PER_BLOCK[distribution] == 0 else PER_BLOCK[distribution] - 1
     constants = (("dtype", theta.dtype), ("out_dtype", out_dtype), ("two_signs", num_signs == 2))
     num_tiles = _num_tiles(distribution, Region(start), width)
-    part = (constants, parameter_id, width, theta.data_ptr(), 0, Region(start), num_tiles)
+    part = (constants, parameter_id, width, address, 0, Region(start), num_tiles)
     ((table, of_row),) = _launches("perturb_kernel", (part,), distribution, theta.device)
     num_bytes = _aligned(len(rows) * width * out_dtype.itemsize)
     out = torch.empty(num_signs, num_bytes, dtype=torch.uint8, device=theta.device)

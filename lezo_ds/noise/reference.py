@@ -239,7 +239,7 @@ class EagerNoise(NoiseBackend):
                     z = _draw(distribution, key, parameter_id, where)
                 else:
                     values, columns = source[rows[first:last]], torch.arange(width, device=theta.device)
-                    elements = rows[first:last, None] * width + columns
+                    elements = region.start + rows[first:last, None] * width + columns
                     z = draw_at(distribution, key, parameter_id, elements)
                 for out, signed in zip(outs, (scale, -scale), strict=False):
                     flat = out.view(-1) if rows is None else out

@@ -1,7 +1,7 @@
 """Tensor parallelism: shards that stay. DeepSpeed's AutoTP splits the linear layers of the blocks over ranks.
 
-Each rank multiplies by its own part of a weight, and only activations travel. All ranks have all of what is
-outside the blocks, such as embeddings and the output head, and of what DeepSpeed does not split (norms).
+Each rank multiplies by its own part of a weight, and only activations travel. The vocabulary of the input
+embedding and of the output head is split, too. All ranks have all of the rest, such as norms and positions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ import torch
 from deepspeed import comm
 from deepspeed.checkpoint.affine import ParamAffineMap, contiguous_split_map
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
-from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
+from deepspeed.module_inject.layers import (
+    GatherFromTensorParallelRegion,
+    LinearAllreduce,
+    LinearLayer,
+    VocabParallelEmbedding,
+    VocabParallelLinear,
+)
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
@@ -26,6 +32,10 @@ from lezo_ds.sharding.parameters import NamedParameter, ShardedParameter
 
 LINEAR_FORWARDS = (LinearLayer.forward, LinearAllreduce.forward)
 """Forward passes that are a matrix product, a sum over ranks if `sums_outputs`, and a bias."""
+
+EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding)
+LOOKUP_FORWARDS = (nn.Embedding.forward, VocabParallelEmbedding.forward)
+"""Forward passes that read rows of a table and do nothing else."""
 
 _FIX = "remove tensor_parallel, which shards the weights by ZeRO-3 instead"
 
@@ -54,6 +64,7 @@ def shard_model(
                     own.data = torch.empty(shapes[own], dtype=own.dtype, device="meta")
                     vars(own).pop(DS_AUTOTP_UC_META, None)
         restore()
+        _split_vocabulary(model)
         splits.update(_materialized(model))
         return model
 
@@ -184,6 +195,47 @@ class SplitParameter(ShardedParameter):
             rows = full.as_strided((num_rows, width), (stride, 1), region.start)
             rows.copy_(values[:count].view(rows.shape))
         return full.view(self.shape)
+
+
+def vocabulary_modules(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
+    """Return the embedding and the output head of a model if their vocabulary can be split, else None."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    is_plain = type(embedding).forward is nn.Embedding.forward and type(head).forward is nn.Linear.forward
+    return (embedding, head) if is_plain and head.bias is None else None
+
+
+def _split_vocabulary(model: nn.Module) -> None:
+    """Split the rows of the embedding and the head. AutoTP (0.19.8) splits embeddings of tied heads only."""
+    if modules := vocabulary_modules(model):
+        (embedding, head), names = modules, {module: name for name, module in model.named_modules()}
+        group = groups.get_tensor_model_parallel_group()
+        is_tied = embedding.weight is head.weight
+        split_head = VocabParallelLinear(head, group, name="lm_head")
+        options = {"tied_vocab_parallel_linear": split_head} if is_tied else {}
+        model.set_submodule(names[head], split_head)
+        model.set_submodule(names[embedding], VocabParallelEmbedding(embedding, group, **options))
+
+
+def look_up(module: nn.Module, rows: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return some rows of a table: [*rows.shape, width]. `read` takes their indexes on this rank.
+
+    If the vocabulary is split, each rank reads the rows that it has, and one all-reduce joins them exactly.
+    """
+    if not isinstance(module, VocabParallelEmbedding | VocabParallelLinear):
+        return read(rows)
+    is_elsewhere = (rows < module.vocab_start_index) | (rows >= module.vocab_end_index)
+    values = read((rows - module.vocab_start_index).masked_fill(is_elsewhere, 0))
+    values.masked_fill_(is_elsewhere[..., None], 0)
+    comm.all_reduce(values, group=module.mp_group)
+    return values
+
+
+def whole_logits(head: nn.Module, logits: Tensor) -> Tensor:
+    """Return the logits of the full vocabulary, of which a split head has computed this rank's part."""
+    if not isinstance(head, VocabParallelLinear):
+        return logits
+    full: Tensor = GatherFromTensorParallelRegion.apply(head.mp_group, logits, head._partition_sizes)
+    return full
 
 
 def sums_outputs(module: nn.Module) -> bool:

@@ -40,6 +40,7 @@ from lezo_ds.forward.blocks import PartSizes, find_blocks, freeze_outside, part_
 from lezo_ds.forward.perturbed_forward import COPIES_AT_ONCE
 from lezo_ds.model.checkpoint import DTYPES, build_on_meta, load_model_config
 from lezo_ds.model.snapshots import MAX_FILE_BYTES
+from lezo_ds.sharding.tensor_parallel import vocabulary_modules
 
 GIB = 1 << 30
 CPU_RESERVE = int(0.53 * GIB)  # measured: Python with torch, transformers, datasets, DeepSpeed and gloo
@@ -75,7 +76,8 @@ class ModelSizes:
     largest_perturbed: int  # of the modules whose copies are made; rows of embeddings are perturbed alone
     blocks_trained: int
     heads: int  # divisors of this number can split the heads of queries, keys and values
-    linear: int  # of the blocks' linear layers, which tensor parallelism splits
+    splittable: int  # of what tensor parallelism splits: the blocks' linear layers, and the vocabulary
+    has_split_vocabulary: bool  # with tensor parallelism
     hidden_width: int
     head: int
     activation_width: int  # of one token while a block runs
@@ -146,6 +148,8 @@ def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
     text = model.config.get_text_config()
     num_heads = getattr(text, "num_attention_heads", None) or 1
     num_cached = getattr(text, "num_key_value_heads", None) or num_heads
+    vocabulary = vocabulary_modules(model) or ()
+    split = [*(m for m in blocks.modules() if isinstance(m, nn.Linear)), *vocabulary]
     return ModelSizes(
         class_name=type(model).__name__,
         blocks_path=layout.path,
@@ -157,7 +161,8 @@ def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
         largest_perturbed=max(_trained(module, recurse=False) for module in copied),
         blocks_trained=_trained(blocks),
         heads=math.gcd(num_heads, num_cached),
-        linear=sum(layer.weight.numel() for layer in blocks.modules() if isinstance(layer, nn.Linear)),
+        splittable=sum(weight.numel() for weight in {module.weight for module in split}),
+        has_split_vocabulary=bool(vocabulary),
         hidden_width=text.hidden_size,
         head=_trained(head) if head else 0,
         activation_width=_HIDDEN_STATES * text.hidden_size + num_wide * max(widths),
@@ -225,14 +230,15 @@ def rank_memory(
 
 
 def split_sizes(model: ModelSizes, size: int) -> ModelSizes:
-    """Return the sizes of what a rank has of a model whose blocks' linear layers `size` ranks split."""
-    kept = 1 - model.linear / model.num_parameters * (1 - 1 / size)
+    """Return the sizes of what a rank has of a model that `size` ranks split."""
+    kept = 1 - model.splittable / model.num_parameters * (1 - 1 / size)
     hidden = _HIDDEN_STATES * model.hidden_width
     return replace(
         model,
         parameters=(round(model.num_parameters * kept),),
         num_trained=round(model.num_trained * kept),
         largest_perturbed=model.largest_perturbed // size,
+        head=model.head // (size if model.has_split_vocabulary else 1),
         blocks_trained=model.blocks_trained // size,
         activation_width=hidden + (model.activation_width - hidden) // size,
         cached_width=model.cached_width // size,
@@ -245,14 +251,14 @@ def received_bytes(
     """Return what a rank receives in a step: weights under ZeRO-3, activations if `split` ranks split them.
 
     Each pass gathers all weights of which the rank has no part. A split block sums two activations of each
-    token over its ranks, in a ring.
+    token over its ranks, in a ring, and a split vocabulary one. The logits of answers are few beside them.
     """
     if split == 1:
         shared = config.partition_size or ranks
         passes = max(1, num_passes(config) / ranks)  # micro-batches may be smaller than for split weights
         return round(passes * model.num_parameters * model.itemsize * (shared - 1) / shared)
     rows = num_passes(config) * copies_per_pass(config) * config.train.micro_batch_size / (ranks // split)
-    sums = 2 * model.num_blocks * rows * (inputs.mean_length or inputs.length)
+    sums = (2 * model.num_blocks + model.has_split_vocabulary) * rows * (inputs.mean_length or inputs.length)
     return round(sums * model.hidden_width * model.itemsize * 2 * (split - 1) / split)
 
 

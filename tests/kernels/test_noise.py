@@ -178,6 +178,9 @@ def test_a_transposed_parameter_is_perturbed_by_its_row_major_index_and_copies_c
     strided = torch.tensor([3, 9, 0, 9], device=device)[::2]
     ((rows,),) = noise.perturb([weights[0]._replace(rows=strided)], KEY, [0.1])
     assert_same_bits(rows, copies[0][strided])
+    later = weights[0]._replace(theta=theta[3:].to(device), rows=strided[:1] - 3, region=Region(3 * 7))
+    ((row,),) = noise.perturb([later], KEY, [0.1])
+    assert_same_bits(row, copies[0][3:4])
     noise.update_([], [Update(KEY, 0.1)], "nearest")
     noise.update_([Shard(theta.flatten().to(device), ALL, 6)], [], "nearest")
     assert noise.perturb([], KEY, [0.1]) == []

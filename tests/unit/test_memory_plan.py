@@ -114,15 +114,15 @@ def test_a_step_sends_all_weights_under_zero_3_and_sums_of_activations_if_they_a
     model, inputs = model_sizes(config, "opt-30b"), InputSizes(64, mean_length=277 / 16)
     weights, activations = (received_bytes(config, model, inputs, ranks=4, split=split) for split in (1, 4))
     assert weights == 2 * OPT_30B * 3 // 4
-    assert activations == round(2 * 48 * 2 * 277 * 7168 * 2 * 2 * 3 / 4)
+    assert activations == round((2 * 48 + 1) * 2 * 277 * 7168 * 2 * 2 * 3 / 4)
 
 
 def test_a_dry_run_says_from_which_length_on_zero_3_receives_less():
     changes = ["model=opt-30b", "task=sst2", "method=lezo", "model.dtype=bf16", "train.micro_batch_size=16"]
     changes += ["deepspeed=tensor_parallel_bf16"]
     text = dry_run(load_config("paper", changes), num_gpus=4)
-    # 48 blocks sum two activations of 7168 numbers for each of 16 examples, at two probes.
-    length = OPT_30B * 3 / 4 / (48 * 2 * 2 * 16 * 7168 * 2 * 3 / 4)
+    # 48 blocks sum two activations of 7168 numbers for each of 16 examples, at two probes, the embedding one.
+    length = OPT_30B * 3 / 4 / ((48 * 2 + 1) * 2 * 16 * 7168 * 2 * 3 / 4)
     assert f"ZeRO-3 receives less from {length:.3g} tokens an example on" in text
 
 
