@@ -200,8 +200,8 @@ class SplitParameter(ShardedParameter):
 def vocabulary_modules(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     """Return the embedding and the output head of a model if their vocabulary can be split, else None."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    is_plain = type(embedding).forward is nn.Embedding.forward and type(head).forward is nn.Linear.forward
-    return (embedding, head) if is_plain and head.bias is None else None
+    is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and head.bias is None
+    return (embedding, head) if is_plain and type(embedding).forward is nn.Embedding.forward else None
 
 
 def _split_vocabulary(model: nn.Module) -> None:
