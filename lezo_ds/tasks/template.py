@@ -49,7 +49,7 @@ def parse_template(key: str, text: str) -> Template:
             if field is not None and (not field or field != field.strip() or options or conversion):
                 raise ValueError("braces without the plain name of a field")
     except ValueError as error:
-        fix = "write a field as {text}, and {{ and }} for braces that are part of the text"
+        fix = "write a field as {text}, and braces as {{ and }}; rename one with : or ! or outer spaces"
         raise UserError(f"{key}={text!r} is not a template: {error}", fix=fix) from error
     return Template(tuple((literal, field) for literal, field, _, _ in pieces))
 
