@@ -37,13 +37,11 @@ class LayerPolicy(ABC):
     """
 
     num_layers: int
-    """Number of transformer blocks of the model."""
     num_dropped: int
-    """How many of them a step drops, 0 to num_layers."""
+    """How many blocks a step drops, 0 to num_layers."""
     trains_outside: bool = True
     """Whether weights outside the blocks are trained, as two groups: the embeddings, and the rest."""
     has_weights: ClassVar[bool] = False
-    """Whether its samples have weights."""
 
     @property
     def num_groups(self) -> int:

@@ -93,12 +93,8 @@ def test_an_answer_that_is_not_a_peers_is_refused(tmp_path, connect, monkeypatch
         monkeypatch.setattr(peer, "prove", lambda nonce, content: "0" * 64)
         monkeypatch.setattr(transport_module.hmac, "compare_digest", lambda a, b: a == b or b == b"0" * 64)
     else:
-        prove = JournalTransport.prove
-        monkeypatch.setattr(
-            peer,
-            "prove",
-            lambda nonce, content: prove(peer, nonce if content[:1] == b"/" else "old", content),
-        )
+        prove = peer.prove
+        monkeypatch.setattr(peer, "prove", lambda n, text: prove(n if text[:1] == b"/" else "old", text))
     with pytest.raises(LezoError, match="does not send lines of a journal"):
         own.fetch(peer.address)
 
@@ -123,15 +119,9 @@ class Lab:
 
     def light(self):
         # Not in this process: its threads would break tests that fork.
-        settings = {
-            "min_replicas": 1,
-            "join_timeout_ms": 300,
-            "quorum_tick_ms": 20,
-            "heartbeat_timeout_ms": 1000,
-        }
-        options = [f"--{name}={value}" for name, value in settings.items()]
+        options = ["--min_replicas=1", "--join_timeout_ms=300", "--quorum_tick_ms=20"]
         program = Path(sys.executable).with_name("torchft_lighthouse")
-        command = [program, *options, f"--bind=127.0.0.1:{self.port}"]
+        command = [program, *options, "--heartbeat_timeout_ms=1000", f"--bind=127.0.0.1:{self.port}"]
         self.lighthouse = subprocess.Popen(command, env=environment(RUST_LOG="error"))
 
     def start(self, *keys, program=LAUNCH / "train.py", num_ranks=1):

@@ -17,14 +17,14 @@ SOURCE = [
 PACKAGE = [path for path in SOURCE if path.suffix == ".py"]
 SCRIPTS = sorted((REPOSITORY / "launch").rglob("*.py"))
 
-LINES = 15_407
+LINES = 15_405
 """Lines of Python and C++ in lezo_ds. A capability that does not fit makes room first."""
-TEST_LINES = 11_951
+TEST_LINES = 11_941
 
 FLOORS: tuple[dict[str, int], ...] = (
     {"errors": 108},
     {"registry": 74, "files": 80},
-    {"zo": 677},
+    {"zo": 675},
     {"noise": 1_600, "tasks": 757, "journal": 336},
     {"config": 1_125},
     {"distributed": 550},
