@@ -19,7 +19,7 @@ SCRIPTS = sorted((REPOSITORY / "launch").rglob("*.py"))
 
 LINES = 15_405
 """Lines of Python and C++ in lezo_ds. A capability that does not fit makes room first."""
-TEST_LINES = 11_941
+TEST_LINES = 11_944
 
 FLOORS: tuple[dict[str, int], ...] = (
     {"errors": 108},
