@@ -250,8 +250,8 @@ def received_bytes(
 ) -> int:
     """Return what a rank receives in a step: weights under ZeRO-3, activations if `split` ranks split them.
 
-    Each pass gathers all weights of which the rank has no part. A split block sums two activations of each
-    token over its ranks, in a ring, and a split vocabulary one. The logits of answers are few beside them.
+    Each pass gathers all weights of which the rank has no part. For each token, a split block all-reduces two
+    activations in a ring, and a split embedding one more. Logits are left out because they are much smaller.
     """
     if split == 1:
         shared = config.partition_size or ranks
