@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from deepspeed import comm
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
-from torch import Tensor
+from torch import Tensor, nn
 
 from lezo_ds.distributed import device
 from lezo_ds.noise import ALL, Region
@@ -133,6 +133,13 @@ class OpenShard:
             self._parameter.nvme_swapper.swap_out_and_release([self._parameter])
         elif self.is_swapped:
             self._parameter.nvme_swapper.remove_partition_and_release_buffers([self._parameter])
+
+
+def put_parameters(model: nn.Module, new: Mapping[nn.Parameter, Any]) -> None:
+    """Replace all parameters of a model, tied ones too, and move its buffers to this rank's device."""
+    for module in model.modules():
+        module._parameters.update({n: new[p] for n, p in module._parameters.items() if p is not None})
+        module._buffers.update({n: b.to(device()) for n, b in module._buffers.items() if b is not None})
 
 
 def is_in_file(parameter: Any) -> bool:  # noqa: ANN401

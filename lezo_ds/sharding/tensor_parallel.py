@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lezo_ds.distributed import device
 from lezo_ds.errors import UserError, cut
 from lezo_ds.noise import ALL, Region
-from lezo_ds.sharding.parameters import NamedParameter, ShardedParameter
+from lezo_ds.sharding.parameters import NamedParameter, ShardedParameter, put_parameters
 
 LINEAR_FORWARDS = (LinearLayer.forward, LinearAllreduce.forward)
 """Forward passes that are a matrix product, a sum over ranks if `sums_outputs`, and a bias."""
@@ -110,15 +110,12 @@ def _refuse_uneven_heads(config: Any, size: int) -> None:  # noqa: ANN401
 
 def _materialized(model: nn.Module) -> dict[nn.Parameter, Split]:
     """Give each parameter and buffer memory on this rank's device; return how parameters are split."""
-    group, real = groups.get_tensor_model_parallel_group(), {}
-    splits = {}
+    group, real, splits = groups.get_tensor_model_parallel_group(), {}, {}
     for name, parameter in model.named_parameters():
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device())
         real[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         splits[real[parameter]] = _split(name, parameter, group)
-    for module in model.modules():
-        module._parameters.update({n: real[p] for n, p in module._parameters.items() if p is not None})
-        module._buffers.update({n: b.to(device()) for n, b in module._buffers.items() if b is not None})
+    put_parameters(model, real)
     return splits
 
 
@@ -209,11 +206,10 @@ def _split_vocabulary(model: nn.Module) -> None:
     if modules := vocabulary_modules(model):
         (embedding, head), names = modules, {module: name for name, module in model.named_modules()}
         group = groups.get_tensor_model_parallel_group()
-        is_tied = embedding.weight is head.weight
         split_head = VocabParallelLinear(head, group, name="lm_head")
-        options = {"tied_vocab_parallel_linear": split_head} if is_tied else {}
+        tied = split_head if embedding.weight is split_head.weight else None
         model.set_submodule(names[head], split_head)
-        model.set_submodule(names[embedding], VocabParallelEmbedding(embedding, group, **options))
+        model.set_submodule(names[embedding], VocabParallelEmbedding(embedding, group, tied))
 
 
 def look_up(module: nn.Module, rows: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:

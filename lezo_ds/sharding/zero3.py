@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lezo_ds.distributed import device
 from lezo_ds.sharding.gather import GatherAhead, keep_in_step
-from lezo_ds.sharding.parameters import is_on_device
+from lezo_ds.sharding.parameters import is_on_device, put_parameters
 
 
 def shard_model(model: nn.Module, ds_config: Mapping[str, Any], partition_size: int | None = None) -> None:
@@ -37,10 +37,7 @@ def shard_model(model: nn.Module, ds_config: Mapping[str, Any], partition_size: 
         # zero.Init's _zero_init_param (0.19.8) without its broadcast from rank 0: nothing is loaded yet.
         init._convert_to_deepspeed_param(sharded[parameter])
         sharded[parameter].partition()
-    for module in model.modules():
-        module._parameters.update({n: sharded[p] for n, p in module._parameters.items() if p is not None})
-        buffers = {n: b.to(init.local_device) for n, b in module._buffers.items() if b is not None}
-        module._buffers.update(buffers)
+    put_parameters(model, sharded)
 
 
 def _partition_group(partition_size: int) -> Any:  # noqa: ANN401
