@@ -163,8 +163,8 @@ class PerturbedForward:
                 return original(*args, **kwargs)
             if type(module).forward in LOOKUP_FORWARDS:  # only the rows that are read are perturbed
                 (ids,) = (*args, *kwargs.values())  # nn.Embedding calls its argument `input`
-                read = partial(self._rows, active[0])
-                return look_up(module, ids, lambda ids: self._in_parts(1, lambda _, i: read(i), [ids], {}))
+                perturbed = partial(self._in_parts, 1, lambda _, share: self._rows(active[0], share))
+                return look_up(module, ids, lambda ids: perturbed([ids], {}))
             copies = dict(zip([entry.name for entry in active], self._copies(active), strict=True))
             rows = 1 if num_copies == 1 else num_copies * self._now.rows
             if runner := runner_at_probes(module, original, args, kwargs, rows):
