@@ -5,7 +5,9 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-VERSION = re.findall(r'^__version__ = "(.+)"$', Path("lezo_ds/__init__.py").read_text(), re.MULTILINE)[0]
+VERSION = re.findall(
+    r'^__version__ = "(.+)"$', Path("lezo_ds/__init__.py").read_text(), re.MULTILINE
+)[0]
 SHIPPED = {f"lezo_ds.{folder}": folder for folder in ("ds_configs", "launch")}
 """Folders of the root that become part of the package; `lezo_ds.config.paths` finds their files."""
 
@@ -18,7 +20,14 @@ setup(
     author="the lezo_ds authors",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    keywords=["fine-tuning", "zeroth-order optimization", "LeZO", "MeZO", "DeepSpeed", "language models"],
+    keywords=[
+        "fine-tuning",
+        "zeroth-order optimization",
+        "LeZO",
+        "MeZO",
+        "DeepSpeed",
+        "language models",
+    ],
     classifiers=[
         "Development Status :: 4 - Beta",
         "Environment :: Console",

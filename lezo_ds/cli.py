@@ -27,7 +27,9 @@ from lezo_ds.config.paths import expand, find_file
 from lezo_ds.config.schema import READER
 from lezo_ds.errors import LezoError, UserError, did_you_mean, end_with, launched_rank
 
-_RECIPE_HELP = "a YAML file, the name of one in launch/recipes, or paper (with model= task= method= [peft=])"
+_RECIPE_HELP = (
+    "a YAML file, the name of one in launch/recipes, or paper (with model= task= method= [peft=])"
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,7 +42,9 @@ class _Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        self.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
+        self.add_argument(
+            "--local_rank", type=int, help=argparse.SUPPRESS
+        )  # DeepSpeed's launcher adds it
 
     def add_keys(self) -> None:
         self.add_argument(
@@ -48,7 +52,9 @@ class _Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        option = next((word for word in message.split() if word.startswith("--")), "").partition("=")[0]
+        option = next((word for word in message.split() if word.startswith("--")), "").partition(
+            "="
+        )[0]
         known = self._option_string_actions if "unrecognized" in message else ()
         fix = did_you_mean(option, known, f"see {self.prog} --help")
         name = option.removeprefix("--")
@@ -80,7 +86,11 @@ def _train(parser: _Parser) -> None:
     """
     add = parser.add_argument
     add("--config", metavar="RECIPE", help=_RECIPE_HELP)
-    add("--dry-run", action="store_true", help="check everything but the weights, and print the memory")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="check everything but the weights, and print the memory",
+    )
     add("--gpus", type=_positive, metavar="N", help="with --dry-run: for this number of GPUs")
     add("--gpu-memory", type=float, metavar="GIB", help="with --dry-run: what fits on such GPUs")
     add("--print-config", action="store_true", help="print the configuration as a YAML recipe")
@@ -109,7 +119,11 @@ def run_train(arguments: argparse.Namespace) -> None:
         return
     results = {"run_dir": config.run_dir, **train(config)}
     if distributed.rank() == 0:
-        print(json.dumps(results, indent=1) if arguments.json else run_summary(config.run_dir, results))
+        print(
+            json.dumps(results, indent=1)
+            if arguments.json
+            else run_summary(config.run_dir, results)
+        )
 
 
 def _evaluate(parser: _Parser) -> None:
@@ -129,15 +143,23 @@ def _add_weights(parser: _Parser) -> Callable[..., Any]:
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=_path, metavar="DIR", help="directory of a run")
-    source.add_argument("--model", type=_name, metavar="DIR", help="directory of a model, or its hub id")
+    source.add_argument(
+        "--model", type=_name, metavar="DIR", help="directory of a model, or its hub id"
+    )
     add("--config", metavar="RECIPE", help="with --model: take everything else from this recipe")
-    add("--step", default="best", help="of the run: best (lowest validation loss), last, or a number")
+    add(
+        "--step",
+        default="best",
+        help="of the run: best (lowest validation loss), last, or a number",
+    )
     return add
 
 
-def _open_weights(arguments: argparse.Namespace, *keys: str) -> Any:  # noqa: ANN401 (loads torch)
+def _open_weights(arguments: argparse.Namespace, *keys: str) -> Any:
     if arguments.run is not None and arguments.config is not None:
-        raise UserError("a run has its own configuration: --config goes with --model", fix="remove --config")
+        raise UserError(
+            "a run has its own configuration: --config goes with --model", fix="remove --config"
+        )
     model = Path(arguments.model or "")
     if (model / "config.yaml").is_file() and not (model / "config.json").exists():
         raise UserError(f"{model} is a run, not a model", fix=f"use --run {model}")
@@ -145,7 +167,9 @@ def _open_weights(arguments: argparse.Namespace, *keys: str) -> Any:  # noqa: AN
 
     if arguments.run is not None:
         return open_run(arguments.run, arguments.step, [*keys, *arguments.overrides])
-    return open_model(arguments.model, [*keys, *arguments.overrides], arguments.config, has_task=bool(keys))
+    return open_model(
+        arguments.model, [*keys, *arguments.overrides], arguments.config, has_task=bool(keys)
+    )
 
 
 def run_evaluate(arguments: argparse.Namespace) -> None:
@@ -168,7 +192,13 @@ def _predict(parser: _Parser) -> None:
     The task is that of the run or export, or of a recipe or keys. The same command continues a killed one.
     """
     add = _add_weights(parser)
-    add("--out", type=_path, metavar="FILE", required=True, help="file to write, of the same kind as DATA")
+    add(
+        "--out",
+        type=_path,
+        metavar="FILE",
+        required=True,
+        help="file to write, of the same kind as DATA",
+    )
     add("data", type=_path, metavar="DATA", help="records: .csv, .tsv, .json, .jsonl or .parquet")
     parser.add_keys()
 
@@ -195,20 +225,28 @@ def _export(parser: _Parser) -> None:
     add("--journal", type=_path, metavar="FILE", help="with --run, write it; else read it")
     add("--step", default="best", help="best (lowest validation loss), last, or a number")
     add("--out", type=_path, metavar="DIR", help="directory to write")
-    add("--low-bits", action="store_true", help="with --out: keep the low bits of fp32_master, to train on")
+    add(
+        "--low-bits",
+        action="store_true",
+        help="with --out: keep the low bits of fp32_master, to train on",
+    )
     parser.add_keys()
 
 
 def run_export(arguments: argparse.Namespace) -> None:
     run, journal, out = arguments.run, arguments.journal, arguments.out
     if [run, journal, out].count(None) != 1:
-        raise UserError("export needs two of --run, --journal and --out", fix="see lezo-ds export --help")
+        raise UserError(
+            "export needs two of --run, --journal and --out", fix="see lezo-ds export --help"
+        )
     from lezo_ds.runs.export import export_run, write_journal
 
     if out is None:
         print(f"{run}: {journal}, {write_journal(run, journal):,} bytes")
         return
-    step = export_run(run or journal, arguments.step, out, arguments.overrides, low_bits=arguments.low_bits)
+    step = export_run(
+        run or journal, arguments.step, out, arguments.overrides, low_bits=arguments.low_bits
+    )
     if launched_rank() == 0:
         print(f"step {step} of {run or journal}: {out}")
 
@@ -231,7 +269,9 @@ def _sweep(parser: _Parser) -> None:
     add("--tune", metavar="KEY", help="first search its best value, with the grid's first values")
     add("--launcher", default=shlex.quote(sys.executable), help='such as "deepspeed --num_gpus 2"')
     one = parser.add_mutually_exclusive_group()
-    one.add_argument("--index", type=int, metavar="N", help="start only this run, and write no table")
+    one.add_argument(
+        "--index", type=int, metavar="N", help="start only this run, and write no table"
+    )
     one.add_argument("--list", action="store_true", help="only list the runs and write the tables")
     parser.add_keys()
 
@@ -239,7 +279,13 @@ def _sweep(parser: _Parser) -> None:
 def _report(parser: _Parser) -> None:
     """Print the results of runs as a table, averaged over seeds, or write a page with table and curves."""
     add = parser.add_argument
-    add("runs", nargs="+", type=_name, metavar="RUN", help="directory of a run, or a pattern: 'runs/*'")
+    add(
+        "runs",
+        nargs="+",
+        type=_name,
+        metavar="RUN",
+        help="directory of a run, or a pattern: 'runs/*'",
+    )
     add("--html", type=_path, metavar="FILE", help="write a page instead of a table")
 
 
@@ -255,14 +301,27 @@ def _init(parser: _Parser) -> None:
     add = parser.add_argument
     add("model", type=_name, metavar="MODEL", help="directory of a model, or its hub id")
     add("data", type=_name, metavar="DATA", help="file of records, or a split on the hub")
-    add("--out", type=_path, default=Path("recipe.yaml"), metavar="FILE", help="default: recipe.yaml")
+    add(
+        "--out",
+        type=_path,
+        default=Path("recipe.yaml"),
+        metavar="FILE",
+        help="default: recipe.yaml",
+    )
     add("--text", metavar="COLUMN", help="the column that the model reads")
     add("--label", metavar="COLUMN", help="the column with the right label")
     add("--answer", metavar="COLUMN", help="the column with a text to write, instead of a label")
     add(
-        "--reward", metavar="MODULE:FUNCTION", help="judges answers; its module may be in the recipe's folder"
+        "--reward",
+        metavar="MODULE:FUNCTION",
+        help="judges answers; its module may be in the recipe's folder",
     )
-    add("--method", choices=("fzoo", "lezo", "mezo"), default="fzoo", help="of training (default: fzoo)")
+    add(
+        "--method",
+        choices=("fzoo", "lezo", "mezo"),
+        default="fzoo",
+        help="of training (default: fzoo)",
+    )
     add("--skip-unusable", action="store_true", help="leave out records that cannot be used")
 
 
@@ -277,21 +336,56 @@ def _benchmark(parser: _Parser) -> None:
     add = parser.add_argument
     add("variants", nargs="+", metavar="VARIANT", help="a variant, or key=value")
     add("--config", metavar="RECIPE", help="measure the model and the batches of this recipe")
-    add("--rounds", type=_positive, default=5, metavar="N", help="timed steps of each variant (default: 5)")
+    add(
+        "--rounds",
+        type=_positive,
+        default=5,
+        metavar="N",
+        help="timed steps of each variant (default: 5)",
+    )
     add("--out", type=_path, metavar="FILE", help="write the results to this CSV")
     add("--shape", default="opt-125m", help="of a random model: opt-tiny, opt-125m ... opt-66b")
-    add("--task", choices=("sst2", "boolq"), default="sst2", help="32 or 200 random tokens an example")
+    add(
+        "--task",
+        choices=("sst2", "boolq"),
+        default="sst2",
+        help="32 or 200 random tokens an example",
+    )
 
 
 COMMANDS: dict[str, tuple[Callable[[_Parser], None], str, str]] = {
-    "init": (_init, "lezo_ds.tools.init:main", "write a recipe for a model and a file of your own data"),
-    "train": (_train, "lezo_ds.cli:run_train", "fine-tune a model, or check a recipe and print its memory"),
-    "evaluate": (_evaluate, "lezo_ds.cli:run_evaluate", "score a model, or the weights of a run at any step"),
+    "init": (
+        _init,
+        "lezo_ds.tools.init:main",
+        "write a recipe for a model and a file of your own data",
+    ),
+    "train": (
+        _train,
+        "lezo_ds.cli:run_train",
+        "fine-tune a model, or check a recipe and print its memory",
+    ),
+    "evaluate": (
+        _evaluate,
+        "lezo_ds.cli:run_evaluate",
+        "score a model, or the weights of a run at any step",
+    ),
     "predict": (_predict, "lezo_ds.cli:run_predict", "label the records of a file, or answer them"),
-    "export": (_export, "lezo_ds.cli:run_export", "write the model of a step of a run, or a run as one file"),
-    "report": (_report, "lezo_ds.tools.report:main", "show runs as a table, or as a page with curves"),
+    "export": (
+        _export,
+        "lezo_ds.cli:run_export",
+        "write the model of a step of a run, or a run as one file",
+    ),
+    "report": (
+        _report,
+        "lezo_ds.tools.report:main",
+        "show runs as a table, or as a page with curves",
+    ),
     "sweep": (_sweep, "lezo_ds.tools.sweep:main", "run every combination of a grid, or tune a key"),
-    "benchmark": (_benchmark, "lezo_ds.tools.benchmark:main", "time variants of a step against each other"),
+    "benchmark": (
+        _benchmark,
+        "lezo_ds.tools.benchmark:main",
+        "time variants of a step against each other",
+    ),
 }
 """By its name: what adds a command's arguments, the function that takes them, and what the command does."""
 
@@ -311,10 +405,14 @@ def run_command(name: str) -> None:
 
 def main(command: str | None = None) -> None:
     """Run a command, by default the one that the first argument names, and end the process."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost rank is not 30 lines of a C++ stack
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # a lost rank is not 30 lines of a C++ stack
     os.environ.setdefault("RUST_LOG", "error")  # torchft reads it once
     sys.stdout, sys.stderr = _without_broken_pipe(sys.stdout), _without_broken_pipe(sys.stderr)
-    logging.basicConfig(level=logging.INFO if launched_rank() == 0 else logging.ERROR, format="%(message)s")
+    logging.basicConfig(
+        level=logging.INFO if launched_rank() == 0 else logging.ERROR, format="%(message)s"
+    )
     for noisy in ("DeepSpeed", "httpx", "datasets", "torch.distributed"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     try:
@@ -342,11 +440,17 @@ def main(command: str | None = None) -> None:
 
 def _run_program() -> None:
     lines = [f"  {name:10} {summary}" for name, (_, _, summary) in COMMANDS.items()]
-    title = "Fine-tune language models without gradients, on DeepSpeed. Commands (each has a --help):"
+    title = (
+        "Fine-tune language models without gradients, on DeepSpeed. Commands (each has a --help):"
+    )
     parser = _Parser("", "\n".join([title, *lines]))
     add = parser.add_argument
     add("--version", action="version", version=f"lezo_ds {__version__}")
-    add("--path", metavar="FILE", help="print where a shipped file is, such as launch/slurm/one_node.sbatch")
+    add(
+        "--path",
+        metavar="FILE",
+        help="print where a shipped file is, such as launch/slurm/one_node.sbatch",
+    )
     add("command", nargs="?", metavar="COMMAND", help="one of the commands above")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="the arguments of the command")
     arguments = parser.parse_args()
@@ -361,13 +465,15 @@ def _run_program() -> None:
         run_command(arguments.command)
     else:
         fix = did_you_mean(arguments.command or "", COMMANDS, "see lezo-ds --help")
-        raise UserError(f"{arguments.command or 'nothing'} is not one of {', '.join(COMMANDS)}", fix=fix)
+        raise UserError(
+            f"{arguments.command or 'nothing'} is not one of {', '.join(COMMANDS)}", fix=fix
+        )
 
 
 class _Output(io.FileIO):
     """Drops what it cannot write because its reader is gone, as in `train.py ... | head -1`."""
 
-    def write(self, data: Any) -> int:  # noqa: ANN401
+    def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:

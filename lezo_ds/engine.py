@@ -39,7 +39,9 @@ _NUM_VOTES = 2  # one to stop, one to write a snapshot
 class ModelEngine:
     """A sharded model in DeepSpeed's engine: what scoring and all ways of training share."""
 
-    def __init__(self, deepspeed_engine: Any, perturbed: PerturbedForward, sharded: ShardedModel) -> None:  # noqa: ANN401
+    def __init__(
+        self, deepspeed_engine: Any, perturbed: PerturbedForward, sharded: ShardedModel
+    ) -> None:
         self.sharded = sharded
         self.module = sharded.module
         self.weights = sharded.weights
@@ -78,7 +80,7 @@ class ModelEngine:
         return distributed.device()
 
     @property
-    def monitor(self) -> Any:  # noqa: ANN401
+    def monitor(self) -> Any:
         """DeepSpeed's monitor, which writes to TensorBoard, W&B, Comet or CSV."""
         return self._deepspeed.monitor
 
@@ -120,9 +122,13 @@ class ModelEngine:
         self.write_model(target, journal=journal)
         return target
 
-    def write_model(self, target: Path, *, card: str = "", low_bits: bool = True, **facts: Any) -> None:  # noqa: ANN401
+    def write_model(
+        self, target: Path, *, card: str = "", low_bits: bool = True, **facts: Any
+    ) -> None:
         """Write the model, or its adapter, to a directory (see `ShardedModel.write`). A collective."""
-        self.sharded.write(target, {"step": self.global_steps, **facts}, card=card, low_bits=low_bits)
+        self.sharded.write(
+            target, {"step": self.global_steps, **facts}, card=card, low_bits=low_bits
+        )
 
     def load_model(self, snapshot: Path | None, step: int) -> None:
         """Load a snapshot's weights (None: the initial ones), which have seen `step` steps. A collective."""
@@ -148,7 +154,11 @@ class ModelEngine:
         return range(rank // self.tensor_parallel, num_passes, num_groups)
 
     def sum_losses(
-        self, losses: Tensor, batch: StepBatch, facts: Facts, share_of: Callable[[int], Iterable[int]]
+        self,
+        losses: Tensor,
+        batch: StepBatch,
+        facts: Facts,
+        share_of: Callable[[int], Iterable[int]],
     ) -> list[float]:
         """Return the sums of float64 [n] over all ranks, check that the ranks agree, and collect the votes.
 
@@ -161,7 +171,9 @@ class ModelEngine:
             facts: what this rank works on, besides the batch.
             share_of: function (rank) -> indices of the micro-batches that it runs.
         """
-        if self.global_rank % self.tensor_parallel:  # the first of those that run the same passes counts
+        if (
+            self.global_rank % self.tensor_parallel
+        ):  # the first of those that run the same passes counts
             losses = torch.zeros_like(losses)
         votes = losses.new_tensor([float(self._stop_requested), float(self._snapshot_requested)])
         self._snapshot_requested = False
@@ -205,7 +217,7 @@ class LezoEngine(ModelEngine):
 
     def __init__(
         self,
-        deepspeed_engine: Any,  # noqa: ANN401
+        deepspeed_engine: Any,
         perturbed: PerturbedForward,
         sharded: ShardedModel,
         config: ZoConfig,
@@ -253,20 +265,24 @@ class LezoEngine(ModelEngine):
         if self._journal is not None:
             self._journal.sync()
 
-    def write_model(self, target: Path, **options: Any) -> None:  # noqa: ANN401
+    def write_model(self, target: Path, **options: Any) -> None:
         """Write the model as `ModelEngine.write_model` does, after the records of its steps. A collective."""
         self.finish_records()
         super().write_model(target, **options)
 
     def passes_of_rank(self, rank: int, num_micro_batches: int) -> list[Pass]:
         """Return the forward passes of a step that a rank runs: every world_size-th of all passes."""
-        passes = passes_of_step(num_micro_batches, self.plan_format.num_probes, self.config.probes_per_pass)
+        passes = passes_of_step(
+            num_micro_batches, self.plan_format.num_probes, self.config.probes_per_pass
+        )
         if self.replicas is not None:
             return self.replicas.share(passes, rank // self.tensor_parallel)  # type: ignore[no-any-return]
         return [passes[index] for index in self.share_of_rank(rank, len(passes))]
 
     @torch.no_grad()
-    def train_batch(self, batch: StepBatch | Sequence[MicroBatch], loss_function: LossFunction) -> StepRecord:
+    def train_batch(
+        self, batch: StepBatch | Sequence[MicroBatch], loss_function: LossFunction
+    ) -> StepRecord:
         """Do one step (see step.py).
 
         Args:
@@ -304,13 +320,22 @@ class LezoEngine(ModelEngine):
         """
         settings = {f"zo.{key}": repr(value) for key, value in vars(self.config).items()}
         settings["train.steps"] = repr(self._num_steps)
-        facts = {**settings, "number of micro-batches": str(num_micro_batches), **self._last_result()}
+        facts = {
+            **settings,
+            "number of micro-batches": str(num_micro_batches),
+            **self._last_result(),
+        }
         self._sum_agreed(torch.empty(0, dtype=torch.float64, device=self.device), facts)
         self._settings_agreed = True
 
     def reduce_and_agree(self, losses: Tensor, batch: StepBatch, facts: Facts) -> list[float]:
         """Return the losses of all ranks, and check that all work on the same step. One all-reduce."""
-        facts = {"step": str(self.global_steps), "seed": str(self.seed), **facts, **self._last_result()}
+        facts = {
+            "step": str(self.global_steps),
+            "seed": str(self.seed),
+            **facts,
+            **self._last_result(),
+        }
 
         def share_of(rank: int) -> list[int]:
             return sorted({one.micro_batch for one in self.passes_of_rank(rank, len(batch))})
@@ -370,7 +395,9 @@ class LezoEngine(ModelEngine):
         """
         if self._witness is None:
             return
-        updates = step_updates(self.records, self._num_checked, self.global_steps, self.config.weight_decay)
+        updates = step_updates(
+            self.records, self._num_checked, self.global_steps, self.config.weight_decay
+        )
         self._witness.follow(updates, self.config.noise_distribution)
         wrong = list(self._witness.unlike(self.weights.low_bits))
         num_wrong = torch.tensor([float(len(wrong))], dtype=torch.float64, device=self.device)
@@ -382,7 +409,9 @@ class LezoEngine(ModelEngine):
                 for rank, names in enumerate(distributed.gather_objects(wrong))
                 for name in names
             ]
-            details += [f"on rank {rank} {name} differs from its replica's" for rank, name in unlike]
+            details += [
+                f"on rank {rank} {name} differs from its replica's" for rank, name in unlike
+            ]
             self._cut_journal(self._num_checked)
             what = f"the weights are not what {self.global_steps} steps made of them"
             raise agreement.desync_error(
@@ -431,7 +460,9 @@ class LezoEngine(ModelEngine):
         # pass, and the snapshot keeps their exact bits, which another machine would not repeat.
         present = self.global_steps or -1
         if self.global_steps > target or (snapshot is not None and snapshot > present):
-            self.load_model(None if snapshot is None else snapshot_path(root, snapshot), snapshot or 0)
+            self.load_model(
+                None if snapshot is None else snapshot_path(root, snapshot), snapshot or 0
+            )
 
 
 def initialize(
@@ -483,5 +514,7 @@ def initialize(
     blocks = list(sharded.module.get_submodule(sharded.layout.path).children())
     engine = sharded.engine or zero3.start_forward_engine(sharded.module, blocks, sharded.ds_config)
     noise = noise_backend(distributed.device())
-    perturbed = PerturbedForward(sharded.module, trainable, noise, blocks, shares_start=config.only_blocks)
+    perturbed = PerturbedForward(
+        sharded.module, trainable, noise, blocks, shares_start=config.only_blocks
+    )
     return LezoEngine(engine, perturbed, sharded, config=config, seed=seed, num_steps=num_steps)

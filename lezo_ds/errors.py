@@ -98,8 +98,12 @@ def end_with(error: LezoError) -> NoReturn:
     rank = launched_rank()
     if rank > is_lost:
         time.sleep(_LOST_RANK_SECONDS if is_lost else _SILENCE_SECONDS)
-    line = cut(" ".join(str(error).split()), 2000)  # a quoted value may be long, and have line breaks
-    line = "".join(char if char.isprintable() else "?" for char in line)  # or commands to the terminal
+    line = cut(
+        " ".join(str(error).split()), 2000
+    )  # a quoted value may be long, and have line breaks
+    line = "".join(
+        char if char.isprintable() else "?" for char in line
+    )  # or commands to the terminal
     print(f"error: {line}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     if is_lost and rank == 1:

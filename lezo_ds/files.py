@@ -11,7 +11,15 @@ from pathlib import Path
 
 from lezo_ds.errors import LezoError
 
-DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)  # JSON
+DAMAGE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    OverflowError,
+)  # JSON
 
 
 def sync(path: Path) -> None:

@@ -57,7 +57,10 @@ class Header:
     arithmetic: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        hashes, facts = (self.model_fingerprint, self.parameter_table_hash), self.libraries | self.arithmetic
+        hashes, facts = (
+            (self.model_fingerprint, self.parameter_table_hash),
+            self.libraries | self.arithmetic,
+        )
         strings = all(isinstance(value, str) for value in (*hashes, *facts.values()))
         if not (strings and type(self.noise_version) is int and isinstance(self.config, dict)):
             raise ValueError("a value of the header has another type")
@@ -68,7 +71,9 @@ class Header:
 class Journal(AbstractContextManager["Journal"]):
     """A journal that is open for appending: made by `create` or `open`, closed by `close` or a `with`."""
 
-    def __init__(self, path: Path, header: Header, records: list[JournalRecord], marks: list[_Mark]) -> None:
+    def __init__(
+        self, path: Path, header: Header, records: list[JournalRecord], marks: list[_Mark]
+    ) -> None:
         self.header = header
         self._path = path
         self._records = records
@@ -86,7 +91,9 @@ class Journal(AbstractContextManager["Journal"]):
     def create(cls, path: Path, header: Header) -> Self:
         """Start a journal. The file appears with a complete, synced header, or not at all."""
         if path.exists():
-            raise UserError(f"the journal {path} already exists", fix="resume that run, or set run_dir")
+            raise UserError(
+                f"the journal {path} already exists", fix="resume that run, or set run_dir"
+            )
         with failures_named(path, JournalError):
             write_atomically(path, _encode(header, 0)[0])
         return cls.open(path)
@@ -134,7 +141,9 @@ class Journal(AbstractContextManager["Journal"]):
                 records.append(record)
                 marks.append(marks[-1].after(record, len(line) + 1, crc))
         except ValueError as error:
-            raise JournalError(f"a replica sends damaged lines: {error}; fix: restart it") from error
+            raise JournalError(
+                f"a replica sends damaged lines: {error}; fix: restart it"
+            ) from error
         self._write(lines[: marks[-1].end - marks[0].end], records, marks[1:])
         self.sync()
         return records
@@ -143,7 +152,9 @@ class Journal(AbstractContextManager["Journal"]):
         with self._failures():
             self._assert_unchanged()
             rest = lines
-            while rest:  # on a full disk, the first write may be partial; the next one raises the error
+            while (
+                rest
+            ):  # on a full disk, the first write may be partial; the next one raises the error
                 rest = rest[os.write(self._file, rest) :]
         self._records += records
         self._marks += marks
@@ -169,7 +180,9 @@ class Journal(AbstractContextManager["Journal"]):
             damaged = self._path.with_name(f"{self._path.name}.damaged")
             earlier = damaged.read_bytes() if damaged.exists() else b""
             # The copy is synced before the journal gets shorter, so a crash between the two loses nothing.
-            write_atomically(damaged, earlier + self._path.read_bytes()[self._marks[num_kept].end :])
+            write_atomically(
+                damaged, earlier + self._path.read_bytes()[self._marks[num_kept].end :]
+            )
             self._num_synced = num_kept
             self._shorten()
 
@@ -218,7 +231,9 @@ class Journal(AbstractContextManager["Journal"]):
 
 def read_journal(path: Path) -> tuple[Header, list[JournalRecord]]:
     """Read a journal without changing it, even while it grows: an incomplete last line is left out."""
-    header, *records = (item for item, _ in scan_journal(path))  # without marks, which take as much memory
+    header, *records = (
+        item for item, _ in scan_journal(path)
+    )  # without marks, which take as much memory
     return header, records
 
 
@@ -269,7 +284,11 @@ def scan_journal(path: Path, max_line: int = -1) -> Iterator[tuple[Any, _Mark]]:
     mark, number = _Mark(), 1
     try:
         with path.open("rb") as file:
-            while (line := file.readline(max_line)).endswith(b"\n") or not mark.end or len(line) == max_line:
+            while (
+                (line := file.readline(max_line)).endswith(b"\n")
+                or not mark.end
+                or len(line) == max_line
+            ):
                 if len(line) == max_line:
                     raise ValueError(f"it has {max_line} bytes or more")
                 item, crc = _decode(line[:-1], mark.crc) if line.endswith(b"\n") else (None, 0)
@@ -301,8 +320,13 @@ _LEFT_OUT = {"loss": None, "applied": True, "layer_weights": ()}
 def _encode(item: Header | JournalRecord, previous_crc: int) -> tuple[bytes, int]:
     """Return the line of an item, with its newline, and the line's crc."""
     if isinstance(item, StepRecord):
-        fields = {name: value for name, value in vars(item).items() if value != _LEFT_OUT.get(name, "")}
-        members = {"kind": "step", **{_NAMES.get(name, name): value for name, value in fields.items()}}
+        fields = {
+            name: value for name, value in vars(item).items() if value != _LEFT_OUT.get(name, "")
+        }
+        members = {
+            "kind": "step",
+            **{_NAMES.get(name, name): value for name, value in fields.items()},
+        }
     elif isinstance(item, EvaluationRecord):
         members = {"kind": "evaluation", **vars(item)}
     else:
@@ -321,11 +345,15 @@ def _decode(line: bytes, previous_crc: int) -> tuple[Any, int]:
     members = json.loads(str(body + b"}", "utf-8"))
     kind = members.pop("kind", None)
     if kind == "header" and (version := members.pop("format", 0)) != FORMAT:
-        what = f"the journal has format {version}, and this version of lezo_ds reads format {FORMAT}"
+        what = (
+            f"the journal has format {version}, and this version of lezo_ds reads format {FORMAT}"
+        )
         raise UserError(what, fix="use the version of lezo_ds that wrote it")
     if kind == "step":  # every list was a tuple
         named = ((_FIELDS.get(name, name), value) for name, value in members.items())
-        members = {name: tuple(value) if isinstance(value, list) else value for name, value in named}
+        members = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in named
+        }
     try:
         return _KINDS[kind](**members), crc
     except (TypeError, KeyError, AttributeError, OverflowError) as error:

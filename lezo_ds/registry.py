@@ -42,13 +42,15 @@ class Registry(dict[str, T]):
             fix=did_you_mean(name, self, f"set {self._key} to one of these"),
         )
 
-    def _import(self, name: str) -> Any:  # noqa: ANN401
+    def _import(self, name: str) -> Any:
         added, kind = [folder for folder in FOLDERS if folder not in sys.path], self._kind
         sys.path += added
         try:
             component = pkgutil.resolve_name(name)
             if not (callable(component) if kind is None else _is_a(component, kind)):
-                raise TypeError(f"{component!r} is not {'callable' if kind is None else kind.__name__}")
+                raise TypeError(
+                    f"{component!r} is not {'callable' if kind is None else kind.__name__}"
+                )
         except Exception as error:  # the module may raise anything
             raise UserError(
                 f"{self._key}={name} names no {self._what}: {type(error).__name__}: {error}",
@@ -64,11 +66,17 @@ def names_code(name: str) -> bool:
     return ":" in name
 
 
-def options_of(component: Any, kind: type) -> dict[str, Any]:  # noqa: ANN401
+def options_of(component: Any, kind: type) -> dict[str, Any]:
     """Return the defaults of a component's options: the dataclass fields that its base class lacks."""
     common = {field.name for field in dataclasses.fields(kind)}
-    return {field.name: field.default for field in dataclasses.fields(component) if field.name not in common}
+    return {
+        field.name: field.default
+        for field in dataclasses.fields(component)
+        if field.name not in common
+    }
 
 
 def _is_a(component: object, kind: type) -> bool:
-    return issubclass(component, kind) if isinstance(component, type) else isinstance(component, kind)
+    return (
+        issubclass(component, kind) if isinstance(component, type) else isinstance(component, kind)
+    )

@@ -27,7 +27,9 @@ def train_batch(engine: LezoEngine, batch: StepBatch, loss_function: LossFunctio
     """Do one step. `LezoEngine.train_batch` describes arguments, result and errors."""
     # Line 3: rank 0 drops layers, chooses the seed of the noise and the probes, and broadcasts this plan.
     message = engine.plan_format.pack(decide(engine)) if engine.global_rank == 0 else b""
-    plan = engine.plan_format.unpack(distributed.broadcast_bytes(message, engine.plan_format.num_bytes))
+    plan = engine.plan_format.unpack(
+        distributed.broadcast_bytes(message, engine.plan_format.num_bytes)
+    )
     # Lines 4 to 6: this rank's share of the losses at theta + mu z and theta - mu z. theta itself stays.
     losses = forward(engine, plan, batch, loss_function)
     # One all-reduce gives every loss to every rank, and proves that all work on the same plan and batch.
@@ -56,13 +58,18 @@ def decide(engine: LezoEngine) -> StepPlan:
     )
 
 
-def forward(engine: LezoEngine, plan: StepPlan, batch: StepBatch, loss_function: LossFunction) -> Tensor:
+def forward(
+    engine: LezoEngine, plan: StepPlan, batch: StepBatch, loss_function: LossFunction
+) -> Tensor:
     """Return float64 [micro-batches * probes]: the losses of this rank's passes, and 0 for all others."""
     num_probes = len(plan.probes)
     losses = torch.zeros(len(batch) * num_probes, dtype=torch.float64, device=engine.device)
     passes = engine.passes_of_rank(engine.global_rank, len(batch))
     # All inputs are copied before the first pass, because a copy from the host waits for queued GPU work.
-    inputs = {index: to_device(batch[index], engine.device) for index in {one.micro_batch for one in passes}}
+    inputs = {
+        index: to_device(batch[index], engine.device)
+        for index in {one.micro_batch for one in passes}
+    }
     for one in passes:
         outputs = engine.run(inputs[one.micro_batch], perturbation(engine, plan, one))
         for probe, output in zip(one.probes, outputs, strict=True):
@@ -74,11 +81,15 @@ def forward(engine: LezoEngine, plan: StepPlan, batch: StepBatch, loss_function:
 
 def perturbation(engine: LezoEngine, plan: StepPlan, one: Pass) -> Perturbation:
     probes = (plan.probes[index] for index in one.probes)
-    keyed = tuple(KeyedProbe(direction_key(plan.key, probe.direction), probe.scale) for probe in probes)
+    keyed = tuple(
+        KeyedProbe(direction_key(plan.key, probe.direction), probe.scale) for probe in probes
+    )
     return Perturbation(keyed, frozenset(plan.dropped_layers), engine.config.noise_distribution)
 
 
-def estimate(engine: LezoEngine, plan: StepPlan, batch: StepBatch, sums: Sequence[float]) -> StepRecord:
+def estimate(
+    engine: LezoEngine, plan: StepPlan, batch: StepBatch, sums: Sequence[float]
+) -> StepRecord:
     """Return the record of a step. It is not applied if a loss or a projected gradient is not finite."""
     losses = mean_losses(sums, len(plan.probes), batch.total_weight)
     try:

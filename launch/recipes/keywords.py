@@ -19,10 +19,15 @@ def num_mistakes(answer: str, record: Mapping[str, str]) -> int:
 @reward
 def three_words(answers: Sequence[str], records: Sequence[Mapping[str, str]]) -> list[float]:
     """Give 1 to an answer in the required form, and less the more mistakes an answer has."""
-    return [1 / (1 + num_mistakes(answer, record)) for answer, record in zip(answers, records, strict=True)]
+    return [
+        1 / (1 + num_mistakes(answer, record))
+        for answer, record in zip(answers, records, strict=True)
+    ]
 
 
 def share_in_form(answers: Sequence[str], examples: Sequence[Example]) -> float:
     """Return the share of answers, 0 to 1, without a mistake: a metric."""
-    right = [num_mistakes(answer, e.record) == 0 for answer, e in zip(answers, examples, strict=True)]
+    right = [
+        num_mistakes(answer, e.record) == 0 for answer, e in zip(answers, examples, strict=True)
+    ]
     return sum(right) / len(right)

@@ -20,11 +20,20 @@ _ONLY_VALUES: Mapping[str, tuple[tuple[object, ...], str]] = {
     # DeepSpeed keeps parameters below the threshold gathered, and never reads their updated shards.
     "zero_optimization.param_persistence_threshold": ((0,), "resident copies become stale"),
     "zero_optimization.memory_efficient_linear": ((False,), "it changes the losses of bf16"),
-    "zero_optimization.allgather_sequential": ((True,), "gathered weights would take twice the memory"),
+    "zero_optimization.allgather_sequential": (
+        (True,),
+        "gathered weights would take twice the memory",
+    ),
     # hpZ keeps a second copy of the weights inside each node, which updates of the shards do not reach.
     "zero_optimization.zero_hpz_partition_size": ((0, 1), "the second copy becomes stale"),
-    "zero_optimization.zero_quantized_weights": ((False,), "the gathered weights would be quantized"),
-    "zero_optimization.zero_quantized_nontrainable_weights": ((False,), "the shards would be quantized"),
+    "zero_optimization.zero_quantized_weights": (
+        (False,),
+        "the gathered weights would be quantized",
+    ),
+    "zero_optimization.zero_quantized_nontrainable_weights": (
+        (False,),
+        "the shards would be quantized",
+    ),
     "gradient_accumulation_steps": ((1,), "use train.batch_size and train.micro_batch_size"),
     "torch_autocast.enabled": ((False,), "use model.dtype"),
 }
@@ -38,8 +47,12 @@ def ds_config_of(config: RunConfig, world_size: int) -> dict[str, Any]:
     ds_config = load_ds_config(source, dtype, world_size, train.micro_batch_size, tensor_parallel)
     size = tensor_parallel_size(ds_config)
     if size > 1 and (config.partition_size is not None or config.method == "adamw"):
-        text = "partition_size and method=adamw need ZeRO-3, and tensor parallelism shards the weights"
-        raise UserError(text, fix="set partition_size=null and method=lezo, or remove tensor_parallel")
+        text = (
+            "partition_size and method=adamw need ZeRO-3, and tensor parallelism shards the weights"
+        )
+        raise UserError(
+            text, fix="set partition_size=null and method=lezo, or remove tensor_parallel"
+        )
     return ds_config
 
 
@@ -63,15 +76,21 @@ def load_ds_config(
     dtype and micro-batch size of the recipe.
     """
     source = str(path or "the default")
-    config: dict[str, Any] = {"zero_optimization": {"stage": 3 if tensor_parallel in (None, 1) else 0}}
+    config: dict[str, Any] = {
+        "zero_optimization": {"stage": 3 if tensor_parallel in (None, 1) else 0}
+    }
     if path is not None:
         config = _read_json(str(path))
     for name in ("zero_optimization", "tensor_parallel", dtype):
         if not isinstance(config.get(name, {}), dict):
-            raise UserError(f"{name} in {source} is not an object", fix=f'write it like "{name}": {{...}}')
+            raise UserError(
+                f"{name} in {source} is not an object", fix=f'write it like "{name}": {{...}}'
+            )
     size, flat = _checked_size(config, source, tensor_parallel, world_size), flatten(config)
     if {"optimizer", "scheduler"} & config.keys():
-        raise UserError(f"{source} has an optimizer or a scheduler, which are the recipe's", fix="remove it")
+        raise UserError(
+            f"{source} has an optimizer or a scheduler, which are the recipe's", fix="remove it"
+        )
     limits = {
         **_ONLY_VALUES,
         "train_micro_batch_size_per_gpu": ((micro_batch_size,), "it contradicts the recipe"),
@@ -95,14 +114,20 @@ def load_ds_config(
         }
     config["train_micro_batch_size_per_gpu"] = micro_batch_size
     try:
-        DeepSpeedConfig({**copy.deepcopy(config), "train_batch_size": None})  # the ranks may not be known yet
+        DeepSpeedConfig(
+            {**copy.deepcopy(config), "train_batch_size": None}
+        )  # the ranks may not be known yet
     except Exception as error:  # DeepSpeed's checks raise many types
         text = " ".join(str(error).split()).partition(" For further information")[0]
-        raise UserError(f"DeepSpeed refuses {source}: {cut(text, 300)}", fix="correct the JSON") from error
+        raise UserError(
+            f"DeepSpeed refuses {source}: {cut(text, 300)}", fix="correct the JSON"
+        ) from error
     return config
 
 
-def _checked_size(config: dict[str, Any], source: str, tensor_parallel: int | None, world_size: int) -> int:
+def _checked_size(
+    config: dict[str, Any], source: str, tensor_parallel: int | None, world_size: int
+) -> int:
     """Return the number of ranks that split each weight, if it fits the rest of the DeepSpeed JSON."""
     if tensor_parallel is not None:
         section = config.setdefault("tensor_parallel", {"autotp_size": tensor_parallel})
@@ -111,15 +136,21 @@ def _checked_size(config: dict[str, Any], source: str, tensor_parallel: int | No
             raise UserError(text, fix="remove tensor_parallel")
     size, stage = tensor_parallel_size(config), flatten(config).get("zero_optimization.stage", 0)
     if type(size) is not int:
-        raise UserError(f"autotp_size={json.dumps(size)} in {source} is not an integer", fix="correct it")
+        raise UserError(
+            f"autotp_size={json.dumps(size)} in {source} is not an integer", fix="correct it"
+        )
     if size < 1 or world_size % size:
         text = f"tensor_parallel={size} does not divide {world_size} ranks"
         raise UserError(text, fix="use a divisor of the number of ranks")
     if size > 1 and stage != 0:
-        text = f"{source} has ZeRO stage {stage}, and tensor parallelism shards the weights by itself"
+        text = (
+            f"{source} has ZeRO stage {stage}, and tensor parallelism shards the weights by itself"
+        )
         raise UserError(text, fix="set zero_optimization.stage to 0, or remove tensor_parallel")
     if size == 1 and stage != 3:
-        raise UserError(f"{source} does not use ZeRO stage 3", fix="set zero_optimization.stage to 3")
+        raise UserError(
+            f"{source} does not use ZeRO stage 3", fix="set zero_optimization.stage to 3"
+        )
     return size
 
 
@@ -144,7 +175,9 @@ def _read_json(name: str) -> dict[str, Any]:
             raise ValueError("it is no object")
     except OSError as error:
         fix = f"set deepspeed to a file or to one of {', '.join(shipped)}"
-        raise UserError(f"cannot read the DeepSpeed configuration {path}: {error}", fix=fix) from error
+        raise UserError(
+            f"cannot read the DeepSpeed configuration {path}: {error}", fix=fix
+        ) from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a valid JSON object: {error}", fix="correct it") from error
     return values

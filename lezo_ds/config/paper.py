@@ -22,7 +22,11 @@ class Experiment(NamedTuple):
 
 
 _NUM_GPUS = {"opt-1.3b": 1, "opt-13b": 2, "opt-30b": 2}  # of 16 GB or more; A100-40G for the others
-_NUM_TRAIN = {"cb": 150, "wsc": 54, "copa": 300}  # examples of MeZO's protocol; 1000 for the other tasks
+_NUM_TRAIN = {
+    "cb": 150,
+    "wsc": 54,
+    "copa": 300,
+}  # examples of MeZO's protocol; 1000 for the other tasks
 
 _OPT_13B = """
             sst2     rte      cb       boolq    wsc      wic      copa     squad
@@ -61,7 +65,9 @@ def _read_table(model: str, text: str) -> dict[Experiment, float]:
         method, _, peft = name.partition("+")
         for task, entry in zip(header, entries, strict=True):
             if entry != "-":
-                scores[Experiment(model, task, method, peft or "none")] = float(entry.partition("/")[0])
+                scores[Experiment(model, task, method, peft or "none")] = float(
+                    entry.partition("/")[0]
+                )
     return scores
 
 
@@ -84,7 +90,13 @@ LEARNING_RATES: Mapping[tuple[str, str], Mapping[str, tuple[float, ...]]] = {
 
 _PERTURBATION_SCALES = {"none": 1e-3, "prefix": 1e-1, "lora": 1e-2}
 _SPARSITIES = {"none": 0.75, "prefix": 0.75, "lora": 0.5}
-_LONG_INPUTS = {"boolq", "multirc", "record", "squad", "drop"}  # hundreds of tokens; the others have tens
+_LONG_INPUTS = {
+    "boolq",
+    "multirc",
+    "record",
+    "squad",
+    "drop",
+}  # hundreds of tokens; the others have tens
 
 
 def paper_recipe(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -92,11 +104,15 @@ def paper_recipe(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
     The learning rate is the first that the paper lists. No recipe has been run on the paper's models.
     """
-    named = dict(word.split("=", 1) for word in words if word.partition("=")[0] in Experiment._fields)
+    named = dict(
+        word.split("=", 1) for word in words if word.partition("=")[0] in Experiment._fields
+    )
     others = [word for word in words if word.partition("=")[0] not in Experiment._fields]
     if missing := {"model", "task", "method"} - named.keys():
         example = "--config paper model=opt-13b task=sst2 method=lezo"
-        raise UserError(f"--config paper needs {', '.join(sorted(missing))}", fix=f"write it like {example}")
+        raise UserError(
+            f"--config paper needs {', '.join(sorted(missing))}", fix=f"write it like {example}"
+        )
     cell = Experiment(**named)
     if cell not in PAPER_SCORES:
         fix = did_you_mean(" ".join(cell), map(" ".join, PAPER_SCORES), "choose one of their cells")

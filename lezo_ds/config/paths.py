@@ -27,7 +27,9 @@ def expand(path: str, where: str) -> str:
     """Return a path with the values of `~` and `$VAR`. UserError: a variable is not set."""
     expanded = os.path.expanduser(os.path.expandvars(path))  # noqa: PTH111 (it may be no path)
     if re.search(r"\$\w|\$\{", expanded):
-        raise UserError(f"{where}={path} names an environment variable that is not set", fix="export it")
+        raise UserError(
+            f"{where}={path} names an environment variable that is not set", fix="export it"
+        )
     return expanded
 
 

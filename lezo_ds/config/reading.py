@@ -11,13 +11,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter, ValidationError
+from pydantic import (
+    BeforeValidator,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic_core import CoreSchema, core_schema
 
 from lezo_ds.errors import UserError, cut, did_you_mean
 from lezo_ds.registry import names_code
 
-_TYPES = {"integer": "an integer", "number": "a number", "string": "a string", "boolean": "true or false"}
+_TYPES = {
+    "integer": "an integer",
+    "number": "a number",
+    "string": "a string",
+    "boolean": "true or false",
+}
 _TYPES |= {"array": "a list of strings", "object": "a map", "null": "null"}
 _MAX_TEXT = 1 << 18
 _LIMITS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most"}
@@ -34,7 +45,9 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = Counter(key.value for key, _ in node.value)
         if repeated := [key for key, count in keys.items() if count > 1]:
-            raise yaml.MarkedYAMLError(problem=f"repeated key {repeated[0]}", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem=f"repeated key {repeated[0]}", problem_mark=node.start_mark
+            )
         return super().construct_mapping(node, deep=deep)
 
 
@@ -49,7 +62,9 @@ class Named:
     def __init__(self, names: Collection[str], *others: str) -> None:
         self._names, self._others = names, others
 
-    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._find, handler(source))
 
     def __get_pydantic_json_schema__(
@@ -71,7 +86,9 @@ def split(value: object) -> object:
 
 
 Strings = Annotated[list[str], BeforeValidator(split)]
-ExactStrings = Annotated[list[str], BeforeValidator(lambda text: [text] if isinstance(text, str) else text)]
+ExactStrings = Annotated[
+    list[str], BeforeValidator(lambda text: [text] if isinstance(text, str) else text)
+]
 """A list, or one string, which may hold commas."""
 
 
@@ -94,7 +111,9 @@ class Reader:
             self._sections.add(name)
             self.keys |= {f"{name}.{key}": of_key for key, of_key in section["properties"].items()}
             self._required |= {f"{name}.{key}" for key in section.get("required", ())}
-        self.may_differ = frozenset(name for name, key in self.keys.items() if "may_differ_on_resume" in key)
+        self.may_differ = frozenset(
+            name for name, key in self.keys.items() if "may_differ_on_resume" in key
+        )
         self._maps = {name for name, key in self.keys.items() if key.get("type") == "object"}
 
     def flatten(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,12 +126,17 @@ class Reader:
                 flat |= {f"{name}.{key}": of_key for key, of_key in value.items()}
             elif value is not None:
                 kind = type(value).__name__
-                raise UserError(f"{name} is a section, not a {kind}", fix=f"write its keys below {name}:")
+                raise UserError(
+                    f"{name} is a section, not a {kind}", fix=f"write its keys below {name}:"
+                )
         return flat
 
-    def read(self, flat: Mapping[str, Any], where: str) -> Any:  # noqa: ANN401 (the dataclass)
+    def read(self, flat: Mapping[str, Any], where: str) -> Any:
         """Return the dataclass. UserError: an unknown or missing key, or a wrong value."""
-        entries = [*flat, *(f"{name}={value}" for name, value in flat.items() if isinstance(value, str))]
+        entries = [
+            *flat,
+            *(f"{name}={value}" for name, value in flat.items() if isinstance(value, str)),
+        ]
         if old := [f"{entry} {self._old[entry]}" for entry in entries if entry in self._old]:
             text = f"{where} was written for lezo_ds before 0.3.0: {', '.join(old)}"
             raise UserError(text, fix="replace or remove these keys")
@@ -123,32 +147,43 @@ class Reader:
             *path, leaf = name.split(".")
             section = nested
             for part in path:
-                section[part] = section = {**section[part]} if isinstance(section.get(part), dict) else {}
+                section[part] = section = (
+                    {**section[part]} if isinstance(section.get(part), dict) else {}
+                )
             section[leaf] = value
         try:
             # In JSON, maps are dataclasses, and 1 is a float, without any other conversion.
             return self._adapter.validate_json(json.dumps(nested, default=str))
         except ValidationError as error:
             raise self._refusal(error, where) from error
-        except (ValueError, RecursionError) as error:  # an integer of too many digits, or deep lists
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # an integer of too many digits, or deep lists
             raise UserError(f"{where} cannot be read: {error}", fix="correct the value") from error
 
     def override(self, text: str) -> tuple[str, Any]:
         """Return the key and value of `key=value`. A string needs no quotes; other values are YAML."""
         name, _, value = text.partition("=")
         if not re.fullmatch(r"\w+(\.\w+)*=.*", text, re.DOTALL):
-            raise UserError(f"{text} is not of the form key=value", fix="write it like zo.learning_rate=1e-6")
+            raise UserError(
+                f"{text} is not of the form key=value", fix="write it like zo.learning_rate=1e-6"
+            )
         kinds = {entry.get("type") for entry in _alternatives(self.keys.get(name, {}))}
         is_yaml = re.fullmatch(r"""\s*(".*"|'.*'|null|~|)\s*""", value, re.DOTALL)
         if "string" in kinds and "array" not in kinds and not is_yaml:
             if "\\n" in value:
                 fix = f"""{name}='"...\\n..."', with both kinds of quotes"""
-                raise UserError(f"{name} has a backslash and an n, which is no line break here", fix=fix)
+                raise UserError(
+                    f"{name} has a backslash and an n, which is no line break here", fix=fix
+                )
             return name, value
         try:
             return name, load_yaml(value)
         except yaml.YAMLError as error:
-            raise UserError(f"{cut(text, 200)} is not YAML", fix=f"quote all of it: '{name}=...'") from error
+            raise UserError(
+                f"{cut(text, 200)} is not YAML", fix=f"quote all of it: '{name}=...'"
+            ) from error
 
     def describe(self) -> str:
         """Return every key with its type, limits, default and meaning."""
@@ -157,14 +192,20 @@ class Reader:
             default = f"default {json.dumps(key.get('default', {}))}"
             text = f"{name}: {_expected(key)}; {'required' if name in self._required else default}"
             lines.append(textwrap.fill(text, 96, subsequent_indent="    "))
-            lines.append(textwrap.indent(textwrap.fill(" ".join(key["description"].split()), 92), "    "))
+            lines.append(
+                textwrap.indent(textwrap.fill(" ".join(key["description"].split()), 92), "    ")
+            )
         return "\n".join(lines)
 
     def _unknown(self, name: str, where: str) -> UserError:
         if name in self._sections:
-            return UserError(f"{name} in {where} is a section", fix=f"set its keys, as in {name}.KEY=VALUE")
+            return UserError(
+                f"{name} in {where} is a section", fix=f"set its keys, as in {name}.KEY=VALUE"
+            )
         same = [key for key in self.keys if key.rpartition(".")[2] == name.rpartition(".")[2]]
-        fix = did_you_mean(name, [*self.keys, *self._sections], "lezo-ds train --help lists the keys")
+        fix = did_you_mean(
+            name, [*self.keys, *self._sections], "lezo-ds train --help lists the keys"
+        )
         if same:
             fix = f"did you mean {' or '.join(same)}?"
         return UserError(f"unknown key {name} in {where}", fix=fix)
@@ -177,7 +218,9 @@ class Reader:
             return UserError(f"missing in {where}: {names}", fix=f"add {missing[0]}=...")
         path, each = next(iter(errors.items()))
         if each["type"] == "json_invalid":
-            return UserError(f"{where} is nested too deeply", fix="lezo-ds train --help describes the keys")
+            return UserError(
+                f"{where} is nested too deeply", fix="lezo-ds train --help describes the keys"
+            )
         name = next(key for key in self.keys if f"{path}.".startswith(f"{key}."))
         key, value = self.keys[name], each["input"]
         choices = [choice for entry in _alternatives(key) for choice in _names(entry)]
@@ -211,13 +254,15 @@ def _alternatives(key: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return key.get("anyOf", [key])  # type: ignore[no-any-return]
 
 
-def load_yaml(text: str | bytes) -> Any:  # noqa: ANN401
+def load_yaml(text: str | bytes) -> Any:
     """Return the plain values of a YAML text. No tag makes an object. YAMLError: it is not YAML."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError:
         raise
-    except Exception as error:  # PyYAML raises many types for a deep text, or a bad date, number or tag
+    except (
+        Exception
+    ) as error:  # PyYAML raises many types for a deep text, or a bad date, number or tag
         raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
 
 
@@ -231,9 +276,13 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the recipe {path}: {error}", fix="check the path") from error
     except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {error}", fix="correct the line that is named") from error
+        raise UserError(
+            f"{path} is not valid YAML: {error}", fix="correct the line that is named"
+        ) from error
     if not isinstance(values, dict):
-        raise UserError(f"{path} holds no keys", fix="write `key: value` lines, as in launch/recipes")
+        raise UserError(
+            f"{path} holds no keys", fix="write `key: value` lines, as in launch/recipes"
+        )
     return values
 
 

@@ -23,7 +23,9 @@ from lezo_ds.zo.estimators import ESTIMATORS, Estimator
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy, num_dropped
 from lezo_ds.zo.schedules import SCHEDULES, LearningRates
 
-DESCRIBING_KEYS = tuple(field.name for field in dataclasses.fields(Description) if field.name != "metric")
+DESCRIBING_KEYS = tuple(
+    field.name for field in dataclasses.fields(Description) if field.name != "metric"
+)
 """Keys of the section data that describe a task. A metric may be set for any task."""
 
 
@@ -84,7 +86,9 @@ def _checked(config: RunConfig) -> RunConfig:
     if config.method not in TRAINED:
         return config
     zo, steps = config.zo, config.train.steps
-    if config.elastic.lighthouse and (config.method not in ZEROTH_ORDER or config.peft.kind == "prefix"):
+    if config.elastic.lighthouse and (
+        config.method not in ZEROTH_ORDER or config.peft.kind == "prefix"
+    ):
         text = f"replicas cannot train with method={config.method} and peft.kind={config.peft.kind}"
         raise UserError(text, fix="set method=lezo and peft.kind=lora, or elastic.lighthouse=null")
     needed: dict[str, object] = {"train.steps": steps}
@@ -94,11 +98,15 @@ def _checked(config: RunConfig) -> RunConfig:
             text = f"zo.warmup_steps={zo.warmup_steps} is not below train.steps={steps}"
             raise UserError(text, fix="set zo.warmup_steps=0")
         estimator, policy = ESTIMATORS.find(zo.estimator), LAYER_POLICIES.find(zo.layer_policy)
-        zo = replace(zo, estimator_options=_options("estimator", zo.estimator_options, estimator, Estimator))
+        zo = replace(
+            zo, estimator_options=_options("estimator", zo.estimator_options, estimator, Estimator)
+        )
         of_policy = _options("layer_policy", zo.layer_policy_options, policy, LayerPolicy)
         config = replace(config, zo=replace(zo, layer_policy_options=of_policy))
     if missing := [key for key, value in needed.items() if value is None]:
-        raise UserError(f"method={config.method} needs {', '.join(missing)}", fix=f"add {missing[0]}=...")
+        raise UserError(
+            f"method={config.method} needs {', '.join(missing)}", fix=f"add {missing[0]}=..."
+        )
     check_world(replace(config, partition_size=None), world_size=1)
     return config
 
@@ -108,7 +116,9 @@ def _options(key: str, values: Mapping[str, Any], component: type, kind: type) -
     defaults = options_of(component, kind)
     for name, value in values.items():
         default = defaults.get(name)
-        if type(value) is not type(default) and not (isinstance(default, float) and type(value) is int):
+        if type(value) is not type(default) and not (
+            isinstance(default, float) and type(value) is int
+        ):
             known = ", ".join(f"{option}={shown!r}" for option, shown in defaults.items())
             text = f"zo.{key}_options.{name}={value!r} is no option of {component.__name__}"
             raise UserError(text, fix=f"its options and their defaults: {known or 'none'}")
@@ -117,7 +127,11 @@ def _options(key: str, values: Mapping[str, Any], component: type, kind: type) -
 
 def check_world(config: RunConfig, world_size: int) -> None:
     """Refuse a batch or a partition that does not split evenly among `world_size` ranks."""
-    size, batch, micro = config.partition_size, config.train.batch_size, config.train.micro_batch_size
+    size, batch, micro = (
+        config.partition_size,
+        config.train.batch_size,
+        config.train.micro_batch_size,
+    )
     if size is not None and world_size % size:
         text = f"partition_size={size} does not divide {world_size} ranks"
         raise UserError(text, fix="set partition_size=1, or null")
@@ -138,16 +152,22 @@ def _check_data(config: RunConfig) -> None:
         if not (_described_task(data).has_answers or names_code(config.train.objective)):
             fix = "add data.labels, data.choices, data.completion, or a reward: train.objective=module:name"
             raise UserError("data.prompt alone does not say what the model shall answer", fix=fix)
-    elif described := [name for name in DESCRIBING_KEYS if getattr(data, name) not in (None, False)]:
+    elif described := [
+        name for name in DESCRIBING_KEYS if getattr(data, name) not in (None, False)
+    ]:
         text = f"data.{described[0]} cannot change data.task={data.task}"
         raise UserError(text, fix=f"set data.task={CUSTOM}")
     if data.train is None and (data.validation is not None or data.test is not None):
         raise UserError("data.validation and data.test need data.train", fix="add data.train")
     if data.train is not None and data.path is not None:
-        raise UserError("data.train and data.path both say where the data is", fix="remove data.path")
+        raise UserError(
+            "data.train and data.path both say where the data is", fix="remove data.path"
+        )
     if config.method.startswith("icl") and (data.messages is not None or data.chat_template):
         text = f"method={config.method} shows no examples in a chat template"
-        raise UserError(text, fix="set method=zero_shot, or write the examples into the conversations")
+        raise UserError(
+            text, fix="set method=zero_shot, or write the examples into the conversations"
+        )
     keys = config.generation
     if keys.stop is not None and not all(keys.stop):
         raise UserError("generation.stop has an empty string", fix="remove it")
@@ -158,7 +178,9 @@ def _check_data(config: RunConfig) -> None:
 
 def make_estimator(zo: ZoConfig) -> Estimator:
     return ESTIMATORS.find(zo.estimator)(
-        perturbation_scale=zo.perturbation_scale, num_directions=zo.directions, **zo.estimator_options
+        perturbation_scale=zo.perturbation_scale,
+        num_directions=zo.directions,
+        **zo.estimator_options,
     )
 
 
@@ -196,7 +218,9 @@ def eval_every(config: RunConfig) -> int:
 def num_passes(config: RunConfig) -> int:
     """Return how many forward passes a zeroth-order step has, on all ranks together."""
     num_micro_batches = config.train.batch_size // config.train.micro_batch_size
-    return num_micro_batches * math.ceil(make_estimator(config.zo).num_probes / config.zo.probes_per_pass)
+    return num_micro_batches * math.ceil(
+        make_estimator(config.zo).num_probes / config.zo.probes_per_pass
+    )
 
 
 def copies_per_pass(config: RunConfig) -> int:
@@ -218,8 +242,12 @@ def find_task(data: DataConfig) -> Task:
 def _described_task(data: DataConfig) -> Task:
     """Return the task that a configuration with `data.task` custom describes. Nothing is imported."""
     if data.prompt is None and data.messages is None:
-        fix = 'add a template of the text that the model reads, such as "{text} This ticket is about"'
+        fix = (
+            'add a template of the text that the model reads, such as "{text} This ticket is about"'
+        )
         raise UserError(f"data.task={CUSTOM} needs data.prompt or data.messages", fix=fix)
     if data.train is None and data.path is None:
         raise UserError("a task of your own needs data.train", fix="add data.train=FILE")
-    return make_task(Description(**{name: getattr(data, name) for name in (*DESCRIBING_KEYS, "metric")}))
+    return make_task(
+        Description(**{name: getattr(data, name) for name in (*DESCRIBING_KEYS, "metric")})
+    )

@@ -29,7 +29,9 @@ Size = Annotated[int, Field(ge=1, le=2**16)]  # of what is in memory at once
 Options = dict[str, str | bool | Annotated[int, Field(ge=-(10**9), le=10**9)] | float]
 
 _MAY_DIFFER = Field(json_schema_extra={"may_differ_on_resume": True})
-_STRICT = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+_STRICT = ConfigDict(
+    strict=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

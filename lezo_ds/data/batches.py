@@ -26,7 +26,9 @@ def batch_indices(seed: int, step: int, num_examples: int, batch_size: int) -> l
     return [int(_permutation(seed, epoch, num_examples)[position]) for epoch, position in stream]
 
 
-@lru_cache(maxsize=2)  # a step reads at most two epochs, unless a batch is larger than the training set
+@lru_cache(
+    maxsize=2
+)  # a step reads at most two epochs, unless a batch is larger than the training set
 def _permutation(seed: int, epoch: int, num_examples: int) -> np.ndarray:
     # NumPy guarantees the raw words of Philox4x64 (Salmon et al. 2011) across versions, but not the result
     # of Generator.permutation. Sorting the words gives a permutation that never changes.
@@ -57,9 +59,13 @@ def candidate_batch(
             positions=torch.tensor([len(context) - 1 for context in contexts]),
             vocabulary=torch.tensor(vocabulary),
         )
-        return MicroBatch({"input_ids": _pad(contexts, pad_id)}, len(examples), labels, selection=selection)
+        return MicroBatch(
+            {"input_ids": _pad(contexts, pad_id)}, len(examples), labels, selection=selection
+        )
     sequences = [ids for example in examples for ids in example.sequences]
-    targets = [example.targets(place) for example in examples for place in range(len(example.sequences))]
+    targets = [
+        example.targets(place) for example in examples for place in range(len(example.sequences))
+    ]
     labels["candidate_slots"] = _slots([len(example.sequences) for example in examples])
     batch = _token_batch(sequences, targets, pad_id)
     return replace(batch, weight=len(examples), labels={**batch.labels, **labels})
@@ -72,7 +78,9 @@ def teacher_forcing_batch(examples: Sequence[EncodedExample], pad_id: int) -> Mi
     return _token_batch(sequences, targets, pad_id)
 
 
-def scoring_batch(sequences: Sequence[tuple[int, ...]], lengths: Sequence[int], pad_id: int) -> MicroBatch:
+def scoring_batch(
+    sequences: Sequence[tuple[int, ...]], lengths: Sequence[int], pad_id: int
+) -> MicroBatch:
     """Lay out sequences to score the last `lengths` tokens of each. Those that are fed alike share a row."""
     pairs = zip(sequences, lengths, strict=True)
     targets = [range(len(ids) - length, len(ids)) for ids, length in pairs]
@@ -105,7 +113,9 @@ def _token_batch(
         fed, row_of = list(distinct), [distinct[ids] for ids in fed]
     rows = [row for row, places in zip(row_of, targets, strict=True) for _ in places]
     positions = [place - 1 for places in targets for place in places]
-    target_ids = [ids[place] for ids, places in zip(sequences, targets, strict=True) for place in places]
+    target_ids = [
+        ids[place] for ids, places in zip(sequences, targets, strict=True) for place in places
+    ]
     token_slots = _slots([len(places) for places in targets])
     return MicroBatch(
         inputs={"input_ids": _pad(fed, pad_id)},

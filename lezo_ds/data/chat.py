@@ -33,7 +33,11 @@ def ask_in_chat(tokenizer: PromptTokenizer, example: Example, system_prompt: str
     def write(question: str) -> str:
         turns = with_system((Message(USER, question),), system_prompt)
         text = _render(tokenizer.backend, example, turns, opened=True)
-        return text if tokenizer.bos_id is None else text.removeprefix(str(tokenizer.backend.bos_token))
+        return (
+            text
+            if tokenizer.bos_id is None
+            else text.removeprefix(str(tokenizer.backend.bos_token))
+        )
 
     prompt = write(example.prompt)
     space = "" if prompt[-1:].isspace() else " "
@@ -50,7 +54,9 @@ def encode_questions(
     for example in examples:
         num_asked = len(example.messages) - (example.messages[-1].role == ASSISTANT)
         text = _render(tokenizer.backend, example, example.messages[:num_asked], opened=True)
-        prompts.append(tokenizer.backend(text, add_special_tokens=False, verbose=False)["input_ids"])
+        prompts.append(
+            tokenizer.backend(text, add_special_tokens=False, verbose=False)["input_ids"]
+        )
     return cut_prompts(tokenizer, prompts, max_length, max_new_tokens)
 
 
@@ -64,7 +70,9 @@ def encode_conversation(
     backend = tokenizer.backend
     if not backend.is_fast:
         fix = "save it with a fast tokenizer (tokenizer.json), or do not use its chat template"
-        raise UserError(f"the tokenizer of {backend.name_or_path} does not map tokens to text", fix=fix)
+        raise UserError(
+            f"the tokenizer of {backend.name_or_path} does not map tokens to text", fix=fix
+        )
     turns = _marked_turns if _MARKED.search(str(backend.chat_template)) else _measured_turns
     ids, spans = turns(backend, example)
     _check_written(backend, example)
@@ -73,7 +81,9 @@ def encode_conversation(
     if num_cut and keep_end:
         first = 1 + int(tokenizer.bos_id in ids[:1])  # a token of the question is left
         ids = list(cut_left(tokenizer, ids, max_length))
-        spans = [(start - num_cut, stop - num_cut) for start, stop in spans if start - num_cut >= first]
+        spans = [
+            (start - num_cut, stop - num_cut) for start, stop in spans if start - num_cut >= first
+        ]
     # The first token of a sequence has no logits that predict it.
     spans = [(max(start, 1), min(stop, max_length)) for start, stop in spans]
     spans = [(start, stop) for start, stop in spans if start < stop]
@@ -89,11 +99,15 @@ def encode_conversation(
     )
 
 
-def _marked_turns(backend: PreTrainedTokenizerBase, example: Example) -> tuple[list[int], list[Span]]:
+def _marked_turns(
+    backend: PreTrainedTokenizerBase, example: Example
+) -> tuple[list[int], list[Span]]:
     options = {"return_dict": True, "return_assistant_tokens_mask": True}
     written = _apply(backend, example, example.messages, **options)
     ids, mask = written["input_ids"], written["assistant_masks"]
-    runs = [list(run) for is_marked, run in groupby(range(len(ids)), key=mask.__getitem__) if is_marked]
+    runs = [
+        list(run) for is_marked, run in groupby(range(len(ids)), key=mask.__getitem__) if is_marked
+    ]
     spans = [(run[0], run[-1] + 1) for run in runs]
     is_trained = [turn.is_trained for turn in example.messages if turn.role == ASSISTANT]
     if len(spans) != len(is_trained) and not all(is_trained):
@@ -102,7 +116,9 @@ def _marked_turns(backend: PreTrainedTokenizerBase, example: Example) -> tuple[l
     return ids, spans if all(is_trained) else [*compress(spans, is_trained)]
 
 
-def _measured_turns(backend: PreTrainedTokenizerBase, example: Example) -> tuple[list[int], list[Span]]:
+def _measured_turns(
+    backend: PreTrainedTokenizerBase, example: Example
+) -> tuple[list[int], list[Span]]:
     text = _render(backend, example, example.messages)
     encoded = backend(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     spans = []
@@ -112,13 +128,17 @@ def _measured_turns(backend: PreTrainedTokenizerBase, example: Example) -> tuple
         start = _prefix_length(backend, example, text, number, opened=True)
         written = text[start : _prefix_length(backend, example, text, number + 1)]
         # The model does not write the white space before the next turn, unless nothing else ends its turn.
-        ends_itself = not turn.content.strip() or not written.rstrip().endswith(turn.content.rstrip())
+        ends_itself = not turn.content.strip() or not written.rstrip().endswith(
+            turn.content.rstrip()
+        )
         stop = start + len(written.rstrip() if ends_itself else written)
         offsets = enumerate(encoded["offset_mapping"])
         inside = [place for place, (begin, end) in offsets if begin < stop and start < end]
         if not inside:
             fix = "correct the record: some templates drop what stands between <think> and </think>"
-            raise UserError(f"the chat template omits turn {number + 1} of {example.where}", fix=fix)
+            raise UserError(
+                f"the chat template omits turn {number + 1} of {example.where}", fix=fix
+            )
         spans.append((inside[0], inside[-1] + 1))
     return encoded["input_ids"], spans
 
@@ -139,21 +159,34 @@ def _check_written(backend: PreTrainedTokenizerBase, example: Example) -> None:
 
 
 def _prefix_length(
-    backend: PreTrainedTokenizerBase, example: Example, text: str, num_turns: int, *, opened: bool = False
+    backend: PreTrainedTokenizerBase,
+    example: Example,
+    text: str,
+    num_turns: int,
+    *,
+    opened: bool = False,
 ) -> int:
     if num_turns == 0:
         fix = "set data.system_prompt, or mark the assistant's turns in the template with {% generation %}"
-        raise UserError(f"the assistant speaks first in {example.where}, so its start is unknown", fix=fix)
+        raise UserError(
+            f"the assistant speaks first in {example.where}, so its start is unknown", fix=fix
+        )
     before = _render(backend, example, example.messages[:num_turns], opened=opened)
     if not text.startswith(before):
         what = f"the chat template changes the first turns of {example.where} if more turns follow"
-        fix = "mark the assistant's turns in the template with {% generation %}, or split the record"
+        fix = (
+            "mark the assistant's turns in the template with {% generation %}, or split the record"
+        )
         raise UserError(what, fix=fix)
     return len(before)
 
 
 def _render(
-    backend: PreTrainedTokenizerBase, example: Example, turns: Sequence[Message], *, opened: bool = False
+    backend: PreTrainedTokenizerBase,
+    example: Example,
+    turns: Sequence[Message],
+    *,
+    opened: bool = False,
 ) -> str:
     """Return the text of turns; if `opened`, with the words that begin the assistant's turn."""
     return str(_apply(backend, example, turns, tokenize=False, add_generation_prompt=opened))
@@ -161,19 +194,23 @@ def _render(
 
 def _apply(
     backend: PreTrainedTokenizerBase, example: Example, turns: Sequence[Message], **options: bool
-) -> Any:  # noqa: ANN401
+) -> Any:
     if not backend.chat_template:
         fix = "use a model that was trained for conversations, or add its template as chat_template.jinja"
         raise UserError(f"the tokenizer of {backend.name_or_path} has no chat template", fix=fix)
     messages = [_as_dict(turn) for turn in turns]
     tools = example.record.get("tools")
     try:
-        return backend.apply_chat_template(messages, tools if isinstance(tools, list) else None, **options)
+        return backend.apply_chat_template(
+            messages, tools if isinstance(tools, list) else None, **options
+        )
     except Exception as error:  # a template raises errors of its own and of Jinja
         shown = " ".join(f"{type(error).__name__}: {error}".split())
         roles = ", ".join(message["role"] for message in messages[:8])
         what = f"the chat template of {backend.name_or_path} cannot write {example.where} ({roles}): {shown}"
-        raise UserError(what, fix="correct or remove the record, or remove data.system_prompt") from error
+        raise UserError(
+            what, fix="correct or remove the record, or remove data.system_prompt"
+        ) from error
 
 
 def _as_dict(message: Message) -> dict[str, Any]:

@@ -45,12 +45,18 @@ class PromptTokenizer:
         """Return the ids that end an answer, sorted: EOS, and every token with one of `stops` in its text."""
         if self.eos_id is None:
             fix = "set eos_token in the model's tokenizer_config.json"
-            raise UserError("the tokenizer has no end-of-sequence token, which ends answers", fix=fix)
-        texts = [self.backend.decode([token]) for token in range(len(self.backend))] if stops else []
+            raise UserError(
+                "the tokenizer has no end-of-sequence token, which ends answers", fix=fix
+            )
+        texts = (
+            [self.backend.decode([token]) for token in range(len(self.backend))] if stops else []
+        )
         ids = {token for token, text in enumerate(texts) if any(stop in text for stop in stops)}
         if not ids and NEWLINE in stops:
             fix = "choose another model, or set generation.stop"
-            raise UserError("the tokenizer has no token with a newline, which ends answers", fix=fix)
+            raise UserError(
+                "the tokenizer has no token with a newline, which ends answers", fix=fix
+            )
         return tuple(sorted(ids | {self.eos_id}))
 
 
@@ -101,7 +107,9 @@ def load_tokenizer(path: str) -> PromptTokenizer:
         raise UserError(f"cannot load the tokenizer of {path}: {shown}", fix=fix) from error
     vocabulary_size = getattr(config.get_text_config(), "vocab_size", None)
     if vocabulary_size is None:
-        raise UserError(f"{path} is not a language model: {type(config).__name__}", fix="correct model.path")
+        raise UserError(
+            f"{path} is not a language model: {type(config).__name__}", fix="correct model.path"
+        )
     # Tokens that were added to a tokenizer may be missing from the model's embedding.
     vocabulary = range(vocabulary_size)
     return PromptTokenizer(
@@ -121,7 +129,9 @@ def _bos_id(path: str, backend: PreTrainedTokenizerBase, model_type: str) -> int
     token = backend.convert_ids_to_tokens(0)
     if token != "<s>":
         fix = "use the tokenizer that the model was trained with"
-        raise UserError(f"the tokenizer of the OPT model {path} has {token!r} at id 0, not <s>", fix=fix)
+        raise UserError(
+            f"the tokenizer of the OPT model {path} has {token!r} at id 0, not <s>", fix=fix
+        )
     return 0
 
 
@@ -142,11 +152,19 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
     for candidate, ids, length in zip(example.candidates, sequences, option_lengths, strict=True):
         if length < 1:
             fix = "fill in or remove the record (records without an answer do not count in its number)"
-            raise UserError(f"the candidate {candidate!r} of {example.where} adds no token", fix=fix)
+            raise UserError(
+                f"the candidate {candidate!r} of {example.where} adds no token", fix=fix
+            )
         if length >= len(ids):
-            fix = f"raise data.max_length={max_length}" if len(ids) == max_length else "give it a prompt"
+            fix = (
+                f"raise data.max_length={max_length}"
+                if len(ids) == max_length
+                else "give it a prompt"
+            )
             raise UserError(f"a candidate of {example.where} leaves no token before it", fix=fix)
-    return EncodedExample(sequences, option_lengths, example.label, truncated=sequences != tuple(full))
+    return EncodedExample(
+        sequences, option_lengths, example.label, truncated=sequences != tuple(full)
+    )
 
 
 def encode_null(tokenizer: PromptTokenizer, example: Example, max_length: int) -> EncodedExample:
@@ -169,7 +187,10 @@ def encode_prompts(
 
 
 def cut_prompts(
-    tokenizer: PromptTokenizer, prompts: Sequence[Sequence[int]], max_length: int, max_new_tokens: int
+    tokenizer: PromptTokenizer,
+    prompts: Sequence[Sequence[int]],
+    max_length: int,
+    max_new_tokens: int,
 ) -> tuple[tuple[int, ...], ...]:
     room = prompt_room(max_length, max_new_tokens)
     warn_of_cuts(sum(len(ids) > room for ids in prompts), len(prompts), room)
@@ -184,7 +205,9 @@ def prompt_room(max_length: int, max_new_tokens: int) -> int:
     return max_length - max_new_tokens
 
 
-def warn_of_cuts(num_cut: int, num_examples: int, max_length: int, where: str = "on the left") -> None:
+def warn_of_cuts(
+    num_cut: int, num_examples: int, max_length: int, where: str = "on the left"
+) -> None:
     if num_cut:
         text = "%d of %d examples are longer than max_length %d tokens and were cut %s"
         logger.warning(text, num_cut, num_examples, max_length, where)

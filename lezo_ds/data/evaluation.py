@@ -51,12 +51,16 @@ class Model(Protocol):
         """Return the logits, or the new tokens, that a micro-batch selects. A collective."""
 
 
-def evaluate(engine: Model, data: TaskData, split: EncodedSplit, batch_size: int) -> EvaluationResult:
+def evaluate(
+    engine: Model, data: TaskData, split: EncodedSplit, batch_size: int
+) -> EvaluationResult:
     """Return the loss and the score of a split, from `batch_size` sequences at a time. A collective."""
     return _Evaluation(engine, data, split, batch_size).run()
 
 
-def predict(engine: Model, data: TaskData, split: EncodedSplit, batch_size: int) -> list[dict[str, Any]]:
+def predict(
+    engine: Model, data: TaskData, split: EncodedSplit, batch_size: int
+) -> list[dict[str, Any]]:
     """Return for each example the answer, or the label or text of the best candidate. A collective.
 
     `probability` is the softmax of its candidates' scores, which are mean log-probabilities of tokens.
@@ -67,7 +71,10 @@ def predict(engine: Model, data: TaskData, split: EncodedSplit, batch_size: int)
     scores = run._scores(run._log_probabilities(split.encoded))
     best, shares = scores.argmax(dim=1).tolist(), scores.softmax(dim=1).amax(dim=1).tolist()
     return [
-        {PREDICTED: labels[row] if labels else answer_text(example, row), PROBABILITY: round(share, 6)}
+        {
+            PREDICTED: labels[row] if labels else answer_text(example, row),
+            PROBABILITY: round(share, 6),
+        }
         for example, row, share in zip(split.examples, best, shares, strict=True)
     ]
 
@@ -78,7 +85,9 @@ def answer_text(example: Example, predicted: Prediction) -> str:
     return (predicted if isinstance(predicted, str) else example.candidates[predicted]).strip()
 
 
-def prediction_rows(examples: Sequence[Example], predicted: Sequence[Prediction]) -> list[dict[str, Any]]:
+def prediction_rows(
+    examples: Sequence[Example], predicted: Sequence[Prediction]
+) -> list[dict[str, Any]]:
     return [
         {
             "index": example.index,
@@ -116,7 +125,9 @@ class _Evaluation:
         measure = find_score(data.task.metric, data.task.kind)
         # Without a measure, the loss is minus the mean reward.
         score = -loss if measure is None else measure(predicted, examples)
-        return EvaluationResult(loss, score, majority_class_score(examples, measure), tuple(predicted))
+        return EvaluationResult(
+            loss, score, majority_class_score(examples, measure), tuple(predicted)
+        )
 
     def _scores(self, sums: Sequence[Tensor]) -> Tensor:
         """Return the score of each candidate, float64 [examples, candidates], filled with -inf."""
@@ -133,7 +144,9 @@ class _Evaluation:
         golds = [example.gold for example in self.split.encoded]
         if self.data.task.kind == "classification":
             return F.cross_entropy(self._means(sums), torch.tensor(golds)).item()
-        return self._mean(-torch.stack([summed[gold] for summed, gold in zip(sums, golds, strict=True)]))
+        return self._mean(
+            -torch.stack([summed[gold] for summed, gold in zip(sums, golds, strict=True)])
+        )
 
     def _mean(self, losses: Tensor) -> float:
         """Return the mean of the objective from its sum over each example, float64 [examples]."""
@@ -149,9 +162,14 @@ class _Evaluation:
 
         Equal sequences run once. Those that differ in their last token only run as one row (`scoring_batch`).
         """
-        wanted = [list(zip(example.sequences, example.option_lengths, strict=True)) for example in encoded]
+        wanted = [
+            list(zip(example.sequences, example.option_lengths, strict=True)) for example in encoded
+        ]
         distinct = sorted(set(chain.from_iterable(wanted)), key=lambda pair: (len(pair[0]), pair))
-        rows = [list(same) for _, same in groupby(range(len(distinct)), key=lambda i: distinct[i][0][:-1])]
+        rows = [
+            list(same)
+            for _, same in groupby(range(len(distinct)), key=lambda i: distinct[i][0][:-1])
+        ]
         groups = [list(chain.from_iterable(group)) for group in _cut(rows, self.batch_size)]
 
         def score(group: Sequence[int]) -> Tensor:
@@ -167,15 +185,21 @@ class _Evaluation:
         encoded = self.split.encoded
 
         def score(group: Sequence[int]) -> Tensor:
-            batch = teacher_forcing_batch([encoded[row] for row in group], self.data.tokenizer.pad_id)
+            batch = teacher_forcing_batch(
+                [encoded[row] for row in group], self.data.tokenizer.pad_id
+            )
             batch = to_device(batch, distributed.device())
             logits = self.engine.forward(batch)
-            return torch.stack([teacher_forcing_loss(logits, batch), count_right_tokens(logits, batch)], 1)
+            return torch.stack(
+                [teacher_forcing_loss(logits, batch), count_right_tokens(logits, batch)], 1
+            )
 
         groups = _groups([example.num_tokens for example in encoded], self.batch_size)
         losses, right = self._share(groups, 2, score).unbind(dim=1)
         pairs = zip(right, encoded, strict=True)
-        return losses, [TokenCounts(int(count), example.num_gold_tokens()) for count, example in pairs]
+        return losses, [
+            TokenCounts(int(count), example.num_gold_tokens()) for count, example in pairs
+        ]
 
     def _new_tokens(self) -> Tensor:
         """Return the tokens that the model generates after each prompt, int64 [examples, max_new_tokens]."""

@@ -58,7 +58,7 @@ def prompt_batch(
     return MicroBatch(tensors, len(prompts), generation=settings)
 
 
-def runner(batch: MicroBatch, engine: Any) -> Callable[..., Any]:  # noqa: ANN401
+def runner(batch: MicroBatch, engine: Any) -> Callable[..., Any]:
     """Return the function that runs the inputs of a batch: generation, or DeepSpeed's forward pass."""
     if batch.generation is None:
         return engine  # type: ignore[no-any-return]
@@ -66,12 +66,12 @@ def runner(batch: MicroBatch, engine: Any) -> Callable[..., Any]:  # noqa: ANN40
 
 
 def write_tokens(
-    model: Any,  # noqa: ANN401
+    model: Any,
     settings: GenerationSettings,
     *,
     sample_keys: Tensor | None = None,
     common_ids: Tensor | None = None,
-    **inputs: Any,  # noqa: ANN401  (tensors)
+    **inputs: Any,
 ) -> Tensor:
     """Return new tokens, int64 [rows, at most max_new_tokens], with padding after the end of each row.
 
@@ -94,10 +94,14 @@ def write_tokens(
     if common_ids is not None and rotates and {*map(type, cache.layers)} == {DynamicLayer}:
         _read_common(model, cache, common_ids, inputs)
     ends = StoppingCriteriaList()
-    if (has_ended := settings.has_ended) is not None:  # transformers' stop strings also look at the prompt
+    if (
+        has_ended := settings.has_ended
+    ) is not None:  # transformers' stop strings also look at the prompt
 
         def rows_ended(ids: Tensor, *_: object, **__: object) -> Tensor:
-            return torch.tensor([has_ended(new) for new in ids[:, width:].tolist()], device=ids.device)
+            return torch.tensor(
+                [has_ended(new) for new in ids[:, width:].tolist()], device=ids.device
+            )
 
         ends.append(rows_ended)
     tokens: Tensor = model.generate(
@@ -111,7 +115,9 @@ def write_tokens(
 
 
 @torch.no_grad()
-def _read_common(model: Any, cache: DynamicCache, common_ids: Tensor, inputs: dict[str, Any]) -> None:  # noqa: ANN401
+def _read_common(
+    model: Any, cache: DynamicCache, common_ids: Tensor, inputs: dict[str, Any]
+) -> None:
     """Run once what all prompts begin with, and let the inputs go on from it: their padding is behind it."""
     (copies, length), (rows, width) = common_ids.shape, inputs["input_ids"].shape
     model(input_ids=common_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -153,7 +159,9 @@ def uniforms(key: int, position: int, count: int) -> np.ndarray:
     return ((halves >> 9).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
 
 
-def read_answers(tokens: Tensor, settings: GenerationSettings, tokenizer: PromptTokenizer) -> list[str]:
+def read_answers(
+    tokens: Tensor, settings: GenerationSettings, tokenizer: PromptTokenizer
+) -> list[str]:
     """Return the answers in new tokens [rows, n]: their text up to the first stop, stripped."""
     answers = []
     for ids in tokens.tolist():

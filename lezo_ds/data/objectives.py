@@ -83,13 +83,17 @@ def training_objective(kind: TaskKind) -> Objective:
     """Return the objective with which MeZO trains a kind of task."""
     if kind == "classification":
         return Objective(candidate_batch, classification_loss)
-    return Objective(teacher_forcing_batch, teacher_forcing_loss, num_terms=EncodedExample.num_gold_tokens)
+    return Objective(
+        teacher_forcing_batch, teacher_forcing_loss, num_terms=EncodedExample.num_gold_tokens
+    )
 
 
 def f1_loss(answers: Sequence[str], batch: MicroBatch) -> Tensor:
     """Return minus the best token F1 of each answer with its example's references, float64 [E]."""
     pairs = zip(answers, batch.examples, strict=True)
-    return torch.tensor([-best_f1(answer, e.references) for answer, e in pairs], dtype=torch.float64)
+    return torch.tensor(
+        [-best_f1(answer, e.references) for answer, e in pairs], dtype=torch.float64
+    )
 
 
 def reward(function: RewardFunction) -> RewardFunction:
@@ -127,8 +131,14 @@ def load_objective(name: str, task: Task) -> Objective:
     def loss(logits: Tensor, batch: MicroBatch) -> Tensor:
         losses = _call(name, function, logits, batch)
         shape = (len(batch.examples),)
-        if not (isinstance(losses, Tensor) and losses.is_floating_point() and losses.shape == shape):
-            shown = f"{losses.dtype} {tuple(losses.shape)}" if isinstance(losses, Tensor) else repr(losses)
+        if not (
+            isinstance(losses, Tensor) and losses.is_floating_point() and losses.shape == shape
+        ):
+            shown = (
+                f"{losses.dtype} {tuple(losses.shape)}"
+                if isinstance(losses, Tensor)
+                else repr(losses)
+            )
             what = f"train.objective={name} returned {shown}, not one loss per example"
             raise UserError(what, fix=f"return a float tensor of shape {shape}")
         return losses
@@ -138,14 +148,18 @@ def load_objective(name: str, task: Task) -> Objective:
 
 def _reward_loss(name: str, function: RewardFunction) -> ObjectiveFunction:
     def loss(answers: Sequence[str], batch: MicroBatch) -> Tensor:
-        values = _call(name, function, list(answers), [example.record for example in batch.examples])
+        values = _call(
+            name, function, list(answers), [example.record for example in batch.examples]
+        )
         try:
             rewards = torch.as_tensor(values, dtype=torch.float64, device="cpu")
         except (TypeError, ValueError, RuntimeError):
             rewards = torch.empty(())
         if rewards.shape != (len(answers),) or not rewards.isfinite().all():
             what = f"train.objective={name} returned {str(values)[:80]}, not one finite reward per answer"
-            raise UserError(what, fix=f"return a list of {len(answers)} numbers, in the order of the answers")
+            raise UserError(
+                what, fix=f"return a list of {len(answers)} numbers, in the order of the answers"
+            )
         return -rewards
 
     return loss
@@ -158,16 +172,20 @@ def try_reward(objective: Objective, examples: Sequence[Example]) -> None:
     objective.loss(answers, MicroBatch({}, len(asked), examples=tuple(asked)))
 
 
-def _call(name: str, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401
+def _call(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except LezoError:
         raise
     except Exception as error:
         *_, (place, line) = traceback.walk_tb(error.__traceback__)
-        where = "" if place.f_code is _call.__code__ else f" ({place.f_code.co_filename} line {line})"
+        where = (
+            "" if place.f_code is _call.__code__ else f" ({place.f_code.co_filename} line {line})"
+        )
         shown = f"{type(error).__name__}: {error}{where}"
-        raise UserError(f"train.objective={name} failed: {shown}", fix="correct the function") from error
+        raise UserError(
+            f"train.objective={name} failed: {shown}", fix="correct the function"
+        ) from error
 
 
 def _token_losses(logits: Tensor, batch: MicroBatch) -> Tensor:

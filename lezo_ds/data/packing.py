@@ -27,7 +27,7 @@ _MAX_ROWS = 0.75
 """Pack only if at most this share of the rows is left: a [W, W] mask takes memory that padding does not."""
 
 
-def can_pack(config: Any, max_length: int) -> bool:  # noqa: ANN401
+def can_pack(config: Any, max_length: int) -> bool:
     """Return whether position ids and a mask are enough to keep the sequences of a row apart.
 
     No attention window may be shorter than a sequence: our mask replaces the model's, which would apply it.
@@ -63,7 +63,9 @@ def pack(batch: MicroBatch) -> MicroBatch:
     positions = torch.zeros_like(packed)
     # A row of the mask that hides every token could give NaN, so each token of padding is its own owner.
     owner = torch.arange(-width, 0).repeat(num_rows, 1)
-    for sequence, (row, offset, length) in enumerate(zip(rows, offsets, lengths.tolist(), strict=True)):
+    for sequence, (row, offset, length) in enumerate(
+        zip(rows, offsets, lengths.tolist(), strict=True)
+    ):
         place = slice(offset, offset + length)
         packed[row, place] = tokens[sequence, :length]
         positions[row, place] = torch.arange(length)

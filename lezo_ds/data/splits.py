@@ -24,7 +24,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
 
-MAX_CHARACTERS = 1_000_000  # of a field: a tokenizer takes minutes and gigabytes for much longer texts
+MAX_CHARACTERS = (
+    1_000_000  # of a field: a tokenizer takes minutes and gigabytes for much longer texts
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,9 @@ def _task_splits(task: Task, data: DataConfig) -> Splits:
         fix = f"set data.path to a directory with {names[0]}.jsonl and {names[1]}.jsonl"
         splits = read_hub(task.hub_id, task.hub_config, names, fix=fix)
     else:
-        raise UserError(f"task {task.name} has no data set on the hub", fix="set data.path or data.train")
+        raise UserError(
+            f"task {task.name} has no data set on the hub", fix="set data.path or data.train"
+        )
     named = zip(names, splits, strict=True)
     train, test = (_answerable(task, data, name, rows) for name, rows in named)
     sizes = task.mezo_sizes if data.protocol == "mezo" else task.sizes
@@ -86,14 +90,18 @@ def _task_splits(task: Task, data: DataConfig) -> Splits:
         if data.protocol == "clean" or num_left < 1:
             what = f"{task.name} has {len(train)} training records, too few for {num_train} + {num_dev}"
             raise UserError(what, fix="set a smaller data.num_train or data.num_dev")
-        text = "%s: %d training examples instead of %d: MeZO's protocol takes %d of %d records for dev"
+        text = (
+            "%s: %d training examples instead of %d: MeZO's protocol takes %d of %d records for dev"
+        )
         logger.warning(text, task.name, num_left, num_train, num_dev, len(train))
         num_train = num_left
     order = _permutation(data.seed, len(train))
     return Splits(
         train=_build(task, train, order[:num_train]),
         dev=_build(task, train, order[num_train : num_train + num_dev]),
-        test=_build(task, test, _permutation(data.seed, len(test))[: data.num_test or sizes.num_test]),
+        test=_build(
+            task, test, _permutation(data.seed, len(test))[: data.num_test or sizes.num_test]
+        ),
         records=tuple(record for _, record in train),
     )
 
@@ -143,12 +151,16 @@ def with_demonstrations(task: Task, data: DataConfig, splits: Splits) -> Splits:
     available = len(splits.records) - 1 if per_question else len(splits.train)
     if wanted > available:
         fix = f"set data.num_demonstrations={available}, or add training examples"
-        raise UserError(f"data.num_demonstrations={wanted} is more than the {available} examples", fix=fix)
+        raise UserError(
+            f"data.num_demonstrations={wanted} is more than the {available} examples", fix=fix
+        )
 
     def show(questions: tuple[Example, ...], own_rows: Sequence[int] = ()) -> tuple[Example, ...]:
         if not per_question:
             return tuple(_after(question, splits.train[:wanted]) for question in questions)
-        drawn = draw_demonstrations(data.seed, len(questions), len(splits.records), wanted, own_rows)
+        drawn = draw_demonstrations(
+            data.seed, len(questions), len(splits.records), wanted, own_rows
+        )
         return tuple(
             _after(question, [task.build_example(splits.records[row], row) for row in rows])
             for question, rows in zip(questions, drawn, strict=True)
@@ -187,7 +199,9 @@ def _permutation(seed: int, num_records: int) -> list[int]:
 
 def _build(task: Task, rows: Sequence[Row], order: Sequence[int]) -> tuple[Example, ...]:
     drawn = [(row, *rows[row]) for row in order]
-    return tuple(replace(task.build_example(r, row), record=r, place=place) for row, place, r in drawn)
+    return tuple(
+        replace(task.build_example(r, row), record=r, place=place) for row, place, r in drawn
+    )
 
 
 def _read_split(directory: Path, split: str) -> list[Row]:
@@ -226,7 +240,9 @@ def checked_label(task: Task, where: str, record: Record | ValueError) -> int | 
         raise UserError(f"{where} does not fit the task: {error}") from error
     if example.label is not None and not 0 <= example.label < len(example.candidates):
         what = f"{where} has the label {example.label}, not 0 to {len(example.candidates) - 1}"
-        raise UserError(what, fix="remove records without a label (-1 in the test splits of the hub)")
+        raise UserError(
+            what, fix="remove records without a label (-1 in the test splits of the hub)"
+        )
     return example.label
 
 

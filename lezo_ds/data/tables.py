@@ -30,7 +30,9 @@ def read_source(key: str, source: str) -> list[Row]:
     hub_name, colon, split = source.rpartition(":")
     if colon and not path.exists() and 1 <= hub_name.count("/") <= 2:
         owner, name, *config = hub_name.split("/")
-        (rows,) = read_hub(f"{owner}/{name}", "".join(config) or None, [split], fix=f"set {key} to a file")
+        (rows,) = read_hub(
+            f"{owner}/{name}", "".join(config) or None, [split], fix=f"set {key} to a file"
+        )
     else:
         check_kind(f"{key}={source}", path)
         rows = list(read_file(path))
@@ -61,10 +63,14 @@ def read_file(path: Path) -> Iterator[Row]:
         raise UserError(f"{path} cannot be read{last}: {shown}", fix=fix) from error
 
 
-def read_hub(hub_id: str, config: str | None, splits: Sequence[str], *, fix: str) -> list[list[Row]]:
+def read_hub(
+    hub_id: str, config: str | None, splits: Sequence[str], *, fix: str
+) -> list[list[Row]]:
     """Return the records of splits on the hub, or in its local cache if HF_HUB_OFFLINE is set."""
     problem = hub_problem()
-    datasets.config.HF_HUB_OFFLINE = bool(problem)  # then it reads its cache, and does not try for minutes
+    datasets.config.HF_HUB_OFFLINE = bool(
+        problem
+    )  # then it reads its cache, and does not try for minutes
     try:
         loaded = datasets.load_dataset(hub_id, config, split=list(splits))
     except Exception as error:  # each library below raises its own types
@@ -105,9 +111,13 @@ def _read_table(path: Path) -> _Records:
 
 def _read_json(path: Path) -> _Records:
     """Yield the items of one JSON list, or the object on each line. Blank lines are skipped."""
-    with path.open("rb") as file:  # json.loads decodes bytes itself, so wrong encodings are errors of a line
+    with path.open(
+        "rb"
+    ) as file:  # json.loads decodes bytes itself, so wrong encodings are errors of a line
         if file.read(1000).lstrip()[:1] == b"[":
-            yield from (("row", row, record) for row, record in enumerate(json.loads(path.read_bytes()), 1))
+            yield from (
+                ("row", row, record) for row, record in enumerate(json.loads(path.read_bytes()), 1)
+            )
             return
         file.seek(0)
         for number, line in enumerate(file, start=1):

@@ -58,7 +58,9 @@ class EncodedSplit:
     @cached_property
     def num_common(self) -> int:
         """Number of tokens with which all prompts begin; 0 if they are few."""
-        pairs = zip(min(self.prompts)[:-1], max(self.prompts), strict=False)  # one token is left to continue
+        pairs = zip(
+            min(self.prompts)[:-1], max(self.prompts), strict=False
+        )  # one token is left to continue
         number = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         return number if number >= FEWEST_COMMON else 0
 
@@ -71,7 +73,9 @@ class EncodedSplit:
             digest.update(json.dumps(facts).encode())
             if self.reads_records:  # values of parquet files, such as dates, are hashed as text
                 digest.update(json.dumps(example.record, sort_keys=True, default=str).encode())
-        digest.update(json.dumps((self.prompts, [null.sequences for null in self.null_encoded])).encode())
+        digest.update(
+            json.dumps((self.prompts, [null.sequences for null in self.null_encoded])).encode()
+        )
         return digest.hexdigest()[:32]
 
 
@@ -134,7 +138,9 @@ class TaskData:
         if self.objective.build_batch is None:
             batch = self.prompt_batch(split, rows)
         else:
-            batch = self.objective.build_batch([split.encoded[row] for row in rows], self.tokenizer.pad_id)
+            batch = self.objective.build_batch(
+                [split.encoded[row] for row in rows], self.tokenizer.pad_id
+            )
         return replace(batch, examples=tuple(split.examples[row] for row in rows))
 
     def prompt_batch(self, split: EncodedSplit, rows: Sequence[int]) -> MicroBatch:
@@ -148,7 +154,9 @@ class TaskData:
         if keys.temperature == 0:
             return batch
         indices = [self.train.examples[row].index for row in rows]
-        drawn = [sample_key(config.seed, step, index, sample) for index in indices for sample in samples]
+        drawn = [
+            sample_key(config.seed, step, index, sample) for index in indices for sample in samples
+        ]
         settings = replace(self.generation, sampling=Sampling(keys.temperature, keys.top_p))
         inputs = {**batch.inputs, SAMPLE_KEYS: torch.tensor(drawn)}
         return replace(batch, inputs=inputs, generation=settings)
@@ -160,7 +168,9 @@ class TaskData:
 
     def loss(self, outputs: Tensor, batch: MicroBatch) -> Tensor:
         """Return the summed loss of each example of an `objective_batch`: a LossFunction."""
-        return self.objective.loss(self.answers(outputs) if self.objective.reads_answers else outputs, batch)
+        return self.objective.loss(
+            self.answers(outputs) if self.objective.reads_answers else outputs, batch
+        )
 
 
 def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskData:
@@ -194,7 +204,9 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
             encode_questioned = encode_questions if examples[0].messages else encode_prompts
             prompts = encode_questioned(tokenizer, examples, length, keys.max_new_tokens)
         is_calibrated = scored and config.method.endswith("_sfc")
-        nulls = tuple(encode_null(tokenizer, example, length) for example in examples if is_calibrated)
+        nulls = tuple(
+            encode_null(tokenizer, example, length) for example in examples if is_calibrated
+        )
         split = EncodedSplit(examples, encoded, prompts, nulls, reads_records=objective.is_reward)
         _check_model(split, tokenizer, keys.max_new_tokens, model_config.get_text_config())
         return split
@@ -209,7 +221,9 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
         generation=generation,
         # The mask of packed rows has no columns for the keys of a prefix.
         packed=config.peft.kind != "prefix" and can_pack(model_config, length),
-        loss_batch=8 if config.data.protocol == "mezo" else None,  # MeZO's code: transformers' default
+        loss_batch=8
+        if config.data.protocol == "mezo"
+        else None,  # MeZO's code: transformers' default
         encode=encode,
     )
 
@@ -220,17 +234,23 @@ def _encode(
     """Return the examples that can be used, and their tokens."""
     keys, length = config.generation, config.data.max_length
     if config.data.chat_template and task.kind in ("classification", "multiple_choice"):
-        examples = tuple(ask_in_chat(tokenizer, example, config.data.system_prompt) for example in examples)
+        examples = tuple(
+            ask_in_chat(tokenizer, example, config.data.system_prompt) for example in examples
+        )
     if config.data.protocol == "mezo":
         # MeZO's code strips white space of any kind before the whole text, and cuts a text with its gold
         # answer like a prompt whose answer is yet to come. Demonstrations begin without white space.
-        examples = tuple(e if e.demonstrations else replace(e, prompt=e.prompt.lstrip()) for e in examples)
+        examples = tuple(
+            e if e.demonstrations else replace(e, prompt=e.prompt.lstrip()) for e in examples
+        )
         if task.kind == "generation":
             length = prompt_room(length, keys.max_new_tokens)
     if keys.stop is not None and task.kind == "generation":
         ending = keys.stop[0] if keys.stop else str(tokenizer.backend.eos_token)
         examples = tuple(
-            replace(e, candidates=tuple(text.removesuffix(NEWLINE) + ending for text in e.candidates))
+            replace(
+                e, candidates=tuple(text.removesuffix(NEWLINE) + ending for text in e.candidates)
+            )
             for e in examples
         )
     encode: Callable[[PromptTokenizer, Example, int], EncodedExample] = encode_example
@@ -245,7 +265,9 @@ def _encode(
 def _check_objective(config: RunConfig, task: Task, objective: Objective) -> None:
     name = f"train.objective={config.train.objective}"
     if config.method == "adamw" and objective.reads_answers:
-        raise UserError(f"method adamw cannot use {name}, which has no gradient", fix="set method=lezo")
+        raise UserError(
+            f"method adamw cannot use {name}, which has no gradient", fix="set method=lezo"
+        )
     if (task.metric == REWARD or not task.has_answers) and not objective.is_reward:
         needs = "data.metric=reward" if task.has_answers else "a task without right answers"
         fix = "set train.objective=package.module:function, a function with the decorator `reward`"
@@ -255,7 +277,9 @@ def _check_objective(config: RunConfig, task: Task, objective: Objective) -> Non
         raise UserError(what, fix="set method=zero_shot")
 
 
-def _check_model(split: EncodedSplit, tokenizer: PromptTokenizer, num_new: int, model_config: Any) -> None:  # noqa: ANN401
+def _check_model(
+    split: EncodedSplit, tokenizer: PromptTokenizer, num_new: int, model_config: Any
+) -> None:
     """Refuse inputs that are longer than the model's positions, or tokens that its embedding lacks."""
     sequences = [ids for e in (*split.encoded, *split.null_encoded) for ids in e.sequences]
     longest = max([*map(len, sequences), *(len(ids) + num_new for ids in split.prompts)])

@@ -63,7 +63,7 @@ def _gather_by_broadcasts(
     _backend: TorchBackend,
     output_tensor: Tensor,
     input_tensor: Tensor,
-    group: Any = None,  # noqa: ANN401
+    group: Any = None,
     async_op: bool = False,
 ) -> _Works:
     """Do what TorchBackend.all_gather_into_tensor does, with gloo in a fifth of the time.
@@ -76,7 +76,8 @@ def _gather_by_broadcasts(
     if mine.data_ptr() != input_tensor.data_ptr():
         mine.copy_(input_tensor.view(-1))
     works = _Works(
-        dist.broadcast(part, rank, group, async_op=True) for part, rank in zip(parts, ranks, strict=True)
+        dist.broadcast(part, rank, group, async_op=True)
+        for part, rank in zip(parts, ranks, strict=True)
     )
     if not async_op:
         works.wait()
@@ -97,7 +98,10 @@ def arithmetic_facts(device: torch.device) -> dict[str, str]:
     matmul = torch.backends.cuda.matmul
     is_forced = os.environ.get("NVIDIA_TF32_OVERRIDE") == "1"
     tf32 = matmul.allow_tf32 or torch.backends.cudnn.allow_tf32 or is_forced
-    reduced = matmul.allow_fp16_reduced_precision_reduction or matmul.allow_bf16_reduced_precision_reduction
+    reduced = (
+        matmul.allow_fp16_reduced_precision_reduction
+        or matmul.allow_bf16_reduced_precision_reduction
+    )
     cpu = f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"  # torch uses its widest instructions
     return {
         "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,

@@ -22,7 +22,7 @@ def rank() -> int:
     return comm.get_rank() if comm.is_initialized() else 0
 
 
-def world_size(group: Any = None) -> int:  # noqa: ANN401
+def world_size(group: Any = None) -> int:
     """Return the number of ranks in a process group (None: all ranks). It is 1 before the group starts."""
     return comm.get_world_size(group) if comm.is_initialized() else 1
 
@@ -35,17 +35,19 @@ def broadcast_bytes(data: bytes, num_bytes: int) -> bytes:
     return bytes(buffer.cpu().numpy())
 
 
-def broadcast_object(value: Any) -> Any:  # noqa: ANN401
+def broadcast_object(value: Any) -> Any:
     """Return rank 0's value on every rank. Pickling it is too slow for every step."""
     box = [value]
     comm.broadcast_object_list(box, 0, device=device())
     return box[0]
 
 
-def gather_objects(value: Any) -> list[Any]:  # noqa: ANN401
+def gather_objects(value: Any) -> list[Any]:
     """Return the values of all ranks, by rank. Pickling them is too slow for every step."""
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)  # deepspeed.comm's ends the process if its logger is on (0.19.8)
+    dist.all_gather_object(
+        values, value
+    )  # deepspeed.comm's ends the process if its logger is on (0.19.8)
     return values
 
 
@@ -55,7 +57,7 @@ def sum_vector(values: torch.Tensor) -> list[float]:
     return values.cpu().tolist()
 
 
-def sum_integers(values: Sequence[int], group: Any = None) -> list[int]:  # noqa: ANN401
+def sum_integers(values: Sequence[int], group: Any = None) -> list[int]:
     """Return the element-wise sum of signed 64-bit integers over the ranks, modulo 2**64."""
     vector = torch.tensor(values, dtype=torch.int64, device=device())
     comm.all_reduce(vector, group=group)

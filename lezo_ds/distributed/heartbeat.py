@@ -73,18 +73,24 @@ class Heartbeat:
         waited = 0.0
         while not self.stopped.wait(self._interval):
             if self._store_is_gone:
-                time.sleep(_RANK_ZERO_SECONDS)  # for the launcher, which ends this rank if rank 0 has failed
+                time.sleep(
+                    _RANK_ZERO_SECONDS
+                )  # for the launcher, which ends this rank if rank 0 has failed
                 self._report("rank 0 has ended")
             limit = self._limit if self.all_joined else _JOINING_SECONDS
             for rank in self._missed:
                 self._missed[rank] += self._interval
                 if self._missed[rank] >= (limit if rank in self._counts else self._limit):
-                    self._report(f"rank {rank} has shown no sign of life for {self._missed[rank]:.0f} s")
+                    self._report(
+                        f"rank {rank} has shown no sign of life for {self._missed[rank]:.0f} s"
+                    )
             waited += self._interval
             absent = ", ".join(str(rank) for rank in self._missed if rank not in self._counts)
             if absent and self._rank < 2 and waited % _NOTICE_SECONDS < self._interval:
                 where = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
-                logger.error("waiting for rank %s to join at %s, for %.0f s", cut(absent, 60), where, waited)
+                logger.error(
+                    "waiting for rank %s to join at %s, for %.0f s", cut(absent, 60), where, waited
+                )
 
     def _report(self, what: str) -> None:
         if not self.stopped.is_set():
@@ -93,4 +99,6 @@ class Heartbeat:
 
 def lost_rank_error(what: str) -> LostRankError:
     text = f"another rank has ended, or has not answered in time: {what}; {states[-1]()}"
-    return LostRankError(f"{text}; fix: read the error of that rank, then run the same command again")
+    return LostRankError(
+        f"{text}; fix: read the error of that rank, then run the same command again"
+    )

@@ -41,12 +41,16 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
     if not all(name in os.environ for name in _RANK_VARIABLES):
         _set_rank_variables()
     take_device()  # before the first message: otherwise every rank would send it from GPU 0
-    method = prepare_rendezvous()  # sets variables, which the heartbeat's threads read without a lock
+    method = (
+        prepare_rendezvous()
+    )  # sets variables, which the heartbeat's threads read without a lock
     if (num_ranks := int(os.environ["WORLD_SIZE"])) > 1:
         limit = min(heartbeat.LIMIT_SECONDS, timeout_seconds)
         _heartbeats.append(heartbeat.Heartbeat(int(os.environ["RANK"]), num_ranks, limit))
         _heartbeats[0].start()
-    comm.init_distributed(timeout=timedelta(seconds=timeout_seconds), init_method=method, verbose=False)
+    comm.init_distributed(
+        timeout=timedelta(seconds=timeout_seconds), init_method=method, verbose=False
+    )
     # A rank that ends at once (bad input) would break the connections of the ranks that still join.
     comm.barrier()
     for each in _heartbeats:
@@ -196,7 +200,7 @@ def join_group(
     return ProcessGroupGloo(PrefixStore(name, client), position, num, options)
 
 
-def _meet(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[TCPStore, int, int]]:  # noqa: ANN401
+def _meet(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[TCPStore, int, int]]:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     listener = listen_at(host, port) if rank == 0 else None

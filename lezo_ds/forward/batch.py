@@ -26,7 +26,9 @@ class Sampling:
     """How tokens are drawn."""
 
     temperature: float  # divides the logits, above 0
-    top_p: float | None = None  # draw from the most probable tokens that have this probability together
+    top_p: float | None = (
+        None  # draw from the most probable tokens that have this probability together
+    )
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,17 @@ class GenerationSettings:
 class MicroBatch:
     """The part of a step's batch that one forward pass runs."""
 
-    inputs: Mapping[str, Tensor]  # keyword arguments of the model's forward; the first dimension is the batch
+    inputs: Mapping[
+        str, Tensor
+    ]  # keyword arguments of the model's forward; the first dimension is the batch
     weight: float  # number of examples or tokens that the mean loss of a step counts
-    labels: Mapping[str, Tensor] = field(default_factory=dict)  # what the loss function reads besides logits
+    labels: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # what the loss function reads besides logits
     selection: LogitSelection | None = None  # None selects all logits: [rows, tokens, vocabulary]
-    generation: GenerationSettings | None = None  # the output is new tokens: int64 [rows, <= max_new_tokens]
+    generation: GenerationSettings | None = (
+        None  # the output is new tokens: int64 [rows, <= max_new_tokens]
+    )
     examples: tuple[Example, ...] = ()  # for objectives that read text
 
 
@@ -68,16 +76,22 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     selection = batch.selection
     if selection is not None:
         vocabulary = None if selection.vocabulary is None else selection.vocabulary.to(device)
-        selection = LogitSelection(selection.rows.to(device), selection.positions.to(device), vocabulary)
+        selection = LogitSelection(
+            selection.rows.to(device), selection.positions.to(device), vocabulary
+        )
     return replace(batch, inputs=move(batch.inputs), labels=move(batch.labels), selection=selection)
 
 
 class StepBatch:
     """All micro-batches of a step. Each is built when it is first read: a rank reads only its own."""
 
-    def __init__(self, weights: Sequence[float], build: Callable[[int], MicroBatch], content: bytes) -> None:
+    def __init__(
+        self, weights: Sequence[float], build: Callable[[int], MicroBatch], content: bytes
+    ) -> None:
         self.weights = weights  # of each micro-batch
-        self.content = content  # identifies the batch, by the indices of its examples; ranks compare it
+        self.content = (
+            content  # identifies the batch, by the indices of its examples; ranks compare it
+        )
         self._build = build
         self._built: dict[int, MicroBatch] = {}
 

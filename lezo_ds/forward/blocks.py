@@ -37,7 +37,9 @@ def find_blocks(model: nn.Module) -> BlockLayout:
 
     A list inside a block (for example, of experts) is not outermost.
     """
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    lists = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
+    }
     sizes = {
         # A parameter that ZeRO-3 has sharded is empty. Its full size is ds_numel.
         name: sum(int(getattr(p, "ds_numel", p.numel())) for p in module.parameters())
@@ -48,7 +50,9 @@ def find_blocks(model: nn.Module) -> BlockLayout:
     path = max(sizes, key=lambda name: sizes[name], default=None)
     if path is None or sizes[path] == 0:
         what = f"no transformer blocks in {type(model).__name__}: no list of like modules has parameters"
-        raise UserError(what, fix="use a decoder language model, such as OPT, Llama, Qwen, Mistral or GPT-2")
+        raise UserError(
+            what, fix="use a decoder language model, such as OPT, Llama, Qwen, Mistral or GPT-2"
+        )
     return BlockLayout(path, len(lists[path]))
 
 
@@ -59,7 +63,9 @@ def freeze_outside(model: nn.Module, layout: BlockLayout) -> None:
         if parameter not in inside:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in inside):
-        what = f"zo.only_blocks leaves nothing to train: the adapter has no weights in {layout.path}"
+        what = (
+            f"zo.only_blocks leaves nothing to train: the adapter has no weights in {layout.path}"
+        )
         raise UserError(what, fix="set zo.only_blocks=false")
 
 
@@ -75,7 +81,9 @@ def part_sizes(model: nn.Module, layout: BlockLayout) -> PartSizes:
     blocks = model.get_submodule(layout.path)
     inside = set(blocks.modules())
     parts = [set(block.parameters()) for block in blocks.children()]
-    parts += [set(module.parameters(recurse=False)) for module in model.modules() if module not in inside]
+    parts += [
+        set(module.parameters(recurse=False)) for module in model.modules() if module not in inside
+    ]
     num_users = Counter(parameter for part in parts for parameter in part)
     tied = {parameter for parameter, number in num_users.items() if number > 1}
     sizes = [sum(parameter.numel() for parameter in part - tied) for part in parts]

@@ -27,7 +27,7 @@ def share_of(rows: int, total: int, first: int, num_copies: int) -> Callable[[An
     """
     all_rows = total * rows
 
-    def share(value: Any) -> Any:  # noqa: ANN401
+    def share(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() == 0:
             return value
         length, *others = value.shape
@@ -43,8 +43,13 @@ def share_of(rows: int, total: int, first: int, num_copies: int) -> Callable[[An
 
 
 def run_once(
-    run: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], rows: int, total: int, layer: int | None
-) -> Any:  # noqa: ANN401
+    run: Callable[..., Any],
+    args: list[Any],
+    kwargs: dict[str, Any],
+    rows: int,
+    total: int,
+    layer: int | None,
+) -> Any:
     """Run a block on one of `total` equal copies of a batch; return what it gives for all of them.
 
     The keys and values of `layer` in a cache are of all copies, before and after; None if no cache is read.
@@ -54,8 +59,10 @@ def run_once(
     if layer is not None and not {*map(type, layers)} & {DynamicLayer, DynamicSlidingWindowLayer}:
         return run(*args, **kwargs)  # the state may be more than keys and values
 
-    def of_one(value: Any) -> Any:  # noqa: ANN401
-        is_batch = isinstance(value, Tensor) and value.dim() > 1 and len(value) % (rows * total) == 0
+    def of_one(value: Any) -> Any:
+        is_batch = (
+            isinstance(value, Tensor) and value.dim() > 1 and len(value) % (rows * total) == 0
+        )
         return value[: len(value) // total] if is_batch else value
 
     for cached in layers:
@@ -63,10 +70,12 @@ def run_once(
     output = run(*mapped(of_one, args), **mapped(of_one, kwargs))
     for cached in layers:
         cached.batch_select_indices(torch.arange(rows, device=cached.device).repeat(total))
-    return tree_map(lambda value: torch.cat([value] * total) if isinstance(value, Tensor) else value, output)
+    return tree_map(
+        lambda value: torch.cat([value] * total) if isinstance(value, Tensor) else value, output
+    )
 
 
-def mapped(function: Callable[[Any], Any], values: Any) -> Any:  # noqa: ANN401
+def mapped(function: Callable[[Any], Any], values: Any) -> Any:
     """Return arguments, or keyword arguments, with `function` called on each tensor in them."""
     # Nearly all are tensors. One tree_map would take a fifth of the host's time of a step.
     if isinstance(values, Mapping):

@@ -16,7 +16,12 @@ from torch.utils._pytree import tree_map
 from transformers.pytorch_utils import Conv1D
 
 from lezo_ds.noise import stacked
-from lezo_ds.sharding.tensor_parallel import LINEAR_FORWARDS, LOOKUP_FORWARDS, sum_outputs, sums_outputs
+from lezo_ds.sharding.tensor_parallel import (
+    LINEAR_FORWARDS,
+    LOOKUP_FORWARDS,
+    sum_outputs,
+    sums_outputs,
+)
 
 Copies = Mapping[str, Sequence[Tensor]]
 """The perturbed copies of a module's parameters, one for each probe, by the parameter's name."""
@@ -32,7 +37,9 @@ NORM_VERSION = 1
 
 def norm_facts(device: torch.device) -> dict[str, str]:
     """Return, by name, what decides the last bits of a perturbed norm besides versions of libraries."""
-    return {"16-bit perturbed LayerNorm": f"version {NORM_VERSION}"} if device.type == "cuda" else {}
+    return (
+        {"16-bit perturbed LayerNorm": f"version {NORM_VERSION}"} if device.type == "cuda" else {}
+    )
 
 
 def copy_dtype(parameter: nn.Parameter) -> torch.dtype:
@@ -57,7 +64,7 @@ def call_with_copies(
     copies: Mapping[str, Tensor],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> Any:  # noqa: ANN401
+) -> Any:
     """Call a module's forward with the copies of one probe: in float32 for a norm, else in its own dtype."""
     own = {name: p for name, p in module._parameters.items() if p is not None}
     if is_16_bit_norm(module):
@@ -72,13 +79,19 @@ def call_with_copies(
         module._parameters.update(own)
 
 
-def cast_floats(values: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401
+def cast_floats(values: Any, dtype: torch.dtype) -> Any:
     """Return a value with all floating-point tensors in it cast."""
-    return tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, values)
+    return tree_map(
+        lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, values
+    )
 
 
 def runner_at_probes(
-    module: nn.Module, original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], rows: int
+    module: nn.Module,
+    original: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    rows: int,
 ) -> RunAtProbes | None:
     """Return the function that runs this call of a forward for all probes at once; None if there is none.
 
@@ -119,7 +132,9 @@ def product_at_probes(module: nn.Module, copies: Copies, batch: Tensor, num_copi
     output = batch.new_empty(*batch.shape[:-1], num_outputs)
     batches = batch.view(num_copies, -1, batch.shape[-1])
     outputs = output.view(num_copies, -1, num_outputs)
-    added: Sequence[Tensor] | None = None if bias is None else copies.get("bias", [bias] * num_copies)
+    added: Sequence[Tensor] | None = (
+        None if bias is None else copies.get("bias", [bias] * num_copies)
+    )
     biases, is_summed = added, sums_outputs(module)
     is_added_later = "bias" in copies and stored.dtype != torch.float32
     if is_summed:

@@ -88,4 +88,6 @@ def _at_all_probes(module: nn.Module, copies: Copies, name: str) -> tuple[Tensor
 def _launch(num_rows: int, width: int, _seen: object, _device: torch.device) -> Launch:
     width_power = 1 << (width - 1).bit_length()
     num_warps = min(max(width_power // _ELEMENTS_PER_WARP, 1), _MOST_WARPS)
-    return Launch(layer_norm_kernel, num_rows, {"width": width, "width_power": width_power}, num_warps)
+    return Launch(
+        layer_norm_kernel, num_rows, {"width": width, "width_power": width_power}, num_warps
+    )

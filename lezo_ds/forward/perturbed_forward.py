@@ -105,8 +105,12 @@ class PerturbedForward:
         self._blocks_that_share = range(len(blocks) if shares_start else 0)
         self._now = _Pass()
         self._selection: LogitSelection | None = None
-        self._made: dict[tuple[nn.Parameter, KeyedProbe], Tensor] = {}  # for a block, or for answers
-        self._first_perturbed = 0  # before this block, all copies of the batch are equal, answers excepted
+        self._made: dict[
+            tuple[nn.Parameter, KeyedProbe], Tensor
+        ] = {}  # for a block, or for answers
+        self._first_perturbed = (
+            0  # before this block, all copies of the batch are equal, answers excepted
+        )
         self._equal_until = 0  # the same in the pass that runs
         for module in model.modules():
             if any(parameter is not None for parameter in module._parameters.values()):
@@ -130,7 +134,12 @@ class PerturbedForward:
             raise UserError(what, fix="set model.path to a causal language model")
         if perturbation is not None:
             rows = len(next(iter(batch.inputs.values())))
-            change = perturbation.probes, rows, perturbation.dropped_layers, perturbation.distribution
+            change = (
+                perturbation.probes,
+                rows,
+                perturbation.dropped_layers,
+                perturbation.distribution,
+            )
             self._now = _Pass(*change, keeps=batch.generation is not None)
             shared = set(self._blocks_that_share if len(perturbation.probes) > 1 else ())
             self._first_perturbed = min(shared - perturbation.dropped_layers, default=0)
@@ -155,22 +164,26 @@ class PerturbedForward:
         original, owned = module.forward, self._owned_by([module])
 
         @wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        def forward(*args: Any, **kwargs: Any) -> Any:
             active, num_copies = self._active(owned), len(self._now.probes)
             if not self._now.runs_at_once and (active or has_batch(args, kwargs)):
-                return self._in_parts(COPIES_AT_ONCE, lambda _, *a, **k: forward(*a, **k), args, kwargs)
+                return self._in_parts(
+                    COPIES_AT_ONCE, lambda _, *a, **k: forward(*a, **k), args, kwargs
+                )
             if not active:
                 return original(*args, **kwargs)
             if type(module).forward in LOOKUP_FORWARDS:  # only the rows that are read are perturbed
                 (ids,) = (*args, *kwargs.values())  # nn.Embedding calls its argument `input`
-                perturbed = partial(self._in_parts, 1, lambda _, share: self._rows(active[0], share))
+                perturbed = partial(
+                    self._in_parts, 1, lambda _, share: self._rows(active[0], share)
+                )
                 return look_up(module, ids, lambda ids: perturbed([ids], {}))
             copies = dict(zip([entry.name for entry in active], self._copies(active), strict=True))
             rows = 1 if num_copies == 1 else num_copies * self._now.rows
             if runner := runner_at_probes(module, original, args, kwargs, rows):
                 return runner(module, copies, args[0], num_copies)
 
-            def run(probe: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            def run(probe: int, *args: Any, **kwargs: Any) -> Any:
                 of_probe = {name: of_entry[probe] for name, of_entry in copies.items()}
                 return call_with_copies(module, original, of_probe, args, kwargs)
 
@@ -183,7 +196,7 @@ class PerturbedForward:
 
     def _in_parts(
         self, size: int, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         """Call run(first copy, ...) on `size` copies of the batch at a time; concatenate the outputs."""
         now = self._now
         if len(now.probes) <= size:
@@ -211,7 +224,11 @@ class PerturbedForward:
     def _active(self, owned: Sequence[_Trained]) -> Sequence[_Trained]:
         """Return the parameters that are perturbed now."""
         dropped = self._now.dropped
-        return [entry for entry in owned if entry.named.block not in dropped] if self._now.probes else ()
+        return (
+            [entry for entry in owned if entry.named.block not in dropped]
+            if self._now.probes
+            else ()
+        )
 
     def _copies(self, active: Sequence[_Trained]) -> list[list[Tensor]]:
         """Return the perturbed copies of each parameter, one for each probe that runs."""
@@ -219,7 +236,8 @@ class PerturbedForward:
         if self._made and all((entry.parameter, probes[0]) in self._made for entry in active):
             return [[self._made[entry.parameter, probe] for probe in probes] for entry in active]
         weights = [
-            Weight(p.data, named.parameter_id, copy_dtype(p), region=named.region) for _, p, named in active
+            Weight(p.data, named.parameter_id, copy_dtype(p), region=named.region)
+            for _, p, named in active
         ]
         copies = self._perturbed(weights)
         if self._now.keeps:
@@ -234,7 +252,9 @@ class PerturbedForward:
     def _rows(self, table: _Trained, rows: Tensor) -> Tensor:
         """Return some rows of a perturbed matrix at the one probe that runs: [*rows.shape, width]."""
         theta = table.parameter.data
-        weight = Weight(theta, table.named.parameter_id, theta.dtype, rows.reshape(-1), table.named.region)
+        weight = Weight(
+            theta, table.named.parameter_id, theta.dtype, rows.reshape(-1), table.named.region
+        )
         ((copy,),) = self._perturbed([weight])
         return copy.view(*rows.shape, -1)
 
@@ -245,7 +265,9 @@ class PerturbedForward:
             return self._noise.perturb(
                 weights, probes[0].key, [probe.scale for probe in probes], distribution
             )
-        of_probes = [self._noise.perturb(weights, probe.key, [probe.scale], distribution) for probe in probes]
+        of_probes = [
+            self._noise.perturb(weights, probe.key, [probe.scale], distribution) for probe in probes
+        ]
         return [[copy for (copy,) in of_weight] for of_weight in zip(*of_probes, strict=True)]
 
     def _wrap_block(self, index: int, block: nn.Module) -> None:
@@ -254,7 +276,7 @@ class PerturbedForward:
         owned = self._owned_by(modules_that_run(block)) if self._noise.takes_blocks else ()
 
         @wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        def forward(*args: Any, **kwargs: Any) -> Any:
             now = self._now
             if index < self._equal_until:
                 self._now, layer = _Pass(), index if now.keeps else None
@@ -277,7 +299,10 @@ class PerturbedForward:
 
     def _wrap_head(self, head: nn.Module) -> None:
         """Let the output head compute the selected positions and vocabulary entries only."""
-        run, owned = head.forward, self._owned_by([head])  # the perturbed forward, if it has parameters
+        run, owned = (
+            head.forward,
+            self._owned_by([head]),
+        )  # the perturbed forward, if it has parameters
 
         def original(hidden: Tensor) -> Tensor:
             return whole_logits(head, run(hidden))
@@ -286,7 +311,9 @@ class PerturbedForward:
             """Run a linear head at one probe: only some rows of its weight are perturbed."""
             active = {entry.name: entry for entry in self._active(owned)}
             table: Tensor = head._parameters["weight"]  # type: ignore[assignment]  # a linear module has one
-            read = partial(self._rows, active["weight"]) if "weight" in active else table.__getitem__
+            read = (
+                partial(self._rows, active["weight"]) if "weight" in active else table.__getitem__
+            )
             weight = look_up(head, entries, read)
             bias: Tensor | None = head._parameters.get("bias")
             if not active or bias is None:
@@ -296,7 +323,7 @@ class PerturbedForward:
             return F.linear(hidden, weight) + bias[entries]
 
         @wraps(run)
-        def forward(hidden: Tensor) -> Any:  # noqa: ANN401
+        def forward(hidden: Tensor) -> Any:
             selection, now = self._selection, self._now
             if selection is None:
                 # Of the last tokens of prompts, torch would multiply as many copies of a frozen weight.
@@ -313,7 +340,9 @@ class PerturbedForward:
                 if type(head).forward not in (nn.Linear.forward, *LINEAR_FORWARDS):
                     return original(hidden)[:, entries]
                 size = 1 if self._active(owned) else COPIES_AT_ONCE
-                return self._in_parts(size, lambda _, share: run_entries(entries, share), [hidden], {})
+                return self._in_parts(
+                    size, lambda _, share: run_entries(entries, share), [hidden], {}
+                )
             finally:
                 self._now = now
 

@@ -42,7 +42,9 @@ def resolve_model(model: str) -> Path:
             directory = Path(
                 snapshot_download(model, allow_patterns=patterns, local_files_only=bool(problem))
             )
-        except Exception as error:  # the hub client raises many types: offline, not found, bad name, network
+        except (
+            Exception
+        ) as error:  # the hub client raises many types: offline, not found, bad name, network
             is_final = isinstance(error, HFValidationError | RepositoryNotFoundError)
             raise (UserError if is_final else HubError)(
                 f"model.path {model} is neither a directory nor a model that can be downloaded from the hub: "
@@ -69,7 +71,9 @@ def hub_problem() -> str:
         return "HF_HUB_OFFLINE is set"
     seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", _HUB_SECONDS))
     try:  # in a thread: a name server may take longer
-        answer = ThreadPoolExecutor(1).submit(get_session().head, constants.ENDPOINT, timeout=seconds)
+        answer = ThreadPoolExecutor(1).submit(
+            get_session().head, constants.ENDPOINT, timeout=seconds
+        )
         answer.result(seconds)
     except Exception as error:  # of the network, a proxy or certificates
         waits = f"{seconds:g} s (HF_HUB_ETAG_TIMEOUT=10 waits longer)"
@@ -77,7 +81,7 @@ def hub_problem() -> str:
     return ""
 
 
-def load_model_config(directory: Path) -> Any:  # noqa: ANN401
+def load_model_config(directory: Path) -> Any:
     """Return the transformers config of a model without quantized weights or code of its own."""
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -93,7 +97,9 @@ def load_model_config(directory: Path) -> Any:  # noqa: ANN401
         )
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         attention = getattr(part, "_attn_implementation", None)
-        if attention is not None and "/" in str(attention):  # transformers 5 would load it from the hub
+        if attention is not None and "/" in str(
+            attention
+        ):  # transformers 5 would load it from the hub
             raise UserError(
                 f"the config of {directory} names code on the hub, which is never run: {attention}",
                 fix="remove attn_implementation from config.json",
@@ -101,25 +107,33 @@ def load_model_config(directory: Path) -> Any:  # noqa: ANN401
     return config
 
 
-def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:  # noqa: ANN401
+def build_on_meta(config: Any, dtype: torch.dtype) -> nn.Module:
     """Build a causal language model on the meta device, where only its buffers take memory."""
     try:
         with accelerate.init_empty_weights(include_buffers=False):
             own_config = copy.deepcopy(config)  # the model keeps it and changes it
-            model = AutoModelForCausalLM.from_config(own_config, dtype=dtype, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(
+                own_config, dtype=dtype, trust_remote_code=False
+            )
     except Exception as error:  # of many types, for a config.json that is damaged
         name = type(config).__name__
-        raise _not_causal(f"{name} is not that of a causal language model: {_first_line(error)}") from error
+        raise _not_causal(
+            f"{name} is not that of a causal language model: {_first_line(error)}"
+        ) from error
     is_decoder = getattr(model.config, "is_decoder", False)
     if model.config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_decoder:
-        raise _not_causal(f"{type(model).__name__} is an encoder: its tokens see those that follow them")
+        raise _not_causal(
+            f"{type(model).__name__} is an encoder: its tokens see those that follow them"
+        )
     model.tie_weights()
     model.config.use_cache = False
     return model.eval()  # type: ignore[no-any-return]
 
 
 def _not_causal(what: str) -> UserError:
-    return UserError(what, fix="set model.path to a decoder, such as OPT, Llama, Qwen, Mistral or GPT-2")
+    return UserError(
+        what, fix="set model.path to a decoder, such as OPT, Llama, Qwen, Mistral or GPT-2"
+    )
 
 
 def build_checked(directory: Path, dtype: str) -> tuple[nn.Module, BlockLayout]:
@@ -138,7 +152,9 @@ def refuse_separate_experts(model: nn.Module, layout: BlockLayout) -> None:
     keeps the experts of a block in one module that always runs.
     """
     for name, module in model.get_submodule(layout.path).named_modules():
-        if name.rpartition(".")[2] == "experts" and isinstance(module, nn.ModuleList | nn.ModuleDict):
+        if name.rpartition(".")[2] == "experts" and isinstance(
+            module, nn.ModuleList | nn.ModuleDict
+        ):
             raise UserError(
                 f"each expert of {type(model).__name__} is a module of its own: {layout.path}.{name}",
                 fix="update transformers, or use another model, such as Mixtral",
@@ -151,7 +167,9 @@ def check_files(model: nn.Module, directory: Path) -> None:
     files = open_weights(model, directory)
     files.find(names, {name: tuple(state[name].shape) for name in names})
     for name in state.keys() - {alias for aliases in names.values() for alias in aliases}:
-        if name in files and not torch.equal(files.read([name]).to(state[name]), state[name].flatten()):
+        if name in files and not torch.equal(
+            files.read([name]).to(state[name]), state[name].flatten()
+        ):
             raise UserError(
                 f"{directory} holds values of {name}, which are neither loaded nor saved: it is no parameter",
                 fix="use a model whose parameters are all that it learned",
@@ -164,7 +182,9 @@ def open_weights(model: nn.Module, directory: Path) -> WeightFiles:
     return WeightFiles(directory, prefix=prefix, conversions=get_model_conversion_mapping(model))
 
 
-def parameter_names(model: nn.Module, own_name: Callable[[str], str] = str) -> dict[str, tuple[str, ...]]:
+def parameter_names(
+    model: nn.Module, own_name: Callable[[str], str] = str
+) -> dict[str, tuple[str, ...]]:
     """Return all names of each parameter, by its first name. Tied parameters have several.
 
     `own_name` maps a name in the module tree to the parameter's own (`Adapter.own_name`).

@@ -54,7 +54,7 @@ class ShardedModel:
         offload = self.ds_config["zero_optimization"].get("offload_param") or {}
         return bool(offload.get("device") == "nvme")
 
-    def write(self, target: Path, facts: Mapping[str, Any], **options: Any) -> None:  # noqa: ANN401
+    def write(self, target: Path, facts: Mapping[str, Any], **options: Any) -> None:
         """Write the model, or its adapter, to the directory `target` (see `write_snapshot`). A collective.
 
         `facts` for the manifest are `step`, the number of updates; on rank 0, `journal`, the checksum of the
@@ -63,7 +63,9 @@ class ShardedModel:
         known = {name: value for name, value in facts.items() if value is not None}
         facts = {**known, "digest": self.weights.digest(), "base": self.base.fingerprint}
         base, name = self.base.directory, self.base.name
-        write_snapshot(self.weights, target, base, facts, adapter=self.adapter, base_model=name, **options)
+        write_snapshot(
+            self.weights, target, base, facts, adapter=self.adapter, base_model=name, **options
+        )
 
     def load_snapshot(self, directory: Path) -> None:
         """Set the weights to those that `write` wrote, bit for bit. A collective."""
@@ -104,7 +106,9 @@ def load_sharded_model(
 
     See `lezo_ds.engine.initialize`. With `only_blocks`, parameters outside the blocks are not trained.
     """
-    if distributed.local_rank() == 0:  # downloads the model; the other ranks of the node read the cache
+    if (
+        distributed.local_rank() == 0
+    ):  # downloads the model; the other ranks of the node read the cache
         resolve_model(model)
     distributed.barrier()
     directory = resolve_model(model)
@@ -126,8 +130,14 @@ def load_sharded_model(
         limits = gathering_limits(part_sizes(module, layout))
         # DeepSpeed's hooks (0.19.8), which first-order training uses, keep a weight that the pass uses again
         # within this distance. It covers the full pass, so that a tied embedding is gathered once.
-        reuse = {"stage3_max_reuse_distance": 2 * sum(parameter.numel() for parameter in module.parameters())}
-        ds_config = {**ds_config, "zero_optimization": {**limits, **ds_config["zero_optimization"], **reuse}}
+        reuse = {
+            "stage3_max_reuse_distance": 2
+            * sum(parameter.numel() for parameter in module.parameters())
+        }
+        ds_config = {
+            **ds_config,
+            "zero_optimization": {**limits, **ds_config["zero_optimization"], **reuse},
+        }
         zero3.shard_model(module, ds_config, partition_size)
     parameters: list[ShardedParameter] = []
     embeddings = {m.weight for m in module.modules() if isinstance(m, EMBEDDINGS)}
@@ -139,7 +149,9 @@ def load_sharded_model(
         else:
             named = NamedParameter(name, ids[name], block, split.region)
             parameters.append(SplitParameter(parameter, named, split))
-    weights = ShardedWeights(parameters, aliases=aliases, precision=precision, has_adapter=bool(adapter))
+    weights = ShardedWeights(
+        parameters, aliases=aliases, precision=precision, has_adapter=bool(adapter)
+    )
     load_weights(weights, module, directory)
     names_and_shapes = table_hash({parameter.name: parameter.shape for parameter in parameters})
     base = BaseModel(model, directory, weights.digest(weights.base_parameters), names_and_shapes)
@@ -156,7 +168,10 @@ def load_weights(weights: ShardedWeights, model: nn.Module, directory: Path) -> 
 
 
 def _load(
-    weights: ShardedWeights, parameters: Sequence[ShardedParameter], files: WeightFiles, directory: Path
+    weights: ShardedWeights,
+    parameters: Sequence[ShardedParameter],
+    files: WeightFiles,
+    directory: Path,
 ) -> None:
     low_bits = directory / LOW_BITS_DIRECTORY
     weights.load(parameters, files, WeightFiles(low_bits) if low_bits.is_dir() else None)

@@ -130,7 +130,9 @@ class _TensorWriter:
             self._flush()
         if self._weight_map and self._single is None:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": self._weight_map}
-            write_atomically(self._directory / "model.safetensors.index.json", json.dumps(index, indent=1))
+            write_atomically(
+                self._directory / "model.safetensors.index.json", json.dumps(index, indent=1)
+            )
 
     def _flush(self) -> None:
         number = len(set(self._weight_map.values())) + 1
@@ -139,7 +141,9 @@ class _TensorWriter:
         path.touch()
         mode = path.stat().st_mode
         save_file(self._pending, path, metadata={"format": "pt"})
-        path.chmod(mode)  # safetensors 0.8 makes a file that only its owner can read, whatever the umask
+        path.chmod(
+            mode
+        )  # safetensors 0.8 makes a file that only its owner can read, whatever the umask
         self._weight_map.update(dict.fromkeys(self._pending, path.name))
         self._total_bytes += self._pending_bytes
         self._pending, self._pending_bytes = {}, 0
@@ -161,8 +165,13 @@ def _publish(temporary: Path, target: Path, facts: Mapping[str, Any]) -> None:
     files = {}
     for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
         sync(path)
-        files[str(path.relative_to(temporary))] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-    write_atomically(temporary / MANIFEST, json.dumps({**facts, "files": files}, indent=1, sort_keys=True))
+        files[str(path.relative_to(temporary))] = {
+            "bytes": path.stat().st_size,
+            "sha256": sha256_file(path),
+        }
+    write_atomically(
+        temporary / MANIFEST, json.dumps({**facts, "files": files}, indent=1, sort_keys=True)
+    )
     if (temporary / LOW_BITS_DIRECTORY).is_dir():
         sync(temporary / LOW_BITS_DIRECTORY)
     if target.exists():
@@ -176,7 +185,9 @@ class SnapshotOwner:
     """The run that may use a snapshot. The manifests of its snapshots have these values."""
 
     base: str  # fingerprint of the base model
-    checksums: Sequence[str]  # of the journal after 0, 1, ... steps; a first-order run has one for all steps
+    checksums: Sequence[
+        str
+    ]  # of the journal after 0, 1, ... steps; a first-order run has one for all steps
 
     def checksum(self, step: int) -> str:
         """Return the checksum for the manifest of the snapshot after `step` updates."""
@@ -196,7 +207,10 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     try:
         for name, facts in manifest["files"].items():
             path = directory / name
-            if not path.is_file() or facts != {"bytes": path.stat().st_size, "sha256": sha256_file(path)}:
+            if not path.is_file() or facts != {
+                "bytes": path.stat().st_size,
+                "sha256": sha256_file(path),
+            }:
                 raise ValueError(f"{name} has changed")
     except DAMAGE as error:
         logger.warning("snapshot %s is ignored, because it is damaged: %s", directory, error)
@@ -219,7 +233,9 @@ def snapshot_steps(root: Path) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
 
-def own_snapshots(root: Path, owner: SnapshotOwner | None) -> tuple[dict[int, dict[str, Any]], list[int]]:
+def own_snapshots(
+    root: Path, owner: SnapshotOwner | None
+) -> tuple[dict[int, dict[str, Any]], list[int]]:
     """Return the manifests of a run's snapshots (None: of any) by step, and the steps of all others."""
     found = {step: read_facts(snapshot_path(root, step)) for step in snapshot_steps(root)}
     facts = {step: manifest for step, manifest in found.items() if manifest is not None}
@@ -236,7 +252,9 @@ def newest_snapshot(root: Path, step: int, owner: SnapshotOwner | None = None) -
 
 
 def _newest_valid(root: Path, steps: Iterable[int]) -> int | None:
-    return next((s for s in sorted(steps, reverse=True) if read_manifest(snapshot_path(root, s))), None)
+    return next(
+        (s for s in sorted(steps, reverse=True) if read_manifest(snapshot_path(root, s))), None
+    )
 
 
 def prune_snapshots(root: Path, keep: int, protected: Iterable[int] = ()) -> None:

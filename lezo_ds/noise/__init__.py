@@ -48,7 +48,9 @@ class Weight(NamedTuple):
     theta: Tensor  # the parameter, or the rectangle of it that `region` describes
     parameter_id: int  # unsigned 32-bit
     out_dtype: torch.dtype  # of the perturbed copies
-    rows: Tensor | None = None  # int64 [n] of theta [num_rows, width], in any order; theta has whole rows
+    rows: Tensor | None = (
+        None  # int64 [n] of theta [num_rows, width], in any order; theta has whole rows
+    )
     region: Region = ALL
 
 
@@ -58,13 +60,17 @@ class Shard(NamedTuple):
     values: Tensor  # contiguous [n]
     region: Region
     parameter_id: int
-    low: Tensor | None = None  # contiguous int16 [n]: the low bits of `split_master`, with "fp32_master" only
+    low: Tensor | None = (
+        None  # contiguous int16 [n]: the low bits of `split_master`, with "fp32_master" only
+    )
 
 
 class NoiseBackend(ABC):
     """All backends compute the same bits. Keys are unsigned 64-bit, elements 0 to 2**40, scales fp32."""
 
-    takes_blocks = False  # whether one call for all of a block is worth the memory for all their copies
+    takes_blocks = (
+        False  # whether one call for all of a block is worth the memory for all their copies
+    )
 
     def draw(
         self,
@@ -78,7 +84,10 @@ class NoiseBackend(ABC):
         """Return z of the elements [start, start + count): fp32 [count]."""
         values = torch.zeros(count, device=device)
         self.update_(
-            [Shard(values, Region(start), parameter_id)], [Update(key, -1.0)], "nearest", distribution
+            [Shard(values, Region(start), parameter_id)],
+            [Update(key, -1.0)],
+            "nearest",
+            distribution,
         )
         return values
 
@@ -113,7 +122,12 @@ class NoiseBackend(ABC):
 
     @abstractmethod
     def _perturb(
-        self, weights: Sequence[Weight], key: int, scale: float, num_signs: int, distribution: Distribution
+        self,
+        weights: Sequence[Weight],
+        key: int,
+        scale: float,
+        num_signs: int,
+        distribution: Distribution,
     ) -> list[list[Tensor]]:
         """Return theta + scale * z of each weight and, if there are two signs, theta - scale * z."""
 
@@ -153,7 +167,9 @@ def noise_backend(device: torch.device) -> NoiseBackend:
 
 def _triton_noise(device: torch.device) -> NoiseBackend:
     try:
-        from lezo_ds.noise.gpu import TritonNoise  # CPUs do not need Triton and often do not have it
+        from lezo_ds.noise.gpu import (
+            TritonNoise,
+        )  # CPUs do not need Triton and often do not have it
 
         noise = TritonNoise()
         # The first launch builds Triton's launcher; a missing compiler must show now, not in a training step.

@@ -22,7 +22,14 @@ from lezo_ds.zo.updates import Distribution, Update, UpdatePrecision
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 # -ffp-contract=off: a fused multiply-add rounds once where the other backends round twice.
 # -fno-trapping-math: lets GCC turn selections into SIMD code; unlike -ffast-math it changes no result.
-FLAGS = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+]
 FLAGS += ["-shared", "-fPIC", "-pthread"]
 
 # In the order of the enumerations and of the C functions' parameters in cpu_kernels.cpp.
@@ -46,7 +53,12 @@ class CpuNoise(NoiseBackend):
         self._kernels.lezo_update.argtypes = _UPDATE
 
     def _perturb(
-        self, weights: Sequence[Weight], key: int, scale: float, num_signs: int, distribution: Distribution
+        self,
+        weights: Sequence[Weight],
+        key: int,
+        scale: float,
+        num_signs: int,
+        distribution: Distribution,
     ) -> list[list[Tensor]]:
         copies = []
         for theta, parameter_id, out_dtype, rows, region in weights:
@@ -98,7 +110,9 @@ def _built_library() -> Path:
     if library.exists():
         return library
     cache.mkdir(parents=True, exist_ok=True)
-    logging.getLogger(__name__).info("compiling the noise kernels (a few seconds, once): %s", library)
+    logging.getLogger(__name__).info(
+        "compiling the noise kernels (a few seconds, once): %s", library
+    )
     # Several ranks may build at once, so each builds in its own folder; the last rename wins.
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         output = Path(folder) / library.name

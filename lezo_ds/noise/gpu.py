@@ -1,7 +1,5 @@
 """The noise operations for CUDA devices, with Triton."""
 
-# ruff: noqa: ANN401 (Triton's kernels have no types)
-
 from __future__ import annotations
 
 import functools
@@ -20,7 +18,9 @@ from lezo_ds.zo.updates import Distribution, Update, UpdatePrecision
 
 # Elements of one program, as in `triton_kernels._tile`; no bit depends on it.
 _TILE: dict[Distribution, int] = {"normal": 512 * 4, "rademacher": 32 * 128}
-_ALIGNMENT = 512  # of copies in bytes, like that of torch's allocator: matrix products may depend on it
+_ALIGNMENT = (
+    512  # of copies in bytes, like that of torch's allocator: matrix products may depend on it
+)
 _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -50,7 +50,9 @@ class Launch:
             else:
                 # A fused multiply-add rounds once where the other backends round twice.
                 options = {"num_warps": self._num_warps, "enable_fp_fusion": False}
-                self._compiled = self.kernel[grid](*arguments, **options)  # None in Triton's interpreter
+                self._compiled = self.kernel[grid](
+                    *arguments, **options
+                )  # None in Triton's interpreter
 
 
 class TritonNoise(NoiseBackend):
@@ -59,13 +61,27 @@ class TritonNoise(NoiseBackend):
     takes_blocks = True
 
     def _perturb(
-        self, weights: Sequence[Weight], key: int, scale: float, num_signs: int, distribution: Distribution
+        self,
+        weights: Sequence[Weight],
+        key: int,
+        scale: float,
+        num_signs: int,
+        distribution: Distribution,
     ) -> list[list[Tensor]]:
         if weights[0].rows is not None:
-            return [_perturb_rows(weight, key, scale, num_signs, distribution) for weight in weights]
+            return [
+                _perturb_rows(weight, key, scale, num_signs, distribution) for weight in weights
+            ]
         thetas = [weight.theta.contiguous() for weight in weights]
         facts = [
-            (theta.data_ptr(), theta.shape, theta.dtype, weight.parameter_id, weight.out_dtype, weight.region)
+            (
+                theta.data_ptr(),
+                theta.shape,
+                theta.dtype,
+                weight.parameter_id,
+                weight.out_dtype,
+                weight.region,
+            )
             for theta, weight in zip(thetas, weights, strict=True)
         ]
         device = thetas[0].device
@@ -75,7 +91,9 @@ class TritonNoise(NoiseBackend):
         for table, launch in launches:
             launch.run(table, None, out, key, scale, num_bytes)
         of_dtype = {dtype: out.view(dtype) for dtype in {weight.out_dtype for weight in weights}}
-        return [[of_dtype[dtype].as_strided(*view) for dtype, *view in of_weight] for of_weight in views]
+        return [
+            [of_dtype[dtype].as_strided(*view) for dtype, *view in of_weight] for of_weight in views
+        ]
 
     def update_(
         self,
@@ -129,7 +147,9 @@ def _num_tiles(distribution: Distribution, region: Region, count: int) -> int:
     per_block = PER_BLOCK[distribution]
     covered = region.start % per_block + count if count else 0
     if region.width:  # all blocks that a row may touch, as in `triton_kernels._tile_of_rows`
-        covered = count // region.width * ((region.width + 2 * (per_block - 1)) // per_block) * per_block
+        covered = (
+            count // region.width * ((region.width + 2 * (per_block - 1)) // per_block) * per_block
+        )
     return -(-covered // _TILE[distribution])
 
 
@@ -148,7 +168,10 @@ def _copies(
     parts, offsets, end = [], [], 0
     for address, shape, dtype, parameter_id, out_dtype, region in facts:
         is_fp32 = out_dtype == torch.float32
-        stored = ("out_dtype", dtype if is_fp32 else out_dtype)  # one kernel writes fp32 and another dtype
+        stored = (
+            "out_dtype",
+            dtype if is_fp32 else out_dtype,
+        )  # one kernel writes fp32 and another dtype
         constants = (("dtype", dtype), stored, ("two_signs", num_signs == 2))
         parts.append((constants, parameter_id, shape.numel(), address, end, region, is_fp32))
         offsets.append(end)
@@ -174,15 +197,25 @@ def _launches(
     for constants, parameter_id, count, address, other, region, last in parts:
         unit = 16 if count % 16 == address % 16 == other % 16 == 0 else 1
         layout = (
-            "rows" if region.width else "aligned" if region.start % PER_BLOCK[distribution] == 0 else "any"
+            "rows"
+            if region.width
+            else "aligned"
+            if region.start % PER_BLOCK[distribution] == 0
+            else "any"
         )
         kind = (*constants, ("layout", layout), ("unit", unit))
         num_tiles = _num_tiles(distribution, region, count)
-        alike.setdefault(kind, []).append((num_tiles, parameter_id, count, address, other, last, *region))
+        alike.setdefault(kind, []).append(
+            (num_tiles, parameter_id, count, address, other, last, *region)
+        )
     launches = []
     for kind, columns in alike.items():
-        num_columns = max(16, 1 << (len(columns) - 1).bit_length())  # a kernel is compiled for each number
-        table = np.full((9, num_columns), 1 << 62, dtype=np.int64)  # more than any number of programs
+        num_columns = max(
+            16, 1 << (len(columns) - 1).bit_length()
+        )  # a kernel is compiled for each number
+        table = np.full(
+            (9, num_columns), 1 << 62, dtype=np.int64
+        )  # more than any number of programs
         table[:, : len(columns)] = np.array(columns, dtype=np.int64).T
         ends = np.cumsum(table[0, : len(columns)])
         table[0, : len(columns)] = [0, *ends[:-1]]

@@ -28,7 +28,13 @@ PER_BLOCK: dict[Distribution, int] = {"normal": 4, "rademacher": 128}
 
 _MASK32 = 0xFFFFFFFF
 # Cephes logf: log(1 + x) = x - x**2/2 + x**3 P(x) on [sqrt(1/2) - 1, sqrt(2) - 1], highest power first.
-_LOG_COEFFICIENTS = [7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1]
+_LOG_COEFFICIENTS = [
+    7.0376836292e-2,
+    -1.1514610310e-1,
+    1.1676998740e-1,
+    -1.2420140846e-1,
+    1.4249322787e-1,
+]
 _LOG_COEFFICIENTS += [-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1]
 _SQRT2 = 1.4142135381698608
 # ln 2 in two parts (Cody and Waite): the high part times a small integer is exact in fp32.
@@ -38,7 +44,9 @@ _SIN_COEFFICIENTS = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)
 _COS_COEFFICIENTS = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
 _QUARTER_PI_OVER_2_31 = 3.657291987e-10
 _SMALLEST_NORMAL_FP16 = 0x38800000  # the fp32 bits of 2**-14
-_FP16_EXPONENT_OFFSET = 0x1C000  # (127 - 15) << 10: fp32's exponent bias minus fp16's, at fp16's position
+_FP16_EXPONENT_OFFSET = (
+    0x1C000  # (127 - 15) << 10: fp32's exponent bias minus fp16's, at fp16's position
+)
 _ROUNDER = 12582912.0  # 1.5 * 2**23: adding it to |q| < 2**22 leaves rint(q) in the low bits
 CHUNK = 1 << 18  # elements; their temporaries (about 50 bytes an element) stay near the cache
 
@@ -47,7 +55,12 @@ _Part = tuple[Region, int, int, torch.device]  # elements of a part, from first 
 
 
 def draw(
-    distribution: Distribution, key: int, parameter_id: int, start: int, count: int, device: torch.device
+    distribution: Distribution,
+    key: int,
+    parameter_id: int,
+    start: int,
+    count: int,
+    device: torch.device,
 ) -> Tensor:
     """Return z of elements [start, start + count) of one parameter: fp32 [count]."""
     per_block = PER_BLOCK[distribution]
@@ -178,7 +191,9 @@ def round_stochastic(values: Tensor, words: Tensor, dtype: torch.dtype) -> Tenso
         # Larger values do not use this result; the clamp only keeps their conversion to an integer defined.
         fixed_point = (values.abs().clamp(max=2.0**-14) * 2.0**44).to(torch.int32)
         subnormal = (fixed_point + (dither & 0xFFFFF)) >> 20
-        rounded = torch.where(magnitude < _SMALLEST_NORMAL_FP16, subnormal, normal.clamp(max=0x7C00))
+        rounded = torch.where(
+            magnitude < _SMALLEST_NORMAL_FP16, subnormal, normal.clamp(max=0x7C00)
+        )
         rounded = rounded | ((bits >> 31) << 15)
     return torch.where(values.isnan(), values.to(dtype), rounded.to(torch.int16).view(dtype))
 
@@ -225,20 +240,32 @@ class EagerNoise(NoiseBackend):
     """`NoiseBackend` on any device."""
 
     def _perturb(
-        self, weights: Sequence[Weight], key: int, scale: float, num_signs: int, distribution: Distribution
+        self,
+        weights: Sequence[Weight],
+        key: int,
+        scale: float,
+        num_signs: int,
+        distribution: Distribution,
     ) -> list[list[Tensor]]:
         copies = []
         for theta, parameter_id, out_dtype, rows, region in weights:
             width = 1 if rows is None else theta.shape[1]
             source = theta.reshape(-1, width)
             shape = theta.shape if rows is None else torch.Size((len(rows), width))
-            outs = [torch.empty(shape, dtype=out_dtype, device=theta.device) for _ in range(num_signs)]
-            for first, last in _chunks(shape.numel() if rows is None else len(rows), max(1, CHUNK // width)):
+            outs = [
+                torch.empty(shape, dtype=out_dtype, device=theta.device) for _ in range(num_signs)
+            ]
+            for first, last in _chunks(
+                shape.numel() if rows is None else len(rows), max(1, CHUNK // width)
+            ):
                 if rows is None:
                     values, where = source[first:last, 0], (region, first, last, theta.device)
                     z = _draw(distribution, key, parameter_id, where)
                 else:
-                    values, columns = source[rows[first:last]], torch.arange(width, device=theta.device)
+                    values, columns = (
+                        source[rows[first:last]],
+                        torch.arange(width, device=theta.device),
+                    )
                     elements = region.start + rows[first:last, None] * width + columns
                     z = draw_at(distribution, key, parameter_id, elements)
                 for out, signed in zip(outs, (scale, -scale), strict=False):

@@ -131,7 +131,9 @@ def box_muller(word0, word1, word2, word3):
 @triton.jit
 def _draw(key, parameter_id, block, distribution: tl.constexpr):
     """Return z of all elements of the blocks: fp32 [n, elements of a block]."""
-    word0, word1, word2, word3 = _words(key, parameter_id, block, 2 if distribution == "rademacher" else 0)
+    word0, word1, word2, word3 = _words(
+        key, parameter_id, block, 2 if distribution == "rademacher" else 0
+    )
     if distribution == "rademacher":
         words = _in_order(word0, word1, word2, word3)
         bits = words[:, :, None] >> tl.arange(0, 32).to(tl.uint32)[None, None, :]
@@ -158,7 +160,9 @@ def round_nearest(value, dtype: tl.constexpr):
     if INTERPRETED and dtype == tl.bfloat16:
         bits = value.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        stored = tl.where(value != value, 0x7FC0, rounded).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        stored = (
+            tl.where(value != value, 0x7FC0, rounded).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        )
     else:
         stored = value.to(dtype)
     return stored
@@ -266,12 +270,25 @@ def _part(table_ptr, unit: tl.constexpr, num_columns: tl.constexpr):
     address = tl.load(column + 3 * num_columns)
     other = tl.multiple_of(tl.load(column + 4 * num_columns), unit)
     last = tl.load(column + 5 * num_columns)
-    return program - tl.load(column), parameter_id, count, address, other, last, column + 6 * num_columns
+    return (
+        program - tl.load(column),
+        parameter_id,
+        count,
+        address,
+        other,
+        last,
+        column + 6 * num_columns,
+    )
 
 
 @triton.jit
 def _elements(
-    tile, region_ptr, count, layout: tl.constexpr, num_columns: tl.constexpr, distribution: tl.constexpr
+    tile,
+    region_ptr,
+    count,
+    layout: tl.constexpr,
+    num_columns: tl.constexpr,
+    distribution: tl.constexpr,
 ):
     """Return `_tile` of a part whose region is in a column of the table."""
     start = tl.load(region_ptr)
@@ -314,10 +331,14 @@ def perturb_kernel(
     `rows_ptr`, the sixth says whether the copies are fp32 instead of `out_dtype`. With it, the only part has
     the elements of one row, row i of plus is that of theta[rows[i]], and the sixth is the tiles of a row.
     """
-    tile, parameter_id, count, address, offset, last, region_ptr = _part(table_ptr, unit, num_columns)
+    tile, parameter_id, count, address, offset, last, region_ptr = _part(
+        table_ptr, unit, num_columns
+    )
     theta_ptr, is_fp32 = tl.multiple_of(address.to(tl.pointer_type(dtype)), unit), last
     if rows_ptr is None:
-        block, position, inside = _elements(tile, region_ptr, count, layout, num_columns, distribution)
+        block, position, inside = _elements(
+            tile, region_ptr, count, layout, num_columns, distribution
+        )
     else:
         row = tile.to(tl.int32) // last.to(tl.int32)
         tile -= row.to(tl.int64) * last
@@ -330,7 +351,9 @@ def perturb_kernel(
     change = scale * _draw(key, parameter_id, block, distribution)
     _store_copy(out_ptr + offset, position, theta + change, inside, is_fp32, out_dtype)
     if two_signs:
-        _store_copy(out_ptr + offset + distance, position, theta - change, inside, is_fp32, out_dtype)
+        _store_copy(
+            out_ptr + offset + distance, position, theta - change, inside, is_fp32, out_dtype
+        )
 
 
 @triton.jit(do_not_specialize=["num_updates"])
@@ -351,7 +374,9 @@ def update_kernel(
     registers between the updates.
     """
     multipliers_ptr = updates_ptr.to(tl.pointer_type(tl.float32))
-    tile, parameter_id, count, address, low_address, _, region_ptr = _part(table_ptr, unit, num_columns)
+    tile, parameter_id, count, address, low_address, _, region_ptr = _part(
+        table_ptr, unit, num_columns
+    )
     block, position, inside = _elements(tile, region_ptr, count, layout, num_columns, distribution)
     shard_ptr = tl.multiple_of(address.to(tl.pointer_type(dtype)), unit) + position
     low_ptr = tl.multiple_of(low_address.to(tl.pointer_type(tl.int16)), unit) + position
@@ -370,7 +395,9 @@ def update_kernel(
         else:
             value = stored.to(tl.float32) * factor - coefficient * z
             if precision == "stochastic":
-                stored = _round_stochastic(value, _dither(key, parameter_id, block, z.shape[1]), dtype)
+                stored = _round_stochastic(
+                    value, _dither(key, parameter_id, block, z.shape[1]), dtype
+                )
             else:
                 stored = round_nearest(value, dtype)
     tl.store(shard_ptr, stored, mask=inside)

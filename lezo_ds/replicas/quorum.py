@@ -87,9 +87,13 @@ class Replicas:
         try:
             parts = urlsplit(self._lighthouse)
             # Without http://, there is no hostname.
-            self._host = host = distributed.address_towards(parts.hostname or ".invalid", parts.port or 80)
+            self._host = host = distributed.address_towards(
+                parts.hostname or ".invalid", parts.port or 80
+            )
         except (OSError, ValueError) as error:
-            text = f"elastic.lighthouse={self._lighthouse} names no host that can be reached ({error})"
+            text = (
+                f"elastic.lighthouse={self._lighthouse} names no host that can be reached ({error})"
+            )
             raise UserError(text, fix="set elastic.lighthouse=http://HOST:29510") from error
         if not secret and not distributed.is_loopback(host):
             text = f"elastic.lighthouse={self._lighthouse} is on another machine, and LEZO_SECRET is not set"
@@ -122,11 +126,17 @@ class Replicas:
         """Return, on rank 0, lines that a member of the last quorum has and this journal lacks."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         page = ""
-        with suppress(OSError), opener.open(f"{self._lighthouse}/status", timeout=_CONNECT_SECONDS) as answer:
+        with (
+            suppress(OSError),
+            opener.open(f"{self._lighthouse}/status", timeout=_CONNECT_SECONDS) as answer,
+        ):
             page = answer.read(4 << 20).decode("utf-8", "replace")
         for address in dict.fromkeys(_ADDRESS.findall(page)):
             with suppress(OSError):  # that replica has ended
-                if address != self._transport.address and (lines := self._transport.fetch(address)).data:
+                if (
+                    address != self._transport.address
+                    and (lines := self._transport.fetch(address)).data
+                ):
                     return lines
         return None
 
@@ -143,7 +153,11 @@ class Replicas:
         # Replicas that start together on unlike machines have different headers.
         counts = Counter(member["run"] for member in members)
         first = max(members, key=lambda member: (member["lines"], counts[member["run"]]))
-        far = [m for m in members if m["run"] != first["run"] or first["lines"] - m["lines"] > FEW_LINES]
+        far = [
+            m
+            for m in members
+            if m["run"] != first["run"] or first["lines"] - m["lines"] > FEW_LINES
+        ]
         is_far, lines = members[position] in far, None
         try:
             if not far:
@@ -163,9 +177,11 @@ class Replicas:
         self._hangs_at = self._began + self._patience
         workers = [member["workers"] for member in members]
         news = [evaluation for member in members for evaluation in member["news"]]
-        return Place(position, sum(workers[:position]), sum(workers), addresses, news, lines, is_far)
+        return Place(
+            position, sum(workers[:position]), sum(workers), addresses, news, lines, is_far
+        )
 
-    def _wait_for_quorum(self) -> Any:  # noqa: ANN401
+    def _wait_for_quorum(self) -> Any:
         assert self.journal is not None
         facts = {
             "run": self.journal.checksums[0],
@@ -185,11 +201,15 @@ class Replicas:
             left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
             try:
                 if self._client is None:
-                    self._client = LighthouseClient(self._lighthouse, timedelta(seconds=_CONNECT_SECONDS))
+                    self._client = LighthouseClient(
+                        self._lighthouse, timedelta(seconds=_CONNECT_SECONDS)
+                    )
                 self._is_member = True
                 asked = self._asking.submit(self._client.quorum, self._id, left, data=facts)
                 while wait([asked], timeout=_LEAST_PATIENCE).not_done:
-                    logger.warning("waiting for replicas, or for the lighthouse %s", self._lighthouse)
+                    logger.warning(
+                        "waiting for replicas, or for the lighthouse %s", self._lighthouse
+                    )
                 return asked.result()
             except (RuntimeError, OSError) as error:
                 if time.monotonic() > deadline:
@@ -239,7 +259,9 @@ class Replicas:
         facts = {**facts, "journal": self.journal.checksums[1], "weights": self.digest}
         digest = hashlib.blake2b(repr(facts).encode(), digest_size=6).digest()
         rows = [0.0] * len(self._members)
-        rows[self._position] = own = float(int.from_bytes(digest, "little"))  # float64 holds 48 bits exactly
+        rows[self._position] = own = float(
+            int.from_bytes(digest, "little")
+        )  # float64 holds 48 bits exactly
         *losses, stop, snapshot = values
         sums = torch.tensor([*losses, float(self.stops_all), snapshot, *rows], dtype=torch.float64)
         try:
@@ -250,7 +272,9 @@ class Replicas:
         if set(rows) != {own}:
             # Most replicas are right; of several such groups, the one with the oldest replica.
             counts, ages = Counter(rows), [member["age"] for member in self._members]
-            right = rows[max(range(len(rows)), key=lambda row: (counts[rows[row]], ages[row], -row))]
+            right = rows[
+                max(range(len(rows)), key=lambda row: (counts[rows[row]], ages[row], -row))
+            ]
             if rows[self._position] == own != right:
                 raise DesyncError(
                     "this replica leaves: its plan, batch, journal or weights differ from those of others; "
@@ -258,7 +282,9 @@ class Replicas:
                 )
             self._lose_round()
         self._failures = 0
-        self._longest = max(time.monotonic() - self._began, 0.9 * self._longest if self._age else 0.0)
+        self._longest = max(
+            time.monotonic() - self._began, 0.9 * self._longest if self._age else 0.0
+        )
         self._age += 1
         *totals, stops, snapshots = sums[: -len(rows)].tolist()
         return [*totals, stop + stops, snapshots]

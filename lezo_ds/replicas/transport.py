@@ -44,15 +44,25 @@ class JournalTransport(ThreadingHTTPServer):
         path = f"/{len(own)}/{_last_crc(own)}"
         connection = http.client.HTTPConnection(address, timeout=_SECONDS)
         try:
-            connection.request("GET", path, headers={_NONCE: nonce, _PROOF: self.prove(nonce, path.encode())})
+            connection.request(
+                "GET", path, headers={_NONCE: nonce, _PROOF: self.prove(nonce, path.encode())}
+            )
             answer = connection.getresponse()
-            data, start, proof = answer.read(MAX_BYTES + 1), answer.headers[_START], answer.headers[_PROOF]
+            data, start, proof = (
+                answer.read(MAX_BYTES + 1),
+                answer.headers[_START],
+                answer.headers[_PROOF],
+            )
         except http.client.HTTPException as error:
             raise OSError(f"{type(error).__name__}: {error}") from error
         finally:
             connection.close()
         expected = self.prove(nonce, f"{start}\n".encode() + data)
-        if start not in ("0", str(len(own))) or len(data) > MAX_BYTES or not _equal(proof, expected):
+        if (
+            start not in ("0", str(len(own)))
+            or len(data) > MAX_BYTES
+            or not _equal(proof, expected)
+        ):
             text = f"{address} does not send lines of a journal (status {answer.status})"
             raise LezoError(f"{text}; fix: set the same LEZO_SECRET for all replicas")
         is_behind = start == "0" and own.startswith(data)
@@ -68,7 +78,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         found, nonce = _PATH.fullmatch(self.path), self.headers[_NONCE] or ""
-        if not found or not _equal(self.headers[_PROOF], self.server.prove(nonce, self.path.encode())):
+        if not found or not _equal(
+            self.headers[_PROOF], self.server.prove(nonce, self.path.encode())
+        ):
             self.send_error(http.client.FORBIDDEN)
             return
         data, start = whole_lines(self.server.journal), int(found[1])

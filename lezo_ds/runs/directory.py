@@ -56,7 +56,9 @@ class RunDirectory:
     def check_writable(self) -> None:
         """Refuse a path where no run can be. Nothing is left there."""
         with failures_named(self.path, UserError):
-            existing = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+            existing = next(
+                path for path in (self.path, *self.path.absolute().parents) if path.exists()
+            )
             tempfile.TemporaryFile(dir=existing).close()
 
     @contextmanager
@@ -164,7 +166,10 @@ class RunDirectory:
         """Return the content of results.json; nothing if it is missing or damaged."""
         try:
             results = json.loads(self.results.read_text(encoding="utf-8"))
-            numbers = {results[name] or 0 for name in ("finished", "best_step", "steps", "peak_memory_bytes")}
+            numbers = {
+                results[name] or 0
+                for name in ("finished", "best_step", "steps", "peak_memory_bytes")
+            }
             return results if {type(number) for number in numbers} <= {bool, int} else {}
         except DAMAGE:
             return {}

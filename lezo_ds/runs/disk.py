@@ -10,7 +10,9 @@ from lezo_ds.model.checkpoint import DTYPES
 from lezo_ds.model.snapshots import snapshot_steps
 from lezo_ds.runs.directory import RunDirectory
 
-_CHECKPOINT = 12  # bytes of AdamW's checkpoint for each trained parameter: float32 weights and two moments
+_CHECKPOINT = (
+    12  # bytes of AdamW's checkpoint for each trained parameter: float32 weights and two moments
+)
 
 
 def snapshot_sizes(config: RunConfig, num_parameters: int, num_trained: int) -> list[int]:
@@ -21,7 +23,11 @@ def snapshot_sizes(config: RunConfig, num_parameters: int, num_trained: int) -> 
     every = eval_every(config) if train.snapshot_every is None else train.snapshot_every
     num_due = -(-train.steps // every) if every else 1
     size = (num_parameters if config.peft.kind == "none" else num_trained) * itemsize
-    if config.method in ZEROTH_ORDER and config.zo.update_precision == "fp32_master" and itemsize == 2:
+    if (
+        config.method in ZEROTH_ORDER
+        and config.zo.update_precision == "fp32_master"
+        and itemsize == 2
+    ):
         size += 2 * num_trained
     is_adamw = config.method == "adamw"  # it also keeps the best step's snapshot
     number = min(1 + max(1, train.keep_snapshots) + is_adamw, num_due)
@@ -33,7 +39,11 @@ def check_disk(config: RunConfig, num_parameters: int, num_trained: int) -> None
     directory = RunDirectory(config.run_dir)
     if config.train.steps in snapshot_steps(directory.snapshots):
         return
-    files = [file for folder in (directory.snapshots, directory.checkpoints) for file in folder.rglob("*")]
+    files = [
+        file
+        for folder in (directory.snapshots, directory.checkpoints)
+        for file in folder.rglob("*")
+    ]
     present = sum(file.stat().st_size for file in files if file.is_file())
     needed = sum(snapshot_sizes(config, num_parameters, num_trained)) - present
     place = directory.path.absolute()

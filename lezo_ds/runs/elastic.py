@@ -27,11 +27,13 @@ logger = logging.getLogger(__name__)
 class ElasticRun(run.Run):
     """The part of a replica in a run."""
 
-    def __init__(self, *arguments: Any, replicas: Replicas) -> None:  # noqa: ANN401
+    def __init__(self, *arguments: Any, replicas: Replicas) -> None:
         super().__init__(*arguments)
         self.engine.replicas = self.replicas = replicas
         replicas.num_workers = self.engine.world_size // self.engine.tensor_parallel
-        self._is_away = self.directory.number == 0  # the first one scores the base model before it joins
+        self._is_away = (
+            self.directory.number == 0
+        )  # the first one scores the base model before it joins
         self._evaluator = ""  # address of the last replica that left to evaluate
 
     def _open_journal(self) -> list[EvaluationRecord]:
@@ -48,7 +50,9 @@ class ElasticRun(run.Run):
         if lines := self.replicas.newer_lines():
             return lines
         own = whole_lines(self.directory.journal)
-        later = [lines for lines in map(whole_lines, self.directory.journals()) if lines.startswith(own)]
+        later = [
+            lines for lines in map(whole_lines, self.directory.journals()) if lines.startswith(own)
+        ]
         longest = max(later, key=len)
         return Lines(len(own), longest[len(own) :]) if len(longest) > len(own) else None
 
@@ -166,7 +170,9 @@ class ElasticRun(run.Run):
         is_waiting = self._is_over() and self._evaluator not in ("", *place.addresses)
         if is_waiting and distributed.on_rank_zero(lambda: reaches(self._evaluator)):
             return False
-        missing = [(split, step) for split, step in self._missing() if step == head or self._is_over()]
+        missing = [
+            (split, step) for split, step in self._missing() if step == head or self._is_over()
+        ]
         self._evaluator = place.addresses[0]
         if place.position > 0:
             return False

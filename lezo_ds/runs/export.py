@@ -19,7 +19,13 @@ from lezo_ds.config import ZEROTH_ORDER, RunConfig
 from lezo_ds.config.paths import DATA_KEYS
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.files import DAMAGE, failures_named, write_atomically
-from lezo_ds.journal import EvaluationRecord, JournalRecord, encode_journal, read_journal, scan_journal
+from lezo_ds.journal import (
+    EvaluationRecord,
+    JournalRecord,
+    encode_journal,
+    read_journal,
+    scan_journal,
+)
 from lezo_ds.model.checkpoint import load_model_config, resolve_model
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.records import (
@@ -38,7 +44,12 @@ from lezo_ds.runs.trainer import restore
 MAX_JOURNAL_BYTES = 64 << 20  # 20,000 steps take about 8 MB
 _MAX_LINE_BYTES = 1 << 18
 # A run from a file need not be sharded here as it was on the machine that wrote it.
-_ANY_MACHINE = ("deepspeed=null", "partition_size=null", "tensor_parallel=null", "train.report_to=null")
+_ANY_MACHINE = (
+    "deepspeed=null",
+    "partition_size=null",
+    "tensor_parallel=null",
+    "train.report_to=null",
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +67,9 @@ def export_run(
 
     def read() -> tuple[RecordedRun, int]:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise UserError(f"{target} exists and is not an empty directory", fix="set another --out")
+            raise UserError(
+                f"{target} exists and is not an empty directory", fix="set another --out"
+            )
         run = read_file(path, overrides) if path.is_file() else read_run(path, overrides)
         return run, run.find_step(step)
 
@@ -69,7 +82,9 @@ def export_run(
             "fix: use the same package version and settings as the run"
         )
     if distributed.rank() == 0:
-        known = "no digest in the run to compare with" if expected is None else "the same as in the run"
+        known = (
+            "no digest in the run to compare with" if expected is None else "the same as in the run"
+        )
         logger.info("digest of the weights: %s (%s)", digest, known)
         if is_worse_than_base(evaluations_of(run.records)):
             logger.warning("%s", WORSE)
@@ -114,11 +129,15 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
             raise ValueError(f"it has more than {MAX_JOURNAL_BYTES} bytes")
         lines = scan_journal(file, _MAX_LINE_BYTES)
         header, _ = next(lines)
-        digests = {int(step): str(digest) for step, digest in header.config.get("digests", {}).items()}
+        digests = {
+            int(step): str(digest) for step, digest in header.config.get("digests", {}).items()
+        }
         base = _plain(header.config["model"]["path"])
         config = config_of(header, file, (*_ANY_MACHINE, *overrides))
         if not any(override.startswith("model.path=") for override in overrides):
-            raise UserError(f"{file} needs the base model of its run, {base}", fix="add model.path=DIR")
+            raise UserError(
+                f"{file} needs the base model of its run, {base}", fix="add model.path=DIR"
+            )
         assert_same_model_config(header, config.model.path)
     except DAMAGE as error:
         fix = "copy it again in binary mode, or write it again: lezo-ds export --run DIR --journal FILE"
@@ -219,9 +238,11 @@ def model_card(run: RecordedRun, step: int, digest: str) -> str:
         scores="\n".join(rows),
         load=load if kind == "none" else f"PeftModel.from_pretrained({load}, DIR)",
     )
-    return card + (_SCORING.replace("CHAT\n", _CHAT * config.data.chat_template) if has_labels else "")
+    return card + (
+        _SCORING.replace("CHAT\n", _CHAT * config.data.chat_template) if has_labels else ""
+    )
 
 
-def _plain(value: Any) -> str:  # noqa: ANN401
+def _plain(value: Any) -> str:
     """Return a value as one line of text in which nothing acts as Markdown or HTML."""
     return re.sub(r"[^\w .,:;/+()=%@-]", "?", str(value))

@@ -28,7 +28,13 @@ from lezo_ds.journal import EvaluationRecord
 from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.model.snapshots import read_manifest, remove_snapshots, snapshot_path
 from lezo_ds.noise import noise_backend
-from lezo_ds.runs.records import TrainingState, assert_same_base, best_evaluation, make_header, owner_of
+from lezo_ds.runs.records import (
+    TrainingState,
+    assert_same_base,
+    best_evaluation,
+    make_header,
+    owner_of,
+)
 from lezo_ds.runs.run import Run
 from lezo_ds.sharding import zero3
 from lezo_ds.zo.keys import dropout_key
@@ -41,7 +47,9 @@ class FirstOrderEngine(ModelEngine):
 
     _last_loss: float | None = None
 
-    def __init__(self, engine: Any, perturbed: PerturbedForward, sharded: ShardedModel, seed: int) -> None:  # noqa: ANN401
+    def __init__(
+        self, engine: Any, perturbed: PerturbedForward, sharded: ShardedModel, seed: int
+    ) -> None:
         super().__init__(engine, perturbed, sharded)
         self._seed = seed
 
@@ -54,7 +62,9 @@ class FirstOrderEngine(ModelEngine):
         """Number of steps whose fp16 gradients overflowed. DeepSpeed skips them and lowers its loss scale."""
         return int(self._deepspeed.skipped_steps)
 
-    def train_batch(self, batch: StepBatch | Sequence[MicroBatch], loss_function: LossFunction) -> float:
+    def train_batch(
+        self, batch: StepBatch | Sequence[MicroBatch], loss_function: LossFunction
+    ) -> float:
         """Do one step and return the mean loss over the batch before the update.
 
         The batch is the same on every rank. If this raises, the weights have not changed.
@@ -75,11 +85,15 @@ class FirstOrderEngine(ModelEngine):
             "learning rate": repr(self.learning_rate),
             "loss of the step before": repr(self._last_loss),
         }
-        sums = self.sum_losses(losses, batch, facts, lambda rank: self.share_of_rank(rank, len(batch)))
+        sums = self.sum_losses(
+            losses, batch, facts, lambda rank: self.share_of_rank(rank, len(batch))
+        )
         mean = self._last_loss = sum(sums) / total_weight
         if not math.isfinite(mean):
             fix = "lower adamw.learning_rate, or use bf16 or fp32 instead of fp16"
-            raise DivergenceError(f"the loss of step {self.global_steps} is not finite: {mean}; fix: {fix}")
+            raise DivergenceError(
+                f"the loss of step {self.global_steps} is not finite: {mean}; fix: {fix}"
+            )
         self._deepspeed.step()
         zero3.finish_updates()
         self._deepspeed.eval()
@@ -139,7 +153,9 @@ def initialize_first_order(config: RunConfig, ds_config: Mapping[str, Any]) -> F
     )
     trainable = [parameter for parameter in sharded.module.parameters() if parameter.requires_grad]
     adamw = config.adamw
-    optimizer = torch.optim.AdamW(trainable, lr=adamw.learning_rate, weight_decay=adamw.weight_decay)
+    optimizer = torch.optim.AdamW(
+        trainable, lr=adamw.learning_rate, weight_decay=adamw.weight_decay
+    )
     schedule = get_linear_schedule_with_warmup(optimizer, 0, train.steps)
     engine = zero3.start_training_engine(
         model=sharded.module, optimizer=optimizer, schedule=schedule, ds_config=ds_config
@@ -210,7 +226,7 @@ class FirstOrderRun(Run):
         if self.writes:
             remove_snapshots(self.directory.checkpoints, [self._state.step])
 
-    def _write_state(self, **changes: Any) -> None:  # noqa: ANN401
+    def _write_state(self, **changes: Any) -> None:
         self._state = replace(self._state, **changes)
         path, content = self.directory.training_state, asdict(self._state)
         distributed.on_rank_zero(lambda: self.directory.write_json(path, content))

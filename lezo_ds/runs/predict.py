@@ -50,7 +50,9 @@ def predict_file(opened: Opened, source: Path, out: Path) -> int:
     model, keys = load_model_config(resolve_model(config.model.path)), config.data
     room = getattr(model.get_text_config(), "max_position_embeddings", None) or keys.max_length
     label_field = keys.label_field or ("label" if keys.labels or keys.choices else None)
-    keys = replace(keys, max_length=min(room, keys.max_length), label_field=label_field, skip_unusable=False)
+    keys = replace(
+        keys, max_length=min(room, keys.max_length), label_field=label_field, skip_unusable=False
+    )
     config, task = replace(config, data=keys), unlabelled(find_task(keys))
     part, batch_size = RunDirectory(f"{out}.part"), config.train.eval_batch_size
     size = _CHUNK_BATCHES * batch_size
@@ -60,7 +62,9 @@ def predict_file(opened: Opened, source: Path, out: Path) -> int:
 
     def check() -> int:
         if out.suffix != source.suffix or out.exists():
-            what = "exists" if out.exists() else f"does not end in {source.suffix}, as {source} does"
+            what = (
+                "exists" if out.exists() else f"does not end in {source.suffix}, as {source} does"
+            )
             raise UserError(f"--out {out} {what}", fix="set another --out")
         check_kind(str(source), source)
         if not (num_records := sum(1 for _ in _examples(task, source))):
@@ -69,7 +73,9 @@ def predict_file(opened: Opened, source: Path, out: Path) -> int:
         return num_records
 
     def start() -> int:
-        facts = json.dumps([recipe_of(config), config.method, batch_size, sha256_file(source), digest])
+        facts = json.dumps(
+            [recipe_of(config), config.method, batch_size, sha256_file(source), digest]
+        )
         settings = part.path / "settings.json"
         if not settings.is_file():
             part.write(settings, facts)
@@ -95,7 +101,9 @@ def predict_file(opened: Opened, source: Path, out: Path) -> int:
         digest = engine.weights.digest()
         first = distributed.on_rank_zero(start)
         is_shown, num_done = distributed.rank() == 0, min(first * size, num_records)
-        bar = stack.enter_context(progress_bar(num_records, num_done, is_shown=is_shown, what="record"))
+        bar = stack.enter_context(
+            progress_bar(num_records, num_done, is_shown=is_shown, what="record")
+        )
         records = islice(_examples(task, source), num_done, None)
         for number in range(first, num_chunks):
             rows = predict(engine, data, data.encode(tuple(islice(records, size))), batch_size)
@@ -107,7 +115,9 @@ def predict_file(opened: Opened, source: Path, out: Path) -> int:
 
 def unlabelled(task: Task) -> Task:
     """Return the task of records without right answers. Those that are there are not read."""
-    blanks = {name: _NO_ANSWER.get(task.fields.get(name, object), "") for name in task.answer_fields}
+    blanks = {
+        name: _NO_ANSWER.get(task.fields.get(name, object), "") for name in task.answer_fields
+    }
     has_choices = task.kind in ("classification", "multiple_choice")
 
     def build(record: Record, index: int) -> Example:
@@ -116,7 +126,10 @@ def unlabelled(task: Task) -> Task:
             (field,) = task.fields
             turns = field_value(record, field)
             asked = turns[:-1] if read_messages(field, turns)[-1].role == ASSISTANT else turns
-            record[field] = [*asked, {"role": ASSISTANT, "content": "?"}]  # the model does not read it
+            record[field] = [
+                *asked,
+                {"role": ASSISTANT, "content": "?"},
+            ]  # the model does not read it
         example = replace(task.build_example(record, index), label=None, references=())
         return example if has_choices else replace(example, candidates=())
 
@@ -159,5 +172,7 @@ def _write_text(source: Path, target: Path, rows: Iterator[dict[str, Any]]) -> N
             return
         is_list = source.suffix == ".json"
         for number, record in enumerate(records):
-            file.write(("," if number else "[") * is_list + json.dumps(record, ensure_ascii=False) + "\n")
+            file.write(
+                ("," if number else "[") * is_list + json.dumps(record, ensure_ascii=False) + "\n"
+            )
         file.write("]\n" * is_list)

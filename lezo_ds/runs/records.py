@@ -41,7 +41,9 @@ _UNIMPORTANT = ("_name_or_path", "transformers_version")
 """Keys of a model's config.json that change if the model is only copied or saved again."""
 
 
-def make_header(config: RunConfig, data: TaskData, fingerprint: str, parameter_table: str) -> Header:
+def make_header(
+    config: RunConfig, data: TaskData, fingerprint: str, parameter_table: str
+) -> Header:
     """Return the header of a run; `parameter_table` is the hash of the parameters' names, ids and shapes."""
     model = resolve_model(config.model.path)
     device = distributed.device()
@@ -68,14 +70,19 @@ def make_header(config: RunConfig, data: TaskData, fingerprint: str, parameter_t
 def config_of(header: Header, run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration in a header, with `key=value` overrides. No module is imported."""
     values = {key: value for key, value in header.config.items() if key not in _INPUTS}
-    return config_from_dict(values | {"run_dir": str(run_dir)}, f"run {run_dir}", overrides, recorded=True)
+    return config_from_dict(
+        values | {"run_dir": str(run_dir)}, f"run {run_dir}", overrides, recorded=True
+    )
 
 
 def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str]) -> None:
     """Refuse to continue a run with other inputs. Other libraries and processors only cause a warning."""
 
     def facts(header: Header) -> dict[str, Any]:
-        hashes = {"model_fingerprint": header.model_fingerprint, "parameters": header.parameter_table_hash}
+        hashes = {
+            "model_fingerprint": header.model_fingerprint,
+            "parameters": header.parameter_table_hash,
+        }
         return {"noise_version": header.noise_version, **hashes, **header.config}
 
     for key, old, new in _differences(facts(recorded), facts(ours)):
@@ -83,17 +90,28 @@ def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str])
         default = _SHORT.repr(READER.keys.get(key, {}).get("default"))
         if key not in may_differ and (old, new) != (_SHORT.repr("absent"), default):
             version, own_version = recorded.libraries.get("lezo_ds"), ours.libraries["lezo_ds"]
-            by = "" if version == own_version else f", written by lezo_ds {version} (this is {own_version})"
+            by = (
+                ""
+                if version == own_version
+                else f", written by lezo_ds {version} (this is {own_version})"
+            )
             text = f"{key} differs from the journal's{by}: it is {new}, and was {old}"
-            raise UserError(text, fix="use the inputs that the run was started with, or another run_dir")
-    machine, our_machine = recorded.libraries | recorded.arithmetic, ours.libraries | ours.arithmetic
+            raise UserError(
+                text, fix="use the inputs that the run was started with, or another run_dir"
+            )
+    machine, our_machine = (
+        recorded.libraries | recorded.arithmetic,
+        ours.libraries | ours.arithmetic,
+    )
     for key, old, new in _differences(machine, our_machine):
         logger.warning("%s was %s when the journal was started and is %s now", key, old, new)
 
 
 def assert_same_base(recorded: Header, base: BaseModel) -> None:
     """Refuse to continue a run on other base weights. `check_records` has compared everything else."""
-    ours = replace(recorded, model_fingerprint=base.fingerprint, parameter_table_hash=base.table_hash)
+    ours = replace(
+        recorded, model_fingerprint=base.fingerprint, parameter_table_hash=base.table_hash
+    )
     assert_same_run(recorded, ours, ())
 
 
@@ -145,10 +163,16 @@ def owner_of(header: Header, records: Iterable[JournalRecord]) -> SnapshotOwner:
     return SnapshotOwner(header.model_fingerprint, step_checksums(header, records))
 
 
-def best_evaluation(evaluations: Sequence[EvaluationRecord], first_step: int = 0) -> EvaluationRecord | None:
+def best_evaluation(
+    evaluations: Sequence[EvaluationRecord], first_step: int = 0
+) -> EvaluationRecord | None:
     """Return the first evaluation with the lowest validation loss. It may be that of the base model, at 0."""
-    losses = [record for record in evaluations if record.split == "dev" and record.step >= first_step]
-    return min(losses, key=lambda record: math.inf if record.loss is None else record.loss, default=None)
+    losses = [
+        record for record in evaluations if record.split == "dev" and record.step >= first_step
+    ]
+    return min(
+        losses, key=lambda record: math.inf if record.loss is None else record.loss, default=None
+    )
 
 
 def is_worse_than_base(evaluations: Sequence[EvaluationRecord]) -> bool:
@@ -218,7 +242,9 @@ class RecordedRun:
         best = best_evaluation(evaluations)
         if step == "best" and best_evaluation(evaluations, first_step=1) is None:
             fix = "use --step last, or resume the run"
-            raise UserError(f"run {path} has no evaluation after a step, so it has no best step", fix=fix)
+            raise UserError(
+                f"run {path} has no evaluation after a step, so it has no best step", fix=fix
+            )
         named = {"last": self.num_steps, "best": best.step if best else None}
         found = named.get(step, int(step) if step.isdecimal() else None)
         kept: Sequence[int] = range(self.num_steps + 1)
@@ -231,7 +257,9 @@ class RecordedRun:
                 raise _weights_removed(path)
             expected = f"a step with a snapshot ({', '.join(map(str, kept)) or 'none yet'})"
         if found is None or found not in kept:
-            raise UserError(f"run {path} has no step {step}", fix=f"set --step to best, last, or {expected}")
+            raise UserError(
+                f"run {path} has no step {step}", fix=f"set --step to best, last, or {expected}"
+            )
         return found
 
 
@@ -245,12 +273,18 @@ def read_run(path: Path, overrides: Sequence[str] = ()) -> RecordedRun:
     own, _ = own_snapshots(directory.snapshots, owner_of(header, records))
     digests: dict[int, Any] = {step: manifest.get("digest") for step, manifest in own.items()}
     if results := directory.read_results():
-        digests[results["best_step" if results["finished"] else "steps"] or 0] = results.get("weights_digest")
+        digests[results["best_step" if results["finished"] else "steps"] or 0] = results.get(
+            "weights_digest"
+        )
     digests = {step: digest for step, digest in digests.items() if isinstance(digest, str)}
-    return RecordedRun(directory, header, config_of(header, path, overrides), records, num_steps, digests)
+    return RecordedRun(
+        directory, header, config_of(header, path, overrides), records, num_steps, digests
+    )
 
 
-def _read_records(directory: RunDirectory) -> tuple[Header, Sequence[JournalRecord], int, int | None] | None:
+def _read_records(
+    directory: RunDirectory,
+) -> tuple[Header, Sequence[JournalRecord], int, int | None] | None:
     """Return header, records (of AdamW, evaluations), number of steps, and that of ranks if it is fixed."""
     if directory.training_state.exists():
         state = TrainingState.read(directory.training_state)
@@ -261,7 +295,9 @@ def _read_records(directory: RunDirectory) -> tuple[Header, Sequence[JournalReco
     return None
 
 
-def check_records(config: RunConfig, data: TaskData, directory: RunDirectory, num_ranks: int) -> None:
+def check_records(
+    config: RunConfig, data: TaskData, directory: RunDirectory, num_ranks: int
+) -> None:
     """Refuse, before weights are loaded, to resume a run as another one."""
     if config.method == "adamw" and config.partition_size not in (None, num_ranks):
         text = f"method adamw shards the weights among all ranks; partition_size={config.partition_size}"
@@ -272,7 +308,9 @@ def check_records(config: RunConfig, data: TaskData, directory: RunDirectory, nu
     ours = make_header(config, data, header.model_fingerprint, header.parameter_table_hash)
     assert_same_run(header, ours, may_differ_on_resume(config))
     if config.train.steps is not None and config.train.steps < num_done:
-        text = f"run {directory.path} has {num_done} steps already; train.steps={config.train.steps}"
+        text = (
+            f"run {directory.path} has {num_done} steps already; train.steps={config.train.steps}"
+        )
         raise UserError(text, fix=f"set train.steps={num_done} or more, or another run_dir")
     if world_size is not None and num_done > 0:
         if world_size != num_ranks:

@@ -75,7 +75,9 @@ class Run:
 
     def _check(self) -> None:
         """Check the weights, and wait until the records that made them are on the disk. A collective."""
-        if self._has_journal:  # else nothing is known of the weights but what the optimizer made of them
+        if (
+            self._has_journal
+        ):  # else nothing is known of the weights but what the optimizer made of them
             self.engine.check_weights()
             self.engine.finish_records()
 
@@ -99,7 +101,9 @@ class Run:
                 self.directory.write_json(self.directory.results, results)
                 if finished and self.config.train.keep_snapshots == 0:
                     remove_directory(self.directory.checkpoints)
-                    remove_snapshots(self.directory.snapshots, self._protected() if self._has_journal else ())
+                    remove_snapshots(
+                        self.directory.snapshots, self._protected() if self._has_journal else ()
+                    )
                 self.directory.stop_file.unlink(missing_ok=True)
                 if self._journal is not None:
                     self._journal.close()
@@ -114,7 +118,9 @@ class Run:
             logger.info("resuming at step %d of %d", step, self.num_steps)
         _, foreign = own_snapshots(self.directory.snapshots, owner)
         reason = "of another run, or of steps that are no longer recorded:"
-        self.directory.set_aside([snapshot_path(self.directory.snapshots, step) for step in foreign], reason)
+        self.directory.set_aside(
+            [snapshot_path(self.directory.snapshots, step) for step in foreign], reason
+        )
 
     def _run_to_end(self) -> tuple[bool, EvaluationRecord | None]:
         """Do everything that is left; return whether the run finished, and the best step if it did."""
@@ -168,7 +174,9 @@ class Run:
         self.directory.log_metrics({"step": step, **values, "seconds": round(self._seconds(), 3)})
         if self.engine.monitor.enabled:
             numbers = {name: float(value) for name, value in values.items() if value is not None}
-            self.engine.monitor.write_events([(f"train/{name}", n, step) for name, n in numbers.items()])
+            self.engine.monitor.write_events(
+                [(f"train/{name}", n, step) for name, n in numbers.items()]
+            )
 
     def _seconds(self) -> float:
         return self._seconds_before + time.monotonic() - self._started
@@ -194,7 +202,9 @@ class Run:
             logger.info("scoring %d test examples", len(examples.examples))
         result = evaluate(self, self.data, examples, batch_size=self.config.train.eval_batch_size)
         if self.writes and split == "test":
-            self.directory.write_predictions(at, prediction_rows(examples.examples, result.predicted))
+            self.directory.write_predictions(
+                at, prediction_rows(examples.examples, result.predicted)
+            )
         metric = self.data.task.metric
         metrics = {metric: result.score}
         if result.majority_class is not None:
@@ -237,7 +247,9 @@ class Run:
             self.directory.save_file.unlink(missing_ok=True)
 
     def _prune_snapshots(self) -> None:
-        keep = max(1, self.config.train.keep_snapshots)  # a run that goes on resumes from the newest
+        keep = max(
+            1, self.config.train.keep_snapshots
+        )  # a run that goes on resumes from the newest
         prune_snapshots(self.directory.snapshots, keep, self._protected())
 
     def _results(self, best: EvaluationRecord | None, finished: bool) -> dict[str, Any]:

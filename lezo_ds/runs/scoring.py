@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lezo_ds import distributed
-from lezo_ds.config import TRAINED, Dtype, Method, RunConfig, config_from_dict, config_to_dict, load_config
+from lezo_ds.config import (
+    TRAINED,
+    Dtype,
+    Method,
+    RunConfig,
+    config_from_dict,
+    config_to_dict,
+    load_config,
+)
 from lezo_ds.config.run_config import DESCRIBING_KEYS
 from lezo_ds.config.schema import READER, ModelConfig, PeftConfig
 from lezo_ds.data.evaluation import evaluate, prediction_rows
@@ -21,7 +29,12 @@ from lezo_ds.registry import names_code
 from lezo_ds.runs.records import read_run
 from lezo_ds.runs.trainer import make_engine, restore
 
-_RECIPE = ("data.task", *(f"data.{name}" for name in DESCRIBING_KEYS), "data.metric", "data.max_length")
+_RECIPE = (
+    "data.task",
+    *(f"data.{name}" for name in DESCRIBING_KEYS),
+    "data.metric",
+    "data.max_length",
+)
 _RECIPE += ("generation.max_new_tokens", "generation.stop")
 _TASK = ("data.task=", "data.prompt=", "data.messages=")
 
@@ -53,16 +66,25 @@ def open_model(
         is_named = any(text.startswith(_TASK) for text in overrides)
         found = {} if is_named else (read_facts(directory) or {}).get("recipe")
         # A directory may come from anyone: no other key that may be there counts.
-        exported = {key: found[key] for key in _RECIPE if key in found} if isinstance(found, dict) else {}
+        exported = (
+            {key: found[key] for key in _RECIPE if key in found} if isinstance(found, dict) else {}
+        )
         if has_task and not (is_named or exported):
             raise UserError(f"{model} names no task", fix="add --config RECIPE, or data.prompt=...")
-        values = {"method": "zero_shot", "run_dir": "", "model": {"path": model, "dtype": dtype}, **exported}
+        values = {
+            "method": "zero_shot",
+            "run_dir": "",
+            "model": {"path": model, "dtype": dtype},
+            **exported,
+        }
         config = config_from_dict(values, f"model {model}", overrides, recorded=has_task)
         _refuse_recorded_code(config, overrides)
     else:
         config = load_config(recipe, ("run_dir=none", *overrides))
         method: Method = "zero_shot" if config.method in TRAINED else config.method
-        config = replace(config, method=method, model=ModelConfig(path=model, dtype=dtype), peft=PeftConfig())
+        config = replace(
+            config, method=method, model=ModelConfig(path=model, dtype=dtype), peft=PeftConfig()
+        )
     return {"model": model}, config, lambda: make_engine(config)
 
 
@@ -85,7 +107,12 @@ def _refuse_recorded_code(config: RunConfig, overrides: Sequence[str]) -> None:
 def score(opened: Opened, split: str) -> dict[str, Any]:
     """Score weights on "dev" or "test", with the predictions of each example. A collective."""
     facts, config, load = opened
-    if "model" in facts and split == "test" and config.method == "zero_shot" and not config.data.train:
+    if (
+        "model" in facts
+        and split == "test"
+        and config.method == "zero_shot"
+        and not config.data.train
+    ):
         # No training or validation example is used here, and a directory may have only a few.
         config = replace(config, data=replace(config.data, num_train=1, num_dev=1))
     data = load_task_data(config)

@@ -43,7 +43,9 @@ def duration(seconds: float) -> str:
 def evaluation_line(record: EvaluationRecord, metric: str) -> str:
     is_measured = record.loss is not None or record.split == "dev"
     loss = f"loss {number(record.loss)}, " if is_measured else ""
-    return f"step {record.step}: {_SPLITS[record.split]} {loss}{metric} {record.metrics[metric]:.3f}"
+    return (
+        f"step {record.step}: {_SPLITS[record.split]} {loss}{metric} {record.metrics[metric]:.3f}"
+    )
 
 
 def run_summary(run_dir: str, results: Mapping[str, Any]) -> str:
@@ -55,7 +57,9 @@ def run_summary(run_dir: str, results: Mapping[str, Any]) -> str:
     trained = results["best_step"] is not None
     lines = [f"Finished{f': {steps} steps' if trained else ''} in {seconds}."]
     if results["early_stop_step"] is not None:
-        lines.append(f"Stopped early, at step {results['early_stop_step']}: train.patience ran out.")
+        lines.append(
+            f"Stopped early, at step {results['early_stop_step']}: train.patience ran out."
+        )
     scores = [("zero_shot", " before"), ("test", " after")] if trained else [("test", "")]
     shown = [f"{results[key]:.3f}{when}" for key, when in scores if results[key] is not None]
     majority = results["majority_class"]
@@ -65,7 +69,9 @@ def run_summary(run_dir: str, results: Mapping[str, Any]) -> str:
         best = number(results["best_dev_loss"])
         lines.append(f"Best step: {results['best_step']} (validation loss {best}).")
     if results["worse_than_base"]:
-        lines.append(f"{WORSE}, which is what export writes. Lower the learning rate, or do more steps.")
+        lines.append(
+            f"{WORSE}, which is what export writes. Lower the learning rate, or do more steps."
+        )
     if results["skipped_steps"]:
         lines.append(f"Skipped steps: {results['skipped_steps']}.")
     return "\n".join([*lines, f"Run directory: {run_dir}"])

@@ -32,7 +32,9 @@ def on_stop_signals(action: Callable[[signal.Signals], None]) -> Iterator[None]:
 def launchers() -> list[psutil.Process]:
     """Return DeepSpeed's launcher processes above this one; under mpirun or srun, none."""
     parents = psutil.Process().parents()
-    names = ([Path(word).name for word in parent.cmdline()[:4]] for parent in parents)  # python -u -m program
+    names = (
+        [Path(word).name for word in parent.cmdline()[:4]] for parent in parents
+    )  # python -u -m program
     return [parent for parent, own in zip(parents, names, strict=True) if set(own) & _LAUNCHERS]
 
 

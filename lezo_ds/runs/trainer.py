@@ -38,18 +38,24 @@ def train(config: RunConfig) -> dict[str, Any]:
 
     "finished" is false if the run was asked to stop early. Bad input raises before weights are loaded.
     """
-    nothing_done = distributed.lost_ranks_reported(lambda: "last good step: none, the run was starting")
+    nothing_done = distributed.lost_ranks_reported(
+        lambda: "last good step: none, the run was starting"
+    )
     with nothing_done, ExitStack() as lock:
         distributed.init_distributed(config.train.timeout_seconds)
         ds_config = _prepared(config)
         num_ranks = distributed.world_size()
         check_shares(config, ds_config, num_ranks)
         data = load_task_data(config)
-        monitors, directory = distributed.on_rank_zero(lambda: check_run(config, data, num_ranks, lock))
+        monitors, directory = distributed.on_rank_zero(
+            lambda: check_run(config, data, num_ranks, lock)
+        )
         ds_config = {**monitors, **ds_config}
         if config.method == "adamw":
             logger.info("loading %s", config.model.path)
-            return FirstOrderRun(config, data, directory, initialize_first_order(config, ds_config)).execute()
+            return FirstOrderRun(
+                config, data, directory, initialize_first_order(config, ds_config)
+            ).execute()
         if config.elastic.lighthouse is None:
             return Run(config, data, directory, make_engine(config, ds_config)).execute()
         # torchft is an extra, and only replicas load it.
@@ -84,7 +90,9 @@ def check_run(
     if lock is not None:
         blocks = module.get_submodule(layout.path) if config.zo.only_blocks else module
         trained = blocks.parameters() if config.peft.kind == "none" else ()  # an adapter is small
-        numels = (sum(p.numel() for p in parameters) for parameters in (module.parameters(), trained))
+        numels = (
+            sum(p.numel() for p in parameters) for parameters in (module.parameters(), trained)
+        )
         check_disk(config, *numels)
     return monitor_sections(config), directory
 
@@ -124,12 +132,18 @@ def monitor_sections(config: RunConfig) -> dict[str, Any]:
         "csv": ("csv_monitor", "csv", files),
         "tensorboard": ("tensorboard", "tensorboard", files),
         "wandb": ("wandb", "wandb", service | {"group": run}),
-        "comet": ("comet", "comet_ml", service | {"experiment_name": run, "samples_log_interval": 1}),
+        "comet": (
+            "comet",
+            "comet_ml",
+            service | {"experiment_name": run, "samples_log_interval": 1},
+        ),
     }
     chosen = [sections[name] for name in config.train.report_to or ()]
     for _, package, _ in chosen:
         if find_spec(package) is None:
-            raise UserError(f"train.report_to needs the package {package}", fix=f"pip install {package}")
+            raise UserError(
+                f"train.report_to needs the package {package}", fix=f"pip install {package}"
+            )
     return {section: values for section, _, values in chosen}
 
 
@@ -137,14 +151,22 @@ def restore(run: RecordedRun, step: int) -> LezoEngine:
     """Return an engine with exactly the weights that the run had after `step` updates. A collective."""
     if run.header.noise_version != NOISE_VERSION:
         text = f"run {run.directory.path} has noise version {run.header.noise_version}, not {NOISE_VERSION}"
-        raise UserError(text, fix="use the version of lezo_ds that wrote it, or open one of its snapshots")
+        raise UserError(
+            text, fix="use the version of lezo_ds that wrote it, or open one of its snapshots"
+        )
     distributed.on_rank_zero(lambda: assert_same_model_config(run.header, run.config.model.path))
     # A replay needs neither the estimator nor the layer policy, which may be a user's code.
-    zo = replace(run.config.zo, estimator="spsa", estimator_options={}, directions=1, learning_rate=0.0)
-    zo = replace(zo, layer_policy="uniform", layer_policy_options={}, sparsity=0.0, lr_schedule="constant")
+    zo = replace(
+        run.config.zo, estimator="spsa", estimator_options={}, directions=1, learning_rate=0.0
+    )
+    zo = replace(
+        zo, layer_policy="uniform", layer_policy_options={}, sparsity=0.0, lr_schedule="constant"
+    )
     engine = make_engine(replace(run.config, zo=zo))
     if engine.base.fingerprint != run.header.model_fingerprint:
-        text = f"{run.config.model.path} is not the base model of the run: its fingerprint is another"
+        text = (
+            f"{run.config.model.path} is not the base model of the run: its fingerprint is another"
+        )
         raise UserError(text, fix="add model.path=... with the directory of the base model")
     if run.config.method == "adamw" and step > 0:
         engine.load_model(snapshot_path(run.directory.snapshots, step), step)

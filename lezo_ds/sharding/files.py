@@ -64,7 +64,9 @@ class WeightFiles:
             with _opened(file) as handle:
                 for name in handle.keys():  # noqa: SIM118  (not a dict)
                     part = handle.get_slice(name)
-                    self._tensors[name] = _StoredTensor(file, tuple(part.get_shape()), part.get_dtype())
+                    self._tensors[name] = _StoredTensor(
+                        file, tuple(part.get_shape()), part.get_dtype()
+                    )
         self._stored = stored_parameters(self._tensors, conversions)
 
     def __contains__(self, tensor: str) -> bool:
@@ -80,7 +82,11 @@ class WeightFiles:
         found: dict[str, tuple[str, ...]] = {}
         for name, aliases in names.items():
             for alias in aliases:
-                for spelling in (alias, f"{self._prefix}.{alias}", alias.removeprefix(f"{self._prefix}.")):
+                for spelling in (
+                    alias,
+                    f"{self._prefix}.{alias}",
+                    alias.removeprefix(f"{self._prefix}."),
+                ):
                     if spelling in self._stored:
                         found.setdefault(name, self._stored[spelling])
         if missing := sorted(names.keys() - found.keys()):
@@ -106,14 +112,20 @@ class WeightFiles:
                     fix="set model.path to the checkpoint before it was quantized",
                 )
         shapes = [self._tensors[tensor].shape for tensor in tensors]
-        is_same = shapes[0] == shape if len(shapes) == 1 else sum(map(math.prod, shapes)) == math.prod(shape)
+        is_same = (
+            shapes[0] == shape
+            if len(shapes) == 1
+            else sum(map(math.prod, shapes)) == math.prod(shape)
+        )
         if not is_same:
             raise UserError(
                 f"{tensors[0]} in {self._directory} has shape {shapes[0]}, and the model needs {shape}",
                 fix="use a checkpoint that belongs to the config.json",
             )
 
-    def read(self, tensors: Sequence[str], region: Region = ALL, count: int | None = None) -> Tensor:
+    def read(
+        self, tensors: Sequence[str], region: Region = ALL, count: int | None = None
+    ) -> Tensor:
         """Read `count` elements (None: all) of a region of the joined tensors, in their stored dtype."""
         if region.width and count:
             (tensor,) = tensors  # only one tensor has rows of its parameter's width
@@ -124,7 +136,9 @@ class WeightFiles:
             end = begin + math.prod(self._tensors[tensor].shape)
             last = int(min(stop, end))
             if region.start < last and begin < last:
-                parts.append(self._read_slice(tensor, max(region.start, begin) - begin, last - begin))
+                parts.append(
+                    self._read_slice(tensor, max(region.start, begin) - begin, last - begin)
+                )
             begin = end
         return torch.cat(parts[1:]) if len(parts) > 2 else parts[-1]
 
@@ -159,7 +173,9 @@ def _files_of(directory: Path) -> list[Path]:
         if any(Path(file).name != file for file in files):
             raise ValueError("it names a file of another directory")
     except DAMAGE as error:
-        raise UserError(f"{index} cannot be read: {error!r}", fix="download the model again") from error
+        raise UserError(
+            f"{index} cannot be read: {error!r}", fix="download the model again"
+        ) from error
     return [directory / file for file in files]
 
 

@@ -23,15 +23,20 @@ class Part:
     neighbors: matrix products may give other bits otherwise.
     """
 
-    def __init__(self, parameters: Sequence[Any], stream: Any, *, is_shared: bool = False) -> None:  # noqa: ANN401
+    def __init__(self, parameters: Sequence[Any], stream: Any, *, is_shared: bool = False) -> None:
         self.numel = sum(parameter.ds_numel for parameter in parameters)
-        self.is_shared = is_shared  # by several modules: gathered once, and released when the pass ends
+        self.is_shared = (
+            is_shared  # by several modules: gathered once, and released when the pass ends
+        )
         self._parameters = parameters
         self._stream = stream  # on a GPU, messages and copies overlap with the forward pass
         self._sizes = [parameter.ds_tensor.ds_numel for parameter in parameters]
         first = parameters[0]
         self._group = first.ds_process_group
-        self._rank, self._num_ranks = first.ds_zero_partition_rank, first.ds_zero_partition_world_size
+        self._rank, self._num_ranks = (
+            first.ds_zero_partition_rank,
+            first.ds_zero_partition_world_size,
+        )
         self._like = {"dtype": first.dtype, "device": device()}
         self._are_here = all(is_on_device(parameter) for parameter in parameters)
         self._released = torch.empty(0, **self._like)
@@ -44,14 +49,18 @@ class Part:
             if self._are_here:
                 torch.cat([parameter.ds_tensor for parameter in self._parameters], out=mine)
             else:
-                for parameter, part in zip(self._parameters, torch.split(mine, self._sizes), strict=True):
+                for parameter, part in zip(
+                    self._parameters, torch.split(mine, self._sizes), strict=True
+                ):
                     opened = OpenShard(parameter, part.numel())
                     with opened as shard:  # the buffer of a swapped shard is reused at once
                         part.copy_(shard, non_blocking=not opened.is_swapped)
-            work = comm.all_gather_into_tensor(flat.view(-1), mine, group=self._group, async_op=True)
+            work = comm.all_gather_into_tensor(
+                flat.view(-1), mine, group=self._group, async_op=True
+            )
         return flat, work
 
-    def wait(self, flat: Tensor, work: Any) -> None:  # noqa: ANN401
+    def wait(self, flat: Tensor, work: Any) -> None:
         """Receive what `start` has sent."""
         with get_accelerator().stream(self._stream):
             work.wait()
@@ -84,7 +93,9 @@ class GatherAhead:
         self._gathered: list[Part] = []
         self._following: dict[int, Sequence[Part]] = {}
         self._last: Sequence[Part] = ()
-        self._hooks: list[Any] = [model.register_forward_pre_hook(self._reset)]  # an error may end a pass
+        self._hooks: list[Any] = [
+            model.register_forward_pre_hook(self._reset)
+        ]  # an error may end a pass
         for module, parts in _parts_of(model, blocks).items():
             self._hooks.append(module.register_forward_pre_hook(partial(self.gather, parts)))
             self._hooks.append(module.register_forward_hook(partial(self.release, parts)))

@@ -32,7 +32,9 @@ def shard_digest(shard: Tensor, region: Region, parameter_id: int) -> int:
     chunk = _CHUNK_ON_CPU if shard.device.type == "cpu" else _CHUNK
     for begin in range(0, shard.numel(), chunk):
         values = shard[begin : begin + chunk]
-        bits = values.view(torch.int32 if values.element_size() == 4 else torch.int16).to(torch.int64)
+        bits = values.view(torch.int32 if values.element_size() == 4 else torch.int16).to(
+            torch.int64
+        )
         index = elements_of(region, begin, begin + values.numel(), shard.device)
         # A finalizer like SplitMix64's: neighboring indices get unrelated numbers. Products wrap.
         number = (index + 1) * _INDEX_FACTOR + parameter_id * _STREAM_FACTOR % (1 << 63)
@@ -82,7 +84,9 @@ class Witness:
         for parameter, elements, copy in self._samples:
             with parameter.shard() as shard:
                 # As integers: -0.0 equals 0.0, and NaN does not equal itself.
-                is_equal = torch.equal(copy.values.view(torch.uint8), shard[elements].view(torch.uint8))
+                is_equal = torch.equal(
+                    copy.values.view(torch.uint8), shard[elements].view(torch.uint8)
+                )
             if copy.low is not None:
                 is_equal &= torch.equal(copy.low, low_bits[parameter.name][elements])
             if not is_equal:

@@ -71,8 +71,10 @@ class ShardedParameter:
     is_replicated = False  # whether all ranks of the group have all of it
     is_local = False  # whether modules compute with this rank's part, so that nothing is gathered
 
-    def __init__(self, parameter: Any, named: NamedParameter) -> None:  # noqa: ANN401
-        self.parameter = parameter  # nn.Parameter with DeepSpeed's attributes; empty unless it is gathered
+    def __init__(self, parameter: Any, named: NamedParameter) -> None:
+        self.parameter = (
+            parameter  # nn.Parameter with DeepSpeed's attributes; empty unless it is gathered
+        )
         self.named = named
         self.name = named.name
         self.shape = tuple(parameter.ds_shape)
@@ -108,14 +110,16 @@ class ShardedParameter:
         padded[: self.count] = mine
         full = torch.empty(padded.numel() * num_ranks, dtype=padded.dtype, device=padded.device)
         # The message is sent as bytes, because gloo does not support every dtype (for example, int16).
-        comm.all_gather_into_tensor(full.view(torch.uint8), padded.view(torch.uint8), group=self.group)
+        comm.all_gather_into_tensor(
+            full.view(torch.uint8), padded.view(torch.uint8), group=self.group
+        )
         return full[: self.numel].view(self.shape).cpu()
 
 
 class OpenShard:
     """The context of `ShardedParameter.shard`. A generator would take twice the time."""
 
-    def __init__(self, parameter: Any, count: int, *, write: bool = False) -> None:  # noqa: ANN401
+    def __init__(self, parameter: Any, count: int, *, write: bool = False) -> None:
         self._parameter = parameter
         self._count = count
         self._write = write
@@ -138,16 +142,20 @@ class OpenShard:
 def put_parameters(model: nn.Module, new: Mapping[nn.Parameter, Any]) -> None:
     """Replace all parameters of a model, tied ones too, and move its buffers to this rank's device."""
     for module in model.modules():
-        module._parameters.update({n: new[p] for n, p in module._parameters.items() if p is not None})
-        module._buffers.update({n: b.to(device()) for n, b in module._buffers.items() if b is not None})
+        module._parameters.update(
+            {n: new[p] for n, p in module._parameters.items() if p is not None}
+        )
+        module._buffers.update(
+            {n: b.to(device()) for n, b in module._buffers.items() if b is not None}
+        )
 
 
-def is_in_file(parameter: Any) -> bool:  # noqa: ANN401
+def is_in_file(parameter: Any) -> bool:
     stored = getattr(parameter, "ds_tensor", None)
     return stored is not None and stored.status is PartitionedParamStatus.NOT_AVAILABLE
 
 
-def is_on_device(parameter: Any) -> bool:  # noqa: ANN401
+def is_on_device(parameter: Any) -> bool:
     return not is_in_file(parameter) and bool(parameter.ds_tensor.device == device())
 
 

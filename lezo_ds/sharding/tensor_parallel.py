@@ -72,10 +72,14 @@ def shard_model(
     # DeepSpeed moves a model to its device after it has split it, and calls nothing in between.
     model.to = materialize  # type: ignore[method-assign]
     try:
-        engine, *_ = deepspeed.initialize(model=model, config={**ds_config, "tensor_parallel": whole_head})
+        engine, *_ = deepspeed.initialize(
+            model=model, config={**ds_config, "tensor_parallel": whole_head}
+        )
     except (AssertionError, ValueError, NotImplementedError) as error:  # AutoTP's (0.19.8)
         text = cut(" ".join(str(error).split()), 200)
-        raise UserError(f"AutoTP does not support {type(model).__name__}: {text}", fix=_FIX) from error
+        raise UserError(
+            f"AutoTP does not support {type(model).__name__}: {text}", fix=_FIX
+        ) from error
     finally:
         del model.to
         groups.mpu = None  # or later engines of this process would take their groups from this one
@@ -96,11 +100,13 @@ def _try(model: nn.Module) -> None:
     try:
         model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device()))
     except RuntimeError as error:
-        text = f"{type(model).__name__} does not run after AutoTP has split it: {cut(str(error), 100)}"
+        text = (
+            f"{type(model).__name__} does not run after AutoTP has split it: {cut(str(error), 100)}"
+        )
         raise UserError(text, fix=_FIX) from error
 
 
-def _refuse_uneven_heads(config: Any, size: int) -> None:  # noqa: ANN401
+def _refuse_uneven_heads(config: Any, size: int) -> None:
     num_heads, num_shared = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     num_shared = num_shared or num_heads
     if num_heads % size or num_shared % size:
@@ -119,9 +125,11 @@ def _materialized(model: nn.Module) -> dict[nn.Parameter, Split]:
     return splits
 
 
-def _split(name: str, parameter: nn.Parameter, group: Any) -> Split:  # noqa: ANN401
+def _split(name: str, parameter: nn.Parameter, group: Any) -> Split:
     """Return how a parameter is split, from what DeepSpeed (0.19.8) notes of it."""
-    facts: Mapping[str, Any] = getattr(parameter, DS_AUTOTP_UC_META, {"conversion": {"replicated": True}})
+    facts: Mapping[str, Any] = getattr(
+        parameter, DS_AUTOTP_UC_META, {"conversion": {"replicated": True}}
+    )
     if facts["conversion"].get("replicated"):
         return Split(tuple(parameter.shape), [], group)
     described = facts["conversion"].get("affine_map")
@@ -197,8 +205,14 @@ class SplitParameter(ShardedParameter):
 def vocabulary_modules(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     """Return the embedding and the output head of a model if their vocabulary can be split, else None."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and head.bias is None
-    return (embedding, head) if is_plain and type(embedding).forward is nn.Embedding.forward else None
+    is_plain = (
+        isinstance(head, nn.Linear)
+        and type(head).forward is nn.Linear.forward
+        and head.bias is None
+    )
+    return (
+        (embedding, head) if is_plain and type(embedding).forward is nn.Embedding.forward else None
+    )
 
 
 def _split_vocabulary(model: nn.Module) -> None:
@@ -230,7 +244,9 @@ def whole_logits(head: nn.Module, logits: Tensor) -> Tensor:
     """Return the logits of the full vocabulary, of which a split head has computed this rank's part."""
     if not isinstance(head, VocabParallelLinear):
         return logits
-    full: Tensor = GatherFromTensorParallelRegion.apply(head.mp_group, logits, head._partition_sizes)
+    full: Tensor = GatherFromTensorParallelRegion.apply(
+        head.mp_group, logits, head._partition_sizes
+    )
     return full
 
 

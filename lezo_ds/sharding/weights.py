@@ -16,9 +16,17 @@ from lezo_ds.sharding.files import WeightFiles
 from lezo_ds.sharding.integrity import Witness, shard_digest
 from lezo_ds.sharding.parameters import ShardedParameter
 from lezo_ds.sharding.zero3 import finish_updates
-from lezo_ds.zo.updates import Distribution, StepUpdate, Update, UpdatePrecision, updates_of_parameter
+from lezo_ds.zo.updates import (
+    Distribution,
+    StepUpdate,
+    Update,
+    UpdatePrecision,
+    updates_of_parameter,
+)
 
-_LOW_STREAM = 0x80000000  # keeps the digest of the low bits apart from that of the shard they belong to
+_LOW_STREAM = (
+    0x80000000  # keeps the digest of the low bits apart from that of the shard they belong to
+)
 
 
 class ShardedWeights:
@@ -37,20 +45,30 @@ class ShardedWeights:
         has_adapter: bool = False,
     ) -> None:
         self.parameters = parameters
-        self.adapter_parameters = [p for p in parameters if has_adapter and p.parameter.requires_grad]
-        self.base_parameters = [p for p in parameters if not (has_adapter and p.parameter.requires_grad)]
-        self.stored_parameters = self.adapter_parameters or parameters  # those that a snapshot holds
+        self.adapter_parameters = [
+            p for p in parameters if has_adapter and p.parameter.requires_grad
+        ]
+        self.base_parameters = [
+            p for p in parameters if not (has_adapter and p.parameter.requires_grad)
+        ]
+        self.stored_parameters = (
+            self.adapter_parameters or parameters
+        )  # those that a snapshot holds
         self.low_bits: dict[str, Tensor] = {}  # int16, of this rank's shards, by name
         self._initial: list[tuple[ShardedParameter, Tensor, Tensor | None]] = []
         self._aliases = aliases
         self._precision = precision
         trained = (p for p in parameters if p.parameter.requires_grad and p.count)
         self._trained_by_block = [
-            (block, list(group)) for block, group in itertools.groupby(trained, key=lambda p: p.named.block)
+            (block, list(group))
+            for block, group in itertools.groupby(trained, key=lambda p: p.named.block)
         ]
 
     def load(
-        self, parameters: Sequence[ShardedParameter], files: WeightFiles, low_bits: WeightFiles | None
+        self,
+        parameters: Sequence[ShardedParameter],
+        files: WeightFiles,
+        low_bits: WeightFiles | None,
     ) -> None:
         """Fill shards from files, of which each rank reads its own elements; `low_bits` are a snapshot's."""
         aliases = {parameter.name: self._aliases[parameter.name] for parameter in parameters}
@@ -80,7 +98,9 @@ class ShardedWeights:
         for parameter in self.adapter_parameters:
             low = self.low_bits.get(parameter.name)
             with parameter.shard() as shard:
-                self._initial.append((parameter, shard.clone(), None if low is None else low.clone()))
+                self._initial.append(
+                    (parameter, shard.clone(), None if low is None else low.clone())
+                )
 
     def restore_initial(self) -> None:
         """Set the adapter's shards to the values that `keep_initial` kept."""
@@ -90,7 +110,11 @@ class ShardedWeights:
 
     def _keeps_low_bits(self, parameter: ShardedParameter) -> bool:
         tensor = parameter.parameter
-        return self._precision == "fp32_master" and tensor.dtype != torch.float32 and tensor.requires_grad
+        return (
+            self._precision == "fp32_master"
+            and tensor.dtype != torch.float32
+            and tensor.requires_grad
+        )
 
     def apply(self, updates: Sequence[StepUpdate], distribution: Distribution = "normal") -> None:
         """Apply the updates of steps, in order. One step at a time gives the same bits as many at once."""
@@ -107,7 +131,10 @@ class ShardedWeights:
         finish_updates()
 
     def _update(
-        self, parameters: Iterable[ShardedParameter], updates: Sequence[Update], distribution: Distribution
+        self,
+        parameters: Iterable[ShardedParameter],
+        updates: Sequence[Update],
+        distribution: Distribution,
     ) -> None:
         """Apply the same updates to the shards of parameters, with one call for those in memory."""
         if not updates:
@@ -118,7 +145,9 @@ class ShardedWeights:
             with opened as values:
                 shard = Shard(values, parameter.region, parameter.named.parameter_id, low)
                 if opened.is_swapped:
-                    noise_backend(values.device).update_([shard], updates, self._precision, distribution)
+                    noise_backend(values.device).update_(
+                        [shard], updates, self._precision, distribution
+                    )
                 else:
                     in_memory.setdefault(values.device, []).append(shard)
         # The backend follows the shards: offloaded ones are updated on the CPU.
@@ -126,14 +155,18 @@ class ShardedWeights:
             noise_backend(device).update_(shards, updates, self._precision, distribution)
 
     def witness(self) -> Witness:
-        trained = [parameter for _, parameters in self._trained_by_block for parameter in parameters]
+        trained = [
+            parameter for _, parameters in self._trained_by_block for parameter in parameters
+        ]
         return Witness(trained, self.low_bits, self._precision)
 
     def unlike_replicas(self) -> list[tuple[int, str]]:
         """Return (rank, name) of each shard that differs from its first replica. A collective."""
         num_sharers = distributed.world_size(self.parameters[0].group)
         has_groups = num_sharers < distributed.world_size()
-        parameters = [parameter for parameter in self.parameters if has_groups or parameter.is_replicated]
+        parameters = [
+            parameter for parameter in self.parameters if has_groups or parameter.is_replicated
+        ]
         if not parameters:
             return []
         by_rank = distributed.gather_objects(self._shard_digests(parameters))
@@ -141,7 +174,8 @@ class ShardedWeights:
             (rank, parameter.name)
             for rank, digests in enumerate(by_rank)
             for index, parameter in enumerate(parameters)
-            if digests[index] != by_rank[0 if parameter.is_replicated else rank % num_sharers][index]
+            if digests[index]
+            != by_rank[0 if parameter.is_replicated else rank % num_sharers][index]
         ]
 
     def digests(self, parameters: Sequence[ShardedParameter] | None = None) -> dict[str, int]:
@@ -149,7 +183,9 @@ class ShardedWeights:
         parameters = self.parameters if parameters is None else parameters
         is_first = distributed.rank() % distributed.world_size(parameters[0].group) == 0
         own = zip(parameters, self._shard_digests(parameters), strict=True)
-        counted = [digest if is_first or not parameter.is_replicated else 0 for parameter, digest in own]
+        counted = [
+            digest if is_first or not parameter.is_replicated else 0 for parameter, digest in own
+        ]
         sums = distributed.sum_integers(counted, parameters[0].group)
         return dict(zip((parameter.name for parameter in parameters), sums, strict=True))
 
@@ -166,7 +202,9 @@ class ShardedWeights:
 
     def digest(self, parameters: Sequence[ShardedParameter] | None = None) -> str:
         """Return one digest of parameters (None: of all), 32 hex digits. A collective."""
-        text = ";".join(f"{name}:{value}" for name, value in sorted(self.digests(parameters).items()))
+        text = ";".join(
+            f"{name}:{value}" for name, value in sorted(self.digests(parameters).items())
+        )
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def gather_low_bits(self, parameter: ShardedParameter) -> Tensor | None:

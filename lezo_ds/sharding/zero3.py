@@ -21,7 +21,9 @@ from lezo_ds.sharding.gather import GatherAhead, keep_in_step
 from lezo_ds.sharding.parameters import is_on_device, put_parameters
 
 
-def shard_model(model: nn.Module, ds_config: Mapping[str, Any], partition_size: int | None = None) -> None:
+def shard_model(
+    model: nn.Module, ds_config: Mapping[str, Any], partition_size: int | None = None
+) -> None:
     """Turn a model on the meta device into a ZeRO-3 sharded model in place, one parameter at a time.
 
     Tied parameters stay tied. The values of the shards are undefined until they are loaded. Memory for one
@@ -40,7 +42,7 @@ def shard_model(model: nn.Module, ds_config: Mapping[str, Any], partition_size: 
     put_parameters(model, sharded)
 
 
-def _partition_group(partition_size: int) -> Any:  # noqa: ANN401
+def _partition_group(partition_size: int) -> Any:
     """Return this rank's shard group: `partition_size` consecutive ranks. No rank makes the other groups."""
     if partition_size == comm.get_world_size():
         return comm.get_world_group()
@@ -57,7 +59,9 @@ def finish_updates() -> None:
     get_accelerator().synchronize()
 
 
-def start_forward_engine(model: nn.Module, blocks: Sequence[nn.Module], ds_config: Mapping[str, Any]) -> Any:  # noqa: ANN401
+def start_forward_engine(
+    model: nn.Module, blocks: Sequence[nn.Module], ds_config: Mapping[str, Any]
+) -> Any:
     """Wrap a sharded model in a DeepSpeed engine without an optimizer, for forward passes only.
 
     DeepSpeed makes, keeps and offloads the shards. Its hooks, which gather module by module and take two
@@ -90,11 +94,13 @@ def start_forward_engine(model: nn.Module, blocks: Sequence[nn.Module], ds_confi
 
 def start_training_engine(
     *, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, ds_config: Mapping[str, Any]
-) -> Any:  # noqa: ANN401
+) -> Any:
     """Wrap a loaded model in a DeepSpeed engine that also shards gradients and optimizer states."""
     # With offload, DeepSpeed would insist on its own CPU optimizer, which has to be compiled.
     config = {**ds_config, "zero_force_ds_cpu_optimizer": False}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=schedule, config=config
+    )
     engine.eval()
     return engine
 
@@ -107,14 +113,19 @@ def no_gathered_weights_saved() -> Iterator[None]:
     DeepSpeed gathers the weights again.
     """
 
-    def pack(tensor: Tensor) -> Any:  # noqa: ANN401
+    def pack(tensor: Tensor) -> Any:
         owner = tensor if isinstance(tensor, nn.Parameter) else tensor._base
         if not hasattr(owner, "ds_tensor"):
             return tensor
         assert owner is not None
-        return owner, tensor.shape, tensor.stride(), tensor.storage_offset() - owner.storage_offset()
+        return (
+            owner,
+            tensor.shape,
+            tensor.stride(),
+            tensor.storage_offset() - owner.storage_offset(),
+        )
 
-    def unpack(saved: Any) -> Tensor:  # noqa: ANN401
+    def unpack(saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         owner, shape, stride, offset = saved

@@ -13,10 +13,19 @@ from lezo_ds.tasks.template import Template, field_text, field_value, parse_temp
 CUSTOM = "custom"  # the name of a task that a recipe describes
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 
-_ROLES = {"human": USER, "gpt": ASSISTANT, "function_call": ASSISTANT, "observation": TOOL, "function": TOOL}
+_ROLES = {
+    "human": USER,
+    "gpt": ASSISTANT,
+    "function_call": ASSISTANT,
+    "observation": TOOL,
+    "function": TOOL,
+}
 """Roles by their names in ShareGPT's files and in OpenAI's earlier ones."""
 
-_METRICS: Mapping[TaskKind, str] = {"generation": "f1", "chat": "token_accuracy"}  # others: accuracy
+_METRICS: Mapping[TaskKind, str] = {
+    "generation": "f1",
+    "chat": "token_accuracy",
+}  # others: accuracy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +46,22 @@ class Description:
         return [f"data.{name}" for name in names if getattr(self, name) is not None]
 
 
-_Built = tuple[TaskKind, tuple[str, ...], Callable[[Record, int], Example]]  # with the fields it reads
+_Built = tuple[
+    TaskKind, tuple[str, ...], Callable[[Record, int], Example]
+]  # with the fields it reads
 
 
 def make_task(described: Description) -> Task:
     """Return the task that a recipe describes; its kind follows from the keys that are set."""
     has_answers = bool(described.keys_set("messages", "labels", "choices", "completion"))
-    kind, fields, build = _with_prompt(described) if described.messages is None else _chat(described)
+    kind, fields, build = (
+        _with_prompt(described) if described.messages is None else _chat(described)
+    )
     asked = parse_template("data.prompt", described.prompt or "").fields
-    answer, labels = fields if described.completion else (described.label_field,), described.labels or ()
+    answer, labels = (
+        fields if described.completion else (described.label_field,),
+        described.labels or (),
+    )
     return Task(
         name=CUSTOM,
         hub_id=None,
@@ -69,7 +85,9 @@ def _refuse_others(name: str, described: Description, *others: str) -> None:
 def _with_prompt(described: Description) -> _Built:
     if described.system_prompt is not None and not described.chat_template:
         fix = "add data.chat_template=true, or write the text into data.prompt"
-        raise UserError("data.system_prompt needs data.chat_template=true or data.messages", fix=fix)
+        raise UserError(
+            "data.system_prompt needs data.chat_template=true or data.messages", fix=fix
+        )
     assert described.prompt is not None
     prompt = parse_template("data.prompt", described.prompt)
     if not prompt.fields:
@@ -77,7 +95,9 @@ def _with_prompt(described: Description) -> _Built:
         raise UserError(f"data.prompt={described.prompt!r} names no field of the records", fix=fix)
     if described.completion is not None:
         _refuse_others("completion", described, "label_field", "labels", "choices")
-        return _generation(described, prompt, parse_template("data.completion", described.completion))
+        return _generation(
+            described, prompt, parse_template("data.completion", described.completion)
+        )
     if not described.keys_set("labels", "choices"):
         return _generation(described, prompt, None)
     if described.label_field is None:
@@ -89,8 +109,14 @@ def _with_prompt(described: Description) -> _Built:
     return _classification(prompt, described.label_field, described.labels)
 
 
-def _classification(prompt: Template, field: str, labels: Sequence[str] | Mapping[str, str]) -> _Built:
-    words = dict(sorted(labels.items())) if isinstance(labels, Mapping) else {text: text for text in labels}
+def _classification(
+    prompt: Template, field: str, labels: Sequence[str] | Mapping[str, str]
+) -> _Built:
+    words = (
+        dict(sorted(labels.items()))
+        if isinstance(labels, Mapping)
+        else {text: text for text in labels}
+    )
     if len(words) < 2 or len(set(words.values())) < len(words) or not all(words.values()):
         what = f"data.labels={labels} does not hold two or more labels, each with a text of its own"
         fix = "add records of another class, or give each label a text of its own"
@@ -99,7 +125,9 @@ def _classification(prompt: Template, field: str, labels: Sequence[str] | Mappin
     for word in words.values():
         if (other := first.setdefault(word.strip().casefold(), word)) != word:
             fix = "write them alike in the records, or give each label a text of its own in a map"
-            raise UserError(f"data.labels has {other!r} and {word!r}, which differ in case only", fix=fix)
+            raise UserError(
+                f"data.labels has {other!r} and {word!r}, which differ in case only", fix=fix
+            )
 
     def build(record: Record, index: int) -> Example:
         text = prompt.fill(record)
@@ -111,10 +139,15 @@ def _classification(prompt: Template, field: str, labels: Sequence[str] | Mappin
 
 
 def _multiple_choice(
-    prompt: Template, field: str, choices: Sequence[str], labels: Sequence[str] | Mapping[str, str] | None
+    prompt: Template,
+    field: str,
+    choices: Sequence[str],
+    labels: Sequence[str] | Mapping[str, str] | None,
 ) -> _Built:
     if isinstance(labels, Mapping):
-        fix = "list the values of data.label_field in the order of the choices, such as [A, B, C, D]"
+        fix = (
+            "list the values of data.label_field in the order of the choices, such as [A, B, C, D]"
+        )
         raise UserError("data.labels of a task with data.choices is a map, not a list", fix=fix)
     templates = [parse_template("data.choices", text) for text in choices]
 
@@ -132,14 +165,18 @@ def _multiple_choice(
     return "multiple_choice", fields, build
 
 
-def _choice_label(field: str, value: object, texts: list[str], labels: Sequence[str] | None) -> int | None:
+def _choice_label(
+    field: str, value: object, texts: list[str], labels: Sequence[str] | None
+) -> int | None:
     """Return the index of the right choice: from its label, its number from 0, or its text."""
     if labels is None and type(value) is int:
         return value
     if labels is None and value in texts:
         return texts.index(str(value))
     # A table holds numbers as text.
-    return _label(field, value, [str(number) for number in range(len(texts))] if labels is None else labels)
+    return _label(
+        field, value, [str(number) for number in range(len(texts))] if labels is None else labels
+    )
 
 
 def _generation(described: Description, prompt: Template, completion: Template | None) -> _Built:
@@ -155,11 +192,17 @@ def _generation(described: Description, prompt: Template, completion: Template |
         messages = with_system(turns, described.system_prompt)
         return Example(text, answers[:1], label, index, references=answers, messages=messages)
 
-    return "generation", (*prompt.fields, *(completion.fields if completion is not None else ())), build
+    return (
+        "generation",
+        (*prompt.fields, *(completion.fields if completion is not None else ())),
+        build,
+    )
 
 
 def _chat(described: Description) -> _Built:
-    _refuse_others("messages", described, "prompt", "label_field", "labels", "choices", "completion")
+    _refuse_others(
+        "messages", described, "prompt", "label_field", "labels", "choices", "completion"
+    )
     field = str(described.messages)
 
     def build(record: Record, index: int) -> Example:
@@ -181,20 +224,28 @@ def read_messages(field: str, value: object) -> tuple[Message, ...]:
             f'field {field} is {shown(value)}, not a list such as [{{"role": "user", "content": "Hello"}}]',
             fix="use a .jsonl, .json or .parquet file, and name the field with the list in data.messages",
         )
-    return tuple(_read_turn(f"turn {number} of field {field}", turn) for number, turn in enumerate(value, 1))
+    return tuple(
+        _read_turn(f"turn {number} of field {field}", turn) for number, turn in enumerate(value, 1)
+    )
 
 
 def _read_turn(where: str, turn: object) -> Message:
     """Return a turn {role, content}, as in OpenAI's files, or {from, value}, as in ShareGPT's."""
     keys = turn if isinstance(turn, Mapping) else {}
-    role, weight, calls = keys.get("role") or keys.get("from"), keys.get("weight"), keys.get("tool_calls")
+    role, weight, calls = (
+        keys.get("role") or keys.get("from"),
+        keys.get("weight"),
+        keys.get("tool_calls"),
+    )
     if call := keys.get("function_call"):  # OpenAI's earlier key
         calls = [{"type": "function", "function": call}]
     if not isinstance(role, str) or not (calls or {"content", "value"} & keys.keys()):
         fix = "rename its keys to role and content, or to from and value"
         raise UserError(f"{where} is {shown(turn)}, without role and content", fix=fix)
     role, content = _ROLES.get(role, role), keys.get("content", keys.get("value"))
-    if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
+    if isinstance(content, list) and all(
+        isinstance(part, Mapping) and "text" in part for part in content
+    ):
         content = "".join(str(part["text"]) for part in content)
     if content is None and (calls or role == TOOL):
         content = ""  # a call needs no text, and a tool may return nothing
@@ -202,9 +253,15 @@ def _read_turn(where: str, turn: object) -> Message:
         fix = "correct or remove the record"
         raise UserError(f"the content of {where} is {shown(content)}, not text", fix=fix)
     if weight not in (None, 0, 1):
-        raise UserError(f"the weight of {where} is {shown(weight)}, not 0 or 1", fix="correct the record")
-    others = {name: keys[name] for name in ("name", "tool_call_id", "reasoning_content") if keys.get(name)}
-    read = Message(role, content, 0 if weight == 0 else 1, others | ({"tool_calls": calls} if calls else {}))
+        raise UserError(
+            f"the weight of {where} is {shown(weight)}, not 0 or 1", fix="correct the record"
+        )
+    others = {
+        name: keys[name] for name in ("name", "tool_call_id", "reasoning_content") if keys.get(name)
+    }
+    read = Message(
+        role, content, 0 if weight == 0 else 1, others | ({"tool_calls": calls} if calls else {})
+    )
     if read.is_trained and not content.strip() and not calls:
         fix = "fill it in, give it weight 0, or remove the record"
         raise UserError(f"{where} is the assistant's and is empty", fix=fix)

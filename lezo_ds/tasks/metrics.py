@@ -33,7 +33,9 @@ Score = Callable[[Sequence[Any], Sequence[Example]], float]
 def accuracy(predicted: Sequence[int], examples: Sequence[Example]) -> float:
     """Return the share of examples whose predicted candidate is the label or a reference."""
     pairs = zip(predicted, examples, strict=True)
-    num_right = sum(choice == e.label or e.candidates[choice] in e.references for choice, e in pairs)
+    num_right = sum(
+        choice == e.label or e.candidates[choice] in e.references for choice, e in pairs
+    )
     return num_right / len(examples)
 
 
@@ -46,7 +48,9 @@ def macro_f1(predicted: Sequence[int], examples: Sequence[Example]) -> float:
     """Return the mean F1 of the classes that are a label or were predicted, as scikit-learn's f1_score."""
     labels = [example.label for example in examples if example.label is not None]
     num_predicted, num_labels = Counter(predicted), Counter(labels)
-    num_right = Counter(label for choice, label in zip(predicted, labels, strict=True) if choice == label)
+    num_right = Counter(
+        label for choice, label in zip(predicted, labels, strict=True) if choice == label
+    )
     classes = num_predicted.keys() | num_labels.keys()
     scores = [2 * num_right[name] / (num_predicted[name] + num_labels[name]) for name in classes]
     return sum(scores) / len(scores)
@@ -55,7 +59,9 @@ def macro_f1(predicted: Sequence[int], examples: Sequence[Example]) -> float:
 def exact_match(answers: Sequence[str], examples: Sequence[Example]) -> float:
     """Return the share of answers that equal a reference once both are normalized."""
     pairs = zip(answers, examples, strict=True)
-    return sum(normalize(answer) in map(normalize, e.references) for answer, e in pairs) / len(examples)
+    return sum(normalize(answer) in map(normalize, e.references) for answer, e in pairs) / len(
+        examples
+    )
 
 
 def token_accuracy(predicted: Sequence[TokenCounts], examples: Sequence[Example]) -> float:

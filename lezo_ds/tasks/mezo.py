@@ -19,7 +19,7 @@ def _add(
     kind: TaskKind,
     fields: Mapping[str, type],
     build_example: Callable[[Record, int], Example],
-    **others: Any,  # noqa: ANN401
+    **others: Any,
 ) -> None:
     TASKS.add(name, Task(name, *hub, kind, fields, build_example, **others))
 

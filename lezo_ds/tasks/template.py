@@ -34,7 +34,11 @@ class Template:
 
     def texts(self, record: Record) -> list[str]:
         """Return the texts of a record: several if the template is just one field, which holds a list."""
-        if len(self.parts) == 1 and not self.parts[0][0] and (field := self.parts[0][1]) is not None:
+        if (
+            len(self.parts) == 1
+            and not self.parts[0][0]
+            and (field := self.parts[0][1]) is not None
+        ):
             values = field_value(record, field)
             if isinstance(values, list):
                 return [field_text(field, value) for value in values]
@@ -59,7 +63,7 @@ def field_path(record: Record, field: str) -> list[str]:
     return [field] if field in record else field.split(".")
 
 
-def field_value(record: Record, field: str) -> Any:  # noqa: ANN401
+def field_value(record: Record, field: str) -> Any:
     value: Any = record
     for part in field_path(record, field):
         value = value[part]

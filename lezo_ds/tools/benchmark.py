@@ -37,8 +37,13 @@ from lezo_ds.tools.mezo_reference import MezoReference
 from lezo_ds.tools.time_plan import now
 
 LENGTHS = {"sst2": 32, "boolq": 200}  # of a typical prompt and answer, in OPT's tokens
-LAYOUTS = {"mezo_reference": "published", "tensor_parallel": "common"}  # of the batches; ours for the others
-WARM_UP_STEPS = 2  # DeepSpeed records the order of the modules in the first pass, and prefetches after it
+LAYOUTS = {
+    "mezo_reference": "published",
+    "tensor_parallel": "common",
+}  # of the batches; ours for the others
+WARM_UP_STEPS = (
+    2  # DeepSpeed records the order of the modules in the first pass, and prefetches after it
+)
 
 
 def main(arguments: Namespace) -> None:
@@ -62,7 +67,9 @@ def main(arguments: Namespace) -> None:
                 return
             inputs = recipe_inputs(config)
         else:
-            folder = distributed.on_rank_zero(lambda: stack.enter_context(tempfile.TemporaryDirectory()))
+            folder = distributed.on_rank_zero(
+                lambda: stack.enter_context(tempfile.TemporaryDirectory())
+            )
             inputs = random_inputs(arguments.shape, arguments.task, changes, Path(folder))
         rows = measure(inputs, variants, arguments.rounds)
         distributed.barrier()
@@ -75,8 +82,12 @@ def main(arguments: Namespace) -> None:
 
 def parse_variant(text: str) -> tuple[str, float]:
     """Return the kind of a variant and its sparsity: ("ours", 0.75) for "ours:0.75", 0 without a number."""
-    if not re.fullmatch(r"(mezo_reference|ours|tensor_parallel)(:(0|1|0?\.\d+))?|recipe|generate", text):
-        fix = "use mezo_reference, ours or tensor_parallel, also as in ours:0.75; recipe, or generate"
+    if not re.fullmatch(
+        r"(mezo_reference|ours|tensor_parallel)(:(0|1|0?\.\d+))?|recipe|generate", text
+    ):
+        fix = (
+            "use mezo_reference, ours or tensor_parallel, also as in ours:0.75; recipe, or generate"
+        )
         raise UserError(f"unknown variant {text}", fix=fix)
     kind, _, number = text.partition(":")
     return kind, float(number or 0)
@@ -98,19 +109,25 @@ class Inputs:
     @cached_property
     def split_engine(self) -> LezoEngine:
         ranks = distributed.world_size()
-        return make_engine(replace(self.config, tensor_parallel=ranks, partition_size=None, deepspeed=None))
+        return make_engine(
+            replace(self.config, tensor_parallel=ranks, partition_size=None, deepspeed=None)
+        )
 
 
 @cache
 def plain_model(name: str, dtype: str) -> nn.Module:
     path, kind = resolve_model(name), DTYPES[dtype]
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=kind, trust_remote_code=False)
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        path, dtype=kind, trust_remote_code=False
+    )
     return model.to(distributed.device()).eval().requires_grad_(False)
 
 
 def recipe_inputs(config: RunConfig) -> Inputs:
     """Return a recipe's model and batches: real texts of unequal lengths."""
-    supported = config.method in ZEROTH_ORDER and config.peft.kind == "none" and not config.zo.only_blocks
+    supported = (
+        config.method in ZEROTH_ORDER and config.peft.kind == "none" and not config.zo.only_blocks
+    )
     if not supported or config.train.objective != "task":
         fix = "set method=lezo peft.kind=none zo.only_blocks=false train.objective=task"
         raise UserError("the benchmark compares steps on all weights with MeZO's code", fix=fix)
@@ -131,7 +148,9 @@ def recipe_inputs(config: RunConfig) -> Inputs:
         return list(data.step_batch(shared, step))
 
     length = round(statistics.mean(example.num_tokens for example in data.train.encoded))
-    return Inputs(config, f"{Path(config.model.path).name}, {length} tokens an example", data.loss, batches)
+    return Inputs(
+        config, f"{Path(config.model.path).name}, {length} tokens an example", data.loss, batches
+    )
 
 
 def answer_speeds(config: RunConfig, rounds: int) -> str:
@@ -145,7 +164,9 @@ def answer_speeds(config: RunConfig, rounds: int) -> str:
     settings = replace(prompts.generation, stop_ids=(), has_ended=None, sampling=None)
     rows = {name: values for name, values in prompts.inputs.items() if name != SAMPLE_KEYS}
     prompts = replace(prompts, inputs=rows, generation=settings)
-    all_rows = {name: torch.cat([rows[name]] * len(one.probes)) for name in ("input_ids", "attention_mask")}
+    all_rows = {
+        name: torch.cat([rows[name]] * len(one.probes)) for name in ("input_ids", "attention_mask")
+    }
     change = perturbation(engine, decide(engine), one)
     plain = plain_model(config.model.path, config.model.dtype)
     # Of the last states of prompts, torch would multiply as many copies of the head's weight.
@@ -161,7 +182,9 @@ def answer_speeds(config: RunConfig, rounds: int) -> str:
     best = {name: min(each) for name, each in times.items()}
     lines = [f"{number} tokens, {len(one.probes)} probes"]
     for name, seconds in best.items():
-        lines.append(f"{name:9} {number / seconds:6.0f} a second, ratio {best['generate'] / seconds:.2f}")
+        lines.append(
+            f"{name:9} {number / seconds:6.0f} a second, ratio {best['generate'] / seconds:.2f}"
+        )
     return "\n".join(lines)
 
 
@@ -169,19 +192,28 @@ def random_inputs(shape: str, task: str, changes: Sequence[str], directory: Path
     """Return a random OPT, written to `directory`, and one batch of random tokens of the same length."""
     if shape not in OPT_SHAPES:
         raise UserError(f"unknown --shape {shape}", fix=f"use one of {', '.join(OPT_SHAPES)}")
-    keys = [f"run_dir={directory}", f"model.path={directory}", "model.dtype=fp32", f"data.task={task}"]
+    keys = [
+        f"run_dir={directory}",
+        f"model.path={directory}",
+        "model.dtype=fp32",
+        f"data.task={task}",
+    ]
     keys += ["zo.learning_rate=1e-7", "zo.sparsity=0", "train.steps=1", *changes]
     config, opt, length = load_config(None, keys), opt_config(shape), LENGTHS[task]
 
     def write() -> None:
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(opt, dtype=DTYPES[config.model.dtype]).save_pretrained(directory)
+        AutoModelForCausalLM.from_config(opt, dtype=DTYPES[config.model.dtype]).save_pretrained(
+            directory
+        )
 
     distributed.on_rank_zero(write)
     generator = torch.Generator().manual_seed(length)
     size = (config.train.batch_size, length - 1)
     prompts = torch.randint(3, opt.vocab_size, size, generator=generator).tolist()
-    examples = [EncodedExample(((*p, 17), (*p, 42)), (1, 1), i % 2, False) for i, p in enumerate(prompts)]
+    examples = [
+        EncodedExample(((*p, 17), (*p, 42)), (1, 1), i % 2, False) for i, p in enumerate(prompts)
+    ]
     ranks = distributed.world_size()
     parts = [examples[rank::ranks] for rank in range(ranks)]
     layouts = {
@@ -220,14 +252,18 @@ def measure(inputs: Inputs, variants: Sequence[str], rounds: int) -> pd.DataFram
     for variant, action in actions.items():
         gradients = [action() for _ in range(WARM_UP_STEPS)]
         if 0 in gradients or not all(map(math.isfinite, gradients)):
-            raise LezoError(f"{variant} skips its updates (gradients {gradients}); use another dtype")
+            raise LezoError(
+                f"{variant} skips its updates (gradients {gradients}); use another dtype"
+            )
     times = interleaved(actions, rounds)
     rows = []
     for variant, action in actions.items():
         layout = LAYOUTS.get(parse_variant(variant)[0], "ours")
         batches = [inputs.batches(layout, WARM_UP_STEPS + number) for number in range(rounds)]
         num_tokens = [sum(batch.inputs["input_ids"].numel() for batch in step) for step in batches]
-        ratios = [first / own for first, own in zip(times[variants[0]], times[variant], strict=True)]
+        ratios = [
+            first / own for first, own in zip(times[variants[0]], times[variant], strict=True)
+        ]
         before = torch.cuda.memory_allocated()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()

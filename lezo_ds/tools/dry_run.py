@@ -58,7 +58,10 @@ def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | 
             memory = plan.rank_memory(config, model, inputs, world_size=world_size, on_gpu=on_gpu)
             assumed = "" if data else " (assumed)"
             text = f"of a rank, with inputs of at most {inputs.length} tokens{assumed}: {memory}"
-            lines += [("memory", text), *_ways_lines(config, model, inputs, world_size, on_gpu=on_gpu)]
+            lines += [
+                ("memory", text),
+                *_ways_lines(config, model, inputs, world_size, on_gpu=on_gpu),
+            ]
             if gpu_memory is not None:
                 lines += what_fits(config, model, inputs, world_size, int(gpu_memory * plan.GIB))
         if disk := snapshot_sizes(config, model.num_parameters, model.num_trained):
@@ -70,7 +73,9 @@ def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | 
         if data is not None and directory is not None:
             lines.append(("time", _time_text(config, model, directory, data, world_size, on_gpu)))
     if data is not None:
-        sizes = ", ".join(f"{len(getattr(data, name).encoded)} {name}" for name in ("train", "dev", "test"))
+        sizes = ", ".join(
+            f"{len(getattr(data, name).encoded)} {name}" for name in ("train", "dev", "test")
+        )
         lines.append(("data", f"{data.task.name}, protocol {config.data.protocol}: {sizes}"))
         lines.append(("first example", _shown_example(data)))
     lines += [("not checked", text) for text in not_checked]
@@ -78,7 +83,12 @@ def dry_run(config: RunConfig, num_gpus: int | None = None, gpu_memory: float | 
 
 
 def _ways_lines(
-    config: RunConfig, model: plan.ModelSizes, inputs: plan.InputSizes, num_ranks: int, *, on_gpu: bool
+    config: RunConfig,
+    model: plan.ModelSizes,
+    inputs: plan.InputSizes,
+    num_ranks: int,
+    *,
+    on_gpu: bool,
 ) -> list[Line]:
     """Say what a rank receives in a step, and holds, under ZeRO-3 and under tensor parallelism."""
     if config.method not in ZEROTH_ORDER or num_ranks == 1:
@@ -87,7 +97,10 @@ def _ways_lines(
     split = asked if asked > 1 else num_ranks
     for size in (1, split) if model.heads % split == 0 else (1,):
         way = replace(config, tensor_parallel=size, partition_size=None, deepspeed=None)
-        held = plan.rank_memory(way, model, inputs, world_size=num_ranks, on_gpu=on_gpu).total / plan.GIB
+        held = (
+            plan.rank_memory(way, model, inputs, world_size=num_ranks, on_gpu=on_gpu).total
+            / plan.GIB
+        )
         received.append(plan.received_bytes(way, model, inputs, ranks=num_ranks, split=size) / 1e9)
         name = f"tensor_parallel={size}" if size > 1 else "ZeRO-3"
         texts.append(f"{name} {received[-1]:.3g} GB a step, {held:.3g} GiB")
@@ -98,7 +111,11 @@ def _ways_lines(
 
 
 def what_fits(
-    config: RunConfig, model: plan.ModelSizes, inputs: plan.InputSizes, num_ranks: int, gpu_bytes: int
+    config: RunConfig,
+    model: plan.ModelSizes,
+    inputs: plan.InputSizes,
+    num_ranks: int,
+    gpu_bytes: int,
 ) -> list[Line]:
     """Return a line for each way to share the weights, with the largest micro-batch that fits a GPU.
 
@@ -112,7 +129,9 @@ def what_fits(
             break
         for size in (size for size in range(batch, 0, -1) if batch % size == 0):
             train = replace(config.train, micro_batch_size=size, eval_batch_size=size)
-            way = replace(config, tensor_parallel=None, partition_size=shards, deepspeed=source, train=train)
+            way = replace(
+                config, tensor_parallel=None, partition_size=shards, deepspeed=source, train=train
+            )
             if config.method in TRAINED and num_passes(way) % num_ranks and size > 1:
                 continue
             memory = plan.rank_memory(way, model, inputs, world_size=num_ranks)
@@ -128,12 +147,19 @@ def what_fits(
 
 
 def _time_text(
-    config: RunConfig, model: plan.ModelSizes, directory: Path, data: TaskData, num_ranks: int, on_gpu: bool
+    config: RunConfig,
+    model: plan.ModelSizes,
+    directory: Path,
+    data: TaskData,
+    num_ranks: int,
+    on_gpu: bool,
 ) -> str:
     if on_gpu != (distributed.device().type != "cpu") or config.method == "adamw":
         return "not estimated: run this where such GPUs are, with a method other than adamw"
     here = distributed.world_size()
-    step, example = (t * here / num_ranks for t in plan_time(config, directory, data, model.num_blocks))
+    step, example = (
+        t * here / num_ranks for t in plan_time(config, directory, data, model.num_blocks)
+    )
     dev, test = example * len(data.dev.examples), example * len(data.test.examples)
     how = f"estimated from two blocks of random weights on {here} of {num_ranks} ranks"
     how += ", without their messages" if here == 1 < num_ranks else ""

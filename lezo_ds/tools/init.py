@@ -85,7 +85,9 @@ def main(arguments: Namespace) -> None:
         raise UserError(f"{arguments.model} is a file, not the directory of a model", fix=fix)
     distributed.init_distributed()
     rows = read_source("DATA", arguments.data)
-    records = [record for _, record in rows if isinstance(record, Mapping)]  # the dry run refuses the others
+    records = [
+        record for _, record in rows if isinstance(record, Mapping)
+    ]  # the dry run refuses the others
     directory = resolve_model(arguments.model)
     has_template = bool(load_tokenizer(str(directory)).backend.chat_template)
     columns = {"text": arguments.text, "label": arguments.label, "answer": arguments.answer}
@@ -109,10 +111,16 @@ def main(arguments: Namespace) -> None:
         dtype=dtype,
         train=json.dumps(_relative(arguments.data, target)),
         # JSON is YAML on one line.
-        task="".join(f"  {key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in task.items()),
+        task="".join(
+            f"  {key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in task.items()
+        ),
         max_length=min(2048, max_positions),
-        zo=_zo_keys(arguments.method, config.get_text_config().hidden_size, ranks, arguments.reward),
-        objective=f"  objective: {arguments.reward}  # judges answers\n" if arguments.reward else "",
+        zo=_zo_keys(
+            arguments.method, config.get_text_config().hidden_size, ranks, arguments.reward
+        ),
+        objective=f"  objective: {arguments.reward}  # judges answers\n"
+        if arguments.reward
+        else "",
         steps=steps,
         eval_every=steps // 5,
         micro_batch=16 if is_fzoo else 16 // ranks,
@@ -159,7 +167,9 @@ def describe_task(
     columns = {name: [record.get(name) for record in records] for name in names}
     for option, name in (("--text", text), ("--label", label), ("--answer", answer)):
         if name is not None and name not in columns:
-            raise UserError(f"{option} {name} is not a column", fix=f"use one of {', '.join(columns)}")
+            raise UserError(
+                f"{option} {name} is not a column", fix=f"use one of {', '.join(columns)}"
+            )
     messages = [name for name, values in columns.items() if any(map(_are_turns, values))]
     if len(messages) == 1 and text is None and label is None and answer is None:
         return f"Chat: the messages in {messages[0]}", {"messages": messages[0]}
@@ -167,7 +177,9 @@ def describe_task(
         label = _only("label", "few different values", _few_valued(columns, without=text))
     target = str(answer or label)
     if text is None:
-        text = _only("text", "texts", [n for n in columns if n != target and _are_texts(columns[n])])
+        text = _only(
+            "text", "texts", [n for n in columns if n != target and _are_texts(columns[n])]
+        )
     template = {"chat_template": True} if in_chat else {}
     if reward is not None:
         return f"Answers to {text}, judged by {reward}", {"prompt": f"{{{text}}}", **template}
@@ -197,7 +209,9 @@ def _few_valued(columns: Mapping[str, Sequence[object]], without: str | None) ->
     """Return the columns of short values that repeat; those with one value only if there are no others."""
     sizes = {}
     for name, values in columns.items():
-        labels = {field_text(name, value) for value in values if isinstance(value, str | int)} - {""}
+        labels = {field_text(name, value) for value in values if isinstance(value, str | int)} - {
+            ""
+        }
         is_short = max(map(len, labels), default=_MAX_LABEL_LENGTH + 1) <= _MAX_LABEL_LENGTH
         if name != without and is_short and len(labels) <= min(_MAX_LABELS, len(values) / 2):
             sizes[name] = len(labels)
@@ -207,7 +221,9 @@ def _few_valued(columns: Mapping[str, Sequence[object]], without: str | None) ->
 def _are_texts(values: Sequence[object]) -> bool:
     """Return whether most values are different strings of several words."""
     texts = {value for value in values if isinstance(value, str)}
-    return len(texts) > len(values) / 2 and sum(" " in text.strip() for text in texts) > len(texts) / 2
+    return (
+        len(texts) > len(values) / 2 and sum(" " in text.strip() for text in texts) > len(texts) / 2
+    )
 
 
 def _are_turns(value: object) -> bool:
@@ -218,7 +234,9 @@ def _are_turns(value: object) -> bool:
 def _only(option: str, meaning: str, names: Sequence[str]) -> str:
     if len(names) != 1:
         listed = f"several columns hold {meaning}: {', '.join(names)}"
-        fix = f"give --{option} COLUMN" + (", or --answer COLUMN for texts to write" * (option == "label"))
+        fix = f"give --{option} COLUMN" + (
+            ", or --answer COLUMN for texts to write" * (option == "label")
+        )
         raise UserError(listed if names else f"no column holds {meaning}", fix=fix)
     return names[0]
 

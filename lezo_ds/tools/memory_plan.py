@@ -31,7 +31,14 @@ from typing import Any
 from torch import nn
 from transformers import OPTConfig
 
-from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, copies_per_pass, make_layer_policy, num_passes
+from lezo_ds.config import (
+    TRAINED,
+    ZEROTH_ORDER,
+    RunConfig,
+    copies_per_pass,
+    make_layer_policy,
+    num_passes,
+)
 from lezo_ds.config.deepspeed import ds_config_of, tensor_parallel_size
 from lezo_ds.data.batches import PAD_MULTIPLE
 from lezo_ds.data.task_data import TaskData
@@ -43,11 +50,19 @@ from lezo_ds.model.snapshots import MAX_FILE_BYTES
 from lezo_ds.sharding.tensor_parallel import vocabulary_modules
 
 GIB = 1 << 30
-CPU_RESERVE = int(0.53 * GIB)  # measured: Python with torch, transformers, datasets, DeepSpeed and gloo
-GPU_RESERVE = int(2.0 * GIB)  # assumed: CUDA's context, NCCL's buffers, what the allocator cannot use
+CPU_RESERVE = int(
+    0.53 * GIB
+)  # measured: Python with torch, transformers, datasets, DeepSpeed and gloo
+GPU_RESERVE = int(
+    2.0 * GIB
+)  # assumed: CUDA's context, NCCL's buffers, what the allocator cannot use
 _LOW_BITS, _FP32 = 2, 4
-_HIDDEN_STATES = 5  # held while a block runs: both embeddings, the block's input, the residual, the norm
-_WIDE_OUTPUTS = 2  # held besides a block's widest outputs: both copies joined, and a float32 bias added
+_HIDDEN_STATES = (
+    5  # held while a block runs: both embeddings, the block's input, the residual, the norm
+)
+_WIDE_OUTPUTS = (
+    2  # held besides a block's widest outputs: both copies joined, and a float32 bias added
+)
 
 OPT_SHAPES = {
     "opt-tiny": (4, 32, 2),  # not published: small enough to try a command on any machine
@@ -73,10 +88,14 @@ class ModelSizes:
     num_trained: int
     num_dropped: int  # blocks of a step
     parts: PartSizes
-    largest_perturbed: int  # of the modules whose copies are made; rows of embeddings are perturbed alone
+    largest_perturbed: (
+        int  # of the modules whose copies are made; rows of embeddings are perturbed alone
+    )
     blocks_trained: int
     heads: int  # divisors of this number can split the heads of queries, keys and values
-    splittable: int  # of what tensor parallelism splits: the blocks' linear layers, and the vocabulary
+    splittable: (
+        int  # of what tensor parallelism splits: the blocks' linear layers, and the vocabulary
+    )
     has_split_vocabulary: bool  # with tensor parallelism
     hidden_width: int
     head: int
@@ -140,11 +159,15 @@ def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
         if config.zo.only_blocks:
             freeze_outside(model, layout)
         has_more = _trained(model) > _trained(blocks)
-        num_dropped = make_layer_policy(config.zo, layout.num_blocks, trains_outside=has_more).num_dropped
+        num_dropped = make_layer_policy(
+            config.zo, layout.num_blocks, trains_outside=has_more
+        ).num_dropped
     tables = [module for module in model.modules() if type(module).forward is nn.Embedding.forward]
     copied = [module for module in model.modules() if module is not head and module not in tables]
     widths = [_output_width(module) for module in blocks[0].modules()]
-    num_wide = _WIDE_OUTPUTS + widths.count(max(widths))  # a gated feed-forward layer has two widest outputs
+    num_wide = _WIDE_OUTPUTS + widths.count(
+        max(widths)
+    )  # a gated feed-forward layer has two widest outputs
     text = model.config.get_text_config()
     num_heads = getattr(text, "num_attention_heads", None) or 1
     num_cached = getattr(text, "num_key_value_heads", None) or num_heads
@@ -166,7 +189,9 @@ def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
         hidden_width=text.hidden_size,
         head=_trained(head) if head else 0,
         activation_width=_HIDDEN_STATES * text.hidden_size + num_wide * max(widths),
-        cached_width=2 * num_cached * (getattr(text, "head_dim", None) or text.hidden_size // num_heads),
+        cached_width=2
+        * num_cached
+        * (getattr(text, "head_dim", None) or text.hidden_size // num_heads),
         vocabulary_size=text.vocab_size,
         max_length=getattr(text, "max_position_embeddings", None),
         itemsize=dtype.itemsize,
@@ -175,7 +200,9 @@ def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
 
 def measured_inputs(config: RunConfig, data: TaskData) -> InputSizes:
     """Return the sizes of a run's longest inputs, from its examples."""
-    splits = [data.train, data.dev, data.test] if config.method in TRAINED else [data.dev, data.test]
+    splits = (
+        [data.train, data.dev, data.test] if config.method in TRAINED else [data.dev, data.test]
+    )
     examples = [example for split in splits for example in split.encoded]
     lengths = [example.num_tokens for example in examples]
     lengths += [len(ids) for split in splits for ids in split.prompts]
@@ -184,7 +211,9 @@ def measured_inputs(config: RunConfig, data: TaskData) -> InputSizes:
     return InputSizes(
         length=-(-max(lengths) // PAD_MULTIPLE) * PAD_MULTIPLE,
         mean_length=mean(example.num_tokens for example in data.train.encoded or data.test.encoded),
-        answer_tokens=max((length for example in examples for length in example.option_lengths), default=1),
+        answer_tokens=max(
+            (length for example in examples for length in example.option_lengths), default=1
+        ),
         num_labels=None if vocabulary is None else len(vocabulary),
         new_tokens=0 if data.generation is None else data.generation.max_new_tokens,
         trains_on_answers=data.objective.reads_answers,
@@ -192,7 +221,12 @@ def measured_inputs(config: RunConfig, data: TaskData) -> InputSizes:
 
 
 def rank_memory(
-    config: RunConfig, model: ModelSizes, inputs: InputSizes, *, world_size: int, on_gpu: bool = True
+    config: RunConfig,
+    model: ModelSizes,
+    inputs: InputSizes,
+    *,
+    world_size: int,
+    on_gpu: bool = True,
 ) -> RankMemory:
     ds_config, full = ds_config_of(config, world_size), model
     size = tensor_parallel_size(ds_config)
@@ -205,9 +239,17 @@ def rank_memory(
     num_shards = 1 if size > 1 else config.partition_size or world_size
     shards = model.num_parameters * model.itemsize // num_shards
     keeps_low_bits = config.method in ZEROTH_ORDER and config.zo.update_precision == "fp32_master"
-    low_bits = _LOW_BITS * model.num_trained // num_shards if keeps_low_bits and model.itemsize < _FP32 else 0
+    low_bits = (
+        _LOW_BITS * model.num_trained // num_shards
+        if keeps_low_bits and model.itemsize < _FP32
+        else 0
+    )
     if device == "nvme":
-        shards = int(offload.get("buffer_count", 5)) * int(offload.get("buffer_size", 10**8)) * model.itemsize
+        shards = (
+            int(offload.get("buffer_count", 5))
+            * int(offload.get("buffer_size", 10**8))
+            * model.itemsize
+        )
     elif is_offloaded and offload.get("pin_memory"):
         # torch rounds each block of pinned memory up to a power of two (CachingHostAllocator.h, 2.13).
         sizes = [-(-numel // num_shards) * model.itemsize for numel in model.parameters]
@@ -255,10 +297,21 @@ def received_bytes(
     """
     if split == 1:
         shared = config.partition_size or ranks
-        passes = max(1, num_passes(config) / ranks)  # micro-batches may be smaller than for split weights
+        passes = max(
+            1, num_passes(config) / ranks
+        )  # micro-batches may be smaller than for split weights
         return round(passes * model.num_parameters * model.itemsize * (shared - 1) / shared)
-    rows = num_passes(config) * copies_per_pass(config) * config.train.micro_batch_size / (ranks // split)
-    sums = (2 * model.num_blocks + model.has_split_vocabulary) * rows * (inputs.mean_length or inputs.length)
+    rows = (
+        num_passes(config)
+        * copies_per_pass(config)
+        * config.train.micro_batch_size
+        / (ranks // split)
+    )
+    sums = (
+        (2 * model.num_blocks + model.has_split_vocabulary)
+        * rows
+        * (inputs.mean_length or inputs.length)
+    )
     return round(sums * model.hidden_width * model.itemsize * 2 * (split - 1) / split)
 
 
@@ -276,7 +329,9 @@ def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes, *, at_once
 
 
 def _activations(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> int:
-    train_rows = copies_per_pass(config) * config.train.micro_batch_size if config.method in TRAINED else 0
+    train_rows = (
+        copies_per_pass(config) * config.train.micro_batch_size if config.method in TRAINED else 0
+    )
     if inputs.trains_on_answers:
         train_rows *= config.generation.num_samples
     eval_rows = config.train.eval_batch_size
@@ -290,7 +345,9 @@ def _activations(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> in
 def _logits(config: RunConfig, model: ModelSizes, inputs: InputSizes) -> int:
     train, copies = config.train, copies_per_pass(config)
     loss = 2 * _FP32  # the loss makes two float32 tensors of the logits, one copy at a time
-    rows = train.micro_batch_size * (config.generation.num_samples if inputs.trains_on_answers else 1)
+    rows = train.micro_batch_size * (
+        config.generation.num_samples if inputs.trains_on_answers else 1
+    )
     training = rows * (copies * model.itemsize + loss)
     training *= inputs.num_labels or model.vocabulary_size
     scoring = train.eval_batch_size * (model.itemsize + loss) * model.vocabulary_size

@@ -28,8 +28,14 @@ class MezoReference:
     def __init__(self, zo: ZoConfig, model: nn.Module) -> None:
         assert zo.learning_rate is not None and zo.sparsity is not None
         layout = find_blocks(model)
-        self._learning_rate, self._scale, self._model = zo.learning_rate, zo.perturbation_scale, model
-        self._weights = [(values, layout.block_of(name)) for name, values in model.named_parameters()]
+        self._learning_rate, self._scale, self._model = (
+            zo.learning_rate,
+            zo.perturbation_scale,
+            model,
+        )
+        self._weights = [
+            (values, layout.block_of(name)) for name, values in model.named_parameters()
+        ]
         self._num_blocks = layout.num_blocks
         self._num_dropped = int(zo.sparsity * layout.num_blocks + 0.5)
         self._step_seeds, self._step_seed = random.Random(0), 0

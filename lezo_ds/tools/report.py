@@ -40,13 +40,23 @@ _JUDGES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
 }
 """By its metric, how right an answer is, 0 to 1. The score is the mean."""
 
-_METHODS = {"zero_shot": "zero-shot", "icl": "ICL", "adamw": "AdamW", "mezo": "MeZO", "lezo": "LeZO"}
+_METHODS = {
+    "zero_shot": "zero-shot",
+    "icl": "ICL",
+    "adamw": "AdamW",
+    "mezo": "MeZO",
+    "lezo": "LeZO",
+}
 
 DAMAGE = (*files.DAMAGE, YAMLError, UserError)  # of JSON and YAML files
 
 _NOTE = """Scores and errors are in percent, rewards as they are. A score is a mean over seeds ± the sample
 standard deviation (number of runs). The standard error is that of one run, over its test examples."""
-_WORSE, _BELOW, _BELOW_MAJORITY = "worse than before training", "below zero-shot", "below the majority class"
+_WORSE, _BELOW, _BELOW_MAJORITY = (
+    "worse than before training",
+    "below zero-shot",
+    "below the majority class",
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +66,9 @@ def main(arguments: Namespace) -> None:
     for run in runs[~runs["finished"]].itertuples():
         logger.warning("warning: %s: %s", run.directory, run.problem)
     if runs["method"].isna().all():
-        raise UserError("none of these directories holds a run", fix="give the run_dir of runs, or a pattern")
+        raise UserError(
+            "none of these directories holds a run", fix="give the run_dir of runs, or a pattern"
+        )
     runs = name_experiments(runs)
     if arguments.html is not None:
         with failures_named(arguments.html):
@@ -64,7 +76,9 @@ def main(arguments: Namespace) -> None:
     elif runs["finished"].any():
         print(score_table(runs).to_string(index=False), _NOTE, sep="\n\n")
     else:
-        raise UserError("none of these runs is finished", fix="start them again (they resume), or use --html")
+        raise UserError(
+            "none of these runs is finished", fix="start them again (they resume), or use --html"
+        )
 
 
 def find_runs(patterns: Iterable[str]) -> list[Path]:
@@ -73,7 +87,9 @@ def find_runs(patterns: Iterable[str]) -> list[Path]:
     for pattern in patterns:
         names = [pattern] if Path(pattern).is_dir() else sorted(glob(pattern))  # noqa: PTH207
         if not (paths := [path for path in map(Path, names) if path.is_dir()]):
-            raise UserError(f"there is no run {pattern}", fix="give the run_dir of runs, or a pattern")
+            raise UserError(
+                f"there is no run {pattern}", fix="give the run_dir of runs, or a pattern"
+            )
         for path in paths:
             found.setdefault(path.resolve(), path)
     return list(found.values())
@@ -115,7 +131,11 @@ def name_experiments(runs: pd.DataFrame) -> pd.DataFrame:
         title = _METHODS.get(method, method) + ("" if adapter == "none" else f" {adapter}")
         varying = [name for name in settings if group[name].nunique(dropna=False) > 1]
         for index, run in group.iterrows():
-            values = [f"{key.rpartition('.')[2]}={_short(run[key])}" for key in varying if pd.notna(run[key])]
+            values = [
+                f"{key.rpartition('.')[2]}={_short(run[key])}"
+                for key in varying
+                if pd.notna(run[key])
+            ]
             experiments[index] = ", ".join([title, *values])
     return runs.assign(experiment=experiments)
 
@@ -173,10 +193,18 @@ def _charts(runs: pd.DataFrame) -> Iterable[dict[str, Any]]:
         zero_shot, majority = percent * same[["zero_shot", "majority_class"]].mean()
         group = group.assign(score=percent * group["score"])
         before = group[group["step"] == 0][["score", "loss"]].mean()
-        levels = {"step 0": before["score"], "zero-shot, test split": zero_shot, "majority class": majority}
+        levels = {
+            "step 0": before["score"],
+            "zero-shot, test split": zero_shot,
+            "majority class": majority,
+        }
         title = f"Validation {metric}{'' if percent == 1 else ', percent'}"
         scores = {"title": title, "x": "step", "curves": _lines(group, "step", "score")}
-        losses = {"title": "Validation loss", "x": "minutes", "curves": _lines(group, "minutes", "loss")}
+        losses = {
+            "title": "Validation loss",
+            "x": "minutes",
+            "curves": _lines(group, "minutes", "loss"),
+        }
         scores["levels"] = pd.Series(levels).dropna().to_dict()
         losses["levels"] = pd.Series({"step 0": before["loss"]}).dropna().to_dict()
         yield {"heading": f"{task}, {Path(model).name}", "figures": [scores, losses]}
@@ -192,8 +220,12 @@ def read_curves(runs: pd.DataFrame) -> pd.DataFrame:
     parts = [pd.DataFrame(columns=[*_CURVE_KEYS, "experiment", "step", "minutes", "loss", "score"])]
     for run in runs[runs["method"].notna()].to_dict("records"):
         try:
-            lines = (Path(run["directory"]) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            rows = [json.loads(line) for line in lines if line.endswith("}")]  # a crash may cut the last one
+            lines = (
+                (Path(run["directory"]) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            )
+            rows = [
+                json.loads(line) for line in lines if line.endswith("}")
+            ]  # a crash may cut the last one
             part = pd.DataFrame([row for row in rows if row.get("dev_loss") is not None])
             if part.empty:  # such as of a run that does not train
                 continue
@@ -206,17 +238,30 @@ def read_curves(runs: pd.DataFrame) -> pd.DataFrame:
             continue
         parts.append(part.assign(**{name: run[name] for name in (*_CURVE_KEYS[:3], "experiment")}))
     keys = [*_CURVE_KEYS, "experiment", "step"]
-    return pd.concat(parts).groupby(keys, sort=False)[["minutes", "loss", "score"]].mean().reset_index()
+    return (
+        pd.concat(parts)
+        .groupby(keys, sort=False)[["minutes", "loss", "score"]]
+        .mean()
+        .reset_index()
+    )
 
 
 def _answers(run: Mapping[str, Any]) -> str:
     """Return ten answers of a run at its best step, the worst ones if the metric tells them."""
-    answers, judge = _read_answers(Path(run["directory"]), run["best_step"]), _JUDGES.get(run["metric"])
+    answers, judge = (
+        _read_answers(Path(run["directory"]), run["best_step"]),
+        _JUDGES.get(run["metric"]),
+    )
     title = f"answers of {run['directory']}"
     if judge is not None:
-        answers = sorted((row for row in answers if judge(*row[1:]) < 1), key=lambda row: judge(*row[1:]))
+        answers = sorted(
+            (row for row in answers if judge(*row[1:]) < 1), key=lambda row: judge(*row[1:])
+        )
         title = f"of {len(answers)} wrong {title}"
-    rows = [(prompt[-_SHOWN_CHARACTERS:], answer, " | ".join(right)) for prompt, answer, right in answers]
+    rows = [
+        (prompt[-_SHOWN_CHARACTERS:], answer, " | ".join(right))
+        for prompt, answer, right in answers
+    ]
     table = pd.DataFrame(rows[:_SHOWN_ANSWERS], columns=["prompt", "answer", "right"])
     text = f"{len(table)} {escape(title)}</summary>{table.to_html(index=False, border=0)}"
     return f"<details><summary>{text}</details>" if rows else ""
@@ -226,8 +271,12 @@ def _read_answers(directory: Path, step: float | None) -> list[tuple[str, str, l
     """Return the prompts of the test split, the answers after a step, and the right answers."""
     name = f"step-{0 if step is None or pd.isna(step) else int(step):08}.jsonl"
     try:
-        rows = map(json.loads, (directory / "predictions" / name).read_text(encoding="utf-8").splitlines())
-        return [(str(row["prompt"]), str(row["predicted"]), [*map(str, row["right"])]) for row in rows]
+        rows = map(
+            json.loads, (directory / "predictions" / name).read_text(encoding="utf-8").splitlines()
+        )
+        return [
+            (str(row["prompt"]), str(row["predicted"]), [*map(str, row["right"])]) for row in rows
+        ]
     except DAMAGE:
         return []
 
@@ -253,7 +302,9 @@ def _read_run(directory: Path) -> dict[str, Any]:
     try:
         results = json.loads((directory / "results.json").read_text(encoding="utf-8"))
         numbers = {name: results[name] for name in MEASURED if results.get(name) is not None}
-        row |= {"metric": results.get("metric")} | {name: float(value) for name, value in numbers.items()}
+        row |= {"metric": results.get("metric")} | {
+            name: float(value) for name, value in numbers.items()
+        }
         if results["finished"]:
             answers = _read_answers(directory, results["best_step"])
             if judge := _JUDGES.get(results["metric"]):
@@ -282,7 +333,9 @@ def _verdict(row: Mapping[str, Any]) -> str:
 
 def _paper_score(row: Mapping[str, Any]) -> str:
     """Return the score of LeZO's tables (Wang et al. 2024) for the same model, task and method."""
-    cell = Experiment(Path(row["model"]).name.lower(), row["task"].lower(), row["method"], row["peft.kind"])
+    cell = Experiment(
+        Path(row["model"]).name.lower(), row["task"].lower(), row["method"], row["peft.kind"]
+    )
     return f"{PAPER_SCORES[cell]:.1f}" if cell in PAPER_SCORES else "-"
 
 
@@ -293,7 +346,7 @@ def _unit(row: Mapping[str, Any], name: str) -> str:
     return f"{row[name]:.3f}" if row["metric"] == REWARD else f"{100 * row[name]:.1f}"
 
 
-def _short(value: Any) -> str:  # noqa: ANN401
+def _short(value: Any) -> str:
     if pd.isna(value):
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

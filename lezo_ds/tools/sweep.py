@@ -27,7 +27,15 @@ from lezo_ds.runs.signals import on_stop_signals
 from lezo_ds.tools.report import DAMAGE, MEASURED, SEEDS, over_seeds, read_runs, recorded_config
 
 KEEP = "train.keep_snapshots"
-_SHOWN = ["runs", "finished", "best_dev_loss", "test", "test_deviation", "majority_class", "seconds"]
+_SHOWN = [
+    "runs",
+    "finished",
+    "best_dev_loss",
+    "test",
+    "test_deviation",
+    "majority_class",
+    "seconds",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -78,31 +86,48 @@ def plan_sweep(
     Zeroth-order runs keep no snapshots unless train.keep_snapshots is set: a journal gives back all weights.
     """
     axes = [_parse_axis(text) for text in grid]
-    keys = [key for names, _ in axes for key in names] + [text.partition("=")[0] for text in overrides]
+    keys = [key for names, _ in axes for key in names] + [
+        text.partition("=")[0] for text in overrides
+    ]
     for key in keys:
         if key == "run_dir" or keys.count(key) > 1:
-            raise UserError(f"a sweep cannot set {key} twice, or run_dir at all", fix=f"remove {key}=")
+            raise UserError(
+                f"a sweep cannot set {key} twice, or run_dir at all", fix=f"remove {key}="
+            )
     runs: dict[str, SweepRun] = {}
     for values in itertools.product(*(values for _, values in axes)):
         changes = [*overrides]
-        changes += [f"{key}={value}" for (names, _), value in zip(axes, values, strict=True) for key in names]
+        changes += [
+            f"{key}={value}"
+            for (names, _), value in zip(axes, values, strict=True)
+            for key in names
+        ]
         # The name has the values as they were read: 1e-6 and 0.000001 are the same run.
         flat = flatten(config_to_dict(load_config(recipe, [*changes, f"run_dir={directory}"])))
         name = ",".join(f"{names[0]}={flat[names[0]]}" for names, _ in axes)
         name = re.sub(r"[^\w.+,=-]", "-", name) or "run"
         if name in runs:
-            raise UserError(f"two runs of the grid are the same: {name}", fix="remove one of the two values")
+            raise UserError(
+                f"two runs of the grid are the same: {name}", fix="remove one of the two values"
+            )
         run_dir = directory / name
         changes.append(f"run_dir={run_dir}")
         if flat["method"] in ZEROTH_ORDER and KEEP not in keys:
             changes.append(f"{KEEP}=0")
         settings = {key: flat[key] for names, _ in axes for key in names}
-        runs[name] = SweepRun(settings, run_dir, load_config(recipe, changes), ("--config", recipe, *changes))
+        runs[name] = SweepRun(
+            settings, run_dir, load_config(recipe, changes), ("--config", recipe, *changes)
+        )
     return tuple(runs.values())
 
 
 def tune(
-    key: str, grid: Sequence[str], recipe: str, out: Path, overrides: Sequence[str], launcher: Sequence[str]
+    key: str,
+    grid: Sequence[str],
+    recipe: str,
+    out: Path,
+    overrides: Sequence[str],
+    launcher: Sequence[str],
 ) -> list[SweepRun]:
     """Search the value of a key with the lowest validation loss, and run a grid at this value.
 
@@ -111,7 +136,9 @@ def tune(
     """
     start = flatten(config_to_dict(load_config(recipe, [*overrides, f"run_dir={out}"]))).get(key)
     if not isinstance(start, float) or start <= 0:
-        raise UserError(f"--tune {key} needs a number above 0 to start from", fix=f"set {key} in the recipe")
+        raise UserError(
+            f"--tune {key} needs a number above 0 to start from", fix=f"set {key} in the recipe"
+        )
     overrides = [text for text in overrides if text.partition("=")[0] != key]
     first = [f"{','.join(names)}={values[0]}" for names, values in map(_parse_axis, grid)]
     runs: dict[Path, SweepRun] = {}
@@ -142,7 +169,9 @@ def best_index(loss_of: Callable[[int], float]) -> int:
     return best
 
 
-def run_sweep(runs: Sequence[SweepRun], launcher: Sequence[str], *, may_diverge: bool = False) -> None:
+def run_sweep(
+    runs: Sequence[SweepRun], launcher: Sequence[str], *, may_diverge: bool = False
+) -> None:
     """Do the runs that are not done, one after the other. A run that fails does not stop the others."""
     failures = []
     for run in runs:
@@ -187,7 +216,9 @@ def write_tables(runs: Sequence[SweepRun], directory: Path) -> str:
 def _parse_axis(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     names, equals, values = text.partition("=")
     if not equals or not all(names.split(",")) or not all(values.split(",")):
-        raise UserError(f"{text} is not KEY=VALUE,VALUE,...", fix="for instance zo.learning_rate=1e-6,7e-7")
+        raise UserError(
+            f"{text} is not KEY=VALUE,VALUE,...", fix="for instance zo.learning_rate=1e-6,7e-7"
+        )
     return tuple(names.split(",")), tuple(values.split(","))
 
 
@@ -203,9 +234,13 @@ def _launch(command: Sequence[str], log: Path) -> int:
     with log.open("a") as file:
         try:
             # A session of its own gives the command a process group, which killpg reaches.
-            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
         except OSError as error:
-            raise UserError(f"cannot start {command[0]}: {error}", fix="give its full path") from error
+            raise UserError(
+                f"cannot start {command[0]}: {error}", fix="give its full path"
+            ) from error
         with on_stop_signals(stop), process:
             process.wait()
     if received:

@@ -26,13 +26,17 @@ from lezo_ds.zo.layers import num_dropped
 _ROUNDS = 5  # the first compiles kernels and is not counted
 
 
-def plan_time(config: RunConfig, directory: Path, data: TaskData, num_blocks: int) -> tuple[float, float]:
+def plan_time(
+    config: RunConfig, directory: Path, data: TaskData, num_blocks: int
+) -> tuple[float, float]:
     """Return the seconds of a step (0 without training) and of scoring an example, on the ranks here.
 
     A collective. Messages of these ranks are included. Weights are not offloaded.
     """
     world = distributed.world_size()  # the plan may be for more ranks
-    sizes = dict[str, Any](tensor_parallel=tensor_parallel_of(config), partition_size=config.partition_size)
+    sizes = dict[str, Any](
+        tensor_parallel=tensor_parallel_of(config), partition_size=config.partition_size
+    )
     sizes = {name: size if size and world % size == 0 else None for name, size in sizes.items()}
     # A step drops the first block, and keeps the last.
     zo = replace(config.zo, sparsity=0.5, layer_policy="fixed", layer_policy_options={})
@@ -45,7 +49,9 @@ def plan_time(config: RunConfig, directory: Path, data: TaskData, num_blocks: in
         engine = make_engine(replace(config, model=model, zo=zo, deepspeed=None, **sizes))
         distributed.barrier()
     within: tuple[list[float], ...] = ([], [])
-    for clock, block in zip(within, engine.module.get_submodule(engine.layout.path).children(), strict=True):
+    for clock, block in zip(
+        within, engine.module.get_submodule(engine.layout.path).children(), strict=True
+    ):
         # The first hook comes before the one that gathers the block.
         block.register_forward_pre_hook(lambda *_, clock=clock: clock.append(-now()), prepend=True)
         block.register_forward_hook(lambda *_, clock=clock: clock.append(now()))
@@ -87,7 +93,9 @@ def _write_model(config: RunConfig, source: Path, folder: Path) -> None:
     shape: Any = load_model_config(source)
     text = shape.get_text_config()
     for key, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == text.num_hidden_layers:  # an entry for each block
+        if (
+            isinstance(value, list) and len(value) == text.num_hidden_layers
+        ):  # an entry for each block
             setattr(text, key, value[:2])
     text.num_hidden_layers = 2
     shape.save_pretrained(folder)

@@ -65,7 +65,9 @@ class AdaLezo(LayerPolicy):
             done, quality = 0, [0.0] * self.num_groups
         for record in records[done:]:
             if record.applied:
-                size = min(sum(map(abs, record.projected_grads)) / len(record.projected_grads), 1e300)
+                size = min(
+                    sum(map(abs, record.projected_grads)) / len(record.projected_grads), 1e300
+                )
                 for group in set(range(self.num_groups)).difference(record.dropped_layers):
                     quality[group] = (1 - self.alpha) * quality[group] + self.alpha * size
         self.__dict__["_averages"] = (len(records), quality)

@@ -87,13 +87,17 @@ class Spsa(Estimator):
 
     def probes(self, records: Sequence[StepRecord]) -> tuple[Probe, ...]:
         scales = (self.perturbation_scale, -self.perturbation_scale)
-        return tuple(Probe(direction, scale) for direction in range(self.num_directions) for scale in scales)
+        return tuple(
+            Probe(direction, scale) for direction in range(self.num_directions) for scale in scales
+        )
 
     def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
         sides = list(zip(losses[::2], losses[1::2], strict=True))
         return Estimate(
             loss=add_in_order([(plus + minus) / 2 for plus, minus in sides]) / self.num_directions,
-            projected_grads=tuple((plus - minus) / (2 * self.perturbation_scale) for plus, minus in sides),
+            projected_grads=tuple(
+                (plus - minus) / (2 * self.perturbation_scale) for plus, minus in sides
+            ),
         )
 
 

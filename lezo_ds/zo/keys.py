@@ -41,7 +41,9 @@ def dropout_key(seed: int, step: int, micro_batch: int) -> int:
 
 def sample_key(seed: int, step: int, example: int, sample: int) -> int:
     """Return the key, 0 to 2**63 - 1, with which an answer to a row of a split is drawn, for all probes."""
-    return _key(f"lezo_ds sample 1|{seed}|{step}|{example}|{sample}") >> 1  # it must fit into an int64 tensor
+    return (
+        _key(f"lezo_ds sample 1|{seed}|{step}|{example}|{sample}") >> 1
+    )  # it must fit into an int64 tensor
 
 
 def adapter_key(seed: int) -> int:

@@ -100,7 +100,9 @@ class Fixed(LayerPolicy):
         return kept
 
 
-LAYER_POLICIES: Registry[type[LayerPolicy]] = Registry("layer policy", "zo.layer_policy", kind=LayerPolicy)
+LAYER_POLICIES: Registry[type[LayerPolicy]] = Registry(
+    "layer policy", "zo.layer_policy", kind=LayerPolicy
+)
 LAYER_POLICIES.add("uniform", Uniform)
 LAYER_POLICIES.add("fixed", Fixed)
 

@@ -19,7 +19,9 @@ class OneSided(Estimator):
     """
 
     def probes(self, records: Sequence[StepRecord]) -> tuple[Probe, ...]:
-        sides = (Probe(direction, self.perturbation_scale) for direction in range(self.num_directions))
+        sides = (
+            Probe(direction, self.perturbation_scale) for direction in range(self.num_directions)
+        )
         return Probe(direction=0, scale=0.0), *sides
 
     def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
@@ -58,7 +60,9 @@ class EvolutionStrategies(Estimator):
     min_directions: ClassVar[int] = 2
 
     def probes(self, records: Sequence[StepRecord]) -> tuple[Probe, ...]:
-        return tuple(Probe(direction, self.perturbation_scale) for direction in range(self.num_directions))
+        return tuple(
+            Probe(direction, self.perturbation_scale) for direction in range(self.num_directions)
+        )
 
     def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
         mean = add_in_order(losses) / len(losses)

@@ -35,7 +35,9 @@ class StepRecord:
         check_finite(self.learning_rate, self.perturbation_scale, *loss)
         check_finite(*self.projected_grads, *self.layer_weights)
         if self.applied and (self.loss is None or not self.projected_grads):
-            raise ValueError("an applied step has a finite loss and at least one projected gradient")
+            raise ValueError(
+                "an applied step has a finite loss and at least one projected gradient"
+            )
 
 
 def check_finite(*values: float) -> None:

@@ -22,7 +22,9 @@ class Schedule:
     """Whether `share` changes with progress. A resumption with another number of steps is then refused."""
 
 
-SCHEDULES: Registry[Schedule] = Registry("schedule of the learning rate", "zo.lr_schedule", kind=Schedule)
+SCHEDULES: Registry[Schedule] = Registry(
+    "schedule of the learning rate", "zo.lr_schedule", kind=Schedule
+)
 SCHEDULES.add("constant", Schedule(lambda _: 1.0, depends_on_length=False))
 SCHEDULES.add("linear", Schedule(lambda progress: 1 - progress))
 SCHEDULES.add("cosine", Schedule(lambda progress: (1 + math.cos(math.pi * progress)) / 2))

@@ -46,7 +46,9 @@ def step_updates(
     ]
 
 
-def updates_of_parameter(updates: Iterable[StepUpdate], block: int, *, decays: bool) -> list[Update]:
+def updates_of_parameter(
+    updates: Iterable[StepUpdate], block: int, *, decays: bool
+) -> list[Update]:
     """Return all updates, in order, of a parameter of a transformer block or of a group outside them."""
     result = []
     for update in updates:

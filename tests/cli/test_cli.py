@@ -57,7 +57,10 @@ def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tm
     [
         ("", "nothing is not one of init, train,"),
         ("train --config demo --zo.sparsity 0.5", "fix: write zo.sparsity=VALUE, without dashes"),
-        ("train --config demo --dry-rn", "unrecognized arguments: --dry-rn; fix: did you mean --dry-run?"),
+        (
+            "train --config demo --dry-rn",
+            "unrecognized arguments: --dry-rn; fix: did you mean --dry-run?",
+        ),
         ("train --config demo --gpus 0", "argument --gpus: 0 is not an integer above 0"),
         ("train --config $UNSET/r.yaml", "names an environment variable that is not set"),
         ("train", "needs a recipe; fix: lezo-ds train --config RECIPE; lezo-ds init MODEL DATA"),
@@ -85,7 +88,9 @@ def test_arguments_and_keys_may_alternate_and_launchers_add_their_rank(monkeypat
 def test_shipped_files_are_found_by_their_path(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     in_process(monkeypatch, "--path", "launch/slurm/one_node.sbatch")
-    assert capsys.readouterr().out.strip() == str(REPOSITORY / "launch" / "slurm" / "one_node.sbatch")
+    assert capsys.readouterr().out.strip() == str(
+        REPOSITORY / "launch" / "slurm" / "one_node.sbatch"
+    )
     with pytest.raises(SystemExit):
         in_process(monkeypatch, "--version")
     assert capsys.readouterr().out.strip() == f"lezo_ds {__version__}"
@@ -103,11 +108,17 @@ def test_an_interrupt_in_the_first_seconds_is_one_line():
         wait_until(lambda: "libtorch" in maps.read_text(), process)  # it imports torch now
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=PATIENCE_SECONDS)
-    assert (process.returncode, out, err) == (130, "", "interrupted; the same command starts again\n")
+    assert (process.returncode, out, err) == (
+        130,
+        "",
+        "interrupted; the same command starts again\n",
+    )
 
 
 def test_a_reader_that_is_gone_does_not_end_a_command():
     """As in `lezo-ds train --print-config | head -1`."""
-    with start([sys.executable, "-m", "lezo_ds", "train", "--config", "demo", "--print-config"]) as process:
+    with start(
+        [sys.executable, "-m", "lezo_ds", "train", "--config", "demo", "--print-config"]
+    ) as process:
         process.stdout.close()
         assert (process.stderr.read(), process.wait()) == ("", 0)

@@ -41,7 +41,9 @@ def test_a_run_loses_its_launcher_then_a_rank_and_ends_as_if_never_stopped(recip
         ranks = ranks_of(process)
         assert len(ranks) == 2
         sockets = [socket for rank in ranks for socket in rank.net_connections("inet")]
-        listening = {s.laddr.ip.removeprefix("::ffff:") for s in sockets if s.status == psutil.CONN_LISTEN}
+        listening = {
+            s.laddr.ip.removeprefix("::ffff:") for s in sockets if s.status == psutil.CONN_LISTEN
+        }
         assert listening == {"127.0.0.1"}
         children = psutil.Process(process.pid).children(recursive=True)
         for launcher in (*(child for child in children if "RANK" not in child.environ()), process):
@@ -57,7 +59,9 @@ def test_a_run_loses_its_launcher_then_a_rank_and_ends_as_if_never_stopped(recip
         _, err = process.communicate(timeout=PATIENCE_SECONDS)
         assert_all_end(ranks)
     assert process.returncode == LostRankError.exit_code
-    ((what, step),) = re.findall(r"error: another rank has ended, .*?: (.*?); last good step: (\d+);", err)
+    ((what, step),) = re.findall(
+        r"error: another rank has ended, .*?: (.*?); last good step: (\d+);", err
+    )
     assert what == "rank 1 has shown no sign of life for 6 s"
     assert int(step) in (num_steps(run_dir) - 1, num_steps(run_dir) - 2)
     run_forked_well(arguments("run"))

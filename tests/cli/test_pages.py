@@ -22,7 +22,17 @@ PREPARED_RUN = "runs/first"
 STARTED = re.compile(r"(.*?)(launch/\S+|--module lezo_ds|lezo-ds)(?: (.*))?")
 """A command: its launcher, what is started, and the arguments."""
 KINDS = ("deepspeed ", "mpirun ", "python ", "lezo-ds ")
-OTHERS = ("make ", "git ", "cd ", ". .venv/bin/activate", "pip ", "sbatch ", "docker ", "apptainer ", "#")
+OTHERS = (
+    "make ",
+    "git ",
+    "cd ",
+    ". .venv/bin/activate",
+    "pip ",
+    "sbatch ",
+    "docker ",
+    "apptainer ",
+    "#",
+)
 
 
 def blocks(language):
@@ -72,7 +82,9 @@ def run_on_forked_ranks(root, line):
     launcher, started, arguments = STARTED.fullmatch(shortened(line)).groups(default="")
     num_ranks = re.search(r"(?:--num_gpus|-np) (\d+)", launcher)
     is_script = started.startswith("launch/")
-    program = started.removeprefix("launch/") if is_script else REPOSITORY / "lezo_ds" / "__main__.py"
+    program = (
+        started.removeprefix("launch/") if is_script else REPOSITORY / "lezo_ds" / "__main__.py"
+    )
     ranks = int(num_ranks[1]) if num_ranks else 1
     run_forked_well(shlex.split(arguments), program=program, num_ranks=ranks, directory=root)
 
@@ -118,7 +130,11 @@ def test_the_program_of_the_pages_trains(root):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_file_that_a_page_names_exists(page):
-    names = set(re.findall(r"\b(?:docs|launch|ds_configs|lezo_ds|tests)/[\w./-]*[\w/]", PAGES[page]))
+    names = set(
+        re.findall(r"\b(?:docs|launch|ds_configs|lezo_ds|tests)/[\w./-]*[\w/]", PAGES[page])
+    )
     links = {link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", PAGES[page]) if "://" not in link}
     assert [name for name in sorted(names) if not (REPOSITORY / name).exists()] == []
-    assert [link for link in sorted(links) if not (REPOSITORY / page).parent.joinpath(link).exists()] == []
+    assert [
+        link for link in sorted(links) if not (REPOSITORY / page).parent.joinpath(link).exists()
+    ] == []

@@ -52,10 +52,14 @@ REFUSED_DRY = ("weights of another model", "a file")
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_bad_input_is_refused_before_weights_load(name, inputs, tmp_path):
-    words, fragments = ([part.replace("{inputs}", str(inputs)) for part in parts] for parts in REFUSED[name])
+    words, fragments = (
+        [part.replace("{inputs}", str(inputs)) for part in parts] for parts in REFUSED[name]
+    )
     for dry in ([], ["--dry-run"]) if name in REFUSED_DRY else ([],):
         words += dry
-        finished = run_forked(["--config", inputs / "recipe.yaml", f"run_dir={tmp_path / 'run'}", *words])
+        finished = run_forked(
+            ["--config", inputs / "recipe.yaml", f"run_dir={tmp_path / 'run'}", *words]
+        )
         assert_one_error(finished, 2, *fragments)
         assert not (tmp_path / "run").exists()
 
@@ -66,14 +70,24 @@ def test_a_run_is_not_resumed_with_other_settings_or_inputs_and_left_as_it_was(i
 
     run_dir, data = tmp_path / "run", shutil.copytree(inputs / "data", tmp_path / "data")
     model = shutil.copytree(inputs / "whole_model", tmp_path / "model")
-    whole = ["--config", inputs / "recipe.yaml", f"run_dir={run_dir}", f"model.path={inputs}/whole_model"]
+    whole = [
+        "--config",
+        inputs / "recipe.yaml",
+        f"run_dir={run_dir}",
+        f"model.path={inputs}/whole_model",
+    ]
     run_forked_well([*whole, "train.steps=2"])
     moved = ["train.steps=2", f"model.path={model}", f"data.path={data}"]  # files may move
     warned = run_forked_well([*whole, *moved], CUBLAS_WORKSPACE_CONFIG=":16:8").err
-    assert warned.count("CUBLAS_WORKSPACE_CONFIG was ':4096:8' when the journal was started and is ") == 1
+    assert (
+        warned.count("CUBLAS_WORKSPACE_CONFIG was ':4096:8' when the journal was started and is ")
+        == 1
+    )
     before = contents()
     records = [json.loads(line) for line in (data / "validation.jsonl").read_text().splitlines()]
-    write_records(data / "validation.jsonl", [record | {"label": 1 - record["label"]} for record in records])
+    write_records(
+        data / "validation.jsonl", [record | {"label": 1 - record["label"]} for record in records]
+    )
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + bytes([weights.read_bytes()[-1] ^ 1]))
     refused = (

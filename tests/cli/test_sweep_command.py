@@ -16,12 +16,20 @@ from commands import TIMEOUT_SECONDS, run, start
 @pytest.mark.distributed
 def test_a_sweep_that_is_stopped_goes_on_and_a_run_that_fails_is_named(tmp_path):
     directory = tmp_path / "sweep"
-    command = [sys.executable, REPOSITORY / "launch" / "sweep.py", "--config", write_recipe(tmp_path)]
+    command = [
+        sys.executable,
+        REPOSITORY / "launch" / "sweep.py",
+        "--config",
+        write_recipe(tmp_path),
+    ]
     command += ["--out", directory, "train.steps=150", "train.eval_every=150"]
     metrics = directory / "data.num_train=30" / "metrics.jsonl"
     with start([*command, "--grid", "data.num_train=30"]) as process:
         deadline = time.monotonic() + TIMEOUT_SECONDS
-        while not (metrics.exists() and metrics.read_text().count("\n") > 5) and time.monotonic() < deadline:
+        while (
+            not (metrics.exists() and metrics.read_text().count("\n") > 5)
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=TIMEOUT_SECONDS)

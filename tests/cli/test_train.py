@@ -30,8 +30,15 @@ def trained(recipe, tmp_path_factory):
 def test_a_run_leaves_a_directory_that_says_what_it_was(trained):
     run_dir, _ = trained
     names = {"config.yaml", "environment.json", "journal.jsonl", "metrics.jsonl", "results.json"}
-    assert {path.name for path in run_dir.iterdir()} == names | {"predictions", "snapshots", ".lock"}
-    assert {path.name for path in (run_dir / "snapshots").iterdir()} == {"step-00000004", "step-00000008"}
+    assert {path.name for path in run_dir.iterdir()} == names | {
+        "predictions",
+        "snapshots",
+        ".lock",
+    }
+    assert {path.name for path in (run_dir / "snapshots").iterdir()} == {
+        "step-00000004",
+        "step-00000008",
+    }
     (run_dir.parent / "probe").touch()  # for the umask
     files = [path for path in run_dir.parent.rglob("*") if path.is_file()]
     assert len({path.stat().st_mode for path in files}) == 1
@@ -67,7 +74,10 @@ def test_the_results_are_printed_once_and_agree_with_the_journal(trained):
     best = min(dev, key=lambda record: record.loss)
     assert results["finished"]
     assert (results["task"], results["metric"]) == ("sst2", "accuracy")
-    assert (results["zero_shot"], results["test"]) == (first.metrics["accuracy"], last.metrics["accuracy"])
+    assert (results["zero_shot"], results["test"]) == (
+        first.metrics["accuracy"],
+        last.metrics["accuracy"],
+    )
     assert 0.5 <= results["majority_class"] < 1
     assert (results["best_step"], results["best_dev_loss"]) == (best.step, best.loss)
     assert (results["steps"], results["skipped_steps"], results["world_size"]) == (STEPS, 0, 2)
@@ -82,15 +92,21 @@ def test_the_answers_to_the_test_examples_give_the_scores_before_and_after(train
         rows = [json.loads(line) for line in lines]
         assert {row["predicted"] for row in rows} <= {"terrible", "great"}
         assert all(row["prompt"].endswith(" It was") for row in rows)
-        assert sum(row["predicted"] in row["right"] for row in rows) / len(rows) == pytest.approx(score)
+        assert sum(row["predicted"] in row["right"] for row in rows) / len(rows) == pytest.approx(
+            score
+        )
 
 
-def test_the_same_command_changes_nothing_and_more_steps_go_on_as_if_asked_for_at_once(trained, recipe):
+def test_the_same_command_changes_nothing_and_more_steps_go_on_as_if_asked_for_at_once(
+    trained, recipe
+):
     run_dir, _ = trained
 
     def contents():
         changing = ("environment.json", "results.json", ".lock")
-        files = [path for path in run_dir.rglob("*") if path.is_file() and path.name not in changing]
+        files = [
+            path for path in run_dir.rglob("*") if path.is_file() and path.name not in changing
+        ]
         return {path: path.read_bytes() for path in files}, end(run_dir)
 
     arguments = ["--config", recipe, "zo.perturbation_scale=2e-3"]
@@ -99,9 +115,14 @@ def test_the_same_command_changes_nothing_and_more_steps_go_on_as_if_asked_for_a
     assert contents() == before
     at_once = run_dir.with_name("at_once")
     for directory, every in ((run_dir, 6), (at_once, 4)):  # each evaluates after step 12
-        run_forked_well([*arguments, f"run_dir={directory}", "train.steps=12", f"train.eval_every={every}"])
+        run_forked_well(
+            [*arguments, f"run_dir={directory}", "train.steps=12", f"train.eval_every={every}"]
+        )
     assert records_of(run_dir, StepRecord) == records_of(at_once, StepRecord)
-    assert (end(run_dir).results, end(run_dir).weights) == (end(at_once).results, end(at_once).weights)
+    assert (end(run_dir).results, end(run_dir).weights) == (
+        end(at_once).results,
+        end(at_once).weights,
+    )
 
 
 def test_real_sst2_and_a_pretrained_model_run_on_two_ranks(tmp_path):
@@ -110,7 +131,9 @@ def test_real_sst2_and_a_pretrained_model_run_on_two_ranks(tmp_path):
     values["zo"] |= {"learning_rate": 1e-5, "sparsity": 0.75}
     values["train"] |= {"steps": 4, "eval_every": 2, "eval_batch_size": 16}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
-    run_forked_well(["--config", tmp_path / "recipe.yaml", f"run_dir={tmp_path / 'run'}"], num_ranks=2)
+    run_forked_well(
+        ["--config", tmp_path / "recipe.yaml", f"run_dir={tmp_path / 'run'}"], num_ranks=2
+    )
     results = results_of(tmp_path / "run")
     assert results["zero_shot"] > results["majority_class"]
     assert abs(results["test"] - results["zero_shot"]) < 0.2

@@ -41,7 +41,9 @@ def test_the_wheel_has_its_commands_and_every_file_of_launch_and_ds_configs(whee
 
     def files(root):
         paths = (path for folder in ("launch", "ds_configs") for path in (root / folder).rglob("*"))
-        return {p.relative_to(root): p.read_bytes() for p in paths if p.is_file() and p.suffix != ".pyc"}
+        return {
+            p.relative_to(root): p.read_bytes() for p in paths if p.is_file() and p.suffix != ".pyc"
+        }
 
     assert files(wheel / "lezo_ds") == files(REPOSITORY)
     assert elsewhere("lezo-ds --version") == f"lezo_ds {__version__}\n"

@@ -21,7 +21,16 @@ from run_ends import num_steps, results_of
 
 ADDRESSES = {"lezo1": "10.77.0.1", "lezo2": "10.77.0.2"}
 
-UNSHARE = ("unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child")
+UNSHARE = (
+    "unshare",
+    "--net",
+    "--uts",
+    "--mount",
+    "--pid",
+    "--fork",
+    "--mount-proc",
+    "--kill-child",
+)
 PATIENCE_SECONDS = 300
 SHORT = ("train.steps=8", "train.eval_every=4")
 LONG = ("train.steps=200", "train.eval_every=50", "train.snapshot_every=20")
@@ -57,7 +66,14 @@ class Host:
         """Return the command that runs `command` on this host, in the repository's root."""
         settings = [f"{name}={value}" for name, value in _environment(**variables).items()]
         enter = ["nsenter", "--target", str(self.pid), "--net", "--uts", "--mount", "--pid", "--"]
-        return [*enter, "env", "--ignore-environment", f"--chdir={REPOSITORY}", *settings, *map(str, command)]
+        return [
+            *enter,
+            "env",
+            "--ignore-environment",
+            f"--chdir={REPOSITORY}",
+            *settings,
+            *map(str, command),
+        ]
 
     def run(self, command, timeout=TIMEOUT_SECONDS, **variables):
         done = subprocess.run(
@@ -97,7 +113,9 @@ def _host(name, directory, contents):
         file.write_text(content)
         mounts += f"mount --bind {file} {path}\n"
     # The shell is the host's first process: it takes in orphans, and ends, with all the rest, with its input.
-    script = f"set -e\nhostname {name}\nip link set lo up\n{mounts}echo ready\nread -r nothing || true\n"
+    script = (
+        f"set -e\nhostname {name}\nip link set lo up\n{mounts}echo ready\nread -r nothing || true\n"
+    )
     process = subprocess.Popen(
         [*UNSHARE, "bash", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

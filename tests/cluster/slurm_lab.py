@@ -65,13 +65,18 @@ def slurm_cluster(directory: Path):
     _write_settings(directory)
     with two_hosts(directory) as hosts:
         cluster = Slurm(hosts[0], directory)
-        files = [f"--{kind}-file={directory}/munged.{kind}" for kind in ("key", "pid", "log", "seed")]
+        files = [
+            f"--{kind}-file={directory}/munged.{kind}" for kind in ("key", "pid", "log", "seed")
+        ]
         cluster.run_well("munged", "--force", f"--socket={directory}/munge.socket", *files)
         cluster.run_well("slurmctld", "-c")
         for host in hosts:
             host.run_well(["slurmd", "-N", host.name], SLURM_CONF=str(directory / "slurm.conf"))
         wait_until(
-            lambda: cluster.run_well("sinfo", "-h", "-t", "idle", "-p", "normal", "-o", "%D").strip() == "2",
+            lambda: (
+                cluster.run_well("sinfo", "-h", "-t", "idle", "-p", "normal", "-o", "%D").strip()
+                == "2"
+            ),
             "two idle nodes",
         )
         yield cluster

@@ -31,9 +31,13 @@ PidFile none
 def two_ssh_hosts(directory: Path):
     """Start two hosts with an ssh server each; stop them at the end."""
     require_programs(("ssh", "sshd", "ssh-keygen"), "apt-get install openssh-client openssh-server")
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", directory / "key"], check=True)
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", directory / "key"], check=True
+    )
     (directory / "sshd_config").write_text(SERVER_SETTINGS.format(directory=directory))
-    with two_hosts(directory, {"/etc/ssh/ssh_config": CLIENT_SETTINGS.format(directory=directory)}) as hosts:
+    with two_hosts(
+        directory, {"/etc/ssh/ssh_config": CLIENT_SETTINGS.format(directory=directory)}
+    ) as hosts:
         server = [shutil.which("sshd", path=program_path()), "-f", directory / "sshd_config"]
         for host in hosts:
             # The server wants a directory there, which is not to stay on this machine.

@@ -24,14 +24,18 @@ def slurm(tmp_path_factory):
 
 def submit(slurm, script, recipe, run_dir, length, *options):
     output = f"--output={run_dir}.out"
-    return slurm.submit(output, *options, SCRIPTS / script, "--config", recipe, f"run_dir={run_dir}", *length)
+    return slurm.submit(
+        output, *options, SCRIPTS / script, "--config", recipe, f"run_dir={run_dir}", *length
+    )
 
 
 def wait_for_end(slurm, job, run_dir):
     running = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
     wait_until(lambda: slurm.fact(job, "JobState") not in running, f"the end of job {job}")
     output = run_dir.with_name(run_dir.name + ".out").read_text()
-    assert (slurm.fact(job, "JobState"), slurm.fact(job, "ExitCode")) == ("COMPLETED", "0:0"), output[-5000:]
+    assert (slurm.fact(job, "JobState"), slurm.fact(job, "ExitCode")) == ("COMPLETED", "0:0"), (
+        output[-5000:]
+    )
 
 
 def wait_for_steps(run_dir, count):
@@ -39,7 +43,9 @@ def wait_for_steps(run_dir, count):
 
 
 def wait_for_requeue(slurm, job):
-    wait_until(lambda: slurm.fact(job, "Restarts") == "1", f"job {job} to be put back into the queue")
+    wait_until(
+        lambda: slurm.fact(job, "Restarts") == "1", f"job {job} to be put back into the queue"
+    )
 
 
 def test_a_job_on_two_nodes_is_the_run_of_plain_python(slurm, recipe, undisturbed, tmp_path):
@@ -51,11 +57,15 @@ def test_a_job_on_two_nodes_is_the_run_of_plain_python(slurm, recipe, undisturbe
     assert end(run_dir) == undisturbed(SHORT)
 
 
-def test_a_job_told_to_stop_goes_back_into_the_queue_and_resumes(slurm, recipe, undisturbed, tmp_path):
+def test_a_job_told_to_stop_goes_back_into_the_queue_and_resumes(
+    slurm, recipe, undisturbed, tmp_path
+):
     run_dir = tmp_path / "run"
     job = submit(slurm, "one_node.sbatch", recipe, run_dir, LONG)
     wait_for_steps(run_dir, 20)
-    slurm.run_well("scancel", "--signal=USR1", "--batch", job)  # as Slurm does before the time limit
+    slurm.run_well(
+        "scancel", "--signal=USR1", "--batch", job
+    )  # as Slurm does before the time limit
     wait_for_requeue(slurm, job)
     assert_stopped_by_agreement(run_dir)
     wait_for_end(slurm, job, run_dir)
@@ -76,10 +86,16 @@ def test_a_job_that_is_requeued_resumes(slurm, recipe, undisturbed, tmp_path):
 
 def test_an_array_does_the_runs_of_a_sweep(slurm, recipe, tmp_path):
     sweep = ("--config", recipe, "--out", tmp_path / "sweep", *SHORT, *SWEEP)
-    job = slurm.submit("--array=0-3%2", f"--output={tmp_path}/%a.out", SCRIPTS / "sweep.sbatch", *sweep)
-    wait_until(lambda: slurm.run_well("squeue", "--noheader", "--job", job) == "", "the end of the array")
+    job = slurm.submit(
+        "--array=0-3%2", f"--output={tmp_path}/%a.out", SCRIPTS / "sweep.sbatch", *sweep
+    )
+    wait_until(
+        lambda: slurm.run_well("squeue", "--noheader", "--job", job) == "", "the end of the array"
+    )
     printed = slurm.run_well("python", "launch/sweep.py", *sweep, "--list")
-    assert printed.count("  done  ") == 4, "".join(path.read_text() for path in tmp_path.glob("?.out"))
+    assert printed.count("  done  ") == 4, "".join(
+        path.read_text() for path in tmp_path.glob("?.out")
+    )
     with (tmp_path / "sweep" / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 4
@@ -88,7 +104,10 @@ def test_an_array_does_the_runs_of_a_sweep(slurm, recipe, tmp_path):
 
 def test_an_array_of_replicas_loses_one_and_does_one_run(slurm, recipe, undisturbed, tmp_path):
     run_dir = tmp_path / "run"
-    options, length = ("--array=0-1", "--export=ALL,LEZO_SECRET=secret"), (*LONG, "train.steps=1000")
+    options, length = (
+        ("--array=0-1", "--export=ALL,LEZO_SECRET=secret"),
+        (*LONG, "train.steps=1000"),
+    )
     job = submit(slurm, "elastic.sbatch", recipe, run_dir, length, *options)
     second = run_dir / "replicas" / "1"
     wait_for_steps(second, 50)

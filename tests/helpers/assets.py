@@ -19,11 +19,49 @@ from transformers import LlamaConfig, OPTConfig, PreTrainedTokenizerFast
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_BLOCKS = 4
 NUM_POSITIONS = 64
-SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")  # in the order of their ids, as in OPT's tokenizer
-ASPECTS = ("film", "movie", "story", "plot", "script", "cast", "ending", "score", "dialogue", "pacing")
+SPECIAL_TOKENS = (
+    "<s>",
+    "<pad>",
+    "</s>",
+    "<unk>",
+)  # in the order of their ids, as in OPT's tokenizer
+ASPECTS = (
+    "film",
+    "movie",
+    "story",
+    "plot",
+    "script",
+    "cast",
+    "ending",
+    "score",
+    "dialogue",
+    "pacing",
+)
 ASPECTS += ("music",)
-NEGATIVE = ("terrible", "boring", "dull", "clumsy", "tedious", "weak", "stale", "lazy", "bland", "grim")
-POSITIVE = ("great", "superb", "charming", "moving", "funny", "clever", "warm", "brilliant", "fresh", "sharp")
+NEGATIVE = (
+    "terrible",
+    "boring",
+    "dull",
+    "clumsy",
+    "tedious",
+    "weak",
+    "stale",
+    "lazy",
+    "bland",
+    "grim",
+)
+POSITIVE = (
+    "great",
+    "superb",
+    "charming",
+    "moving",
+    "funny",
+    "clever",
+    "warm",
+    "brilliant",
+    "fresh",
+    "sharp",
+)
 POSITIVE += ("rich",)
 ADJECTIVES = (NEGATIVE, POSITIVE)
 LINKS = ("is", "was", "feels", "seems", "looks", "remains")
@@ -113,7 +151,13 @@ def recipe_values(model, data):
         "model": {"path": str(model), "dtype": "fp32"},
         "data": {"task": "sst2", "path": str(data), "num_train": 30, "num_dev": 11, "num_test": 13},
         "zo": {"learning_rate": 1e-3, "sparsity": 0.5},
-        "train": {"steps": 8, "batch_size": 8, "micro_batch_size": 2, "eval_batch_size": 4, "eval_every": 4},
+        "train": {
+            "steps": 8,
+            "batch_size": 8,
+            "micro_batch_size": 2,
+            "eval_batch_size": 4,
+            "eval_every": 4,
+        },
         "deepspeed": str(REPOSITORY / "ds_configs" / "zero3_cpu.json"),
     }
 

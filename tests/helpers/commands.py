@@ -25,7 +25,15 @@ from ranks import context, free_port
 
 TIMEOUT_SECONDS = 300
 PATIENCE_SECONDS = 120
-_KEPT = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR")
+_KEPT = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "XDG_CACHE_HOME",
+    "TORCH_EXTENSIONS_DIR",
+)
 MPI_ANYWHERE = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -198,7 +206,9 @@ def run_forked_well(arguments, **options):
 
 def _read_all(directory, kind):
     # A rank that was killed early has no file; one that was killed later may have written half a character.
-    return "".join(file.read_text(errors="replace") for file in sorted(Path(directory).glob(f"{kind}-*")))
+    return "".join(
+        file.read_text(errors="replace") for file in sorted(Path(directory).glob(f"{kind}-*"))
+    )
 
 
 def _run_program(command, own_variables, directory, files):
@@ -207,7 +217,9 @@ def _run_program(command, own_variables, directory, files):
     os.chdir(directory)
     for descriptor, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    sys.stdout, sys.stderr = (
+        os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
+    )
     sys.argv = command
     sys.path[:0] = own_variables["PYTHONPATH"].split(os.pathsep)
     runpy.run_path(command[0], run_name="__main__")

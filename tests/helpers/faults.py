@@ -32,7 +32,9 @@ class Fault:
 
 def run_faulty(arguments, fault=Fault(number=0), log=None, **options):
     """Run launch/train.py with a fault on forked ranks. `log` gets the operations on the run's directory."""
-    run_dir = next(str(a).removeprefix("run_dir=") for a in arguments if str(a).startswith("run_dir="))
+    run_dir = next(
+        str(a).removeprefix("run_dir=") for a in arguments if str(a).startswith("run_dir=")
+    )
     told = {VARIABLE: json.dumps({**asdict(fault), "root": run_dir, "log": log and str(log)})}
     return run_forked(arguments, FAULTY_TRAIN, **options, **told)
 

@@ -25,7 +25,9 @@ class Injector:
         self._fault = fault
         self._root = os.path.realpath(fault["root"])
         self._seen = 0
-        self._log = os.open(fault["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT) if fault["log"] else None
+        self._log = (
+            os.open(fault["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT) if fault["log"] else None
+        )
         self._write = os.write
 
     def install(self):

@@ -21,5 +21,10 @@ class Golden:
     null_prompt: str | None
 
 
-_ROWS = json.loads((Path(__file__).parents[1] / "unit" / "golden" / "tasks.json").read_text(encoding="utf-8"))
-GOLDEN = [Golden(**row | {name: tuple(row[name]) for name in ("candidates", "references")}) for row in _ROWS]
+_ROWS = json.loads(
+    (Path(__file__).parents[1] / "unit" / "golden" / "tasks.json").read_text(encoding="utf-8")
+)
+GOLDEN = [
+    Golden(**row | {name: tuple(row[name]) for name in ("candidates", "references")})
+    for row in _ROWS
+]

@@ -12,7 +12,11 @@ from tokenizers import decoders, pre_tokenizers
 from transformers import OPTConfig
 
 SUBJECTS = {
-    "billing": ("I was charged twice", "My invoice is wrong", "The refund, as promised, is missing"),
+    "billing": (
+        "I was charged twice",
+        "My invoice is wrong",
+        "The refund, as promised, is missing",
+    ),
     "bug": ("The app crashes on start", 'The page says "error 500"', "Login fails\nsince Monday"),
     "shipping": ("My parcel is late", "The box arrived open", "Where is my order"),
 }

@@ -20,7 +20,11 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["preload"])
 # The server finds modules by this variable alone: Python 3.11 does not hand it sys.path.
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(Path(__file__).parent), str(Path(lezo_ds.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    [
+        str(Path(__file__).parent),
+        str(Path(lezo_ds.__file__).parents[1]),
+        os.environ.get("PYTHONPATH", ""),
+    ]
 )
 
 _GRACE_SECONDS = 5.0  # for the other ranks to report, once one has failed
@@ -48,7 +52,10 @@ def run_ranks(function, num_ranks, *arguments, timeout=180.0):
         process.join()
     failed = [rank for rank in range(num_ranks) if not outcomes.get(rank, (False, ""))[0]]
     if failed:
-        texts = [f"rank {rank}: {outcomes[rank][1] if rank in outcomes else 'no answer'}" for rank in failed]
+        texts = [
+            f"rank {rank}: {outcomes[rank][1] if rank in outcomes else 'no answer'}"
+            for rank in failed
+        ]
         raise AssertionError(f"{len(failed)} of {num_ranks} ranks failed\n" + "\n".join(texts))
     return [outcomes[rank][1] for rank in range(num_ranks)]
 

@@ -31,9 +31,13 @@ class Reference:
         self.num_blocks = model.config.num_hidden_layers
         named = {own_name(name): parameter for name, parameter in model.named_parameters()}
         ids = parameter_ids(named)
-        self.parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        self.parameters = {
+            name: parameter for name, parameter in named.items() if parameter.requires_grad
+        }
         self.ids = {name: ids[name] for name in self.parameters}
-        self.values = {name: self._stored_as_float(p.detach()) for name, p in self.parameters.items()}
+        self.values = {
+            name: self._stored_as_float(p.detach()) for name, p in self.parameters.items()
+        }
         for parameter in self.model.parameters():  # and no buffers, such as frequencies
             parameter.data = parameter.data.to(dtype)
         for module in self.model.modules():
@@ -47,7 +51,9 @@ class Reference:
             for name, parameter in self.parameters.items():
                 parameter.data = self._stored(name)
                 if _block(name, self.num_blocks) not in dropped_blocks:
-                    wide = parameter.data.float() + scale * self._noise(name, direction_key(key, direction))
+                    wide = parameter.data.float() + scale * self._noise(
+                        name, direction_key(key, direction)
+                    )
                     # Vectors (biases and norms) stay in float32: a 16-bit 1.0 has no room for mu z.
                     parameter.data = wide if wide.dim() == 1 else wide.to(self.dtype)
             total = 0.0
@@ -89,12 +95,16 @@ class Reference:
         if self.precision == "fp32_master":
             # The low bits of bf16 are exact, those of fp16 in units of 2**-39 below 2**-14.
             exact = (
-                value.clone() if self.dtype == torch.bfloat16 else (value.double() * 2**39).round() / 2**39
+                value.clone()
+                if self.dtype == torch.bfloat16
+                else (value.double() * 2**39).round() / 2**39
             )
             return exact.float()
         if self.precision == "stochastic" and key is not None:
             dither = words_at(key, self.ids[name], torch.arange(value.numel()), DITHER_STREAM)
-            return round_stochastic(value.contiguous(), dither.view(value.shape), self.dtype).float()
+            return round_stochastic(
+                value.contiguous(), dither.view(value.shape), self.dtype
+            ).float()
         return value.to(self.dtype).float()
 
     def _summed_loss(self, batch):
@@ -104,8 +114,12 @@ class Reference:
         """
         hidden = self.model.base_model(**batch.inputs).last_hidden_state
         asked = hidden[batch.selection.rows, batch.selection.positions]
-        logits = F.linear(asked, self.model.get_output_embeddings().weight[batch.selection.vocabulary])
-        return F.cross_entropy(logits.float(), batch.labels["label"], reduction="none").double().sum()
+        logits = F.linear(
+            asked, self.model.get_output_embeddings().weight[batch.selection.vocabulary]
+        )
+        return (
+            F.cross_entropy(logits.float(), batch.labels["label"], reduction="none").double().sum()
+        )
 
 
 def probes_of(estimator, scale, directions):
@@ -139,7 +153,11 @@ def _block(name, num_blocks):
 def _nearest(values, dtype, precision):
     """Round float32 values to the nearest of `dtype`; with low bits in bf16, ties go away from zero."""
     if dtype == torch.bfloat16 and precision == "fp32_master":
-        return ((values.contiguous().view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+        return (
+            ((values.contiguous().view(torch.int32) + 0x8000) >> 16)
+            .to(torch.int16)
+            .view(torch.bfloat16)
+        )
     return values.to(dtype)
 
 

@@ -23,7 +23,15 @@ class End:
 def end(run_dir):
     results = results_of(run_dir)
     assert results["finished"]
-    kept = ("zero_shot", "test", "best_step", "best_dev_loss", "steps", "weights_digest", "skipped_steps")
+    kept = (
+        "zero_shot",
+        "test",
+        "best_step",
+        "best_dev_loss",
+        "steps",
+        "weights_digest",
+        "skipped_steps",
+    )
     manifest = read_manifest(snapshot_path(run_dir / "snapshots", results["steps"]))
     return End(
         results={name: results[name] for name in kept},
@@ -38,7 +46,9 @@ def results_of(run_dir):
 
 
 def records_of(run_dir, kind=(StepRecord, EvaluationRecord)):
-    return [record for record in read_journal(run_dir / "journal.jsonl")[1] if isinstance(record, kind)]
+    return [
+        record for record in read_journal(run_dir / "journal.jsonl")[1] if isinstance(record, kind)
+    ]
 
 
 def digest_after(run_dir, step):

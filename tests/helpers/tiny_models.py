@@ -55,10 +55,17 @@ FAMILIES = {
     # The one here whose output head has a bias.
     "phi": (PhiConfig(**_WITH_MLP), "model.layers"),
     # Mixtures of experts: each has three experts in a block, and two run for a token.
-    "mixtral": (MixtralConfig(**_LLAMA_LIKE, num_local_experts=3, num_experts_per_tok=2), "model.layers"),
+    "mixtral": (
+        MixtralConfig(**_LLAMA_LIKE, num_local_experts=3, num_experts_per_tok=2),
+        "model.layers",
+    ),
     "qwen3_moe": (
         Qwen3MoeConfig(
-            **_LLAMA_LIKE, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True
+            **_LLAMA_LIKE,
+            num_experts=3,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+            norm_topk_prob=True,
         ),
         "model.layers",
     ),

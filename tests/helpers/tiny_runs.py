@@ -53,7 +53,10 @@ def make_batch(step, num_micro_batches=4, examples=2, vocabulary=VOCABULARY):
         label = int(torch.randint(0, 2, (), generator=generator))
         return EncodedExample(tuple((*context, c) for c in CANDIDATES), (1, 1), label, False)
 
-    return [candidate_batch([example() for _ in range(examples)], PAD_ID) for _ in range(num_micro_batches)]
+    return [
+        candidate_batch([example() for _ in range(examples)], PAD_ID)
+        for _ in range(num_micro_batches)
+    ]
 
 
 def zo_config(**changes):
@@ -72,14 +75,20 @@ def start_engine(directory, dtype="fp32", num_ranks=1, ds_changes=(), peft=None,
 
 def attach_new_journal(engine, path):
     if engine.global_rank == 0:
-        facts = {"model_fingerprint": "f", "parameter_table_hash": "t", "config": {}, "libraries": {}}
+        facts = {
+            "model_fingerprint": "f",
+            "parameter_table_hash": "t",
+            "config": {},
+            "libraries": {},
+        }
         engine.attach_journal(Journal.create(path, Header(noise_version=1, **facts)))
 
 
 def train(engine, num_steps, num_micro_batches=4, vocabulary=VOCABULARY):
     return [
         engine.train_batch(
-            make_batch(engine.global_steps, num_micro_batches, vocabulary=vocabulary), classification_loss
+            make_batch(engine.global_steps, num_micro_batches, vocabulary=vocabulary),
+            classification_loss,
         )
         for _ in range(num_steps)
     ]

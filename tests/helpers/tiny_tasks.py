@@ -53,13 +53,22 @@ def _sst2(rng):
 
 
 def _cb(rng):
-    return {"premise": f"{_sentence(rng)}.", "hypothesis": _sentence(rng), "label": rng.randrange(3)}
+    return {
+        "premise": f"{_sentence(rng)}.",
+        "hypothesis": _sentence(rng),
+        "label": rng.randrange(3),
+    }
 
 
 def _copa(rng):
     choices = {"choice1": f"{_sentence(rng)}.", "choice2": f"{_sentence(rng)}."}
     question = rng.choice(("cause", "effect"))
-    return {"premise": f"{_sentence(rng)}.", **choices, "question": question, "label": rng.randrange(2)}
+    return {
+        "premise": f"{_sentence(rng)}.",
+        **choices,
+        "question": question,
+        "label": rng.randrange(2),
+    }
 
 
 def _record(rng):
@@ -89,7 +98,9 @@ def write_tasks(directory, num_records=24):
     for task, make in _RECORDS.items():
         rng = random.Random(task)
         for split in ("train", "validation"):
-            write_records(directory / task / f"{split}.jsonl", [make(rng) for _ in range(num_records)])
+            write_records(
+                directory / task / f"{split}.jsonl", [make(rng) for _ in range(num_records)]
+            )
     return directory
 
 

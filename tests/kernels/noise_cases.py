@@ -41,26 +41,42 @@ def values_of_every_size(count):
     bits = hashed(count)
     exponents = 97 + (bits >> 8) % 49  # 2**-30 to 2**18
     values = ((bits & 0x807FFFFF) | (exponents << 23)).to(torch.int32).view(torch.float32)
-    special = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 65504.0, 65519.9, 65520.0, 3.3e38, 1e-40]
+    special = [
+        0.0,
+        -0.0,
+        float("inf"),
+        -float("inf"),
+        float("nan"),
+        65504.0,
+        65519.9,
+        65520.0,
+        3.3e38,
+        1e-40,
+    ]
     values[: len(special)] = torch.tensor(special)[:count]
     return values
 
 
 def stored(values, dtype, precision, device="cpu"):
     """A shard and its low bits."""
-    high, low = split_master(values, dtype) if precision == "fp32_master" else (values.to(dtype), None)
+    high, low = (
+        split_master(values, dtype) if precision == "fp32_master" else (values.to(dtype), None)
+    )
     return high.to(device), None if low is None else low.to(device)
 
 
 def result(noise, case, device="cpu"):
     """All tensors that an operation returns or writes."""
     operation, distribution, dtype, other = case
-    return (perturbed if operation == "perturb" else updated)(noise, distribution, dtype, other, device)
+    return (perturbed if operation == "perturb" else updated)(
+        noise, distribution, dtype, other, device
+    )
 
 
 def perturbed(noise, distribution, dtype, out_dtype, device):
     thetas = [
-        values_of_every_size(torch.Size(shape).numel()).to(dtype).view(shape).to(device) for shape in SHAPES
+        values_of_every_size(torch.Size(shape).numel()).to(dtype).view(shape).to(device)
+        for shape in SHAPES
     ]
     # Vectors have copies in fp32, as in models.
     weights = [
@@ -84,7 +100,9 @@ def updated(noise, distribution, dtype, precision, device):
         values, low = stored(values_of_every_size(count), dtype, precision, device)
         shards.append(Shard(values, Region(start), parameter_id, low))
     noise.update_(shards, UPDATES, precision, distribution)
-    return [tensor for shard in shards for tensor in (shard.values, shard.low) if tensor is not None]
+    return [
+        tensor for shard in shards for tensor in (shard.values, shard.low) if tensor is not None
+    ]
 
 
 def bits(tensor):

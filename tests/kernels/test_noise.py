@@ -93,7 +93,11 @@ def test_draws_have_their_golden_bits(backend, golden):
     signs = noise.draw(*where, len(golden["rademacher"]), device, "rademacher")
     assert "".join({1.0: "+", -1.0: "-"}[sign] for sign in signs.tolist()) == golden["rademacher"]
     assert (
-        words(words_at(*where[:2], where[2] + torch.arange(len(golden["dither"].split())), DITHER_STREAM))
+        words(
+            words_at(
+                *where[:2], where[2] + torch.arange(len(golden["dither"].split())), DITHER_STREAM
+            )
+        )
         == golden["dither"]
     )
 
@@ -122,7 +126,9 @@ def test_the_reference_is_the_plain_formulas_in_fp32(dtype, distribution):
         ("stochastic", "rademacher"),
     ],
 )
-def test_slices_and_single_updates_give_the_bits_of_one_call(backend, precision, distribution, monkeypatch):
+def test_slices_and_single_updates_give_the_bits_of_one_call(
+    backend, precision, distribution, monkeypatch
+):
     noise, device = backend
     monkeypatch.setattr(reference, "CHUNK", 64)
     updates = [Update(KEY, 0.01, 0.999), Update(7, -0.3)]
@@ -142,7 +148,9 @@ def test_slices_and_single_updates_give_the_bits_of_one_call(backend, precision,
 
 
 @pytest.mark.parametrize("precision", ["stochastic", "fp32_master"])
-@pytest.mark.parametrize(("rows", "columns"), [((2, 9), (3, 24)), ((0, 11), (128, 133)), ((10, 11), (5, 6))])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [((2, 9), (3, 24)), ((0, 11), (128, 133)), ((10, 11), (5, 6))]
+)
 def test_a_rectangle_gets_the_bits_of_its_elements(backend, precision, rows, columns):
     noise, device = backend
     part = (slice(*rows), slice(*columns))
@@ -154,7 +162,9 @@ def test_a_rectangle_gets_the_bits_of_its_elements(backend, precision, rows, col
         ((plus, minus),) = noise.perturb(
             [Weight(mine, 6, torch.float32, region=region)], KEY, [0.1, -0.1], distribution
         )
-        (full,) = REFERENCE.perturb([Weight(theta, 6, torch.float32)], KEY, [0.1, -0.1], distribution)
+        (full,) = REFERENCE.perturb(
+            [Weight(theta, 6, torch.float32)], KEY, [0.1, -0.1], distribution
+        )
         for copy, expected in zip((plus, minus), full, strict=True):
             assert_same_bits(copy, expected[part])
         mine_low = None if low is None else low.view(11, 133)[part].flatten().to(device)
@@ -166,19 +176,24 @@ def test_a_rectangle_gets_the_bits_of_its_elements(backend, precision, rows, col
             assert_same_bits(mine_low, low.view(11, 133)[part].flatten())
 
 
-def test_a_transposed_parameter_is_perturbed_by_its_row_major_index_and_copies_can_be_stacked(backend):
+def test_a_transposed_parameter_is_perturbed_by_its_row_major_index_and_copies_can_be_stacked(
+    backend,
+):
     noise, device = backend
     theta = values_of_every_size(35).view(5, 7)
     weights = [Weight(theta.t().contiguous().to(device).t(), 6, theta.dtype)]
     (copies,) = noise.perturb(weights, KEY, [0.1, -0.1])
     assert_same_bits(
-        stacked(copies), torch.stack(REFERENCE.perturb([Weight(theta, 6, theta.dtype)], KEY, [0.1, -0.1])[0])
+        stacked(copies),
+        torch.stack(REFERENCE.perturb([Weight(theta, 6, theta.dtype)], KEY, [0.1, -0.1])[0]),
     )
     assert_same_bits(stacked(copies[:1]), copies[0][None])
     strided = torch.tensor([3, 9, 0, 9], device=device)[::2]
     ((rows,),) = noise.perturb([weights[0]._replace(rows=strided)], KEY, [0.1])
     assert_same_bits(rows, copies[0][strided])
-    later = weights[0]._replace(theta=theta[3:].to(device), rows=strided[:1] - 3, region=Region(3 * 7))
+    later = weights[0]._replace(
+        theta=theta[3:].to(device), rows=strided[:1] - 3, region=Region(3 * 7)
+    )
     ((row,),) = noise.perturb([later], KEY, [0.1])
     assert_same_bits(row, copies[0][3:4])
     noise.update_([], [Update(KEY, 0.1)], "nearest")
@@ -188,9 +203,21 @@ def test_a_transposed_parameter_is_perturbed_by_its_row_major_index_and_copies_c
 
 # The known answers that come with Random123 (Salmon et al. 2011): counter, key, result.
 KNOWN_ANSWERS = [
-    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    (
+        "00000000 00000000 00000000 00000000",
+        "00000000 00000000",
+        "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    ),
+    (
+        "ffffffff ffffffff ffffffff ffffffff",
+        "ffffffff ffffffff",
+        "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    ),
+    (
+        "243f6a88 85a308d3 13198a2e 03707344",
+        "a4093822 299f31d0",
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
 ]
 
 
@@ -202,7 +229,12 @@ def test_philox_gives_the_known_answers_of_random123(counter, key, expected):
 
 
 @settings(max_examples=40)
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**40 - 600), st.integers(0, 299))
+@given(
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**40 - 600),
+    st.integers(0, 299),
+)
 def test_any_slice_of_the_noise_holds_its_values(key, parameter_id, start, skip):
     for distribution in DISTRIBUTIONS:
         part = draw(distribution, key, parameter_id, start + skip, 300 - skip, CPU)
@@ -231,7 +263,9 @@ def test_a_million_draws_have_their_distribution_and_no_correlations():
         others.append(draw("normal", key, parameter_id, 0, 1_000_000, CPU).double())
     assert all(abs((normal * other).mean()) < 4e-3 for other in others)
     for z in (normal, signs):
-        assert all(abs((z[:-lag] * z[lag:]).mean()) < 4e-3 for lag in (1, 2, 3, 4, 7, 32, 128, 1024))
+        assert all(
+            abs((z[:-lag] * z[lag:]).mean()) < 4e-3 for lag in (1, 2, 3, 4, 7, 32, 128, 1024)
+        )
 
 
 def fp32(patterns):
@@ -243,7 +277,9 @@ def test_a_bf16_master_keeps_every_bit_pattern_next_to_a_nearest_bf16():
     high, low = split_master(values, torch.bfloat16)
     assert torch.equal(join_master(high, low).view(torch.int32), values.view(torch.int32))
     finite = values.abs() < 3e38
-    error, least = ((part.double() - values.double()).abs()[finite] for part in (high, values.bfloat16()))
+    error, least = (
+        (part.double() - values.double()).abs()[finite] for part in (high, values.bfloat16())
+    )
     assert torch.equal(error, least)
 
 
@@ -286,7 +322,9 @@ def test_stochastic_rounding_picks_a_neighbor_and_is_right_on_average(dtype, num
 def test_stochastic_rounding_leaves_what_the_format_holds(dtype):
     values = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     for word in (0, 2**32 - 1):
-        assert_same_bits(round_stochastic(values.float(), torch.full((len(values),), word), dtype), values)
+        assert_same_bits(
+            round_stochastic(values.float(), torch.full((len(values),), word), dtype), values
+        )
 
 
 # How much of many tiny updates arrives: the projection of the weights' change on their exact sum. Steps of
@@ -302,7 +340,9 @@ def test_tiny_updates_survive_stochastic_and_master_storage_only(dtype, size, pr
     assert isinstance(noise, CpuNoise)
     start = (0.02 * torch.randn(50_000, generator=generator)).to(dtype)
     coefficients = torch.randn(1000, generator=generator) * size
-    updates = [Update(1000 + index, float(coefficient)) for index, coefficient in enumerate(coefficients)]
+    updates = [
+        Update(1000 + index, float(coefficient)) for index, coefficient in enumerate(coefficients)
+    ]
     exact = torch.zeros(50_000)
     noise.update_([Shard(exact, ALL, 4)], updates, "nearest")
     values, low = stored(start.float(), dtype, precision)

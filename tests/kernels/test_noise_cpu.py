@@ -45,7 +45,9 @@ def test_where_the_kernels_cannot_be_built_plain_pytorch_runs_with_one_warning(
 
 
 @pytest.mark.usefixtures("first_use")
-def test_ranks_that_build_at_once_share_one_library_that_is_then_reused(monkeypatch, tmp_path, caplog):
+def test_ranks_that_build_at_once_share_one_library_that_is_then_reused(
+    monkeypatch, tmp_path, caplog
+):
     caplog.set_level("INFO")
     monkeypatch.setattr(cpu, "FLAGS", [flag.replace("-O3", "-O0") for flag in cpu.FLAGS])
     with ThreadPoolExecutor(2) as ranks:
@@ -62,7 +64,9 @@ def test_ranks_that_build_at_once_share_one_library_that_is_then_reused(monkeypa
 def test_older_instruction_sets_give_the_same_bits(monkeypatch, tmp_path, instruction_set):
     if instruction_set == "x86-64-v3" and "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this processor has no AVX2")
-    monkeypatch.setattr(cpu, "FLAGS", [flag.replace("native", instruction_set) for flag in cpu.FLAGS])
+    monkeypatch.setattr(
+        cpu, "FLAGS", [flag.replace("native", instruction_set) for flag in cpu.FLAGS]
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     older = CpuNoise()
     for name, case in CASES.items():
@@ -83,7 +87,12 @@ def test_the_number_of_threads_changes_no_bit(distribution):
     theta = torch.randn(200_003, generator=torch.Generator().manual_seed(0)).bfloat16()
     table, rows = theta[:200_000].view(200, 1000), torch.arange(199, -1, -1)
     digests = set()
-    for noise, num_threads in ((CpuNoise(), 1), (CpuNoise(), 2), (CpuNoise(), 3), (EagerNoise(), 1)):
+    for noise, num_threads in (
+        (CpuNoise(), 1),
+        (CpuNoise(), 2),
+        (CpuNoise(), 3),
+        (EagerNoise(), 1),
+    ):
         torch.set_num_threads(num_threads)
         shard = theta.clone()
         noise.update_([Shard(shard, Region(5), 2)], [Update(1, 0.1)], "stochastic", distribution)
@@ -115,7 +124,9 @@ def test_conversions_are_those_of_pytorch(dtype):
         # The public `perturb` converts with PyTorch if the scale is 0.
         return CpuNoise()._perturb([Weight(values, 0, out_dtype)], 0, 0.0, 1, "normal")[0][0]
 
-    patterns = torch.randint(-(2**31), 2**31, (1_000_000,), generator=torch.Generator().manual_seed(0))
+    patterns = torch.randint(
+        -(2**31), 2**31, (1_000_000,), generator=torch.Generator().manual_seed(0)
+    )
     all_stored = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     ties = all_stored.float().view(torch.int32) + 0x1000
     values = torch.cat([patterns.to(torch.int32), ties]).view(torch.float32)

@@ -74,12 +74,16 @@ def test_box_muller_of_chosen_words_has_the_bits_of_the_reference(words, backend
         pytest.skip("no GPU")
     if words == "all radii":
         # Of a word, 23 bits decide about the radius. An angle of 0 gives the radius itself, and 0.
-        radii = torch.arange(0, 1 << 23, 32 if IS_INTERPRETED else 1) << 9  # the interpreter is slow
+        radii = (
+            torch.arange(0, 1 << 23, 32 if IS_INTERPRETED else 1) << 9
+        )  # the interpreter is slow
         first, second = (radii | (radii * 0x9E3779B9 >> 20) % 512).view(2, -1)
         chosen = torch.stack([first, torch.zeros_like(first), second, torch.zeros_like(first)])
     else:
         bounds = torch.arange(8)[:, None] * (1 << 29) + torch.arange(-2, 3)
-        angles = torch.cat([bounds.flatten() % (1 << 32), torch.arange(1 << 16) * 0x9E3779B1 % (1 << 32)])
+        angles = torch.cat(
+            [bounds.flatten() % (1 << 32), torch.arange(1 << 16) * 0x9E3779B1 % (1 << 32)]
+        )
         radii = angles * 0x85EBCA6B % (1 << 32)
         chosen = torch.stack([radii, angles, radii.flip(0), angles.flip(0)])
     device = "cpu" if IS_INTERPRETED else "cuda"
@@ -98,7 +102,11 @@ def compiled_for_hopper(storage, distribution, operation):
     """
     kernel = kernels.perturb_kernel if operation in ("perturb", "rows") else kernels.update_kernel
     names, types = kernel.arg_names, dict(TYPES)
-    constants = {"dtype": STORAGE[storage], "out_dtype": STORAGE[storage], "distribution": distribution}
+    constants = {
+        "dtype": STORAGE[storage],
+        "out_dtype": STORAGE[storage],
+        "distribution": distribution,
+    }
     constants |= {
         "layout": "aligned",
         "unit": 16,
@@ -113,10 +121,16 @@ def compiled_for_hopper(storage, distribution, operation):
     source = ASTSource(
         fn=kernel,
         signature={name: types.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items() if name in names},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in sixteen if name in names},
+        constexprs={
+            (names.index(name),): value for name, value in constants.items() if name in names
+        },
+        attrs={
+            (names.index(name),): [["tt.divisibility", 16]] for name in sixteen if name in names
+        },
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False}).asm
+    return triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False}
+    ).asm
 
 
 # And the most instructions of an element. Perturbed 16-bit weights have a second store, for copies in fp32.
@@ -173,7 +187,9 @@ def test_alike_parameters_take_one_launch_and_others_one_for_each_kind(monkeypat
             noise.update_(shards, [Update(5, 0.1)], "stochastic")
         first, second = launched[: len(launched) // 2], launched[len(launched) // 2 :]
         assert len(first) == 2 * (1 + num_others)
-        assert all(constants is again for constants, again in zip(first, second, strict=True))  # reused
+        assert all(
+            constants is again for constants, again in zip(first, second, strict=True)
+        )  # reused
         launched.clear()
 
 

@@ -46,7 +46,9 @@ def blocks_of(model):
 
 def in_blocks(model):
     layout = find_blocks(model)
-    return {name for name, _ in model.named_parameters() if layout.block_of(name) < layout.num_blocks}
+    return {
+        name for name, _ in model.named_parameters() if layout.block_of(name) < layout.num_blocks
+    }
 
 
 def perturbation(signs, dropped=(), scale=SCALE, key=SEED):
@@ -109,7 +111,9 @@ def assert_equal_to_rounding(actual, expected):
     """Equal but for the order of sums in float32."""
     assert len(actual) == len(expected)
     for mine, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6 * float(theirs.abs().max().clamp(min=1)))
+        torch.testing.assert_close(
+            mine, theirs, rtol=0, atol=1e-6 * float(theirs.abs().max().clamp(min=1))
+        )
 
 
 def bits(model):
@@ -126,7 +130,9 @@ def both_ways(model, trainable, batch, dropped):
     """(both probes in one pass, each in a pass of its own): the logits at theta + mu z and theta - mu z."""
     perturbed = PerturbedForward(model, trainable, NOISE)
     singles = [run(perturbed, model, batch, perturbation(sign, dropped)) for sign in (PLUS, MINUS)]
-    return run(perturbed, model, batch, perturbation(BOTH, dropped)), [single for (single,) in singles]
+    return run(perturbed, model, batch, perturbation(BOTH, dropped)), [
+        single for (single,) in singles
+    ]
 
 
 # Models of transformers.
@@ -166,7 +172,9 @@ def test_a_pass_of_any_number_of_pairs_gives_the_bits_of_passes_of_one_pair(fami
         found = run(perturbed, model, batch, Perturbation(probes, frozenset({1})))
         assert list(map(torch.equal, found, expected)) == [True] * 4
         in_three = run(perturbed, model, batch, Perturbation(probes[:3], frozenset({1})))
-        assert list(map(torch.equal, in_three[:2], expected[:2])) == [True] * 2  # the last of 3 runs alone
+        assert (
+            list(map(torch.equal, in_three[:2], expected[:2])) == [True] * 2
+        )  # the last of 3 runs alone
 
 
 def noise_that_counts():
@@ -188,17 +196,24 @@ def test_a_block_perturbed_at_once_gives_the_same_bits_with_one_call(family):
     for is_at_once in (False, True):
         model, noise = tiny_model(family, torch.bfloat16), noise_that_counts()
         noise.takes_blocks = is_at_once
-        perturbed = PerturbedForward(model, tunable(model, in_blocks(model)), noise, blocks_of(model))
+        perturbed = PerturbedForward(
+            model, tunable(model, in_blocks(model)), noise, blocks_of(model)
+        )
         logits.append(run(perturbed, model, batch, change))
     assert all(map(torch.equal, *logits))
     assert len(noise.calls) == NUM_BLOCKS - 1
-    run(perturbed, model, batch, perturbation(BOTH * 2, dropped=(1,)))  # more probes than copies at once
+    run(
+        perturbed, model, batch, perturbation(BOTH * 2, dropped=(1,))
+    )  # more probes than copies at once
     assert len(noise.calls) > 4 * NUM_BLOCKS
 
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [*((family, torch.bfloat16) for family in FAMILIES if family not in MIXTURES), ("opt", torch.float16)],
+    [
+        *((family, torch.bfloat16) for family in FAMILIES if family not in MIXTURES),
+        ("opt", torch.float16),
+    ],
 )
 def test_in_16_bits_errors_are_those_of_a_plain_16_bit_forward(family, dtype):
     model, batch = tiny_model(family, dtype), token_batch()
@@ -208,7 +223,9 @@ def test_in_16_bits_errors_are_those_of_a_plain_16_bit_forward(family, dtype):
     ways = both_ways(model, trainable, batch, (1,))
     for side, exact_model in enumerate(exact):
         expected = plain_logits(exact_model, batch)
-        rounding = (plain_logits(exact_model.to(dtype), batch).float() - expected).pow(2).mean().sqrt()
+        rounding = (
+            (plain_logits(exact_model.to(dtype), batch).float() - expected).pow(2).mean().sqrt()
+        )
         assert (expected - plain).pow(2).mean().sqrt() > 5 * rounding
         for logits in ways:
             assert logits[side].dtype == dtype
@@ -240,9 +257,13 @@ def test_masks_and_selections_fit_the_copies_of_the_batch(family, rows, is_share
     model = tiny_model(family)
     mask = torch.ones(rows, TOKENS, dtype=torch.int64)
     mask[0, :4] = 0
-    selection = LogitSelection(torch.tensor([0, rows - 1, 0]), torch.tensor([9, 6, 5]), torch.tensor([40, 3]))
+    selection = LogitSelection(
+        torch.tensor([0, rows - 1, 0]), torch.tensor([9, 6, 5]), torch.tensor([40, 3])
+    )
     trainable = tunable(model, in_blocks(model) if is_shared else None)
-    change = Perturbation((KeyedProbe(7, SCALE), KeyedProbe(8, -SCALE), KeyedProbe(8, 0.0)), frozenset({0}))
+    change = Perturbation(
+        (KeyedProbe(7, SCALE), KeyedProbe(8, -SCALE), KeyedProbe(8, 0.0)), frozenset({0})
+    )
     batch = token_batch(selection, mask, rows)
     expected = expected_logits(model, trainable, batch, change)
     perturbed = PerturbedForward(model, trainable, NOISE, blocks_of(model), shares_start=is_shared)
@@ -259,7 +280,9 @@ def test_selected_logits_are_the_full_ones_indexed(family, tuned, selection):
     model = tiny_model(family)
     names = {name for name, _ in model.named_parameters()}
     head = {name for name in names if "lm_head" in name or "embed" in name or "wte" in name}
-    only = {"all": names, "none of the head": names - head, "bias only": {"lm_head.bias"} & names}[tuned]
+    only = {"all": names, "none of the head": names - head, "bias only": {"lm_head.bias"} & names}[
+        tuned
+    ]
     perturbed = PerturbedForward(model, tunable(model, only), NOISE)
     for change in (None, *(perturbation(sign, (2,)) for sign in (PLUS, MINUS, BOTH))):
         full = run(perturbed, model, token_batch(), change)
@@ -310,7 +333,9 @@ class ToyModel(nn.Module):
         return CausalLMOutput(logits=(self.head(hidden) + self.head(2 * hidden)) * self.temperature)
 
 
-@pytest.mark.parametrize("only", [None, {"blocks.0.weight", "blocks.0.bias", "blocks.0.inner.weight"}])
+@pytest.mark.parametrize(
+    "only", [None, {"blocks.0.weight", "blocks.0.bias", "blocks.0.inner.weight"}]
+)
 @pytest.mark.parametrize("selection", [None, *SELECTIONS.values()])
 def test_a_module_and_its_children_that_own_parameters_get_each_copy_right(only, selection):
     model, batch = ToyModel(), token_batch(selection)
@@ -404,12 +429,16 @@ def test_a_16_bit_norm_is_computed_with_float32_vectors_that_keep_the_perturbati
     vectors = {"weight": torch.ones(16), "bias": torch.zeros(16)} | exact
     assert torch.equal(plus, F.layer_norm(HIDDEN.float(), (16,), **vectors).bfloat16())
     if "weight" in only:
-        assert (exact["weight"].bfloat16() == 1).float().mean() > 0.5  # what 16 bits would have lost
+        assert (
+            exact["weight"].bfloat16() == 1
+        ).float().mean() > 0.5  # what 16 bits would have lost
 
 
 @pytest.mark.parametrize("module", [nn.Linear(16, 6), Conv1D(6, 16)], ids=["Linear", "Conv1D"])
 def test_a_16_bit_product_adds_its_bias_in_float32(module):
     plus, exact = run_module(module, HIDDEN)
     weight = exact["weight"].bfloat16()
-    expected = (HIDDEN.view(-1, 16) @ (weight.t() if isinstance(module, nn.Linear) else weight)).float()
+    expected = (
+        HIDDEN.view(-1, 16) @ (weight.t() if isinstance(module, nn.Linear) else weight)
+    ).float()
     assert torch.equal(plus, (expected + exact["bias"]).bfloat16().view(4, 5, 6))

@@ -53,7 +53,9 @@ def copies_of(module, names, num_copies):
 @pytest.mark.parametrize("names", [("weight", "bias"), ("weight",), ("bias",)], ids=" ".join)
 @pytest.mark.parametrize("width", [16, 100, 768])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_triton_norms_at_each_probe_are_those_of_float64_rounded_once(dtype, width, names, norm_at_probes):
+def test_triton_norms_at_each_probe_are_those_of_float64_rounded_once(
+    dtype, width, names, norm_at_probes
+):
     module, batch = layer_norm(width, dtype), batch_of(width, dtype)
     copies = copies_of(module, names, 2)
     found = norm_at_probes(module, copies, batch, 2)
@@ -79,7 +81,9 @@ def test_triton_norms_have_the_bits_of_one_row_and_one_probe_at_a_time(norm_at_p
         assert torch.equal(norm_at_probes(module, own, batch[row : row + 1], 1)[0], together[row])
 
 
-def test_a_triton_model_of_16_bits_loses_as_much_as_one_with_norms_of_torch(monkeypatch, norm_at_probes):
+def test_a_triton_model_of_16_bits_loses_as_much_as_one_with_norms_of_torch(
+    monkeypatch, norm_at_probes
+):
     model = tiny_model("opt").to(DEVICE, torch.bfloat16)
     perturbed = PerturbedForward(model, tunable(model), noise_backend(DEVICE))
     tokens = torch.arange(3, 33, device=DEVICE).view(3, 10)
@@ -103,7 +107,9 @@ def test_a_triton_model_of_16_bits_loses_as_much_as_one_with_norms_of_torch(monk
     num_norms = sum(isinstance(module, nn.LayerNorm) for module in model.modules())
     assert num_fused - num_plain == num_norms
     for expected, logits in zip(plain, fused, strict=True):
-        torch.testing.assert_close(logits, expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            logits, expected, rtol=0, atol=0.02 * float(expected.abs().max())
+        )
 
 
 def test_only_calls_that_the_kernel_serves_are_fused(monkeypatch):

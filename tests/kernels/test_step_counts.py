@@ -17,11 +17,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lezo_ds import distributed
 from lezo_ds.data.objectives import classification_loss
 
-COLLECTIVES = ("all_gather_into_tensor", "all_gather", "all_reduce", "broadcast", "reduce_scatter_tensor")
+COLLECTIVES = (
+    "all_gather_into_tensor",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "reduce_scatter_tensor",
+)
 DEEPSPEED = "deepspeed/comm/comm.py"
-WARM_UP_STEPS = 2  # DeepSpeed records the order of the modules in the first, and prefetches after it
+WARM_UP_STEPS = (
+    2  # DeepSpeed records the order of the modules in the first, and prefetches after it
+)
 
-NO_KERNELS = ("_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "lift_fresh", "new_empty")
+NO_KERNELS = (
+    "_unsafe_view",
+    "detach",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "lift_fresh",
+    "new_empty",
+)
 
 
 class Operators(TorchDispatchMode):
@@ -40,7 +56,9 @@ class Operators(TorchDispatchMode):
 def count_step(directory, num_ranks, dtype, sparsity, partition_size):
     """Return the counts of a step of two micro-batches."""
     distributed.init_distributed()
-    engine = start_engine(directory, dtype, num_ranks, sparsity=sparsity, partition_size=partition_size)
+    engine = start_engine(
+        directory, dtype, num_ranks, sparsity=sparsity, partition_size=partition_size
+    )
     train(engine, WARM_UP_STEPS, num_micro_batches=2)
     batch, counts = make_batch(WARM_UP_STEPS, 2), Counter()
 
@@ -75,7 +93,9 @@ def test_a_step_asks_no_more_of_the_host(
     num_ranks, dtype, sparsity, partition_size, calls, operators, tmp_path
 ):
     write_model(TINY_OPT, tmp_path)
-    for counts in run_ranks(count_step, num_ranks, tmp_path, num_ranks, dtype, sparsity, partition_size):
+    for counts in run_ranks(
+        count_step, num_ranks, tmp_path, num_ranks, dtype, sparsity, partition_size
+    ):
         found = counts.pop("Python calls"), counts.pop("operators")
         assert calls / 2 < found[0] <= calls and operators / 2 < found[1] <= operators, found
         # 4 blocks, 2 embeddings and the last norm are gathered one ahead of their use.

@@ -9,7 +9,14 @@ import pytest
 import torch
 from peft import PeftModel
 from ranks import run_ranks
-from tiny_adapters import PREFIX_LENGTH, peft_config, start_engine, train, whole_batch, write_families
+from tiny_adapters import (
+    PREFIX_LENGTH,
+    peft_config,
+    start_engine,
+    train,
+    whole_batch,
+    write_families,
+)
 from tiny_models import FAMILIES, VOCABULARY, tiny_model
 from tiny_runs import SEED, full_weights, write_model
 from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig
@@ -41,7 +48,9 @@ def test_the_first_values_are_uniform_and_each_seed_and_parameter_has_its_own():
     values = uniform(adapter_key(3), 7, torch.arange(40_000))
     assert values.min() >= -1 and values.max() < 1
     counts = torch.histc(values, 20, -1, 1)
-    assert float(((counts - 2000) ** 2 / 2000).sum()) < 43.8  # 19 degrees of freedom, once in a thousand
+    assert (
+        float(((counts - 2000) ** 2 / 2000).sum()) < 43.8
+    )  # 19 degrees of freedom, once in a thousand
     for other in (
         uniform(adapter_key(4), 7, torch.arange(40_000)),
         uniform(adapter_key(3), 8, torch.arange(40_000)),
@@ -51,19 +60,29 @@ def test_the_first_values_are_uniform_and_each_seed_and_parameter_has_its_own():
 
 def _lora(directory, family, dtype, num_ranks, root):
     """Return weights and logits before and after 3 steps, and the directory of a snapshot."""
-    engine = start_engine(directory, peft_config("lora", family), dtype, num_ranks, learning_rate=1.0)
+    engine = start_engine(
+        directory, peft_config("lora", family), dtype, num_ranks, learning_rate=1.0
+    )
     first = full_weights(engine), engine.forward(whole_batch())
     train(engine, 3)
-    return first, (full_weights(engine), engine.forward(whole_batch())), engine.save_checkpoint(root)
+    return (
+        first,
+        (full_weights(engine), engine.forward(whole_batch())),
+        engine.save_checkpoint(root),
+    )
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("family", "dtype", "num_ranks"), [("gpt2", "fp32", 1), ("llama", "bf16", 2)])
+@pytest.mark.parametrize(
+    ("family", "dtype", "num_ranks"), [("gpt2", "fp32", 1), ("llama", "bf16", 2)]
+)
 def test_lora_starts_at_the_model_adds_the_scaled_product_and_is_opened_by_peft(
     family, dtype, num_ranks, tmp_path
 ):
     directory = write_families([family], tmp_path)[family]
-    *_, result = run_ranks(_lora, num_ranks, directory, family, dtype, num_ranks, tmp_path / "saved")
+    *_, result = run_ranks(
+        _lora, num_ranks, directory, family, dtype, num_ranks, tmp_path / "saved"
+    )
     (first, first_logits), (weights, logits), snapshot = result
     batch, tolerance = whole_batch().inputs, 1e-4 if dtype == "fp32" else 0.05
     with torch.no_grad():
@@ -87,7 +106,9 @@ def test_lora_starts_at_the_model_adds_the_scaled_product_and_is_opened_by_peft(
         torch.testing.assert_close(logits.float(), expected, rtol=tolerance, atol=tolerance)
         assert float((expected - plain).abs().max()) > 5 * tolerance
 
-        opened = PeftModel.from_pretrained(load(directory, dtype), snapshot, autocast_adapter_dtype=False)
+        opened = PeftModel.from_pretrained(
+            load(directory, dtype), snapshot, autocast_adapter_dtype=False
+        )
         assert opened.peft_config["default"].base_model_name_or_path == str(directory)
         torch.testing.assert_close(opened.eval()(**batch).logits, logits)
 
@@ -96,7 +117,9 @@ def test_lora_starts_at_the_model_adds_the_scaled_product_and_is_opened_by_peft(
 def test_targets_that_match_nothing_or_no_linear_module_are_refused_with_those_there_are(targets):
     model = tiny_model("llama")
     adapter = make_adapter(PeftConfig(kind="lora", lora_targets=targets))
-    with pytest.raises(UserError, match="some of down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj"):
+    with pytest.raises(
+        UserError, match="some of down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj"
+    ):
         adapter.attach(model, find_blocks(model))
 
 
@@ -110,7 +133,9 @@ def test_the_first_tokens_follow_from_the_seed_alone():
 
 def _prefix(directory, family, dtype, num_ranks, root):
     """Return the first values, and after 3 steps the values, logits, new tokens and a snapshot."""
-    engine = start_engine(directory, peft_config("prefix", family), dtype, num_ranks, learning_rate=3.0)
+    engine = start_engine(
+        directory, peft_config("prefix", family), dtype, num_ranks, learning_rate=3.0
+    )
 
     def values():
         weights = full_weights(engine).items()
@@ -144,7 +169,9 @@ def logits_by_hand(model, prefix, ids):
 def continue_by_hand(model, prefix, prompt):
     """Write greedily, the whole text anew for each token."""
     ids = list(prompt)
-    while len(ids) - len(prompt) < SETTINGS.max_new_tokens and (len(ids) == len(prompt) or ids[-1] != 2):
+    while len(ids) - len(prompt) < SETTINGS.max_new_tokens and (
+        len(ids) == len(prompt) or ids[-1] != 2
+    ):
         ids.append(int(logits_by_hand(model, prefix, torch.tensor([ids]))[0, -1].argmax()))
     return ids[len(prompt) :]
 
@@ -157,7 +184,9 @@ def test_a_prefix_equals_keys_and_values_put_before_the_text_by_hand(family, tmp
     if family == "mistral":
         config = MistralConfig(**(config.to_dict() | {"sliding_window": None}))
     directory = write_model(config, tmp_path / family)
-    *_, result = run_ranks(_prefix, num_ranks, directory, family, dtype, num_ranks, tmp_path / "saved")
+    *_, result = run_ranks(
+        _prefix, num_ranks, directory, family, dtype, num_ranks, tmp_path / "saved"
+    )
     first, prefix, logits, tokens, snapshot = result
     model, batch = load(directory, dtype), whole_batch().inputs
     with torch.no_grad():
@@ -166,7 +195,10 @@ def test_a_prefix_equals_keys_and_values_put_before_the_text_by_hand(family, tmp
         torch.testing.assert_close(key, layer.keys[0])
         torch.testing.assert_close(value, layer.values[0])
 
-    expected, tolerance = logits_by_hand(model, prefix, batch["input_ids"]), 1e-5 if dtype == "fp32" else 0.03
+    expected, tolerance = (
+        logits_by_hand(model, prefix, batch["input_ids"]),
+        1e-5 if dtype == "fp32" else 0.03,
+    )
     torch.testing.assert_close(logits, expected, rtol=tolerance, atol=tolerance)
     before = logits_by_hand(model, first, batch["input_ids"])
     assert float((expected - before).abs().max()) > 2 * tolerance
@@ -200,6 +232,8 @@ def _resumed_digest(directory, root, records):
 
 @pytest.mark.distributed
 def test_the_first_values_in_a_snapshot_count_not_those_computed_again(opt_directory, tmp_path):
-    (records, digest), _ = run_ranks(_first_values_of_another_machine, 2, opt_directory, tmp_path, 2)
+    (records, digest), _ = run_ranks(
+        _first_values_of_another_machine, 2, opt_directory, tmp_path, 2
+    )
     assert run_ranks(_resumed_digest, 1, opt_directory, tmp_path, records) == [digest]
     assert run_ranks(_resumed_digest, 1, opt_directory, tmp_path / "none", records) != [digest]

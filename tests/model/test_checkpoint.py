@@ -36,12 +36,17 @@ def assert_reads(directory, model):
     check_files(model, directory)
     files = open_weights(model, directory)
     parameters = dict(model.named_parameters())
-    stored = files.find(parameter_names(model), {name: tuple(p.shape) for name, p in parameters.items()})
+    stored = files.find(
+        parameter_names(model), {name: tuple(p.shape) for name, p in parameters.items()}
+    )
     assert stored.keys() == parameters.keys()
     for name, tensors in stored.items():
         flat = parameters[name].detach().flatten()
         middle = len(flat) // 3
-        parts = files.read(tensors, ALL, middle), files.read(tensors, Region(middle), len(flat) - middle)
+        parts = (
+            files.read(tensors, ALL, middle),
+            files.read(tensors, Region(middle), len(flat) - middle),
+        )
         assert torch.equal(torch.cat(parts), flat), name
 
 
@@ -103,17 +108,31 @@ def test_a_tied_parameter_is_read_under_whichever_of_its_names_it_is_stored(mode
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda _, tensors: tensors.pop(BIAS), rf"lacks 1 of the model's \d+ parameters, such as {BIAS}"),
-        (lambda _, tensors: tensors.update({BIAS: torch.zeros(64)}), r"shape \(64,\), .* needs \(24,\)"),
-        (lambda config, _: config.update(quantization_config={"quant_method": "fp8"}), "are quantized: fp8"),
+        (
+            lambda _, tensors: tensors.pop(BIAS),
+            rf"lacks 1 of the model's \d+ parameters, such as {BIAS}",
+        ),
+        (
+            lambda _, tensors: tensors.update({BIAS: torch.zeros(64)}),
+            r"shape \(64,\), .* needs \(24,\)",
+        ),
+        (
+            lambda config, _: config.update(quantization_config={"quant_method": "fp8"}),
+            "are quantized: fp8",
+        ),
         (
             lambda _, tensors: tensors.update({BIAS: tensors[BIAS].to(torch.float8_e4m3fn)}),
             f"{BIAS} .* has type F8_E4M3, not floats; fix: .*before it was quantized",
         ),
-        (lambda config, _: config.update(attn_implementation="someone/kernel"), "names code on the hub"),
+        (
+            lambda config, _: config.update(attn_implementation="someone/kernel"),
+            "names code on the hub",
+        ),
     ],
 )
-def test_a_checkpoint_that_is_not_the_models_weights_is_refused_before_loading(changed, change, message):
+def test_a_checkpoint_that_is_not_the_models_weights_is_refused_before_loading(
+    changed, change, message
+):
     with pytest.raises(UserError, match=message):
         build_checked(changed(change), "fp32")
 
@@ -133,7 +152,9 @@ BROKEN = ('{"weight_map": {"a": "../other/model.safetensors"}}', "[]", "{broken"
 @pytest.mark.parametrize("index", BROKEN)
 def test_an_index_that_names_anything_but_files_in_its_directory_is_refused(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(UserError, match=r"model\.safetensors\.index\.json cannot be read: \w+Error"):
+    with pytest.raises(
+        UserError, match=r"model\.safetensors\.index\.json cannot be read: \w+Error"
+    ):
         WeightFiles(tmp_path)
 
 
@@ -147,18 +168,32 @@ def test_an_encoder_is_refused_because_its_tokens_see_the_answer():
 
 def test_a_model_that_learned_more_than_its_parameters_is_refused(tmp_path):
     """The router of DeepSeek-V3 corrects its scores by a buffer, which is neither loaded nor saved."""
-    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 4, "q_lora_rank": 4}
+    sizes = {
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "moe_intermediate_size": 8,
+    }
+    heads = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "kv_lora_rank": 4,
+        "q_lora_rank": 4,
+    }
     heads |= {"qk_rope_head_dim": 4, "v_head_dim": 4, "qk_nope_head_dim": 4}
     routing = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 1}
-    config = DeepseekV3Config(num_hidden_layers=2, first_k_dense_replace=1, **sizes, **heads, **routing)
+    config = DeepseekV3Config(
+        num_hidden_layers=2, first_k_dense_replace=1, **sizes, **heads, **routing
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     build_checked(tmp_path, "fp32")
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[name] += 0.5
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=f"holds values of {name}, which are neither loaded nor saved"):
+    with pytest.raises(
+        UserError, match=f"holds values of {name}, which are neither loaded nor saved"
+    ):
         build_checked(tmp_path, "fp32")
 
 

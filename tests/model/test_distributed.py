@@ -21,7 +21,12 @@ from torch.distributed import TCPStore
 from lezo_ds import distributed
 from lezo_ds.distributed import heartbeat
 from lezo_ds.distributed.accelerator import arithmetic_facts, fix_arithmetic
-from lezo_ds.distributed.start import is_loopback, listen_at, prepare_rendezvous, slurm_rank_variables
+from lezo_ds.distributed.start import (
+    is_loopback,
+    listen_at,
+    prepare_rendezvous,
+    slurm_rank_variables,
+)
 from lezo_ds.errors import UserError
 
 CPU = torch.device("cpu")
@@ -34,7 +39,9 @@ def _listening(address):
     os.environ["MASTER_ADDR"] = address
     distributed.init_distributed()
     mine = psutil.Process().net_connections("inet")
-    addresses = {connection.laddr.ip for connection in mine if connection.status == psutil.CONN_LISTEN}
+    addresses = {
+        connection.laddr.ip for connection in mine if connection.status == psutil.CONN_LISTEN
+    }
     return addresses, distributed.sum_integers([1])
 
 
@@ -52,7 +59,9 @@ def test_a_listener_has_its_address_and_one_of_another_machine_is_left_to_torch(
     port = free_port()
     with listen_at("127.0.0.1", port) as listener:
         assert is_loopback(listener.getsockname()[0])
-        with pytest.raises(UserError, match=rf"cannot listen on 127\.0\.0\.1, port {port}.*master_port"):
+        with pytest.raises(
+            UserError, match=rf"cannot listen on 127\.0\.0\.1, port {port}.*master_port"
+        ):
             listen_at("127.0.0.1", port)
     assert listen_at("192.0.2.77", free_port()) is None
     with pytest.raises(UserError, match=r"rank 0 cannot listen on no\.such\.host\.invalid"):
@@ -67,7 +76,9 @@ def test_a_listener_has_its_address_and_one_of_another_machine_is_left_to_torch(
     ("address", "users", "interface"),
     [("127.0.0.1", "", "lo"), ("localhost", "eth7", "eth7"), ("10.0.0.1", "", "none")],
 )
-def test_the_libraries_stay_on_the_loopback_unless_told_otherwise(address, users, interface, monkeypatch):
+def test_the_libraries_stay_on_the_loopback_unless_told_otherwise(
+    address, users, interface, monkeypatch
+):
     variables = {"GLOO_SOCKET_IFNAME": users, "NCCL_SOCKET_IFNAME": users} if users else {}
     monkeypatch.setattr(os, "environ", {"MASTER_ADDR": address, **variables})
     assert prepare_rendezvous() == "lezo://"
@@ -99,7 +110,12 @@ def test_the_environment_does_not_change_once_threads_may_read_it():
 
 
 def slurm_task(nodes, **more):
-    task = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "7"}
+    task = {
+        "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_JOB_ID": "7",
+    }
     return slurm_rank_variables(task | {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": nodes, **more})
 
 
@@ -129,7 +145,11 @@ def test_what_trades_precision_for_speed_is_switched_off_and_recorded(monkeypatc
     assert list(before.values())[1:] == ["on", "on", "not set"]
     assert before["processor"].endswith(f", {torch.backends.cpu.get_cpu_capability()}")
     fix_arithmetic()
-    off = {"TF32": "off", "reduced-precision reductions": "off", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    off = {
+        "TF32": "off",
+        "reduced-precision reductions": "off",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
     assert arithmetic_facts(CPU) == {"processor": before["processor"], **off}
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
@@ -169,13 +189,17 @@ def test_a_rank_that_never_joins_ends_the_start_long_before_the_timeout_of_a_mes
     arguments = ["--config", recipe, f"run_dir={tmp_path / 'run'}"]
     kill = {"grace": 60, "meanwhile": lambda ranks: ranks[victim].kill(), "LIMIT_SECONDS": "3"}
     lost = run_forked(arguments, QUICK, num_ranks=2, **kill)
-    (what,) = re.findall(r"error: another rank has ended, .*?: (.*); last good step: none, the", lost.err)
+    (what,) = re.findall(
+        r"error: another rank has ended, .*?: (.*); last good step: none, the", lost.err
+    )
     assert what == f"rank {victim} has shown no sign of life for 3 s"
     assert f"waiting for rank {victim} to join at 127.0.0.1, port " in lost.err
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("num_ranks", [2, 3], ids=["after the meeting", "while another has not joined"])
+@pytest.mark.parametrize(
+    "num_ranks", [2, 3], ids=["after the meeting", "while another has not joined"]
+)
 def test_a_rank_that_has_joined_and_is_killed_ends_any_command_in_seconds(num_ranks, recipe):
     port, ends = free_port(), []
 
@@ -197,4 +221,6 @@ def test_a_rank_that_has_joined_and_is_killed_ends_any_command_in_seconds(num_ra
     told = {"PROGRAM": "evaluate.py", "LIMIT_SECONDS": "60", "MASTER_PORT": str(port)}
     lost = run_forked(arguments, QUICK, num_ranks, kill_a_joined_rank, grace=30, **told)
     assert ends == [6] and "Traceback" not in lost.err
-    assert re.search("error: another rank has ended, .*; the command has not finished; fix: ", lost.err)
+    assert re.search(
+        "error: another rank has ended, .*; the command has not finished; fix: ", lost.err
+    )

@@ -63,7 +63,9 @@ CASES = {
     "generation": Case("squad", changes=MEZO | {"data__num_test": 9}),
     "generation, F1 as the loss": Case("squad", "rotary", {"train__objective": "f1"}),
     "conversations": Case("chat", "rotary", CHAT | MEZO),
-    "conversations, reward": Case("chat", changes=CHAT | {"train__objective": "test_evaluation:brevity"}),
+    "conversations, reward": Case(
+        "chat", changes=CHAT | {"train__objective": "test_evaluation:brevity"}
+    ),
 }
 
 
@@ -85,7 +87,10 @@ def assets(tmp_path_factory):
 @pytest.fixture(scope="module")
 def by_ranks(assets):
     """Results of all cases: {number of ranks: [{(case, batch size): result} of each rank]}."""
-    return {1: run_ranks(evaluate_all, 1, assets, SIZES), 2: run_ranks(evaluate_all, 2, assets, SIZES[:1])}
+    return {
+        1: run_ranks(evaluate_all, 1, assets, SIZES),
+        2: run_ranks(evaluate_all, 2, assets, SIZES[:1]),
+    }
 
 
 def load(assets, case):
@@ -147,7 +152,11 @@ def one_at_a_time(assets, case):
         "test_evaluation:brevity": lambda: sum(map(len, answers)) / len(answers),
         "test_evaluation:misses": lambda: sum(max(ls)[0] - min(ls)[0] for ls in logs) / len(logs),
     }
-    return losses[case.changes.get("train__objective", "task")](), tuple(predicted), sum(scores) / len(scores)
+    return (
+        losses[case.changes.get("train__objective", "task")](),
+        tuple(predicted),
+        sum(scores) / len(scores),
+    )
 
 
 def choices(model, split, logs):
@@ -162,14 +171,20 @@ def choices(model, split, logs):
 def task_loss(data, logs):
     labels = [encoded.label for encoded in data.test.encoded]
     if data.task.kind == "classification":
-        means = [torch.tensor([sum(log) / len(log) for log in example]).double() for example in logs]
-        losses = [-m.log_softmax(dim=0)[label].item() for m, label in zip(means, labels, strict=True)]
+        means = [
+            torch.tensor([sum(log) / len(log) for log in example]).double() for example in logs
+        ]
+        losses = [
+            -m.log_softmax(dim=0)[label].item() for m, label in zip(means, labels, strict=True)
+        ]
         return sum(losses) / len(losses)
     # As the Trainer of transformers averages: a batch's mean counts once for each of its examples.
     golds = [example[label] for example, label in zip(logs, labels, strict=True)]
     size = data.loss_batch or len(golds)
     parts = [golds[start : start + size] for start in range(0, len(golds), size)]
-    return sum(-sum(map(sum, part)) / sum(map(len, part)) * len(part) for part in parts) / len(golds)
+    return sum(-sum(map(sum, part)) / sum(map(len, part)) * len(part) for part in parts) / len(
+        golds
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -183,7 +198,9 @@ def test_batched_scoring_equals_one_at_a_time(name, by_ranks, assets):
         assert result.predicted == predicted
         assert result.score == pytest.approx(score, rel=1e-12)
         assert result.loss == pytest.approx(loss, rel=1e-5)
-        assert result.majority_class == (None if CASES[name].folder in ("record", "squad", "chat") else most)
+        assert result.majority_class == (
+            None if CASES[name].folder in ("record", "squad", "chat") else most
+        )
 
 
 def test_the_number_of_ranks_changes_no_bit_of_a_result_and_every_rank_has_it(by_ranks):

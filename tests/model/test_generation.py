@@ -110,7 +110,13 @@ def test_what_a_models_own_settings_ask_for_does_not_change_greedy_decoding():
 
 @pytest.mark.parametrize(
     ("family", "shares_start", "num_common"),
-    [("opt", False, 3), ("llama", True, 0), ("llama", True, 3), ("mistral", False, 3), ("gemma2", True, 3)],
+    [
+        ("opt", False, 3),
+        ("llama", True, 0),
+        ("llama", True, 3),
+        ("mistral", False, 3),
+        ("gemma2", True, 3),
+    ],
 )
 def test_all_probes_are_decoded_as_by_models_with_perturbed_weights(
     family, shares_start, num_common, monkeypatch
@@ -139,7 +145,9 @@ def test_all_probes_are_decoded_as_by_models_with_perturbed_weights(
     assert {*made.values()} == {1}  # once for all tokens
     shared, all_rows = len(prompts), 3 * len(prompts)
     first = [shared if shares_start else all_rows]
-    if num_common and family == "llama":  # the others have windows, or positions that are not rotated
+    if (
+        num_common and family == "llama"
+    ):  # the others have windows, or positions that are not rotated
         first = [1, *first]
     assert num_rows == first + [all_rows] * (len(num_rows) - len(first))
     singles = [perturbed(batch, perturbation(sign, dropped, SCALE), write)[0] for sign in signs]
@@ -160,7 +168,9 @@ def test_a_drawn_answer_depends_on_its_prompt_and_key_only():
     pairs = enumerate(prompts * 2, 10)
     assert together == [drawn(model, settings, [p], [key], temperature=1.0)[0] for key, p in pairs]
     assert together[:5] != together[5:]
-    greedy = ended(write_tokens(model, settings, **prompt_batch(prompts, settings).inputs), settings)
+    greedy = ended(
+        write_tokens(model, settings, **prompt_batch(prompts, settings).inputs), settings
+    )
     assert drawn(model, settings, prompts, [1, 2, 3, 4, 5], temperature=2.0, top_p=1e-6) == greedy
 
 
@@ -191,7 +201,9 @@ def test_uniform_numbers_are_a_function_of_key_and_position_and_never_0_or_1():
 def tokenizer():
     """A tokenizer of characters, but for one token that holds a letter and a newline."""
     vocabulary = ["<s>", "<pad>", "</s>", "<unk>", "\n", " ", "a", "b", "b\n"]
-    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
+    backend = Tokenizer(
+        models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>")
+    )
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     backend.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
@@ -220,14 +232,19 @@ def test_a_row_ends_with_a_stop_of_several_tokens_in_what_was_written():
     """The stop is two tokens that the model writes; the prompt's own tokens do not count."""
     model, prompt = tiny_model("llama"), prompts_of()[0]
     words = ["<s>", "<pad>", "</s>", *(f"w{token:02}" for token in range(3, VOCABULARY))]
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<s>"))
+    backend = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<s>")
+    )
     backend.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     tokenizer = PromptTokenizer(fast, bos_id=None, pad_id=PAD, eos_id=2)
     free = plain(model, prompt)
     stop = words[free[3]] + words[free[4]]
     settings = generation_settings(tokenizer, MAX_NEW_TOKENS, (stop,))
-    for ids in (prompt, (*prompt, *free[:4])):  # the second one ends with the first token of the stop
+    for ids in (
+        prompt,
+        (*prompt, *free[:4]),
+    ):  # the second one ends with the first token of the stop
         tokens = write_tokens(model, settings, **prompt_batch([ids], settings).inputs)
         answer = tokenizer.decode(plain(model, ids)).split(stop)[0]
         assert read_answers(tokens, settings, tokenizer) == [answer]

@@ -57,7 +57,9 @@ def halves(logits, batch):
 
 @reward
 def as_long_as_asked(answers, records):
-    return [len(answer) == record["wanted"] for answer, record in zip(answers, records, strict=True)]
+    return [
+        len(answer) == record["wanted"] for answer, record in zip(answers, records, strict=True)
+    ]
 
 
 OWN = {
@@ -67,7 +69,9 @@ OWN = {
 
 
 def answered(*records):
-    return MicroBatch({}, len(records), examples=tuple(Example("", (), None, 0, record=r) for r in records))
+    return MicroBatch(
+        {}, len(records), examples=tuple(Example("", (), None, 0, record=r) for r in records)
+    )
 
 
 def test_objectives_are_those_of_the_task_or_named_in_a_module():

@@ -3,7 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_model
-from transformers import BloomConfig, FalconConfig, FalconH1Config, JambaConfig, MambaConfig, OPTConfig
+from transformers import (
+    BloomConfig,
+    FalconConfig,
+    FalconH1Config,
+    JambaConfig,
+    MambaConfig,
+    OPTConfig,
+)
 
 from lezo_ds.data.batches import candidate_batch, teacher_forcing_batch
 from lezo_ds.data.encoding import EncodedExample
@@ -58,7 +65,8 @@ def test_no_bit_of_a_sequence_depends_on_its_neighbours(family, dtype):
     examples = examples_of(LENGTHS)
     others = examples_of(LENGTHS, seed=1)
     mixed = [
-        own if index % 2 else other for index, (own, other) in enumerate(zip(examples, others, strict=True))
+        own if index % 2 else other
+        for index, (own, other) in enumerate(zip(examples, others, strict=True))
     ]
     batches = [pack(teacher_forcing_batch(these, PAD)) for these in (examples, mixed)]
     assert torch.equal(batches[0].inputs["attention_mask"], batches[1].inputs["attention_mask"])

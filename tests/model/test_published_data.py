@@ -50,7 +50,9 @@ def test_a_published_record_becomes_the_text_and_tokens_of_the_protocol(name, to
 def test_opt_mini_gets_47_of_64_right_without_training(tokenizer):
     data = DataConfig(path=str(shared_asset("data/sst2")), num_test=64)
     test = load_splits(TASKS["sst2"], data).test
-    model = AutoModelForCausalLM.from_pretrained(shared_asset("models/opt-mini"), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        shared_asset("models/opt-mini"), dtype=torch.float32
+    ).eval()
     encoded = [encode_example(tokenizer, example, 512) for example in test]
     batch = candidate_batch(encoded, tokenizer.pad_id)
     chosen = batch.selection

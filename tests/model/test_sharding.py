@@ -13,7 +13,15 @@ from assets import REPOSITORY
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny_runs import DS_CONFIG, NUM_BLOCKS, VOCABULARY, full_weights, start_engine, train, write_model
+from tiny_runs import (
+    DS_CONFIG,
+    NUM_BLOCKS,
+    VOCABULARY,
+    full_weights,
+    start_engine,
+    train,
+    write_model,
+)
 from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 from transformers import OPTConfig
@@ -55,8 +63,12 @@ class _Holder(nn.Module):
 def _describe_shards(num_ranks):
     distributed.init_distributed()
     model = _Holder()
-    zero3.shard_model(model, json.loads(DS_CONFIG.read_text()) | {"train_micro_batch_size_per_gpu": 1})
-    parameters = [ShardedParameter(p, NamedParameter(n, 0, 99)) for n, p in model.named_parameters()]
+    zero3.shard_model(
+        model, json.loads(DS_CONFIG.read_text()) | {"train_micro_batch_size_per_gpu": 1}
+    )
+    parameters = [
+        ShardedParameter(p, NamedParameter(n, 0, 99)) for n, p in model.named_parameters()
+    ]
     for p in parameters:
         stored = p.parameter.ds_tensor
         stored.data.fill_(float("nan"))  # the padding keeps it
@@ -74,7 +86,9 @@ def _describe_shards(num_ranks):
         assert torch.equal(full.float(), torch.arange(p.numel).view(p.shape).float())
         assert torch.equal(p.gather().float(), full.float())
         int16 = p.own_part(torch.arange(p.numel, dtype=torch.int16)) - 3
-        assert torch.equal(p.gather_like(int16), torch.arange(p.numel, dtype=torch.int16).view(p.shape) - 3)
+        assert torch.equal(
+            p.gather_like(int16), torch.arange(p.numel, dtype=torch.int16).view(p.shape) - 3
+        )
     assert model.inner.weight is model.matrix
     assert torch.equal(model.table, torch.arange(3.0))
     return [(p.name, p.shape, p.parameter.requires_grad) for p in parameters]
@@ -101,7 +115,9 @@ def _count_gathers(directory):
 
     Part.start = lambda self: (started.append(self.numel), start(self))[1]
     Part.wait = counted
-    GatherAhead.gather = lambda self, parts, *_: (gather(self, parts), waited.append(len(started)))[1]
+    GatherAhead.gather = lambda self, parts, *_: (gather(self, parts), waited.append(len(started)))[
+        1
+    ]
     engine = start_engine(directory)
     passes = []
     for _ in range(2):
@@ -115,7 +131,9 @@ def _count_gathers(directory):
     return passes, hooks, held, most, sizes
 
 
-def test_a_block_is_one_message_every_weight_is_gathered_once_a_pass_and_one_block_ahead(opt_directory):
+def test_a_block_is_one_message_every_weight_is_gathered_once_a_pass_and_one_block_ahead(
+    opt_directory,
+):
     for passes, num_hooks, held, most, sizes in run_ranks(_count_gathers, 2, opt_directory):
         for started, waited in passes:
             # Blocks, both embeddings and the last norm; the head is tied.
@@ -155,7 +173,12 @@ def assert_equal_runs(runs, expected):
 @pytest.fixture(scope="module")
 def wide_model(tmp_path_factory):
     """An OPT with shards of 1 MiB and more, the least that DeepSpeed puts on a disk; and a run without."""
-    sizes = {"hidden_size": 512, "word_embed_proj_dim": 512, "ffn_dim": 2048, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 512,
+        "word_embed_proj_dim": 512,
+        "ffn_dim": 2048,
+        "num_attention_heads": 4,
+    }
     sizes |= {"vocab_size": VOCABULARY, "num_hidden_layers": NUM_BLOCKS}
     config = OPTConfig(**sizes, max_position_embeddings=2046)  # OPT adds two
     directory = write_model(config, tmp_path_factory.mktemp("wide"), torch.bfloat16)
@@ -178,7 +201,9 @@ def test_a_run_with_offloaded_shards_equals_one_without(wide_model, name, tmp_pa
         if not AsyncIOBuilder().is_compatible(verbose=False):
             pytest.skip("DeepSpeed's async_io needs libaio: apt-get install libaio-dev")
         # A build that was killed leaves its lock, on which all later ones wait forever.
-        built = [file for file in EXTENSIONS.rglob("async_io.so") if not file.with_name("lock").exists()]
+        built = [
+            file for file in EXTENSIONS.rglob("async_io.so") if not file.with_name("lock").exists()
+        ]
         if not (built or os.environ.get("LEZO_TEST_NVME")):
             pytest.skip("async_io is not compiled here, which takes a minute; set LEZO_TEST_NVME=1")
         # One buffer for what is read, and one for what is written.
@@ -200,7 +225,9 @@ def shard(directory, dtype, precision):
     model, layout = build_checked(Path(directory), dtype)
     aliases = parameter_names(model)
     ids = parameter_ids(aliases)
-    zero3.shard_model(model, json.loads(DS_CONFIG.read_text()) | {"train_micro_batch_size_per_gpu": 1})
+    zero3.shard_model(
+        model, json.loads(DS_CONFIG.read_text()) | {"train_micro_batch_size_per_gpu": 1}
+    )
     parameters = [
         ShardedParameter(parameter, NamedParameter(name, ids[name], layout.block_of(name)))
         for name, parameter in model.named_parameters()
@@ -221,7 +248,9 @@ def _load(directory, dtype, precision):
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_ranks_together_hold_the_checkpoint_with_the_bits_that_16_bits_cannot_hold(opt_directory, dtype):
+def test_ranks_together_hold_the_checkpoint_with_the_bits_that_16_bits_cannot_hold(
+    opt_directory, dtype
+):
     stored = load_file(opt_directory / "model.safetensors")
     results = run_ranks(_load, 2, opt_directory, dtype, "fp32_master")
     ((rounded, *_),) = run_ranks(_load, 1, opt_directory, dtype, "nearest")
@@ -238,7 +267,9 @@ LARGE = OPTConfig(vocab_size=2000, num_hidden_layers=8, max_position_embeddings=
 def _peak_memory_of_loading(small, large):
     """Return bytes: peak of this process's memory above that before, the model, its largest parameter."""
     num_ranks = int(os.environ["WORLD_SIZE"])
-    train(start_engine(small, num_ranks=num_ranks), 1, num_ranks)  # what libraries take on first use
+    train(
+        start_engine(small, num_ranks=num_ranks), 1, num_ranks
+    )  # what libraries take on first use
     before = _memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
     weights = start_engine(large, num_ranks=num_ranks).weights
@@ -252,7 +283,9 @@ def _memory(name):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak can be reset on Linux only")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the peak can be reset on Linux only"
+)
 def test_no_rank_holds_more_than_its_share_while_loading(opt_directory, tmp_path):
     large = write_model(LARGE, tmp_path)
     for peak, model, largest in run_ranks(_peak_memory_of_loading, 2, opt_directory, large):
@@ -273,7 +306,9 @@ def make_records(num_steps):
         if step % 7 == 3:
             records.append(StepRecord(step, 1000 + step, dropped, (), rate, 1e-3, None, False))
         else:
-            records.append(StepRecord(step, 1000 + step, dropped, (gradient,), rate, 1e-3, 0.5, True))
+            records.append(
+                StepRecord(step, 1000 + step, dropped, (gradient,), rate, 1e-3, 0.5, True)
+            )
     return records
 
 
@@ -307,7 +342,9 @@ def test_updates_and_their_replay_are_the_formula_and_the_same_bits_on_any_numbe
     opt_directory, dtype
 ):
     results = [
-        result for num_ranks in (1, 2) for result in run_ranks(_update, num_ranks, opt_directory, dtype)
+        result
+        for num_ranks in (1, 2)
+        for result in run_ranks(_update, num_ranks, opt_directory, dtype)
     ]
     digests, before, after, z = results[0]
     assert all(other[0] == digests for other in results)

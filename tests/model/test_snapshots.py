@@ -62,7 +62,9 @@ def copied(saved, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_plain_transformers_opens_a_snapshot_whose_manifest_names_its_files_and_digest(saved, dtype):
+def test_plain_transformers_opens_a_snapshot_whose_manifest_names_its_files_and_digest(
+    saved, dtype
+):
     root, (_, weights, logits, digests) = saved[dtype]
     directory = snapshot_path(root, 4)
     manifest = read_manifest(directory)
@@ -90,7 +92,9 @@ def test_weights_are_split_over_files_of_limited_size(opt_directory, tmp_path):
     assert len(files) > 5
     assert all(len(load_file(file)) == 1 or file.stat().st_size < 25_000 for file in files)
     model = AutoModelForCausalLM.from_pretrained(snapshot_path(root, 4))
-    assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
+    assert all(
+        torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters()
+    )
 
 
 def _flip_a_byte(directory):
@@ -109,9 +113,13 @@ DAMAGES = {
     "a flipped bit": _flip_a_byte,
     "a missing file": lambda directory: (directory / "config.json").unlink(),
     "half a manifest": lambda directory: (directory / MANIFEST).write_text('{"files": {'),
-    "a deep manifest": lambda directory: (directory / MANIFEST).write_text('{"files": ' + "[" * 9000),
+    "a deep manifest": lambda directory: (directory / MANIFEST).write_text(
+        '{"files": ' + "[" * 9000
+    ),
     "no file": lambda directory: _change_manifest(directory, files={"/dev/zero": {"bytes": 0}}),
-    "not yet renamed": lambda directory: directory.rename(directory.with_name(f".{directory.name}.tmp")),
+    "not yet renamed": lambda directory: directory.rename(
+        directory.with_name(f".{directory.name}.tmp")
+    ),
 }
 
 
@@ -185,7 +193,9 @@ def write_small_snapshot(root, step):
         ([10, 20, 30], 1, (), [30]),
     ],
 )
-def test_the_newest_protected_and_last_valid_snapshots_are_kept(tmp_path, damaged, keep, protected, left):
+def test_the_newest_protected_and_last_valid_snapshots_are_kept(
+    tmp_path, damaged, keep, protected, left
+):
     (tmp_path / ".step-00000040.tmp").mkdir()
     (tmp_path / "step-of-another-kind").mkdir()
     for step in (10, 20, 30):
@@ -196,7 +206,9 @@ def test_the_newest_protected_and_last_valid_snapshots_are_kept(tmp_path, damage
     snapshots.prune_snapshots(tmp_path, keep, protected)
     assert snapshots.snapshot_steps(tmp_path) == left
     assert (newest_snapshot(tmp_path, 30) is None) == (before is None)
-    assert {p.name for p in tmp_path.iterdir() if not p.name.startswith("step-0")} == {"step-of-another-kind"}
+    assert {p.name for p in tmp_path.iterdir() if not p.name.startswith("step-0")} == {
+        "step-of-another-kind"
+    }
 
 
 def test_neither_weights_nor_code_of_the_base_model_are_copied(tmp_path):
@@ -204,11 +216,27 @@ def test_neither_weights_nor_code_of_the_base_model_are_copied(tmp_path):
     source.mkdir()
     target.mkdir()
     (source / "config.json").write_text('{"model_type": "opt", "torch_dtype": "float16"}')
-    kept = ["LICENSE", "README.md", "chat_template.jinja", "merges.txt", "tokenizer.json", "tokenizer.model"]
-    others = ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "model.pth", "x.pkl"]
+    kept = [
+        "LICENSE",
+        "README.md",
+        "chat_template.jinja",
+        "merges.txt",
+        "tokenizer.json",
+        "tokenizer.model",
+    ]
+    others = [
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "model.pth",
+        "x.pkl",
+    ]
     for name in (*kept, *others, "modeling_evil.py", "run.sh", MANIFEST):
         (source / name).write_text("text")
     (source / "folder").mkdir()
     snapshots._copy_companions(source, target, "float32")
     assert sorted(path.name for path in target.iterdir()) == sorted([*kept, "config.json"])
-    assert json.loads((target / "config.json").read_text()) == {"model_type": "opt", "dtype": "float32"}
+    assert json.loads((target / "config.json").read_text()) == {
+        "model_type": "opt",
+        "dtype": "float32",
+    }

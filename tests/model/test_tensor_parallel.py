@@ -27,7 +27,18 @@ from lezo_ds.noise.reference import draw
 
 pytestmark = pytest.mark.distributed
 
-SPLIT = ("opt", "opt_projected", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "phi", "gemma", "gemma2")
+SPLIT = (
+    "opt",
+    "opt_projected",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gpt_neox",
+    "phi",
+    "gemma",
+    "gemma2",
+)
 WHOLE_VOCABULARY = ("phi", "gemma", "gemma2")
 """Of these, the head has a bias, or the embedding a scale, which DeepSpeed's split layers do not have."""
 PROBES = (KeyedProbe(7, 1e-2), KeyedProbe(9, -2e-2))
@@ -47,9 +58,13 @@ def _families(directories):
     for directory in directories:
         engine = start(directory, 2)
         own = [(p.name, p.named.parameter_id, p.named.block) for p in engine.weights.parameters]
-        matrices = [p for p in engine.weights.parameters if p.named.block < NUM_BLOCKS and len(p.shape) == 2]
+        matrices = [
+            p for p in engine.weights.parameters if p.named.block < NUM_BLOCKS and len(p.shape) == 2
+        ]
         assert all(2 * p.count == p.numel for p in matrices)
-        tables = [p for p in engine.weights.parameters if p.shape[0] in (VOCABULARY, VOCABULARY + 1)]
+        tables = [
+            p for p in engine.weights.parameters if p.shape[0] in (VOCABULARY, VOCABULARY + 1)
+        ]
         shares = {round(p.numel / p.count) for p in tables}
         assert shares == {1 if directory.endswith(WHOLE_VOCABULARY) else 2}
         change = Perturbation(PROBES, frozenset({DROPPED}))
@@ -62,8 +77,12 @@ def _families(directories):
 @torch.no_grad()
 def test_split_families_have_the_logits_of_plain_transformers(tmp_path):
     configs = {family: FAMILIES[family][0] for family in SPLIT}
-    configs["opt"] = OPTConfig(**{**configs["opt"].to_dict(), "vocab_size": VOCABULARY + 1})  # uneven parts
-    directories = [str(write_model(config, tmp_path / family)) for family, config in configs.items()]
+    configs["opt"] = OPTConfig(
+        **{**configs["opt"].to_dict(), "vocab_size": VOCABULARY + 1}
+    )  # uneven parts
+    directories = [
+        str(write_model(config, tmp_path / family)) for family, config in configs.items()
+    ]
     (batch,) = make_batch(0, 1, vocabulary=VOCABULARY)
     chosen = batch.selection
     for directory, found in zip(directories, run_ranks(_families, 2, directories)[0], strict=True):
@@ -77,15 +96,25 @@ def test_split_families_have_the_logits_of_plain_transformers(tmp_path):
             logits = model(**batch.inputs).logits
             assert float((full - logits).abs().max()) < 1e-5 * float(logits.abs().max()), directory
             logits = logits[chosen.rows, chosen.positions][:, chosen.vocabulary]
-            assert float((output - logits).abs().max()) < 1e-5 * float(logits.abs().max()), directory
+            assert float((output - logits).abs().max()) < 1e-5 * float(logits.abs().max()), (
+                directory
+            )
 
 
-LAYOUTS = [(1, 0), (2, 0), (2, 2), (4, 4), (4, 2)]  # numbers of ranks, and of those that split the weights
+LAYOUTS = [
+    (1, 0),
+    (2, 0),
+    (2, 2),
+    (4, 4),
+    (4, 2),
+]  # numbers of ranks, and of those that split the weights
 
 
 def _run(directory, size, num_ranks, dtype, precision, records=(), snapshots=None, peft=None):
     """Train, or replay records; return base, results of the steps, and final digest."""
-    engine = start(directory, size, dtype, num_ranks, update_precision=precision, peft=peft, weight_decay=0.1)
+    engine = start(
+        directory, size, dtype, num_ranks, update_precision=precision, peft=peft, weight_decay=0.1
+    )
     engine.watch_weights()
     if records:
         engine.load_checkpoint(snapshots or "absent", records)
@@ -101,18 +130,28 @@ def _run(directory, size, num_ranks, dtype, precision, records=(), snapshots=Non
 
 @pytest.mark.parametrize(
     ("dtype", "precision", "kind"),
-    [("bf16", "fp32_master", "none"), ("bf16", "stochastic", "lora"), ("fp32", "nearest", "prefix")],
+    [
+        ("bf16", "fp32_master", "none"),
+        ("bf16", "stochastic", "lora"),
+        ("fp32", "nearest", "prefix"),
+    ],
 )
-def test_a_journal_gives_the_same_bits_however_the_weights_are_shared(dtype, precision, kind, tmp_path):
+def test_a_journal_gives_the_same_bits_however_the_weights_are_shared(
+    dtype, precision, kind, tmp_path
+):
     directory = str(write_model(FAMILIES["opt"][0], tmp_path / "model"))
     settings = dtype, precision
-    peft = None if kind == "none" else replace(peft_config(kind), lora_targets="v_proj,out_proj,fc1")
+    peft = (
+        None if kind == "none" else replace(peft_config(kind), lora_targets="v_proj,out_proj,fc1")
+    )
     snapshots = str(tmp_path / "snapshots")
     ((base, records, digest),) = run_ranks(_run, 1, directory, 0, 1, *settings, (), None, peft)
     for num_ranks, size in LAYOUTS[1:] if kind == "none" else [(2, 2)]:
         layout = (directory, size, num_ranks, *settings)
         # A prefix starts from keys and values, whose last bits depend on the layout.
-        replayed = [] if kind == "prefix" else run_ranks(_run, num_ranks, *layout, records, None, peft)
+        replayed = (
+            [] if kind == "prefix" else run_ranks(_run, num_ranks, *layout, records, None, peft)
+        )
         assert all(end[0] == base and end[2] == digest for end in replayed), (num_ranks, size)
     # Its own run: nearly the same losses, snapshots that ZeRO-3 resumes from, and the same bits again.
     first, second = run_ranks(_run, 2, directory, 2, 2, *settings, (), snapshots, peft)
@@ -132,7 +171,9 @@ def _count_bytes(directory):
     return counts, batch.inputs["input_ids"].numel(), batch.selection.vocabulary.numel()
 
 
-def test_a_pass_sums_the_embeddings_two_activations_a_block_and_the_heads_rows_that_are_read(tmp_path):
+def test_a_pass_sums_the_embeddings_two_activations_a_block_and_the_heads_rows_that_are_read(
+    tmp_path,
+):
     directory = str(write_model(FAMILIES["opt"][0], tmp_path))
     counts, num_tokens, num_entries = run_ranks(_count_bytes, 2, directory)[0]
     num_rows = len(PROBES) * ((1 + NUM_BLOCKS * 2) * num_tokens + num_entries)
@@ -172,8 +213,16 @@ def _refusal(directory, size, num_ranks):
     [
         (FAMILIES["gpt2"][0], 2, "AutoTP does not support GPT2LMHeadModel"),
         (FAMILIES["mixtral"][0], 2, "AutoTP does not support MixtralForCausalLM"),
-        (FAMILIES["llama"][0], 4, "tensor_parallel=4 does not divide 4 heads and 2 of keys and values"),
-        (BloomConfig(vocab_size=48, hidden_size=16, n_layer=2, n_head=4), 2, "BloomForCausalLM does not run"),
+        (
+            FAMILIES["llama"][0],
+            4,
+            "tensor_parallel=4 does not divide 4 heads and 2 of keys and values",
+        ),
+        (
+            BloomConfig(vocab_size=48, hidden_size=16, n_layer=2, n_head=4),
+            2,
+            "BloomForCausalLM does not run",
+        ),
     ],
 )
 def test_what_cannot_be_split_is_refused_and_zero_3_is_named(config, size, text, tmp_path):
@@ -187,7 +236,10 @@ def test_what_cannot_be_split_is_refused_and_zero_3_is_named(config, size, text,
     ("changes", "text"),
     [
         ({"tensor_parallel": 3}, "tensor_parallel=3 does not divide 4 ranks"),
-        ({"tensor_parallel": 2, "partition_size": 1}, "partition_size and method=adamw need ZeRO-3"),
+        (
+            {"tensor_parallel": 2, "partition_size": 1},
+            "partition_size and method=adamw need ZeRO-3",
+        ),
         ({"tensor_parallel": 2, "method": "adamw"}, "partition_size and method=adamw need ZeRO-3"),
         ({"tensor_parallel": 2, "deepspeed": "zero3_bf16"}, "zero3_bf16 has ZeRO stage 3"),
         ({"tensor_parallel": 2, "deepspeed": "tensor_parallel_bf16"}, '"autotp_size": 4'),

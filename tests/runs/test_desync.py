@@ -85,10 +85,16 @@ def _train_with_a_fault(directory, journal, fault, faulty_rank, num_ranks):
     return error_of(go_on)
 
 
-@pytest.mark.parametrize(("fault", "rank", "num_ranks"), [*((f, 1, 2) for f in FAULTS), (RESULT, 0, 4)])
-def test_a_rank_with_another_plan_batch_or_result_is_named(opt_directory, tmp_path, fault, rank, num_ranks):
+@pytest.mark.parametrize(
+    ("fault", "rank", "num_ranks"), [*((f, 1, 2) for f in FAULTS), (RESULT, 0, 4)]
+)
+def test_a_rank_with_another_plan_batch_or_result_is_named(
+    opt_directory, tmp_path, fault, rank, num_ranks
+):
     journal = tmp_path / "journal.jsonl"
-    messages = run_ranks(_train_with_a_fault, num_ranks, opt_directory, journal, fault, rank, num_ranks)
+    messages = run_ranks(
+        _train_with_a_fault, num_ranks, opt_directory, journal, fault, rank, num_ranks
+    )
     assert len(set(messages)) == 1
     found_at = FAULTY_STEP + (fault == RESULT)
     assert f"step {found_at}" in messages[0]
@@ -111,7 +117,9 @@ def _another_token_in_one_share(directory, journal):
             laid_out.append(index)
             return whole[index]
 
-        batch = StepBatch([micro_batch.weight for micro_batch in whole], build, content=b"the same rows")
+        batch = StepBatch(
+            [micro_batch.weight for micro_batch in whole], build, content=b"the same rows"
+        )
         engine.train_batch(batch, classification_loss)
 
     for _ in range(FAULTY_STEP):
@@ -166,7 +174,9 @@ def test_a_flipped_bit_in_a_sampled_element_is_named_by_the_next_check(
     opt_directory, tmp_path, dtype, num_ranks, low, dropped
 ):
     journal = tmp_path / "journal.jsonl"
-    results = run_ranks(_flip_and_go_on, num_ranks, opt_directory, journal, dtype, num_ranks, low, dropped)
+    results = run_ranks(
+        _flip_and_go_on, num_ranks, opt_directory, journal, dtype, num_ranks, low, dropped
+    )
     assert len(set(results)) == 1
     name, message = results[0]
     assert f"on rank {num_ranks - 1} {name} is not what a replay of the journal gives" in message

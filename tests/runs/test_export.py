@@ -58,26 +58,43 @@ def test_an_exported_model_scores_as_its_run_and_keeps_its_dtype(finished, recip
     assert [(tmp_path / name / "low_bits").exists() for name in ("model", "exact")] == [False, True]
 
 
-def test_a_journal_and_the_base_model_give_the_tuned_model_bit_for_bit(finished, journal, recipe, tmp_path):
+def test_a_journal_and_the_base_model_give_the_tuned_model_bit_for_bit(
+    finished, journal, recipe, tmp_path
+):
     base = shutil.copytree(recipe.parent / "model", tmp_path / "base")
     text, config = journal.read_text(), read_journal(journal)[0].config
     assert str(recipe.parent) not in text
     assert (config["data"]["path"], config["seed"]) == ("data", 0)
     assert read_journal(journal)[0].arithmetic["processor"]
     assert str(finished.parent) not in text
-    for step, digest in (("best", results_of(finished)["weights_digest"]), ("4", digest_after(finished, 4))):
-        arguments = ["--journal", journal, "--step", step, "--out", tmp_path / step, f"model.path={base}"]
+    for step, digest in (
+        ("best", results_of(finished)["weights_digest"]),
+        ("4", digest_after(finished, 4)),
+    ):
+        arguments = [
+            "--journal",
+            journal,
+            "--step",
+            step,
+            "--out",
+            tmp_path / step,
+            f"model.path={base}",
+        ]
         done = export(*arguments, num_ranks=2)
         assert "(the same as in the run)" in done.err
         assert read_manifest(tmp_path / step)["digest"] == digest
     third = ["--journal", journal, "--step", "3", f"model.path={base}", "--out"]
-    assert_one_error(export(*third, tmp_path / "4", runner=run_forked), 2, f"{tmp_path / '4'} exists")
+    assert_one_error(
+        export(*third, tmp_path / "4", runner=run_forked), 2, f"{tmp_path / '4'} exists"
+    )
     done = export(*third, tmp_path / "3")
     assert "no digest in the run to compare with" in done.err
     assert read_manifest(tmp_path / "3")["step"] == 3
 
 
-def rewritten(journal, target, change_config=lambda config: config, change_record=lambda record: record):
+def rewritten(
+    journal, target, change_config=lambda config: config, change_record=lambda record: record
+):
     header, records = read_journal(journal)
     header = replace(header, config=change_config(json.loads(json.dumps(header.config))))
     target.write_bytes(encode_journal(header, [change_record(record) for record in records]))
@@ -132,7 +149,9 @@ def test_what_is_malformed_or_too_large_is_refused_in_little_memory(journal, rec
     whole = journal.read_bytes()
     first = re.sub(rb',"crc":"\w+"}$', b"}", whole.splitlines()[0])
     header = json.loads(first)
-    evaluation = b'{"kind":"evaluation","step":0,"split":"dev","loss":1%s,"metrics":{}}' % (b"0" * 400)
+    evaluation = b'{"kind":"evaluation","step":0,"split":"dev","loss":1%s,"metrics":{}}' % (
+        b"0" * 400
+    )
 
     def with_header(**changes):
         return with_lines(json.dumps(header | changes, separators=(",", ":")).encode())
@@ -144,9 +163,14 @@ def test_what_is_malformed_or_too_large_is_refused_in_little_memory(journal, rec
     del step["crc"]
 
     def with_steps(*changes, end=b""):
-        changed = [step | {"step": number, "key": 1} | change for number, change in enumerate(changes)]
+        changed = [
+            step | {"step": number, "key": 1} | change for number, change in enumerate(changes)
+        ]
         return (
-            with_lines(first, *(json.dumps(each, separators=(",", ":")).encode() for each in changed)) + end
+            with_lines(
+                first, *(json.dumps(each, separators=(",", ":")).encode() for each in changed)
+            )
+            + end
         )
 
     files = {
@@ -166,7 +190,9 @@ def test_what_is_malformed_or_too_large_is_refused_in_little_memory(journal, rec
         "a block twice": with_steps({"dropped": [1, 1]}),
         "more weights than blocks": with_steps({"weights": [1.0] * 7}),
         "other types": with_steps({"dropped": "12"}),
-        "long names": with_keys("model_config", **{"k" * 100_000: {str(n): 0 for n in range(10_000)}}),
+        "long names": with_keys(
+            "model_config", **{"k" * 100_000: {str(n): 0 for n in range(10_000)}}
+        ),
         "many lists": with_lines(first, b'{"kind":"step","x":[' + b"[]," * 80_000 + b"[]]}"),
         "many steps": with_steps(*[{}] * 10_000, end=b"\n"),
         "long line": with_lines(b'{"kind":"header","config":{"a":"%s"}}' % (b"x" * (2 << 20))),

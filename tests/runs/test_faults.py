@@ -15,7 +15,12 @@ from lezo_ds.model.snapshots import MANIFEST, read_manifest, snapshot_path, snap
 from lezo_ds.zo.records import StepRecord
 
 STEPS = 12
-LENGTH = [f"train.steps={STEPS}", "train.eval_every=4", "train.snapshot_every=3", "train.keep_snapshots=2"]
+LENGTH = [
+    f"train.steps={STEPS}",
+    "train.eval_every=4",
+    "train.snapshot_every=3",
+    "train.keep_snapshots=2",
+]
 TEMPORARY = r"snapshots/\.step-\d+\.tmp/"
 SNAPSHOT = r"snapshots/step-\d+"
 
@@ -61,7 +66,9 @@ KILLS = {
     "between a step's line and its sync": Fault("fsync", "journal.jsonl", 3),
     "after a step's line is synced": Fault("fsync", "journal.jsonl", 2, "after"),
     "within a snapshot's weights": Fault("save", TEMPORARY + ".*", 1, "within"),
-    "within the sync of a snapshot's file": Fault("fsync", TEMPORARY + "tokenizer.json", 1, "within"),
+    "within the sync of a snapshot's file": Fault(
+        "fsync", TEMPORARY + "tokenizer.json", 1, "within"
+    ),
     "before the manifest has its name": Fault("replace", TEMPORARY + MANIFEST),
     "before a snapshot has its name": Fault("replace", SNAPSHOT),
     "after a snapshot has its name": Fault("replace", SNAPSHOT, 1, "after"),
@@ -91,7 +98,9 @@ def test_only_the_line_of_the_last_step_is_ever_not_synced(undisturbed):
     relied_on = ("replace snapshots/step-", "replace predictions/", "replace results.json")
     for operation in operations[operations.index("write journal.jsonl") :]:
         if operation == "write journal.jsonl":
-            assert num_synced == num_written  # also that of an evaluation, which the next steps rely on
+            assert (
+                num_synced == num_written
+            )  # also that of an evaluation, which the next steps rely on
             num_written += isinstance(next(records), StepRecord)
         elif operation == "synced journal.jsonl":
             num_synced = num_written
@@ -129,7 +138,9 @@ def flip(path, position=None):
     path.write_bytes(data)
 
 
-def test_a_run_resumes_past_a_torn_journal_and_damaged_snapshots(recipe, undisturbed, halted, tmp_path):
+def test_a_run_resumes_past_a_torn_journal_and_damaged_snapshots(
+    recipe, undisturbed, halted, tmp_path
+):
     run_dir = shutil.copytree(halted, tmp_path / "run")
     path = run_dir / "journal.jsonl"
     data = path.read_bytes()
@@ -137,7 +148,9 @@ def test_a_run_resumes_past_a_torn_journal_and_damaged_snapshots(recipe, undistu
     path.write_bytes(data[: data.rindex(b"\n") - 5])  # and the line before, too
     flip(snapshot_path(run_dir / "snapshots", 9) / "model-00001.safetensors")
     (snapshot_path(run_dir / "snapshots", 6) / MANIFEST).unlink()
-    shutil.copytree(snapshot_path(run_dir / "snapshots", 6), run_dir / "snapshots" / ".step-00000001.tmp")
+    shutil.copytree(
+        snapshot_path(run_dir / "snapshots", 6), run_dir / "snapshots" / ".step-00000001.tmp"
+    )
     assert finish(recipe, run_dir) == undisturbed[1]
     assert not list((run_dir / "snapshots").glob(".*"))
 
@@ -160,8 +173,16 @@ REFUSALS = {
     "a snapshot's weights": (Fault("save", effect="ENOSPC"), 1, "step-00000003"),
     "a snapshot's name": (Fault("replace", SNAPSHOT, effect="EACCES"), 1, "step-0000000"),
     "the journal's sync": (Fault("fsync", "journal.jsonl", 1, effect="EIO"), 3, "journal.jsonl"),
-    "the journal's sync, for good": (Fault("fsync", "journal.jsonl", 2, effect="EIO", lasts=True), 3, ""),
-    "all from a moment on": (Fault("write", "journal.jsonl", 3, effect="EROFS", lasts=True), 3, "Read-only"),
+    "the journal's sync, for good": (
+        Fault("fsync", "journal.jsonl", 2, effect="EIO", lasts=True),
+        3,
+        "",
+    ),
+    "all from a moment on": (
+        Fault("write", "journal.jsonl", 3, effect="EROFS", lasts=True),
+        3,
+        "Read-only",
+    ),
     "the results": (Fault("replace", "results.json", effect="EROFS"), 1, "results.json"),
 }
 """In the order in which they can strike one run that goes on after each."""
@@ -177,7 +198,9 @@ def test_a_disk_that_refuses_ends_a_run_with_one_line_and_it_resumes(recipe, und
 
 def test_a_line_that_cannot_be_synced_ends_the_run_at_the_next_step(recipe, undisturbed, tmp_path):
     run_dir = tmp_path / "run"
-    fault = Fault("fsync", "journal.jsonl", 7, effect="EIO", lasts=True)  # after those of two evaluations
+    fault = Fault(
+        "fsync", "journal.jsonl", 7, effect="EIO", lasts=True
+    )  # after those of two evaluations
     error = f"{run_dir / 'journal.jsonl'} cannot be written: Input/output error; last good step: 2"
     assert_one_error(run_faulty(arguments(recipe, run_dir), fault), 3, error)
     assert check_interrupted(run_dir, undisturbed[1]) <= 1
@@ -189,11 +212,15 @@ def test_a_disk_that_refuses_ends_all_ranks(name, recipe, undisturbed, tmp_path)
     fault, code, fragment = REFUSALS[name]
     finished = run_faulty(arguments(recipe, tmp_path / "run"), fault, num_ranks=2, grace=60)
     assert finished.code == code
-    assert any(line.startswith("error: ") and fragment in line for line in finished.err.splitlines())
+    assert any(
+        line.startswith("error: ") and fragment in line for line in finished.err.splitlines()
+    )
     assert check_interrupted(tmp_path / "run", undisturbed[1]) == 0
 
 
-def test_a_full_or_read_only_disk_ends_a_run_which_resumes_when_there_is_room(recipe, undisturbed, tmp_path):
+def test_a_full_or_read_only_disk_ends_a_run_which_resumes_when_there_is_room(
+    recipe, undisturbed, tmp_path
+):
     def remount(how):
         subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
 
@@ -206,7 +233,9 @@ def test_a_full_or_read_only_disk_ends_a_run_which_resumes_when_there_is_room(re
         assert_one_error(finished, 2, "cannot be written", "Read-only file system")
         for name in ("run", "new"):
             finished = run_faulty([*arguments(recipe, disk / name), "--dry-run"])
-            assert_one_error(finished, 2, f"{disk / name} cannot be written", "Read-only file system")
+            assert_one_error(
+                finished, 2, f"{disk / name} cannot be written", "Read-only file system"
+            )
         remount("size=64m,rw")
         assert finish(recipe, disk / "run") == undisturbed[1]
 

@@ -44,7 +44,9 @@ def gathered(engine):
 
 
 def do_step(engine):
-    return engine.learning_rate, engine.train_batch(make_batch(engine.global_steps), classification_loss)
+    return engine.learning_rate, engine.train_batch(
+        make_batch(engine.global_steps), classification_loss
+    )
 
 
 def train_and_resume(directory, root, num_ranks):
@@ -87,7 +89,9 @@ def train_plainly(directory):
             with torch.random.fork_rng([]):
                 torch.manual_seed(dropout_key(SEED, step, index))
                 logits = model(**batch.inputs).logits
-            wanted = logits[batch.selection.rows, batch.selection.positions][:, batch.selection.vocabulary]
+            wanted = logits[batch.selection.rows, batch.selection.positions][
+                :, batch.selection.vocabulary
+            ]
             losses.append(F.cross_entropy(wanted, batch.labels["label"]) / 4)
         optimizer.zero_grad()
         sum(losses).backward()
@@ -98,7 +102,9 @@ def train_plainly(directory):
     return steps, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def test_steps_are_those_of_torchs_adamw_and_go_on_bit_for_bit_after_a_resumption(directory, tmp_path):
+def test_steps_are_those_of_torchs_adamw_and_go_on_bit_for_bit_after_a_resumption(
+    directory, tmp_path
+):
     expected, weights = train_plainly(directory)
     first = dict(AutoModelForCausalLM.from_pretrained(directory).named_parameters())
     outcomes = run_ranks(train_and_resume, 2, directory, tmp_path, 2)
@@ -169,11 +175,15 @@ def test_a_run_stopped_then_killed_ends_as_if_nothing_had_happened(recipe, undis
     assert set(snapshot_steps(run_dir / "snapshots")) == {ended["best_step"], STEPS}
 
 
-def test_the_best_step_is_exported_and_scored_and_other_ranks_are_refused(recipe, undisturbed, tmp_path):
+def test_the_best_step_is_exported_and_scored_and_other_ranks_are_refused(
+    recipe, undisturbed, tmp_path
+):
     assert_one_error(run_forked(arguments(recipe, undisturbed)), 2, "has 2 ranks, not 1")
     results = results_of(undisturbed)
     shutil.rmtree(undisturbed / "checkpoints")  # pickles, which neither command opens
     run_forked_well(["--run", undisturbed, "--out", tmp_path / "model"], program="export.py")
     assert read_manifest(tmp_path / "model")["digest"] == results["weights_digest"]
-    of_run = json.loads(run_forked_well(["--run", undisturbed, "--json"], program="evaluate.py").out)
+    of_run = json.loads(
+        run_forked_well(["--run", undisturbed, "--json"], program="evaluate.py").out
+    )
     assert (of_run["step"], of_run["score"]) == (results["best_step"], results["test"])

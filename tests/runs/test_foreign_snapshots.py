@@ -15,7 +15,12 @@ pytestmark = pytest.mark.distributed
 
 
 def arguments(recipe, run_dir, *more):
-    length = ["train.steps=8", "train.eval_every=8", "train.keep_snapshots=9", "train.snapshot_every=4"]
+    length = [
+        "train.steps=8",
+        "train.eval_every=8",
+        "train.keep_snapshots=9",
+        "train.snapshot_every=4",
+    ]
     return ["--config", recipe, f"run_dir={run_dir}", *length, *more]
 
 
@@ -37,7 +42,9 @@ def outcome(run_dir):
     return replace(end(run_dir), journal=b"")  # whose header has the number of steps
 
 
-def test_a_run_started_anew_in_a_used_directory_sets_aside_what_is_there(recipe, first, second, tmp_path):
+def test_a_run_started_anew_in_a_used_directory_sets_aside_what_is_there(
+    recipe, first, second, tmp_path
+):
     run_dir = shutil.copytree(first, tmp_path / "run")
     (run_dir / "journal.jsonl").unlink()
     run_forked_well(arguments(recipe, run_dir, "seed=1"))

@@ -92,18 +92,43 @@ CASES = [
     Case("prefix", "fp16", STOCHASTIC, ES, "fixed", "rademacher", "shared", False, 1),
     Case("lora", "bf16", MASTER, "one-sided", "fixed", "normal", "shared", True, 6),
     Case("prefix", "fp16", NEAREST, "one-sided", "uniform", "normal", "shared", True, 1, "llama"),
-    Case("lora", "fp16", STOCHASTIC, "fzoo", "uniform", "rademacher", "replicas", True, 1, "opt", FALLING),
+    Case(
+        "lora",
+        "fp16",
+        STOCHASTIC,
+        "fzoo",
+        "uniform",
+        "rademacher",
+        "replicas",
+        True,
+        1,
+        "opt",
+        FALLING,
+    ),
     Case("none", "fp16", MASTER, "spsa", "adalezo", "normal", "shared", True, 1),
     Case("prefix", "fp32", MASTER, "fzoo", "adalezo", "normal", "shared", False, 2, "opt", FALLING),
-    Case("none", "bf16", NEAREST, "fzoo", "fixed", "rademacher", "replicas", False, 1, "opt", BLOCKS),
+    Case(
+        "none", "bf16", NEAREST, "fzoo", "fixed", "rademacher", "replicas", False, 1, "opt", BLOCKS
+    ),
 ]
-COLUMNS = ["adapter", "dtype", "precision", "estimator", "policy", "distribution", "partition", "decays"]
+COLUMNS = [
+    "adapter",
+    "dtype",
+    "precision",
+    "estimator",
+    "policy",
+    "distribution",
+    "partition",
+    "decays",
+]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    return {family: write_reader(root / family, family=family, odd=True) for family in ("opt", "llama")}
+    return {
+        family: write_reader(root / family, family=family, odd=True) for family in ("opt", "llama")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +164,15 @@ def recipe(case, models, data, run_dir):
     ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, (getattr(c, n) for n in COLUMNS))))
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda c: "-".join(map(str, (getattr(c, n) for n in COLUMNS)))
+)
 def test_a_run_is_exact_however_it_is_run(case, models, data, tmp_path):
-    undisturbed, run_dir, exported = tmp_path / "undisturbed", tmp_path / "run", tmp_path / "exported"
+    undisturbed, run_dir, exported = (
+        tmp_path / "undisturbed",
+        tmp_path / "run",
+        tmp_path / "exported",
+    )
     run_forked_well(recipe(case, models, data, undisturbed)[1])
     config, arguments = recipe(case, models, data, run_dir)
 
@@ -177,7 +208,9 @@ def test_a_run_is_exact_however_it_is_run(case, models, data, tmp_path):
     score = scores("--run", run_dir)
     assert (score["step"], score["score"]) == (results["best_step"], results["test"])
     if case.adapter == "none":
-        sizes = [f"data.{name}={getattr(config.data, name)}" for name in ("path", "num_train", "num_dev")]
+        sizes = [
+            f"data.{name}={getattr(config.data, name)}" for name in ("path", "num_train", "num_dev")
+        ]
         predicted = [tmp_path / "of_run.json", tmp_path / "of_model.json"]
         scores("--run", run_dir, "--step", "last", "--predictions", predicted[0])
         scores("--model", exported, *sizes, "data.num_test=5", "--predictions", predicted[1])
@@ -211,7 +244,9 @@ def read_start(case, models, run_dir):
         ids = parameter_ids([own_name(name) for name, _ in model.named_parameters()])
         for name, parameter in model.named_parameters():
             if ".lora_A." in name:
-                drawn = uniform(adapter_key(0), ids[own_name(name)], torch.arange(parameter.numel()))
+                drawn = uniform(
+                    adapter_key(0), ids[own_name(name)], torch.arange(parameter.numel())
+                )
                 parameter.data = (drawn * parameter.shape[1] ** -0.5).view(parameter.shape)
     if case.more == BLOCKS:
         for name, parameter in model.named_parameters():
@@ -226,7 +261,9 @@ def trained_by_reference(case, config, model, records):
     task = load_task_data(config)
     for step, record in enumerate(records):
         probes = probes_of(case.estimator, SCALE, case.directions)
-        losses = reference.losses(task.step_batch(config, step), record.key, probes, record.dropped_layers)
+        losses = reference.losses(
+            task.step_batch(config, step), record.key, probes, record.dropped_layers
+        )
         loss, gradients = estimate(case.estimator, SCALE, losses)
         if case.probes == 1:
             assert record.loss == pytest.approx(loss, rel=1e-14), step
@@ -235,7 +272,9 @@ def trained_by_reference(case, config, model, records):
             # The copies of a pass run in one batch: other shapes of products, and other last bits.
             exact = case.dtype == "fp32"
             assert record.loss == pytest.approx(loss, rel=1e-5 if exact else 0.05), step
-            assert not exact or record.projected_grads == pytest.approx(gradients, rel=1e-2, abs=1e-3), step
+            assert not exact or record.projected_grads == pytest.approx(
+                gradients, rel=1e-2, abs=1e-3
+            ), step
         reference.update(record, zo.weight_decay)
     assert len(records) == STEPS
     return reference.stored()
@@ -247,7 +286,9 @@ def opened_by_its_library(case, models, exported):
         return AutoModelForCausalLM.from_pretrained(exported)
     model = plain_model(case, models).to(DTYPES[case.dtype])
     if case.adapter == "lora":
-        return PeftModel.from_pretrained(model, exported, is_trainable=True, autocast_adapter_dtype=False)
+        return PeftModel.from_pretrained(
+            model, exported, is_trainable=True, autocast_adapter_dtype=False
+        )
     load_prefix(model, exported)
     return model
 

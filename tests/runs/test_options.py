@@ -49,7 +49,10 @@ def test_a_run_without_better_validations_stops_and_stays_stopped(recipe, tmp_pa
 
 
 def test_a_journal_gives_back_the_weights_that_were_removed(recipe, tmp_path):
-    run_dir, keys = tmp_path / "run", ["peft.kind=prefix", "train.keep_snapshots=0", "train.steps=4"]
+    run_dir, keys = (
+        tmp_path / "run",
+        ["peft.kind=prefix", "train.keep_snapshots=0", "train.steps=4"],
+    )
     train(recipe, run_dir, *keys)
     results = results_of(run_dir)
     # The values from which a prefix starts, which no replay computes.
@@ -66,7 +69,9 @@ def test_monitors_get_every_step_and_evaluation(recipe, tmp_path):
     train(recipe, run_dir, "train.report_to=[csv]")
     entries = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     for name in ("loss", "projected_gradient", "dev_loss", "dev_accuracy"):
-        expected = [(entry["step"], pytest.approx(entry[name])) for entry in entries if name in entry]
+        expected = [
+            (entry["step"], pytest.approx(entry[name])) for entry in entries if name in entry
+        ]
         (path,) = (run_dir / "monitors").rglob(f"train_{name}.csv")
         with path.open() as file:
             _, *rows = csv.reader(file)

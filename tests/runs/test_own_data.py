@@ -18,9 +18,15 @@ def test_conversations_train_and_score(tmp_path):
     values = own_values(write_chat_model(tmp_path / "model"), **data)
     (tmp_path / "chat.yaml").write_text(yaml.safe_dump(values))
     run_dir = tmp_path / "run"
-    run_forked_well(["--config", tmp_path / "chat.yaml", f"run_dir={run_dir}", "train.steps=4"], num_ranks=2)
+    run_forked_well(
+        ["--config", tmp_path / "chat.yaml", f"run_dir={run_dir}", "train.steps=4"], num_ranks=2
+    )
     results = results_of(run_dir)
     assert (results["steps"], results["metric"], results["task"]) == (4, "token_accuracy", "custom")
-    rows = [json.loads(line) for file in (run_dir / "predictions").iterdir() for line in file.open()]
+    rows = [
+        json.loads(line) for file in (run_dir / "predictions").iterdir() for line in file.open()
+    ]
     # "Yes." and a color, each with the token that ends the turn; a byte is a token.
-    assert {row["predicted"].split(" of ")[1] for row in rows} <= {f"{6 + len(c)} tokens" for c in COLORS}
+    assert {row["predicted"].split(" of ")[1] for row in rows} <= {
+        f"{6 + len(c)} tokens" for c in COLORS
+    }

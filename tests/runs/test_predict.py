@@ -30,10 +30,15 @@ def records_in(path):
 def root(tmp_path_factory):
     """A run on tickets, its export, and new tickets without topics, labelled by the run."""
     directory = tmp_path_factory.mktemp("predict")
-    model, tickets = write_chat_model(directory / "base"), write_tickets(directory / "tickets.csv", 80)
+    model, tickets = (
+        write_chat_model(directory / "base"),
+        write_tickets(directory / "tickets.csv", 80),
+    )
     data = {"train": str(tickets), "label_field": "topic", "labels": VERBALIZERS, "num_test": 20}
     (directory / "recipe.yaml").write_text(yaml.safe_dump(own_values(model, **ASKED, **data)))
-    run_forked_well(["--config", directory / "recipe.yaml", f"run_dir={directory / 'run'}", "train.steps=4"])
+    run_forked_well(
+        ["--config", directory / "recipe.yaml", f"run_dir={directory / 'run'}", "train.steps=4"]
+    )
     run_forked_well(["--run", directory / "run", "--out", directory / "model"], program="export.py")
     new = [ODD, *({"id": r["id"], "text": r["text"], "note": "a;b"} for r in records_in(tickets))]
     table = datasets.Dataset.from_list(new)
@@ -41,7 +46,9 @@ def root(tmp_path_factory):
     table.to_parquet(directory / "new.parquet")
     table.to_json(directory / "new.jsonl")
     (directory / "new.json").write_text(json.dumps(new))
-    predict("--run", directory / "run", directory / "new.jsonl", "--out", directory / "labels.jsonl")
+    predict(
+        "--run", directory / "run", directory / "new.jsonl", "--out", directory / "labels.jsonl"
+    )
     return directory
 
 
@@ -50,14 +57,18 @@ def test_an_export_labels_any_file_as_its_run_does_on_another_number_of_ranks(en
     new, out = root / f"new.{ending}", root / f"labels.{ending}"
     predict("--model", root / "model", new, "--out", out, num_ranks=2)
     labelled = records_in(out)
-    assert [list(record.items())[:3] for record in labelled] == [[*r.items()] for r in records_in(new)]
+    assert [list(record.items())[:3] for record in labelled] == [
+        [*r.items()] for r in records_in(new)
+    ]
     found = [(r["predicted"], float(r["probability"])) for r in labelled]
     assert found == [(r["predicted"], r["probability"]) for r in records_in(root / "labels.jsonl")]
     assert {label for label, _ in found} <= {*VERBALIZERS}
 
 
 def test_the_program_in_the_card_finds_the_same_probabilities(root):
-    (program,) = re.findall(r"```python\n(.*?)```", (root / "model" / "README.md").read_text(), re.DOTALL)
+    (program,) = re.findall(
+        r"```python\n(.*?)```", (root / "model" / "README.md").read_text(), re.DOTALL
+    )
     for record in records_in(root / "labels.jsonl")[:3]:
         first = f"DIR, record = {str(root / 'model')!r}, {record!r}"
         exec(re.sub(r"DIR, record = .*", lambda _: first, program), values := {})  # noqa: B023
@@ -87,9 +98,18 @@ def test_a_killed_run_continues_and_another_input_is_refused(root, tmp_path):
 
 
 def test_a_base_model_answers_a_question_and_a_conversation_alike(root, tmp_path):
-    lines = [{"text": text, "turns": [{"role": "user", "content": text}]} for text in ("Box 1?", "And 2?")]
+    lines = [
+        {"text": text, "turns": [{"role": "user", "content": text}]}
+        for text in ("Box 1?", "And 2?")
+    ]
     (tmp_path / "asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    asked = ["--model", root / "base", tmp_path / "asked.jsonl", "generation.max_new_tokens=5", "--out"]
+    asked = [
+        "--model",
+        root / "base",
+        tmp_path / "asked.jsonl",
+        "generation.max_new_tokens=5",
+        "--out",
+    ]
     predict(*asked, tmp_path / "prompt.jsonl", "data.prompt={text}", "data.chat_template=true")
     predict(*asked, tmp_path / "chat.jsonl", "data.messages=turns")
     answers = records_in(tmp_path / "chat.jsonl")

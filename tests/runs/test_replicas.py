@@ -31,7 +31,9 @@ from lezo_ds.replicas import Replicas, StepLostError  # noqa: E402
 from lezo_ds.replicas import transport as transport_module  # noqa: E402
 from lezo_ds.replicas.transport import JournalTransport  # noqa: E402
 
-HEADER = Header(noise_version=1, model_fingerprint="f", parameter_table_hash="t", config={}, libraries={})
+HEADER = Header(
+    noise_version=1, model_fingerprint="f", parameter_table_hash="t", config={}, libraries={}
+)
 
 
 def write_journal(path, num, key=5, header=HEADER):
@@ -91,19 +93,28 @@ def test_an_answer_that_is_not_a_peers_is_refused(tmp_path, connect, monkeypatch
         monkeypatch.setattr(transport_module, "MAX_BYTES", 100)
     elif fault == "unsigned":
         monkeypatch.setattr(peer, "prove", lambda nonce, content: "0" * 64)
-        monkeypatch.setattr(transport_module.hmac, "compare_digest", lambda a, b: a == b or b == b"0" * 64)
+        monkeypatch.setattr(
+            transport_module.hmac, "compare_digest", lambda a, b: a == b or b == b"0" * 64
+        )
     else:
         prove = peer.prove
-        monkeypatch.setattr(peer, "prove", lambda n, text: prove(n if text[:1] == b"/" else "old", text))
+        monkeypatch.setattr(
+            peer, "prove", lambda n, text: prove(n if text[:1] == b"/" else "old", text)
+        )
     with pytest.raises(LezoError, match="does not send lines of a journal"):
         own.fetch(peer.address)
 
 
-@pytest.mark.parametrize("damage", [b"\x80\x04pickle\n", b'{"kind":"step"}\n', b"\xff" * 50 + b"\n"])
+@pytest.mark.parametrize(
+    "damage", [b"\x80\x04pickle\n", b'{"kind":"step"}\n', b"\xff" * 50 + b"\n"]
+)
 def test_lines_that_do_not_follow_change_nothing(tmp_path, damage):
     path = write_journal(tmp_path / "journal", 2)
     before = path.read_bytes()
-    with Journal.open(path) as journal, pytest.raises(LezoError, match=r"damaged lines: .*checksum"):
+    with (
+        Journal.open(path) as journal,
+        pytest.raises(LezoError, match=r"damaged lines: .*checksum"),
+    ):
         journal.extend(damage)
     assert path.read_bytes() == before
 
@@ -121,13 +132,25 @@ class Lab:
         # Not in this process: its threads would break tests that fork.
         options = ["--min_replicas=1", "--join_timeout_ms=300", "--quorum_tick_ms=20"]
         program = Path(sys.executable).with_name("torchft_lighthouse")
-        command = [program, *options, "--heartbeat_timeout_ms=1000", f"--bind=127.0.0.1:{self.port}"]
+        command = [
+            program,
+            *options,
+            "--heartbeat_timeout_ms=1000",
+            f"--bind=127.0.0.1:{self.port}",
+        ]
         self.lighthouse = subprocess.Popen(command, env=environment(RUST_LOG="error"))
 
     def start(self, *keys, program=LAUNCH / "train.py", num_ranks=1):
         """Start a replica and return the processes of its ranks."""
         url = f"elastic.lighthouse=http://127.0.0.1:{self.port}"
-        command = [str(program), "--config", str(self._recipe), f"run_dir={self.run_dir}", url, *keys]
+        command = [
+            str(program),
+            "--config",
+            str(self._recipe),
+            f"run_dir={self.run_dir}",
+            url,
+            *keys,
+        ]
         shared = environment(WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1")
         started = []
         for rank in range(num_ranks):
@@ -143,10 +166,15 @@ class Lab:
         return started if num_ranks > 1 else started[0]
 
     def journals(self):
-        return [self.run_dir / "journal.jsonl", *sorted(self.run_dir.glob("replicas/*/journal.jsonl"))]
+        return [
+            self.run_dir / "journal.jsonl",
+            *sorted(self.run_dir.glob("replicas/*/journal.jsonl")),
+        ]
 
     def wait_for(self, step, process):
-        wait_until(lambda: any(reaches(path.parent, STEP, step) for path in self.journals()), process)
+        wait_until(
+            lambda: any(reaches(path.parent, STEP, step) for path in self.journals()), process
+        )
 
     def end(self, *processes, code=0):
         for process in processes:
@@ -265,7 +293,10 @@ def test_unlike_machines_have_equal_weights_and_wrong_weights_leave(lab, tmp_pat
     lab.wait_for(5, unlike)
     wrong = lab.start(*LONG, program=program(tmp_path, "flipped", FLIPPED, step=29))
     lab.end(wrong, code=5)
-    assert "this replica leaves: its plan, batch, journal or weights differ" in wrong.errors.read_text()
+    assert (
+        "this replica leaves: its plan, batch, journal or weights differ"
+        in wrong.errors.read_text()
+    )
     again = lab.start(*LONG)
     lab.end(unlike, other, again)
     lab.assert_equal_journals()

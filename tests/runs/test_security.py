@@ -55,17 +55,27 @@ def target(tmp_path):
 
 
 def train(inputs, *overrides, recipe=None):
-    own = [f"model.path={inputs / 'model'}", f"data.path={inputs / 'data'}", f"run_dir={inputs / 'run'}"]
-    return run_forked(["--config", recipe or inputs / "recipe.yaml", *own, "train.steps=1", *overrides])
+    own = [
+        f"model.path={inputs / 'model'}",
+        f"data.path={inputs / 'data'}",
+        f"run_dir={inputs / 'run'}",
+    ]
+    return run_forked(
+        ["--config", recipe or inputs / "recipe.yaml", *own, "train.steps=1", *overrides]
+    )
 
 
 def make_code(directory, name, target):
-    (directory / f"{name}.py").write_text(f"import pathlib\npathlib.Path({str(target)!r}).mkdir()\n")
+    (directory / f"{name}.py").write_text(
+        f"import pathlib\npathlib.Path({str(target)!r}).mkdir()\n"
+    )
 
 
 def test_a_pickle_in_place_of_weights_is_refused_unread(inputs, target):
     weights = inputs / "model" / "model.safetensors"
-    torch.save({**load_file(weights), "extra": Payload(target)}, weights.with_name("pytorch_model.bin"))
+    torch.save(
+        {**load_file(weights), "extra": Payload(target)}, weights.with_name("pytorch_model.bin")
+    )
     weights.unlink()
     assert_one_error(train(inputs), 2, "safetensors")
     assert not target.exists()
@@ -77,7 +87,9 @@ def test_a_pickle_in_place_of_weights_is_refused_unread(inputs, target):
 def test_a_tag_in_yaml_makes_no_object(way, inputs, target):
     text = f"!!python/object/apply:os.mkdir [{target}]"
     recipe = inputs / "evil.yaml"
-    recipe.write_text((inputs / "recipe.yaml").read_text() + (f"seed: {text}\n" if way == "recipe" else ""))
+    recipe.write_text(
+        (inputs / "recipe.yaml").read_text() + (f"seed: {text}\n" if way == "recipe" else "")
+    )
     given = [f"seed={text}"] if way == "override" else []
     assert_one_error(train(inputs, *given, recipe=recipe), 2, "python/object/apply")
     assert not target.exists()
@@ -98,12 +110,16 @@ def test_code_that_a_model_asks_for_is_refused(inputs, target):
 @pytest.mark.parametrize("text", ["[]", "[" * 9000, {"num_attention_heads": 0}, {"ffn_dim": 2**62}])
 def test_a_damaged_config_of_a_model_is_refused_in_one_line(text, inputs):
     path = inputs / "model" / "config.json"
-    path.write_text(text if isinstance(text, str) else json.dumps(json.loads(path.read_text()) | text))
+    path.write_text(
+        text if isinstance(text, str) else json.dumps(json.loads(path.read_text()) | text)
+    )
     with pytest.raises(UserError, match=r"config\.json|OPTConfig is not that of a causal"):
         build_checked(resolve_model(str(path.parent)), "fp32")
 
 
-def test_code_and_pickles_beside_a_known_model_its_tokenizer_and_the_data_are_not_run(inputs, target):
+def test_code_and_pickles_beside_a_known_model_its_tokenizer_and_the_data_are_not_run(
+    inputs, target
+):
     directory = inputs / "model"
     make_code(directory, "evil", target)
     for name in ("data", "sst2"):
@@ -134,7 +150,9 @@ def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target):
     header.config["deepspeed"] = str(inputs / "absent.json")
     journal.write_bytes(encode_journal(header, records))
     recorded = (run_dir / "config.yaml").read_text()
-    (run_dir / "config.yaml").write_text(recorded.replace("objective: task", "objective: evil:loss"))
+    (run_dir / "config.yaml").write_text(
+        recorded.replace("objective: task", "objective: evil:loss")
+    )
     make_code(inputs, "evil", target)
     model, file = f"model.path={inputs / 'model'}", inputs / "run.lezo"
     given = [model, "deepspeed=null"]
@@ -153,7 +171,9 @@ def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target):
     refused = run_forked(score, program="evaluate.py", PYTHONPATH=path)
     assert_one_error(refused, 2, "imported only if the command names it")
     manifest = inputs / "exported" / "lezo_manifest.json"
-    manifest.write_text(manifest.read_text().replace('"data.task": "sst2"', '"data.task": "evil:TASK"'))
+    manifest.write_text(
+        manifest.read_text().replace('"data.task": "sst2"', '"data.task": "evil:TASK"')
+    )
     label = [
         "--model",
         inputs / "exported",
@@ -165,7 +185,9 @@ def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target):
     assert_one_error(refused, 2, "data.task=evil:TASK", "imported only if the command names it")
     assert not target.exists()
     asked = [*score, "train.objective=evil:loss"]
-    assert run_forked(asked, program="evaluate.py", PYTHONPATH=path).code == 2  # the module has no loss
+    assert (
+        run_forked(asked, program="evaluate.py", PYTHONPATH=path).code == 2
+    )  # the module has no loss
     assert target.exists()
 
 
@@ -181,5 +203,7 @@ def test_evaluate_refuses_each_module_that_only_the_run_names(key, source):
 def test_the_page_names_every_key_that_imports_a_module():
     page = (REPOSITORY / "SECURITY.md").read_text()
     named = page.partition("of these keys imports the module")[2].partition(". `train` follows")[0]
-    imports = {key for key, schema in READER.keys.items() if "package.module:" in json.dumps(schema)}
+    imports = {
+        key for key, schema in READER.keys.items() if "package.module:" in json.dumps(schema)
+    }
     assert set(re.findall(r"`(\w+\.\w+)`", named)) == imports

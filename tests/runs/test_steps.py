@@ -46,7 +46,9 @@ def _group_of_two():
 
 
 def test_a_rank_makes_no_group_but_its_own_which_waits_as_long_as_all_do():
-    assert run_ranks(_group_of_two, 4) == [(ranks, 1, 77) for ranks in ([0, 1], [0, 1], [2, 3], [2, 3])]
+    assert run_ranks(_group_of_two, 4) == [
+        (ranks, 1, 77) for ranks in ([0, 1], [0, 1], [2, 3], [2, 3])
+    ]
 
 
 # Steps whose losses are not finite.
@@ -121,6 +123,8 @@ def _syncs_before_updates(directory, journal):
 
 
 def test_shards_on_a_disk_are_updated_only_after_the_sync_of_their_line(opt_directory, tmp_path):
-    ((in_memory, on_disk),) = run_ranks(_syncs_before_updates, 1, opt_directory, tmp_path / "journal.jsonl")
+    ((in_memory, on_disk),) = run_ranks(
+        _syncs_before_updates, 1, opt_directory, tmp_path / "journal.jsonl"
+    )
     assert in_memory == ["sync", "update"]  # of the line before
     assert on_disk == ["sync", "sync", "update"]

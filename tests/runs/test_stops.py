@@ -88,7 +88,9 @@ def test_a_file_asks_for_a_snapshot_and_the_run_goes_on(recipe, undisturbed, tmp
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     num_ranks, rank, number, recipe, undisturbed, tmp_path
 ):
-    stop = after_four_steps(tmp_path, lambda ranks: os.kill(ranks[rank].pid, signal.Signals[number]))
+    stop = after_four_steps(
+        tmp_path, lambda ranks: os.kill(ranks[rank].pid, signal.Signals[number])
+    )
     run_forked_well(arguments(recipe, tmp_path), num_ranks=num_ranks, meanwhile=stop)
     assert_stopped_well_and_resumes(recipe, tmp_path, undisturbed)
 

@@ -52,12 +52,17 @@ def train(assets, num_ranks, forward, objective, micro_batch_size=2):
 
 
 def train_all(assets, num_ranks, *settings):
-    return [{o: train(assets, num_ranks, forward, o, size) for o in OBJECTIVES} for forward, size in settings]
+    return [
+        {o: train(assets, num_ranks, forward, o, size) for o in OBJECTIVES}
+        for forward, size in settings
+    ]
 
 
 @pytest.mark.distributed
 def test_forwards_ranks_and_passes_change_no_bit_of_a_step_and_micro_batches_no_loss(assets):
-    ((alone, one_pass_each, whole_batches),) = run_ranks(train_all, 1, assets, 1, (2, 2), (1, 2), (2, 4))
+    ((alone, one_pass_each, whole_batches),) = run_ranks(
+        train_all, 1, assets, 1, (2, 2), (1, 2), (2, 4)
+    )
     for (by_two,) in run_ranks(train_all, 2, assets, 2, (2, 2)):
         assert by_two == alone == one_pass_each
     for objective, (records, _) in alone.items():

@@ -11,7 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lezo_ds.data.batches import batch_indices, candidate_batch, scoring_batch, teacher_forcing_batch
+from lezo_ds.data.batches import (
+    batch_indices,
+    candidate_batch,
+    scoring_batch,
+    teacher_forcing_batch,
+)
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.data.packing import deal, pack
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
@@ -29,18 +34,29 @@ def layout(batch):
     """Return ids, rows, positions and labels as lists."""
     chosen = batch.selection
     labels = {name: tensor.tolist() for name, tensor in batch.labels.items()}
-    return batch.inputs["input_ids"].tolist(), chosen.rows.tolist(), chosen.positions.tolist(), labels
+    return (
+        batch.inputs["input_ids"].tolist(),
+        chosen.rows.tolist(),
+        chosen.positions.tolist(),
+        labels,
+    )
 
 
 def test_the_first_thousand_batches_never_change():
-    batches = [batch_indices(seed=42, step=step, num_examples=1000, batch_size=16) for step in range(1000)]
+    batches = [
+        batch_indices(seed=42, step=step, num_examples=1000, batch_size=16) for step in range(1000)
+    ]
     digest = hashlib.sha256(json.dumps(batches).encode()).hexdigest()
     assert digest == "c4a61d8b2c7e90e055acdd7b5d0f1dd11ff14673b0f4ae1209b3612d3e4a569d"
 
 
-@given(seed=st.integers(0, 2**64 - 1), num_examples=st.integers(1, 40), batch_size=st.integers(1, 60))
+@given(
+    seed=st.integers(0, 2**64 - 1), num_examples=st.integers(1, 40), batch_size=st.integers(1, 60)
+)
 def test_batches_laid_end_to_end_are_one_permutation_after_another(seed, num_examples, batch_size):
-    stream = [index for step in range(8) for index in batch_indices(seed, step, num_examples, batch_size)]
+    stream = [
+        index for step in range(8) for index in batch_indices(seed, step, num_examples, batch_size)
+    ]
     assert len(stream) == 8 * batch_size
     for start in range(0, len(stream) - num_examples + 1, num_examples):
         assert sorted(stream[start : start + num_examples]) == list(range(num_examples))
@@ -54,7 +70,9 @@ def test_one_token_candidates_share_one_row_that_ends_before_them():
 
 
 def test_longer_candidates_get_a_row_each_and_logits_for_each_of_their_tokens():
-    batch = candidate_batch([encoded((5,), (8, 9, 10), (11,)), encoded((6, 7), (12, 13), label=0)], PAD)
+    batch = candidate_batch(
+        [encoded((5,), (8, 9, 10), (11,)), encoded((6, 7), (12, 13), label=0)], PAD
+    )
     ids = [[0, 5, 8, 9, 1, 1, 1, 1], [0, 5, 1, 1, 1, 1, 1, 1], [0, 6, 7, 12, 1, 1, 1, 1]]
     labels = {
         "label": [0, 0],
@@ -82,7 +100,9 @@ def test_candidates_that_are_not_alike_are_not_merged(examples):
 
 
 def test_teacher_forcing_runs_the_gold_candidate_alone_and_weighs_its_tokens():
-    batch = teacher_forcing_batch([encoded((5,), (8, 9), (11,)), encoded((6,), (12,), (13,), label=1)], PAD)
+    batch = teacher_forcing_batch(
+        [encoded((5,), (8, 9), (11,)), encoded((6,), (12,), (13,), label=1)], PAD
+    )
     ids = [[0, 5, 8, 1, 1, 1, 1, 1], [0, 6, 1, 1, 1, 1, 1, 1]]
     labels = {"target_ids": [8, 9, 13], "token_slots": [[0, 1], [2, -1]]}
     assert layout(batch) == (ids, [0, 0, 1], [1, 2, 1], labels)
@@ -97,9 +117,14 @@ def test_sequences_to_score_share_a_row_where_they_differ_in_the_last_token_only
     assert batch.weight == 6
 
 
-@given(lengths=st.lists(st.integers(1, 99), min_size=1, max_size=12), num_micro_batches=st.integers(1, 6))
+@given(
+    lengths=st.lists(st.integers(1, 99), min_size=1, max_size=12),
+    num_micro_batches=st.integers(1, 6),
+)
 def test_dealt_micro_batches_differ_by_at_most_one_example(lengths, num_micro_batches):
-    lengths = np.sort(np.repeat(lengths, num_micro_batches) + np.arange(len(lengths) * num_micro_batches))
+    lengths = np.sort(
+        np.repeat(lengths, num_micro_batches) + np.arange(len(lengths) * num_micro_batches)
+    )
     rows = deal(np.arange(len(lengths)), num_micro_batches)
     assert sorted(rows.tolist()) == list(range(len(lengths)))
     tokens = lengths[rows].reshape(num_micro_batches, -1).sum(1)
@@ -120,7 +145,9 @@ def tokens_seen(batch):
 
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12), candidates=st.integers(1, 3))
-def test_a_packed_batch_wants_the_same_logits_of_the_same_tokens_in_no_more_rows(lengths, candidates):
+def test_a_packed_batch_wants_the_same_logits_of_the_same_tokens_in_no_more_rows(
+    lengths, candidates
+):
     options = [(5 + number, 6) for number in range(candidates)]
     batch = candidate_batch([encoded(range(7, 7 + length), *options) for length in lengths], PAD)
     packed = pack(batch)

@@ -24,9 +24,16 @@ TURNS = (
 )
 WRITTEN = ["Là-bas, señor.</s>", " Yes \n</s>"]
 CALL = {"tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Oslo"}}}]}
-CALLED = (Message("user", "Cold?"), Message("assistant", "", 1, CALL), Message("tool", "-3"), TURNS[2])
+CALLED = (
+    Message("user", "Cold?"),
+    Message("assistant", "", 1, CALL),
+    Message("tool", "-3"),
+    TURNS[2],
+)
 TEMPLATES = {
-    "calling": PLAIN.replace("turn['content']", "turn['content'] + (turn.tool_calls | default('') | string)"),
+    "calling": PLAIN.replace(
+        "turn['content']", "turn['content'] + (turn.tool_calls | default('') | string)"
+    ),
     "silent": PLAIN.replace(
         "{% for turn in messages %}", "{% for turn in messages if turn.role != 'tool' %}"
     ),
@@ -35,7 +42,9 @@ TEMPLATES = {
     "thinking": THINKING,
     "strict": WITHOUT_SYSTEM,
     "none": None,
-    "dropping": PLAIN.replace("turn['content'] + '</s>\n'", "turn['content'].split('</think>')[-1]"),
+    "dropping": PLAIN.replace(
+        "turn['content'] + '</s>\n'", "turn['content'].split('</think>')[-1]"
+    ),
     "endless": PLAIN.replace("</s>", ""),
 }
 
@@ -89,12 +98,24 @@ def test_what_a_template_writes_into_the_turn_and_white_space_that_alone_ends_it
 @pytest.mark.parametrize(
     ("name", "turns", "message"),
     [
-        ("none", TURNS, "none has no chat template; fix: use a model that was trained for conversations"),
-        ("strict", TURNS, r"strict cannot write record 3 \(t.jsonl line 3\) .*: TemplateError: no system"),
+        (
+            "none",
+            TURNS,
+            "none has no chat template; fix: use a model that was trained for conversations",
+        ),
+        (
+            "strict",
+            TURNS,
+            r"strict cannot write record 3 \(t.jsonl line 3\) .*: TemplateError: no system",
+        ),
         ("plain", TURNS[2:], r"the assistant speaks first in record 3 \(t.jsonl line 3\)"),
         ("thinking", TURNS, "changes the first turns of record 3 .* if more turns follow"),
         ("dropping", (TURNS[1], Message("assistant", "Hm.</think>")), "omits turn 2 of record 3"),
-        ("silent", (TURNS[1], CALLED[2], TURNS[2]), "does not write turn 2 of record 3 .* than tool"),
+        (
+            "silent",
+            (TURNS[1], CALLED[2], TURNS[2]),
+            "does not write turn 2 of record 3 .* than tool",
+        ),
         ("plain", CALLED, "does not write turn 2 of record 3 .* fix: remove its calls"),
     ],
 )
@@ -116,8 +137,14 @@ def test_a_turn_of_weight_0_is_context_and_calls_and_other_roles_are_written(nam
 def test_candidates_follow_a_question_in_the_template(tokenizers):
     asked = Example("Où?", (" là", " ici"), 0, 0, null_prompt="?")
     written = ask_in_chat(tokenizers["plain"], asked, "Be brief.")
-    assert written.prompt.removeprefix("<s>") == "system\nBe brief.</s>\n<s>user\nOù?</s>\n<s>assistant\n"
-    assert (written.candidates, written.null_prompt) == (("là", "ici"), written.prompt.replace("Où", ""))
+    assert (
+        written.prompt.removeprefix("<s>")
+        == "system\nBe brief.</s>\n<s>user\nOù?</s>\n<s>assistant\n"
+    )
+    assert (written.candidates, written.null_prompt) == (
+        ("là", "ici"),
+        written.prompt.replace("Où", ""),
+    )
 
 
 def test_a_long_conversation_is_cut_at_its_end(tokenizers):
@@ -151,7 +178,9 @@ def test_a_question_ends_where_the_assistant_begins(tokenizers):
     encoded = encode(tokenizer)
     assert whole == encoded.sequences[0][: encoded.spans[-1][0]]
     (cut,) = encode_questions(tokenizer, [example], max_length=60, max_new_tokens=50)
-    assert tokenizer.backend.decode(cut) == "<s>ssistant\n"  # 10 tokens, the first of which is the BOS
+    assert (
+        tokenizer.backend.decode(cut) == "<s>ssistant\n"
+    )  # 10 tokens, the first of which is the BOS
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -67,7 +67,10 @@ def test_overrides_change_a_recipe_and_the_last_of_a_key_counts(tmp_path):
         ("run_dir=1e6", "1e6"),
         ("run_dir=runs/lr=1", "runs/lr=1"),
         ("data.task=SST2", "sst2"),
-        ("data.task=mine.tasks:REVIEWS", "mine.tasks:REVIEWS"),  # its module is imported when data is read
+        (
+            "data.task=mine.tasks:REVIEWS",
+            "mine.tasks:REVIEWS",
+        ),  # its module is imported when data is read
         ("zo.estimator=One-Sided", "one-sided"),
         ("train.report_to=csv, wandb", ["csv", "wandb"]),
         ("generation.stop=a, b", ["a, b"]),
@@ -127,12 +130,21 @@ def test_a_wrong_override_is_refused(override, expected):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["zo.layer_policy=fixed", "zo.layer_policy_options.blocks=3"], "blocks=3 is no option of Fixed"),
-        (["zo.layer_policy=adalezo", f"zo.layer_policy_options.interval={2**62}"], "is no option of AdaLezo"),
+        (
+            ["zo.layer_policy=fixed", "zo.layer_policy_options.blocks=3"],
+            "blocks=3 is no option of Fixed",
+        ),
+        (
+            ["zo.layer_policy=adalezo", f"zo.layer_policy_options.interval={2**62}"],
+            "is no option of AdaLezo",
+        ),
         (["zo.estimator=fzoo", "zo.directions=2"], "set zo.directions=8"),
         (["data.prompt={a}", "data.task=sst2"], "data.prompt cannot change data.task=sst2"),
         (["data.train=a.csv", "data.path=b"], "both say where the data is"),
-        (["method=icl", "data.messages=turns", "data.train=t"], "shows no examples in a chat template"),
+        (
+            ["method=icl", "data.messages=turns", "data.train=t"],
+            "shows no examples in a chat template",
+        ),
     ],
 )
 def test_values_that_contradict_each_other_are_refused(overrides, expected):
@@ -152,7 +164,10 @@ def test_values_that_contradict_each_other_are_refused(overrides, expected):
         ("a: " + "x" * 2**18, "has more than 262144 characters"),
         ("zo.estimator_options: 1\nzo.estimator_options.x: 1", "missing in"),
         ("", "holds no keys"),
-        ("seed: 1", "missing in {path}: run_dir (a string), model.path (a string), model.dtype (one of"),
+        (
+            "seed: 1",
+            "missing in {path}: run_dir (a string), model.path (a string), model.dtype (one of",
+        ),
         (None, "cannot read the recipe"),
     ],
 )
@@ -169,8 +184,14 @@ def test_a_broken_recipe_is_refused_by_its_name(text, expected, tmp_path):
 def test_the_config_of_an_earlier_version_is_refused_with_what_replaces_its_keys():
     old = REQUIRED["zo"] | {"num_dropped_layers": None, "outlier_factor": None}
     message = message_of("adamw.epochs=5", values=REQUIRED | {"method": "mezo", "zo": old})
-    assert "before 0.3.0: zo.num_dropped_layers is zo.sparsity, a share of the blocks, zo.outlier" in message
-    assert "outlier_factor is gone, adamw.epochs is train.steps, method=mezo is method=lezo with" in message
+    assert (
+        "before 0.3.0: zo.num_dropped_layers is zo.sparsity, a share of the blocks, zo.outlier"
+        in message
+    )
+    assert (
+        "outlier_factor is gone, adamw.epochs is train.steps, method=mezo is method=lezo with"
+        in message
+    )
 
 
 def test_every_integer_of_a_recipe_has_an_upper_limit():
@@ -189,12 +210,25 @@ def test_every_integer_of_a_recipe_has_an_upper_limit():
     labels=st.dictionaries(st.text(min_size=1), st.text(min_size=1), min_size=2),
 )
 def test_a_config_survives_dicts_yaml_and_json(learning_rate, sparsity, seed, num_train, labels):
-    data = {"num_train": num_train, "labels": labels, "train": "t.csv", "prompt": "{a} b", "label_field": "c"}
+    data = {
+        "num_train": num_train,
+        "labels": labels,
+        "train": "t.csv",
+        "prompt": "{a} b",
+        "label_field": "c",
+    }
     zo = {"learning_rate": learning_rate, "sparsity": sparsity}
     values = REQUIRED | {"zo": zo, "seed": seed, "data": data}
     config = config_from_dict(values, "test", recorded=True)
-    assert (config.zo.learning_rate, config.seed, config.data.labels) == (learning_rate, seed, labels)
-    for read in (yaml.safe_load(yaml.safe_dump(config_to_dict(config))), json.loads(json.dumps(values))):
+    assert (config.zo.learning_rate, config.seed, config.data.labels) == (
+        learning_rate,
+        seed,
+        labels,
+    )
+    for read in (
+        yaml.safe_load(yaml.safe_dump(config_to_dict(config))),
+        json.loads(json.dumps(values)),
+    ):
         assert config_from_dict(read, "text", recorded=True) == config
 
 
@@ -230,7 +264,9 @@ def test_a_batch_that_the_ranks_do_not_divide_is_refused_and_the_fix_works(world
     sizes = [int(size) for size in re.findall(r"\d+", fix)]
     batch, micros = (sizes[0], sizes[1:]) if "batch_size=" in fix else (16, sizes)
     for micro in micros:
-        check_world(config_with(f"train.batch_size={batch}", f"train.micro_batch_size={micro}"), world_size)
+        check_world(
+            config_with(f"train.batch_size={batch}", f"train.micro_batch_size={micro}"), world_size
+        )
 
 
 # Paths.
@@ -273,7 +309,9 @@ def test_a_path_is_relative_to_the_recipe_if_it_says_so_or_exists_there(
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_shipped_recipe_is_valid_and_found_by_its_name_from_any_folder(path, tmp_path, monkeypatch):
+def test_a_shipped_recipe_is_valid_and_found_by_its_name_from_any_folder(
+    path, tmp_path, monkeypatch
+):
     overrides = ["train.objective=a:b", "data.metric=null"] if path.stem == "keywords" else []
     monkeypatch.chdir(tmp_path)
     config = load_config(path.stem, overrides)
@@ -298,7 +336,10 @@ def test_every_cell_of_the_papers_tables_is_a_recipe():
         config = paper(*cell)
         assert (config.model.path, config.data.task) == (f"facebook/{cell.model}", cell.task)
         assert (config.method, config.peft.kind) == (cell.method.replace("mezo", "lezo"), cell.peft)
-        assert (config.data.protocol, cell.method in ("lezo", "mezo")) == ("mezo", config.method == "lezo")
+        assert (config.data.protocol, cell.method in ("lezo", "mezo")) == (
+            "mezo",
+            config.method == "lezo",
+        )
 
 
 @pytest.mark.parametrize(
@@ -316,7 +357,11 @@ def test_a_recipe_of_the_paper_has_its_hyperparameters(cell, rate, scale, sparsi
     config = paper(*cell)
     zo = config.zo
     assert (zo.learning_rate, zo.perturbation_scale, zo.sparsity) == (rate, scale, sparsity)
-    assert (config.train.steps, config.train.eval_every, config.train.batch_size) == (20_000, 2_000, 16)
+    assert (config.train.steps, config.train.eval_every, config.train.batch_size) == (
+        20_000,
+        2_000,
+        16,
+    )
     check_world(config, 1 if cell[0] == "opt-1.3b" else 2)
 
 
@@ -335,7 +380,9 @@ def test_the_page_lists_every_key_with_its_default():
         r"^- (?:`(\w+)`: )?((?:.+\n)(?:  .+\n)*)", page.partition("```")[0], re.M
     ):
         for name, default in re.findall(r"`([a-z]\w+)(?:=([^`]*))?`", text):
-            shown[f"{section}.{name}" if section else name] = load_yaml(default) if default else None
+            shown[f"{section}.{name}" if section else name] = (
+                load_yaml(default) if default else None
+            )
     values = {name: key.get("default") or None for name, key in READER.keys.items()}
     assert shown.keys() == values.keys()
     assert {name: value or None for name, value in shown.items()} == values

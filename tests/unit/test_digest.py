@@ -33,8 +33,12 @@ def wrapped(value):
 def reference_digest(values, start, parameter_id):
     """The definition, in Python's unbounded integers."""
     total = 0
-    for index, bits in enumerate(values.view(BITS.get(values.dtype, values.dtype)).tolist(), start + 1):
-        key = wrapped(index * 0x9E3779B97F4A7C15 + parameter_id * (0xC2B2AE3D27D4EB4F - 2**64) % 2**63)
+    for index, bits in enumerate(
+        values.view(BITS.get(values.dtype, values.dtype)).tolist(), start + 1
+    ):
+        key = wrapped(
+            index * 0x9E3779B97F4A7C15 + parameter_id * (0xC2B2AE3D27D4EB4F - 2**64) % 2**63
+        )
         total += bits * ((key ^ (key >> 31)) * 0xBF58476D1CE4E5B9 | 1)
     return wrapped(total)
 
@@ -75,7 +79,9 @@ def test_digests_ids_and_table_hashes_are_the_recorded_ones_in_any_order():
 
 def test_names_with_the_same_hash_get_different_ids_in_any_order():
     names_by_hash = {}
-    for index in range(10**6):  # by the birthday bound, two of about 80,000 names have the same hash
+    for index in range(
+        10**6
+    ):  # by the birthday bound, two of about 80,000 names have the same hash
         name = f"layers.{index}.weight"
         other = names_by_hash.setdefault(parameters._hash32(name), name)
         if other != name:

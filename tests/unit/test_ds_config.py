@@ -22,7 +22,10 @@ def write_json(tmp_path, **sections):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_a_bare_stage_3_is_completed_and_the_rest_passed_on(dtype, tmp_path):
-    sections = {"csv_monitor": {"enabled": True, "output_path": "x"}, "bf16": {"check_grad_overflow": False}}
+    sections = {
+        "csv_monitor": {"enabled": True, "output_path": "x"},
+        "bf16": {"check_grad_overflow": False},
+    }
     path = write_json(tmp_path, _comment=["a"], train_batch_size=16, **sections)
     expected = {
         "zero_optimization": {
@@ -49,12 +52,21 @@ def test_a_bare_stage_3_is_completed_and_the_rest_passed_on(dtype, tmp_path):
         ({"tensor_parallel": {"autotp_size": "2"}}, 'autotp_size="2" in .* is not an integer'),
         ({"bf16": True}, "bf16 in .* is not an object"),
         ({"scheduler": {"type": "WarmupLR"}}, "has an optimizer or a scheduler"),
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2 .* use train.batch_size"),
+        (
+            {"gradient_accumulation_steps": 2},
+            "gradient_accumulation_steps=2 .* use train.batch_size",
+        ),
         ({"train_batch_size": 8}, "train_batch_size=8 .* contradicts the recipe"),
-        ({"zero_optimization": STAGE_3 | {"sub_group_size": "auto"}}, 'size="auto" .* cannot be used'),
+        (
+            {"zero_optimization": STAGE_3 | {"sub_group_size": "auto"}},
+            'size="auto" .* cannot be used',
+        ),
         ({"fp16": {"enabled": True}}, "fp16.enabled=true .* contradicts model.dtype=bf16"),
         ({"fp16": True}, "DeepSpeed refuses .* must be a mapping"),
-        ({"zero_optimization": STAGE_3 | {"ofload": {}}}, "DeepSpeed refuses .* ofload Extra inputs"),
+        (
+            {"zero_optimization": STAGE_3 | {"ofload": {}}},
+            "DeepSpeed refuses .* ofload Extra inputs",
+        ),
         ({"tensorboard": {"enable": True}}, "DeepSpeed refuses .* tensorboard.enable Extra inputs"),
     ],
 )

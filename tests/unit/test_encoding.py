@@ -33,7 +33,9 @@ WORDS += [" ", " so", " the", " cup", " fell", "-", " Paris", " is", " big"]
 
 def save_tokenizer(directory, config, words=WORDS, bos=None, eos="</s>"):
     """Save a model's configuration and a tokenizer of whole words that begins texts with `bos`."""
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?\w+|\n| |-"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     if bos is not None:
@@ -94,8 +96,12 @@ def test_a_prompt_leaves_room_for_what_will_be_generated(opt, caplog):
     assert encode_prompts(opt, [example], 8, 3) == ((0, 4, 5, 6, 7),)
     assert caplog.messages == []
     assert encode_prompts(opt, [example], 8, 6) == ((0, 7),)
-    assert caplog.messages == ["1 of 1 examples are longer than max_length 2 tokens and were cut on the left"]
-    with pytest.raises(UserError, match=r"max_length=8 leaves no room .* 7 new tokens; .* at least 9"):
+    assert caplog.messages == [
+        "1 of 1 examples are longer than max_length 2 tokens and were cut on the left"
+    ]
+    with pytest.raises(
+        UserError, match=r"max_length=8 leaves no room .* 7 new tokens; .* at least 9"
+    ):
         encode_prompts(opt, [example], 8, 7)
 
 
@@ -108,8 +114,19 @@ def test_answers_end_at_eos_and_at_every_token_with_a_newline(tmp_path):
 
 
 def test_opts_published_tokenizer_is_given_the_bos_opt_was_trained_on(tmp_path):
-    vocabulary = ["<s>", "<pad>", "</s>", "<unk>", "a", "b", "\u0120", "\u0120b"]  # \u0120 is a space
-    (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}))
+    vocabulary = [
+        "<s>",
+        "<pad>",
+        "</s>",
+        "<unk>",
+        "a",
+        "b",
+        "\u0120",
+        "\u0120b",
+    ]  # \u0120 is a space
+    (tmp_path / "vocab.json").write_text(
+        json.dumps({token: i for i, token in enumerate(vocabulary)})
+    )
     (tmp_path / "merges.txt").write_text("#version: 0.2\n\u0120 b\n", encoding="utf-8")
     settings = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "pad_token": "<pad>"}
     settings |= {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>"}
@@ -122,10 +139,14 @@ def test_opts_published_tokenizer_is_given_the_bos_opt_was_trained_on(tmp_path):
 
 
 def test_other_models_get_the_bos_their_tokenizer_adds_and_tokens_they_have(tmp_path):
-    tokenizer = load_tokenizer(save_tokenizer(tmp_path, LlamaConfig(), words=[*WORDS, "<BOS>"], bos="<BOS>"))
+    tokenizer = load_tokenizer(
+        save_tokenizer(tmp_path, LlamaConfig(), words=[*WORDS, "<BOS>"], bos="<BOS>")
+    )
     assert tokenizer.encode(["a joy"]) == [(len(WORDS), 4, 5)]
     config = GPT2Config(vocab_size=len(WORDS) - 2)
     path = save_tokenizer(tmp_path, config, words=[*WORDS[2:], "<pad>", "<end>"], eos="<end>")
     tokenizer = load_tokenizer(path)
     assert (tokenizer.bos_id, tokenizer.pad_id, tokenizer.eos_id) == (None, 0, None)
-    assert encode_example(tokenizer, Example("a joy It was", (" great",), 0, 0), 3).sequences == ((4, 5, 7),)
+    assert encode_example(tokenizer, Example("a joy It was", (" great",), 0, 0), 3).sequences == (
+        (4, 5, 7),
+    )

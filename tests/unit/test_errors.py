@@ -19,7 +19,9 @@ report("a message")
 
 
 def test_an_error_is_one_line_of_printable_characters():
-    program = r"from lezo_ds.errors import *; end_with(UserError('a\n\x1b]0;\x07\x9b\u202e\u00e9' * 999))"
+    program = (
+        r"from lezo_ds.errors import *; end_with(UserError('a\n\x1b]0;\x07\x9b\u202e\u00e9' * 999))"
+    )
     finished = run([sys.executable, "-c", program], PYTHONIOENCODING="utf-8")
     assert finished.err.startswith("error: a ?]0;???\u00e9a ?]0;") and len(finished.err) < 2100
 

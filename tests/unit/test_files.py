@@ -43,7 +43,9 @@ def test_a_failed_rename_keeps_the_old_file_and_removes_the_temporary_one(tmp_pa
     assert (tmp_path / "taken" / "inside").read_text() == "kept"
 
 
-def test_a_directory_is_made_with_its_parents_and_each_is_synced_into_the_one_above(tmp_path, monkeypatch):
+def test_a_directory_is_made_with_its_parents_and_each_is_synced_into_the_one_above(
+    tmp_path, monkeypatch
+):
     synced = []
     monkeypatch.setattr(files, "sync", lambda path: (synced.append(path), sync(path)))
     make_directory(tmp_path / "a" / "b" / "c")

@@ -19,7 +19,11 @@ HEADER = Header(
     noise_version=1,
     model_fingerprint="a1b2",
     parameter_table_hash="c3d4",
-    config={"model": "facebook/opt-125m", "train": {"steps": 200, "batch": 16}, "tags": ["x", None]},
+    config={
+        "model": "facebook/opt-125m",
+        "train": {"steps": 200, "batch": 16},
+        "tags": ["x", None],
+    },
     libraries={"torch": "2.13.0"},
 )
 
@@ -71,7 +75,9 @@ def test_the_lines_of_format_1_never_change(path):
     step = StepRecord(0, 2**64 - 1, (0, 11), (-0.5, 1e-300), 1e-6, 1e-3, 0.1, True)
     skipped = StepRecord(1, 7, (), (), 1e-6, 1e-3, None, False, (1.0, 0.5))
     header = replace(HEADER, config={"b": (1, 2), "a": None}, arithmetic={"processor": "a GPU"})
-    data = write_journal(path, [step, EvaluationRecord(1, "dev", None, {"f1": 0.5}), skipped], header)
+    data = write_journal(
+        path, [step, EvaluationRecord(1, "dev", None, {"f1": 0.5}), skipped], header
+    )
     assert data.decode().split("\n") == [
         '{"kind":"header","format":1,"noise_version":1,"model_fingerprint":"a1b2",'
         '"parameter_table_hash":"c3d4","config":{"a":null,"b":[1,2]},"libraries":{"torch":"2.13.0"},'
@@ -114,7 +120,9 @@ def test_a_journal_cut_at_every_byte_keeps_its_complete_records_and_can_be_compl
     for cut in range(len(data) + 1):
         path.write_bytes(data[:cut])
         if cut < header_end:
-            with pytest.raises(JournalError, match=r"line 1 .*not a complete header.*last valid step: none"):
+            with pytest.raises(
+                JournalError, match=r"line 1 .*not a complete header.*last valid step: none"
+            ):
                 read_journal(path)
             continue
         num_complete = data.count(b"\n", header_end, cut)
@@ -123,7 +131,9 @@ def test_a_journal_cut_at_every_byte_keeps_its_complete_records_and_can_be_compl
         caplog.clear()
         with Journal.open(path) as journal:
             is_torn = data[cut - 1 : cut] != b"\n"
-            assert [f"line {num_complete + 2}: the last" in m for m in caplog.messages] == [True] * is_torn
+            assert [f"line {num_complete + 2}: the last" in m for m in caplog.messages] == [
+                True
+            ] * is_torn
             for record in records[num_complete:]:
                 journal.append(record)
         assert path.read_bytes() == data
@@ -157,7 +167,9 @@ def test_a_flipped_bit_of_any_byte_is_refused_at_its_line_or_costs_the_last_reco
 
 def test_a_line_that_is_missing_doubled_moved_or_of_another_run_is_noticed(path):
     header, first, second, third = write_journal(path, some_records(3)).splitlines(keepends=True)
-    other = write_journal(path.with_name("other"), [step_record(0, key=1), step_record(1)]).splitlines(True)
+    other = write_journal(
+        path.with_name("other"), [step_record(0, key=1), step_record(1)]
+    ).splitlines(True)
     previous = int(header[-11:-3], 16)
     for lines, damaged in [
         ([header, second, third], 2),
@@ -171,9 +183,24 @@ def test_a_line_that_is_missing_doubled_moved_or_of_another_run_is_noticed(path)
         ([header, with_crc({**json.loads(first), "lr": None}, previous)], 2),
         ([header, with_crc({**json.loads(first), "dropped": "12"}, previous)], 2),
         ([header, with_crc({**json.loads(first), "step": 0.0}, previous)], 2),
-        ([header, with_crc({**vars(some_records(4)[3]), "kind": "evaluation", "metrics": {"f1": None}})], 2),
+        (
+            [
+                header,
+                with_crc(
+                    {**vars(some_records(4)[3]), "kind": "evaluation", "metrics": {"f1": None}}
+                ),
+            ],
+            2,
+        ),
         ([with_crc({"kind": "header", "format": 1, **vars(HEADER), "libraries": {"torch": 2}})], 1),
-        ([b'{"kind":' + b"[" * 9000 + b',"crc":"%08x"}\n' % zlib.crc32(b'{"kind":' + b"[" * 9000 + b"}")], 1),
+        (
+            [
+                b'{"kind":'
+                + b"[" * 9000
+                + b',"crc":"%08x"}\n' % zlib.crc32(b'{"kind":' + b"[" * 9000 + b"}")
+            ],
+            1,
+        ),
     ]:
         path.write_bytes(b"".join(lines))
         with pytest.raises(JournalError, match=f"line {damaged} is damaged"):
@@ -185,7 +212,9 @@ def test_a_line_that_is_missing_doubled_moved_or_of_another_run_is_noticed(path)
 )
 def test_another_format_is_refused_with_both_versions(path, members):
     path.write_bytes(with_crc(members))
-    with pytest.raises(UserError, match=f"has format {members.get('format', 0)}, .* reads format 1"):
+    with pytest.raises(
+        UserError, match=f"has format {members.get('format', 0)}, .* reads format 1"
+    ):
         read_journal(path)
 
 
@@ -199,7 +228,9 @@ def append_beyond_a_size(path):
         with pytest.raises(JournalError) as caught:
             for step in range(10_000):
                 journal.append(step_record(step))
-        assert f"{path} cannot be written: File too large; last good step: {step - 1}" in str(caught.value)
+        assert f"{path} cannot be written: File too large; last good step: {step - 1}" in str(
+            caught.value
+        )
         with pytest.raises(JournalError, match="File too large"):
             journal.append(step_record(step))
         assert path.read_bytes().endswith(b"\n")
@@ -270,13 +301,17 @@ def test_every_record_is_synced_before_append_returns(path, monkeypatch):
 
 
 @pytest.mark.parametrize("following", ["append", "sync", "close"])
-def test_a_record_that_cannot_be_synced_is_removed_and_can_be_appended_again(path, monkeypatch, following):
+def test_a_record_that_cannot_be_synced_is_removed_and_can_be_appended_again(
+    path, monkeypatch, following
+):
     data = write_journal(path, [step_record(0)])
     journal, disk = Journal.open(path), SlowDisk(monkeypatch)
     disk.fails = True
     disk.go_on.set()
     journal.append(step_record(1), wait=False)
-    with pytest.raises(JournalError, match="cannot be written: Input/output error; last good step: 0; fix"):
+    with pytest.raises(
+        JournalError, match="cannot be written: Input/output error; last good step: 0; fix"
+    ):
         FOLLOWING[following](journal)
     assert (path.read_bytes(), journal.records) == (data, (step_record(0),))
     if following != "close":

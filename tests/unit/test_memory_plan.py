@@ -28,7 +28,14 @@ from lezo_ds.model.checkpoint import resolve_model
 from lezo_ds.runs.trainer import make_engine
 from lezo_ds.tools import memory_plan
 from lezo_ds.tools.dry_run import dry_run, what_fits
-from lezo_ds.tools.memory_plan import CPU_RESERVE, GIB, InputSizes, model_sizes, rank_memory, received_bytes
+from lezo_ds.tools.memory_plan import (
+    CPU_RESERVE,
+    GIB,
+    InputSizes,
+    model_sizes,
+    rank_memory,
+    received_bytes,
+)
 from lezo_ds.tools.time_plan import plan_time
 
 STATUS, PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -45,7 +52,9 @@ def recipe(path="opt-30b", **changes):
     values = {"run_dir": "none", "model.path": str(path), "model.dtype": "fp16"}
     values |= {"zo.learning_rate": 1e-6, "zo.sparsity": 0.5, "train.steps": 10}
     values |= {"train.batch_size": 8, "train.micro_batch_size": 8, "train.eval_batch_size": 8}
-    return config_from_dict(values | {k.replace("__", "."): v for k, v in changes.items()}, "the test")
+    return config_from_dict(
+        values | {k.replace("__", "."): v for k, v in changes.items()}, "the test"
+    )
 
 
 def resident(field):
@@ -78,7 +87,12 @@ def measure_steps(config):
 @pytest.mark.parametrize("split", [None, 2])
 def test_the_formula_is_within_a_fifth_of_the_measured_peak(split, tmp_path, monkeypatch):
     monkeypatch.setattr(memory_plan, "MAX_FILE_BYTES", MAX_FILE_BYTES)
-    sizes = {"hidden_size": 1024, "word_embed_proj_dim": 1024, "ffn_dim": 4096, "num_hidden_layers": 5}
+    sizes = {
+        "hidden_size": 1024,
+        "word_embed_proj_dim": 1024,
+        "ffn_dim": 4096,
+        "num_hidden_layers": 5,
+    }
     shape = OPTConfig(vocab_size=20000, num_attention_heads=4, max_position_embeddings=128, **sizes)
     write_model(shape, tmp_path)
     changes = {"model__dtype": "fp32", "run_dir": str(tmp_path / "run"), "tensor_parallel": split}
@@ -86,7 +100,9 @@ def test_the_formula_is_within_a_fifth_of_the_measured_peak(split, tmp_path, mon
     memory = rank_memory(config, model_sizes(config, tmp_path), INPUTS, world_size=2, on_gpu=False)
     before, peak, with_snapshot = run_ranks(measure_steps, 2, config)[0]
     assert memory.total - CPU_RESERVE == pytest.approx(with_snapshot - before, rel=0.2)
-    assert memory.total - CPU_RESERVE - memory.parts["snapshot"] == pytest.approx(peak - before, rel=0.2)
+    assert memory.total - CPU_RESERVE - memory.parts["snapshot"] == pytest.approx(
+        peak - before, rel=0.2
+    )
 
 
 def memory_of(num_ranks=1, inputs=INPUTS, **changes):
@@ -112,13 +128,21 @@ def test_shards_and_low_bits_shrink_with_the_ranks_and_three_blocks_and_the_head
 def test_a_step_sends_all_weights_under_zero_3_and_sums_of_activations_if_they_are_split():
     config = recipe(train__batch_size=16, train__micro_batch_size=4)
     model, inputs = model_sizes(config, "opt-30b"), InputSizes(64, mean_length=277 / 16)
-    weights, activations = (received_bytes(config, model, inputs, ranks=4, split=split) for split in (1, 4))
+    weights, activations = (
+        received_bytes(config, model, inputs, ranks=4, split=split) for split in (1, 4)
+    )
     assert weights == 2 * OPT_30B * 3 // 4
     assert activations == round((2 * 48 + 1) * 2 * 277 * 7168 * 2 * 2 * 3 / 4)
 
 
 def test_a_dry_run_says_from_which_length_on_zero_3_receives_less():
-    changes = ["model=opt-30b", "task=sst2", "method=lezo", "model.dtype=bf16", "train.micro_batch_size=16"]
+    changes = [
+        "model=opt-30b",
+        "task=sst2",
+        "method=lezo",
+        "model.dtype=bf16",
+        "train.micro_batch_size=16",
+    ]
     changes += ["deepspeed=tensor_parallel_bf16"]
     text = dry_run(load_config("paper", changes), num_gpus=4)
     # 48 blocks sum two activations of 7168 numbers for each of 16 examples, at two probes, the embedding one.
@@ -127,12 +151,18 @@ def test_a_dry_run_says_from_which_length_on_zero_3_receives_less():
 
 
 def test_more_probes_in_a_pass_need_more_activations_and_copies_of_one_layer_at_a_time():
-    few, many = (memory_of(zo__directions=8, zo__probes_per_pass=probes).parts for probes in (2, 16))
+    few, many = (
+        memory_of(zo__directions=8, zo__probes_per_pass=probes).parts for probes in (2, 16)
+    )
     assert (few["copies"], many["copies"]) == (2 * 2 * BLOCK, 2 * 2 * (LAYER + 4 * 7168))
-    assert many["activations"] == few["activations"] * 16 / 8  # with 2 probes, the evaluation has more rows
+    assert (
+        many["activations"] == few["activations"] * 16 / 8
+    )  # with 2 probes, the evaluation has more rows
 
 
-@pytest.mark.parametrize(("kind", "count"), [("lora", 48 * 2 * 2 * 8 * 7168), ("prefix", 48 * 2 * 5 * 7168)])
+@pytest.mark.parametrize(
+    ("kind", "count"), [("lora", 48 * 2 * 2 * 8 * 7168), ("prefix", 48 * 2 * 5 * 7168)]
+)
 def test_only_an_adapter_has_low_bits_and_copies(kind, count):
     parts = memory_of(peft__kind=kind).parts
     assert parts["low bits"] == 2 * count
@@ -140,9 +170,13 @@ def test_only_an_adapter_has_low_bits_and_copies(kind, count):
 
 
 def test_long_answers_need_the_whole_head_all_logits_and_their_keys_and_values():
-    parts = memory_of(inputs=replace(INPUTS, num_labels=None, answer_tokens=100, new_tokens=50)).parts
+    parts = memory_of(
+        inputs=replace(INPUTS, num_labels=None, answer_tokens=100, new_tokens=50)
+    ).parts
     assert parts["logits"] == 8 * 100 * 50272 * (2 + 8)  # of an evaluation: 8 examples
-    assert parts["activations"] - memory_of().parts["activations"] == 8 * (64 + 50) * 48 * 2 * 7168 * 2
+    assert (
+        parts["activations"] - memory_of().parts["activations"] == 8 * (64 + 50) * 48 * 2 * 7168 * 2
+    )
 
 
 @pytest.mark.parametrize("way", [{}, {"tensor_parallel": 4}, AUTOTP, NO_OFFLOAD])
@@ -154,10 +188,15 @@ def test_what_fits_is_for_few_ranks_of_zero3_and_offloads_only_if_nothing_else_f
 
     def lines(gigabytes):
         found = what_fits(config, model, INPUTS, 4, gigabytes * GIB)
-        return [(text.partition(" ")[0], text.rpartition(", ")[2], "offload" in text) for _, text in found]
+        return [
+            (text.partition(" ")[0], text.rpartition(", ")[2], "offload" in text)
+            for _, text in found
+        ]
 
     sizes = [f"partition_size={size}" for size in (1, 2, 4)]
-    assert lines(80) == list(zip(sizes, ("does not fit", "fits", "fits"), (False,) * 3, strict=True))
+    assert lines(80) == list(
+        zip(sizes, ("does not fit", "fits", "fits"), (False,) * 3, strict=True)
+    )
     assert lines(16)[-1] == ("partition_size=4", "fits", True)
 
 
@@ -197,7 +236,9 @@ def seconds_of_steps(config):
 @pytest.mark.distributed
 @pytest.mark.parametrize("more", [["zo.only_blocks=true", "zo.layer_policy=fixed"], []])
 def test_the_time_of_steps_and_scores_is_near_that_of_the_real_model(more, tmp_path):
-    config = load_config(write_recipe(tmp_path), [f"run_dir={tmp_path / 'run'}", "zo.sparsity=0.75", *more])
+    config = load_config(
+        write_recipe(tmp_path), [f"run_dir={tmp_path / 'run'}", "zo.sparsity=0.75", *more]
+    )
     write_reader(tmp_path / "model", num_blocks=24)
     for planned, real in run_ranks(seconds_of_steps, 2, config):
         # Another process may take the processor meanwhile. A step of two blocks takes a tenth of the time.

@@ -19,7 +19,12 @@ CLASSES = {
     "label_field": "topic",
     "labels": ["bug", "billing"],
 }
-CHOICES = {"train": "t.csv", "prompt": "{text}\n", "label_field": "right", "choices": ["{a}", "{b}"]}
+CHOICES = {
+    "train": "t.csv",
+    "prompt": "{text}\n",
+    "label_field": "right",
+    "choices": ["{a}", "{b}"],
+}
 COMPLETION = {"train": "t.csv", "prompt": "{text}\nAnswer:", "completion": "{answers}"}
 CHAT = {"train": "t.jsonl", "messages": "turns"}
 ANSWER = {"train": "t.jsonl", "prompt": "{q}", "completion": "{a}", "chat_template": True}
@@ -65,7 +70,8 @@ def test_the_right_choice_is_a_number_a_text_or_a_label(right, labels, label):
 
 
 @pytest.mark.parametrize(
-    ("answers", "references"), [("Rome", ("Rome",)), (["Rome ", "Roma"], ("Rome", "Roma")), ([], ())]
+    ("answers", "references"),
+    [("Rome", ("Rome",)), (["Rome ", "Roma"], ("Rome", "Roma")), ([], ())],
 )
 def test_every_answer_counts_and_the_first_is_trained_on(answers, references):
     example = example_of({"text": "Where?", "answers": answers}, **COMPLETION)
@@ -111,7 +117,10 @@ def test_a_prompt_in_a_template_is_a_conversation_with_its_completion_or_for_a_r
         (CLASSES | {"prompt": "{text"}, "is not a template"),
         (CLASSES | {"prompt": "{text!r:>9}"}, "without the plain name of a field"),
         (CLASSES | {"labels": {"a": "x", "b": "x"}}, "two or more labels"),
-        (CLASSES | {"labels": ["Bug", "billing", "bug"]}, "has 'Bug' and 'bug', which differ in case only"),
+        (
+            CLASSES | {"labels": ["Bug", "billing", "bug"]},
+            "has 'Bug' and 'bug', which differ in case only",
+        ),
         (COMPLETION | {"metric": "exact_mach"}, "did you mean exact_match"),
     ],
 )
@@ -120,7 +129,9 @@ def test_keys_that_make_no_task_are_refused_before_any_file_is_read(data, messag
         task_of(data)
 
 
-MINE = Task("mine", None, None, "classification", {"text": str}, lambda r, i: Example(r["text"], (), 0, i))
+MINE = Task(
+    "mine", None, None, "classification", {"text": str}, lambda r, i: Example(r["text"], (), 0, i)
+)
 
 
 def my_metric(predictions, examples):

@@ -18,12 +18,18 @@ SETUP = (REPOSITORY / "setup.py").read_text()
 def copied():
     """Return what the Dockerfile copies from the repository."""
     return [
-        name for line in re.findall(r"^COPY (.+)$", DOCKERFILE, re.MULTILINE) for name in line.split()[:-1]
+        name
+        for line in re.findall(r"^COPY (.+)$", DOCKERFILE, re.MULTILINE)
+        for name in line.split()[:-1]
     ]
 
 
 def test_the_image_has_the_files_that_the_package_is_built_from():
-    read = set(re.findall(r'Path\("([\w./]+)"\)', SETUP)) | {"setup.py", "pyproject.toml", "LICENSE"}
+    read = set(re.findall(r'Path\("([\w./]+)"\)', SETUP)) | {
+        "setup.py",
+        "pyproject.toml",
+        "LICENSE",
+    }
     needed = {name.partition("/")[0] for name in read} | {"launch", "ds_configs", "constraints.txt"}
     assert set(copied()) == needed
     assert [name for name in copied() if not (REPOSITORY / name).exists()] == []
@@ -38,7 +44,9 @@ def test_the_image_has_the_python_and_the_versions_that_are_tested():
     assert not re.search(r"^(USER|ENTRYPOINT|VOLUME)", DOCKERFILE, re.MULTILINE)
 
 
-SCRIPTS = sorted(path for path in (REPOSITORY / "launch").rglob("*") if path.suffix in (".sh", ".sbatch"))
+SCRIPTS = sorted(
+    path for path in (REPOSITORY / "launch").rglob("*") if path.suffix in (".sh", ".sbatch")
+)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -52,7 +60,10 @@ def test_bash_can_read_a_script_and_what_it_sources_exists(script):
 
 IMAGES = {
     (): "srun --kill-on-bad-exit=1 python launch/train.py --config c",
-    ("--container-image", "here.sqsh"): "srun --kill-on-bad-exit=1 --container-image=HERE/here.sqsh "
+    (
+        "--container-image",
+        "here.sqsh",
+    ): "srun --kill-on-bad-exit=1 --container-image=HERE/here.sqsh "
     "--container-mounts=HERE:HERE,LAUNCH:LAUNCH --container-workdir=HERE python launch/train.py --config c",
     (
         "--container-mounts=/data:/data",
@@ -67,7 +78,9 @@ IMAGES = {
 @pytest.mark.parametrize(
     "name", ["one_node.sbatch", "several_nodes.sbatch", "sweep.sbatch", "elastic.sbatch"]
 )
-def test_a_batch_script_starts_its_ranks_in_the_container_that_is_asked_for(name, options, tmp_path):
+def test_a_batch_script_starts_its_ranks_in_the_container_that_is_asked_for(
+    name, options, tmp_path
+):
     """srun and python, which would not run here, print their arguments."""
     (tmp_path / "launch").symlink_to(REPOSITORY / "launch")
     for program in ("srun", "python"):
@@ -75,14 +88,28 @@ def test_a_batch_script_starts_its_ranks_in_the_container_that_is_asked_for(name
         (tmp_path / program).chmod(0o755)
     (tmp_path / "here.sqsh").touch()
     (tmp_path / "squeue").symlink_to("/bin/true")
-    variables = {"PATH": f"{tmp_path}:{os.defpath}", "VIRTUAL_ENV": "here", "SLURM_CPUS_PER_TASK": "1"}
+    variables = {
+        "PATH": f"{tmp_path}:{os.defpath}",
+        "VIRTUAL_ENV": "here",
+        "SLURM_CPUS_PER_TASK": "1",
+    }
     variables |= {"SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_ID": "1", "SLURM_ARRAY_JOB_ID": "1"}
     (tmp_path / "lighthouse-1").write_text("http://h:1")
     command = ["bash", REPOSITORY / "launch" / "slurm" / name, *options, "--config", "c"]
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True
+    )
     words = done.stdout.splitlines()
     if name == "sweep.sbatch":
-        assert words[:-1] == ["python", "launch/sweep.py", "--config", "c", "--index", "3", "--launcher"]
+        assert words[:-1] == [
+            "python",
+            "launch/sweep.py",
+            "--config",
+            "c",
+            "--index",
+            "3",
+            "--launcher",
+        ]
         words = [*shlex.split(words[-1]), "launch/train.py", "--config", "c"]
     if name == "elastic.sbatch":
         assert words.pop() == "elastic.lighthouse=http://h:1"

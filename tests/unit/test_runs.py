@@ -37,8 +37,13 @@ def config(*overrides):
 
 
 def header(*overrides):
-    values = {key: value for key, value in config_to_dict(config(*overrides)).items() if key != "run_dir"}
-    inputs = {"model_config": {"rope": {"theta": 1e4}}, "data_fingerprints": {"train": "a", "dev": "b"}}
+    values = {
+        key: value for key, value in config_to_dict(config(*overrides)).items() if key != "run_dir"
+    }
+    inputs = {
+        "model_config": {"rope": {"theta": 1e4}},
+        "data_fingerprints": {"train": "a", "dev": "b"},
+    }
     return Header(
         noise_version=1,
         model_fingerprint="a1b2",
@@ -64,8 +69,14 @@ def inputs(**changes):
             replace(RECORDED, model_fingerprint="ff"),
             "model_fingerprint differs .*: it is 'ff', and was 'a1b2'",
         ),
-        (replace(RECORDED, parameter_table_hash="ee"), "parameters differs .*: it is 'ee', and was 'c3d4'"),
-        (inputs(model_config={"rope": {"theta": 1e6}}), "model_config.rope.theta differs .* was 10000.0"),
+        (
+            replace(RECORDED, parameter_table_hash="ee"),
+            "parameters differs .*: it is 'ee', and was 'c3d4'",
+        ),
+        (
+            inputs(model_config={"rope": {"theta": 1e6}}),
+            "model_config.rope.theta differs .* was 10000.0",
+        ),
         (inputs(data_fingerprints={"train": "a"}), "data_fingerprints.dev differs .* was 'b'"),
         (header("train.batch_size=32"), "train.batch_size differs .*: it is 32, and was 16"),
         (
@@ -80,10 +91,14 @@ def test_the_first_input_that_differs_is_refused_with_both_values(ours, message)
 
 
 def test_a_run_that_is_older_than_a_key_had_its_default():
-    younger = {name: key for name, key in RECORDED.config["data"].items() if name != "skip_unusable"}
+    younger = {
+        name: key for name, key in RECORDED.config["data"].items() if name != "skip_unusable"
+    }
     older = replace(RECORDED, config=RECORDED.config | {"data": younger})
     assert_same_run(older, RECORDED, READER.may_differ)
-    with pytest.raises(UserError, match=r"data.skip_unusable differs .*: it is True, and was 'absent'"):
+    with pytest.raises(
+        UserError, match=r"data.skip_unusable differs .*: it is True, and was 'absent'"
+    ):
         assert_same_run(older, header("data.skip_unusable=true"), READER.may_differ)
 
 
@@ -122,7 +137,9 @@ def directory(tmp_path):
 
 
 def metrics(directory):
-    return [json.loads(line) for line in (directory.path / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (directory.path / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_a_path_that_cannot_be_written_and_a_file_system_without_locks_are_named(
@@ -146,7 +163,9 @@ def test_a_path_that_cannot_be_written_and_a_file_system_without_locks_are_named
         assert "is on a file system without locks (No locks available)" in caplog.text
 
 
-def test_metrics_of_steps_that_will_be_done_again_and_torn_or_damaged_lines_are_dropped(directory, caplog):
+def test_metrics_of_steps_that_will_be_done_again_and_torn_or_damaged_lines_are_dropped(
+    directory, caplog
+):
     assert directory.cut_metrics(0) == 0.0
     for step in range(5):
         directory.log_metrics({"step": step, "loss": 0.1, "seconds": 1.5 * step})
@@ -164,7 +183,14 @@ def test_metrics_of_steps_that_will_be_done_again_and_torn_or_damaged_lines_are_
     assert [entry["step"] for entry in metrics(directory)] == [0, 1, 2, 3, 3, 4]
 
 
-DAMAGED = ("[]", "[" * 9000, '{"finished": true}', '{"steps": []}', '{"finished": 1, "test": "x"}', "\udcff")
+DAMAGED = (
+    "[]",
+    "[" * 9000,
+    '{"finished": true}',
+    '{"steps": []}',
+    '{"finished": 1, "test": "x"}',
+    "\udcff",
+)
 DAMAGED += (f'{{"finished": true, "test": {10**400}}}',)
 
 
@@ -194,7 +220,11 @@ def test_a_state_is_read_as_it_was_written(directory):
     directory.write_json(path, asdict(STATE))
     assert TrainingState.read(path) == STATE
     values = json.loads(path.read_text())
-    others = (values | {"step": "4"}, values | {"header": {**values["header"], "libraries": [1]}}, [])
+    others = (
+        values | {"step": "4"},
+        values | {"header": {**values["header"], "libraries": [1]}},
+        [],
+    )
     for text in (path.read_text()[:-9], "[" * 9000, *map(json.dumps, others)):
         path.write_text(text)
         with pytest.raises(UserError, match=r"state.json cannot be read: .*restore it"):
@@ -228,9 +258,15 @@ def evaluations(*losses, split="dev"):
         ([3.0, 3.0, 3.0], None, None),
     ],
 )
-def test_patience_counts_evaluations_in_a_row_that_are_not_better_than_the_best(losses, patience, step):
+def test_patience_counts_evaluations_in_a_row_that_are_not_better_than_the_best(
+    losses, patience, step
+):
     assert stopping_step(evaluations(*losses), patience) == step
-    tested = [*evaluations(5.0, split="test"), *evaluations(*losses), *evaluations(9.0, 9.0, split="test")]
+    tested = [
+        *evaluations(5.0, split="test"),
+        *evaluations(*losses),
+        *evaluations(9.0, 9.0, split="test"),
+    ]
     assert stopping_step(tested, patience) == step
 
 
@@ -246,7 +282,9 @@ def test_the_base_model_can_be_the_best_and_costs_no_patience():
         recorded = [base, *evaluations(*losses)]
         assert records.is_worse_than_base(recorded) == is_worse
         assert (best_evaluation(recorded) is base) == (is_worse or not losses)
-    assert not records.is_worse_than_base(evaluations(2.0))  # of a run that never scored the base model
+    assert not records.is_worse_than_base(
+        evaluations(2.0)
+    )  # of a run that never scored the base model
     assert stopping_step([base, *evaluations(2.0, 3.0)], 1) == 20
 
 
@@ -258,7 +296,9 @@ def test_report_to_names_sections_of_deepspeeds_json():
     assert sections["tensorboard"]["output_path"] == "runs/x/monitors"
     assert sections == dict.fromkeys(("csv_monitor", "tensorboard"), sections["tensorboard"])
     assert monitor_sections(config()) == {}
-    with pytest.raises(UserError, match=r"train\.report_to needs the package comet_ml; fix: pip install"):
+    with pytest.raises(
+        UserError, match=r"train\.report_to needs the package comet_ml; fix: pip install"
+    ):
         monitor_sections(config("train.report_to=[comet]"))
 
 
@@ -274,7 +314,9 @@ def test_snapshots_that_are_kept_and_the_one_that_is_written_take_disk():
     assert adamw == [60 * 10**9] * 3 + [360 * 10**9] * 2
 
 
-def test_a_run_whose_snapshots_do_not_fit_the_disk_is_refused_and_what_is_there_counts(tmp_path, monkeypatch):
+def test_a_run_whose_snapshots_do_not_fit_the_disk_is_refused_and_what_is_there_counts(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=900))
     run = config(f"run_dir={tmp_path / 'run'}")
     check_disk(run, 75, 75)

@@ -20,7 +20,9 @@ from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.custom import Description, make_task
 
 SST2 = TASKS["sst2"]
-TICKETS = make_task(Description(prompt="{text} is about", label_field="topic", labels=["bug", "billing"]))
+TICKETS = make_task(
+    Description(prompt="{text} is about", label_field="topic", labels=["bug", "billing"])
+)
 RECORDS = [{"text": f"text {row}, 007", "topic": ("bug", "billing")[row % 2]} for row in range(20)]
 
 
@@ -99,7 +101,9 @@ def test_a_file_that_cannot_be_read_is_named_in_one_line(name, content, message,
     assert "\n" not in str(error.value)
 
 
-def test_nested_records_are_the_same_from_the_hub_from_parquet_and_from_json_lines(tmp_path, monkeypatch):
+def test_nested_records_are_the_same_from_the_hub_from_parquet_and_from_json_lines(
+    tmp_path, monkeypatch
+):
     record = {"id": "5", "title": "Rain", "context": "Rain is wet.", "question": "What is?"}
     record["answers"] = {"text": ["Rain", "rain"], "answer_start": [0, 0]}
     text = datasets.Value("string")
@@ -131,16 +135,24 @@ def test_nested_records_are_the_same_from_the_hub_from_parquet_and_from_json_lin
     [
         ("sst2", {"sentence": "half \ud83d of one"}, "field sentence .* has half of a character"),
         ("sst2", {"label": True}, "field label .* is True, not of type int"),
-        ("squad", {"answers": {"text": ["Rain", None]}}, r"answers\.text of record 2 .* type list\[str\]"),
+        (
+            "squad",
+            {"answers": {"text": ["Rain", None]}},
+            r"answers\.text of record 2 .* type list\[str\]",
+        ),
         ("squad", {"answers": ["Rain"]}, r"has no field answers\.text, only \['Rain'\]"),
     ],
 )
-def test_a_record_that_cannot_be_used_is_one_line_with_its_file_and_number(name, change, message, tmp_path):
+def test_a_record_that_cannot_be_used_is_one_line_with_its_file_and_number(
+    name, change, message, tmp_path
+):
     record = golden_record(name)
     write_both(tmp_path, [record, record | change], [record])
     with pytest.raises(UserError, match=message) as error:
         load(tmp_path, TASKS[name])
-    assert re.search(rf"record 2 of the train split of {name} \(.*/train\.jsonl line 2\)", str(error.value))
+    assert re.search(
+        rf"record 2 of the train split of {name} \(.*/train\.jsonl line 2\)", str(error.value)
+    )
     assert len(str(error.value)) < 1000
 
 
@@ -162,16 +174,25 @@ def test_splits_are_those_of_mezos_own_code(tmp_path):
     np.random.seed(seed)
     scored = np.random.permutation(1500).tolist()[:1000]
     clean, mezo = (load(tmp_path, protocol=protocol, seed=seed) for protocol in ("clean", "mezo"))
-    assert (rows(mezo.train), rows(mezo.dev), rows(mezo.test)) == (drawn[:-500], drawn[-500:], scored)
+    assert (rows(mezo.train), rows(mezo.dev), rows(mezo.test)) == (
+        drawn[:-500],
+        drawn[-500:],
+        scored,
+    )
     assert mezo == clean
     assert all(example.prompt == f"review {example.index} It was" for example in mezo.train)
 
 
 @pytest.mark.parametrize(
     ("name", "num_train", "num_validation", "clean", "mezo"),
-    [("cb", 250, 56, (150, 100, 56), (150, 100, 56)), ("wsc", 554, 104, (454, 100, 104), (54, 500, 104))],
+    [
+        ("cb", 250, 56, (150, 100, 56), (150, 100, 56)),
+        ("wsc", 554, 104, (454, 100, 104), (54, 500, 104)),
+    ],
 )
-def test_tasks_get_their_published_sizes(name, num_train, num_validation, clean, mezo, tmp_path, caplog):
+def test_tasks_get_their_published_sizes(
+    name, num_train, num_validation, clean, mezo, tmp_path, caplog
+):
     record = golden_record(name)
     write_both(tmp_path, [record] * num_train, [record] * num_validation)
     for protocol, sizes in (("clean", clean), ("mezo", mezo)):
@@ -186,7 +207,9 @@ def test_own_splits_are_drawn_by_seed_without_overlap(tmp_path):
     drawn = [set(rows(split)) for split in (loaded.train, loaded.dev, loaded.test)]
     assert [len(part) for part in drawn] == [60, 20, 20]
     assert set.union(*drawn) == set(range(100))
-    assert load_own(tmp_path / "t.jsonl", seed=4) == loaded != load_own(tmp_path / "t.jsonl", seed=5)
+    assert (
+        load_own(tmp_path / "t.jsonl", seed=4) == loaded != load_own(tmp_path / "t.jsonl", seed=5)
+    )
     small = load_own(tmp_path / "t.jsonl", seed=4, num_train=1, num_dev=1)
     assert small.test == loaded.test  # an evaluation of a model asks for no training examples
     other = str(tmp_path / "t.jsonl")
@@ -211,7 +234,9 @@ def test_the_demonstrations_of_each_question_are_those_of_mezos_code_without_its
     assert draw_demonstrations(0, 100, 554, 32) == mezo_draws(100, 554, 32)
     own = [row % 5 for row in range(60)]
     drawn = draw_demonstrations(0, 60, 5, 4, own)
-    assert all(row not in shown and len(set(shown)) == 4 for row, shown in zip(own, drawn, strict=True))
+    assert all(
+        row not in shown and len(set(shown)) == 4 for row, shown in zip(own, drawn, strict=True)
+    )
 
 
 def test_demonstrations_stand_before_dev_and_test_stripped_with_a_blank_line_after_each(tmp_path):
@@ -227,5 +252,7 @@ def test_demonstrations_stand_before_dev_and_test_stripped_with_a_blank_line_aft
     assert {e.demonstrations for e in (*shown.dev, *shown.test)} == {solved(loaded.train[:2])}
     shown = with_demonstrations(SST2, replace(data, protocol="mezo"), loaded)
     for question, drawn in zip(shown.test, mezo_draws(7, 24, 2), strict=True):
-        assert question.demonstrations == solved([SST2.build_example(reviews(24)[row], row) for row in drawn])
+        assert question.demonstrations == solved(
+            [SST2.build_example(reviews(24)[row], row) for row in drawn]
+        )
     assert all(solved([question]) not in question.demonstrations for question in shown.dev)

@@ -35,7 +35,9 @@ def plans_and_formats(draw):
     num_layers = draw(st.integers(0, 600))
     layers = st.sets(st.integers(0, num_layers - 1)) if num_layers else st.just(set())
     probes, has_weights = draw(PROBES), draw(st.booleans())
-    weights = st.lists(FINITE, min_size=num_layers, max_size=num_layers) if has_weights else st.just(())
+    weights = (
+        st.lists(FINITE, min_size=num_layers, max_size=num_layers) if has_weights else st.just(())
+    )
     plan = StepPlan(
         step=draw(st.integers(0, 2**63 - 1)),
         key=draw(st.integers(0, 2**64 - 1)),
@@ -72,12 +74,18 @@ def test_a_hash_of_facts_changes_with_any_of_them():
     hashes = [tuple(fact_numbers(facts)) for facts in others]
     assert len(set(hashes)) == 4
     assert all(len(numbers) == NUM_PROOF_NUMBERS - 1 for numbers in hashes)
-    assert all(number.is_integer() and 0 <= number < 2**40 for numbers in hashes for number in numbers)
+    assert all(
+        number.is_integer() and 0 <= number < 2**40 for numbers in hashes for number in numbers
+    )
 
 
 def sums_of(by_rank):
     """Return what an all-reduce in float64 gives, in an order of its own."""
-    return torch.tensor([fact_numbers(facts) for facts in by_rank], dtype=torch.float64).sum(dim=0).tolist()
+    return (
+        torch.tensor([fact_numbers(facts) for facts in by_rank], dtype=torch.float64)
+        .sum(dim=0)
+        .tolist()
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 64, 8192])
@@ -87,9 +95,13 @@ def test_sums_over_the_ranks_tell_whether_all_state_the_same(num_ranks):
     assert all_agree(sums_of(same), num_ranks)
     if num_ranks > 1:
         assert not all_agree(sums_of([*same[:rank], other, *same[rank + 1 :]]), num_ranks)
-        assert not all_agree(sums_of([{"rank": str(index)} for index in range(num_ranks)]), num_ranks)
+        assert not all_agree(
+            sums_of([{"rank": str(index)} for index in range(num_ranks)]), num_ranks
+        )
     largest = float(2**20 - 1)  # the largest numbers are exact, too
-    numbers = torch.tensor([[largest, largest**2]], dtype=torch.float64).expand(num_ranks, 2).clone()
+    numbers = (
+        torch.tensor([[largest, largest**2]], dtype=torch.float64).expand(num_ranks, 2).clone()
+    )
     assert all_agree(numbers.sum(dim=0).tolist(), num_ranks)
     numbers[rank] = torch.tensor([largest - 1, (largest - 1) ** 2])
     assert num_ranks == 1 or not all_agree(numbers.sum(dim=0).tolist(), num_ranks)
@@ -133,7 +145,9 @@ def sum_of_shares(num_ranks, step, rank_with_another=None, changed=None):
     for rank in range(num_ranks):
         seen.append(set())
         batch = step_batch(seen[-1], changed if rank == rank_with_another else None)
-        mine, watched = (range(r, len(batch), num_ranks) for r in (rank, watched_rank(rank, num_ranks, step)))
+        mine, watched = (
+            range(r, len(batch), num_ranks) for r in (rank, watched_rank(rank, num_ranks, step))
+        )
         numbers.append(share_number(batch, mine, watched))
     assert all(number.is_integer() and abs(number) < 2**40 for number in numbers)
     return sum(numbers), seen
@@ -147,7 +161,9 @@ def test_another_token_in_the_share_of_a_rank_is_seen_by_the_one_that_watches_it
         assert all(len(laid_out) == 2 * 12 // num_ranks for laid_out in seen)
         for index in range(12):
             assert sum_of_shares(num_ranks, step, index % num_ranks, index)[0] != 0
-    watched = [[watched_rank(rank, num_ranks, step) for rank in range(num_ranks)] for step in range(10)]
+    watched = [
+        [watched_rank(rank, num_ranks, step) for rank in range(num_ranks)] for step in range(10)
+    ]
     assert all(sorted(ranks) == list(range(num_ranks)) for ranks in watched)
     for rank in range(num_ranks):  # any two ranks meet
         assert {ranks[rank] for ranks in watched} == set(range(num_ranks)) - {rank}
@@ -157,13 +173,17 @@ def test_what_a_rank_states_of_a_batch_needs_no_layout():
     laid_out = set()
     batch = step_batch(laid_out)
     assert batch_facts(batch) != batch_facts(step_batch(set(), num_micro_batches=11))
-    assert batch_facts(batch) != batch_facts(StepBatch(batch.weights, batch.__getitem__, b"other rows"))
+    assert batch_facts(batch) != batch_facts(
+        StepBatch(batch.weights, batch.__getitem__, b"other rows")
+    )
     assert laid_out == set()
 
 
 def test_errors_name_the_rank_that_differs_from_most_and_count_what_is_too_much_to_name():
     text = str(disagreement(7, [FACTS | {"batch": "x"}, FACTS, FACTS], 7))
-    assert "at step 7: rank 0 has another batch: x, but most ranks have b; last good step: 6" in text
+    assert (
+        "at step 7: rank 0 has another batch: x, but most ranks have b; last good step: 6" in text
+    )
     text = str(disagreement(0, [FACTS, FACTS | {"plan": "x"}], 0))
     assert "rank 1 has another plan: x, but most ranks have a; last good step: none" in text
     error = desync_error("wrong", [f"on rank {rank} w changed" for rank in range(6)], 3, fix="look")

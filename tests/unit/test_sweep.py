@@ -28,7 +28,13 @@ def plan(tmp_path):
 
 def finish(run, test=0.9, dev_loss=0.5, **changes):
     """Write what a run leaves when it is done."""
-    results = {"finished": True, "metric": "accuracy", "test": test, "zero_shot": 0.5, "majority_class": 0.6}
+    results = {
+        "finished": True,
+        "metric": "accuracy",
+        "test": test,
+        "zero_shot": 0.5,
+        "majority_class": 0.6,
+    }
     results |= {"best_dev_loss": dev_loss, "best_step": 100, "steps": 200, "seconds": 10.0}
     results |= {"trained_dev_loss": dev_loss} | changes
     run.directory.mkdir(parents=True)
@@ -75,9 +81,13 @@ def test_a_run_is_done_when_it_is_finished_with_its_own_settings(plan):
     assert not run.is_done()
 
 
-def test_the_best_setting_has_the_lowest_mean_validation_loss_of_those_that_are_done(plan, tmp_path):
+def test_the_best_setting_has_the_lowest_mean_validation_loss_of_those_that_are_done(
+    plan, tmp_path
+):
     runs = plan("zo.learning_rate=1e-6,7e-7,1e-7", "seed=0,1")
-    for run, dev_loss in zip(runs, (0.4, 0.6, 0.3, 0.4, 0.1), strict=False):  # the last lacks a seed
+    for run, dev_loss in zip(
+        runs, (0.4, 0.6, 0.3, 0.4, 0.1), strict=False
+    ):  # the last lacks a seed
         finish(run, test=0.5 + dev_loss, dev_loss=dev_loss)
     lines = write_tables(runs, tmp_path).splitlines()
     (marked,) = (line for line in lines if line.endswith("lowest validation loss"))
@@ -112,7 +122,9 @@ def test_tune_does_the_other_seeds_at_the_best_value_only(tmp_path, monkeypatch)
     plans = []
     monkeypatch.setattr(sweep, "_launch", launch)
     monkeypatch.setattr(sweep, "plan_sweep", planned)
-    runs = tune("zo.learning_rate", ["seed=0,1,2"], RECIPE, tmp_path, ["zo.learning_rate=1e-6"], ["train"])
+    runs = tune(
+        "zo.learning_rate", ["seed=0,1,2"], RECIPE, tmp_path, ["zo.learning_rate=1e-6"], ["train"]
+    )
     assert done == [(1e-6, 0), (3e-7, 0), (3e-6, 0), (3e-6, 1), (3e-6, 2)]
     assert len(runs) == 6  # with the one that diverged
 
@@ -120,7 +132,11 @@ def test_tune_does_the_other_seeds_at_the_best_value_only(tmp_path, monkeypatch)
 def test_a_report_has_a_row_for_each_experiment_and_names_what_differs(plan, tmp_path):
     for run, test in zip(plan(RATES, "seed=0,1"), (0.8, 0.9, 0.7), strict=False):
         finish(run, test)
-    finish(plan("data.task=boolq", overrides=["zo.sparsity=0", "peft.kind=lora", "model.path=x/OPT-13b"])[0])
+    finish(
+        plan(
+            "data.task=boolq", overrides=["zo.sparsity=0", "peft.kind=lora", "model.path=x/OPT-13b"]
+        )[0]
+    )
     finish(plan("method=zero_shot")[0], test=0.55, dev_loss=None)
     runs = name_experiments(read_runs(find_runs([str(tmp_path / "sweep" / "*")])))
     table = score_table(runs).set_index(["task", "method"])
@@ -147,7 +163,9 @@ def test_a_page_shows_what_a_run_has_gained_and_ten_wrong_answers(plan, caplog):
     for run in tables:  # of the same name, so of the same task
         finish(run, metric="f1")
     rows = {"step": 0, "test_f1": 0.5}, {"step": [1], "seconds": 1, "dev_loss": 1.0, "dev_f1": 0.5}
-    for run, row in zip(tables[1:], rows, strict=True):  # the first has no curve, the second is damaged
+    for run, row in zip(
+        tables[1:], rows, strict=True
+    ):  # the first has no curve, the second is damaged
         (run.directory / "metrics.jsonl").write_text(json.dumps(row))
     finish(run := plan("seed=0")[0], test=0.45, worse_than_base=True)
     metrics = run.directory / "metrics.jsonl"
@@ -156,10 +174,15 @@ def test_a_page_shows_what_a_run_has_gained_and_ten_wrong_answers(plan, caplog):
     answer = {"prompt": "It was", "right": ["good"]}
     answers = [answer | {"predicted": "good" if n < 9 else "<bad>"} for n in range(20)]
     (run.directory / "predictions").mkdir()
-    (run.directory / "predictions" / "step-00000100.jsonl").write_text("\n".join(map(json.dumps, answers)))
+    (run.directory / "predictions" / "step-00000100.jsonl").write_text(
+        "\n".join(map(json.dumps, answers))
+    )
     runs = name_experiments(read_runs([*(run.directory for run in tables), run.directory]))
     table, text = score_table(runs), report.page(runs)
-    assert caplog.text.count("no curve of") == 1 and f"no curve of {tables[2].directory}" in caplog.text
+    assert (
+        caplog.text.count("no curve of") == 1
+        and f"no curve of {tables[2].directory}" in caplog.text
+    )
     assert list(table["task"]) == ["t", "t", "t", "sst2"]
     assert list(table["standard error"]) == ["-", "-", "-", "11.4"]  # sqrt(0.45 * 0.55 / 19)
     assert "<mark>worse than before training</mark>" in text

@@ -41,7 +41,10 @@ def config_of(assets, task, data="data", **changes):
     ("prompts", "number"),
     [
         ([(*range(9), 9, 1), (*range(9), 8), (*range(9), 7)], 9),
-        ([(*range(9), 9), tuple(range(9)), (*range(9), 9, 1)], 8),  # a token of the shortest is left
+        (
+            [(*range(9), 9), tuple(range(9)), (*range(9), 9, 1)],
+            8,
+        ),  # a token of the shortest is left
         ([(*range(7), 9, 1), (*range(7), 8, 1)], 0),  # too few
     ],
 )
@@ -59,11 +62,15 @@ def text(data, ids):
 
 
 @pytest.mark.parametrize(("task", "changes"), [("cb", {}), ("squad", {"train__objective": "f1"})])
-def test_the_examples_of_a_step_are_those_drawn_sorted_by_length_before_they_are_cut(assets, task, changes):
+def test_the_examples_of_a_step_are_those_drawn_sorted_by_length_before_they_are_cut(
+    assets, task, changes
+):
     config = config_of(assets, task, **changes)
     data = load_task_data(config)
     train = data.train
-    lengths_of = [len(ids) for ids in train.prompts] or [max(map(len, e.sequences)) for e in train.encoded]
+    lengths_of = [len(ids) for ids in train.prompts] or [
+        max(map(len, e.sequences)) for e in train.encoded
+    ]
     for step in range(5):
         batch = list(data.step_batch(config, step))
         rows = [train.examples.index(example) for part in batch for example in part.examples]
@@ -75,7 +82,9 @@ def test_the_examples_of_a_step_are_those_drawn_sorted_by_length_before_they_are
 
 
 def test_training_shares_rows_and_deals_examples_unless_there_is_a_prefix(assets, tmp_path):
-    records = [{"sentence": "so " * (1 + number % 4 * 4), "label": number % 2} for number in range(24)]
+    records = [
+        {"sentence": "so " * (1 + number % 4 * 4), "label": number % 2} for number in range(24)
+    ]
     for split in ("train", "validation"):
         write_records(tmp_path / "sst2" / f"{split}.jsonl", records)
 
@@ -97,10 +106,15 @@ def test_prompts_are_encoded_for_the_splits_that_are_answered_only_and_leave_roo
     squad = load(assets, "squad", data__max_length=80)
     assert [len(split.prompts) for split in (squad.train, squad.dev, squad.test)] == [0, 5, 7]
     assert max(map(len, squad.test.prompts)) == 80 - 50
-    assert "7 of 7 examples are longer than max_length 30 tokens and were cut on the left" in caplog.text
+    assert (
+        "7 of 7 examples are longer than max_length 30 tokens and were cut on the left"
+        in caplog.text
+    )
     f1 = load(assets, "squad", train__objective="f1")
     assert [len(split.prompts) for split in (f1.train, f1.dev, f1.test)] == [12, 5, 7]
-    assert [text(f1, ids) for ids in f1.test.prompts] == [example.prompt for example in f1.test.examples]
+    assert [text(f1, ids) for ids in f1.test.prompts] == [
+        example.prompt for example in f1.test.examples
+    ]
     assert load(assets, "copa").test.prompts == ()
 
 
@@ -122,10 +136,16 @@ def test_mezos_protocol_strips_texts_and_cuts_gold_answers_earlier(assets, tmp_p
         write_records(tmp_path / "rte" / f"{split}.jsonl", [record] * 24)
     rte = load_task_data(task_config(assets / "writer", tmp_path, "rte", data__protocol=protocol))
     start = "It rains." if protocol == "mezo" else record["premise"]
-    assert all(e.prompt.startswith(start) for split in (rte.train, rte.dev, rte.test) for e in split.examples)
+    assert all(
+        e.prompt.startswith(start)
+        for split in (rte.train, rte.dev, rte.test)
+        for e in split.examples
+    )
     squad = load(assets, "squad", data__max_length=70, data__protocol=protocol)
     for split in (squad.train, squad.dev):
-        assert {example.num_tokens for example in split.encoded} == {20 if protocol == "mezo" else 70}
+        assert {example.num_tokens for example in split.encoded} == {
+            20 if protocol == "mezo" else 70
+        }
     assert max(map(len, squad.test.prompts)) == 20
     copa = load(assets, "copa", data__max_length=40, data__protocol=protocol)
     assert max(example.num_tokens for example in copa.train.encoded) == 40
@@ -138,7 +158,9 @@ def test_a_reward_gets_prompts_and_texts_for_any_task(assets):
     data = load_task_data(config)
     (batch, _) = data.step_batch(config, 0)
     rows = zip(batch.inputs["input_ids"], batch.inputs["attention_mask"].bool(), strict=True)
-    assert [text(data, ids[mask].tolist()) for ids, mask in rows] == [e.prompt for e in batch.examples]
+    assert [text(data, ids[mask].tolist()) for ids, mask in rows] == [
+        e.prompt for e in batch.examples
+    ]
     assert (len(batch.examples), len(set(batch.inputs["sample_keys"].tolist()))) == (4, 4)
     assert batch.examples[0] == batch.examples[1]
     letter, space, end, newline = (data.tokenizer.encode([c])[0][-1] for c in "a b\n")
@@ -168,12 +190,18 @@ def test_a_fingerprint_depends_on_tokens_and_on_records_that_the_objective_reads
     assert prints[1] != prints[3]
 
 
-def test_chats_of_all_layouts_are_taken_and_unusable_ones_are_refused_together_or_left_out(tmp_path, caplog):
+def test_chats_of_all_layouts_are_taken_and_unusable_ones_are_refused_together_or_left_out(
+    tmp_path, caplog
+):
     model = write_chat_model(tmp_path / "model")
     asked, answer = {"role": "user", "content": "Où?"}, {"role": "assistant", "content": "Là-bas."}
     parts = [{"type": "text", "text": "Où?"}]
     good = [
-        [{"from": "system", "value": "x"}, {"from": "human", "value": "Où?"}, {"from": "gpt", "value": "Là"}],
+        [
+            {"from": "system", "value": "x"},
+            {"from": "human", "value": "Où?"},
+            {"from": "gpt", "value": "Là"},
+        ],
         [asked, {**answer, "weight": 0}, {"role": "function", "content": None}, answer],
         [{**asked, "role": "developer", "content": parts}, {**answer, "weight": 1}],
         *map(conversation, range(20)),
@@ -188,18 +216,29 @@ def test_chats_of_all_layouts_are_taken_and_unusable_ones_are_refused_together_o
     ]
     untrained = [[asked, {**answer, "weight": 0}]]
     path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in [*good, *bad, *untrained]) + "{")
+    path.write_text(
+        "".join(json.dumps({"turns": turns}) + "\n" for turns in [*good, *bad, *untrained]) + "{"
+    )
     values = {"run_dir": "none", **own_values(model, train=str(path), messages="turns")}
     with pytest.raises(UserError, match="4 records cannot be used: record 24 of") as error:
         load_task_data(config_from_dict(values, "test"))
     message = str(error.value)
     assert "content of turn 1 of field turns is null, not text" in message
-    assert "and 1 more; fix: correct or remove the record, or leave out such records: data.skip" in message
+    assert (
+        "and 1 more; fix: correct or remove the record, or leave out such records: data.skip"
+        in message
+    )
     data = load_task_data(config_from_dict(values, "test", ["data.skip_unusable=true"]))
     splits = (data.train, data.dev, data.test)
-    assert sum(len(split.examples) for split in splits) == sum(len(split.encoded) for split in splits) == 23
+    assert (
+        sum(len(split.examples) for split in splits)
+        == sum(len(split.encoded) for split in splits)
+        == 23
+    )
     assert "left out: 4 records cannot be used" in caplog.text
-    assert "left out: 2 records cannot be used: the chat template does not write turn 2" in caplog.text
+    assert (
+        "left out: 2 records cannot be used: the chat template does not write turn 2" in caplog.text
+    )
     by_line = {example.place: example.messages for split in splits for example in split.examples}
     roles = [[turn.role for turn in by_line[f" ({path} line {line})"]] for line in (1, 2, 3)]
     assert roles[0] == ["system", "user", "assistant"] and roles[2] == ["developer", "assistant"]
@@ -212,7 +251,8 @@ BAD_REWARDS = {
     "def judge(": "SyntaxError",
     "judge = 1": "TypeError: 1 is not callable",
     "def judge(answers, records): return [1.0] * len(answers)": "needs a reward, not train.objective=",
-    DECORATED.replace(", records", "") + " [1.0]": "takes 1 positional argument but 2 were given; fix",
+    DECORATED.replace(", records", "")
+    + " [1.0]": "takes 1 positional argument but 2 were given; fix",
     f"{DECORATED} None": "returned None, not one finite reward per answer",
     f"{DECORATED} [float('nan')] * len(answers)": "returned .nan, nan, nan, nan., not one finite",
     f"{DECORATED} [1 / 10**-400 for _ in answers]": r"ZeroDivisionError: .*\(.*own_0.py line 4\)",
@@ -223,7 +263,9 @@ BAD_REWARDS = {
 
 
 @pytest.mark.parametrize(("number", "code"), [*enumerate(BAD_REWARDS)])
-def test_a_bad_reward_beside_the_recipe_is_found_before_weights_are_read(number, code, assets, tmp_path):
+def test_a_bad_reward_beside_the_recipe_is_found_before_weights_are_read(
+    number, code, assets, tmp_path
+):
     name = f"own_{number}"  # a module is imported once
     (tmp_path / f"{name}.py").write_text(code)
     write_records(tmp_path / "prompts.jsonl", [{"text": f"say {n}"} for n in range(9)])

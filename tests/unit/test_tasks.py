@@ -49,7 +49,11 @@ F1_CASES = [
     ("U.S.", ("US",), 1.0),
     ("twenty-one", ("twenty one",), 0.0),
     ("Denver", ("Denver Broncos",), 2 / 3),
-    ("in the city of Paris", ("Paris", "Paris, France"), 0.4),  # 4 words; 1 common: 2/(4+1), 2/(4+2)
+    (
+        "in the city of Paris",
+        ("Paris", "Paris, France"),
+        0.4,
+    ),  # 4 words; 1 common: 2/(4+1), 2/(4+2)
     ("to be or not to be", ("to to be",), 2 * 3 / (6 + 3)),  # each word as often as it occurs
     ("", ("",), 0.0),  # no word in common, as SQuAD 1.1 counts
     ("theatre another an", ("theatre another",), 1.0),  # articles are whole words
@@ -77,5 +81,7 @@ def test_scores_of_several_examples():
 
 @pytest.mark.parametrize(("name", "kind"), [("f1", "classification"), ("accuracy", "generation")])
 def test_a_metric_that_does_not_fit_the_kind_of_task_is_refused(name, kind):
-    with pytest.raises(UserError, match=f"data.metric={name} does not fit a task of the kind {kind}"):
+    with pytest.raises(
+        UserError, match=f"data.metric={name} does not fit a task of the kind {kind}"
+    ):
         find_score(name, kind)

@@ -61,7 +61,9 @@ def build(task):
 
 
 def sequences(golden, prompt, before=""):
-    return tuple(ids_of(before + (prompt + candidate).strip(" ")) for candidate in golden.candidates)
+    return tuple(
+        ids_of(before + (prompt + candidate).strip(" ")) for candidate in golden.candidates
+    )
 
 
 def log_probabilities(model, golden):
@@ -79,7 +81,9 @@ def protocol_loss(model, task):
     pairs = [(log_probabilities(model, golden), golden.label) for golden in golden_of(task)]
     if task.kind != "classification":
         return -torch.cat([logs[label] for logs, label in pairs]).mean()
-    scores = [torch.stack([log.mean() for log in logs]).log_softmax(0)[label] for logs, label in pairs]
+    scores = [
+        torch.stack([log.mean() for log in logs]).log_softmax(0)[label] for logs, label in pairs
+    ]
     return -torch.stack(scores).mean()
 
 

@@ -33,19 +33,31 @@ CLASSES = ["bug", "billing"] * 20
 
 
 def records(**columns):
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]
 
 
 def test_init_takes_the_only_columns_of_texts_and_labels():
     title, task = describe_task(records(id=list(range(40)), body=TEXTS, topic=CLASSES))
     assert title == "Classification of body by topic"
-    assert task == {"prompt": "{body}\nTopic:", "label_field": "topic", "labels": ["billing", "bug"]}
+    assert task == {
+        "prompt": "{body}\nTopic:",
+        "label_field": "topic",
+        "labels": ["billing", "bug"],
+    }
     answers = [f"the answer is {number}" for number in range(60)]
     questions = records(question=[f"what is {number}" for number in range(60)], answer=answers)
     _, task = describe_task(questions, text="question", answer="answer", in_chat=True)
-    assert task == {"prompt": "{question}\nAnswer:", "completion": "{answer}", "chat_template": True}
+    assert task == {
+        "prompt": "{question}\nAnswer:",
+        "completion": "{answer}",
+        "chat_template": True,
+    }
     intents = [f"intent {number % 80}" for number in range(400)]
-    _, task = describe_task(records(text=[f"say {number}" for number in range(400)], intent=intents))
+    _, task = describe_task(
+        records(text=[f"say {number}" for number in range(400)], intent=intents)
+    )
     assert task["label_field"] == "intent" and len(task["labels"]) == 80
     turns = [[{"from": "human", "value": "hi"}]] * 40
     assert describe_task(records(turns=turns, source=CLASSES))[1] == {"messages": "turns"}
@@ -54,10 +66,26 @@ def test_init_takes_the_only_columns_of_texts_and_labels():
 @pytest.mark.parametrize(
     ("columns", "options", "message"),
     [
-        ({"a": TEXTS, "b": TEXTS, "c": CLASSES}, {}, "several columns hold texts: a, b; fix: give --text"),
-        ({"a": TEXTS, "b": CLASSES, "c": CLASSES}, {}, "few different values: b, c; fix: give --label"),
-        ({"a": TEXTS, "b": CLASSES}, {"label": "c"}, "--label c is not a column; fix: use one of a, b"),
-        ({"a": TEXTS, "b": TEXTS}, {"label": "b"}, "40 different labels in 40 records; fix: .* --answer b"),
+        (
+            {"a": TEXTS, "b": TEXTS, "c": CLASSES},
+            {},
+            "several columns hold texts: a, b; fix: give --text",
+        ),
+        (
+            {"a": TEXTS, "b": CLASSES, "c": CLASSES},
+            {},
+            "few different values: b, c; fix: give --label",
+        ),
+        (
+            {"a": TEXTS, "b": CLASSES},
+            {"label": "c"},
+            "--label c is not a column; fix: use one of a, b",
+        ),
+        (
+            {"a": TEXTS, "b": TEXTS},
+            {"label": "b"},
+            "40 different labels in 40 records; fix: .* --answer b",
+        ),
         ({"a": TEXTS[:3], "b": CLASSES[:3]}, {}, "3 records are too few .*; fix: add records"),
     ],
 )
@@ -75,7 +103,10 @@ def test_init_writes_a_recipe_that_a_run_can_start_from(tmp_path, monkeypatch, c
         monkeypatch.setattr(sys, "argv", ["init", *words])
         run_command("init")
 
-    for method, kept in (("fzoo", ("fzoo", "fixed", True, 15)), ("mezo", ("spsa", "uniform", False, 1))):
+    for method, kept in (
+        ("fzoo", ("fzoo", "fixed", True, 15)),
+        ("mezo", ("spsa", "uniform", False, 1)),
+    ):
         recipe("model", "tickets.csv", "--out", f"{method}.yaml", "--method", method)
         config = load_config(tmp_path / f"{method}.yaml")
         zo, train = config.zo, config.train
@@ -92,7 +123,16 @@ def test_init_writes_a_recipe_that_a_run_can_start_from(tmp_path, monkeypatch, c
     recipe("model", "my: table #2.csv", "--out", "odd.yaml")
     assert load_config(tmp_path / "odd.yaml").run_dir == "runs/my: table #2"
     (tmp_path / "judge_of_init.py").write_text(REWARD)
-    recipe("model", "tickets.csv", "--reward", "judge_of_init:brevity", "--text", "text", "--out", "own.yaml")
+    recipe(
+        "model",
+        "tickets.csv",
+        "--reward",
+        "judge_of_init:brevity",
+        "--text",
+        "text",
+        "--out",
+        "own.yaml",
+    )
     small = ["generation.max_new_tokens=3", "data.max_length=128", "zo.directions=4"]
     config = load_config(tmp_path / "own.yaml", small)
     assert (config.data.prompt, config.train.objective) == ("{text}", "judge_of_init:brevity")
@@ -110,7 +150,10 @@ def test_the_reference_is_mezos_algorithm():
     steps = MezoReference(zo, model)
     gradient = steps.step(batch, classification_loss)
     generator = torch.Generator().manual_seed(steps._step_seed)
-    noise = {name: torch.empty_like(values).normal_(generator=generator) for name, values in before.items()}
+    noise = {
+        name: torch.empty_like(values).normal_(generator=generator)
+        for name, values in before.items()
+    }
 
     def loss(multiple):
         for name, values in model.named_parameters():
@@ -121,11 +164,16 @@ def test_the_reference_is_mezos_algorithm():
     after = {name: values.clone() for name, values in model.named_parameters()}
     assert gradient == pytest.approx((loss(1e-3) - loss(-1e-3)) / 2e-3, rel=0.02)
     for name, values in after.items():
-        torch.testing.assert_close(values, before[name] - 1e-2 * gradient * noise[name], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            values, before[name] - 1e-2 * gradient * noise[name], atol=1e-5, rtol=1e-4
+        )
 
 
 def test_variants():
-    assert [parse_variant(text) for text in ("ours:0.75", "recipe")] == [("ours", 0.75), ("recipe", 0.0)]
+    assert [parse_variant(text) for text in ("ours:0.75", "recipe")] == [
+        ("ours", 0.75),
+        ("recipe", 0.0),
+    ]
     for wrong in ("our:0", "ours:2"):
         with pytest.raises(UserError, match="unknown variant"):
             parse_variant(wrong)

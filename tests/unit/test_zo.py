@@ -37,7 +37,9 @@ def make_records(num_steps, *, num_directions=2, skipped=(), seed=0):
             step=step,
             key=int(rng.integers(2**63)),
             dropped_layers=tuple(sorted(rng.choice(NUM_LAYERS, 2, replace=False).tolist())),
-            projected_grads=() if step in skipped else tuple(rng.normal(size=num_directions).tolist()),
+            projected_grads=()
+            if step in skipped
+            else tuple(rng.normal(size=num_directions).tolist()),
             learning_rate=0.1,
             perturbation_scale=1e-3,
             loss=None if step in skipped else float(rng.uniform(0, 2)),
@@ -65,7 +67,9 @@ def test_spsa_is_exact_to_float64_rounding(losses, weight, scale):
     estimator = Spsa(perturbation_scale=scale)
     means = mean_losses([side for pair in losses for side in pair], 2, weight)
     estimate = estimator.estimate(estimator.probes(()), means)
-    plus, minus = (sum(map(Fraction, side)) / Fraction(weight) for side in zip(*losses, strict=True))
+    plus, minus = (
+        sum(map(Fraction, side)) / Fraction(weight) for side in zip(*losses, strict=True)
+    )
     exact = (plus - minus) / (2 * Fraction(scale))
     assert abs(estimate.projected_grads[0] - float(exact)) <= 1e-13 * float(plus + minus) / scale
     assert math.isclose(estimate.loss, (plus + minus) / 2, rel_tol=1e-13, abs_tol=0)
@@ -89,7 +93,11 @@ def test_estimates_are_those_of_the_formulas(name, losses, loss, gradients):
 
 def test_ranks_replace_rewards():
     estimator = ESTIMATORS["evolution-strategies"](1e-3, 3, ranks=True)
-    assert estimator.estimate(estimator.probes(()), [3.0, 1.0, 1.0]).projected_grads == (0.5, -0.25, -0.25)
+    assert estimator.estimate(estimator.probes(()), [3.0, 1.0, 1.0]).projected_grads == (
+        0.5,
+        -0.25,
+        -0.25,
+    )
 
 
 def test_sums_are_rounded_term_by_term_in_order():
@@ -126,7 +134,9 @@ def test_estimates_point_along_the_gradient_on_average_and_are_unbiased_or_norma
         gradients = estimator.estimate(probes, losses).projected_grads
         # Only a normalized estimate does not change with the scale of the loss.
         scaled = estimator.estimate(probes, [4 * loss for loss in losses]).projected_grads
-        assert scaled == pytest.approx([gradient * (4 if name in UNBIASED else 1) for gradient in gradients])
+        assert scaled == pytest.approx(
+            [gradient * (4 if name in UNBIASED else 1) for gradient in gradients]
+        )
         estimate[:] = np.mean(np.array(gradients)[:, None] * z, axis=0)
     mean = estimates.mean(axis=0)
     assert mean @ gradient > 0.97 * np.linalg.norm(mean) * np.linalg.norm(gradient)
@@ -147,7 +157,9 @@ def test_a_step_subtracts_its_share_of_every_direction_except_in_dropped_blocks(
         if layer in record.dropped_layers:
             assert changes == []
         else:
-            assert [change.key for change in changes] == [direction_key(record.key, d) for d in range(3)]
+            assert [change.key for change in changes] == [
+                direction_key(record.key, d) for d in range(3)
+            ]
             assert [change.coefficient for change in changes] == expected
             assert all(change.factor == 1 for change in changes)
 
@@ -158,7 +170,9 @@ def test_layer_weights_multiply_updates_and_weight_decay_shrinks_what_decays():
     record = StepRecord(**{**vars(plain), "layer_weights": weights})
     for layer in set(range(NUM_LAYERS)) - set(record.dropped_layers):
         bare = updates_of_parameter(step_updates([plain], 0, 1), layer, decays=True)
-        scaled = updates_of_parameter(step_updates([record], 0, 1, weight_decay=0.5), layer, decays=True)
+        scaled = updates_of_parameter(
+            step_updates([record], 0, 1, weight_decay=0.5), layer, decays=True
+        )
         assert [change.coefficient for change in scaled] == pytest.approx(
             [weights[layer] * change.coefficient for change in bare]
         )
@@ -179,7 +193,9 @@ def learning_rates(name, warmup_steps, num_steps=8):
 def test_the_learning_rates_of_each_schedule_are_these():
     assert learning_rates("constant", 3) == [0.125, 0.25, 0.375] + [0.5] * 5
     assert learning_rates("linear", 0) == [0.5 * (8 - step) / 8 for step in range(8)]
-    assert learning_rates("linear", 4) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.375, 0.25, 0.125])
+    assert learning_rates("linear", 4) == pytest.approx(
+        [0.1, 0.2, 0.3, 0.4, 0.5, 0.375, 0.25, 0.125]
+    )
     cosine = learning_rates("cosine", 4)
     assert cosine[:5] == learning_rates("linear", 4)[:5]
     assert cosine[5:] == pytest.approx([0.5 * (2 + 2**0.5) / 4, 0.25, 0.5 * (2 - 2**0.5) / 4])
@@ -209,12 +225,15 @@ def test_every_subset_is_equally_likely_and_neighboring_steps_and_seeds_are_inde
     # 9 degrees of freedom: above 27.9 once in a thousand times. 8 below: above 26.1.
     assert chi_square(counts.values(), 10, 6000) < 27.9
     for seed, shift in ((11, 1), (12, 0)):
-        pairs = Counter(dropped(11, step, 3, 1) + dropped(seed, step + shift, 3, 1) for step in range(6000))
+        pairs = Counter(
+            dropped(11, step, 3, 1) + dropped(seed, step + shift, 3, 1) for step in range(6000)
+        )
         assert chi_square(pairs.values(), 9, 6000) < 26.1
 
 
 @pytest.mark.parametrize(
-    ("blocks", "kept"), [("0, 2-3", {0, 2, 3}), ("3,1,0", {0, 1, 3}), (" ", {2, 3, 4}), ("2 - 4", {2, 3, 4})]
+    ("blocks", "kept"),
+    [("0, 2-3", {0, 2, 3}), ("3,1,0", {0, 1, 3}), (" ", {2, 3, 4}), ("2 - 4", {2, 3, 4})],
 )
 def test_a_fixed_policy_keeps_the_named_blocks_or_the_last_ones(blocks, kept):
     sample = Fixed(num_layers=5, num_dropped=2, blocks=blocks).sample(1, make_records(2))

@@ -27,7 +27,9 @@ class LoraAdapter:
 
     def __init__(self, rank: int, alpha: float, targets: str) -> None:
         self._targets = [name.strip() for name in targets.split(",") if name.strip()]
-        self._lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=self._targets, task_type="CAUSAL_LM")
+        self._lora = LoraConfig(
+            r=rank, lora_alpha=alpha, target_modules=self._targets, task_type="CAUSAL_LM"
+        )
 
     def attach(self, model: nn.Module, layout: BlockLayout) -> None:
         """Freeze the model, which is not sharded yet, and add the adapter's parameters, without values."""
@@ -41,7 +43,9 @@ class LoraAdapter:
             if parameter in before:
                 parameter.requires_grad_(False)
             else:
-                parameter.data = parameter.data.to(dtype)  # peft makes float32; ZeRO needs one dtype
+                parameter.data = parameter.data.to(
+                    dtype
+                )  # peft makes float32; ZeRO needs one dtype
 
     def hide(self, model: nn.Module) -> Callable[[], None]:
         """Take the adapter off its modules until these are split; the function returned puts it back."""
@@ -61,7 +65,9 @@ class LoraAdapter:
         return restore
 
     def own_name(self, module_name: str) -> str:
-        name = module_name.replace(".base_layer.", ".")  # the module that peft puts around the model's own
+        name = module_name.replace(
+            ".base_layer.", "."
+        )  # the module that peft puts around the model's own
         return name.replace(".lora_A.default.", ".lora_A.").replace(".lora_B.default.", ".lora_B.")
 
     def fill(self, weights: ShardedWeights, model: nn.Module, seed: int) -> None:
@@ -84,12 +90,18 @@ class LoraAdapter:
 def matching_modules(model: nn.Module, targets: Sequence[str]) -> list[nn.Module]:
     """Return the linear modules whose whole name, or the end of it, is one of `targets`."""
     modules = dict(model.named_modules())
-    linear = sorted({n.rsplit(".", 1)[-1] for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D)})
+    linear = sorted(
+        {n.rsplit(".", 1)[-1] for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D)}
+    )
     matched = []
     for target in targets or [""]:
-        same = [m for n, m in modules.items() if target and (n == target or n.endswith("." + target))]
+        same = [
+            m for n, m in modules.items() if target and (n == target or n.endswith("." + target))
+        ]
         if not same or not all(isinstance(module, nn.Linear | Conv1D) for module in same):
-            what = f"peft.lora_targets: {target!r} names no linear modules of {type(model).__name__}"
+            what = (
+                f"peft.lora_targets: {target!r} names no linear modules of {type(model).__name__}"
+            )
             raise UserError(what, fix=f"use some of {', '.join(linear)}, with commas between them")
         matched += same
     return matched

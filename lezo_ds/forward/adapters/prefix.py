@@ -69,13 +69,19 @@ class PrefixAdapter:
         config: Any = model.config
         config = config.get_text_config()
         num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
         like = next(model.parameters())
         for block in model.get_submodule(layout.path).children():
             # Attention functions read these attributes of their module.
-            attentions = [m for m in block.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
+            attentions = [
+                m for m in block.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")
+            ]
             if len(attentions) != 1:
-                what = f"prefix tuning needs one attention module in each block, not {len(attentions)}"
+                what = (
+                    f"prefix tuning needs one attention module in each block, not {len(attentions)}"
+                )
                 raise UserError(f"{what}, as {type(block).__name__} has", fix=_FIX)
             attentions[0].prefix = Prefix((num_heads, self._length, width), like)
 
@@ -106,15 +112,22 @@ class PrefixAdapter:
         if gather is not None:
             gather.remove()
         parameters = {parameter.parameter: parameter for parameter in weights.adapter_parameters}
-        attentions: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "prefix", None), Prefix)]
+        attentions: list[Any] = [
+            m for m in model.modules() if isinstance(getattr(m, "prefix", None), Prefix)
+        ]
         for attention in attentions:
             states = cache.layers[attention.layer_idx]
-            for mine, real in ((attention.prefix.key, states.keys), (attention.prefix.value, states.values)):
+            for mine, real in (
+                (attention.prefix.key, states.keys),
+                (attention.prefix.value, states.values),
+            ):
                 parameter = parameters[mine]
                 if real.shape[1:] != parameter.compute_shape:
                     shape = f"{tuple(real.shape[1:])} (heads, vectors, width), not {parameter.compute_shape}"
                     fix = f"{_FIX}, or reduce peft.prefix_length"
-                    raise UserError(f"keys and values of {parameter.name} have the shape {shape}", fix=fix)
+                    raise UserError(
+                        f"keys and values of {parameter.name} have the shape {shape}", fix=fix
+                    )
                 weights.fill(parameter, parameter.own_part(real))
         _switch_on(model)
 
@@ -143,7 +156,7 @@ def initial_ids(run_seed: int, length: int, vocabulary_size: int) -> list[int]:
     return [prefix_key(run_seed, position) % vocabulary_size for position in range(length)]
 
 
-def _switch_on(model: Any) -> None:  # noqa: ANN401
+def _switch_on(model: Any) -> None:
     # transformers looks attention up by name in tables of the process. Other models are not affected, because
     # only this model uses the new name.
     AttentionInterface.register(_ATTENTION, _attend)
@@ -152,13 +165,13 @@ def _switch_on(model: Any) -> None:  # noqa: ANN401
 
 
 def _attend(
-    module: Any,  # noqa: ANN401
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor,
-    **kwargs: Any,  # noqa: ANN401
-) -> Any:  # noqa: ANN401
+    **kwargs: Any,
+) -> Any:
     """Attend to the prefix and to what the mask allows. An attention function of transformers."""
     prefix_key, prefix_value = module.prefix(key)
     return sdpa_attention_forward(
@@ -171,7 +184,7 @@ def _attend(
     )
 
 
-def _mask(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
+def _mask(*args: Any, **kwargs: Any) -> Tensor:
     """Return the mask of sdpa (True: attend). sdpa may do without one, but a prefix needs it."""
     mask: Tensor = sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False}))
     return mask
