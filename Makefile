@@ -45,6 +45,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict --package lezo_ds
+	$(BIN)/mypy --strict launch/benchmark.py
 
 clean:
 	rm -rf $(VENV) runs/demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

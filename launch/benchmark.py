@@ -1,6 +1,453 @@
-"""The command `lezo-ds benchmark`, as a script."""
+"""Times variants of one training step against each other, or the writing of answers.
 
-from lezo_ds.__main__ import main
+    python launch/benchmark.py mezo_reference ours:0 ours:0.75
+    python launch/benchmark.py --config RECIPE mezo_reference recipe zo.sparsity=0.5
+    deepspeed --num_gpus 2 launch/benchmark.py --config RECIPE ours:0 tensor_parallel:0
+    python launch/benchmark.py --config RECIPE generate
+
+A variant is one of
+
+    mezo_reference[:SPARSITY]   MeZO as published, in plain PyTorch
+    ours[:SPARSITY]             the papers' step of lezo_ds, on weights that ZeRO-3 shards
+    tensor_parallel[:SPARSITY]  the same step, on weights that are split among all ranks
+    recipe                      the step that the recipe describes
+    generate                    alone: answers written by lezo_ds, and by transformers' generate
+
+SPARSITY, 0 by default, is the share of the blocks that a step drops. Ratios are relative to the
+first variant. Without --config, weights are random and examples are random tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import math
+import os
+import re
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+import torch
+from mezo_reference import MezoReference
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from lezo_ds import distributed
+from lezo_ds.config import ZEROTH_ORDER, RunConfig, ZoConfig, check_world, load_config
+from lezo_ds.data.batches import candidate_batch
+from lezo_ds.data.encoding import EncodedExample
+from lezo_ds.data.generation import SAMPLE_KEYS, write_tokens
+from lezo_ds.data.objectives import classification_loss
+from lezo_ds.data.task_data import load_task_data
+from lezo_ds.engine import LezoEngine
+from lezo_ds.errors import LezoError, UserError, end_with, launched_rank
+from lezo_ds.forward.batch import LossFunction, MicroBatch, to_device
+from lezo_ds.model.checkpoint import DTYPES, resolve_model
+from lezo_ds.runs.trainer import make_engine
+from lezo_ds.step import decide, perturbation
+from lezo_ds.tools.memory_plan import OPT_SHAPES, opt_config
+from lezo_ds.tools.node_folder import folder_on_every_node
+from lezo_ds.tools.time_plan import now
+
+NUM_TOKENS = {"sst2": 32, "boolq": 200}
+"""Tokens of a typical prompt and answer of a task, counted by OPT's tokenizer."""
+WARM_UP_STEPS = 2
+"""DeepSpeed records the order of the modules in the first pass, and prefetches weights after it."""
+LAYOUTS = {
+    "mezo_reference": "published",
+    "ours": "ours",
+    "tensor_parallel": "common",
+    "recipe": "ours",
+}
+"""How the batch of a step is laid out for a kind of variant:
+
+published: one micro-batch a rank, with a row for each candidate, examples in the order drawn
+ours:      micro-batches of the recipe's size, and candidates of one token share a row
+common:    the same rows as ours, in micro-batches that all ranks run together
+"""
+VARIANT = re.compile(
+    r"(?P<kind>mezo_reference|ours|tensor_parallel)(:(?P<sparsity>0|1|0?\.\d+))?|recipe|generate"
+)
+
+
+class Variant(NamedTuple):
+    """What is timed: a key of LAYOUTS or "generate", and the share of blocks that are dropped."""
+
+    kind: str
+    sparsity: float
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A model and the batch of each step. All variants get the same examples.
+
+    Attributes:
+        config: The run that the steps belong to.
+        title: The model and the length of its inputs, as a heading of the results.
+        loss: Maps logits and a micro-batch to the loss of each example.
+        batches: Maps a layout and the index of a step to the micro-batches of all ranks.
+    """
+
+    config: RunConfig
+    title: str
+    loss: LossFunction
+    batches: Callable[[str, int], Sequence[MicroBatch]]
+
+    @cached_property
+    def engine(self) -> LezoEngine:
+        return make_engine(self.config)
+
+    @cached_property
+    def split_engine(self) -> LezoEngine:
+        """The engine whose weights are split among all ranks."""
+        ranks = distributed.world_size()
+        split = replace(self.config, tensor_parallel=ranks, partition_size=None, deepspeed=None)
+        return make_engine(split)
+
+
+def main() -> None:
+    """Measure what the command line asks for, and end the process."""
+    level = logging.INFO if launched_rank() == 0 else logging.ERROR
+    logging.basicConfig(level=level, format="%(message)s")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    try:
+        with distributed.lost_ranks_reported(lambda: "the benchmark has no results"):
+            run(read_arguments())
+    except LezoError as error:
+        end_with(error)
+    distributed.shut_down()
+    sys.stdout.flush()
+    # At a normal exit, a thread of gloo may abort (torch 2.13, PyTorch pull request 179291).
+    os._exit(0)
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("variants", nargs="+", metavar="VARIANT", help="a variant, or key=value of the recipe")
+    add("--config", metavar="RECIPE", help="measure the model and the batches of this recipe")
+    add("--rounds", type=int, default=5, metavar="N", help="timed steps of a variant (default: 5)")
+    add("--out", type=Path, metavar="FILE", help="write the results to this CSV")
+    add("--shape", default="opt-125m", help="of a random model: opt-tiny, opt-125m ... opt-66b")
+    add("--task", choices=NUM_TOKENS, default="sst2", help="32 or 200 random tokens an example")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher adds it
+    return parser.parse_intermixed_args()  # options and words may alternate
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, print the results and write them to a CSV file. A collective.
+
+    Raises:
+        UserError: The variants, or the recipe, cannot be measured.
+    """
+    changes = [word for word in arguments.variants if "=" in word]
+    variants = [word for word in arguments.variants if "=" not in word]
+    kinds = [parse_variant(word).kind for word in variants]
+    needs_recipe = "recipe" in kinds or "generate" in kinds
+    has_recipe = arguments.config is not None
+    if not variants or (needs_recipe and not has_recipe) or "generate" in kinds[1:]:
+        problem = "the benchmark needs variants; recipe, and generate alone, need --config"
+        raise UserError(problem, fix="python launch/benchmark.py mezo_reference ours:0 ours:0.75")
+    if arguments.rounds < 1:
+        raise UserError(f"--rounds {arguments.rounds} is below 1", fix="give --rounds 5")
+    distributed.init_distributed()
+    if kinds == ["generate"]:
+        speeds = answer_speeds(load_config(arguments.config, changes), arguments.rounds)
+        if distributed.rank() == 0:
+            print(speeds)
+    elif has_recipe:
+        show(recipe_inputs(load_config(arguments.config, changes)), variants, arguments)
+    else:
+        config = random_config(arguments.shape, arguments.task, changes)
+        write = partial(write_random_model, arguments.shape, config.model.dtype)
+        with folder_on_every_node(write) as folder:
+            inputs = random_inputs(arguments.shape, arguments.task, config, folder)
+            show(inputs, variants, arguments)
+
+
+def show(inputs: Inputs, variants: Sequence[str], arguments: argparse.Namespace) -> None:
+    """Measure variants; print the rows and write them to a CSV file on rank 0. A collective."""
+    rows = measure(inputs, variants, arguments.rounds)
+    if distributed.rank() == 0:
+        print(f"{inputs.title}, {distributed.world_size()} ranks")
+        print(rows.to_string(index=False, float_format="{:.4g}".format))
+        if arguments.out is not None:
+            rows.to_csv(arguments.out, index=False)
+
+
+def parse_variant(word: str) -> Variant:
+    """Return the variant that a word names: ("ours", 0.75) for "ours:0.75".
+
+    Raises:
+        UserError: No variant has this name, or the sparsity is not from 0 to 1.
+    """
+    match = VARIANT.fullmatch(word)
+    if match is None:
+        fix = "use mezo_reference, ours or tensor_parallel, as in ours:0.75; recipe, or generate"
+        raise UserError(f"unknown variant {word}", fix=fix)
+    return Variant(match["kind"] or word, float(match["sparsity"] or 0))
+
+
+@cache
+def plain_model(name: str, dtype: str) -> nn.Module:
+    """Return a model as transformers loads it, whole on the device of each rank."""
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        resolve_model(name), dtype=DTYPES[dtype], trust_remote_code=False
+    )
+    return model.to(distributed.device()).eval().requires_grad_(False)
+
+
+def recipe_inputs(config: RunConfig) -> Inputs:
+    """Return a recipe's model and batches: real texts of unequal lengths.
+
+    Raises:
+        UserError: MeZO's code cannot do the recipe's steps.
+    """
+    trains_all_weights = config.peft.kind == "none" and not config.zo.only_blocks
+    is_zeroth_order = config.method in ZEROTH_ORDER
+    if not (is_zeroth_order and trains_all_weights and config.train.objective == "task"):
+        fix = "set method=lezo peft.kind=none zo.only_blocks=false train.objective=task"
+        raise UserError("the benchmark compares steps on all weights with MeZO's code", fix=fix)
+    ranks = distributed.world_size()
+    check_world(config, ranks)
+    data = load_task_data(config)
+    build_batch = data.objective.build_batch
+    assert build_batch is not None, "an objective that reads logits"
+    if build_batch is candidate_batch:
+        build_batch = partial(candidate_batch, deduplicate=False)
+
+    def published_batches(step: int) -> list[MicroBatch]:
+        examples = [data.train.encoded[row] for row in data.step_rows(config, step)]
+        return [build_batch(examples[rank::ranks], data.tokenizer.pad_id) for rank in range(ranks)]
+
+    def batches(layout: str, step: int) -> Sequence[MicroBatch]:
+        if layout == "published":
+            return published_batches(step)
+        size = config.train.micro_batch_size
+        if layout == "common":
+            size *= ranks  # so that a rank runs as many rows as with layout "ours"
+        sized = replace(config, train=replace(config.train, micro_batch_size=size))
+        return list(data.step_batch(sized, step))
+
+    mean_length = round(statistics.mean(example.num_tokens for example in data.train.encoded))
+    title = f"{Path(config.model.path).name}, {mean_length} tokens an example"
+    return Inputs(config, title, data.loss, batches)
+
+
+def random_config(shape: str, task: str, changes: Sequence[str]) -> RunConfig:
+    """Return the run of a random model; its folder is not known yet."""
+    if shape not in OPT_SHAPES:
+        raise UserError(f"unknown --shape {shape}", fix=f"use one of {', '.join(OPT_SHAPES)}")
+    keys = [
+        "run_dir=none",
+        "model.path=none",
+        "model.dtype=fp32",
+        f"data.task={task}",
+        "zo.learning_rate=1e-7",
+        "zo.sparsity=0",
+        "train.steps=1",
+    ]
+    return load_config(None, [*keys, *changes])
+
+
+def write_random_model(shape: str, dtype: str, folder: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(opt_config(shape), dtype=DTYPES[dtype])
+    model.save_pretrained(folder)
+
+
+def random_inputs(shape: str, task: str, config: RunConfig, folder: Path) -> Inputs:
+    """Return the random model in `folder`, and one batch of random tokens of the same length."""
+    model = replace(config.model, path=str(folder))
+    config = replace(config, run_dir=str(folder), model=model)
+    num_tokens = NUM_TOKENS[task]
+    generator = torch.Generator().manual_seed(num_tokens)
+    # A prompt and the one token of a candidate are num_tokens together.
+    prompts = torch.randint(
+        low=3,  # OPT's tokens below 3 have a meaning
+        high=opt_config(shape).vocab_size,
+        size=(config.train.batch_size, num_tokens - 1),
+        generator=generator,
+    ).tolist()
+    examples = [
+        EncodedExample(
+            sequences=((*prompt, 17), (*prompt, 42)),
+            option_lengths=(1, 1),
+            label=index % 2,
+            truncated=False,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    ranks = distributed.world_size()
+    of_ranks = [examples[rank::ranks] for rank in range(ranks)]
+    layouts = {
+        "ours": [candidate_batch(own, pad_id=1) for own in of_ranks],
+        "published": [candidate_batch(own, pad_id=1, deduplicate=False) for own in of_ranks],
+        "common": [candidate_batch(examples, pad_id=1)],
+    }
+
+    def batches(layout: str, step: int) -> Sequence[MicroBatch]:
+        return layouts[layout]
+
+    title = f"{shape}, {num_tokens} tokens an example"
+    return Inputs(config, title, classification_loss, batches)
+
+
+def start_steps(word: str, inputs: Inputs) -> Callable[[], float]:
+    """Return the function that does one step of a variant.
+
+    The function returns the projected gradient along the step's first direction, and NaN if the
+    step is skipped.
+    """
+    variant = parse_variant(word)
+    zo = inputs.config.zo
+    if variant.kind != "recipe":  # the papers' step
+        zo = ZoConfig(
+            sparsity=variant.sparsity,
+            learning_rate=zo.learning_rate,
+            perturbation_scale=zo.perturbation_scale,
+            update_precision=zo.update_precision,
+        )
+    if variant.kind == "mezo_reference":
+        model = plain_model(inputs.config.model.path, inputs.config.model.dtype)
+        reference = MezoReference(zo, model)
+        step_indices = itertools.count()
+
+        def published_step() -> float:
+            batches = inputs.batches("published", next(step_indices))
+            return reference.step(batches[distributed.rank()], inputs.loss)
+
+        return published_step
+    shared_engine = inputs.split_engine if variant.kind == "tensor_parallel" else inputs.engine
+    engine = shared_engine.with_config(zo)
+    layout = LAYOUTS[variant.kind]
+
+    def step() -> float:
+        record = engine.train_batch(inputs.batches(layout, engine.global_steps), inputs.loss)
+        return record.projected_grads[0] if record.applied else math.nan
+
+    return step
+
+
+def measure(inputs: Inputs, variants: Sequence[str], rounds: int) -> pd.DataFrame:
+    """Time variants of a step, after their warm-up. A collective.
+
+    Returns:
+        A row for each variant: the median of its seconds, of the ratio to the first variant in the
+        same round, the mean of the tokens of a step, the peak of rank 0's GPU memory above what the
+        model takes, and the bytes that all ranks receive in a step, in GB.
+
+    Raises:
+        LezoError: A variant skips its updates, which would make its steps shorter.
+    """
+    actions = {variant: start_steps(variant, inputs) for variant in variants}
+    for variant, action in actions.items():
+        gradients = [action() for _ in range(WARM_UP_STEPS)]
+        if 0 in gradients or not all(map(math.isfinite, gradients)):
+            problem = f"{variant} skips its updates (gradients {gradients}); use another dtype"
+            raise LezoError(problem)
+    times = interleaved(actions, rounds)
+    rows = []
+    for variant, action in actions.items():
+        layout = LAYOUTS[parse_variant(variant).kind]
+        timed_steps = range(WARM_UP_STEPS, WARM_UP_STEPS + rounds)
+        num_tokens = [
+            sum(micro_batch.inputs["input_ids"].numel() for micro_batch in batches)
+            for batches in (inputs.batches(layout, step) for step in timed_steps)
+        ]
+        in_rounds = zip(times[variants[0]], times[variant], strict=True)
+        ratios = [first / own for first, own in in_rounds]
+        before = torch.cuda.memory_allocated()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        with distributed.counted_bytes() as counts:
+            action()
+        # What moves the weights, or the activations of split weights.
+        counted = "all_reduce" if layout == "common" else "all_gather"
+        num_bytes = sum(count for name, count in counts.items() if name.startswith(counted))
+        row = {
+            "variant": variant,
+            "seconds": statistics.median(times[variant]),
+            "ratio": statistics.median(ratios),
+            "tokens": round(statistics.mean(num_tokens)),
+            "peak GB": (torch.cuda.max_memory_allocated() - before) / 1e9,
+            "gathered GB": num_bytes * distributed.world_size() / 1e9,
+        }
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def interleaved(actions: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Time each action once a round; return the seconds of each in all rounds. A collective.
+
+    In this order, all actions see the same changes of the machine's speed.
+    """
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    for _ in range(rounds):
+        for name, action in actions.items():
+            distributed.barrier()
+            start = now()
+            action()
+            distributed.barrier()
+            times[name].append(now() - start)
+    return times
+
+
+def answer_speeds(config: RunConfig, rounds: int) -> str:
+    """Time how a forward pass of a recipe writes answers, and how transformers does. A collective.
+
+    All answers have the maximum length. Both write the same number of them: those of one
+    micro-batch at the probes of a pass.
+
+    Returns:
+        Lines with the number of tokens, and the tokens a second of transformers and of lezo_ds.
+    """
+    data = load_task_data(config)
+    engine = make_engine(config)
+    batch = data.step_batch(config, 0)
+    forward_pass = engine.passes_of_rank(distributed.rank(), len(batch))[0]
+    prompts = to_device(batch[forward_pass.micro_batch], engine.device)
+    if prompts.generation is None:
+        raise UserError("generate needs a recipe that trains on answers", fix="set train.objective")
+    settings = replace(prompts.generation, stop_ids=(), has_ended=None, sampling=None)
+    inputs = {name: rows for name, rows in prompts.inputs.items() if name != SAMPLE_KEYS}
+    prompts = replace(prompts, inputs=inputs, generation=settings)
+    num_probes = len(forward_pass.probes)
+    input_ids = torch.cat([inputs["input_ids"]] * num_probes)
+    attention_mask = torch.cat([inputs["attention_mask"]] * num_probes)
+    at_probes = perturbation(engine, decide(engine), forward_pass)
+    plain = plain_model(config.model.path, config.model.dtype)
+    # generate passes the last states of the prompts as a strided view, and torch would copy the
+    # head's weight for each row of it.
+    head: nn.Module = plain.get_output_embeddings()  # type: ignore[operator]
+    head.register_forward_pre_hook(lambda _, states: (states[0].contiguous(),))
+    actions = {
+        "generate": lambda: write_tokens(
+            plain, settings, input_ids=input_ids, attention_mask=attention_mask
+        ),
+        "ours": lambda: engine.run(prompts, at_probes),
+    }
+    with torch.no_grad():
+        times = interleaved(actions, rounds)
+    num_tokens = len(input_ids) * settings.max_new_tokens
+    lines = [f"{num_tokens} tokens, {num_probes} probes"]
+    for name, seconds in times.items():
+        speed = num_tokens / min(seconds)
+        ratio = min(times["generate"]) / min(seconds)
+        lines.append(f"{name:9} {speed:6.0f} a second, ratio {ratio:.2f}")
+    return "\n".join(lines)
+
 
 if __name__ == "__main__":
-    main("benchmark")
+    main()

@@ -325,34 +325,6 @@ def _init(parser: _Parser) -> None:
     add("--skip-unusable", action="store_true", help="leave out records that cannot be used")
 
 
-def _benchmark(parser: _Parser) -> None:
-    """Time variants of one step against each other, as in lezo-ds benchmark mezo_reference ours:0 ours:0.75.
-
-    A variant is mezo_reference (MeZO as published, in plain PyTorch), ours (the papers' step),
-    tensor_parallel (the same on split weights), each with [:SPARSITY], or recipe (the recipe's step). Ratios
-    are relative to the first. Without --config, weights and examples are random. generate alone compares
-    written answers with those of transformers' generate.
-    """
-    add = parser.add_argument
-    add("variants", nargs="+", metavar="VARIANT", help="a variant, or key=value")
-    add("--config", metavar="RECIPE", help="measure the model and the batches of this recipe")
-    add(
-        "--rounds",
-        type=_positive,
-        default=5,
-        metavar="N",
-        help="timed steps of each variant (default: 5)",
-    )
-    add("--out", type=_path, metavar="FILE", help="write the results to this CSV")
-    add("--shape", default="opt-125m", help="of a random model: opt-tiny, opt-125m ... opt-66b")
-    add(
-        "--task",
-        choices=("sst2", "boolq"),
-        default="sst2",
-        help="32 or 200 random tokens an example",
-    )
-
-
 COMMANDS: dict[str, tuple[Callable[[_Parser], None], str, str]] = {
     "init": (
         _init,
@@ -381,11 +353,6 @@ COMMANDS: dict[str, tuple[Callable[[_Parser], None], str, str]] = {
         "show runs as a table, or as a page with curves",
     ),
     "sweep": (_sweep, "lezo_ds.tools.sweep:main", "run every combination of a grid, or tune a key"),
-    "benchmark": (
-        _benchmark,
-        "lezo_ds.tools.benchmark:main",
-        "time variants of a step against each other",
-    ),
 }
 """By its name: what adds a command's arguments, the function that takes them, and what the command does."""
 

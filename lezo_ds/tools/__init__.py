@@ -1,1 +1,1 @@
-"""Tools around runs: memory plans, benchmarks, reports, sweeps and recipes. Nothing imports them."""
+"""Tools around runs: memory and time plans, reports, sweeps and recipes. Nothing imports them."""

@@ -48,5 +48,6 @@ def test_the_wheel_has_its_commands_and_every_file_of_launch_and_ds_configs(whee
     assert files(wheel / "lezo_ds") == files(REPOSITORY)
     assert elsewhere("lezo-ds --version") == f"lezo_ds {__version__}\n"
     assert "SmolLM2" in elsewhere("lezo-ds train --config demo --print-config")
+    assert "ours:0.75" in elsewhere('python "$(lezo-ds --path launch/benchmark.py)" --help')
     script = elsewhere("lezo-ds --path launch/mpi/one_node.sh").strip()
     assert script == str(wheel / "lezo_ds" / "launch" / "mpi" / "one_node.sh")

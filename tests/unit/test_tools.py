@@ -1,25 +1,17 @@
-"""lezo-ds init and the parts of the benchmark that need no launcher."""
+"""The recipes that lezo-ds init writes."""
 
 from __future__ import annotations
 
 import sys
 
 import pytest
-import torch
-from assets import write_recipe
+from benchmark import answer_speeds
 from own_data import write_chat_model, write_tickets
-from ranks import run_ranks
-from tiny_runs import TINY_OPT, make_batch
-from transformers import AutoModelForCausalLM
 
-from lezo_ds import distributed
 from lezo_ds.cli import run_command
-from lezo_ds.config import ZoConfig, load_config
-from lezo_ds.data.objectives import classification_loss
+from lezo_ds.config import load_config
 from lezo_ds.errors import UserError
-from lezo_ds.tools.benchmark import answer_speeds, measure, parse_variant, recipe_inputs
 from lezo_ds.tools.init import describe_task, num_steps
-from lezo_ds.tools.mezo_reference import MezoReference
 
 REWARD = """
 from lezo_ds import reward
@@ -139,59 +131,3 @@ def test_init_writes_a_recipe_that_a_run_can_start_from(tmp_path, monkeypatch, c
     speeds = answer_speeds(config, rounds=1)
     assert "240 tokens, 5 probes" in speeds and all(name in speeds for name in ("generate", "ours"))
     assert [num_steps(records) for records in (30, 1667, 100_000)] == [100, 310, 1000]
-
-
-def test_the_reference_is_mezos_algorithm():
-    distributed.init_distributed()
-    model = AutoModelForCausalLM.from_config(TINY_OPT).eval().requires_grad_(False)
-    (batch,) = make_batch(0, num_micro_batches=1)
-    before = {name: values.clone() for name, values in model.named_parameters()}
-    zo = ZoConfig(learning_rate=1e-2, perturbation_scale=1e-3, sparsity=0.0)
-    steps = MezoReference(zo, model)
-    gradient = steps.step(batch, classification_loss)
-    generator = torch.Generator().manual_seed(steps._step_seed)
-    noise = {
-        name: torch.empty_like(values).normal_(generator=generator)
-        for name, values in before.items()
-    }
-
-    def loss(multiple):
-        for name, values in model.named_parameters():
-            values.copy_(before[name] + multiple * noise[name])
-        rows = model(**batch.inputs).logits[batch.selection.rows, batch.selection.positions]
-        return classification_loss(rows[:, batch.selection.vocabulary], batch).mean().item()
-
-    after = {name: values.clone() for name, values in model.named_parameters()}
-    assert gradient == pytest.approx((loss(1e-3) - loss(-1e-3)) / 2e-3, rel=0.02)
-    for name, values in after.items():
-        torch.testing.assert_close(
-            values, before[name] - 1e-2 * gradient * noise[name], atol=1e-5, rtol=1e-4
-        )
-
-
-def test_variants():
-    assert [parse_variant(text) for text in ("ours:0.75", "recipe")] == [
-        ("ours", 0.75),
-        ("recipe", 0.0),
-    ]
-    for wrong in ("our:0", "ours:2"):
-        with pytest.raises(UserError, match="unknown variant"):
-            parse_variant(wrong)
-
-
-def measured_rows(recipe):
-    distributed.init_distributed()
-    inputs = recipe_inputs(load_config(recipe, ["run_dir=none", "train.micro_batch_size=4"]))
-    variants = ["mezo_reference", "ours:0.5", "recipe", "tensor_parallel:0.5"]
-    return measure(inputs, variants, rounds=1)
-
-
-@pytest.mark.distributed
-def test_every_variant_is_measured_on_the_batches_of_a_recipe(tmp_path):
-    rows, _ = run_ranks(measured_rows, 2, write_recipe(tmp_path))
-    assert (rows["seconds"] > 0).all()
-    published, ours, recipe, split = rows.to_dict("records")
-    assert published["ratio"] == 1.0 and published["gathered GB"] == 0
-    assert published["tokens"] > ours["tokens"] == recipe["tokens"]
-    assert split["gathered GB"] > 0  # the sums of activations
-    assert ours["gathered GB"] > 0

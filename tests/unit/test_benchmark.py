@@ -1,0 +1,94 @@
+"""launch/benchmark.py: each variant is measured, and the reference is MeZO's algorithm."""
+
+from __future__ import annotations
+
+import sys
+
+import pandas as pd
+import pytest
+import torch
+from assets import REPOSITORY, write_recipe
+from benchmark import measure, parse_variant, recipe_inputs
+from commands import assert_one_error, run, run_forked_well
+from mezo_reference import MezoReference
+from ranks import run_ranks
+from tiny_runs import TINY_OPT, make_batch
+from transformers import AutoModelForCausalLM
+
+from lezo_ds import distributed
+from lezo_ds.config import ZoConfig, load_config
+from lezo_ds.data.objectives import classification_loss
+from lezo_ds.errors import UserError
+
+
+def test_the_reference_is_mezos_algorithm():
+    distributed.init_distributed()
+    model = AutoModelForCausalLM.from_config(TINY_OPT).eval().requires_grad_(False)
+    (batch,) = make_batch(0, num_micro_batches=1)
+    before = {name: values.clone() for name, values in model.named_parameters()}
+    zo = ZoConfig(learning_rate=1e-2, perturbation_scale=1e-3, sparsity=0.0)
+    steps = MezoReference(zo, model)
+    gradient = steps.step(batch, classification_loss)
+    generator = torch.Generator().manual_seed(steps._step_seed)
+    noise = {
+        name: torch.empty_like(values).normal_(generator=generator)
+        for name, values in before.items()
+    }
+
+    def loss(multiple):
+        for name, values in model.named_parameters():
+            values.copy_(before[name] + multiple * noise[name])
+        rows = model(**batch.inputs).logits[batch.selection.rows, batch.selection.positions]
+        return classification_loss(rows[:, batch.selection.vocabulary], batch).mean().item()
+
+    after = {name: values.clone() for name, values in model.named_parameters()}
+    assert gradient == pytest.approx((loss(1e-3) - loss(-1e-3)) / 2e-3, rel=0.02)
+    for name, values in after.items():
+        torch.testing.assert_close(
+            values, before[name] - 1e-2 * gradient * noise[name], atol=1e-5, rtol=1e-4
+        )
+
+
+def test_variants():
+    assert [parse_variant(text) for text in ("ours:0.75", "recipe")] == [
+        ("ours", 0.75),
+        ("recipe", 0.0),
+    ]
+    for wrong in ("our:0", "ours:2"):
+        with pytest.raises(UserError, match="unknown variant"):
+            parse_variant(wrong)
+
+
+def measured_rows(recipe):
+    distributed.init_distributed()
+    inputs = recipe_inputs(load_config(recipe, ["run_dir=none", "train.micro_batch_size=4"]))
+    variants = ["mezo_reference", "ours:0.5", "recipe", "tensor_parallel:0.5"]
+    return measure(inputs, variants, rounds=1)
+
+
+@pytest.mark.distributed
+def test_every_variant_is_measured_on_the_batches_of_a_recipe(tmp_path):
+    rows, _ = run_ranks(measured_rows, 2, write_recipe(tmp_path))
+    assert (rows["seconds"] > 0).all()
+    published, ours, recipe, split = rows.to_dict("records")
+    assert published["ratio"] == 1.0 and published["gathered GB"] == 0
+    assert published["tokens"] > ours["tokens"] == recipe["tokens"]
+    assert split["gathered GB"] > 0  # the sums of activations
+    assert ours["gathered GB"] > 0
+
+
+@pytest.mark.distributed
+def test_two_ranks_measure_random_inputs_and_write_a_table(tmp_path):
+    words = ["--shape", "opt-tiny", "--rounds", "1", "train.batch_size=4", "ours:0.75"]
+    words += ["train.micro_batch_size=2", "tensor_parallel", "--out", tmp_path / "rows.csv"]
+    finished = run_forked_well(words, program="benchmark.py", num_ranks=2, TMPDIR=str(tmp_path))
+    assert finished.out.startswith("opt-tiny, 32 tokens an example, 2 ranks\n")
+    rows = pd.read_csv(tmp_path / "rows.csv")
+    assert list(rows["variant"]) == ["ours:0.75", "tensor_parallel"]
+    assert list(rows["tokens"]) == [4 * 32, 4 * 32]
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]  # the model is removed
+
+
+def test_the_benchmark_refuses_what_it_cannot_measure_in_one_line():
+    command = [sys.executable, REPOSITORY / "launch" / "benchmark.py"]
+    assert_one_error(run([*command, "ours:0", "recipe"]), 2, "need --config")
