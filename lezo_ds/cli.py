@@ -16,6 +16,7 @@ import pkgutil
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -117,13 +118,13 @@ def run_train(arguments: argparse.Namespace) -> None:
         if distributed.rank() == 0:
             print(plan)
         return
-    results = {"run_dir": config.run_dir, **train(config)}
-    if distributed.rank() == 0:
-        print(
-            json.dumps(results, indent=1)
-            if arguments.json
-            else run_summary(config.run_dir, results)
-        )
+    results = train(config)
+    if distributed.rank() > 0:
+        return
+    if arguments.json:
+        print(json.dumps({"run_dir": config.run_dir, **asdict(results)}, indent=1))
+    else:
+        print(run_summary(config.run_dir, results))
 
 
 def _evaluate(parser: _Parser) -> None:

@@ -162,18 +162,6 @@ class RunDirectory:
         text = "".join(json.dumps(row) + "\n" for row in rows)
         self.write(self._predictions / f"step-{step:08}.jsonl", text)
 
-    def read_results(self) -> dict[str, Any]:
-        """Return the content of results.json; nothing if it is missing or damaged."""
-        try:
-            results = json.loads(self.results.read_text(encoding="utf-8"))
-            numbers = {
-                results[name] or 0
-                for name in ("finished", "best_step", "steps", "peak_memory_bytes")
-            }
-            return results if {type(number) for number in numbers} <= {bool, int} else {}
-        except DAMAGE:
-            return {}
-
     def write_json(self, path: Path, content: object) -> None:
         self.write(path, json.dumps(content, indent=1) + "\n")
 

@@ -27,6 +27,7 @@ from lezo_ds.model.sharded_model import BaseModel
 from lezo_ds.model.snapshots import SnapshotOwner, own_snapshots, read_manifest, snapshot_path
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.directory import RunDirectory, library_versions
+from lezo_ds.runs.results import RunResults
 from lezo_ds.zo.records import StepRecord
 
 logger = logging.getLogger(__name__)
@@ -272,10 +273,9 @@ def read_run(path: Path, overrides: Sequence[str] = ()) -> RecordedRun:
     header, records, num_steps, _ = recorded
     own, _ = own_snapshots(directory.snapshots, owner_of(header, records))
     digests: dict[int, Any] = {step: manifest.get("digest") for step, manifest in own.items()}
-    if results := directory.read_results():
-        digests[results["best_step" if results["finished"] else "steps"] or 0] = results.get(
-            "weights_digest"
-        )
+    results = RunResults.read(directory.results)
+    if results is not None:
+        digests[results.step_of_weights] = results.weights_digest
     digests = {step: digest for step, digest in digests.items() if isinstance(digest, str)}
     return RecordedRun(
         directory, header, config_of(header, path, overrides), records, num_steps, digests

@@ -32,6 +32,7 @@ from lezo_ds.model.snapshots import (
 )
 from lezo_ds.runs import records
 from lezo_ds.runs.directory import RunDirectory
+from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.screen import evaluation_line, number, progress_bar
 from lezo_ds.runs.signals import any_ended, launchers, on_stop_signals
 from lezo_ds.zo.records import StepRecord
@@ -81,8 +82,8 @@ class Run:
             self.engine.check_weights()
             self.engine.finish_records()
 
-    def execute(self) -> dict[str, Any]:
-        """Run to the end, or until all ranks agree to stop, and return the content of results.json."""
+    def execute(self) -> RunResults:
+        """Run to the end, or until all ranks agree to stop, and return the results."""
         with distributed.lost_ranks_reported(self._last_good_step):
             self._open()
             self._num_done = self.engine.global_steps
@@ -98,7 +99,7 @@ class Run:
             results = self._results(best, finished)
             self._check()
             if self.writes:
-                self.directory.write_json(self.directory.results, results)
+                results.write(self.directory.results)
                 if finished and self.config.train.keep_snapshots == 0:
                     remove_directory(self.directory.checkpoints)
                     remove_snapshots(
@@ -252,7 +253,7 @@ class Run:
         )  # a run that goes on resumes from the newest
         prune_snapshots(self.directory.snapshots, keep, self._protected())
 
-    def _results(self, best: EvaluationRecord | None, finished: bool) -> dict[str, Any]:
+    def _results(self, best: EvaluationRecord | None, finished: bool) -> RunResults:
         config, metric = self.config, self.data.task.metric
         before = self._evaluation("test", 0)
         final = self._evaluation("test", best.step) if best else None
@@ -265,31 +266,33 @@ class Run:
         if self.engine.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.engine.device)
         # A process that resumes a finished run uses less than the one that trained it.
-        earlier = self.directory.read_results().get("peak_memory_bytes") or 0
-        return {
-            "task": self.data.task.name,
-            "method": config.method,
-            "peft": config.peft.kind,
-            "metric": metric,
-            "protocol": config.data.protocol,
-            "finished": finished,
-            "zero_shot": before.metrics[metric] if before and is_zero_shot else None,
-            "test": scored.metrics.get(metric) if scored else None,
-            "majority_class": any_test.metrics.get("majority_class") if any_test else None,
-            "best_step": best.step if best else None,
-            "best_dev_loss": best.loss if best else None,
-            "trained_dev_loss": trained.loss if best and trained else None,
-            "worse_than_base": finished and records.is_worse_than_base(self.evaluations),
-            "steps": self._num_done,
-            "early_stop_step": self._num_done if stopped_early else None,
-            "seed": config.seed,
-            "seconds": round(self._seconds(), 3),
-            "peak_memory_bytes": max(earlier, *distributed.gather_objects(peak)),
-            "skipped_steps": self._num_skipped(),
-            "model_fingerprint": self.engine.base.fingerprint,
-            "weights_digest": self.engine.weights.digest(),
-            "world_size": self.engine.world_size,
-        }
+        earlier = RunResults.read(self.directory.results)
+        if earlier is not None:
+            peak = max(peak, earlier.peak_memory_bytes)
+        return RunResults(
+            task=self.data.task.name,
+            method=config.method,
+            peft=config.peft.kind,
+            metric=metric,
+            protocol=config.data.protocol,
+            finished=finished,
+            zero_shot=before.metrics[metric] if before and is_zero_shot else None,
+            test=scored.metrics.get(metric) if scored else None,
+            majority_class=any_test.metrics.get("majority_class") if any_test else None,
+            best_step=best.step if best else None,
+            best_dev_loss=best.loss if best else None,
+            trained_dev_loss=trained.loss if best and trained else None,
+            worse_than_base=finished and records.is_worse_than_base(self.evaluations),
+            steps=self._num_done,
+            early_stop_step=self._num_done if stopped_early else None,
+            seed=config.seed,
+            seconds=round(self._seconds(), 3),
+            peak_memory_bytes=max(distributed.gather_objects(peak)),
+            skipped_steps=self._num_skipped(),
+            model_fingerprint=self.engine.base.fingerprint,
+            weights_digest=self.engine.weights.digest(),
+            world_size=self.engine.world_size,
+        )
 
     # What AdamW does otherwise (see FirstOrderRun).
 

@@ -10,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lezo_ds.journal import EvaluationRecord
+from lezo_ds.runs.results import RunResults
 
 _SPLITS = {"dev": "validation", "test": "test"}
 WORSE = "Worse than before training: no step has a lower validation loss than the base model"
@@ -48,33 +49,46 @@ def evaluation_line(record: EvaluationRecord, metric: str) -> str:
     )
 
 
-def run_summary(run_dir: str, results: Mapping[str, Any]) -> str:
-    """Return what a user wants to know at the end of a run, from the content of its results.json."""
-    steps, seconds = results["steps"], duration(results["seconds"])
-    if not results["finished"]:
-        stopped = f"Stopped after step {steps} ({seconds}). The same command continues."
-        return f"{stopped}\nRun directory: {run_dir}"
-    trained = results["best_step"] is not None
-    lines = [f"Finished{f': {steps} steps' if trained else ''} in {seconds}."]
-    if results["early_stop_step"] is not None:
-        lines.append(
-            f"Stopped early, at step {results['early_stop_step']}: train.patience ran out."
-        )
-    scores = [("zero_shot", " before"), ("test", " after")] if trained else [("test", "")]
-    shown = [f"{results[key]:.3f}{when}" for key, when in scores if results[key] is not None]
-    majority = results["majority_class"]
-    suffix = "" if majority is None else f" (majority class {majority:.3f})"
-    lines.append(f"Test {results['metric']}: {', '.join(shown)}{suffix}.")
-    if trained:
-        best = number(results["best_dev_loss"])
-        lines.append(f"Best step: {results['best_step']} (validation loss {best}).")
-    if results["worse_than_base"]:
+def run_summary(run_dir: str, results: RunResults) -> str:
+    """Return what a user wants to know at the end of a run, in a few lines."""
+    if results.finished:
+        lines = _finished_lines(results)
+    else:
+        seconds = duration(results.seconds)
+        lines = [f"Stopped after step {results.steps} ({seconds}). The same command continues."]
+    return "\n".join([*lines, f"Run directory: {run_dir}"])
+
+
+def _finished_lines(results: RunResults) -> list[str]:
+    is_trained = results.best_step is not None
+    seconds = duration(results.seconds)
+    if is_trained:
+        lines = [f"Finished: {results.steps} steps in {seconds}."]
+    else:
+        lines = [f"Finished in {seconds}."]
+    if results.early_stop_step is not None:
+        lines.append(f"Stopped early, at step {results.early_stop_step}: train.patience ran out.")
+    lines.append(f"Test {results.metric}: {_test_scores(results)}.")
+    if is_trained:
+        best_loss = number(results.best_dev_loss)
+        lines.append(f"Best step: {results.best_step} (validation loss {best_loss}).")
+    if results.worse_than_base:
         lines.append(
             f"{WORSE}, which is what export writes. Lower the learning rate, or do more steps."
         )
-    if results["skipped_steps"]:
-        lines.append(f"Skipped steps: {results['skipped_steps']}.")
-    return "\n".join([*lines, f"Run directory: {run_dir}"])
+    if results.skipped_steps:
+        lines.append(f"Skipped steps: {results.skipped_steps}.")
+    return lines
+
+
+def _test_scores(results: RunResults) -> str:
+    if results.best_step is None:
+        scores = f"{results.test:.3f}"
+    else:
+        scores = f"{results.zero_shot:.3f} before, {results.test:.3f} after"
+    if results.majority_class is None:
+        return scores
+    return f"{scores} (majority class {results.majority_class:.3f})"
 
 
 def scores_summary(scores: Mapping[str, Any]) -> str:

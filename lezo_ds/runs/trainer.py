@@ -25,6 +25,7 @@ from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.disk import check_disk
 from lezo_ds.runs.first_order import FirstOrderRun, initialize_first_order
 from lezo_ds.runs.records import RecordedRun, assert_same_model_config, check_records, steps_of
+from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.run import Run
 
 logger = logging.getLogger(__name__)
@@ -33,10 +34,10 @@ _SCORING_ONLY = ZoConfig(learning_rate=0.0, sparsity=0.0, update_precision="near
 """Settings of an engine that updates nothing, and therefore stores no low bits of the weights."""
 
 
-def train(config: RunConfig) -> dict[str, Any]:
-    """Start or resume a run and return the content of results.json. A collective.
+def train(config: RunConfig) -> RunResults:
+    """Start or resume a run and return its results. A collective.
 
-    "finished" is false if the run was asked to stop early. Bad input raises before weights are loaded.
+    They are not `finished` if the run was asked to stop early. Bad input raises before weights are loaded.
     """
     nothing_done = distributed.lost_ranks_reported(
         lambda: "last good step: none, the run was starting"

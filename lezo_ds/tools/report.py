@@ -6,6 +6,7 @@ import json
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from glob import glob
 from html import escape
 from pathlib import Path
@@ -21,6 +22,7 @@ from lezo_ds.config.paper import PAPER_SCORES, Experiment
 from lezo_ds.config.schema import READER
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, write_atomically
+from lezo_ds.runs.results import RunResults
 from lezo_ds.tasks.custom import CUSTOM
 from lezo_ds.tasks.metrics import REWARD, best_f1, normalize
 
@@ -299,23 +301,24 @@ def _read_run(directory: Path) -> dict[str, Any]:
         row["task"] = Path(source).stem if source else row["data.task"]
     except DAMAGE as error:
         return {**row, "problem": f"not a run, or damaged ({' '.join(str(error).split())})"}
-    try:
-        results = json.loads((directory / "results.json").read_text(encoding="utf-8"))
-        numbers = {name: results[name] for name in MEASURED if results.get(name) is not None}
-        row |= {"metric": results.get("metric")} | {
-            name: float(value) for name, value in numbers.items()
-        }
-        if results["finished"]:
-            answers = _read_answers(directory, results["best_step"])
-            if judge := _JUDGES.get(results["metric"]):
-                scores = pd.Series([judge(*answer[1:]) for answer in answers], dtype=float)
-                row["standard_error"] = scores.sem()
-            return {**row, "test": float(results["test"]), "finished": True, "problem": ""}
-        return {**row, "test": None, "problem": f"unfinished, at step {results['steps']}"}
-    except FileNotFoundError:
+    path = directory / "results.json"
+    if not path.exists():
         return {**row, "problem": "no results yet: it was killed, or is still going"}
-    except DAMAGE as error:
-        return {**row, "problem": f"damaged results.json ({' '.join(str(error).split())})"}
+    results = RunResults.read(path)
+    if results is None:
+        return {**row, "problem": "damaged results.json"}
+    row["metric"] = results.metric
+    for name, value in asdict(results).items():
+        if name in MEASURED and value is not None:
+            row[name] = float(value)
+    if not results.finished:
+        return {**row, "test": None, "problem": f"unfinished, at step {results.steps}"}
+    judge = _JUDGES.get(results.metric)
+    if judge is not None:
+        answers = _read_answers(directory, results.best_step)
+        scores = pd.Series([judge(*answer[1:]) for answer in answers], dtype=float)
+        row["standard_error"] = scores.sem()
+    return {**row, "finished": True, "problem": ""}
 
 
 def _score(row: Mapping[str, Any]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import os
 import re
@@ -23,6 +22,7 @@ from lezo_ds.config import ZEROTH_ORDER, RunConfig, config_to_dict, flatten, loa
 from lezo_ds.config.paths import ROOT
 from lezo_ds.errors import DivergenceError, LezoError, UserError
 from lezo_ds.files import make_directory, write_atomically
+from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.signals import on_stop_signals
 from lezo_ds.tools.report import DAMAGE, MEASURED, SEEDS, over_seeds, read_runs, recorded_config
 
@@ -51,9 +51,11 @@ class SweepRun:
 
     def is_done(self) -> bool:
         """Return whether the run is finished, as it is configured now."""
+        results = RunResults.read(self.directory / "results.json")
+        if results is None or not results.finished:
+            return False
         try:
-            results = json.loads((self.directory / "results.json").read_text())
-            return bool(results["finished"]) and recorded_config(self.directory) == self.config
+            return recorded_config(self.directory) == self.config
         except DAMAGE:  # the run repairs it
             return False
 

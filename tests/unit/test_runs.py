@@ -21,6 +21,8 @@ from lezo_ds.runs import records
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.disk import check_disk, snapshot_sizes
 from lezo_ds.runs.records import TrainingState, assert_same_run, best_evaluation, stopping_step
+from lezo_ds.runs.results import RunResults
+from lezo_ds.runs.screen import run_summary
 from lezo_ds.runs.trainer import monitor_sections
 from lezo_ds.tools.report import read_runs
 
@@ -192,13 +194,78 @@ DAMAGED = (
     "\udcff",
 )
 DAMAGED += (f'{{"finished": true, "test": {10**400}}}',)
+RESULTS = RunResults(
+    task="sst2",
+    method="lezo",
+    peft="none",
+    metric="accuracy",
+    protocol="mezo",
+    finished=True,
+    zero_shot=0.5,
+    test=0.75,
+    majority_class=None,
+    best_step=4,
+    best_dev_loss=0.1 + 0.2,
+    trained_dev_loss=0.5,
+    worse_than_base=False,
+    steps=8,
+    early_stop_step=None,
+    seed=0,
+    seconds=1.5,
+    peak_memory_bytes=1 << 40,
+    skipped_steps=0,
+    model_fingerprint="f",
+    weights_digest="d",
+    world_size=2,
+)
+VALUES_OF_RESULTS = asdict(RESULTS)
+DAMAGED += tuple(
+    json.dumps(VALUES_OF_RESULTS | change)
+    for change in (
+        {"steps": True},
+        {"finished": 1},
+        {"best_step": "4"},
+        {"weights_digest": ["d"]},
+        {"test": None},
+        {"test": 10**400},
+    )
+)
+DAMAGED += (json.dumps({name: VALUES_OF_RESULTS[name] for name in ("finished", "test", "steps")}),)
+
+
+def test_results_are_read_as_they_were_written(directory):
+    assert RunResults.read(directory.results) is None
+    RESULTS.write(directory.results)
+    assert RunResults.read(directory.results) == RESULTS
+    assert list(json.loads(directory.results.read_text())) == list(VALUES_OF_RESULTS)
+    assert RESULTS.step_of_weights == 4
+    assert replace(RESULTS, finished=False).step_of_weights == 8
+    other_versions = VALUES_OF_RESULTS | {"younger": 1, "seconds": 2}
+    del other_versions["trained_dev_loss"], other_versions["worse_than_base"]
+    directory.results.write_text(json.dumps(other_versions))
+    assert RunResults.read(directory.results) == replace(
+        RESULTS, trained_dev_loss=None, seconds=2.0
+    )
+
+
+def test_the_summary_of_a_run_is_short():
+    assert run_summary("runs/x", RESULTS).splitlines() == [
+        "Finished: 8 steps in 0:00:02.",
+        "Test accuracy: 0.500 before, 0.750 after.",
+        "Best step: 4 (validation loss 0.3).",
+        "Run directory: runs/x",
+    ]
+    scored = replace(RESULTS, method="icl", best_step=None, zero_shot=None, majority_class=0.6)
+    assert "Test accuracy: 0.750 (majority class 0.600)." in run_summary("runs/x", scored)
+    stopped = replace(RESULTS, finished=False, test=None)
+    assert run_summary("runs/x", stopped).startswith("Stopped after step 8 (0:00:02).")
 
 
 @pytest.mark.parametrize("text", DAMAGED)
-def test_damaged_results_are_none_and_the_report_says_so(directory, text):
+def test_damaged_results_are_not_read_and_the_report_says_so(directory, text):
     directory.write_facts(config_to_dict(config()), 1, torch.device("cpu"))
     (directory.path / "results.json").write_bytes(text.encode(errors="surrogateescape"))
-    assert directory.read_results() == {}
+    assert RunResults.read(directory.results) is None
     assert "damaged results.json" in read_runs([directory.path])["problem"][0]
 
 

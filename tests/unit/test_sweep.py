@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -12,6 +13,7 @@ import yaml
 
 from lezo_ds.config import config_to_dict
 from lezo_ds.errors import DivergenceError, UserError
+from lezo_ds.runs.results import RunResults
 from lezo_ds.tools import report, sweep
 from lezo_ds.tools.report import find_runs, name_experiments, read_runs, score_table
 from lezo_ds.tools.sweep import best_index, plan_sweep, results_frame, tune, write_tables
@@ -28,19 +30,34 @@ def plan(tmp_path):
 
 def finish(run, test=0.9, dev_loss=0.5, **changes):
     """Write what a run leaves when it is done."""
-    results = {
-        "finished": True,
-        "metric": "accuracy",
-        "test": test,
-        "zero_shot": 0.5,
-        "majority_class": 0.6,
-    }
-    results |= {"best_dev_loss": dev_loss, "best_step": 100, "steps": 200, "seconds": 10.0}
-    results |= {"trained_dev_loss": dev_loss} | changes
+    results = RunResults(
+        task=run.config.data.task,
+        method=run.config.method,
+        peft=run.config.peft.kind,
+        metric="accuracy",
+        protocol=run.config.data.protocol,
+        finished=True,
+        zero_shot=0.5,
+        test=test,
+        majority_class=0.6,
+        best_step=100,
+        best_dev_loss=dev_loss,
+        trained_dev_loss=dev_loss,
+        steps=200,
+        early_stop_step=None,
+        seed=run.config.seed,
+        seconds=10.0,
+        peak_memory_bytes=1 << 30,
+        skipped_steps=0,
+        model_fingerprint="f",
+        weights_digest="d",
+        world_size=1,
+    )
+    results = replace(results, **changes)
     run.directory.mkdir(parents=True)
     (run.directory / "config.yaml").write_text(yaml.safe_dump(config_to_dict(run.config)))
-    (run.directory / "results.json").write_text(json.dumps(results))
-    scores = {f"dev_{results['metric']}": 0.9, "dev_loss": dev_loss or 0.0}
+    results.write(run.directory / "results.json")
+    scores = {f"dev_{results.metric}": 0.9, "dev_loss": dev_loss or 0.0}
     lines = [{"step": step, "seconds": step, **scores} for step in (100, 200)]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (run.directory / "metrics.jsonl").write_text(text + '{"step": 2')  # cut by a crash
