@@ -1,4 +1,15 @@
-"""The time of a run, measured on a model of its shapes with two blocks of random weights."""
+"""The time of a run, measured on a model of the same shapes with two blocks of random weights.
+
+All blocks of a model take the same time, so two of them are enough: one that steps drop and one
+that they keep. From the seconds of a measured step,
+
+    forward outside the blocks + in the dropped block + in the kept block + update
+
+follow those of the real model with B blocks, D of which a step drops:
+
+    forward outside + D x in the dropped block + (B - D) x in the kept block
+        + update x (weights that a step of the real model updates) / (those of the measured step)
+"""
 
 from __future__ import annotations
 
@@ -8,107 +19,200 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from lezo_ds import distributed
 from lezo_ds.config import TRAINED, RunConfig
 from lezo_ds.config.deepspeed import tensor_parallel_of
 from lezo_ds.data.evaluation import evaluate
 from lezo_ds.data.task_data import TaskData
+from lezo_ds.engine import LezoEngine
 from lezo_ds.model.checkpoint import DTYPES, build_on_meta, load_model_config
 from lezo_ds.runs.trainer import make_engine
+from lezo_ds.tools.node_folder import folder_on_every_node
 from lezo_ds.zo.layers import num_dropped
 
-_ROUNDS = 5  # the first compiles kernels and is not counted
+# How often an action is measured. The first time compiles kernels and is not counted.
+_ROUNDS = 5
+# These random numbers fill the weights again and again. Drawing new ones for all weights of a large
+# model would take minutes.
+_NUM_NOISE = 1 << 16
+
+
+class PlannedSeconds(NamedTuple):
+    """The times that a run is made of.
+
+    Attributes:
+        step: Seconds of a training step; 0 if the method does not train.
+        example: Seconds of scoring one example.
+    """
+
+    step: float
+    example: float
+
+
+class _Seconds(NamedTuple):
+    """What an action of the model with two blocks took.
+
+    Attributes:
+        outside: Everything but the forward passes of the blocks.
+        dropped: Forward passes of the first block, which steps drop.
+        kept: Forward passes of the second block, which steps perturb.
+    """
+
+    outside: float
+    dropped: float
+    kept: float
+
+
+class _BlockClock:
+    """Sums the seconds of a block's forward passes, with the gathering of its weights."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.seconds = 0.0
+        # ZeRO-3 gathers a block in a pre-hook, too, so this one is the first.
+        block.register_forward_pre_hook(self._start, prepend=True)
+        block.register_forward_hook(self._stop)
+
+    def _start(self, *_: object) -> None:
+        self.seconds -= now()
+
+    def _stop(self, *_: object) -> None:
+        self.seconds += now()
 
 
 def plan_time(
     config: RunConfig, directory: Path, data: TaskData, num_blocks: int
-) -> tuple[float, float]:
-    """Return the seconds of a step (0 without training) and of scoring an example, on the ranks here.
+) -> PlannedSeconds:
+    """Measure steps and scores on the ranks that are here. A collective.
 
-    A collective. Messages of these ranks are included. Weights are not offloaded.
+    The plan may be for more ranks. Messages between the ranks here are included, and weights are
+    not offloaded.
+
+    Args:
+        config: The run.
+        directory: The folder of the run's model. Its weights are not read.
+        data: The run's examples.
+        num_blocks: Number of transformer blocks of the run's model.
+
+    Returns:
+        The seconds of a step and of scoring an example, if all work were done on the ranks here.
     """
-    world = distributed.world_size()  # the plan may be for more ranks
-    sizes = dict[str, Any](
-        tensor_parallel=tensor_parallel_of(config), partition_size=config.partition_size
+    engine = _engine_of_two_blocks(config, directory)
+    blocks = engine.module.get_submodule(engine.layout.path).children()
+    clocks = [_BlockClock(block) for block in blocks]
+    batch_size = config.train.eval_batch_size
+    # Two batches for each rank are enough.
+    num_scored = min(len(data.dev.examples), 2 * batch_size * distributed.world_size())
+    scored = replace(
+        data.dev,
+        examples=data.dev.examples[:num_scored],
+        encoded=data.dev.encoded[:num_scored],
+        prompts=data.dev.prompts[:num_scored],
+        null_encoded=data.dev.null_encoded[:num_scored],
     )
-    sizes = {name: size if size and world % size == 0 else None for name, size in sizes.items()}
-    # A step drops the first block, and keeps the last.
+    scoring = _fastest(clocks, lambda: evaluate(engine, data, scored, batch_size))
+    block_seconds = (scoring.dropped + scoring.kept) / 2  # an evaluation drops no block
+    example = (scoring.outside + num_blocks * block_seconds) / num_scored
+    if config.method not in TRAINED:
+        return PlannedSeconds(0.0, example)
+
+    # A generator, because a step of a run also draws its examples.
+    batches = (data.step_batch(config, step) for step in range(_ROUNDS))
+    step = _fastest(clocks, lambda: engine.train_batch(next(batches), data.loss))
+    # This applies the last step's record again and again. No block runs meanwhile.
+    update = _fastest(clocks, lambda: engine.apply(_ROUNDS - 1, _ROUNDS)).outside
+    dropped_blocks = num_dropped(config.zo.sparsity or 0.0, num_blocks)
+    kept_blocks = num_blocks - dropped_blocks
+    outside_weights, kept_weights = _num_updated(engine)
+    measured_weights = outside_weights + kept_weights
+    updated_weights = outside_weights + kept_weights * kept_blocks
+    seconds = (
+        (step.outside - update)
+        + dropped_blocks * step.dropped
+        + kept_blocks * step.kept
+        + update * updated_weights / measured_weights
+    )
+    return PlannedSeconds(seconds, example)
+
+
+def _engine_of_two_blocks(config: RunConfig, directory: Path) -> LezoEngine:
+    """Return an engine on a model with two blocks, the first of which steps drop. A collective."""
+    world_size = distributed.world_size()
+
+    def if_it_divides(size: int | None) -> int | None:
+        """Return the size of groups of ranks, or None if the ranks here do not make such groups."""
+        return size if size and world_size % size == 0 else None
+
     zo = replace(config.zo, sparsity=0.5, layer_policy="fixed", layer_policy_options={})
     with ExitStack() as stack:
-        folder = distributed.on_rank_zero(lambda: stack.enter_context(TemporaryDirectory()))
-        distributed.on_rank_zero(lambda: _write_model(config, directory, Path(folder)))
-        model = replace(config.model, path=folder)
+        folder = stack.enter_context(
+            folder_on_every_node(lambda folder: _write_model(config, directory, folder))
+        )
         logging.disable(logging.INFO)
         stack.callback(logging.disable, logging.NOTSET)
-        engine = make_engine(replace(config, model=model, zo=zo, deepspeed=None, **sizes))
+        small = replace(
+            config,
+            model=replace(config.model, path=str(folder)),
+            zo=zo,
+            deepspeed=None,  # without offloading
+            tensor_parallel=if_it_divides(tensor_parallel_of(config)),
+            partition_size=if_it_divides(config.partition_size),
+        )
+        return make_engine(small)
+
+
+def _fastest(clocks: list[_BlockClock], action: Callable[[], object]) -> _Seconds:
+    """Repeat an action; return what its fastest repetition took. A collective."""
+    times = []
+    for _ in range(_ROUNDS):
         distributed.barrier()
-    within: tuple[list[float], ...] = ([], [])
-    for clock, block in zip(
-        within, engine.module.get_submodule(engine.layout.path).children(), strict=True
-    ):
-        # The first hook comes before the one that gathers the block.
-        block.register_forward_pre_hook(lambda *_, clock=clock: clock.append(-now()), prepend=True)
-        block.register_forward_hook(lambda *_, clock=clock: clock.append(now()))
+        for clock in clocks:
+            clock.seconds = 0.0
+        start = now()
+        action()
+        total = now() - start
+        dropped, kept = [clock.seconds for clock in clocks]
+        times.append(_Seconds(total - dropped - kept, dropped, kept))
+    return min(times[1:], key=sum)
 
-    def fastest(action: Callable[[], object]) -> list[float]:
-        """Return the seconds outside the blocks, and in each of them."""
-        times = []
-        for _ in range(_ROUNDS):
-            distributed.barrier()
-            for clock in within:
-                clock.clear()
-            start = now()
-            action()
-            seconds, blocks = now() - start, [sum(clock) for clock in within]
-            times.append([seconds - sum(blocks), *blocks])
-        return min(times[1:], key=sum)
 
-    batch = config.train.eval_batch_size
-    count = min(len(data.dev.examples), 2 * batch * world)
-    parts = ("examples", "encoded", "prompts", "null_encoded")
-    some = replace(data.dev, **{name: getattr(data.dev, name)[:count] for name in parts})
-    outside, *blocks = fastest(lambda: evaluate(engine, data, some, batch))
-    example = (outside + num_blocks * sum(blocks) / 2) / count
-    if config.method not in TRAINED:
-        return 0.0, example
-    steps = iter(data.step_batch(config, step) for step in range(_ROUNDS))
-    outside, dropped, kept = fastest(lambda: engine.train_batch(next(steps), data.loss))
-    update, _, _ = fastest(lambda: engine.apply(_ROUNDS - 1, _ROUNDS))
-    numel = [0, 0, 0, 0]  # trained in the first block, in the last, and outside
+def _num_updated(engine: LezoEngine) -> tuple[int, int]:
+    """Return the elements that a step updates on this rank: outside the blocks, in the kept one."""
+    num_trained = [0, 0, 0, 0]  # of the dropped block, the kept one, embeddings, and the rest
     for parameter in engine.weights.parameters:
-        numel[parameter.named.block] += parameter.parameter.requires_grad * parameter.count
-    number = num_dropped(config.zo.sparsity or 0.0, num_blocks)
-    updated = sum(numel[2:]) + numel[1] * (num_blocks - number)
-    step = outside - update + number * dropped + (num_blocks - number) * kept
-    return step + update * updated / sum(numel[1:]), example
+        if parameter.parameter.requires_grad:
+            num_trained[parameter.named.block] += parameter.count
+    _, kept, embeddings, rest = num_trained
+    return embeddings + rest, kept
 
 
 def _write_model(config: RunConfig, source: Path, folder: Path) -> None:
+    """Write a model of random weights: the shapes of the one in `source`, and two blocks."""
     shape: Any = load_model_config(source)
-    text = shape.get_text_config()
-    for key, value in list(vars(text).items()):
-        if (
-            isinstance(value, list) and len(value) == text.num_hidden_layers
-        ):  # an entry for each block
-            setattr(text, key, value[:2])
-    text.num_hidden_layers = 2
+    decoder = shape.get_text_config()
+    # Some architectures have lists with an entry for each block, such as layer_types.
+    for key, value in list(vars(decoder).items()):
+        has_entry_per_block = isinstance(value, list) and len(value) == decoder.num_hidden_layers
+        if has_entry_per_block:
+            setattr(decoder, key, value[:2])
+    decoder.num_hidden_layers = 2
     shape.save_pretrained(folder)
     dtype = DTYPES[config.model.dtype]
-    noise = 0.02 * torch.randn(1 << 16, dtype=dtype)
-    tensors = {
-        name: noise.repeat(p.numel() // len(noise) + 1)[: p.numel()].view(p.shape)
-        for name, p in build_on_meta(shape, dtype).named_parameters()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    noise = 0.02 * torch.randn(_NUM_NOISE, dtype=dtype)
+    weights = {}
+    for name, parameter in build_on_meta(shape, dtype).named_parameters():
+        repeated = noise.repeat(parameter.numel() // _NUM_NOISE + 1)
+        weights[name] = repeated[: parameter.numel()].view(parameter.shape)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def now() -> float:
+    """Return a clock in seconds, when the GPU has done what it was given."""
     if distributed.device().type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from lezo_ds.errors import UserError
 from lezo_ds.model import snapshots
 from lezo_ds.model.checkpoint import resolve_model
 from lezo_ds.runs.trainer import make_engine
-from lezo_ds.tools import memory_plan
+from lezo_ds.tools import memory_plan, time_plan
 from lezo_ds.tools.dry_run import dry_run, what_fits
 from lezo_ds.tools.memory_plan import (
     CPU_RESERVE,
@@ -243,3 +244,29 @@ def test_the_time_of_steps_and_scores_is_near_that_of_the_real_model(more, tmp_p
     for planned, real in run_ranks(seconds_of_steps, 2, config):
         # Another process may take the processor meanwhile. A step of two blocks takes a tenth of the time.
         assert all(real[i] / 4 < planned[i] < real[i] * 4 for i in (0, 1)), (planned, real)
+
+
+def folders_of_planned_models(config, root):
+    """Plan the time with a temporary directory for each rank, as ranks on different nodes have."""
+    distributed.init_distributed()
+    own = root / f"node-{distributed.rank()}"
+    own.mkdir()
+    tempfile.tempdir = str(own)
+    folders = []
+
+    def make_and_note(changed):
+        folders.append(Path(changed.model.path).parent)
+        return make_engine(changed)
+
+    time_plan.make_engine = make_and_note
+    data = load_task_data(config)
+    plan_time(config, resolve_model(config.model.path), data, num_blocks=4)
+    return folders, list(own.iterdir())
+
+
+@pytest.mark.distributed
+def test_each_node_measures_a_model_in_its_own_temporary_directory(tmp_path):
+    config = load_config(write_recipe(tmp_path), [f"run_dir={tmp_path / 'run'}"])
+    found = run_ranks(folders_of_planned_models, 2, config, tmp_path)
+    # Nothing is left there.
+    assert found == [([tmp_path / f"node-{rank}"], []) for rank in (0, 1)]
