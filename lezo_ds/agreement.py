@@ -1,12 +1,19 @@
 """A proof at every step that all ranks work on the same step, batch, plan and settings.
 
-Ranks exchange only scalars (LeZO, Algorithm 1). A rank with another batch, seed or projected gradient would
-therefore train another model without any error. Each rank states the facts of its work, and a hash of the
-facts goes into the all-reduce of the losses. The sums of the hash numbers show whether all hashes are equal.
+Ranks exchange only scalars (LeZO, Algorithm 1). A rank with another batch, seed or projected
+gradient would therefore train another model without any error. Five numbers in the all-reduce of
+the losses prove that this has not happened:
 
-No rank lays out the whole batch. All ranks state what it consists of. Each share of it is laid out and hashed
-by two ranks, the one that runs it and another one: one adds the hash, the other subtracts it, and the sum
-shows whether they agree. At the next step it is another pair, so any two ranks meet.
+    | losses, votes | cross checksum | x1 | x1**2 | x2 | x2**2 |    float64, summed over all ranks
+
+The cross checksum compares the batch. No rank lays out the whole batch: each slice of it is laid
+out and hashed by two ranks, the one that runs it and one that watches it. One adds the hash and the
+other subtracts it, so the sum is 0 if they agree. The pairs change from step to step, so any two
+ranks meet.
+
+x1 and x2 are parts of a hash of the rank's claims: names and values of all else that it works on.
+Their sums and the sums of their squares show whether all ranks have the same hash. If not, the
+ranks exchange the claims themselves, and the error names what differs on which rank.
 """
 
 from __future__ import annotations
@@ -20,48 +27,54 @@ import torch
 from lezo_ds.errors import DesyncError
 from lezo_ds.forward.batch import MicroBatch, StepBatch
 
-Facts = Mapping[str, str]
-"""What a rank works on at a step, by the names that error messages use."""
+Claims = Mapping[str, str]
+"""What a rank works on at a step. Error messages use the names."""
 
 BATCH = "batch"
 NUM_PROOF_NUMBERS = 5
-"""Numbers of the all-reduce that prove agreement: `share_number` and four `fact_numbers`."""
+"""Numbers of the all-reduce that prove agreement: `cross_checksum` and four `claim_numbers`."""
 
 _PART_BITS = 20
-_SHARE_BITS = 40  # float64 holds the sum of such numbers of 8192 ranks exactly
+_CHECKSUM_BITS = 40  # float64 holds the sum of such numbers of 8192 ranks exactly
 _MOST_SHOWN = 4
 
 
-def fact_numbers(facts: Facts) -> list[float]:
-    """Return the parts of a hash of the facts, and their squares: four integers below 2**40."""
-    digest = int.from_bytes(
-        hashlib.blake2b(repr(dict(facts)).encode(), digest_size=8).digest(), "little"
-    )
-    parts = [digest >> shift & (1 << _PART_BITS) - 1 for shift in (0, _PART_BITS)]
-    return [float(number) for part in parts for number in (part, part * part)]
+def claim_numbers(claims: Claims) -> list[float]:
+    """Return two parts of a hash of the claims and their squares: [x1, x1**2, x2, x2**2].
+
+    All four are integers below 2**40.
+    """
+    content = repr(dict(claims)).encode()
+    digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+    numbers = []
+    for shift in (0, _PART_BITS):
+        number = digest >> shift & (1 << _PART_BITS) - 1
+        numbers += [float(number), float(number * number)]
+    return numbers
 
 
 def all_agree(sums: Sequence[float], num_ranks: int) -> bool:
-    """Return whether the sums of `fact_numbers` over at most 8192 ranks are those of equal facts.
+    """Return whether the sums of `claim_numbers` over at most 8192 ranks are those of equal claims.
 
-    By the Cauchy-Schwarz inequality, n (x1**2 + ... + xn**2) = (x1 + ... + xn)**2 only if all x are equal.
+    By the Cauchy-Schwarz inequality, n (x1**2 + ... + xn**2) = (x1 + ... + xn)**2 only if all x are
+    equal.
     """
-    numbers, squares = map(int, sums[::2]), map(int, sums[1::2])
-    return all(
-        num_ranks * square == number * number
-        for number, square in zip(numbers, squares, strict=True)
-    )
+    for number, square in zip(sums[::2], sums[1::2], strict=True):
+        # Python integers: the products exceed the 53 bits that a float holds exactly.
+        if num_ranks * int(square) != int(number) ** 2:
+            return False
+    return True
 
 
-def batch_facts(batch: StepBatch) -> dict[str, str]:
-    """Return what a rank can state of a step's batch without laying it out."""
+def batch_claims(batch: StepBatch) -> dict[str, str]:
+    """Return what a rank can claim of a step's batch without laying it out."""
     digest = hashlib.blake2b(batch.content, digest_size=8)
     digest.update(repr(list(batch.weights)).encode())
     return {BATCH: digest.hexdigest()}
 
 
 def watched_rank(rank: int, num_ranks: int, step: int) -> int:
-    """Return the rank whose share of the batch this rank hashes, too. Each rank is watched by one other.
+    """Return the rank whose slice of the batch this rank hashes, too. One rank watches each rank.
 
     >>> [[watched_rank(rank, 3, step) for rank in range(3)] for step in range(2)]
     [[1, 2, 0], [2, 0, 1]]
@@ -69,16 +82,25 @@ def watched_rank(rank: int, num_ranks: int, step: int) -> int:
     return (rank + 1 + step % max(1, num_ranks - 1)) % num_ranks
 
 
-def share_number(batch: StepBatch, mine: Iterable[int], watched: Iterable[int]) -> float:
-    """Return the hash of a rank's own micro-batches, minus that of those it watches: in (-2**40, 2**40).
+def cross_checksum(batch: StepBatch, own: Iterable[int], watched: Iterable[int]) -> float:
+    """Return the hash of a rank's own slice of the batch, minus that of the slice that it watches.
 
-    The sum over all ranks is 0 if each share has the same hash on both of its ranks.
+    The sum over all ranks is 0 if both ranks of each slice have the same hash of it.
+
+    Args:
+        batch: the step's micro-batches. Only those of the two slices are laid out.
+        own: indices of the micro-batches that this rank runs.
+        watched: indices of the micro-batches that the watched rank runs.
+
+    Returns:
+        An integer in (-2**40, 2**40).
     """
+    return float(_slice_number(batch, own) - _slice_number(batch, watched))
 
-    def number(share: Iterable[int]) -> int:
-        return int(batch_digest([batch[index] for index in share]), 16) >> 64 - _SHARE_BITS
 
-    return float(number(mine) - number(watched))
+def _slice_number(batch: StepBatch, indices: Iterable[int]) -> int:
+    digest = batch_digest([batch[index] for index in indices])
+    return int(digest, 16) >> 64 - _CHECKSUM_BITS
 
 
 def batch_digest(batch: Iterable[MicroBatch]) -> str:
@@ -89,45 +111,49 @@ def batch_digest(batch: Iterable[MicroBatch]) -> str:
         selection = vars(micro_batch.selection) if micro_batch.selection is not None else {}
         for tensors in (micro_batch.inputs, micro_batch.labels, selection):
             for name, tensor in tensors.items():
-                if tensor is not None:
-                    digest.update(f"{name}{tuple(tensor.shape)}".encode())
-                    digest.update(
-                        tensor.detach()
-                        .cpu()
-                        .contiguous()
-                        .view(-1)
-                        .view(torch.uint8)
-                        .numpy()
-                        .tobytes()
-                    )
+                if tensor is None:
+                    continue
+                digest.update(f"{name}{tuple(tensor.shape)}".encode())
+                flat = tensor.detach().cpu().contiguous().view(-1)
+                digest.update(flat.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def disagreement(step: int, by_rank: Sequence[Facts], num_good: int) -> DesyncError:
-    """Return the error that names each rank whose facts differ from those of most ranks.
-
-    If two values are equally common, the one of the lowest rank counts as right.
-    """
-    differences = []
+def disagreement(step: int, by_rank: Sequence[Claims], num_good: int) -> DesyncError:
+    """Return the error that names what differs, on which ranks, and the last good step."""
+    differences: list[str] = []
     for name in by_rank[0]:
-        values = [facts[name] for facts in by_rank]
-        common = Counter(values).most_common(1)[0][0]  # on a tie, the first that was counted
-        differences += [
+        differences += _differences(name, [claims[name] for claims in by_rank])
+    problem = f"the ranks do not work on the same thing at step {step}"
+    return desync_error(
+        problem, differences, num_good, fix="give all ranks the same recipe, data and code"
+    )
+
+
+def _differences(name: str, values: Sequence[str]) -> list[str]:
+    """Return a phrase for each rank with another value than the majority, or for each rank.
+
+    Without a majority, as with two ranks, nobody can say which rank is wrong.
+    """
+    common, count = Counter(values).most_common(1)[0]
+    if 2 * count > len(values):
+        return [
             f"rank {rank} has another {name}: {value}, but most ranks have {common}"
             for rank, value in enumerate(values)
             if value != common
         ]
-    what = f"the ranks do not work on the same thing at step {step}"
-    return desync_error(
-        what, differences, num_good, fix="give all ranks the same recipe, data and code"
-    )
+    phrases = [f"rank {rank} has {value}" for rank, value in enumerate(values)]
+    phrases[0] = f"the ranks differ in {name}: {phrases[0]}"
+    return phrases
 
 
-def desync_error(what: str, details: Sequence[str], num_good: int, fix: str) -> DesyncError:
+def desync_error(problem: str, details: Sequence[str], num_good: int, fix: str) -> DesyncError:
     """Return the error for ranks that differ after `num_good` good steps."""
-    more = f"; and {len(details) - _MOST_SHOWN} more" if len(details) > _MOST_SHOWN else ""
+    shown = "; ".join(details[:_MOST_SHOWN])
+    if len(details) > _MOST_SHOWN:
+        shown += f"; and {len(details) - _MOST_SHOWN} more"
+    last_good = str(num_good - 1) if num_good else "none"
     return DesyncError(
-        f"{what}: {'; '.join(details[:_MOST_SHOWN])}{more}; "
-        f"last good step: {num_good - 1 if num_good else 'none'}, later steps will be done again; "
+        f"{problem}: {shown}; last good step: {last_good}, later steps will be done again; "
         f"fix: run the same command again; if it happens again, {fix}"
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lezo_ds import agreement, distributed, step
-from lezo_ds.agreement import BATCH, Facts
+from lezo_ds.agreement import BATCH, Claims
 from lezo_ds.config import PeftConfig, ZoConfig, make_estimator, make_layer_policy, make_schedule
 from lezo_ds.config.deepspeed import tensor_parallel_size
 from lezo_ds.data.generation import runner
@@ -157,7 +157,7 @@ class ModelEngine:
         self,
         losses: Tensor,
         batch: StepBatch,
-        facts: Facts,
+        facts: Claims,
         share_of: Callable[[int], Iterable[int]],
     ) -> list[float]:
         """Return the sums of float64 [n] over all ranks, check that the ranks agree, and collect the votes.
@@ -180,8 +180,8 @@ class ModelEngine:
         share = 0.0
         if self.world_size > 1:
             watched = agreement.watched_rank(self.global_rank, self.world_size, self.global_steps)
-            share = agreement.share_number(batch, share_of(self.global_rank), share_of(watched))
-        facts = {**facts, **agreement.batch_facts(batch)}
+            share = agreement.cross_checksum(batch, share_of(self.global_rank), share_of(watched))
+        facts = {**facts, **agreement.batch_claims(batch)}
         values = self._sum_agreed(torch.cat([losses, votes]), facts, share, batch)
         if self.replicas is not None:
             # All replicas lay out one micro-batch, another one in each step, and compare it.
@@ -192,13 +192,13 @@ class ModelEngine:
         return sums
 
     def _sum_agreed(
-        self, values: Tensor, facts: Facts, share: float = 0.0, batch: StepBatch | None = None
+        self, values: Tensor, facts: Claims, share: float = 0.0, batch: StepBatch | None = None
     ) -> list[float]:
         """Return the sums over all ranks by one all-reduce; all ranks raise DesyncError if facts differ.
 
         A sum is exact if its element is 0 on all ranks but one, or a small integer on each.
         """
-        proof = values.new_tensor([share, *agreement.fact_numbers(facts)])
+        proof = values.new_tensor([share, *agreement.claim_numbers(facts)])
         sums = distributed.sum_vector(torch.cat([values, proof]))
         difference, *numbers = sums[len(values) :]
         if difference or not agreement.all_agree(numbers, self.world_size):
@@ -208,7 +208,7 @@ class ModelEngine:
             self._disagree(by_rank[0][0], [theirs for _, theirs in by_rank])
         return sums[: len(values)]
 
-    def _disagree(self, step: int, by_rank: Sequence[Facts]) -> NoReturn:
+    def _disagree(self, step: int, by_rank: Sequence[Claims]) -> NoReturn:
         raise agreement.disagreement(step, by_rank, step)
 
 
@@ -328,7 +328,7 @@ class LezoEngine(ModelEngine):
         self._sum_agreed(torch.empty(0, dtype=torch.float64, device=self.device), facts)
         self._settings_agreed = True
 
-    def reduce_and_agree(self, losses: Tensor, batch: StepBatch, facts: Facts) -> list[float]:
+    def reduce_and_agree(self, losses: Tensor, batch: StepBatch, facts: Claims) -> list[float]:
         """Return the losses of all ranks, and check that all work on the same step. One all-reduce."""
         facts = {
             "step": str(self.global_steps),
@@ -366,7 +366,7 @@ class LezoEngine(ModelEngine):
         """Return the result of the last step, with every bit of its projected gradients."""
         return {_LAST_RESULT: repr(self.records[-1] if self.records else None)}
 
-    def _disagree(self, step: int, by_rank: Sequence[Facts]) -> NoReturn:
+    def _disagree(self, step: int, by_rank: Sequence[Claims]) -> NoReturn:
         # If the ranks had different results in the last step, they have also applied different updates.
         agreed_on_last = len({facts[_LAST_RESULT] for facts in by_rank}) == 1
         num_good = step - (not agreed_on_last)
