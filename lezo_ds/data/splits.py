@@ -1,4 +1,17 @@
-"""The examples of a run: records are checked, split as MeZO splits them, and built into examples."""
+"""The examples of a run: records are checked, split as MeZO splits them, and built into examples.
+
+Records come from one of two kinds of source. The indices that a split takes are the first of a
+permutation by data.seed, so that a split is a function of the file, the sizes and the seed.
+
+    a task's data set             train.jsonl  [ train | dev | unused ... ]
+    (data.path, or the hub)       validation   [ test | unused ... ]
+
+    the user's own files          data.train   [ test | dev | train ... ]
+    (data.train and others)       A split with a file of its own takes its records from there.
+
+A row is the place of a record in its file, and the record (see `tables.Row`). Bad records are
+refused together, in one message, before a model is loaded.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +20,15 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from lezo_ds.config.schema import DataConfig
-from lezo_ds.data.tables import Row, read_file, read_hub, read_source
+from lezo_ds.data.tables import Row, kind_of, read_file, read_hub, read_source
 from lezo_ds.errors import UserError, cut, did_you_mean
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import Example, Record
@@ -24,150 +39,234 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
 
-MAX_CHARACTERS = (
-    1_000_000  # of a field: a tokenizer takes minutes and gigabytes for much longer texts
-)
+MAX_CHARACTERS = 1_000_000
+"""Of a field. A tokenizer takes minutes and gigabytes for much longer texts."""
+
+_MOST_DRAWN_TEST = 1000
+_MOST_DRAWN_DEV = 500
+"""A split without a file takes a fifth of data.train, at most this number of records."""
+
+_NUM_SHOWN = 3
+"""Different reasons that a message lists, if several records cannot be used."""
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The examples for training, for selecting the best step, and for the final score."""
+    """The examples of a run.
+
+    Attributes:
+        train: examples to train on.
+        dev: examples to select the best step by.
+        test: examples for the final score.
+        records: the records that demonstrations are drawn from. Those of a task's data set include
+            the records of the dev examples.
+    """
 
     train: tuple[Example, ...]
     dev: tuple[Example, ...]
     test: tuple[Example, ...]
     records: tuple[Record, ...]
-    """The records that demonstrations are drawn from. Without data.train, the dev examples are among them."""
 
 
 def load_splits(task: Task, data: DataConfig) -> Splits:
-    """Read the records that a configuration asks for, leave out those without a right answer, and split."""
-    return _task_splits(task, data) if data.train is None else _own_splits(task, data)
+    """Read the records of a task, leave out those without a right answer, and split the others.
+
+    Raises:
+        UserError: a source cannot be read, records do not fit the task, or there are too few.
+    """
+    if data.train is None:
+        return _task_splits(task, data)
+    return _own_splits(task, data)
 
 
 def usable(items: Iterable[T], use: Callable[[T], U], *, skip: bool) -> list[tuple[T, U]]:
-    """Return the items for which `use` raises no UserError, each with its result.
+    """Return the pairs (item, use(item)) of the items for which `use` raises no UserError.
 
-    The others are refused together, so that one does not hide the rest; or left out with a count, if `skip`.
+    The other items are refused together, so that the first does not hide the rest.
+
+    Args:
+        items: records or examples.
+        use: what checks or encodes an item.
+        skip: leave the other items out with a warning, unless no item is left.
+
+    Raises:
+        UserError: `use` refused an item. The message has the number of refused items, the first
+            few different reasons, and the fix of the first.
     """
-    used, refused = [], []
+    used = []
+    problems = []
+    fixes = []
     for item in items:
         try:
-            used.append((item, use(item)))
+            result = use(item)
         except UserError as error:
-            refused.append(str(error).partition("; fix: "))
-    if not refused:
+            problem, _, fix = str(error).partition("; fix: ")
+            problems.append(cut(problem, 300))
+            fixes.append(fix)
+        else:
+            used.append((item, result))
+    if not problems:
         return used
-    different = list(dict.fromkeys(cut(what, 300) for what, _, _ in refused))
-    listed = "; ".join(different[:3]) + f"; and {len(refused) - 3} more" * (len(different) > 3)
-    text = f"{len(refused)} record{'s' * (len(refused) > 1)} cannot be used: {listed}"
-    if not (skip and used):
+    different = list(dict.fromkeys(problems))
+    listed = "; ".join(different[:_NUM_SHOWN])
+    if len(different) > _NUM_SHOWN:
+        listed += f"; and {len(problems) - _NUM_SHOWN} more"
+    number = "1 record" if len(problems) == 1 else f"{len(problems)} records"
+    message = f"{number} cannot be used: {listed}"
+    if not skip or not used:
         hint = "leave out such records: data.skip_unusable=true (init: --skip-unusable)"
-        raise UserError(text, fix=f"{refused[0][2]}, or {hint}")
-    logger.warning("left out: %s", text)
+        raise UserError(message, fix=f"{fixes[0]}, or {hint}")
+    logger.warning("left out: %s", message)
     return used
 
 
 def _task_splits(task: Task, data: DataConfig) -> Splits:
-    """Draw train, then dev, from a permutation of the training records; test from the validation records."""
-    names = ("train", "validation")
-    if data.path is not None:
-        splits = [_read_split(Path(data.path), name) for name in names]
-    elif task.hub_id is not None:
-        fix = f"set data.path to a directory with {names[0]}.jsonl and {names[1]}.jsonl"
-        splits = read_hub(task.hub_id, task.hub_config, names, fix=fix)
-    else:
-        raise UserError(
-            f"task {task.name} has no data set on the hub", fix="set data.path or data.train"
-        )
-    named = zip(names, splits, strict=True)
-    train, test = (_answerable(task, data, name, rows) for name, rows in named)
+    """Draw train, then dev, from the training records, and test from the validation records."""
+    train_rows, test_rows = _task_rows(task, data)
+    train = _answerable(task, data, "train", train_rows)
+    test = _answerable(task, data, "validation", test_rows)
     sizes = task.mezo_sizes if data.protocol == "mezo" else task.sizes
-    num_train = data.num_train or sizes.num_train
     num_dev = data.num_dev or sizes.num_dev
-    num_left = len(train) - num_dev
-    if num_train > num_left:
-        if data.protocol == "clean" or num_left < 1:
-            what = f"{task.name} has {len(train)} training records, too few for {num_train} + {num_dev}"
-            raise UserError(what, fix="set a smaller data.num_train or data.num_dev")
-        text = (
-            "%s: %d training examples instead of %d: MeZO's protocol takes %d of %d records for dev"
-        )
-        logger.warning(text, task.name, num_left, num_train, num_dev, len(train))
-        num_train = num_left
+    num_test = data.num_test or sizes.num_test
+    num_train = _num_train(task, data, data.num_train or sizes.num_train, num_dev, len(train))
     order = _permutation(data.seed, len(train))
+    test_order = _permutation(data.seed, len(test))
     return Splits(
         train=_build(task, train, order[:num_train]),
         dev=_build(task, train, order[num_train : num_train + num_dev]),
-        test=_build(
-            task, test, _permutation(data.seed, len(test))[: data.num_test or sizes.num_test]
-        ),
+        test=_build(task, test, test_order[:num_test]),
         records=tuple(record for _, record in train),
     )
 
 
+def _task_rows(task: Task, data: DataConfig) -> tuple[list[Row], list[Row]]:
+    """Return the training and the validation records of a task's data set, as they are stored."""
+    if data.path is not None:
+        directory = Path(data.path)
+        return _read_split(directory, "train"), _read_split(directory, "validation")
+    if task.hub_id is None:
+        message = f"task {task.name} has no data set on the hub"
+        raise UserError(message, fix="set data.path or data.train")
+    fix = "set data.path to a directory with train.jsonl and validation.jsonl"
+    train, validation = read_hub(task.hub_id, task.hub_config, ("train", "validation"), fix=fix)
+    return train, validation
+
+
+def _num_train(task: Task, data: DataConfig, wanted: int, num_dev: int, num_records: int) -> int:
+    """Return how many of the training records to train on, if `num_dev` are for dev."""
+    num_left = num_records - num_dev
+    if wanted <= num_left:
+        return wanted
+    if data.protocol == "clean" or num_left < 1:
+        message = (
+            f"{task.name} has {num_records} training records, too few for {wanted} + {num_dev}"
+        )
+        raise UserError(message, fix="set a smaller data.num_train or data.num_dev")
+    logger.warning(
+        "%s: %d training examples instead of %d: MeZO's protocol takes %d of %d records for dev",
+        task.name,
+        num_left,
+        wanted,
+        num_dev,
+        num_records,
+    )
+    return num_left
+
+
 def _own_splits(task: Task, data: DataConfig) -> Splits:
-    """Read a user's own files, each permuted by the seed; a split without a file is drawn from data.train.
+    """Read a user's own files; draw a split that has none from the training records.
 
     Test is drawn first, so that it does not depend on the other sizes.
     """
     assert data.train is not None
-    sources = {"train": data.train, "validation": data.validation, "test": data.test}
-    rows = {
-        name: _answerable(task, data, name, read_source(f"data.{name}", source))
-        for name, source in sources.items()
-        if source is not None
-    }
-    order, drawn = _permutation(data.seed, len(rows["train"])), {}
-    for name, wanted, limit in (("test", data.num_test, 1000), ("validation", data.num_dev, 500)):
-        if name in rows:
-            drawn[name] = rows[name], _permutation(data.seed, len(rows[name]))[:wanted]
-            continue
-        size = wanted or min(limit, max(1, len(rows["train"]) // 5))
-        drawn[name], order = (rows["train"], order[:size]), order[size:]
-        text = "data.%s is not set: %d of the %d records of %s are drawn for it, by data.seed=%d"
-        logger.info(text, name, size, len(rows["train"]), data.train, data.seed)
-    num_dev = len(drawn["validation"][1])
-    if len(order) < (data.num_train or 1) or (data.num_dev or 0) > num_dev:
+    rows = _answerable(task, data, "train", read_source("data.train", data.train))
+    left = _permutation(data.seed, len(rows))
+    test, left = _own_split(task, data, "test", data.test, rows, left)
+    dev, left = _own_split(task, data, "validation", data.validation, rows, left)
+    if len(left) < (data.num_train or 1) or len(dev) < (data.num_dev or 0):
+        message = f"{data.train} leaves {len(left)} records to train on and {len(dev)} for dev"
         fix = "set a smaller data.num_train, data.num_dev or data.num_test, or add records"
-        what = f"{data.train} leaves {len(order)} records to train on and {num_dev} for dev"
-        raise UserError(what, fix=fix)
-    order = order[: data.num_train]
+        raise UserError(message, fix=fix)
+    order = left[: data.num_train]
     return Splits(
-        train=_build(task, rows["train"], order),
-        dev=_build(task, *drawn["validation"]),
-        test=_build(task, *drawn["test"]),
-        records=tuple(rows["train"][row][1] for row in order),
+        train=_build(task, rows, order),
+        dev=dev,
+        test=test,
+        records=tuple(rows[index][1] for index in order),
     )
+
+
+def _own_split(
+    task: Task,
+    data: DataConfig,
+    name: str,
+    source: str | None,
+    train_rows: Sequence[Row],
+    left: list[int],
+) -> tuple[tuple[Example, ...], list[int]]:
+    """Return the examples of a split, and the indices in `train_rows` that it leaves of `left`."""
+    is_test = name == "test"
+    wanted = data.num_test if is_test else data.num_dev
+    if source is not None:
+        rows = _answerable(task, data, name, read_source(f"data.{name}", source))
+        order = _permutation(data.seed, len(rows))
+        return _build(task, rows, order[:wanted]), left
+    most = _MOST_DRAWN_TEST if is_test else _MOST_DRAWN_DEV
+    size = wanted or min(most, max(1, len(train_rows) // 5))
+    logger.info(
+        "data.%s is not set: %d of the %d records of %s are drawn for it, by data.seed=%d",
+        name,
+        size,
+        len(train_rows),
+        data.train,
+        data.seed,
+    )
+    return _build(task, train_rows, left[:size]), left[size:]
 
 
 def with_demonstrations(task: Task, data: DataConfig, splits: Splits) -> Splits:
     """Put solved examples before every question of dev and test, with a blank line after each.
 
-    They are the first training examples; with protocol mezo, others for each question.
+    They are the first training examples, the same for all questions. With protocol mezo, they are
+    drawn from all records for each question.
+
+    Raises:
+        UserError: there are fewer than data.num_demonstrations examples.
     """
-    wanted, per_question = data.num_demonstrations, data.protocol == "mezo"
-    # A dev question comes from the same records, and its own answer is not shown to it.
-    available = len(splits.records) - 1 if per_question else len(splits.train)
+    wanted = data.num_demonstrations
+    per_question = data.protocol == "mezo"
+    available = len(splits.train)
+    if per_question:
+        # A dev question is one of these records, and its own answer is not shown to it.
+        available = len(splits.records) - 1
     if wanted > available:
+        message = f"data.num_demonstrations={wanted} is more than the {available} examples"
         fix = f"set data.num_demonstrations={available}, or add training examples"
-        raise UserError(
-            f"data.num_demonstrations={wanted} is more than the {available} examples", fix=fix
+        raise UserError(message, fix=fix)
+    if not per_question:
+        demonstrations = splits.train[:wanted]
+        return replace(
+            splits,
+            dev=tuple(_after(question, demonstrations) for question in splits.dev),
+            test=tuple(_after(question, demonstrations) for question in splits.test),
         )
 
-    def show(questions: tuple[Example, ...], own_rows: Sequence[int] = ()) -> tuple[Example, ...]:
-        if not per_question:
-            return tuple(_after(question, splits.train[:wanted]) for question in questions)
-        drawn = draw_demonstrations(
+    def drawn_for(
+        questions: tuple[Example, ...], own_rows: Sequence[int] = ()
+    ) -> tuple[Example, ...]:
+        rows_by_question = draw_demonstrations(
             data.seed, len(questions), len(splits.records), wanted, own_rows
         )
-        return tuple(
-            _after(question, [task.build_example(splits.records[row], row) for row in rows])
-            for question, rows in zip(questions, drawn, strict=True)
-        )
+        asked = []
+        for question, rows in zip(questions, rows_by_question, strict=True):
+            demonstrations = [task.build_example(splits.records[row], row) for row in rows]
+            asked.append(_after(question, demonstrations))
+        return tuple(asked)
 
-    own_rows = [question.index for question in splits.dev] if data.train is None else ()
-    return replace(splits, dev=show(splits.dev, own_rows), test=show(splits.test))
+    own_rows: Sequence[int] = ()
+    if data.train is None:
+        own_rows = [question.index for question in splits.dev]
+    return replace(splits, dev=drawn_for(splits.dev, own_rows), test=drawn_for(splits.test))
 
 
 def draw_demonstrations(
@@ -175,20 +274,32 @@ def draw_demonstrations(
 ) -> list[list[int]]:
     """Draw the rows of the records to show before each question, as MeZO's icl.sh does.
 
-    Question i has a seed: the i-th of `np.random.randint(0, 10000, size=num_questions)` under `seed`, which
-    is 0 in MeZO's code. It is shown the first records of a permutation under that seed, without its own.
+    Question i has a seed: the i-th of `np.random.randint(0, 10000, size=num_questions)` under
+    `seed`, which is 0 in MeZO's code. It is shown the first records of a permutation under that
+    seed, without its own record.
+
+    Args:
+        seed: seed of the questions' seeds.
+        num_questions: number of questions.
+        num_records: number of records to draw from.
+        count: number of records to show before each question.
+        own_rows: the row of each question's own record; empty if the questions are not among them.
     """
     seeds = np.random.RandomState(seed).randint(0, 10_000, num_questions).tolist()
     own = own_rows or [-1] * num_questions
-    return [
-        [row for row in _permutation(drawn, num_records)[: count + 1] if row != excluded][:count]
-        for drawn, excluded in zip(seeds, own, strict=True)
-    ]
+    drawn = []
+    for question_seed, own_row in zip(seeds, own, strict=True):
+        first = _permutation(question_seed, num_records)[: count + 1]
+        drawn.append([row for row in first if row != own_row][:count])
+    return drawn
 
 
-def _after(question: Example, shown: Sequence[Example]) -> Example:
-    solved = [(example.prompt + text).strip() for example in shown for text in example.gold_texts]
-    return replace(question, demonstrations="".join(f"{text}\n\n" for text in solved))
+def _after(question: Example, demonstrations: Sequence[Example]) -> Example:
+    solved = []
+    for example in demonstrations:
+        for answer in example.gold_texts:
+            solved.append(f"{(example.prompt + answer).strip()}\n\n")
+    return replace(question, demonstrations="".join(solved))
 
 
 def _permutation(seed: int, num_records: int) -> list[int]:
@@ -198,39 +309,67 @@ def _permutation(seed: int, num_records: int) -> list[int]:
 
 
 def _build(task: Task, rows: Sequence[Row], order: Sequence[int]) -> tuple[Example, ...]:
-    drawn = [(row, *rows[row]) for row in order]
-    return tuple(
-        replace(task.build_example(r, row), record=r, place=place) for row, place, r in drawn
-    )
+    examples = []
+    for index in order:
+        place, record = rows[index]
+        example = task.build_example(record, index)
+        examples.append(replace(example, record=record, place=place))
+    return tuple(examples)
 
 
 def _read_split(directory: Path, split: str) -> list[Row]:
-    lines = directory / f"{split}.jsonl"
-    files = [lines] if lines.is_file() else sorted(directory.glob(f"{split}*.parquet"))
-    if not files:
-        fix = "correct it, or remove it to read the hub"
-        raise UserError(f"data.path={directory} has no {split}.jsonl or {split}*.parquet", fix=fix)
-    return [row for file in files for row in read_file(file)]
+    """Return the records of train.jsonl, or else of all files such as train-00000.parquet."""
+    files = sorted(directory.glob(f"{split}*"))
+    chosen = [file for file in files if file.stem == split and kind_of(file) == ".jsonl"]
+    if not chosen:
+        chosen = [file for file in files if kind_of(file) == ".parquet"]
+    if not chosen:
+        message = f"data.path={directory} has no {split}.jsonl or {split}*.parquet"
+        raise UserError(message, fix="correct it, or remove it to read the hub")
+    rows: list[Row] = []
+    for file in chosen:
+        rows += read_file(file)
+    return rows
 
 
 def _answerable(task: Task, data: DataConfig, split: str, rows: Sequence[Row]) -> list[Row]:
+    """Check records; return those with a right answer, or all if the task has no answers."""
+
     def has_answer(numbered: tuple[int, Row]) -> bool:
         number, (place, record) = numbered
         where = f"record {number} of the {split} split of {task.name}{place}"
         return checked_label(task, where, record) is not None or not task.has_answers
 
     checked = usable(enumerate(rows, start=1), has_answer, skip=data.skip_unusable)
-    kept = [row for (_, row), is_kept in checked if is_kept]
-    if not kept:
-        what = f"none of the {len(rows)} records of the {split} split of {task.name} has an answer"
-        raise UserError(what, fix="correct the file")
-    if len(kept) < len(checked):
-        text = "%d of %d records of the %s split of %s have no right answer and are left out"
-        logger.warning(text, len(checked) - len(kept), len(rows), split, task.name)
-    return kept
+    answerable = [row for (_, row), is_answerable in checked if is_answerable]
+    if not answerable:
+        message = (
+            f"none of the {len(rows)} records of the {split} split of {task.name} has an answer"
+        )
+        raise UserError(message, fix="correct the file")
+    num_left_out = len(checked) - len(answerable)
+    if num_left_out:
+        logger.warning(
+            "%d of %d records of the %s split of %s have no right answer and are left out",
+            num_left_out,
+            len(rows),
+            split,
+            task.name,
+        )
+    return answerable
 
 
 def checked_label(task: Task, where: str, record: Record | ValueError) -> int | None:
+    """Return the label of a record, or None if it has no right answer.
+
+    Args:
+        task: the task of the record.
+        where: what a message calls the record.
+        record: the record, or what is wrong with it (see `tables.Row`).
+
+    Raises:
+        UserError: the record does not fit the task.
+    """
     if isinstance(record, ValueError):
         raise UserError(f"{where} {record}", fix="correct it")
     _check_fields(task, where, record)
@@ -239,38 +378,46 @@ def checked_label(task: Task, where: str, record: Record | ValueError) -> int | 
     except UserError as error:
         raise UserError(f"{where} does not fit the task: {error}") from error
     if example.label is not None and not 0 <= example.label < len(example.candidates):
-        what = f"{where} has the label {example.label}, not 0 to {len(example.candidates) - 1}"
-        raise UserError(
-            what, fix="remove records without a label (-1 in the test splits of the hub)"
-        )
+        last = len(example.candidates) - 1
+        message = f"{where} has the label {example.label}, not 0 to {last}"
+        fix = "remove records without a label (-1 in the test splits of the hub)"
+        raise UserError(message, fix=fix)
     return example.label
 
 
 def _check_fields(task: Task, where: str, record: Record) -> None:
+    """Refuse a record without a field that the task reads, or with a value that it cannot read."""
     for name, expected_type in task.fields.items():
-        value: object = record
-        for part in field_path(record, name):
-            if not isinstance(value, Mapping) or part not in value:
-                fields = [str(field) for field in value] if isinstance(value, Mapping) else []
-                fix = did_you_mean(part, fields, "correct the names of fields, or the file")
-                what = f"{where} has no field {name}, only {', '.join(fields) or shown(value)}"
-                raise UserError(what, fix=fix)
-            value = value[part]
-        if not _has_type(value, expected_type):
+        value = _field_value(record, name, where)
+        try:
+            _checker(expected_type).validate_python(value, strict=True)
+        except ValidationError as error:
             expected = expected_type if get_args(expected_type) else expected_type.__name__
-            what = f"field {name} of {where} is {shown(value)}, not of type {expected}"
-            raise UserError(what, fix=f"use the field types of {task.hub_id or 'the task'}")
-        text = json.dumps(value, ensure_ascii=False, default=str)
-        if len(text) > MAX_CHARACTERS:
-            what = f"field {name} of {where} has more than {MAX_CHARACTERS} characters"
-            raise UserError(what, fix="shorten it")
-        if re.search("[\ud800-\udfff]", text):  # JSON can hold it, and no tokenizer accepts it
+            message = f"field {name} of {where} is {shown(value)}, not of type {expected}"
+            fix = f"use the field types of {task.hub_id or 'the task'}"
+            raise UserError(message, fix=fix) from error
+        written = json.dumps(value, ensure_ascii=False, default=str)
+        if len(written) > MAX_CHARACTERS:
+            message = f"field {name} of {where} has more than {MAX_CHARACTERS} characters"
+            raise UserError(message, fix="shorten it")
+        # JSON can hold half of a surrogate pair, and no tokenizer accepts it.
+        if re.search("[\ud800-\udfff]", written):
             raise UserError(f"field {name} of {where} has half of a character", fix="remove it")
 
 
-def _has_type(value: object, expected_type: type) -> bool:
-    # Exactly this type: True is not an int.
-    if get_origin(expected_type) is list:
-        (item_type,) = get_args(expected_type)
-        return isinstance(value, list) and all(type(item) is item_type for item in value)
-    return expected_type is object or type(value) is expected_type
+def _field_value(record: Record, name: str, where: str) -> object:
+    value: object = record
+    for key in field_path(record, name):
+        if not isinstance(value, Mapping) or key not in value:
+            fields = [str(field) for field in value] if isinstance(value, Mapping) else []
+            message = f"{where} has no field {name}, only {', '.join(fields) or shown(value)}"
+            fix = did_you_mean(key, fields, "correct the names of fields, or the file")
+            raise UserError(message, fix=fix)
+        value = value[key]
+    return value
+
+
+@cache
+def _checker(expected_type: type) -> TypeAdapter[Any]:
+    """Return the check of a field's type. When strict, it does not take True for an int."""
+    return TypeAdapter(expected_type)

@@ -1,7 +1,15 @@
-"""Records from files and from the hub, each with its place for errors, such as " (train.jsonl line 3)".
+"""Records from files and from the Hugging Face hub, each with its place for error messages.
 
-Python's own readers keep values as they are written. Those of `datasets` turn the text "2020-01-01" into a
-date, shift the values of a row with too many, and do not know the line of a record.
+A source is a path, whose suffix in any case says how to read it, or the name of a split on the hub:
+
+    tickets.csv, .tsv         a header, then one record a row; every value is text
+    tickets.jsonl, .json      one JSON object a line, or one JSON list of objects
+    tickets.parquet           one record a row
+    OWNER/NAME:SPLIT          a split of a data set on the hub; also OWNER/NAME/CONFIG:SPLIT
+
+All but JSON lists are streamed. Python's own readers keep values as they are written. The readers
+of `datasets` turn the text "2020-01-01" into a date, shift the values of a row that has too many,
+and do not know the line of a record.
 """
 
 from __future__ import annotations
@@ -9,7 +17,6 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +28,31 @@ from lezo_ds.errors import HubError, UserError
 from lezo_ds.model.checkpoint import hub_problem
 
 Row = tuple[str, Any]
-"""The place of a record, "" if unknown, and the record, or a ValueError that says why it is none."""
+"""(place, record): the place is such as " (train.jsonl line 3)", or "" if it is unknown. The record
+is a mapping, or a ValueError that says why there is none."""
+
+_UNLIMITED = 2**31 - 1
+_PARQUET_ROWS = 1024  # that are in memory at a time
+_SNIFFED_BYTES = 1000  # of a JSON file; white space before a list may be as long
 
 
 def read_source(key: str, source: str) -> list[Row]:
-    """Return the records of a file, or of OWNER/NAME:SPLIT or OWNER/NAME/CONFIG:SPLIT on the hub."""
+    """Return the records of a file or of a split on the hub (see the module's docstring).
+
+    Args:
+        key: the recipe key that names the source, for messages.
+        source: the value of this key.
+
+    Raises:
+        UserError: the source is not there, cannot be read, or has no records.
+    """
     path = Path(source)
     hub_name, colon, split = source.rpartition(":")
-    if colon and not path.exists() and 1 <= hub_name.count("/") <= 2:
+    num_slashes = hub_name.count("/")
+    if colon and not path.exists() and num_slashes in (1, 2):
         owner, name, *config = hub_name.split("/")
-        (rows,) = read_hub(
-            f"{owner}/{name}", "".join(config) or None, [split], fix=f"set {key} to a file"
-        )
+        fix = f"set {key} to a file"
+        (rows,) = read_hub(f"{owner}/{name}", "".join(config) or None, [split], fix=fix)
     else:
         check_kind(f"{key}={source}", path)
         rows = list(read_file(path))
@@ -41,97 +61,136 @@ def read_source(key: str, source: str) -> list[Row]:
     return rows
 
 
+def kind_of(path: Path) -> str:
+    """Return the suffix that says how a file is read, in lower case: ".csv" also for T.CSV."""
+    return path.suffix.lower()
+
+
 def check_kind(name: str, path: Path) -> None:
-    if path.suffix not in READERS or not path.is_file():
-        missing = "" if path.is_file() else ", which is not a file"
-        fix = f"name a file that ends in {', '.join(READERS)}, or OWNER/NAME:SPLIT on the hub"
-        raise UserError(f"cannot read {name}{missing}", fix=fix)
+    """Refuse a path that is no file or has an unknown suffix; messages call it `name`."""
+    is_file = path.is_file()
+    if kind_of(path) in READERS and is_file:
+        return
+    missing = "" if is_file else ", which is not a file"
+    fix = f"name a file that ends in {', '.join(READERS)}, or OWNER/NAME:SPLIT on the hub"
+    raise UserError(f"cannot read {name}{missing}", fix=fix)
 
 
 def read_file(path: Path) -> Iterator[Row]:
-    """Yield the records of a file that ends as in READERS. Only a JSON list is held whole."""
+    """Yield the records of a file. Only a JSON list is in memory as a whole.
+
+    Raises:
+        UserError: the file cannot be read, or its content ends in the middle of a record. The
+            message names the last record that could be read. A single bad record does not raise
+            (see `Row`).
+    """
+    kind = kind_of(path)
     place = ""
     try:
-        for unit, number, record in READERS[path.suffix](path):
+        for unit, number, record in READERS[kind](path):
             place = f" ({path} {unit} {number})"
-            is_row = isinstance(record, Mapping | ValueError)
-            yield place, record if is_row else ValueError("is not a JSON object")
+            if not isinstance(record, Mapping | ValueError):
+                record = ValueError("is not a JSON object")
+            yield place, record
     except (OSError, ValueError, RecursionError, csv.Error, ArrowException) as error:
-        shown = " ".join(f"{type(error).__name__}: {error}".split())
-        fix = f"save it as the UTF-8 {path.suffix} file that its name says, or use .jsonl"
-        last = f" after{place}" if place else ""
-        raise UserError(f"{path} cannot be read{last}: {shown}", fix=fix) from error
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        after = f" after{place}" if place else ""
+        fix = f"save it as the UTF-8 {kind} file that its name says, or use .jsonl"
+        raise UserError(f"{path} cannot be read{after}: {message}", fix=fix) from error
 
 
 def read_hub(
     hub_id: str, config: str | None, splits: Sequence[str], *, fix: str
 ) -> list[list[Row]]:
-    """Return the records of splits on the hub, or in its local cache if HF_HUB_OFFLINE is set."""
+    """Return the records of splits on the hub, or in its cache if the hub cannot be reached.
+
+    Args:
+        hub_id: OWNER/NAME of the data set.
+        config: name of its configuration; None if it has only one.
+        splits: names of splits.
+        fix: what the error tells the user to do.
+
+    Raises:
+        HubError: the data set cannot be loaded.
+    """
     problem = hub_problem()
-    datasets.config.HF_HUB_OFFLINE = bool(
-        problem
-    )  # then it reads its cache, and does not try for minutes
+    # With this flag, `datasets` reads its cache at once. Without it, it tries the hub for minutes.
+    datasets.config.HF_HUB_OFFLINE = bool(problem)
     try:
         loaded = datasets.load_dataset(hub_id, config, split=list(splits))
     except Exception as error:  # each library below raises its own types
-        shown = problem or f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = problem or f"{type(error).__name__}: {error}".splitlines()[0]
         name = f"{hub_id} ({config or 'default'})"
-        raise HubError(f"cannot load {name} from the Hugging Face hub: {shown}", fix=fix) from error
+        message = f"cannot load {name} from the Hugging Face hub: {reason}"
+        raise HubError(message, fix=fix) from error
     return [[("", record) for record in split.to_list()] for split in loaded]
 
 
 _Records = Iterator[tuple[str, int, object]]
-"""(what the number counts, number from 1, and the record or what is wrong with it)."""
+"""(unit, number, record): "line" or "row", its number from 1, and the record or a ValueError."""
 
 
 def separator_of(path: Path) -> str:
-    usual = "\t" if path.suffix == ".tsv" else ","
+    """Return what separates the values of a table: a tab in .tsv files, else "," or ";"."""
+    usual = "\t" if kind_of(path) == ".tsv" else ","
     with path.open(encoding="utf-8-sig", newline="") as file:
-        first = file.readline()
+        first_line = file.readline()
     # Where a comma is the decimal point, spreadsheets separate the values by semicolons.
-    return ";" if usual not in first and ";" in first else usual
+    if usual not in first_line and ";" in first_line:
+        return ";"
+    return usual
 
 
 def _read_table(path: Path) -> _Records:
     """Yield the rows of a table with a header; every value is text. Blank lines are skipped."""
-    csv.field_size_limit(2**31 - 1)  # the check of a record refuses much shorter ones
+    csv.field_size_limit(_UNLIMITED)  # the check of a record refuses much shorter values
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=separator_of(path), strict=True)
         header = next(reader, [])
         if not header or len(set(header)) < len(header):
             raise ValueError("line 1 lacks the names of columns, or repeats one")
-        line = reader.line_num + 1  # a quoted value may have several lines
+        # A quoted value may have several lines, so a row starts after the last line of the row
+        # before.
+        line = reader.line_num + 1
         for values in reader:
-            if any(value.strip() for value in values):
-                wrong = ValueError(f"has {len(values)} values for {len(header)} columns")
-                fits = len(values) == len(header)
-                yield "line", line, dict(zip(header, values, strict=True)) if fits else wrong
+            is_blank = not "".join(values).strip()
+            if len(values) == len(header):
+                record: object = dict(zip(header, values, strict=True))
+            else:
+                record = ValueError(f"has {len(values)} values for {len(header)} columns")
+            if not is_blank:
+                yield "line", line, record
             line = reader.line_num + 1
 
 
 def _read_json(path: Path) -> _Records:
     """Yield the items of one JSON list, or the object on each line. Blank lines are skipped."""
-    with path.open(
-        "rb"
-    ) as file:  # json.loads decodes bytes itself, so wrong encodings are errors of a line
-        if file.read(1000).lstrip()[:1] == b"[":
-            yield from (
-                ("row", row, record) for row, record in enumerate(json.loads(path.read_bytes()), 1)
-            )
-            return
+    # json.loads decodes bytes itself, so a wrong encoding is an error of one line.
+    with path.open("rb") as file:
+        is_list = file.read(_SNIFFED_BYTES).lstrip().startswith(b"[")
         file.seek(0)
+        if is_list:
+            for row, record in enumerate(json.loads(file.read()), start=1):
+                yield "row", row, record
+            return
         for number, line in enumerate(file, start=1):
             if line.strip():
-                try:
-                    record = json.loads(line)
-                except (ValueError, RecursionError):
-                    record = ValueError(f"is not JSON: {line[:80]!r}")
-                yield "line", number, record
+                yield "line", number, _parsed(line)
+
+
+def _parsed(line: bytes) -> object:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return ValueError(f"is not JSON: {line[:80]!r}")
 
 
 def _read_parquet(path: Path) -> _Records:
-    parts = (part.to_pylist() for part in ParquetFile(path).iter_batches(1024))
-    yield from (("row", row, record) for row, record in enumerate(chain.from_iterable(parts), 1))
+    row = 0
+    for batch in ParquetFile(path).iter_batches(_PARQUET_ROWS):
+        for record in batch.to_pylist():
+            row += 1
+            yield "row", row, record
 
 
 READERS: Mapping[str, Callable[[Path], _Records]] = {
@@ -141,3 +200,4 @@ READERS: Mapping[str, Callable[[Path], _Records]] = {
     ".jsonl": _read_json,
     ".parquet": _read_parquet,
 }
+"""The reader of each kind of file, by `kind_of`."""

@@ -23,7 +23,7 @@ from lezo_ds import distributed
 from lezo_ds.config import find_task
 from lezo_ds.data.evaluation import PREDICTED, PROBABILITY, predict
 from lezo_ds.data.splits import checked_label
-from lezo_ds.data.tables import check_kind, read_file, separator_of
+from lezo_ds.data.tables import check_kind, kind_of, read_file, separator_of
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, remove_directory, sha256_file, sync
@@ -61,7 +61,7 @@ def predict_file(opened: Opened, source: Path, out: Path) -> int:
         return part.path / f"{number}.json"
 
     def check() -> int:
-        if out.suffix != source.suffix or out.exists():
+        if kind_of(out) != kind_of(source) or out.exists():
             what = (
                 "exists" if out.exists() else f"does not end in {source.suffix}, as {source} does"
             )
@@ -88,7 +88,7 @@ def predict_file(opened: Opened, source: Path, out: Path) -> int:
         rows = chain.from_iterable(json.loads(chunk(n).read_text()) for n in range(num_chunks))
         whole = part.path / "output"
         with failures_named(out):
-            (_write_parquet if source.suffix == ".parquet" else _write_text)(source, whole, rows)
+            (_write_parquet if kind_of(source) == ".parquet" else _write_text)(source, whole, rows)
             sync(whole)
             whole.rename(out)
             sync(out.parent)
@@ -162,7 +162,7 @@ def _write_text(source: Path, target: Path, rows: Iterator[dict[str, Any]]) -> N
     records = ({**record, **row} for (_, record), row in zip(read_file(source), rows, strict=True))
     # JSON may name half a character, and so does the output.
     with target.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-        if source.suffix in (".csv", ".tsv"):
+        if kind_of(source) in (".csv", ".tsv"):
             # The dialect quotes a carriage return only if lines end with one.
             lines: Any = SimpleNamespace(write=lambda line: file.write(line[:-2] + "\n"))
             first = next(records)
@@ -170,7 +170,7 @@ def _write_text(source: Path, target: Path, rows: Iterator[dict[str, Any]]) -> N
             table.writeheader()
             table.writerows(chain([first], records))
             return
-        is_list = source.suffix == ".json"
+        is_list = kind_of(source) == ".json"
         for number, record in enumerate(records):
             file.write(
                 ("," if number else "[") * is_list + json.dumps(record, ensure_ascii=False) + "\n"

@@ -42,7 +42,7 @@ def root(tmp_path_factory):
     run_forked_well(["--run", directory / "run", "--out", directory / "model"], program="export.py")
     new = [ODD, *({"id": r["id"], "text": r["text"], "note": "a;b"} for r in records_in(tickets))]
     table = datasets.Dataset.from_list(new)
-    table.to_csv(directory / "new.csv", index=False)
+    table.to_csv(directory / "new.CSV", index=False)
     table.to_parquet(directory / "new.parquet")
     table.to_json(directory / "new.jsonl")
     (directory / "new.json").write_text(json.dumps(new))
@@ -52,7 +52,7 @@ def root(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("ending", ["csv", "json", "parquet"])
+@pytest.mark.parametrize("ending", ["CSV", "json", "parquet"])
 def test_an_export_labels_any_file_as_its_run_does_on_another_number_of_ranks(ending, root):
     new, out = root / f"new.{ending}", root / f"labels.{ending}"
     predict("--model", root / "model", new, "--out", out, num_ranks=2)

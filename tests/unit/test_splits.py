@@ -54,12 +54,15 @@ def golden_record(name):
 # Reading.
 
 
-@pytest.mark.parametrize("ending", ["csv", "tsv", "json", "jsonl", "parquet", "lines.json"])
+ENDINGS = ["csv", "tsv", "json", "jsonl", "parquet", "lines.json", "CSV", "TSV", "Jsonl", "PARQUET"]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
 def test_every_kind_of_file_has_the_same_records(ending, tmp_path):
     path, table = tmp_path / f"data.{ending}", datasets.Dataset.from_list(RECORDS)
-    if ending in ("csv", "tsv"):
-        table.to_csv(path, sep="," if ending == "csv" else "\t", index=False)
-    elif ending == "parquet":
+    if ending.lower() in ("csv", "tsv"):
+        table.to_csv(path, sep="," if ending.lower() == "csv" else "\t", index=False)
+    elif ending.lower() == "parquet":
         table.to_parquet(path)
     else:
         lines = [json.dumps(record) + "\n" for record in RECORDS]
@@ -125,6 +128,17 @@ def test_nested_records_are_the_same_from_the_hub_from_parquet_and_from_json_lin
     assert local[0] == local[1]
     on_hub = load_splits(replace(squad, hub_id=str(hub)), DataConfig(**sizes))
     assert on_hub.records == (record,) * 3
+
+
+@pytest.mark.parametrize("ending", ["JSONL", "Parquet"])
+def test_a_folder_may_have_files_whose_suffix_is_in_any_case(ending, tmp_path):
+    for name in ("train", "validation"):
+        if ending == "JSONL":
+            write_records(tmp_path / f"{name}.{ending}", reviews(20))
+        else:
+            datasets.Dataset.from_list(reviews(20)).to_parquet(tmp_path / f"{name}-00000.{ending}")
+    loaded = load(tmp_path, num_train=10, num_dev=5)
+    assert [len(split) for split in (loaded.train, loaded.dev, loaded.test)] == [10, 5, 20]
 
 
 # Checks of records.
