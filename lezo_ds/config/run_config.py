@@ -163,7 +163,7 @@ def _check_data(config: RunConfig) -> None:
         raise UserError(
             "data.train and data.path both say where the data is", fix="remove data.path"
         )
-    if config.method.startswith("icl") and (data.messages is not None or data.chat_template):
+    if config.method == "icl" and (data.messages is not None or data.chat_template):
         text = f"method={config.method} shows no examples in a chat template"
         raise UserError(
             text, fix="set method=zero_shot, or write the examples into the conversations"

@@ -19,7 +19,7 @@ from lezo_ds.zo.schedules import SCHEDULES
 from lezo_ds.zo.updates import Distribution, UpdatePrecision
 
 Dtype = Literal["fp32", "bf16", "fp16"]
-Method = Literal["lezo", "adamw", "zero_shot", "icl", "zero_shot_sfc", "icl_sfc"]
+Method = Literal["lezo", "adamw", "zero_shot", "icl"]
 ZEROTH_ORDER: frozenset[Method] = frozenset({"lezo"})
 TRAINED: frozenset[Method] = ZEROTH_ORDER | {"adamw"}
 Monitors = Annotated[list[Literal["comet", "csv", "tensorboard", "wandb"]], BeforeValidator(split)]
@@ -229,9 +229,8 @@ class RunConfig:
     seed: Annotated[int, Field(ge=0, le=2**64 - 1)] = 0
     """Seed of the noise, of the dropped transformer blocks and of the order of the examples."""
     method: Method = "lezo"
-    """lezo (zo.sparsity=0 is MeZO), adamw (first-order), or one that does not train: zero_shot, icl
-    (in-context learning), zero_shot_sfc and icl_sfc. The last two, MeZO's --sfc and --icl_sfc, subtract the
-    log-probability of an answer after a prompt without content."""
+    """lezo (zo.sparsity=0 is MeZO), adamw (first-order), or one that does not train: zero_shot or
+    icl (in-context learning)."""
     model: ModelConfig
     data: DataConfig
     zo: ZoConfig
@@ -252,10 +251,10 @@ class RunConfig:
 
 
 _OLD_KEYS = {
-    "is gone": "generation.keep_perturbed generation.top_k train.check_every train.packed train.score_before "
-    "zo.max_skipped_steps zo.outlier_factor zo.layer_policy=weighted zo.layer_policy=window",
+    "is gone": "data.calibration generation.keep_perturbed generation.top_k train.check_every "
+    "train.packed train.score_before zo.max_skipped_steps zo.outlier_factor "
+    "zo.layer_policy=weighted zo.layer_policy=window",
     "is method=lezo with zo.sparsity=0": "method=mezo",
-    "is method=zero_shot_sfc or icl_sfc": "data.calibration",
     "is part of data.protocol=mezo": "data.demonstrations data.mezo_details",
     "is the variable OMP_NUM_THREADS": "train.cpu_threads",
     "is train.steps": "adamw.epochs",

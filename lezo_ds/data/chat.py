@@ -42,8 +42,7 @@ def ask_in_chat(tokenizer: PromptTokenizer, example: Example, system_prompt: str
     prompt = write(example.prompt)
     space = "" if prompt[-1:].isspace() else " "
     candidates = tuple(space + text.strip() for text in example.candidates)
-    null_prompt = write(example.null_prompt or "")
-    return replace(example, prompt=prompt, candidates=candidates, null_prompt=null_prompt)
+    return replace(example, prompt=prompt, candidates=candidates)
 
 
 def encode_questions(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
@@ -165,14 +165,6 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
     return EncodedExample(
         sequences, option_lengths, example.label, truncated=sequences != tuple(full)
     )
-
-
-def encode_null(tokenizer: PromptTokenizer, example: Example, max_length: int) -> EncodedExample:
-    """Tokenize the candidates after the null prompt, to calibrate their scores (Holtzman et al. 2021)."""
-    if example.null_prompt is None:
-        what = "methods zero_shot_sfc and icl_sfc need a task with candidates, not one that generates answers"
-        raise UserError(what, fix="set method=zero_shot or icl")
-    return encode_example(tokenizer, replace(example, prompt=example.null_prompt), max_length)
 
 
 def encode_prompts(

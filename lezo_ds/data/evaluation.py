@@ -68,7 +68,7 @@ def predict(
     run, labels = _Evaluation(engine, data, split, batch_size), data.task.labels
     if split.prompts:
         return [{PREDICTED: answer} for answer in data.answers(run._new_tokens())]
-    scores = run._scores(run._log_probabilities(split.encoded))
+    scores = run._means(run._log_probabilities(split.encoded))
     best, shares = scores.argmax(dim=1).tolist(), scores.softmax(dim=1).amax(dim=1).tolist()
     return [
         {
@@ -121,7 +121,7 @@ class _Evaluation:
         else:
             sums = self._log_probabilities(self.split.encoded)
             loss = self._task_loss(sums) if is_own_loss else self._objective_loss(tokens)
-            predicted = self._scores(sums).argmax(dim=1).tolist()  # the first one wins a tie
+            predicted = self._means(sums).argmax(dim=1).tolist()  # the first one wins a tie
         measure = find_score(data.task.metric, data.task.kind)
         # Without a measure, the loss is minus the mean reward.
         score = -loss if measure is None else measure(predicted, examples)
@@ -129,14 +129,11 @@ class _Evaluation:
             loss, score, majority_class_score(examples, measure), tuple(predicted)
         )
 
-    def _scores(self, sums: Sequence[Tensor]) -> Tensor:
-        """Return the score of each candidate, float64 [examples, candidates], filled with -inf."""
-        if not self.split.null_encoded:
-            return self._means(sums)
-        nulls = self._log_probabilities(self.split.null_encoded)
-        return _padded([given - null for given, null in zip(sums, nulls, strict=True)])
-
     def _means(self, sums: Sequence[Tensor]) -> Tensor:
+        """Return the mean log-probability of each candidate's tokens.
+
+        It is float64 [examples, candidates], filled with -inf.
+        """
         pairs = zip(sums, self.split.encoded, strict=True)
         return _padded([total / torch.tensor(example.option_lengths) for total, example in pairs])
 

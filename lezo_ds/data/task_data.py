@@ -22,7 +22,6 @@ from lezo_ds.data.encoding import (
     EncodedExample,
     PromptTokenizer,
     encode_example,
-    encode_null,
     encode_prompts,
     load_tokenizer,
     prompt_room,
@@ -51,8 +50,6 @@ class EncodedSplit:
     encoded: tuple[EncodedExample, ...]
     prompts: tuple[tuple[int, ...], ...] = ()
     """Empty if the model generates no answers."""
-    null_encoded: tuple[EncodedExample, ...] = ()
-    """Empty if scores are not calibrated."""
     reads_records: bool = False
 
     @cached_property
@@ -73,9 +70,8 @@ class EncodedSplit:
             digest.update(json.dumps(facts).encode())
             if self.reads_records:  # values of parquet files, such as dates, are hashed as text
                 digest.update(json.dumps(example.record, sort_keys=True, default=str).encode())
-        digest.update(
-            json.dumps((self.prompts, [null.sequences for null in self.null_encoded])).encode()
-        )
+        # Journals of versions up to 0.4 have a list of null prompts here, which was mostly empty.
+        digest.update(json.dumps((self.prompts, [])).encode())
         return digest.hexdigest()[:32]
 
 
@@ -184,7 +180,7 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
         splits = load_splits(task, config.data)
         if objective.is_reward:
             try_reward(objective, splits.train)
-    if config.method.startswith("icl"):
+    if config.method == "icl":
         splits = with_demonstrations(task, config.data, splits)
     directory = resolve_model(config.model.path)
     tokenizer, model_config = load_tokenizer(str(directory)), load_model_config(directory)
@@ -203,11 +199,7 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
         if answers:
             encode_questioned = encode_questions if examples[0].messages else encode_prompts
             prompts = encode_questioned(tokenizer, examples, length, keys.max_new_tokens)
-        is_calibrated = scored and config.method.endswith("_sfc")
-        nulls = tuple(
-            encode_null(tokenizer, example, length) for example in examples if is_calibrated
-        )
-        split = EncodedSplit(examples, encoded, prompts, nulls, reads_records=objective.is_reward)
+        split = EncodedSplit(examples, encoded, prompts, reads_records=objective.is_reward)
         _check_model(split, tokenizer, keys.max_new_tokens, model_config.get_text_config())
         return split
 
@@ -272,8 +264,8 @@ def _check_objective(config: RunConfig, task: Task, objective: Objective) -> Non
         needs = "data.metric=reward" if task.has_answers else "a task without right answers"
         fix = "set train.objective=package.module:function, a function with the decorator `reward`"
         raise UserError(f"{needs} needs a reward, not {name}", fix=fix)
-    if config.method.startswith("icl") and not task.has_answers:
-        what = f"method {config.method} shows solved examples, and the task has none"
+    if config.method == "icl" and not task.has_answers:
+        what = "method icl shows solved examples, and the task has none"
         raise UserError(what, fix="set method=zero_shot")
 
 
@@ -281,7 +273,7 @@ def _check_model(
     split: EncodedSplit, tokenizer: PromptTokenizer, num_new: int, model_config: Any
 ) -> None:
     """Refuse inputs that are longer than the model's positions, or tokens that its embedding lacks."""
-    sequences = [ids for e in (*split.encoded, *split.null_encoded) for ids in e.sequences]
+    sequences = [ids for e in split.encoded for ids in e.sequences]
     longest = max([*map(len, sequences), *(len(ids) + num_new for ids in split.prompts)])
     largest = max(map(max, (*sequences, *split.prompts)))
     num_positions = getattr(model_config, "max_position_embeddings", None)

@@ -53,8 +53,6 @@ class Example:
     """Row of the record in its split, from 0."""
     references: tuple[str, ...] = ()
     """Every text that counts as right, if candidates[label] is not the only one."""
-    null_prompt: str | None = None
-    """The prompt without its content, for calibration; None if the task has none."""
     demonstrations: str = ""
     """Solved examples that the model reads before the prompt, each followed by a blank line."""
     messages: tuple[Message, ...] = ()

@@ -133,7 +133,7 @@ def _classification(
         text = prompt.fill(record)
         candidates = tuple(_after(text, word) for word in words.values())
         label = _label(field, field_value(record, field), tuple(words))
-        return Example(text, candidates, label, index, null_prompt=prompt.empty)
+        return Example(text, candidates, label, index)
 
     return "classification", (*prompt.fields, field), build
 
@@ -159,7 +159,7 @@ def _multiple_choice(
             raise UserError(f"data.choices gives {shown(texts)}, not two or more texts", fix=fix)
         candidates = tuple(_after(text, choice) for choice in texts)
         label = _choice_label(field, field_value(record, field), texts, labels)
-        return Example(text, candidates, label, index, null_prompt=prompt.empty)
+        return Example(text, candidates, label, index)
 
     fields = (*prompt.fields, field, *(name for template in templates for name in template.fields))
     return "multiple_choice", fields, build

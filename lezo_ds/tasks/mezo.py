@@ -30,7 +30,6 @@ def _classification(
     prompt: str,
     candidates: tuple[str, ...],
     *,
-    null_prompt: str = "",
     change: Callable[[Record], Record] = dict,
     **sizes: SplitSizes,
 ) -> None:
@@ -39,7 +38,7 @@ def _classification(
 
     def build_example(record: Record, index: int) -> Example:
         text = template.fill(change(record))
-        return Example(text, candidates, record["label"], index, null_prompt=null_prompt)
+        return Example(text, candidates, record["label"], index)
 
     fields = dict.fromkeys(template.fields, str) | {"label": int}
     _add(name, hub, "classification", fields, build_example, labels=range(len(candidates)), **sizes)
@@ -62,7 +61,7 @@ def _generation(name: str, hub: tuple[str, str | None], prompt: str, answers: st
 def _build_boolq(record: Record, index: int) -> Example:
     question = record["question"][:1].upper() + record["question"][1:].removesuffix("?") + "?"
     label = 0 if record["answer"] else 1
-    return Example(f"{record['passage']} {question}\n", ("Yes", "No"), label, index, null_prompt="")
+    return Example(f"{record['passage']} {question}\n", ("Yes", "No"), label, index)
 
 
 def _build_copa(record: Record, index: int) -> Example:
@@ -80,7 +79,6 @@ def _build_copa(record: Record, index: int) -> Example:
         candidates=(choice(record["choice1"]), choice(record["choice2"])),
         label=record["label"],
         index=index,
-        null_prompt=conjunction,
     )
 
 
@@ -97,7 +95,6 @@ def _build_record(record: Record, index: int) -> Example:
         label=entities.index(answers[0]) if answers and answers[0] in entities else None,
         index=index,
         references=tuple(fill(answer) for answer in answers),
-        null_prompt="-",
     )
 
 
@@ -107,7 +104,6 @@ _classification(
     "{sentence} It was",
     (" terrible", " great"),
     change=lambda record: {"sentence": record["sentence"].strip()},
-    null_prompt=" It was",
 )
 _classification(
     "rte",

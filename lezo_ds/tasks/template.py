@@ -21,11 +21,6 @@ class Template:
     def fields(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(field for _, field in self.parts if field is not None))
 
-    @property
-    def empty(self) -> str:
-        """The text of the template if all fields are empty."""
-        return "".join(text for text, _ in self.parts)
-
     def fill(self, record: Record) -> str:
         return "".join(
             text + ("" if field is None else field_text(field, field_value(record, field)))

@@ -113,7 +113,6 @@ def plan_time(
         examples=data.dev.examples[:num_scored],
         encoded=data.dev.encoded[:num_scored],
         prompts=data.dev.prompts[:num_scored],
-        null_encoded=data.dev.null_encoded[:num_scored],
     )
     scoring = _fastest(clocks, lambda: evaluate(engine, data, scored, batch_size))
     block_seconds = (scoring.dropped + scoring.kept) / 2  # an evaluation drops no block

@@ -18,7 +18,6 @@ class Golden:
     candidates: tuple[str, ...]
     label: int
     references: tuple[str, ...]
-    null_prompt: str | None
 
 
 _ROWS = json.loads(

@@ -49,17 +49,16 @@ LETTERS = {
     "data__labels": {"0": "x", "1": "y"},
 }
 CHAT = {"data__task": "custom", "data__messages": "turns", "data__num_test": 9}
-MEZO, CALIBRATED = {"data__protocol": "mezo"}, {"method": "zero_shot_sfc"}
+MEZO = {"data__protocol": "mezo"}
 OWN = {"train__objective": "test_evaluation:misses"}
-DEMONSTRATIONS = {"method": "icl_sfc", "data__num_demonstrations": 1}
+DEMONSTRATIONS = {"method": "icl", "data__num_demonstrations": 1}
 CASES = {
     "one token": Case("sst2", "rotary", LETTERS),
-    "one token, calibrated": Case("sst2", "rotary", LETTERS | CALIBRATED),
     "own objective of logits": Case("sst2", "rotary", LETTERS | OWN),
     "many tokens": Case("cb", "rotary"),
-    "demonstrations for each question, calibrated": Case("cb", changes=MEZO | DEMONSTRATIONS),
+    "demonstrations for each question": Case("cb", "rotary", MEZO | DEMONSTRATIONS),
     "multiple choice": Case("copa", changes=MEZO | {"data__num_test": 21}),
-    "many candidates, calibrated": Case("record", changes=CALIBRATED),
+    "many candidates": Case("record"),
     "generation": Case("squad", changes=MEZO | {"data__num_test": 9}),
     "generation, F1 as the loss": Case("squad", "rotary", {"train__objective": "f1"}),
     "conversations": Case("chat", "rotary", CHAT | MEZO),
@@ -161,10 +160,6 @@ def one_at_a_time(assets, case):
 
 def choices(model, split, logs):
     scores = [[sum(log) / len(log) for log in example] for example in logs]
-    if split.null_encoded:
-        nulls = [token_logs(model, encoded)[0] for encoded in split.null_encoded]
-        pairs = [zip(*pair, strict=True) for pair in zip(logs, nulls, strict=True)]
-        scores = [[sum(log) - sum(null) for log, null in pair] for pair in pairs]
     return [example.index(max(example)) for example in scores]
 
 

@@ -135,16 +135,13 @@ def test_a_turn_of_weight_0_is_context_and_calls_and_other_roles_are_written(nam
 
 
 def test_candidates_follow_a_question_in_the_template(tokenizers):
-    asked = Example("Où?", (" là", " ici"), 0, 0, null_prompt="?")
+    asked = Example("Où?", (" là", " ici"), 0, 0)
     written = ask_in_chat(tokenizers["plain"], asked, "Be brief.")
     assert (
         written.prompt.removeprefix("<s>")
         == "system\nBe brief.</s>\n<s>user\nOù?</s>\n<s>assistant\n"
     )
-    assert (written.candidates, written.null_prompt) == (
-        ("là", "ici"),
-        written.prompt.replace("Où", ""),
-    )
+    assert written.candidates == ("là", "ici")
 
 
 def test_a_long_conversation_is_cut_at_its_end(tokenizers):

@@ -194,6 +194,15 @@ def test_the_config_of_an_earlier_version_is_refused_with_what_replaces_its_keys
     )
 
 
+@pytest.mark.parametrize("method", ["zero_shot_sfc", "icl_sfc"])
+def test_a_recorded_run_with_calibrated_scores_is_refused(method):
+    recorded = config_to_dict(config_from_dict(REQUIRED, "run")) | {"method": method}
+    with pytest.raises(UserError) as caught:
+        config_from_dict(recorded, "run runs/old", recorded=True)
+    expected = f'method="{method}" in run runs/old is not one of lezo, adamw, zero_shot, icl; fix: '
+    assert expected in str(caught.value)
+
+
 def test_every_integer_of_a_recipe_has_an_upper_limit():
     for name, schema in READER.keys.items():
         assert str(schema).count("'integer'") <= str(schema).count("'maximum'"), name

@@ -118,17 +118,6 @@ def test_prompts_are_encoded_for_the_splits_that_are_answered_only_and_leave_roo
     assert load(assets, "copa").test.prompts == ()
 
 
-@pytest.mark.parametrize("method", ["zero_shot_sfc", "icl_sfc"])
-def test_null_prompts_have_the_demonstrations_of_the_method(assets, method):
-    data = load(assets, "record", method=method, data__num_demonstrations=1)
-    for example, null in zip(data.test.examples, data.test.null_encoded, strict=True):
-        assert bool(example.demonstrations) == (method == "icl_sfc")
-        texts = [f"{example.demonstrations}-{candidate}"[-255:] for candidate in example.candidates]
-        assert [text(data, ids) for ids in null.sequences] == texts
-        assert list(null.option_lengths) == list(map(len, example.candidates))
-    assert data.train.null_encoded == load(assets, "record").test.null_encoded == ()
-
-
 @pytest.mark.parametrize("protocol", ["clean", "mezo"])
 def test_mezos_protocol_strips_texts_and_cuts_gold_answers_earlier(assets, tmp_path, protocol):
     record = {"premise": "\n\t\u00a0 \u3000It rains.", "hypothesis": "it is wet", "label": 0}

@@ -27,7 +27,6 @@ def test_a_record_becomes_the_text_of_the_protocol(golden):
         label=golden.label,
         index=7,
         references=golden.references,
-        null_prompt=golden.null_prompt,
     )
 
 

@@ -11,7 +11,7 @@ from golden_tasks import GOLDEN
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
-from lezo_ds.data.encoding import PromptTokenizer, encode_example, encode_null, encode_prompts
+from lezo_ds.data.encoding import PromptTokenizer, encode_example, encode_prompts
 from lezo_ds.data.generation import generation_settings, read_answers
 from lezo_ds.data.objectives import training_objective
 from lezo_ds.tasks import TASKS
@@ -21,10 +21,7 @@ MAX_LENGTH = 400
 # How GPT-2, and so OPT, cuts text before it merges anything; here what it cuts is a token.
 PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+"
 TEXTS = [
-    (prompt + candidate).strip(" ")
-    for golden in GOLDEN
-    for prompt in (golden.prompt, golden.null_prompt or "")
-    for candidate in golden.candidates
+    (golden.prompt + candidate).strip(" ") for golden in GOLDEN for candidate in golden.candidates
 ]
 PIECES = {piece for text in (*TEXTS, "Rain\n\n") for piece in re.findall(PATTERN, text)}
 VOCABULARY = ["<s>", "<pad>", "</s>", "<unk>", *sorted(PIECES)]
@@ -109,11 +106,7 @@ def test_demonstrations_stand_before_prompts_and_are_no_part_of_a_candidate(toke
     assert encoded.option_lengths == plain.option_lengths
     (prompt,) = encode_prompts(tokenizer, [asked], MAX_LENGTH, 50)
     assert prompt == ids_of(before + golden.prompt.strip(" "))
-    if golden.null_prompt is not None:
-        null = encode_null(tokenizer, asked, MAX_LENGTH)
-        assert null.sequences == sequences(golden, golden.null_prompt, before)
-        assert null.option_lengths == plain.option_lengths
-    else:  # a generation task: what follows the prompt is read as the answer
+    if TASKS[golden.task].kind == "generation":  # what follows the prompt is read as the answer
         answer = torch.tensor([encoded.sequences[0][len(prompt) :]])
         settings = generation_settings(tokenizer, 50)
         assert read_answers(answer, settings, tokenizer) == [golden.references[0]]
