@@ -1,4 +1,4 @@
-"""The command line: `lezo-ds COMMAND`, which is also `python -m lezo_ds COMMAND` and `launch/COMMAND.py`.
+"""The command line: `lezo-ds COMMAND`, which is also `python -m lezo_ds COMMAND`.
 
 A command imports torch and other large libraries only after its arguments have been parsed.
 """

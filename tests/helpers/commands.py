@@ -69,8 +69,15 @@ def environment(**more):
 
 
 def python(*arguments, program="train.py"):
-    """Return the command that starts one rank of a program in launch/."""
-    return [sys.executable, str(LAUNCH / program), *map(str, arguments)]
+    """Return the command that starts one rank of a program: a file in launch/, or a command's name."""
+    return [sys.executable, *_program(program), *map(str, arguments)]
+
+
+def _program(program):
+    """Return the words after `python` that name a program."""
+    if str(program).endswith(".py"):
+        return [str(LAUNCH / program)]
+    return ["-m", "lezo_ds", program]
 
 
 def deepspeed(num_ranks, *arguments, program="train.py"):
@@ -168,13 +175,13 @@ def run_forked(
     directory=REPOSITORY,
     **variables,
 ):
-    """Run a program of launch/, or another file, on forked ranks, to its end.
+    """Run a command, a program of launch/, or another file, on forked ranks, to its end.
 
     `meanwhile` is called with the processes of all ranks as soon as they are started. When a rank fails, the
     others have `grace` seconds to end; with 0 they are killed, as launchers kill them.
     """
     shared = environment(**variables, WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1")
-    command = [str(LAUNCH / program), *map(str, arguments)]
+    command = [*_program(program), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as outputs:
         ranks = []
         for rank in range(num_ranks):
@@ -220,9 +227,13 @@ def _run_program(command, own_variables, directory, files):
     sys.stdout, sys.stderr = (
         os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
     )
-    sys.argv = command
     sys.path[:0] = own_variables["PYTHONPATH"].split(os.pathsep)
-    runpy.run_path(command[0], run_name="__main__")
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__")
+    else:
+        sys.argv = command
+        runpy.run_path(command[0], run_name="__main__")
 
 
 def _join(ranks, seconds, grace):

@@ -218,7 +218,7 @@ def test_a_rank_that_has_joined_and_is_killed_ends_any_command_in_seconds(num_ra
             late.kill()
 
     arguments = ["--model", recipe.parent / "model", "--config", recipe, "zo.sparsity=0.5"]
-    told = {"PROGRAM": "evaluate.py", "LIMIT_SECONDS": "60", "MASTER_PORT": str(port)}
+    told = {"COMMAND": "evaluate", "LIMIT_SECONDS": "60", "MASTER_PORT": str(port)}
     lost = run_forked(arguments, QUICK, num_ranks, kill_a_joined_rank, grace=30, **told)
     assert ends == [6] and "Traceback" not in lost.err
     assert re.search(

@@ -37,12 +37,12 @@ def finished(recipe, tmp_path_factory):
 @pytest.fixture(scope="module")
 def journal(finished):
     file = finished.parent / "run.lezo"
-    run_forked_well(["--run", finished, "--journal", file], program="export.py")
+    run_forked_well(["--run", finished, "--journal", file], program="export")
     return file
 
 
 def export(*arguments, runner=run_forked_well, **options):
-    return runner(list(arguments), program="export.py", **options)
+    return runner(list(arguments), program="export", **options)
 
 
 def test_an_exported_model_scores_as_its_run_and_keeps_its_dtype(finished, recipe, tmp_path):
@@ -51,7 +51,7 @@ def test_an_exported_model_scores_as_its_run_and_keeps_its_dtype(finished, recip
     assert read_manifest(tmp_path / "model")["digest"] == results["weights_digest"]
     data = [f"data.{name}" for name in (f"path={recipe.parent / 'data'}", "num_test=13")]
     score = ["--model", tmp_path / "model", "--json", *data]
-    of_model = json.loads(run_forked_well(score, program="evaluate.py").out)
+    of_model = json.loads(run_forked_well(score, program="evaluate").out)
     assert (of_model["score"], of_model["num_examples"]) == (results["test"], 13)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype == torch.bfloat16
     export("--run", finished, "--out", tmp_path / "exact", "--low-bits")

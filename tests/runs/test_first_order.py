@@ -181,9 +181,7 @@ def test_the_best_step_is_exported_and_scored_and_other_ranks_are_refused(
     assert_one_error(run_forked(arguments(recipe, undisturbed)), 2, "has 2 ranks, not 1")
     results = results_of(undisturbed)
     shutil.rmtree(undisturbed / "checkpoints")  # pickles, which neither command opens
-    run_forked_well(["--run", undisturbed, "--out", tmp_path / "model"], program="export.py")
+    run_forked_well(["--run", undisturbed, "--out", tmp_path / "model"], program="export")
     assert read_manifest(tmp_path / "model")["digest"] == results["weights_digest"]
-    of_run = json.loads(
-        run_forked_well(["--run", undisturbed, "--json"], program="evaluate.py").out
-    )
+    of_run = json.loads(run_forked_well(["--run", undisturbed, "--json"], program="evaluate").out)
     assert (of_run["step"], of_run["score"]) == (results["best_step"], results["test"])

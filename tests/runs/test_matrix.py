@@ -186,12 +186,12 @@ def test_a_run_is_exact_however_it_is_run(case, models, data, tmp_path):
     start = read_start(case, models, run_dir)
     source = ["--run", run_dir]
     if case.adapter != "prefix":  # whose start is not in the journal
-        run_forked_well(["--run", run_dir, "--journal", tmp_path / "run.lezo"], program="export.py")
+        run_forked_well(["--run", run_dir, "--journal", tmp_path / "run.lezo"], program="export")
         source = ["--journal", tmp_path / "run.lezo", f"model.path={models[case.family]}"]
     for path in (run_dir / "snapshots").glob("step-0*[1-9]"):
         shutil.rmtree(path)
     words = [*source, "--step", "last", "--low-bits", "--out", exported]
-    run_forked_well(words, program="export.py", num_ranks=2)
+    run_forked_well(words, program="export", num_ranks=2)
     last = read_manifest(snapshot_path(undisturbed / "snapshots", STEPS))
     manifest = read_manifest(exported)
     assert manifest["digest"] == last["digest"]
@@ -219,7 +219,7 @@ def test_a_run_is_exact_however_it_is_run(case, models, data, tmp_path):
 
 
 def scores(*arguments):
-    return json.loads(run_forked_well([*arguments, "--json"], program="evaluate.py").out)
+    return json.loads(run_forked_well([*arguments, "--json"], program="evaluate").out)
 
 
 # The plain reference.

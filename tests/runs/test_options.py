@@ -57,7 +57,7 @@ def test_a_journal_gives_back_the_weights_that_were_removed(recipe, tmp_path):
     results = results_of(run_dir)
     # The values from which a prefix starts, which no replay computes.
     assert snapshot_steps(run_dir / "snapshots") == [0]
-    run_forked_well(["--run", run_dir, "--out", tmp_path / "model"], program="export.py")
+    run_forked_well(["--run", run_dir, "--out", tmp_path / "model"], program="export")
     assert read_manifest(tmp_path / "model")["digest"] == results["weights_digest"]
     train(recipe, run_dir, *keys, "train.steps=6", "train.keep_snapshots=1")
     assert results_of(run_dir)["steps"] == 6

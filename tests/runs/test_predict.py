@@ -19,7 +19,7 @@ ASKED = {"prompt": "{text}\nThis is about", "chat_template": True, "system_promp
 
 
 def predict(*arguments, runner=run_forked_well, **options):
-    return runner([*arguments, "train.eval_batch_size=2"], program="predict.py", **options)
+    return runner([*arguments, "train.eval_batch_size=2"], program="predict", **options)
 
 
 def records_in(path):
@@ -39,7 +39,7 @@ def root(tmp_path_factory):
     run_forked_well(
         ["--config", directory / "recipe.yaml", f"run_dir={directory / 'run'}", "train.steps=4"]
     )
-    run_forked_well(["--run", directory / "run", "--out", directory / "model"], program="export.py")
+    run_forked_well(["--run", directory / "run", "--out", directory / "model"], program="export")
     new = [ODD, *({"id": r["id"], "text": r["text"], "note": "a;b"} for r in records_in(tickets))]
     table = datasets.Dataset.from_list(new)
     table.to_csv(directory / "new.CSV", index=False)

@@ -158,17 +158,17 @@ def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target):
     given = [model, "deepspeed=null"]
     score = ["--run", run_dir, "--step", "last", "--json", *given, f"data.path={inputs / 'data'}"]
     out = ["--run", run_dir, "--step", "last", "--out", inputs / "exported"]
-    assert_one_error(run_forked([*out, model], program="export.py"), 2, "absent.json")
+    assert_one_error(run_forked([*out, model], program="export"), 2, "absent.json")
     commands = [
-        ("report.py", [run_dir]),
-        ("export.py", [*out, *given]),
-        ("export.py", ["--run", run_dir, "--journal", file]),
-        ("export.py", ["--journal", file, "--step", "last", "--out", inputs / "from_file", model]),
+        ("report", [run_dir]),
+        ("export", [*out, *given]),
+        ("export", ["--run", run_dir, "--journal", file]),
+        ("export", ["--journal", file, "--step", "last", "--out", inputs / "from_file", model]),
     ]
     path = f"{REPOSITORY}{os.pathsep}{inputs}"
     for program, arguments in commands:
         run_forked_well(arguments, program=program, PYTHONPATH=path)
-    refused = run_forked(score, program="evaluate.py", PYTHONPATH=path)
+    refused = run_forked(score, program="evaluate", PYTHONPATH=path)
     assert_one_error(refused, 2, "imported only if the command names it")
     manifest = inputs / "exported" / "lezo_manifest.json"
     manifest.write_text(
@@ -181,12 +181,12 @@ def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target):
         "--out",
         inputs / "l.jsonl",
     ]
-    refused = run_forked(label, program="predict.py", PYTHONPATH=path)
+    refused = run_forked(label, program="predict", PYTHONPATH=path)
     assert_one_error(refused, 2, "data.task=evil:TASK", "imported only if the command names it")
     assert not target.exists()
     asked = [*score, "train.objective=evil:loss"]
     assert (
-        run_forked(asked, program="evaluate.py", PYTHONPATH=path).code == 2
+        run_forked(asked, program="evaluate", PYTHONPATH=path).code == 2
     )  # the module has no loss
     assert target.exists()
 

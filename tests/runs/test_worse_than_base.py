@@ -52,11 +52,11 @@ def test_a_run_that_gets_worse_says_so_and_gives_the_base_model(kind, recipe, tm
 
     source = ["--run", run_dir]
     if kind == "lezo":
-        scored = json.loads(run_forked_well([*source, "--json"], program="evaluate.py").out)
+        scored = json.loads(run_forked_well([*source, "--json"], program="evaluate").out)
         assert (scored["step"], scored["score"]) == (0, results["zero_shot"])
-        run_forked_well([*source, "--journal", tmp_path / "run.lezo"], program="export.py")
+        run_forked_well([*source, "--journal", tmp_path / "run.lezo"], program="export")
         source = ["--journal", tmp_path / "run.lezo", f"model.path={model}"]
-    exported = run_forked_well([*source, "--out", tmp_path / "out"], program="export.py")
+    exported = run_forked_well([*source, "--out", tmp_path / "out"], program="export")
     assert WORSE in exported.err and WORSE in (tmp_path / "out" / "README.md").read_text()
     digests = read_manifest(tmp_path / "out")["digest"], results["weights_digest"]
     assert digests == (results["model_fingerprint"],) * 2

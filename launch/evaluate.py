@@ -1,6 +1,0 @@
-"""The command `lezo-ds evaluate`, as a script."""
-
-from lezo_ds.__main__ import main
-
-if __name__ == "__main__":
-    main("evaluate")
