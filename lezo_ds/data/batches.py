@@ -1,4 +1,24 @@
-"""Batches: which examples a step draws, and their layout (the sequences to run and the logits to read)."""
+"""Batches: which examples a step draws, and how they lie in the tensors that the model runs.
+
+A model predicts token i + 1 from the tokens up to i. To score the last tokens of a sequence, a
+batch feeds the sequence without its last token, and selects the logits before each token that
+counts:
+
+    sequence       <s>  It  was  so   good            the candidate is "so good"
+    fed            <s>  It  was  so                   one row of input_ids, padded on the right
+    selected                 |    |
+    target ids              so   good                 what these two logits should predict
+
+The selected logits are one table, [tokens, vocabulary], for all sequences of the batch. "Slots" say
+which of its rows belong together: row i of `token_slots` lists the rows of the table that belong to
+sequence i, and row e of `candidate_slots` lists the sequences of example e. Both are filled with
+-1.
+
+    token_slots      [[ 0,  1],       sequence 0 has the logits 0 and 1
+                      [ 2, -1]]       sequence 1 has the logits 2
+
+Padding is on the right. Causal attention never looks there, so no attention mask is needed.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +33,27 @@ from torch import Tensor
 from lezo_ds.data.encoding import EncodedExample
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
 
-PAD_MULTIPLE = 8  # MeZO's value; tensor cores are fastest on multiples of 8
+PAD_MULTIPLE = 8
+"""Rows are as wide as a multiple of it. The value is MeZO's; tensor cores are fastest there."""
 
 
 def batch_indices(seed: int, step: int, num_examples: int, batch_size: int) -> list[int]:
     """Return the indices of the examples of a step (from 0), as a pure function of the arguments.
 
-    Examples come from an endless stream: one permutation of all examples for each epoch.
+    Examples come from an endless stream, which has one permutation of all examples for each epoch.
     """
     first = step * batch_size
-    stream = (divmod(position, num_examples) for position in range(first, first + batch_size))
-    return [int(_permutation(seed, epoch, num_examples)[position]) for epoch, position in stream]
+    indices = []
+    for number in range(first, first + batch_size):
+        epoch, position = divmod(number, num_examples)
+        indices.append(int(_permutation(seed, epoch, num_examples)[position]))
+    return indices
 
 
-@lru_cache(
-    maxsize=2
-)  # a step reads at most two epochs, unless a batch is larger than the training set
+@lru_cache(maxsize=2)  # a step reads two epochs at most, unless the batch is larger than the data
 def _permutation(seed: int, epoch: int, num_examples: int) -> np.ndarray:
-    # NumPy guarantees the raw words of Philox4x64 (Salmon et al. 2011) across versions, but not the result
-    # of Generator.permutation. Sorting the words gives a permutation that never changes.
+    # NumPy guarantees the raw words of Philox4x64 (Salmon et al. 2011) across versions, but not the
+    # result of Generator.permutation. Sorting the words gives a permutation that never changes.
     words = np.random.Philox(key=seed + (epoch << 64)).random_raw(num_examples)
     return np.argsort(words, kind="stable")
 
@@ -41,81 +63,129 @@ def candidate_batch(
 ) -> MicroBatch:
     """Lay out every candidate of every labeled example, to train a classification task.
 
-    If all E examples have the same candidates, each of one token, each example is one row: its context. The
-    batch then selects the candidates' logits [E, C] only, because the rest of the vocabulary cancels in any
-    comparison of candidates. Otherwise, or without `deduplicate`, each candidate is a row, and the batch
-    selects the logits over the whole vocabulary that predict its tokens. The last token is never fed.
+    If all E examples have the same C candidates, and each is one token, an example is one row: its
+    context. The batch selects one row of logits for it, of the candidates alone, because the rest
+    of the vocabulary cancels in any comparison of candidates:
 
-    The label "label" is int64 [E]. The second layout adds "target_ids" int64 [tokens]; "token_slots" int64
-    [rows, longest candidate], the logits of each candidate; and "candidate_slots" int64 [E, most candidates],
-    the rows of each example; filled with -1.
+        row 0   <s> a fine film . It was pad      selected: position 6, tokens [great, terrible]
+        row 1   <s> dull . It was pad pad pad     selected: position 4, tokens [great, terrible]
+
+    Otherwise, each candidate is a row, and the logits are those of the whole vocabulary:
+
+        row 0   <s> a fine film . It was so       selected: positions 6 and 7 (of "so good")
+        row 1   <s> a fine film . It was pad      selected: position 6        (of "bad")
+
+    Args:
+        examples: examples with labels.
+        pad_id: token that fills rows.
+        deduplicate: whether the first layout may be used.
+
+    Returns:
+        A batch of weight E. Its labels are "label", int64 [E], and in the second layout
+        "target_ids", int64 [tokens]; "token_slots", int64 [rows, longest candidate]; and
+        "candidate_slots", int64 [E, most candidates].
     """
     vocabulary = _shared_candidates(examples) if deduplicate else None
     labels = {"label": torch.tensor([example.gold for example in examples])}
     if vocabulary is not None:
         contexts = [example.sequences[0][:-1] for example in examples]
+        last_positions = [len(context) - 1 for context in contexts]
         selection = LogitSelection(
             rows=torch.arange(len(contexts)),
-            positions=torch.tensor([len(context) - 1 for context in contexts]),
+            positions=torch.tensor(last_positions),
             vocabulary=torch.tensor(vocabulary),
         )
-        return MicroBatch(
-            {"input_ids": _pad(contexts, pad_id)}, len(examples), labels, selection=selection
-        )
-    sequences = [ids for example in examples for ids in example.sequences]
-    targets = [
-        example.targets(place) for example in examples for place in range(len(example.sequences))
-    ]
-    labels["candidate_slots"] = _slots([len(example.sequences) for example in examples])
+        inputs = {"input_ids": _pad(contexts, pad_id)}
+        return MicroBatch(inputs, len(examples), labels, selection=selection)
+    sequences: list[tuple[int, ...]] = []
+    targets = []
+    num_candidates = []
+    for example in examples:
+        sequences += example.sequences
+        num_candidates.append(len(example.sequences))
+        for candidate in range(len(example.sequences)):
+            targets.append(example.targets(candidate))
     batch = _token_batch(sequences, targets, pad_id)
-    return replace(batch, weight=len(examples), labels={**batch.labels, **labels})
+    labels |= batch.labels
+    labels["candidate_slots"] = _slots(num_candidates)
+    return replace(batch, weight=len(examples), labels=labels)
 
 
 def teacher_forcing_batch(examples: Sequence[EncodedExample], pad_id: int) -> MicroBatch:
-    """Lay out the gold candidate of every example, to train on its tokens; the weight is their number."""
-    sequences = [example.sequences[example.gold] for example in examples]
-    targets = [example.targets(example.gold) for example in examples]
+    """Lay out the gold candidate of every example, to train on its tokens.
+
+    Returns:
+        A batch whose weight is the number of these tokens. Its labels are "target_ids",
+        int64 [tokens], and "token_slots", int64 [examples, longest candidate].
+    """
+    sequences = []
+    targets = []
+    for example in examples:
+        sequences.append(example.sequences[example.gold])
+        targets.append(example.targets(example.gold))
     return _token_batch(sequences, targets, pad_id)
 
 
 def scoring_batch(
     sequences: Sequence[tuple[int, ...]], lengths: Sequence[int], pad_id: int
 ) -> MicroBatch:
-    """Lay out sequences to score the last `lengths` tokens of each. Those that are fed alike share a row."""
-    pairs = zip(sequences, lengths, strict=True)
-    targets = [range(len(ids) - length, len(ids)) for ids, length in pairs]
-    return _token_batch(sequences, targets, pad_id, share_rows=True)
+    """Lay out sequences to score the last `lengths[i]` tokens of sequence i.
+
+    Sequences that differ in their last token only are fed alike, so they share a row of input_ids.
+    The labels are those of `teacher_forcing_batch`, with a row of "token_slots" for each sequence.
+    """
+    row_by_fed: dict[tuple[int, ...], int] = {}
+    row_of = []
+    targets = []
+    for ids, length in zip(sequences, lengths, strict=True):
+        row_of.append(row_by_fed.setdefault(ids[:-1], len(row_by_fed)))
+        targets.append(range(len(ids) - length, len(ids)))
+    return _selected_batch(sequences, targets, list(row_by_fed), row_of, pad_id)
 
 
 def _shared_candidates(examples: Sequence[EncodedExample]) -> list[int] | None:
-    """Return the token ids of the candidates if one row per example is enough, else None."""
+    """Return the token ids of the candidates if one row an example is enough, else None."""
     candidates = [ids[-1] for ids in examples[0].sequences]
     for example in examples:
-        contexts = {ids[:-1] for ids in example.sequences}
-        one_token_each = set(example.option_lengths) == {1} and len(contexts) == 1
-        if not one_token_each or [ids[-1] for ids in example.sequences] != candidates:
+        context = example.sequences[0][:-1]
+        expected = [(*context, candidate) for candidate in candidates]
+        if set(example.option_lengths) != {1} or list(example.sequences) != expected:
             return None
     return candidates
 
 
 def _token_batch(
+    sequences: Sequence[tuple[int, ...]], targets: Sequence[Sequence[int]], pad_id: int
+) -> MicroBatch:
+    """Return the batch of `_selected_batch` in which each sequence has a row of its own."""
+    fed = [ids[:-1] for ids in sequences]
+    return _selected_batch(sequences, targets, fed, range(len(fed)), pad_id)
+
+
+def _selected_batch(
     sequences: Sequence[tuple[int, ...]],
     targets: Sequence[Sequence[int]],
+    fed: Sequence[tuple[int, ...]],
+    row_of: Sequence[int],
     pad_id: int,
-    *,
-    share_rows: bool = False,
 ) -> MicroBatch:
-    """Feed each sequence without its last token; select the logits that predict the tokens at its targets."""
-    fed = [ids[:-1] for ids in sequences]
-    row_of: Sequence[int] = range(len(fed))
-    if share_rows:
-        distinct = {ids: row for row, ids in enumerate(dict.fromkeys(fed))}
-        fed, row_of = list(distinct), [distinct[ids] for ids in fed]
-    rows = [row for row, places in zip(row_of, targets, strict=True) for _ in places]
-    positions = [place - 1 for places in targets for place in places]
-    target_ids = [
-        ids[place] for ids, places in zip(sequences, targets, strict=True) for place in places
-    ]
+    """Return a batch that selects the logits before the targets; the weight is their number.
+
+    Args:
+        sequences: token ids.
+        targets: the positions of each sequence whose tokens count.
+        fed: what the model runs, a row each.
+        row_of: the row in `fed` of each sequence.
+        pad_id: token that fills rows.
+    """
+    rows = []
+    positions = []
+    target_ids = []
+    for ids, places, row in zip(sequences, targets, row_of, strict=True):
+        for place in places:
+            rows.append(row)
+            positions.append(place - 1)
+            target_ids.append(ids[place])
     token_slots = _slots([len(places) for places in targets])
     return MicroBatch(
         inputs={"input_ids": _pad(fed, pad_id)},
@@ -126,12 +196,18 @@ def _token_batch(
 
 
 def _pad(sequences: Sequence[tuple[int, ...]], pad_id: int) -> Tensor:
-    width = -(-max(map(len, sequences)) // PAD_MULTIPLE) * PAD_MULTIPLE
-    return torch.tensor([[*ids, *[pad_id] * (width - len(ids))] for ids in sequences])
+    """Return sequences as rows, int64 [sequences, a multiple of PAD_MULTIPLE]."""
+    longest = max(len(ids) for ids in sequences)
+    width = -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE
+    padded = np.full((len(sequences), width), pad_id)
+    for row, ids in zip(padded, sequences, strict=True):
+        row[: len(ids)] = ids
+    return torch.from_numpy(padded)
 
 
 def _slots(counts: Sequence[int]) -> Tensor:
-    """Assign consecutive items to groups: [2, 1] gives [[0, 1], [2, -1]], int64 [groups, max count]."""
-    length = torch.tensor(counts).unsqueeze(1)
-    column = torch.arange(int(length.max()))
-    return torch.where(column < length, length.cumsum(0) - length + column, -1)
+    """Assign items to groups in order: [2, 1] gives [[0, 1], [2, -1]], int64 [groups, longest]."""
+    length = torch.tensor(counts).unsqueeze(1)  # [groups, 1]
+    first = length.cumsum(0) - length
+    column = torch.arange(int(length.max()))  # [longest]
+    return torch.where(column < length, first + column, -1)

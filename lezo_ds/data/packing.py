@@ -1,6 +1,23 @@
 """Packing: several sequences share a row, so that other examples take the place of padding.
 
-Position ids tell the model where each sequence begins, and a mask hides the other sequences of the row.
+Position ids tell the model where each sequence begins, and a mask hides the other sequences of a
+row. Three sequences A, B and C of a batch that is W = 6 tokens wide become two rows:
+
+    input_ids        A0 A1 A2 A3 A4  .        position_ids    0  1  2  3  4  0
+                     B0 B1 B2 C0 C1  .                        0  1  2  0  1  0
+
+    attention_mask   bool [rows, 1, W, W]: token i sees token j. Of the second row:
+
+                     j   B0 B1 B2 C0 C1  .
+                i  B0     x
+                   B1     x  x
+                   B2     x  x  x
+                   C0              x
+                   C1              x  x
+                    .                    x    padding sees itself only
+
+The selected logits are moved with their tokens. They have the bits that they would have alone in a
+row: masked keys add exactly 0.
 """
 
 from __future__ import annotations
@@ -17,41 +34,51 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from lezo_ds.forward.batch import MicroBatch
 
 _WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
+"""Keys of a model's config that limit how far attention looks back, in tokens."""
 _MIXERS = ("alibi", "mamba", "ssm", "conv", "linear", "recurrent")
-"""Words in config keys of models that locate or mix tokens by other means than position ids and attention."""
+"""Words in the keys of models that locate or mix tokens without position ids and attention."""
 
 FEWEST_DEALT = 4
-"""Deal at least this many examples to a micro-batch. Two or three of different lengths rarely share a row."""
+"""Deal at least this many examples to a micro-batch: two or three rarely share a row."""
 
 _MAX_ROWS = 0.75
-"""Pack only if at most this share of the rows is left: a [W, W] mask takes memory that padding does not."""
+"""Pack only if at most this part of the rows is left: a mask [W, W] takes more memory than
+padding."""
 
 
 def can_pack(config: Any, max_length: int) -> bool:
     """Return whether position ids and a mask are enough to keep the sequences of a row apart.
 
-    No attention window may be shorter than a sequence: our mask replaces the model's, which would apply it.
+    Args:
+        config: the model's configuration, of transformers.
+        max_length: tokens of the longest sequence. No attention window may be shorter: our mask
+            replaces the one with which the model would apply the window.
     """
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model is None or "position_ids" not in inspect.signature(model.forward).parameters:
         return False
     values = config.to_dict()
-    if any(word in key and value for key, value in values.items() for word in _MIXERS):
-        return False
-    # Only SDPA accepts an arbitrary 4-D mask; transformers has no public name for either attribute.
-    takes_masks = model._supports_sdpa and config._attn_implementation in (None, "sdpa")
-    windows = [values[key] for key in _WINDOWS if values.get(key) is not None]
-    return bool(takes_masks and all(window >= max_length for window in windows))
+    for key, value in values.items():
+        if value and any(word in key for word in _MIXERS):
+            return False
+    for key in _WINDOWS:
+        window = values.get(key)
+        if window is not None and window < max_length:
+            return False
+    # Only SDPA accepts an arbitrary 4-D mask. transformers (5.23) has no public name for these two.
+    return bool(model._supports_sdpa and config._attn_implementation in (None, "sdpa"))
 
 
 def pack(batch: MicroBatch) -> MicroBatch:
-    """Lay out the rows of a batch, padded on the right to W, in as few rows of this width as they need.
+    """Lay out the rows of a batch, padded on the right to W, in fewer rows of this width.
 
-    "attention_mask" is bool [R, 1, W, W]. Tokens after the last selected logits of a sequence are dropped.
+    Tokens after the last selected logits of a sequence are dropped. The batch stays as it is if it
+    selects no logits, or if too many rows would be left.
     """
     if batch.selection is None:
         return batch
-    tokens, selection = batch.inputs["input_ids"], batch.selection
+    tokens = batch.inputs["input_ids"]  # [sequences, W]
+    selection = batch.selection
     num_sequences, width = tokens.shape
     lengths = torch.zeros(num_sequences, dtype=torch.int64)
     lengths.scatter_reduce_(0, selection.rows, selection.positions + 1, "amax")
@@ -61,47 +88,58 @@ def pack(batch: MicroBatch) -> MicroBatch:
         return batch
     packed = torch.zeros(num_rows, width, dtype=torch.int64)
     positions = torch.zeros_like(packed)
-    # A row of the mask that hides every token could give NaN, so each token of padding is its own owner.
+    # The sequence of each token. A row of the mask that hides every token could give NaN, so each
+    # token of padding is a sequence of its own, with a negative number.
     owner = torch.arange(-width, 0).repeat(num_rows, 1)
-    for sequence, (row, offset, length) in enumerate(
-        zip(rows, offsets, lengths.tolist(), strict=True)
-    ):
-        place = slice(offset, offset + length)
-        packed[row, place] = tokens[sequence, :length]
-        positions[row, place] = torch.arange(length)
-        owner[row, place] = sequence
-    mask = (owner[:, :, None] == owner[:, None, :]).tril()[:, None]
+    for sequence, length in enumerate(lengths.tolist()):
+        row = rows[sequence]
+        columns = slice(offsets[sequence], offsets[sequence] + length)
+        packed[row, columns] = tokens[sequence, :length]
+        positions[row, columns] = torch.arange(length)
+        owner[row, columns] = sequence
+    same_owner = owner[:, :, None] == owner[:, None, :]  # [rows, W, W]
+    inputs = {
+        "input_ids": packed,
+        "position_ids": positions,
+        "attention_mask": same_owner.tril()[:, None],
+    }
     moved = replace(
         selection,
         rows=torch.tensor(rows)[selection.rows],
         positions=selection.positions + torch.tensor(offsets)[selection.rows],
     )
-    inputs = {"input_ids": packed, "position_ids": positions, "attention_mask": mask}
     return replace(batch, inputs=inputs, selection=moved)
 
 
 def deal(rows: np.ndarray, num_micro_batches: int) -> np.ndarray:
     """Deal examples, sorted by length, to micro-batches that have about the same number of tokens.
 
-    Ranks run different micro-batches and then wait for each other.
+    Ranks run different micro-batches and then wait for each other. The examples are dealt like
+    cards, the longest first, back and forth. The result lists micro-batch after micro-batch.
 
     >>> deal(np.array([10, 11, 12, 13, 14, 15]), 2).tolist()
     [15, 12, 11, 14, 13, 10]
     """
-    rounds = rows[::-1].reshape(-1, num_micro_batches).copy()
+    rounds = rows[::-1].reshape(-1, num_micro_batches).copy()  # [rounds, micro-batches]
     rounds[1::2] = rounds[1::2, ::-1]  # back and forth, as the first of a round gets the longest
     return rounds.T.reshape(-1)
 
 
 def _first_fit(lengths: Sequence[int], width: int) -> tuple[list[int], list[int]]:
-    """Return the row and the offset of each sequence: the longest first, each in the first row with room."""
-    rows, offsets = [0] * len(lengths), [0] * len(lengths)
-    filled: list[int] = []
-    for sequence in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    """Return the row and the offset of each sequence.
+
+    The longest sequence comes first. Each is put into the first row that has room for it.
+    """
+    rows = [0] * len(lengths)
+    offsets = [0] * len(lengths)
+    filled: list[int] = []  # tokens in each row
+    for sequence in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         length = lengths[sequence]
-        row = next((row for row, used in enumerate(filled) if used + length <= width), len(filled))
+        with_room = (row for row, used in enumerate(filled) if used + length <= width)
+        row = next(with_room, len(filled))
         if row == len(filled):
             filled.append(0)
-        rows[sequence], offsets[sequence] = row, filled[row]
+        rows[sequence] = row
+        offsets[sequence] = filled[row]
         filled[row] += length
     return rows, offsets
