@@ -13,7 +13,14 @@ from torch import Tensor
 
 from lezo_ds import agreement, distributed, step
 from lezo_ds.agreement import BATCH, Claims
-from lezo_ds.config import PeftConfig, ZoConfig, make_estimator, make_layer_policy, make_schedule
+from lezo_ds.config import (
+    PeftConfig,
+    ZoConfig,
+    make_estimator,
+    make_law,
+    make_layer_policy,
+    make_schedule,
+)
 from lezo_ds.config.deepspeed import tensor_parallel_size
 from lezo_ds.data.generation import runner
 from lezo_ds.errors import DivergenceError, UserError
@@ -233,6 +240,7 @@ class LezoEngine(ModelEngine):
         self.config = config
         self.learning_rates = make_schedule(config, self._num_steps)
         self.estimator = make_estimator(config)
+        self.law = make_law(config)
         num_blocks = self.layout.num_blocks
         trained = (p.named for p in self.weights.parameters if p.parameter.requires_grad)
         trains_outside = any(named.block >= num_blocks for named in trained)
@@ -351,7 +359,7 @@ class LezoEngine(ModelEngine):
     def apply(self, start: int, stop: int) -> None:
         """Update this rank's shards by the records of the steps `start` to `stop` - 1."""
         updates = step_updates(self.records, start, stop, self.config.weight_decay)
-        self.weights.apply(updates, self.config.noise_distribution)
+        self.weights.apply(updates, self.law)
 
     def _check_divergence(self, record: StepRecord) -> None:
         skipped = itertools.takewhile(lambda earlier: not earlier.applied, reversed(self.records))
@@ -398,7 +406,7 @@ class LezoEngine(ModelEngine):
         updates = step_updates(
             self.records, self._num_checked, self.global_steps, self.config.weight_decay
         )
-        self._witness.follow(updates, self.config.noise_distribution)
+        self._witness.follow(updates, self.law)
         wrong = list(self._witness.unlike(self.weights.low_bits))
         num_wrong = torch.tensor([float(len(wrong))], dtype=torch.float64, device=self.device)
         (total_wrong,) = self._sum_agreed(num_wrong, self._last_result())
@@ -513,7 +521,7 @@ def initialize(
     }
     blocks = list(sharded.module.get_submodule(sharded.layout.path).children())
     engine = sharded.engine or zero3.start_forward_engine(sharded.module, blocks, sharded.ds_config)
-    noise = noise_backend(distributed.device())
+    noise = noise_backend(distributed.device(), make_law(config))
     perturbed = PerturbedForward(
         sharded.module, trainable, noise, blocks, shares_start=config.only_blocks
     )

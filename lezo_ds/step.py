@@ -84,7 +84,7 @@ def perturbation(engine: LezoEngine, plan: StepPlan, one: Pass) -> Perturbation:
     keyed = tuple(
         KeyedProbe(direction_key(plan.key, probe.direction), probe.scale) for probe in probes
     )
-    return Perturbation(keyed, frozenset(plan.dropped_layers), engine.config.noise_distribution)
+    return Perturbation(keyed, frozenset(plan.dropped_layers), engine.law)
 
 
 def estimate(

@@ -10,6 +10,7 @@ from lezo_ds.config.run_config import (
     find_task,
     load_config,
     make_estimator,
+    make_law,
     make_layer_policy,
     make_schedule,
     may_differ_on_resume,

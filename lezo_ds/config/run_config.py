@@ -20,6 +20,7 @@ from lezo_ds.tasks.base import Task
 from lezo_ds.tasks.custom import CUSTOM, Description, make_task
 from lezo_ds.tasks.metrics import find_score
 from lezo_ds.zo.estimators import ESTIMATORS, Estimator
+from lezo_ds.zo.laws import DenseLaw, PerturbationLaw
 from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy, num_dropped
 from lezo_ds.zo.schedules import SCHEDULES, LearningRates
 
@@ -182,6 +183,11 @@ def make_estimator(zo: ZoConfig) -> Estimator:
         num_directions=zo.directions,
         **zo.estimator_options,
     )
+
+
+def make_law(zo: ZoConfig) -> PerturbationLaw:
+    """Return what a direction of the run is."""
+    return DenseLaw(entries=zo.noise_distribution)
 
 
 def make_layer_policy(zo: ZoConfig, num_layers: int, *, trains_outside: bool = True) -> LayerPolicy:

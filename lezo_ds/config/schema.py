@@ -14,9 +14,10 @@ from lezo_ds.tasks.base import Protocol
 from lezo_ds.tasks.custom import CUSTOM
 from lezo_ds.tasks.metrics import METRICS
 from lezo_ds.zo.estimators import ESTIMATORS
+from lezo_ds.zo.laws import Distribution
 from lezo_ds.zo.layers import LAYER_POLICIES
 from lezo_ds.zo.schedules import SCHEDULES
-from lezo_ds.zo.updates import Distribution, UpdatePrecision
+from lezo_ds.zo.updates import UpdatePrecision
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Method = Literal["lezo", "adamw", "zero_shot", "icl"]

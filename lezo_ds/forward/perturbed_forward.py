@@ -32,10 +32,10 @@ from lezo_ds.forward.module_calls import (
     modules_that_run,
     runner_at_probes,
 )
-from lezo_ds.noise import NoiseBackend, Weight
+from lezo_ds.noise import NoiseBackend, Weight, noise_backend
 from lezo_ds.sharding.parameters import NamedParameter
 from lezo_ds.sharding.tensor_parallel import LINEAR_FORWARDS, LOOKUP_FORWARDS, look_up, whole_logits
-from lezo_ds.zo.updates import Distribution
+from lezo_ds.zo.laws import DenseLaw, PerturbationLaw
 
 COPIES_AT_ONCE = 2
 """Copies of the batch that a module with parameters runs on at a time. The bits of a matrix product depend on
@@ -56,7 +56,7 @@ class Perturbation:
 
     probes: tuple[KeyedProbe, ...]  # at least one; each runs on its own copy of the batch
     dropped_layers: frozenset[int]  # transformer blocks that stay at theta
-    distribution: Distribution = "normal"
+    law: PerturbationLaw = DenseLaw()
 
 
 class _Pass(NamedTuple):
@@ -65,7 +65,6 @@ class _Pass(NamedTuple):
     probes: tuple[KeyedProbe, ...] = ()  # none at theta
     rows: int = 1  # of one copy of the batch
     dropped: frozenset[int] = frozenset()
-    distribution: Distribution = "normal"
     keeps: bool = False  # the perturbed weights, to the end of the answers
 
     @property
@@ -134,12 +133,9 @@ class PerturbedForward:
             raise UserError(what, fix="set model.path to a causal language model")
         if perturbation is not None:
             rows = len(next(iter(batch.inputs.values())))
-            change = (
-                perturbation.probes,
-                rows,
-                perturbation.dropped_layers,
-                perturbation.distribution,
-            )
+            change = (perturbation.probes, rows, perturbation.dropped_layers)
+            if perturbation.law != self._noise.law:
+                self._noise = noise_backend(self._noise.device, perturbation.law)
             self._now = _Pass(*change, keeps=batch.generation is not None)
             shared = set(self._blocks_that_share if len(perturbation.probes) > 1 else ())
             self._first_perturbed = min(shared - perturbation.dropped_layers, default=0)
@@ -260,14 +256,10 @@ class PerturbedForward:
 
     def _perturbed(self, weights: Sequence[Weight]) -> list[list[Tensor]]:
         """Return the perturbed copies of each weight, one for each probe that runs."""
-        probes, distribution = self._now.probes, self._now.distribution
+        probes = self._now.probes
         if all(probe.key == probes[0].key for probe in probes):
-            return self._noise.perturb(
-                weights, probes[0].key, [probe.scale for probe in probes], distribution
-            )
-        of_probes = [
-            self._noise.perturb(weights, probe.key, [probe.scale], distribution) for probe in probes
-        ]
+            return self._noise.perturb(weights, probes[0].key, [probe.scale for probe in probes])
+        of_probes = [self._noise.perturb(weights, probe.key, [probe.scale]) for probe in probes]
         return [[copy for (copy,) in of_weight] for of_weight in zip(*of_probes, strict=True)]
 
     def _wrap_block(self, index: int, block: nn.Module) -> None:

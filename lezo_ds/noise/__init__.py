@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from lezo_ds.errors import UserError
-from lezo_ds.zo.updates import Distribution, Update, UpdatePrecision
+from lezo_ds.zo.laws import PerturbationLaw
+from lezo_ds.zo.updates import Update, UpdatePrecision
+
+_CPU = torch.device("cpu")
 
 NOISE_VERSION = 1
 """Version of z(key, parameter, element) and of its use; it changes when any bit of either changes."""
@@ -54,7 +57,7 @@ class Weight(NamedTuple):
     region: Region = ALL
 
 
-class Shard(NamedTuple):
+class UpdateTarget(NamedTuple):
     """The part of a parameter that a rank has, to update in place."""
 
     values: Tensor  # contiguous [n]
@@ -66,11 +69,17 @@ class Shard(NamedTuple):
 
 
 class NoiseBackend(ABC):
-    """All backends compute the same bits. Keys are unsigned 64-bit, elements 0 to 2**40, scales fp32."""
+    """The operations of one perturbation law on the tensors of one device.
 
-    takes_blocks = (
-        False  # whether one call for all of a block is worth the memory for all their copies
-    )
+    All backends compute the same bits. Keys are unsigned 64-bit, elements 0 to 2**40, scales fp32.
+    """
+
+    # Whether one call for all weights of a block is worth the memory for all their copies.
+    takes_blocks = False
+
+    def __init__(self, law: PerturbationLaw, device: torch.device = _CPU) -> None:
+        self.law = law
+        self.device = device
 
     def draw(
         self,
@@ -78,17 +87,11 @@ class NoiseBackend(ABC):
         parameter_id: int,
         start: int,
         count: int,
-        device: torch.device,
-        distribution: Distribution = "normal",
     ) -> Tensor:
         """Return z of the elements [start, start + count): fp32 [count]."""
-        values = torch.zeros(count, device=device)
-        self.update_(
-            [Shard(values, Region(start), parameter_id)],
-            [Update(key, -1.0)],
-            "nearest",
-            distribution,
-        )
+        values = torch.zeros(count, device=self.device)
+        target = UpdateTarget(values, Region(start), parameter_id)
+        self.update_([target], [Update(key, -1.0)], "nearest")
         return values
 
     def perturb(
@@ -96,7 +99,6 @@ class NoiseBackend(ABC):
         weights: Sequence[Weight],
         key: int,
         scales: Sequence[float],
-        distribution: Distribution = "normal",
     ) -> list[list[Tensor]]:
         """Return theta + scale * z of each weight for each scale (MeZO: Malladi et al. 2023, algorithm 1).
 
@@ -114,7 +116,7 @@ class NoiseBackend(ABC):
                 ]
             else:
                 num_signs += tuple(scales[done + 1 : done + 2]) == (-scale,)
-                results = self._perturb(weights, key, scale, num_signs, distribution)
+                results = self._perturb(weights, key, scale, num_signs)
             for copies_of_weight, result in zip(copies, results, strict=True):
                 copies_of_weight += result
             done += num_signs
@@ -127,19 +129,17 @@ class NoiseBackend(ABC):
         key: int,
         scale: float,
         num_signs: int,
-        distribution: Distribution,
     ) -> list[list[Tensor]]:
         """Return theta + scale * z of each weight and, if there are two signs, theta - scale * z."""
 
     @abstractmethod
     def update_(
         self,
-        shards: Sequence[Shard],
+        targets: Sequence[UpdateTarget],
         updates: Sequence[Update],
         precision: UpdatePrecision,
-        distribution: Distribution = "normal",
     ) -> None:
-        """Apply the same updates to shards of one device: theta * factor - coefficient * z, in order.
+        """Apply the same updates to targets on the backend's device: theta * factor - coefficient * z, in order.
 
         Both products and the difference are rounded to fp32, each on its own, and each update is stored by
         `precision`: the bits are those of one call for each.
@@ -147,33 +147,33 @@ class NoiseBackend(ABC):
 
 
 @functools.cache
-def noise_backend(device: torch.device) -> NoiseBackend:
-    """Return the fastest backend for a device. Without a C++ compiler, that of CPUs is plain PyTorch."""
+def noise_backend(device: torch.device, law: PerturbationLaw) -> NoiseBackend:
+    """Return the fastest backend of a law for a device. For CPUs without a C++ compiler, it is plain PyTorch."""
     if device.type == "cuda":
-        return _triton_noise(device)
+        return _triton_noise(device, law)
     from lezo_ds.noise.cpu import CpuNoise
     from lezo_ds.noise.reference import EagerNoise
 
     try:
-        return CpuNoise()
+        return CpuNoise(law)
     except (OSError, RuntimeError) as error:
         logging.getLogger(__name__).warning(
             "the noise kernels for CPUs cannot be built, so slower PyTorch code gives the same results; "
             "install a C++ compiler (apt-get install g++, or conda install gxx): %s",
             error,
         )
-    return EagerNoise()
+    return EagerNoise(law)
 
 
-def _triton_noise(device: torch.device) -> NoiseBackend:
+def _triton_noise(device: torch.device, law: PerturbationLaw) -> NoiseBackend:
     try:
         from lezo_ds.noise.gpu import (
             TritonNoise,
         )  # CPUs do not need Triton and often do not have it
 
-        noise = TritonNoise()
+        noise = TritonNoise(law, device)
         # The first launch builds Triton's launcher; a missing compiler must show now, not in a training step.
-        noise.draw(0, 0, 0, 1, device)
+        noise.draw(0, 0, 0, 1)
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise UserError(
             f"Triton needs a C compiler and Python's headers; {type(error).__name__}: {error}",

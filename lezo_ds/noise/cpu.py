@@ -16,8 +16,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from lezo_ds.noise import NoiseBackend, Shard, Weight, pack_updates
-from lezo_ds.zo.updates import Distribution, Update, UpdatePrecision
+from lezo_ds.noise import NoiseBackend, UpdateTarget, Weight, pack_updates
+from lezo_ds.zo.laws import Distribution, PerturbationLaw
+from lezo_ds.zo.updates import Update, UpdatePrecision
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 # -ffp-contract=off: a fused multiply-add rounds once where the other backends round twice.
@@ -46,8 +47,10 @@ _UPDATE = (_PTR, _I32, _PTR, _I32, _I32, *_ROWS, _U32, _PTR, _I64, _I32)
 class CpuNoise(NoiseBackend):
     """Works on `torch.get_num_threads()` threads; their number changes no bit."""
 
-    def __init__(self) -> None:
+    def __init__(self, law: PerturbationLaw) -> None:
         """Raise OSError or RuntimeError if the kernels cannot be built or loaded here."""
+        super().__init__(law)
+        self._distribution = _DISTRIBUTIONS.index(law.entries)
         self._kernels = ctypes.CDLL(str(_built_library()))
         self._kernels.lezo_perturb.argtypes = _PERTURB
         self._kernels.lezo_update.argtypes = _UPDATE
@@ -58,7 +61,6 @@ class CpuNoise(NoiseBackend):
         key: int,
         scale: float,
         num_signs: int,
-        distribution: Distribution,
     ) -> list[list[Tensor]]:
         copies = []
         for theta, parameter_id, out_dtype, rows, region in weights:
@@ -74,21 +76,20 @@ class CpuNoise(NoiseBackend):
             minus = outs[1].data_ptr() if num_signs == 2 else None
             target = outs[0].data_ptr(), minus, _FORMATS.index(out_dtype)
             elements = row_pointer, num_rows, width, stride, region.start
-            noise = key, parameter_id, scale, _DISTRIBUTIONS.index(distribution)
+            noise = key, parameter_id, scale, self._distribution
             self._kernels.lezo_perturb(*source, *target, *elements, *noise, torch.get_num_threads())
             copies.append(outs)
         return copies
 
     def update_(
         self,
-        shards: Sequence[Shard],
+        targets: Sequence[UpdateTarget],
         updates: Sequence[Update],
         precision: UpdatePrecision,
-        distribution: Distribution = "normal",
     ) -> None:
         packed = pack_updates(updates)
-        codes = _PRECISIONS.index(precision), _DISTRIBUTIONS.index(distribution)
-        for values, region, parameter_id, low in shards:
+        codes = _PRECISIONS.index(precision), self._distribution
+        for values, region, parameter_id, low in targets:
             low_pointer = None if low is None else low.data_ptr()
             stored = values.data_ptr(), _FORMATS.index(values.dtype), low_pointer
             elements = *region.rows(values.numel()), region.start, parameter_id

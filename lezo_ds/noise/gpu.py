@@ -11,10 +11,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lezo_ds.noise import NoiseBackend, Region, Shard, Weight, pack_updates
+from lezo_ds.noise import NoiseBackend, Region, UpdateTarget, Weight, pack_updates
 from lezo_ds.noise import triton_kernels as kernels
 from lezo_ds.noise.reference import PER_BLOCK
-from lezo_ds.zo.updates import Distribution, Update, UpdatePrecision
+from lezo_ds.zo.laws import Distribution
+from lezo_ds.zo.updates import Update, UpdatePrecision
 
 # Elements of one program, as in `triton_kernels._tile`; no bit depends on it.
 _TILE: dict[Distribution, int] = {"normal": 512 * 4, "rademacher": 32 * 128}
@@ -66,11 +67,10 @@ class TritonNoise(NoiseBackend):
         key: int,
         scale: float,
         num_signs: int,
-        distribution: Distribution,
     ) -> list[list[Tensor]]:
         if weights[0].rows is not None:
             return [
-                _perturb_rows(weight, key, scale, num_signs, distribution) for weight in weights
+                _perturb_rows(weight, key, scale, num_signs, self.law.entries) for weight in weights
             ]
         thetas = [weight.theta.contiguous() for weight in weights]
         facts = [
@@ -85,7 +85,7 @@ class TritonNoise(NoiseBackend):
             for theta, weight in zip(thetas, weights, strict=True)
         ]
         device = thetas[0].device
-        num_bytes, views, launches = _copies(tuple(facts), num_signs, distribution, device)
+        num_bytes, views, launches = _copies(tuple(facts), num_signs, self.law.entries, device)
         # All copies in one piece of memory: those of plus, then those of minus.
         out = torch.empty(num_signs * num_bytes, dtype=torch.uint8, device=device)
         for table, launch in launches:
@@ -97,22 +97,21 @@ class TritonNoise(NoiseBackend):
 
     def update_(
         self,
-        shards: Sequence[Shard],
+        targets: Sequence[UpdateTarget],
         updates: Sequence[Update],
         precision: UpdatePrecision,
-        distribution: Distribution = "normal",
     ) -> None:
-        if not (shards and updates):
+        if not (targets and updates):
             return
         parts = []
-        for values, region, parameter_id, low in shards:
+        for values, region, parameter_id, low in targets:
             stored = "nearest" if values.dtype == torch.float32 else precision
             constants = (("dtype", values.dtype), ("precision", stored))
             addresses = values.data_ptr(), 0 if low is None else low.data_ptr()
             parts.append((constants, parameter_id, values.numel(), *addresses, region, 0))
-        device = shards[0].values.device
+        device = targets[0].values.device
         packed = _updates_on_device(pack_updates(updates).tobytes(), device)
-        for table, launch in _launches("update_kernel", tuple(parts), distribution, device):
+        for table, launch in _launches("update_kernel", tuple(parts), self.law.entries, device):
             launch.run(table, packed, len(updates))
 
 

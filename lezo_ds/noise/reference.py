@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lezo_ds.noise import NoiseBackend, Region, Shard, Weight
-from lezo_ds.zo.updates import Distribution, Update, UpdatePrecision
+from lezo_ds.noise import NoiseBackend, Region, UpdateTarget, Weight
+from lezo_ds.zo.laws import Distribution
+from lezo_ds.zo.updates import Update, UpdatePrecision
 
 NORMAL_STREAM, DITHER_STREAM, RADEMACHER_STREAM = 0, 1, 2
 PER_BLOCK: dict[Distribution, int] = {"normal": 4, "rademacher": 128}
@@ -245,7 +246,6 @@ class EagerNoise(NoiseBackend):
         key: int,
         scale: float,
         num_signs: int,
-        distribution: Distribution,
     ) -> list[list[Tensor]]:
         copies = []
         for theta, parameter_id, out_dtype, rows, region in weights:
@@ -260,14 +260,14 @@ class EagerNoise(NoiseBackend):
             ):
                 if rows is None:
                     values, where = source[first:last, 0], (region, first, last, theta.device)
-                    z = _draw(distribution, key, parameter_id, where)
+                    z = _draw(self.law.entries, key, parameter_id, where)
                 else:
                     values, columns = (
                         source[rows[first:last]],
                         torch.arange(width, device=theta.device),
                     )
                     elements = region.start + rows[first:last, None] * width + columns
-                    z = draw_at(distribution, key, parameter_id, elements)
+                    z = draw_at(self.law.entries, key, parameter_id, elements)
                 for out, signed in zip(outs, (scale, -scale), strict=False):
                     flat = out.view(-1) if rows is None else out
                     flat[first:last] = values.to(torch.float32) + z * signed
@@ -276,19 +276,18 @@ class EagerNoise(NoiseBackend):
 
     def update_(
         self,
-        shards: Sequence[Shard],
+        targets: Sequence[UpdateTarget],
         updates: Sequence[Update],
         precision: UpdatePrecision,
-        distribution: Distribution = "normal",
     ) -> None:
-        for values, region, parameter_id, low in shards:
+        for values, region, parameter_id, low in targets:
             dithered = precision == "stochastic" and values.dtype != torch.float32
             for first, last in _chunks(values.numel(), CHUNK):
                 part = values[first:last]
                 part_low = None if low is None else low[first:last]
                 where = (region, first, last, values.device)
                 for key, coefficient, factor in updates:
-                    z = _draw(distribution, key, parameter_id, where)
+                    z = _draw(self.law.entries, key, parameter_id, where)
                     changed = join_master(part, part_low) * factor - z * coefficient
                     if dithered:
                         words = words_at(key, parameter_id, elements_of(*where), DITHER_STREAM)

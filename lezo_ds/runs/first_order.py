@@ -38,6 +38,7 @@ from lezo_ds.runs.records import (
 from lezo_ds.runs.run import Run
 from lezo_ds.sharding import zero3
 from lezo_ds.zo.keys import dropout_key
+from lezo_ds.zo.laws import DenseLaw
 
 MAX_GRADIENT_NORM = 1.0  # the default of transformers' Trainer
 
@@ -160,7 +161,9 @@ def initialize_first_order(config: RunConfig, ds_config: Mapping[str, Any]) -> F
     engine = zero3.start_training_engine(
         model=sharded.module, optimizer=optimizer, schedule=schedule, ds_config=ds_config
     )
-    perturbed = PerturbedForward(sharded.module, {}, noise_backend(distributed.device()))
+    perturbed = PerturbedForward(
+        sharded.module, {}, noise_backend(distributed.device(), DenseLaw())
+    )
     return FirstOrderEngine(engine, perturbed, sharded, config.seed)
 
 

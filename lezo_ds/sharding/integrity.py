@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lezo_ds.noise import Region, Shard, noise_backend
+from lezo_ds.noise import Region, UpdateTarget, noise_backend
 from lezo_ds.noise.reference import elements_of
 from lezo_ds.sharding.parameters import ShardedParameter
-from lezo_ds.zo.updates import Distribution, StepUpdate, UpdatePrecision, updates_of_parameter
+from lezo_ds.zo.laws import PerturbationLaw
+from lezo_ds.zo.updates import StepUpdate, UpdatePrecision, updates_of_parameter
 
 _CHUNK_ON_CPU = 1 << 17  # temporary tensors of 1 MB stay in a processor's cache
 _CHUNK = 1 << 22  # an operation on a GPU has a fixed cost
@@ -46,7 +47,7 @@ def shard_digest(shard: Tensor, region: Region, parameter_id: int) -> int:
 class _Sample(NamedTuple):
     parameter: ShardedParameter
     elements: slice
-    copy: Shard  # of the elements and of their low bits
+    copy: UpdateTarget  # of the elements and of their low bits
 
 
 class Witness:
@@ -69,14 +70,14 @@ class Witness:
             low = None if low is None else low[elements].clone()
             with parameter.shard() as shard:
                 region = Region(parameter.region.start + row * stride + begin)
-                copy = Shard(shard[elements].clone(), region, parameter_id, low)
+                copy = UpdateTarget(shard[elements].clone(), region, parameter_id, low)
             self._samples.append(_Sample(parameter, elements, copy))
 
-    def follow(self, updates: Sequence[StepUpdate], distribution: Distribution = "normal") -> None:
+    def follow(self, updates: Sequence[StepUpdate], law: PerturbationLaw) -> None:
         for parameter, _, copy in self._samples:
             changes = updates_of_parameter(updates, parameter.named.block, decays=parameter.decays)
-            backend = noise_backend(copy.values.device)
-            backend.update_([copy], changes, self._precision, distribution)
+            backend = noise_backend(copy.values.device, law)
+            backend.update_([copy], changes, self._precision)
 
     def unlike(self, low_bits: Mapping[str, Tensor]) -> list[str]:
         """Return the names of the parameters whose shards or low bits differ from their samples."""

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from lezo_ds import distributed
-from lezo_ds.noise import Shard, noise_backend
+from lezo_ds.noise import UpdateTarget, noise_backend
 from lezo_ds.noise.reference import split_master
 from lezo_ds.sharding.files import WeightFiles
 from lezo_ds.sharding.integrity import Witness, shard_digest
 from lezo_ds.sharding.parameters import ShardedParameter
 from lezo_ds.sharding.zero3 import finish_updates
+from lezo_ds.zo.laws import PerturbationLaw
 from lezo_ds.zo.updates import (
-    Distribution,
     StepUpdate,
     Update,
     UpdatePrecision,
@@ -116,7 +116,7 @@ class ShardedWeights:
             and tensor.requires_grad
         )
 
-    def apply(self, updates: Sequence[StepUpdate], distribution: Distribution = "normal") -> None:
+    def apply(self, updates: Sequence[StepUpdate], law: PerturbationLaw) -> None:
         """Apply the updates of steps, in order. One step at a time gives the same bits as many at once."""
         for block, parameters in self._trained_by_block:
             # The parameters of a block have the same updates, apart from the decay.
@@ -124,35 +124,34 @@ class ShardedWeights:
                 updates_of_parameter(updates, block, decays=decays) for decays in (True, False)
             )
             if matrices == vectors:
-                self._update(parameters, matrices, distribution)
+                self._update(parameters, matrices, law)
             else:
-                self._update([p for p in parameters if p.decays], matrices, distribution)
-                self._update([p for p in parameters if not p.decays], vectors, distribution)
+                self._update([p for p in parameters if p.decays], matrices, law)
+                self._update([p for p in parameters if not p.decays], vectors, law)
         finish_updates()
 
     def _update(
         self,
         parameters: Iterable[ShardedParameter],
         updates: Sequence[Update],
-        distribution: Distribution,
+        law: PerturbationLaw,
     ) -> None:
         """Apply the same updates to the shards of parameters, with one call for those in memory."""
         if not updates:
             return
-        in_memory: dict[torch.device, list[Shard]] = {}
+        in_memory: dict[torch.device, list[UpdateTarget]] = {}
         for parameter in parameters:
             opened, low = parameter.shard(write=True), self.low_bits.get(parameter.name)
             with opened as values:
-                shard = Shard(values, parameter.region, parameter.named.parameter_id, low)
+                target = UpdateTarget(values, parameter.region, parameter.named.parameter_id, low)
                 if opened.is_swapped:
-                    noise_backend(values.device).update_(
-                        [shard], updates, self._precision, distribution
-                    )
+                    noise = noise_backend(values.device, law)
+                    noise.update_([target], updates, self._precision)
                 else:
-                    in_memory.setdefault(values.device, []).append(shard)
+                    in_memory.setdefault(values.device, []).append(target)
         # The backend follows the shards: offloaded ones are updated on the CPU.
-        for device, shards in in_memory.items():
-            noise_backend(device).update_(shards, updates, self._precision, distribution)
+        for device, targets in in_memory.items():
+            noise_backend(device, law).update_(targets, updates, self._precision)
 
     def witness(self) -> Witness:
         trained = [

@@ -9,9 +9,6 @@ from typing import Literal, NamedTuple
 from lezo_ds.zo.keys import direction_key
 from lezo_ds.zo.records import StepRecord
 
-Distribution = Literal["normal", "rademacher"]
-"""Standard normal numbers, or +1 and -1 with equal probability (the Rademacher distribution)."""
-
 UpdatePrecision = Literal["stochastic", "fp32_master", "nearest"]
 """How 16-bit weights are stored. fp32_master keeps the 16 low bits too. The others round: at random without
 bias, or to nearest."""

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from lezo_ds.noise import Region, Shard, Weight
+from lezo_ds.noise import Region, UpdateTarget, Weight
 from lezo_ds.noise.reference import split_master
+from lezo_ds.zo.laws import DenseLaw
 from lezo_ds.zo.updates import Update
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "noise.json").read_text())
@@ -65,15 +66,14 @@ def stored(values, dtype, precision, device="cpu"):
     return high.to(device), None if low is None else low.to(device)
 
 
-def result(noise, case, device="cpu"):
-    """All tensors that an operation returns or writes."""
+def result(backend_of, case, device="cpu"):
+    """All tensors that an operation returns or writes; `backend_of(law)` is a backend for `device`."""
     operation, distribution, dtype, other = case
-    return (perturbed if operation == "perturb" else updated)(
-        noise, distribution, dtype, other, device
-    )
+    run = perturbed if operation == "perturb" else updated
+    return run(backend_of(DenseLaw(distribution)), dtype, other, device)
 
 
-def perturbed(noise, distribution, dtype, out_dtype, device):
+def perturbed(noise, dtype, out_dtype, device):
     thetas = [
         values_of_every_size(torch.Size(shape).numel()).to(dtype).view(shape).to(device)
         for shape in SHAPES
@@ -89,19 +89,19 @@ def perturbed(noise, distribution, dtype, out_dtype, device):
     ]
     copies = []
     for scales in SCALES:
-        copies += noise.perturb(weights, KEY, scales, distribution)
-        copies += [noise.perturb([weight], KEY, scales, distribution)[0] for weight in of_rows]
+        copies += noise.perturb(weights, KEY, scales)
+        copies += [noise.perturb([weight], KEY, scales)[0] for weight in of_rows]
     return list(itertools.chain(*copies))
 
 
-def updated(noise, distribution, dtype, precision, device):
-    shards = []
+def updated(noise, dtype, precision, device):
+    targets = []
     for parameter_id, (count, start) in enumerate(SHARDS):
         values, low = stored(values_of_every_size(count), dtype, precision, device)
-        shards.append(Shard(values, Region(start), parameter_id, low))
-    noise.update_(shards, UPDATES, precision, distribution)
+        targets.append(UpdateTarget(values, Region(start), parameter_id, low))
+    noise.update_(targets, UPDATES, precision)
     return [
-        tensor for shard in shards for tensor in (shard.values, shard.low) if tensor is not None
+        tensor for target in targets for tensor in (target.values, target.low) if tensor is not None
     ]
 
 

@@ -3,6 +3,7 @@
 Triton's backend needs a GPU (pytest -m gpu) or Triton's interpreter, in which test_noise_triton.py runs it.
 """
 
+import functools
 import math
 import os
 
@@ -25,7 +26,7 @@ from noise_cases import (
     values_of_every_size,
 )
 
-from lezo_ds.noise import ALL, Region, Shard, Weight, noise_backend, reference, stacked
+from lezo_ds.noise import ALL, Region, UpdateTarget, Weight, noise_backend, reference, stacked
 from lezo_ds.noise.cpu import CpuNoise
 from lezo_ds.noise.reference import (
     DITHER_STREAM,
@@ -38,10 +39,10 @@ from lezo_ds.noise.reference import (
     split_master,
     words_at,
 )
+from lezo_ds.zo.laws import DenseLaw
 from lezo_ds.zo.updates import Update
 
 CPU = torch.device("cpu")
-REFERENCE = EagerNoise()
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TRITON = pytest.param("triton", marks=() if IS_INTERPRETED else pytest.mark.gpu)
 
@@ -50,16 +51,17 @@ every_distribution = pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 
 @pytest.fixture(params=["eager", "cpu", TRITON])
 def backend(request):
-    """A backend and its device."""
+    """A function that returns the backend of a law, and its device."""
     if request.param == "eager":
-        return REFERENCE, CPU
+        return EagerNoise, CPU
     if request.param == "cpu":
-        return CpuNoise(), CPU
+        return CpuNoise, CPU
     if not (IS_INTERPRETED or torch.cuda.is_available()):
         pytest.skip("no GPU")
     from lezo_ds.noise.gpu import TritonNoise
 
-    return TritonNoise(), CPU if IS_INTERPRETED else torch.device("cuda")
+    device = CPU if IS_INTERPRETED else torch.device("cuda")
+    return functools.partial(TritonNoise, device=device), device
 
 
 def assert_same_bits(actual, expected):
@@ -70,27 +72,27 @@ def assert_same_bits(actual, expected):
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_operation_has_the_bits_of_the_reference_and_its_golden_digest(backend, case):
-    noise, device = backend
+    backend_of, device = backend
     place = list(CASES).index(case)
     if IS_INTERPRETED and (place // 3 + place) % 3 == 0:
         pytest.skip("the interpreter is slow: it runs each dtype with two of three others")
-    found = result(noise, CASES[case], device)
-    for actual, expected in zip(found, result(REFERENCE, CASES[case]), strict=True):
+    found = result(backend_of, CASES[case], device)
+    for actual, expected in zip(found, result(EagerNoise, CASES[case]), strict=True):
         assert_same_bits(actual, expected)
     assert digest(found) == GOLDEN["results"][case]
 
 
 @pytest.mark.parametrize("golden", GOLDEN["draws"], ids=lambda golden: golden["what"])
 def test_draws_have_their_golden_bits(backend, golden):
-    noise, device = backend
+    backend_of, _ = backend
     where = golden["key"], golden["parameter_id"], golden["start"]
 
     def words(tensor):
         return " ".join(f"{int(word) & 0xFFFFFFFF:08x}" for word in tensor)
 
-    z = noise.draw(*where, len(golden["normal"].split()), device)
+    z = backend_of(DenseLaw()).draw(*where, len(golden["normal"].split()))
     assert words(z.cpu().view(torch.int32)) == golden["normal"]
-    signs = noise.draw(*where, len(golden["rademacher"]), device, "rademacher")
+    signs = backend_of(DenseLaw("rademacher")).draw(*where, len(golden["rademacher"]))
     assert "".join({1.0: "+", -1.0: "-"}[sign] for sign in signs.tolist()) == golden["rademacher"]
     assert (
         words(
@@ -108,12 +110,13 @@ def test_the_reference_is_the_plain_formulas_in_fp32(dtype, distribution):
     theta = values_of_every_size(1071).to(dtype).view(7, 9, 17)
     z = draw(distribution, KEY, 6, 0, theta.numel(), CPU).view_as(theta)
     scales = [1e-3, -1e-3, 0.0, 0.25, 0.5, -0.25]
-    (copies,) = REFERENCE.perturb([Weight(theta, 6, dtype)], KEY, scales, distribution)
+    noise = EagerNoise(DenseLaw(distribution))
+    (copies,) = noise.perturb([Weight(theta, 6, dtype)], KEY, scales)
     for scale, copy in zip(scales, copies, strict=True):
         # The sum would turn -0.0 + 0.0 into 0.0.
         assert_same_bits(copy, (theta.float() + z * scale).to(dtype) if scale else theta)
     shard = theta.flatten().clone()
-    REFERENCE.update_([Shard(shard, ALL, 6)], [Update(KEY, 0.3, 0.99)], "nearest", distribution)
+    noise.update_([UpdateTarget(shard, ALL, 6)], [Update(KEY, 0.3, 0.99)], "nearest")
     assert_same_bits(shard, (theta.float() * 0.99 - z * 0.3).to(dtype).flatten())
 
 
@@ -129,18 +132,19 @@ def test_the_reference_is_the_plain_formulas_in_fp32(dtype, distribution):
 def test_slices_and_single_updates_give_the_bits_of_one_call(
     backend, precision, distribution, monkeypatch
 ):
-    noise, device = backend
+    backend_of, device = backend
+    noise = backend_of(DenseLaw(distribution))
     monkeypatch.setattr(reference, "CHUNK", 64)
     updates = [Update(KEY, 0.01, 0.999), Update(7, -0.3)]
     values = values_of_every_size(1101)
     full, full_low = stored(values, torch.bfloat16, precision, device)
     parts, parts_low = stored(values, torch.bfloat16, precision, device)
-    noise.update_([Shard(full, ALL, 6, full_low)], updates, precision, distribution)
+    noise.update_([UpdateTarget(full, ALL, 6, full_low)], updates, precision)
     for update in updates:
         for first, last in ((0, 367), (367, 734), (734, 1101)):
             low = None if parts_low is None else parts_low[first:last]
             noise.update_(
-                [Shard(parts[first:last], Region(first), 6, low)], [update], precision, distribution
+                [UpdateTarget(parts[first:last], Region(first), 6, low)], [update], precision
             )
     assert_same_bits(parts, full)
     if full_low is not None:
@@ -152,25 +156,25 @@ def test_slices_and_single_updates_give_the_bits_of_one_call(
     ("rows", "columns"), [((2, 9), (3, 24)), ((0, 11), (128, 133)), ((10, 11), (5, 6))]
 )
 def test_a_rectangle_gets_the_bits_of_its_elements(backend, precision, rows, columns):
-    noise, device = backend
+    backend_of, device = backend
     part = (slice(*rows), slice(*columns))
     for distribution in DISTRIBUTIONS:
+        law = DenseLaw(distribution)
+        noise, plain = backend_of(law), EagerNoise(law)
         values, low = stored(values_of_every_size(11 * 133), torch.bfloat16, precision, CPU)
         theta = values.view(11, 133)
         region = Region(rows[0] * 133 + columns[0], columns[1] - columns[0], 133)
         mine = theta[part].contiguous().to(device)
         ((plus, minus),) = noise.perturb(
-            [Weight(mine, 6, torch.float32, region=region)], KEY, [0.1, -0.1], distribution
+            [Weight(mine, 6, torch.float32, region=region)], KEY, [0.1, -0.1]
         )
-        (full,) = REFERENCE.perturb(
-            [Weight(theta, 6, torch.float32)], KEY, [0.1, -0.1], distribution
-        )
+        (full,) = plain.perturb([Weight(theta, 6, torch.float32)], KEY, [0.1, -0.1])
         for copy, expected in zip((plus, minus), full, strict=True):
             assert_same_bits(copy, expected[part])
         mine_low = None if low is None else low.view(11, 133)[part].flatten().to(device)
         updates = [Update(KEY, 0.01, 0.999), Update(7, -0.3)]
-        noise.update_([Shard(mine.view(-1), region, 6, mine_low)], updates, precision, distribution)
-        REFERENCE.update_([Shard(values, ALL, 6, low)], updates, precision, distribution)
+        noise.update_([UpdateTarget(mine.view(-1), region, 6, mine_low)], updates, precision)
+        plain.update_([UpdateTarget(values, ALL, 6, low)], updates, precision)
         assert_same_bits(mine, theta[part])
         if low is not None:
             assert_same_bits(mine_low, low.view(11, 133)[part].flatten())
@@ -179,13 +183,16 @@ def test_a_rectangle_gets_the_bits_of_its_elements(backend, precision, rows, col
 def test_a_transposed_parameter_is_perturbed_by_its_row_major_index_and_copies_can_be_stacked(
     backend,
 ):
-    noise, device = backend
+    backend_of, device = backend
+    noise = backend_of(DenseLaw())
     theta = values_of_every_size(35).view(5, 7)
     weights = [Weight(theta.t().contiguous().to(device).t(), 6, theta.dtype)]
     (copies,) = noise.perturb(weights, KEY, [0.1, -0.1])
     assert_same_bits(
         stacked(copies),
-        torch.stack(REFERENCE.perturb([Weight(theta, 6, theta.dtype)], KEY, [0.1, -0.1])[0]),
+        torch.stack(
+            EagerNoise(DenseLaw()).perturb([Weight(theta, 6, theta.dtype)], KEY, [0.1, -0.1])[0]
+        ),
     )
     assert_same_bits(stacked(copies[:1]), copies[0][None])
     strided = torch.tensor([3, 9, 0, 9], device=device)[::2]
@@ -197,7 +204,7 @@ def test_a_transposed_parameter_is_perturbed_by_its_row_major_index_and_copies_c
     ((row,),) = noise.perturb([later], KEY, [0.1])
     assert_same_bits(row, copies[0][3:4])
     noise.update_([], [Update(KEY, 0.1)], "nearest")
-    noise.update_([Shard(theta.flatten().to(device), ALL, 6)], [], "nearest")
+    noise.update_([UpdateTarget(theta.flatten().to(device), ALL, 6)], [], "nearest")
     assert noise.perturb([], KEY, [0.1]) == []
 
 
@@ -336,7 +343,7 @@ SIGNAL = {"stochastic": (0.9, 1.1), "fp32_master": (0.999, 1.001), "nearest": (-
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 3e-6), (torch.float16, 3e-7)])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_tiny_updates_survive_stochastic_and_master_storage_only(dtype, size, precision):
-    noise, generator = noise_backend(CPU), torch.Generator().manual_seed(0)
+    noise, generator = noise_backend(CPU, DenseLaw()), torch.Generator().manual_seed(0)
     assert isinstance(noise, CpuNoise)
     start = (0.02 * torch.randn(50_000, generator=generator)).to(dtype)
     coefficients = torch.randn(1000, generator=generator) * size
@@ -344,9 +351,9 @@ def test_tiny_updates_survive_stochastic_and_master_storage_only(dtype, size, pr
         Update(1000 + index, float(coefficient)) for index, coefficient in enumerate(coefficients)
     ]
     exact = torch.zeros(50_000)
-    noise.update_([Shard(exact, ALL, 4)], updates, "nearest")
+    noise.update_([UpdateTarget(exact, ALL, 4)], updates, "nearest")
     values, low = stored(start.float(), dtype, precision)
-    noise.update_([Shard(values, ALL, 4, low)], updates, precision)
+    noise.update_([UpdateTarget(values, ALL, 4, low)], updates, precision)
     change, exact = join_master(values, low).double() - start.double(), exact.double()
     least, most = SIGNAL[precision]
     assert least <= float(change @ exact / (exact @ exact)) <= most

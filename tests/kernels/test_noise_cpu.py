@@ -8,9 +8,10 @@ import pytest
 import torch
 from noise_cases import CASES, GOLDEN, KEY, digest, result
 
-from lezo_ds.noise import ALL, Region, Shard, Weight, cpu, noise_backend
+from lezo_ds.noise import ALL, Region, UpdateTarget, Weight, cpu, noise_backend
 from lezo_ds.noise.cpu import CpuNoise
 from lezo_ds.noise.reference import EagerNoise, split_master
+from lezo_ds.zo.laws import DenseLaw
 from lezo_ds.zo.updates import Update
 
 CPU = torch.device("cpu")
@@ -37,7 +38,7 @@ def test_where_the_kernels_cannot_be_built_plain_pytorch_runs_with_one_warning(
     if reason == "cannot compile this":
         (tmp_path / "g++").write_text("#!/bin/sh\necho cannot compile this >&2\nexit 1\n")
         (tmp_path / "g++").chmod(0o755)
-    backends = [noise_backend(CPU) for _ in range(2)]
+    backends = [noise_backend(CPU, DenseLaw()) for _ in range(2)]
     assert [type(backend) for backend in backends] == [EagerNoise] * 2
     (warning,) = caplog.messages[-1:]
     assert "install a C++ compiler" in warning and reason in warning
@@ -56,7 +57,8 @@ def test_ranks_that_build_at_once_share_one_library_that_is_then_reused(
     assert cpu._built_library() == libraries[0] == libraries[1]
     assert caplog.text.count("compiling") == 2
     assert list((tmp_path / "cache" / "lezo_ds").iterdir()) == [libraries[0]]
-    assert torch.equal(CpuNoise().draw(1, 2, 3, 999, CPU), EagerNoise().draw(1, 2, 3, 999, CPU))
+    built, plain = CpuNoise(DenseLaw()), EagerNoise(DenseLaw())
+    assert torch.equal(built.draw(1, 2, 3, 999), plain.draw(1, 2, 3, 999))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86")
@@ -68,9 +70,8 @@ def test_older_instruction_sets_give_the_same_bits(monkeypatch, tmp_path, instru
         cpu, "FLAGS", [flag.replace("native", instruction_set) for flag in cpu.FLAGS]
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    older = CpuNoise()
     for name, case in CASES.items():
-        assert digest(result(older, case)) == GOLDEN["results"][name]
+        assert digest(result(CpuNoise, case)) == GOLDEN["results"][name]
 
 
 @pytest.fixture
@@ -87,17 +88,14 @@ def test_the_number_of_threads_changes_no_bit(distribution):
     theta = torch.randn(200_003, generator=torch.Generator().manual_seed(0)).bfloat16()
     table, rows = theta[:200_000].view(200, 1000), torch.arange(199, -1, -1)
     digests = set()
-    for noise, num_threads in (
-        (CpuNoise(), 1),
-        (CpuNoise(), 2),
-        (CpuNoise(), 3),
-        (EagerNoise(), 1),
-    ):
+    law = DenseLaw(distribution)
+    for backend, num_threads in ((CpuNoise, 1), (CpuNoise, 2), (CpuNoise, 3), (EagerNoise, 1)):
+        noise = backend(law)
         torch.set_num_threads(num_threads)
         shard = theta.clone()
-        noise.update_([Shard(shard, Region(5), 2)], [Update(1, 0.1)], "stochastic", distribution)
-        ((full,),) = noise.perturb([Weight(theta, 2, theta.dtype)], KEY, [0.1], distribution)
-        ((some,),) = noise.perturb([Weight(table, 2, theta.dtype, rows)], KEY, [0.1], distribution)
+        noise.update_([UpdateTarget(shard, Region(5), 2)], [Update(1, 0.1)], "stochastic")
+        ((full,),) = noise.perturb([Weight(theta, 2, theta.dtype)], KEY, [0.1])
+        ((some,),) = noise.perturb([Weight(table, 2, theta.dtype, rows)], KEY, [0.1])
         digests.add(digest([shard, full, some]))
     assert len(digests) == 1
 
@@ -110,8 +108,9 @@ def test_flushing_of_denormals_elsewhere_in_the_process_changes_no_bit():
         theta = torch.full((100,), 2e-38)
         high, low = split_master(theta, torch.bfloat16)
         torch.set_flush_denormal(flush)
-        ((copy,),) = CpuNoise().perturb([Weight(theta, 2, theta.dtype)], KEY, [tiny])
-        CpuNoise().update_([Shard(high, ALL, 2, low)], [Update(1, tiny)], "fp32_master")
+        noise = CpuNoise(DenseLaw())
+        ((copy,),) = noise.perturb([Weight(theta, 2, theta.dtype)], KEY, [tiny])
+        noise.update_([UpdateTarget(high, ALL, 2, low)], [Update(1, tiny)], "fp32_master")
         torch.set_flush_denormal(False)
         assert len(copy.unique()) > 90
         digests.add(digest([copy, high, low]))
@@ -122,7 +121,7 @@ def test_flushing_of_denormals_elsewhere_in_the_process_changes_no_bit():
 def test_conversions_are_those_of_pytorch(dtype):
     def converted(values, out_dtype):
         # The public `perturb` converts with PyTorch if the scale is 0.
-        return CpuNoise()._perturb([Weight(values, 0, out_dtype)], 0, 0.0, 1, "normal")[0][0]
+        return CpuNoise(DenseLaw())._perturb([Weight(values, 0, out_dtype)], 0, 0.0, 1)[0][0]
 
     patterns = torch.randint(
         -(2**31), 2**31, (1_000_000,), generator=torch.Generator().manual_seed(0)
@@ -140,4 +139,4 @@ def test_a_row_out_of_range_is_refused():
     for row in (-1, 3):
         weight = Weight(torch.zeros(3, 4), 2, torch.float32, torch.tensor([0, row]))
         with pytest.raises(ValueError, match="rows must lie in"):
-            CpuNoise().perturb([weight], KEY, [0.1])
+            CpuNoise(DenseLaw()).perturb([weight], KEY, [0.1])

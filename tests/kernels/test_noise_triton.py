@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lezo_ds.errors import UserError
-from lezo_ds.noise import ALL, Shard, Weight, noise_backend
+from lezo_ds.noise import ALL, UpdateTarget, Weight, noise_backend
+from lezo_ds.zo.laws import DenseLaw
 from lezo_ds.zo.updates import Update
 
 pytest.importorskip("triton")
@@ -178,13 +179,15 @@ def test_alike_parameters_take_one_launch_and_others_one_for_each_kind(monkeypat
     matrix, vector, odd = (torch.zeros(shape).bfloat16() for shape in ((16, 16), (16,), (3,)))
     alike = [Weight(matrix, 1, torch.bfloat16), Weight(vector, 2, torch.float32)]
     others = [Weight(odd, 3, torch.float32), Weight(torch.zeros(16), 4, torch.float32)]
-    noise = gpu.TritonNoise()
+    noise = gpu.TritonNoise(DenseLaw())
     for num_others in (0, 1, 2):
         weights = alike + others[:num_others]
         for _ in range(2):
             noise.perturb(weights, 5, [0.1, -0.1])
-            shards = [Shard(weight.theta.view(-1), ALL, weight.parameter_id) for weight in weights]
-            noise.update_(shards, [Update(5, 0.1)], "stochastic")
+            targets = [
+                UpdateTarget(weight.theta.view(-1), ALL, weight.parameter_id) for weight in weights
+            ]
+            noise.update_(targets, [Update(5, 0.1)], "stochastic")
         first, second = launched[: len(launched) // 2], launched[len(launched) // 2 :]
         assert len(first) == 2 * (1 + num_others)
         assert all(
@@ -199,4 +202,4 @@ def test_a_gpu_on_which_triton_cannot_build_is_refused_before_weights_load(monke
 
     monkeypatch.setattr(gpu.TritonNoise, "draw", fails)
     with pytest.raises(UserError, match=r"Triton needs .* RuntimeError: Failed to find C compiler"):
-        noise_backend(torch.device("cuda"))
+        noise_backend(torch.device("cuda"), DenseLaw())

@@ -19,9 +19,10 @@ from lezo_ds.forward.blocks import find_blocks
 from lezo_ds.forward.perturbed_forward import KeyedProbe, Perturbation, PerturbedForward
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding.parameters import NamedParameter
+from lezo_ds.zo.laws import DenseLaw
 
 CPU = torch.device("cpu")
-NOISE = noise_backend(CPU)
+NOISE = noise_backend(CPU, DenseLaw())
 SEED = 0x0123456789ABCDEF
 SCALE = 0.05
 ROWS, TOKENS = 3, 10
@@ -71,7 +72,7 @@ def reference(model, trainable, change, dtype=torch.float32):
             if name not in names or names[name].block in change.dropped_layers:
                 continue
             theta = originals[name]
-            z = NOISE.draw(probe.key, names[name].parameter_id, 0, theta.numel(), CPU)
+            z = NOISE.draw(probe.key, names[name].parameter_id, 0, theta.numel())
             value = theta.float() + probe.scale * z.view_as(theta)
             parameter.copy_(value if theta.dim() == 1 else value.to(theta.dtype))
     return perturbed
@@ -415,7 +416,7 @@ def run_module(module, hidden, only=("weight", "bias"), scale=1e-3):
     (plus, _) = run(PerturbedForward(model, trainable, NOISE), model, batch, change)
     exact = {}
     for parameter, named in trainable.items():
-        z = NOISE.draw(SEED, named.parameter_id, 0, parameter.numel(), CPU).view_as(parameter)
+        z = NOISE.draw(SEED, named.parameter_id, 0, parameter.numel()).view_as(parameter)
         exact[named.name] = parameter.detach().float() + scale * z
     return plus, exact
 

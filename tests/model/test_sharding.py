@@ -35,6 +35,7 @@ from lezo_ds.sharding import zero3
 from lezo_ds.sharding.gather import GatherAhead, Part
 from lezo_ds.sharding.parameters import NamedParameter, ShardedParameter, parameter_ids, shard_range
 from lezo_ds.sharding.weights import ShardedWeights
+from lezo_ds.zo.laws import DenseLaw
 from lezo_ds.zo.records import StepRecord
 from lezo_ds.zo.updates import step_updates
 
@@ -43,6 +44,7 @@ pytestmark = pytest.mark.distributed
 
 # What this package knows of DeepSpeed's inside, checked against the installed version.
 
+LAW = DenseLaw()
 SHAPES = {"matrix": (7, 3), "vector": (5,), "single": (1,), "even": (4, 6)}
 
 
@@ -319,19 +321,19 @@ def _update(directory, dtype):
         weights = shard(directory, dtype, precision)
         before, witness = weights.digest(), weights.witness()
         for step in range(len(records)):
-            weights.apply(step_updates(records, step, step + 1, weight_decay=0.1))
-        witness.follow(step_updates(records, 0, len(records), weight_decay=0.1))
+            weights.apply(step_updates(records, step, step + 1, weight_decay=0.1), LAW)
+        witness.follow(step_updates(records, 0, len(records), weight_decay=0.1), LAW)
         assert witness.unlike(weights.low_bits) == []
         replayed = shard(directory, dtype, precision)
-        replayed.apply(step_updates(records, 0, 25, weight_decay=0.1))
-        replayed.apply(step_updates(records, 25, len(records), weight_decay=0.1))
+        replayed.apply(step_updates(records, 0, 25, weight_decay=0.1), LAW)
+        replayed.apply(step_updates(records, 25, len(records), weight_decay=0.1), LAW)
         digests[precision] = (before, weights.digest(), replayed.digest())
     weights = shard(directory, dtype, "fp32_master")
     before = gather(weights)
-    weights.apply(step_updates(records, 0, 1, weight_decay=0.1))
-    noise, cpu = noise_backend(torch.device("cpu")), torch.device("cpu")
+    weights.apply(step_updates(records, 0, 1, weight_decay=0.1), LAW)
+    noise = noise_backend(torch.device("cpu"), LAW)
     z = {
-        p.name: noise.draw(records[0].key, p.named.parameter_id, 0, p.numel, cpu).view(p.shape)
+        p.name: noise.draw(records[0].key, p.named.parameter_id, 0, p.numel).view(p.shape)
         for p in weights.parameters
     }
     return digests, before, gather(weights), z
