@@ -40,6 +40,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lezo_ds import distributed
+from lezo_ds.checkpoints.checkpoint import DTYPES, resolve_model
 from lezo_ds.config import ZEROTH_ORDER, RunConfig, ZoConfig, check_world, load_config
 from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.encoding import EncodedExample
@@ -49,7 +50,6 @@ from lezo_ds.data.task_data import load_task_data
 from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import LezoError, UserError, end_with, launched_rank
 from lezo_ds.forward.batch import LossFunction, MicroBatch, to_device
-from lezo_ds.model.checkpoint import DTYPES, resolve_model
 from lezo_ds.runs.trainer import make_engine
 from lezo_ds.step import decide, perturbation
 from lezo_ds.tools.memory_plan import OPT_SHAPES, opt_config

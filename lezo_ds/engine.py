@@ -13,6 +13,8 @@ from torch import Tensor
 
 from lezo_ds import agreement, distributed, step
 from lezo_ds.agreement import BATCH, Claims
+from lezo_ds.checkpoints.sharded_model import ShardedModel, load_sharded_model
+from lezo_ds.checkpoints.snapshots import SnapshotOwner, newest_snapshot, snapshot_path
 from lezo_ds.config import (
     PeftConfig,
     ZoConfig,
@@ -27,8 +29,6 @@ from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
 from lezo_ds.forward.perturbed_forward import Perturbation, PerturbedForward
 from lezo_ds.journal import Journal
-from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
-from lezo_ds.model.snapshots import SnapshotOwner, newest_snapshot, snapshot_path
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.integrity import Witness

@@ -24,8 +24,8 @@ import datasets
 from pyarrow import ArrowException
 from pyarrow.parquet import ParquetFile
 
+from lezo_ds.checkpoints.checkpoint import hub_problem
 from lezo_ds.errors import HubError, UserError
-from lezo_ds.model.checkpoint import hub_problem
 
 Row = tuple[str, Any]
 """(place, record): the place is such as " (train.jsonl line 3)", or "" if it is unknown. The record

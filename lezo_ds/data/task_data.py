@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import RunConfig, find_task
 from lezo_ds.data.batches import batch_indices
 from lezo_ds.data.chat import ask_in_chat, encode_conversation, encode_questions
@@ -33,7 +34,6 @@ from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
 from lezo_ds.data.splits import Splits, load_splits, usable, with_demonstrations
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Sampling, StepBatch
-from lezo_ds.model.checkpoint import load_model_config, resolve_model
 from lezo_ds.tasks import Task
 from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.metrics import REWARD

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 
+from lezo_ds.checkpoints.checkpoint import DTYPES
+from lezo_ds.checkpoints.snapshots import snapshot_steps
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, eval_every
 from lezo_ds.errors import UserError
-from lezo_ds.model.checkpoint import DTYPES
-from lezo_ds.model.snapshots import snapshot_steps
 from lezo_ds.runs.directory import RunDirectory
 
 _CHECKPOINT = (

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lezo_ds import distributed
+from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import ZEROTH_ORDER, RunConfig
 from lezo_ds.config.paths import DATA_KEYS
 from lezo_ds.errors import LezoError, UserError
@@ -26,7 +27,6 @@ from lezo_ds.journal import (
     read_journal,
     scan_journal,
 )
-from lezo_ds.model.checkpoint import load_model_config, resolve_model
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.records import (
     RecordedRun,

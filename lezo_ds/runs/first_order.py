@@ -19,14 +19,14 @@ from torch import Tensor
 from transformers import get_linear_schedule_with_warmup
 
 from lezo_ds import distributed
+from lezo_ds.checkpoints.sharded_model import ShardedModel, load_sharded_model
+from lezo_ds.checkpoints.snapshots import read_manifest, remove_snapshots, snapshot_path
 from lezo_ds.config import RunConfig
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
 from lezo_ds.forward.perturbed_forward import Perturbation, PerturbedForward
 from lezo_ds.journal import EvaluationRecord
-from lezo_ds.model.sharded_model import ShardedModel, load_sharded_model
-from lezo_ds.model.snapshots import read_manifest, remove_snapshots, snapshot_path
 from lezo_ds.noise import noise_backend
 from lezo_ds.runs.records import (
     TrainingState,

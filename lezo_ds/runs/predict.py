@@ -20,6 +20,7 @@ import pyarrow as pa
 from pyarrow.parquet import ParquetFile, ParquetWriter
 
 from lezo_ds import distributed
+from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import find_task
 from lezo_ds.data.evaluation import PREDICTED, PROBABILITY, predict
 from lezo_ds.data.splits import checked_label
@@ -27,7 +28,6 @@ from lezo_ds.data.tables import check_kind, kind_of, read_file, separator_of
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, remove_directory, sha256_file, sync
-from lezo_ds.model.checkpoint import load_model_config, resolve_model
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.scoring import Opened, recipe_of
 from lezo_ds.runs.screen import progress_bar

@@ -14,6 +14,9 @@ from reprlib import Repr
 from typing import Any
 
 from lezo_ds import distributed
+from lezo_ds.checkpoints.checkpoint import resolve_model
+from lezo_ds.checkpoints.sharded_model import BaseModel
+from lezo_ds.checkpoints.snapshots import SnapshotOwner, own_snapshots, read_manifest, snapshot_path
 from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, may_differ_on_resume
 from lezo_ds.config.deepspeed import tensor_parallel_of
 from lezo_ds.config.schema import READER
@@ -22,9 +25,6 @@ from lezo_ds.errors import UserError
 from lezo_ds.files import DAMAGE
 from lezo_ds.forward.module_calls import norm_facts
 from lezo_ds.journal import EvaluationRecord, Header, JournalRecord, read_journal, step_checksums
-from lezo_ds.model.checkpoint import resolve_model
-from lezo_ds.model.sharded_model import BaseModel
-from lezo_ds.model.snapshots import SnapshotOwner, own_snapshots, read_manifest, snapshot_path
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.directory import RunDirectory, library_versions
 from lezo_ds.runs.results import RunResults

@@ -15,14 +15,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lezo_ds import distributed
-from lezo_ds.config import TRAINED, RunConfig, config_to_dict, eval_every
-from lezo_ds.data.evaluation import evaluate, prediction_rows
-from lezo_ds.data.task_data import TaskData
-from lezo_ds.engine import LezoEngine, ModelEngine
-from lezo_ds.files import remove_directory
-from lezo_ds.forward.batch import MicroBatch
-from lezo_ds.journal import EvaluationRecord, Journal
-from lezo_ds.model.snapshots import (
+from lezo_ds.checkpoints.snapshots import (
     SnapshotOwner,
     own_snapshots,
     prune_snapshots,
@@ -30,6 +23,13 @@ from lezo_ds.model.snapshots import (
     remove_snapshots,
     snapshot_path,
 )
+from lezo_ds.config import TRAINED, RunConfig, config_to_dict, eval_every
+from lezo_ds.data.evaluation import evaluate, prediction_rows
+from lezo_ds.data.task_data import TaskData
+from lezo_ds.engine import LezoEngine, ModelEngine
+from lezo_ds.files import remove_directory
+from lezo_ds.forward.batch import MicroBatch
+from lezo_ds.journal import EvaluationRecord, Journal
 from lezo_ds.runs import records
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.results import RunResults

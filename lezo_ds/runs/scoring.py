@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lezo_ds import distributed
+from lezo_ds.checkpoints.checkpoint import DTYPES, load_model_config, resolve_model
+from lezo_ds.checkpoints.snapshots import read_facts
 from lezo_ds.config import (
     TRAINED,
     Dtype,
@@ -23,8 +25,6 @@ from lezo_ds.data.evaluation import evaluate, prediction_rows
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.engine import LezoEngine
 from lezo_ds.errors import UserError
-from lezo_ds.model.checkpoint import DTYPES, load_model_config, resolve_model
-from lezo_ds.model.snapshots import read_facts
 from lezo_ds.registry import names_code
 from lezo_ds.runs.records import read_run
 from lezo_ds.runs.trainer import make_engine, restore

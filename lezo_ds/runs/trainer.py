@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from lezo_ds import distributed
+from lezo_ds.checkpoints.checkpoint import build_checked, resolve_model
+from lezo_ds.checkpoints.snapshots import snapshot_path, snapshot_steps
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, ZoConfig, make_layer_policy
 from lezo_ds.config.deepspeed import check_shares, ds_config_of
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.engine import LezoEngine, initialize
 from lezo_ds.errors import UserError
-from lezo_ds.model.checkpoint import build_checked, resolve_model
-from lezo_ds.model.snapshots import snapshot_path, snapshot_steps
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.disk import check_disk

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from lezo_ds import distributed
+from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, eval_every, num_passes
 from lezo_ds.config.deepspeed import check_shares, ds_config_of, tensor_parallel_of
 from lezo_ds.data.task_data import TaskData, load_task_data
 from lezo_ds.errors import HubError
-from lezo_ds.model.checkpoint import resolve_model
 from lezo_ds.runs.disk import check_disk, snapshot_sizes
 from lezo_ds.runs.screen import duration
 from lezo_ds.runs.trainer import check_run

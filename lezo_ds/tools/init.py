@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from lezo_ds import distributed
+from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import load_config
 from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.data.tables import read_source
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, write_atomically
-from lezo_ds.model.checkpoint import load_model_config, resolve_model
 from lezo_ds.tasks.base import Record
 from lezo_ds.tasks.template import field_text
 from lezo_ds.tools.dry_run import dry_run

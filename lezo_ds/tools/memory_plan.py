@@ -31,6 +31,8 @@ from typing import Any
 from torch import nn
 from transformers import OPTConfig
 
+from lezo_ds.checkpoints.checkpoint import DTYPES, build_on_meta, load_model_config
+from lezo_ds.checkpoints.snapshots import MAX_FILE_BYTES
 from lezo_ds.config import (
     TRAINED,
     ZEROTH_ORDER,
@@ -45,8 +47,6 @@ from lezo_ds.data.task_data import TaskData
 from lezo_ds.forward.adapters import make_adapter
 from lezo_ds.forward.blocks import PartSizes, find_blocks, freeze_outside, part_sizes
 from lezo_ds.forward.perturbed_forward import COPIES_AT_ONCE
-from lezo_ds.model.checkpoint import DTYPES, build_on_meta, load_model_config
-from lezo_ds.model.snapshots import MAX_FILE_BYTES
 from lezo_ds.sharding.tensor_parallel import vocabulary_modules
 
 GIB = 1 << 30

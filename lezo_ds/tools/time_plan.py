@@ -26,12 +26,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lezo_ds import distributed
+from lezo_ds.checkpoints.checkpoint import DTYPES, build_on_meta, load_model_config
 from lezo_ds.config import TRAINED, RunConfig
 from lezo_ds.config.deepspeed import tensor_parallel_of
 from lezo_ds.data.evaluation import evaluate
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine import LezoEngine
-from lezo_ds.model.checkpoint import DTYPES, build_on_meta, load_model_config
 from lezo_ds.runs.trainer import make_engine
 from lezo_ds.tools.node_folder import folder_on_every_node
 from lezo_ds.zo.layers import num_dropped

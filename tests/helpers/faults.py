@@ -12,7 +12,7 @@ import pytest
 from commands import run_forked
 from run_ends import num_steps
 
-from lezo_ds.model.snapshots import read_manifest, snapshot_path, snapshot_steps
+from lezo_ds.checkpoints.snapshots import read_manifest, snapshot_path, snapshot_steps
 
 FAULTY_TRAIN = Path(__file__).with_name("faulty_train.py")
 VARIABLE = "LEZO_TEST_FAULT"

@@ -11,7 +11,7 @@ import shutil  # noqa: F401  (it looks at os's own functions when it is imported
 import signal
 from pathlib import Path
 
-from lezo_ds.model import snapshots
+from lezo_ds.checkpoints import snapshots
 from lezo_ds.sharding import weights
 
 VARIABLE = "LEZO_TEST_FAULT"

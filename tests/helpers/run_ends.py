@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from lezo_ds.checkpoints.snapshots import read_manifest, snapshot_path
 from lezo_ds.journal import EvaluationRecord, read_journal
-from lezo_ds.model.snapshots import read_manifest, snapshot_path
 from lezo_ds.zo.records import StepRecord
 
 STEP = '"kind":"step"'

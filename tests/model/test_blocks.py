@@ -7,9 +7,9 @@ from tiny_models import FAMILIES, NUM_BLOCKS, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from lezo_ds.checkpoints.checkpoint import refuse_separate_experts
 from lezo_ds.errors import UserError
 from lezo_ds.forward.blocks import BlockLayout, find_blocks, freeze_outside, part_sizes
-from lezo_ds.model.checkpoint import refuse_separate_experts
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,9 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, tiny_model
 from transformers import AutoModelForCausalLM, BertConfig, DeepseekV3Config
 
-from lezo_ds.data.tables import read_hub
-from lezo_ds.errors import HubError, UserError
-from lezo_ds.model.checkpoint import (
+from lezo_ds.checkpoints.checkpoint import (
     build_checked,
     build_on_meta,
     check_files,
@@ -25,6 +23,8 @@ from lezo_ds.model.checkpoint import (
     parameter_names,
     resolve_model,
 )
+from lezo_ds.data.tables import read_hub
+from lezo_ds.errors import HubError, UserError
 from lezo_ds.noise import ALL, Region
 from lezo_ds.sharding.files import WeightFiles
 

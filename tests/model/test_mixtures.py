@@ -12,7 +12,7 @@ from tiny_models import FAMILIES, MIXTURES
 from tiny_runs import full_weights, write_model
 from transformers import AutoModelForCausalLM
 
-from lezo_ds.model.snapshots import snapshot_path
+from lezo_ds.checkpoints.snapshots import snapshot_path
 
 pytestmark = pytest.mark.distributed
 

@@ -27,8 +27,8 @@ from torch.utils.cpp_extension import get_default_build_root
 from transformers import OPTConfig
 
 from lezo_ds import distributed
-from lezo_ds.model.checkpoint import DTYPES, build_checked, parameter_names
-from lezo_ds.model.sharded_model import load_weights
+from lezo_ds.checkpoints.checkpoint import DTYPES, build_checked, parameter_names
+from lezo_ds.checkpoints.sharded_model import load_weights
 from lezo_ds.noise import noise_backend
 from lezo_ds.noise.reference import join_master
 from lezo_ds.sharding import zero3

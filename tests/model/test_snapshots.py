@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from tiny_runs import full_weights, make_batch, start_engine, train
 from transformers import AutoModelForCausalLM
 
+from lezo_ds.checkpoints import snapshots
+from lezo_ds.checkpoints.snapshots import MANIFEST, newest_snapshot, read_manifest, snapshot_path
 from lezo_ds.errors import LezoError
 from lezo_ds.files import sha256_file
 from lezo_ds.forward.batch import MicroBatch
-from lezo_ds.model import snapshots
-from lezo_ds.model.snapshots import MANIFEST, newest_snapshot, read_manifest, snapshot_path
 
 pytestmark = pytest.mark.distributed
 

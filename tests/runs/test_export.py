@@ -15,9 +15,9 @@ from commands import assert_one_error, run_forked, run_forked_well
 from run_ends import STEP, digest_after, results_of
 from transformers import AutoModelForCausalLM
 
+from lezo_ds.checkpoints.snapshots import read_manifest
 from lezo_ds.errors import JournalError, UserError
 from lezo_ds.journal import encode_journal, read_journal
-from lezo_ds.model.snapshots import read_manifest
 from lezo_ds.runs import export as exporting
 from lezo_ds.runs.export import model_card, read_file
 from lezo_ds.runs.records import evaluations_of, read_run

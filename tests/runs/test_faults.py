@@ -11,7 +11,7 @@ from commands import assert_one_error, run_forked_well
 from faults import Fault, check_interrupted, run_faulty, small_disk
 from run_ends import end, num_steps, records_of
 
-from lezo_ds.model.snapshots import MANIFEST, read_manifest, snapshot_path, snapshot_steps
+from lezo_ds.checkpoints.snapshots import MANIFEST, read_manifest, snapshot_path, snapshot_steps
 from lezo_ds.zo.records import StepRecord
 
 STEPS = 12

@@ -18,11 +18,11 @@ from tiny_runs import DS_CONFIG, SEED, TINY_OPT, make_batch, write_model
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from lezo_ds.checkpoints.snapshots import read_manifest, snapshot_steps
 from lezo_ds.config import config_from_dict
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.errors import DivergenceError
-from lezo_ds.model.snapshots import read_manifest, snapshot_steps
 from lezo_ds.runs.first_order import initialize_first_order
 from lezo_ds.zo.keys import dropout_key
 

@@ -9,7 +9,7 @@ import pytest
 from commands import run_forked_well
 from run_ends import digest_after, end, results_of
 
-from lezo_ds.model.snapshots import snapshot_path
+from lezo_ds.checkpoints.snapshots import snapshot_path
 
 pytestmark = pytest.mark.distributed
 

@@ -21,11 +21,11 @@ from reference import Reference, estimate, probes_of
 from run_ends import end, num_steps, records_of, results_of
 from transformers import AutoModelForCausalLM
 
+from lezo_ds.checkpoints.snapshots import read_manifest, snapshot_path
 from lezo_ds.config import config_from_dict
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.forward.adapters import load_prefix
 from lezo_ds.forward.adapters.lora import uniform
-from lezo_ds.model.snapshots import read_manifest, snapshot_path
 from lezo_ds.sharding.parameters import parameter_ids
 from lezo_ds.zo.keys import adapter_key
 from lezo_ds.zo.records import StepRecord

@@ -10,7 +10,7 @@ import pytest
 from commands import assert_one_error, run_forked, run_forked_well
 from run_ends import results_of
 
-from lezo_ds.model.snapshots import read_manifest, snapshot_steps
+from lezo_ds.checkpoints.snapshots import read_manifest, snapshot_steps
 
 pytestmark = pytest.mark.distributed
 

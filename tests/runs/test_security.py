@@ -19,11 +19,11 @@ from assets import REPOSITORY, write_recipe
 from commands import assert_one_error, run_forked, run_forked_well
 from safetensors.torch import load_file
 
+from lezo_ds.checkpoints.checkpoint import build_checked, resolve_model
 from lezo_ds.config import config_from_dict
 from lezo_ds.config.schema import READER
 from lezo_ds.errors import UserError
 from lezo_ds.journal import encode_journal, read_journal
-from lezo_ds.model.checkpoint import build_checked, resolve_model
 from lezo_ds.runs import scoring
 
 

@@ -11,8 +11,8 @@ from commands import PATIENCE_SECONDS, assert_one_error, run_forked, run_forked_
 from run_ends import STEP, end, num_steps, reaches, results_of
 
 from lezo_ds import distributed
+from lezo_ds.checkpoints.snapshots import read_manifest
 from lezo_ds.errors import LostRankError
-from lezo_ds.model.snapshots import read_manifest
 
 STEPS = 40
 LENGTH = [

@@ -10,8 +10,8 @@ from commands import run_forked_well
 from run_ends import results_of
 from tiny_tasks import NUM_POSITIONS, write_tasks, write_writer
 
+from lezo_ds.checkpoints.snapshots import read_manifest, snapshot_steps
 from lezo_ds.data.objectives import reward
-from lezo_ds.model.snapshots import read_manifest, snapshot_steps
 from lezo_ds.runs.screen import WORSE
 
 pytestmark = pytest.mark.distributed

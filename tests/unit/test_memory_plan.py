@@ -17,6 +17,8 @@ from tiny_runs import write_model
 from transformers import OPTConfig
 
 from lezo_ds import distributed
+from lezo_ds.checkpoints import snapshots
+from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.config import config_from_dict, load_config
 from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.encoding import EncodedExample
@@ -24,8 +26,6 @@ from lezo_ds.data.evaluation import evaluate
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
-from lezo_ds.model import snapshots
-from lezo_ds.model.checkpoint import resolve_model
 from lezo_ds.runs.trainer import make_engine
 from lezo_ds.tools import memory_plan, time_plan
 from lezo_ds.tools.dry_run import dry_run, what_fits

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lezo_ds.checkpoints.snapshots import snapshot_path
 from lezo_ds.config import config_from_dict, config_to_dict, may_differ_on_resume
 from lezo_ds.config.schema import READER
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.journal import EvaluationRecord, Header
-from lezo_ds.model.snapshots import snapshot_path
 from lezo_ds.runs import records
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.disk import check_disk, snapshot_sizes

@@ -28,7 +28,7 @@ FLOORS: tuple[dict[str, int], ...] = (
     {"replicas": 3_300},
     {"sharding": 9_900},
     {"forward": 9_300},
-    {"model": 4_500},
+    {"checkpoints": 4_500},
     {"data": 16_500},
     {"agreement": 800},
     {"step": 1_300},

@@ -10,13 +10,18 @@ from typing import Any
 from torch import nn
 
 from lezo_ds import distributed
+from lezo_ds.checkpoints.checkpoint import (
+    build_checked,
+    open_weights,
+    parameter_names,
+    resolve_model,
+)
+from lezo_ds.checkpoints.snapshots import LOW_BITS_DIRECTORY, read_facts, write_snapshot
 from lezo_ds.config import PeftConfig
 from lezo_ds.config.deepspeed import tensor_parallel_size
 from lezo_ds.errors import LezoError
 from lezo_ds.forward.adapters import Adapter, make_adapter
 from lezo_ds.forward.blocks import BlockLayout, freeze_outside, gathering_limits, part_sizes
-from lezo_ds.model.checkpoint import build_checked, open_weights, parameter_names, resolve_model
-from lezo_ds.model.snapshots import LOW_BITS_DIRECTORY, read_facts, write_snapshot
 from lezo_ds.sharding import tensor_parallel, zero3
 from lezo_ds.sharding.files import WeightFiles
 from lezo_ds.sharding.parameters import NamedParameter, ShardedParameter, parameter_ids, table_hash

@@ -1,1 +1,0 @@
-"""The model on the ranks: its layers, its shards, its forward pass for both signs, its files."""
