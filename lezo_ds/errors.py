@@ -1,4 +1,9 @@
-"""The errors of this package, and how a process ends with one."""
+"""The errors that this package raises on purpose, and how a process ends with one.
+
+Each kind of error has an exit code (docs/reliability.md lists them), so that a batch script can
+tell a mistake of the user from a lost machine. A command ends with one line on stderr, even on
+many ranks and with many threads (see `end_with`).
+"""
 
 from __future__ import annotations
 
@@ -10,9 +15,17 @@ import time
 from collections.abc import Iterable
 from typing import NoReturn
 
+# Where launchers put the rank of a process: torch and DeepSpeed, Open MPI, srun, other MPIs.
 _RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK")
+
+# How long a rank that is not the first to report an error waits for the launcher to end it.
 _SILENCE_SECONDS = 10.0
 _LOST_RANK_SECONDS = 3.0
+
+# The longest error line, in characters. Messages quote values of the user, which may be long.
+_MAX_LINE = 2000
+
+# Held by the thread that ends the process, and never released.
 _ending = threading.Lock()
 
 
@@ -22,14 +35,26 @@ def cut(text: str, limit: int) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
-    """Return the fix of an unknown name: the nearest known one in any case, or what to do `otherwise`."""
+    """Return the fix for an unknown name.
+
+    Args:
+        name: What the user wrote.
+        known: The names that exist. The nearest one counts, in upper or lower case.
+        otherwise: The fix if no known name is near.
+    """
     by_lower = {candidate.lower(): candidate for candidate in known}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    return f"did you mean {by_lower[near[0]]}?" if near else otherwise
+    if not near:
+        return otherwise
+    return f"did you mean {by_lower[near[0]]}?"
 
 
 class LezoError(Exception):
-    """Base class of the errors that this package raises on purpose. Commands exit with `exit_code`."""
+    """Base class of the errors that this package raises on purpose.
+
+    Attributes:
+        exit_code: The code that a command ends with.
+    """
 
     exit_code = 1
 
@@ -44,8 +69,8 @@ class UserError(LezoError):
     exit_code = 2
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Ranks exchange errors by pickling them. The default would call __init__ without its keyword
-        # arguments, and the message already holds all of them.
+        # Ranks exchange errors by pickling them. The default would call __init__ without its
+        # keyword arguments, and the message already holds all of them.
         return type(self), (str(self),)
 
     def __init__(self, message: str, *, fix: str = "") -> None:
@@ -53,7 +78,7 @@ class UserError(LezoError):
 
 
 class HubError(UserError):
-    """A model or a data set cannot be loaded from the hub. A later attempt, or another host, may succeed."""
+    """A model or a data set cannot be loaded from the hub. Another attempt or host may succeed."""
 
 
 class JournalError(LezoError):
@@ -63,13 +88,13 @@ class JournalError(LezoError):
 
 
 class DivergenceError(LezoError):
-    """Too many steps in a row were skipped because their losses were not finite, or were outliers."""
+    """Too many steps in a row were skipped because their losses were not finite."""
 
     exit_code = 4
 
 
 class DesyncError(LezoError):
-    """The ranks do not do the same work, or the weights of a rank differ from those of the run."""
+    """The ranks do not do the same work, or a rank's weights differ from those of the run."""
 
     exit_code = 5
 
@@ -81,32 +106,46 @@ class LostRankError(LezoError):
 
 
 def launched_rank() -> int:
-    """Return the rank that the launcher gave this process. It is known before the process group starts."""
-    return int(next((os.environ[name] for name in _RANK_NAMES if name in os.environ), "0"))
+    """Return the rank that the launcher gave this process, or 0 if no launcher started it.
+
+    The rank is known from the environment, before the process group starts.
+    """
+    for name in _RANK_NAMES:
+        if name in os.environ:
+            return int(os.environ[name])
+    return 0
 
 
 def end_with(error: LezoError) -> NoReturn:
-    """Print an error as one line and end the process with the error's exit code. Any thread may call it.
+    """Print an error as one line and end the process with the error's exit code.
 
-    One line is enough: the other ranks wait, and the launcher ends them before they print theirs. A lost rank
-    may be rank 0, so rank 1 also prints that error at once. It then waits, so that the launcher ends with the
-    exit code of the rank that failed first. The first of several threads counts.
+    One line of one rank is enough: the other ranks wait before they print theirs, and the launcher
+    ends them while they wait. A lost rank may be rank 0 itself, so rank 1 also prints that error at
+    once. Rank 1 then waits before it ends, so that the launcher ends with the exit code of the rank
+    that failed first.
+
+    Any thread may call this function. The error of the first thread counts.
     """
     if not _ending.acquire(blocking=False):
-        threading.Event().wait()  # the other thread ends the process
-    is_lost = isinstance(error, LostRankError)
+        threading.Event().wait()  # forever: the other thread ends the process
     rank = launched_rank()
-    if rank > is_lost:
-        time.sleep(_LOST_RANK_SECONDS if is_lost else _SILENCE_SECONDS)
-    line = cut(
-        " ".join(str(error).split()), 2000
-    )  # a quoted value may be long, and have line breaks
-    line = "".join(
-        char if char.isprintable() else "?" for char in line
-    )  # or commands to the terminal
-    print(f"error: {line}", file=sys.stderr, flush=True)
+    is_lost = isinstance(error, LostRankError)
+    if is_lost and rank > 1:
+        time.sleep(_LOST_RANK_SECONDS)
+    elif not is_lost and rank > 0:
+        time.sleep(_SILENCE_SECONDS)
+    print(f"error: {_one_line(error)}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     if is_lost and rank == 1:
         time.sleep(_LOST_RANK_SECONDS)
-    # Not sys.exit, which destroys the process group and waits for ranks that may be in a collective.
+    # Not sys.exit, which destroys the process group: that waits for ranks in a collective.
     os._exit(error.exit_code)
+
+
+def _one_line(error: LezoError) -> str:
+    """Return the message of an error without line breaks and unprintable characters.
+
+    A message may quote a file of someone else, and a terminal would follow the commands in it.
+    """
+    line = cut(" ".join(str(error).split()), _MAX_LINE)
+    return "".join(char if char.isprintable() else "?" for char in line)

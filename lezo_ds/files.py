@@ -1,4 +1,11 @@
-"""Writing of files that are either complete or absent, even after a crash or a power cut."""
+"""Writing of files that are either complete or absent, even after a crash or a power cut.
+
+A file is written under a temporary name, synced, and renamed:
+
+    .results.json.tmp    written, then fsync: the content is on the disk
+    results.json         renamed: readers see the old content or the new one, never a part
+    the directory        fsync: the new name is on the disk
+"""
 
 from __future__ import annotations
 
@@ -19,11 +26,16 @@ DAMAGE = (
     AttributeError,
     RecursionError,
     OverflowError,
-)  # JSON
+)
+"""What reading a damaged JSON file may raise.
+
+The file cannot be read, is no JSON, lacks a key, or has a value of another type, too deep a nesting
+or too large a number.
+"""
 
 
 def sync(path: Path) -> None:
-    """Sync a file's content, or the entries of a directory (created, renamed, removed), to the disk."""
+    """Sync a file's content to the disk, or a directory's entries (created, renamed, removed)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -32,7 +44,7 @@ def sync(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its missing parents, and sync them."""
+    """Make a directory and its missing parents, and sync each into the one above."""
     if path.is_dir():
         return
     make_directory(path.parent)
@@ -42,7 +54,7 @@ def make_directory(path: Path) -> None:
 
 @contextmanager
 def failures_named(path: Path, kind: type[LezoError] = LezoError) -> Iterator[None]:
-    """Turn an OSError into an error that says which file of a run cannot be written."""
+    """Turn an OSError into an error of a `kind` that says which file of a run cannot be written."""
     try:
         yield
     except OSError as error:
@@ -53,17 +65,21 @@ def failures_named(path: Path, kind: type[LezoError] = LezoError) -> Iterator[No
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write a file so that readers, and a restart after a crash, see either the old or the new content.
+    """Write a file so that readers, and a restart after a crash, see the old or the new content.
 
     Only one process may write to a path at a time. Text is stored as UTF-8.
+
+    Raises:
+        OSError: The file cannot be written. The old content is still there.
     """
-    data = content.encode() if isinstance(content, str) else content
+    if isinstance(content, str):
+        content = content.encode()
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            file.write(content)
             file.flush()
-            # Sync before the rename: otherwise a power cut could leave the new name with no content.
+            # Sync before the rename: a power cut could leave the new name with no content.
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
@@ -77,7 +93,7 @@ def remove_directory(path: Path) -> None:
     if not path.is_dir():
         return
     removed = path.with_name(f".{path.name}.removed")
-    shutil.rmtree(removed, ignore_errors=True)
+    shutil.rmtree(removed, ignore_errors=True)  # what a crash in the last line has left
     path.rename(removed)
     shutil.rmtree(removed, ignore_errors=True)
 

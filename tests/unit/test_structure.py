@@ -20,7 +20,7 @@ CODE_TOKENS = 106_000
 
 FLOORS: tuple[dict[str, int], ...] = (
     {"errors": 500},
-    {"registry": 500, "files": 400},
+    {"registry": 850, "files": 400},
     {"zo": 3_900},
     {"noise": 10_500, "tasks": 5_800, "journal": 2_700},
     {"config": 8_600},
