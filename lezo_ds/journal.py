@@ -1,9 +1,35 @@
-"""The journal: a write-ahead log from which the weights after every step can be rebuilt.
+r"""The journal: a write-ahead log from which the weights after every step can be rebuilt.
 
-Rank 0 writes the line of a step before any rank applies the step. The lines are a header, then steps,
-numbered from 0 without gaps, and evaluations; docs/file-formats.md describes them. The checksum of each
-continues that of the line before. A last line without newline was cut short by a crash and is dropped, as
-nothing on the disk depends on its step. Any other damage is an error.
+Rank 0 writes the record of a step before any rank applies the step, so weights never have a step
+that the journal lacks. The file has one JSON object per line: a header with the inputs of the run,
+then steps, numbered from 0 without gaps, and evaluations. docs/file-formats.md describes their
+members.
+
+    {"kind":"header","format":1,"noise_version":1, ... ,"crc":"467a5941"}
+    {"kind":"evaluation","step":0,"split":"dev", ... ,"crc":"ff08d74f"}
+    {"kind":"step","step":0,"key":1844674407370, ... ,"crc":"e3085ceb"}
+    {"kind":"step","step":1,"key":7, ... ,"crc":"d8847867"}
+
+**Checksum.** The body of a line is its JSON object without the last member, `crc`:
+
+    {"kind":"step","step":1, ... ,"scale":0.001,"crc":"d8847867"}\n      the line
+    {"kind":"step","step":1, ... ,"scale":0.001}                        its body
+
+    crc of a line = crc32(body, crc of the line before)                 0 before the header
+
+Each checksum therefore covers all lines up to its own. A line that is changed, missing, doubled or
+moved, or that comes from another run, does not match.
+
+**Durability.** What is on the disk, and when:
+
+    create    The header is written to another file, which is synced and then renamed.
+    append    The line is written at once. A thread syncs it. The next `append`, `sync`, `cut` or
+              `close` waits for that thread, so a power cut loses the last record at most.
+    cut       The lines to remove are copied to NAME.damaged, and the copy is synced, before the
+              file gets shorter.
+
+A last line without newline was cut short by a crash. It is dropped, as nothing on the disk depends
+on its step: snapshots are written only after `sync`. Any other damage is an error.
 """
 
 from __future__ import annotations
@@ -17,7 +43,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from lezo_ds.errors import JournalError, UserError
 from lezo_ds.files import failures_named, write_atomically
@@ -29,7 +55,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """One evaluation after `step` steps: mean loss (None if not finite or not measured), scores by name."""
+    """An evaluation of the weights after `step` steps.
+
+    Attributes:
+        step: number of steps that the weights have seen, 0 for the base model.
+        split: "dev" or "test".
+        loss: mean loss; None if it was not finite or not measured.
+        metrics: scores by name, such as the task's metric and "majority_class".
+    """
 
     step: int
     split: str
@@ -39,7 +72,9 @@ class EvaluationRecord:
     def __post_init__(self) -> None:
         if type(self.step) is not int or not isinstance(self.split, str):
             raise ValueError(f"step {self.step!r} or split {self.split!r} has another type")
-        check_finite(*([] if self.loss is None else [self.loss]), *self.metrics.values())
+        if self.loss is not None:
+            check_finite(self.loss)
+        check_finite(*self.metrics.values())
 
 
 JournalRecord = StepRecord | EvaluationRecord
@@ -47,7 +82,18 @@ JournalRecord = StepRecord | EvaluationRecord
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """The inputs of a run, without which its steps mean nothing. `arithmetic` only serves warnings."""
+    """The inputs of a run, without which its steps mean nothing.
+
+    Attributes:
+        noise_version: version of the rules by which noise and updates are computed.
+        model_fingerprint: digest of the base weights, in hexadecimal digits.
+        parameter_table_hash: hash of the parameters' names and shapes, in hexadecimal digits.
+        config: the configuration without `run_dir`, and hashes of the tokenizer, the model's
+            config.json and the data.
+        libraries: versions of libraries by name. A run that resumes warns of others.
+        arithmetic: processor and settings that can change last bits. A run that resumes warns of
+            others.
+    """
 
     noise_version: int
     model_fingerprint: str
@@ -57,55 +103,94 @@ class Header:
     arithmetic: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        hashes, facts = (
-            (self.model_fingerprint, self.parameter_table_hash),
-            self.libraries | self.arithmetic,
-        )
-        strings = all(isinstance(value, str) for value in (*hashes, *facts.values()))
-        if not (strings and type(self.noise_version) is int and isinstance(self.config, dict)):
+        strings = [self.model_fingerprint, self.parameter_table_hash]
+        strings += [*self.libraries.values(), *self.arithmetic.values()]
+        has_strings = all(isinstance(value, str) for value in strings)
+        if (
+            not has_strings
+            or type(self.noise_version) is not int
+            or not isinstance(self.config, dict)
+        ):
             raise ValueError("a value of the header has another type")
         # The round trip makes a new header equal to the same header read from a file.
         object.__setattr__(self, "config", json.loads(_to_json(self.config, sort_keys=True)))
 
 
+class JournalContents(NamedTuple):
+    """What a journal says.
+
+    Attributes:
+        header: the inputs of the run.
+        records: all records, oldest first.
+        step_checksums: the checksum of the line after which the journal has 0, 1, 2, ... steps:
+            that of the header, of step 0, of step 1 and so on. A snapshot carries the checksum of
+            its step.
+    """
+
+    header: Header
+    records: list[JournalRecord]
+    step_checksums: tuple[str, ...]
+
+
 class Journal(AbstractContextManager["Journal"]):
-    """A journal that is open for appending: made by `create` or `open`, closed by `close` or a `with`."""
+    """A journal that is open for appending. Only one process at a time may have it open.
+
+    `create` or `open` make it, and `close` or a `with` statement closes it. If the disk fails, the
+    file ends with the last record that was synced, and the record that failed can be appended
+    again.
+    """
 
     def __init__(
-        self, path: Path, header: Header, records: list[JournalRecord], marks: list[_Mark]
+        self, path: Path, header: Header, records: list[JournalRecord], marks: list[Mark]
     ) -> None:
         self.header = header
         self._path = path
         self._records = records
         self._marks = marks  # one after the header, and one after each record
         self._num_synced = len(records)
-        self._thread = ThreadPoolExecutor(1, "journal-sync")
-        self._syncing: Future[None] | None = None
-        self._file = -1
+        self._sync_thread = ThreadPoolExecutor(1, "journal-sync")
+        self._syncing: Future[None] | None = None  # the sync of the last write
+        self._file = -1  # a descriptor; -1 is closed
         with self._failures():
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
-            self._shorten()  # syncs an intact file too: a writer may have died between a write and its sync
+            # An intact file is synced, too: a writer may have died between a write and its sync.
+            self._shorten()
             self._inode = os.fstat(self._file).st_ino
 
     @classmethod
     def create(cls, path: Path, header: Header) -> Self:
-        """Start a journal. The file appears with a complete, synced header, or not at all."""
+        """Start a journal. The file appears with a complete, synced header, or not at all.
+
+        Raises:
+            UserError: the file exists.
+            JournalError: it cannot be written.
+        """
         if path.exists():
             raise UserError(
                 f"the journal {path} already exists", fix="resume that run, or set run_dir"
             )
+        header_line, _ = _encode(header, previous_crc=0)
         with failures_named(path, JournalError):
-            write_atomically(path, _encode(header, 0)[0])
+            write_atomically(path, header_line)
         return cls.open(path)
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open a journal for appending. A torn last line is dropped with a warning."""
+        """Open a journal for appending. A torn last line is dropped with a warning.
+
+        Raises:
+            UserError: the file cannot be read, or a newer version of lezo_ds wrote it.
+            JournalError: it is damaged, or cannot be written.
+        """
         path = path.absolute()  # the working directory may change
-        (header, *records), marks = map(list, zip(*scan_journal(path), strict=True))
+        header, records, marks = _read(path)
         if path.stat().st_size > marks[-1].end:
-            text = "%s line %d: the last write was cut short; last good step: %s"
-            logger.warning(text, path, len(marks) + 1, marks[-1].last_step)
+            logger.warning(
+                "%s line %d: the last write was cut short; last good step: %s",
+                path,
+                len(marks) + 1,
+                marks[-1].last_step,
+            )
         return cls(path, header, records, marks)
 
     @property
@@ -114,75 +199,114 @@ class Journal(AbstractContextManager["Journal"]):
         return tuple(self._records)
 
     @property
-    def checksums(self) -> tuple[str, str]:
-        """The crc of the header and of the last line, which depends on all lines."""
-        return f"{self._marks[0].crc:08x}", f"{self._marks[-1].crc:08x}"
+    def header_checksum(self) -> str:
+        """The checksum of the header: two journals with the same one are of the same run."""
+        return self._marks[0].checksum
+
+    @property
+    def last_checksum(self) -> str:
+        """The checksum of the last line, which depends on all lines."""
+        return self._marks[-1].checksum
+
+    @property
+    def step_checksums(self) -> tuple[str, ...]:
+        """See `JournalContents.step_checksums`."""
+        return _step_checksums(self._marks)
 
     def append(self, record: JournalRecord, *, wait: bool = True) -> None:
-        """Write the next record. Without `wait`, a thread syncs it: a power cut can lose it alone.
+        """Write the next record, and wait until it is synced, or return before.
 
-        Raises ValueError for a record out of order, and JournalError if this record or the last one cannot be
-        written, or if another process changed the file. The file then ends with the last synced record.
+        Without `wait`, a power cut can lose this record, and no earlier one. Weights in memory are
+        lost with it. Weights on disks must wait.
+
+        Raises:
+            ValueError: the record is out of order.
+            JournalError: this record or the last one cannot be written, or another process changed
+                the file.
         """
         self.sync()
         line, crc = _encode(record, self._marks[-1].crc)
-        self._write(line, [record], [self._marks[-1].after(record, len(line), crc)])
+        mark = self._marks[-1].after(record, len(line), crc)
+        self._write(line, [record], [mark])
         if wait:
             self.sync()
 
     def extend(self, lines: bytes) -> list[JournalRecord]:
-        """Append and sync the next lines of another copy, and return their records. JournalError: damage."""
+        """Append and sync the next lines of another copy of this journal, and return their records.
+
+        An incomplete last line is left out.
+
+        Raises:
+            JournalError: the lines are damaged or do not continue this journal. Nothing is written
+                then. Or they cannot be written.
+        """
         self.sync()
         records: list[JournalRecord] = []
-        marks = self._marks[-1:]
+        marks = [self._marks[-1]]
         try:
             for line in lines.split(b"\n")[:-1]:
                 record, crc = _decode(line, marks[-1].crc)
-                records.append(record)
                 marks.append(marks[-1].after(record, len(line) + 1, crc))
+                records.append(record)
         except ValueError as error:
             raise JournalError(
                 f"a replica sends damaged lines: {error}; fix: restart it"
             ) from error
-        self._write(lines[: marks[-1].end - marks[0].end], records, marks[1:])
+        num_bytes = marks[-1].end - marks[0].end
+        self._write(lines[:num_bytes], records, marks[1:])
         self.sync()
         return records
 
-    def _write(self, lines: bytes, records: list[JournalRecord], marks: list[_Mark]) -> None:
+    def _write(self, lines: bytes, records: list[JournalRecord], marks: list[Mark]) -> None:
+        """Write lines, and let the thread sync them."""
         with self._failures():
             self._assert_unchanged()
-            rest = lines
-            while (
-                rest
-            ):  # on a full disk, the first write may be partial; the next one raises the error
-                rest = rest[os.write(self._file, rest) :]
+            unwritten = lines
+            while unwritten:
+                # On a full disk, the first write may be partial. The next one raises the error.
+                num_written = os.write(self._file, unwritten)
+                unwritten = unwritten[num_written:]
         self._records += records
         self._marks += marks
-        self._syncing = self._thread.submit(os.fsync, self._file)
+        self._syncing = self._sync_thread.submit(os.fsync, self._file)
 
     def sync(self) -> None:
-        """Wait until every record is synced. Remove one that cannot be (JournalError)."""
-        syncing, self._syncing = self._syncing, None
-        with self._failures():
-            if syncing is not None:
+        """Wait until every record is synced.
+
+        Raises:
+            JournalError: the last record cannot be synced, and is removed.
+        """
+        syncing = self._syncing
+        self._syncing = None  # before the result, so that a failure is raised once
+        if syncing is not None:
+            with self._failures():
                 syncing.result()
         self._num_synced = len(self._records)
 
     def cut(self, num_steps: int) -> None:
-        """Keep the first steps and the evaluations up to them. Move the rest to `<name>.damaged`."""
+        """Keep what is about the weights after at most `num_steps` steps.
+
+        The file ends before the first other record. All that follow it move to `<name>.damaged`,
+        which collects the records of every cut.
+        """
         self.sync()
-        is_late = [r.step + isinstance(r, StepRecord) > num_steps for r in self._records]
-        if not any(is_late):
+        late = [
+            position
+            for position, record in enumerate(self._records)
+            if _num_steps_seen(record) > num_steps
+        ]
+        if not late:
             return
-        num_kept = is_late.index(True)
+        num_kept = late[0]
         with self._failures():
             self._assert_unchanged()
+            removed = self._path.read_bytes()[self._marks[num_kept].end :]
             damaged = self._path.with_name(f"{self._path.name}.damaged")
-            earlier = damaged.read_bytes() if damaged.exists() else b""
-            # The copy is synced before the journal gets shorter, so a crash between the two loses nothing.
-            write_atomically(
-                damaged, earlier + self._path.read_bytes()[self._marks[num_kept].end :]
-            )
+            if damaged.exists():
+                removed = damaged.read_bytes() + removed
+            # The copy is synced before the journal gets shorter, so a crash between the two loses
+            # nothing.
+            write_atomically(damaged, removed)
             self._num_synced = num_kept
             self._shorten()
 
@@ -193,7 +317,7 @@ class Journal(AbstractContextManager["Journal"]):
         try:
             self.sync()
         finally:
-            self._thread.shutdown()
+            self._sync_thread.shutdown()
             os.close(self._file)
             self._file = -1
 
@@ -201,64 +325,76 @@ class Journal(AbstractContextManager["Journal"]):
         self.close()
 
     def _assert_unchanged(self) -> None:
+        """Refuse to write to a file that is not as this object left it."""
         status = self._path.stat()
-        if (status.st_ino, status.st_size) != (self._inode, self._marks[-1].end):
+        if status.st_ino != self._inode or status.st_size != self._marks[-1].end:
             raise JournalError(
-                f"{self._path} was changed by another process; last good step: {self._marks[-1].last_step}; "
+                f"{self._path} was changed by another process; "
+                f"last good step: {self._marks[-1].last_step}; "
                 "fix: stop the other run in this directory, then run the same command again"
             )
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Remove what is not synced after an OSError, and name the file."""
+        """After an OSError, remove what is not synced, and raise an error that names the file."""
         try:
             yield
         except OSError as error:
-            with suppress(OSError):  # the next `open` drops what is left of a line
+            with suppress(
+                OSError
+            ):  # if this fails, too, the next `open` drops what is left of a line
                 self._shorten()
             raise JournalError(
                 f"{self._path} cannot be written: {error.strerror}; "
                 f"last good step: {self._marks[-1].last_step}; "
-                "fix: free space on its disk and check that it is writable, then run the same command again"
+                "fix: free space on its disk and check that it is writable, "
+                "then run the same command again"
             ) from error
 
     def _shorten(self) -> None:
         """End the file after the last record that is synced."""
-        del self._records[self._num_synced :], self._marks[self._num_synced + 1 :]
+        del self._records[self._num_synced :]
+        del self._marks[self._num_synced + 1 :]
         os.ftruncate(self._file, self._marks[-1].end)
         os.fsync(self._file)
 
 
-def read_journal(path: Path) -> tuple[Header, list[JournalRecord]]:
-    """Read a journal without changing it, even while it grows: an incomplete last line is left out."""
-    header, *records = (
-        item for item, _ in scan_journal(path)
-    )  # without marks, which take as much memory
-    return header, records
+def read_journal(path: Path) -> JournalContents:
+    """Read a journal without changing it, even while it grows: an incomplete last line is left out.
+
+    Raises:
+        UserError: the file cannot be read, or a newer version of lezo_ds wrote it.
+        JournalError: it is damaged.
+    """
+    header, records, marks = _read(path)
+    return JournalContents(header, records, _step_checksums(marks))
 
 
 def encode_journal(header: Header, records: Iterable[JournalRecord]) -> bytes:
     """Return the content of a journal with this header and these records."""
-    lines, crc = [], 0
+    lines = []
+    crc = 0
     for item in (header, *records):
         line, crc = _encode(item, crc)
         lines.append(line)
     return b"".join(lines)
 
 
-def step_checksums(header: Header, records: Iterable[JournalRecord]) -> tuple[str, ...]:
-    """Return the chained checksums after 0, 1, ... steps, without those of evaluations."""
-    checksums, crc = [], 0
-    for item in (header, *records):
-        crc = _encode(item, crc)[1]
-        if not isinstance(item, EvaluationRecord):
-            checksums.append(f"{crc:08x}")
-    return tuple(checksums)
+def header_checksum(header: Header) -> str:
+    """Return the checksum of a header's line."""
+    _, crc = _encode(header, previous_crc=0)
+    return f"{crc:08x}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
-    """The end of a line in the file, the crc of that line, and the number of steps up to it."""
+class Mark:
+    """Where a line ends, and what is known there. The default is the beginning of a file.
+
+    Attributes:
+        end: offset in the file after the line's newline, in bytes.
+        crc: the line's checksum, from which that of the next line continues.
+        num_steps: number of steps in the journal up to this line.
+    """
 
     end: int = 0
     crc: int = 0
@@ -266,98 +402,189 @@ class _Mark:
 
     @property
     def last_step(self) -> str:
-        return str(self.num_steps - 1) if self.num_steps else "none"
+        """The index of the last step, as errors name it."""
+        if self.num_steps == 0:
+            return "none"
+        return str(self.num_steps - 1)
 
-    def after(self, item: Header | JournalRecord | None, length: int, crc: int) -> _Mark:
-        """Return the mark after the line of an item. ValueError if the item cannot be there."""
-        if isinstance(item, Header) != (self.end == 0):
-            raise ValueError("it is a second header" if self.end else "it is not a complete header")
-        if isinstance(item, StepRecord) and item.step != self.num_steps:
-            raise ValueError(f"its step is {item.step}, the next one is {self.num_steps}")
-        if isinstance(item, EvaluationRecord) and not 0 <= item.step <= self.num_steps:
-            raise ValueError(f"it evaluates after {item.step} steps, {self.num_steps} are recorded")
-        return _Mark(self.end + length, crc, self.num_steps + isinstance(item, StepRecord))
+    @property
+    def checksum(self) -> str:
+        """The crc as lines have it: eight hexadecimal digits."""
+        return f"{self.crc:08x}"
+
+    def after(self, item: Header | JournalRecord, num_bytes: int, crc: int) -> Mark:
+        """Return the mark after the next line, which has an item in `num_bytes` bytes.
+
+        Raises:
+            ValueError: the item cannot follow here.
+        """
+        is_first = self.end == 0
+        if is_first and not isinstance(item, Header):
+            raise ValueError("it is not a complete header")
+        if not is_first and isinstance(item, Header):
+            raise ValueError("it is a second header")
+        num_steps = self.num_steps
+        if isinstance(item, StepRecord):
+            if item.step != num_steps:
+                raise ValueError(f"its step is {item.step}, the next one is {num_steps}")
+            num_steps += 1
+        if isinstance(item, EvaluationRecord) and not 0 <= item.step <= num_steps:
+            raise ValueError(f"it evaluates after {item.step} steps, {num_steps} are recorded")
+        return Mark(self.end + num_bytes, crc, num_steps)
 
 
-def scan_journal(path: Path, max_line: int = -1) -> Iterator[tuple[Any, _Mark]]:
-    """Yield the header and each record with its mark, from one line in memory (of less than `max_line`)."""
-    mark, number = _Mark(), 1
+def _num_steps_seen(record: JournalRecord) -> int:
+    """Return the number of steps of the weights that a record is about."""
+    if isinstance(record, StepRecord):
+        return record.step + 1
+    return record.step
+
+
+def _step_checksums(marks: Iterable[Mark]) -> tuple[str, ...]:
+    checksums: dict[int, str] = {}
+    for mark in marks:
+        # The lines of evaluations follow that of the step with the same number of steps. They do
+        # not count.
+        checksums.setdefault(mark.num_steps, mark.checksum)
+    return tuple(checksums.values())
+
+
+def _read(path: Path) -> tuple[Header, list[JournalRecord], list[Mark]]:
+    """Return the header, all records, and the marks after the header and after each record."""
+    lines = scan_journal(path)
+    header, mark = next(lines)
+    records = []
+    marks = [mark]
+    for record, mark in lines:
+        records.append(record)
+        marks.append(mark)
+    return header, records, marks
+
+
+def scan_journal(path: Path, max_line: int = -1) -> Iterator[tuple[Any, Mark]]:
+    """Yield the header, then each record, with the mark after it. One line at a time is in memory.
+
+    A line that ends without newline is left out, but the header must be complete.
+
+    Args:
+        path: the journal.
+        max_line: a line of this number of bytes is refused; -1 permits any.
+
+    Raises:
+        UserError: the file cannot be read, or a newer version of lezo_ds wrote it.
+        JournalError: a line is damaged.
+    """
+    mark = Mark()
+    number = 1  # of the line
     try:
         with path.open("rb") as file:
-            while (
-                (line := file.readline(max_line)).endswith(b"\n")
-                or not mark.end
-                or len(line) == max_line
-            ):
+            while True:
+                line = file.readline(max_line)
                 if len(line) == max_line:
                     raise ValueError(f"it has {max_line} bytes or more")
-                item, crc = _decode(line[:-1], mark.crc) if line.endswith(b"\n") else (None, 0)
-                mark, number = mark.after(item, len(line), crc), number + 1
+                if not line.endswith(b"\n"):
+                    break
+                item, crc = _decode(line[:-1], mark.crc)
+                mark = mark.after(item, len(line), crc)
+                number += 1
                 yield item, mark
+        if number == 1:
+            raise ValueError("it is not a complete header")
     except OSError as error:
         fix = "use the directory of a run that has a journal"
         raise UserError(f"the journal {path} cannot be read: {error.strerror}", fix=fix) from error
     except (ValueError, RecursionError) as error:
-        keep = f", or keep its first {mark.end} bytes (head -c)" if mark.end else ""
+        fix = "restore the file from a copy (in binary mode)"
+        if mark.end > 0:
+            fix += f", or keep its first {mark.end} bytes (head -c)"
         raise JournalError(
-            f"{path} line {number} is damaged: {error}; last valid step: {mark.last_step}; "
-            f"fix: restore the file from a copy (in binary mode){keep}"
+            f"{path} line {number} is damaged: {error}; "
+            f"last valid step: {mark.last_step}; fix: {fix}"
         ) from error
-
-
-_KINDS: dict[str, Any] = {"header": Header, "step": StepRecord, "evaluation": EvaluationRecord}
-_NAMES = {
-    "dropped_layers": "dropped",
-    "projected_grads": "gradients",
-    "learning_rate": "lr",
-    "perturbation_scale": "scale",
-    "layer_weights": "weights",
-}
-_FIELDS = {name: attribute for attribute, name in _NAMES.items()}
-_LEFT_OUT = {"loss": None, "applied": True, "layer_weights": ()}
 
 
 def _encode(item: Header | JournalRecord, previous_crc: int) -> tuple[bytes, int]:
     """Return the line of an item, with its newline, and the line's crc."""
     if isinstance(item, StepRecord):
-        fields = {
-            name: value for name, value in vars(item).items() if value != _LEFT_OUT.get(name, "")
-        }
-        members = {
-            "kind": "step",
-            **{_NAMES.get(name, name): value for name, value in fields.items()},
-        }
+        members = _step_members(item)
     elif isinstance(item, EvaluationRecord):
         members = {"kind": "evaluation", **vars(item)}
     else:
         members = {"kind": "header", "format": FORMAT, **vars(item)}
     body = _to_json(members).encode()
     crc = zlib.crc32(body, previous_crc)
+    # The crc comes before the brace that closes the body.
     return body[:-1] + b',"crc":"%08x"}\n' % crc, crc
 
 
 def _decode(line: bytes, previous_crc: int) -> tuple[Any, int]:
-    """Return the item of a line without its newline, and the line's crc. ValueError if it is damaged."""
-    body, _, stored = line.rpartition(b',"crc":')
-    crc = zlib.crc32(body + b"}", previous_crc)
+    """Return the item of a line without its newline, and the crc. ValueError: it is damaged."""
+    unclosed_body, _, stored = line.rpartition(b',"crc":')
+    body = unclosed_body + b"}"
+    crc = zlib.crc32(body, previous_crc)
     if stored != b'"%08x"}' % crc:
         raise ValueError("its checksum does not match")
-    members = json.loads(str(body + b"}", "utf-8"))
+    members = json.loads(body.decode())
     kind = members.pop("kind", None)
-    if kind == "header" and (version := members.pop("format", 0)) != FORMAT:
-        what = (
-            f"the journal has format {version}, and this version of lezo_ds reads format {FORMAT}"
-        )
-        raise UserError(what, fix="use the version of lezo_ds that wrote it")
-    if kind == "step":  # every list was a tuple
-        named = ((_FIELDS.get(name, name), value) for name, value in members.items())
-        members = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in named
-        }
     try:
-        return _KINDS[kind](**members), crc
-    except (TypeError, KeyError, AttributeError, OverflowError) as error:
+        if kind == "step":
+            return _read_step(members), crc
+        if kind == "evaluation":
+            return EvaluationRecord(**members), crc
+        if kind == "header":
+            return _read_header(members), crc
+    except (TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"its members are not those of format {FORMAT}: {error!r}") from error
+    raise ValueError(f"its kind {kind!r} is not one of format {FORMAT}")
+
+
+def _step_members(record: StepRecord) -> dict[str, Any]:
+    """Return the members of a step's line. Those that most steps share are left out."""
+    members = {
+        "kind": "step",
+        "step": record.step,
+        "key": record.key,
+        "dropped": record.dropped_layers,
+        "gradients": record.projected_grads,
+        "lr": record.learning_rate,
+        "scale": record.perturbation_scale,
+    }
+    if record.loss is not None:
+        members["loss"] = record.loss
+    if not record.applied:
+        members["applied"] = False
+    if record.layer_weights:
+        members["weights"] = record.layer_weights
+    return members
+
+
+_STEP_ATTRIBUTES = {
+    "dropped": "dropped_layers",
+    "gradients": "projected_grads",
+    "lr": "learning_rate",
+    "scale": "perturbation_scale",
+    "weights": "layer_weights",
+}
+"""Attributes of a StepRecord by their names in a line, where the two differ."""
+
+
+def _read_step(members: dict[str, Any]) -> StepRecord:
+    values = {}
+    for name, value in members.items():
+        if isinstance(value, list):
+            value = tuple(value)  # every list was a tuple
+        values[_STEP_ATTRIBUTES.get(name, name)] = value
+    return StepRecord(**values)
+
+
+def _read_header(members: dict[str, Any]) -> Header:
+    version = members.pop("format", 0)
+    if version != FORMAT:
+        raise UserError(
+            f"the journal has format {version}, and this version of lezo_ds reads format {FORMAT}",
+            fix="use the version of lezo_ds that wrote it",
+        )
+    return Header(**members)
 
 
 def _to_json(value: object, *, sort_keys: bool = False) -> str:

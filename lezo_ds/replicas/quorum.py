@@ -184,7 +184,7 @@ class Replicas:
     def _wait_for_quorum(self) -> Any:
         assert self.journal is not None
         facts = {
-            "run": self.journal.checksums[0],
+            "run": self.journal.header_checksum,
             "lines": len(self.journal.records),
             "workers": self.num_workers,
             "news": self.news,
@@ -256,7 +256,7 @@ class Replicas:
 
     def _sum(self, values: Sequence[float], facts: Mapping[str, str]) -> list[float]:
         assert self.journal is not None
-        facts = {**facts, "journal": self.journal.checksums[1], "weights": self.digest}
+        facts = {**facts, "journal": self.journal.last_checksum, "weights": self.digest}
         digest = hashlib.blake2b(repr(facts).encode(), digest_size=6).digest()
         rows = [0.0] * len(self._members)
         rows[self._position] = own = float(

@@ -82,7 +82,7 @@ class ElasticRun(run.Run):
         path = self.directory.journal
         others = path.with_name("journal.others")
         write_atomically(others, lines)
-        header, _ = read_journal(others)
+        header = read_journal(others).header
         records.assert_same_run(header, self._journal.header, may_differ_on_resume(self.config))
         logger.warning("the other replicas have another journal; this one is now %s.left", path)
         self._journal.close()

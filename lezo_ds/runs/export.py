@@ -34,6 +34,7 @@ from lezo_ds.runs.records import (
     config_of,
     evaluations_of,
     is_worse_than_base,
+    owner_of,
     read_run,
     steps_of,
 )
@@ -150,8 +151,16 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
     if not is_possible or not all(_fits(record, num_layers, directions) for record, _ in lines):
         fix = "set model.path to its base model"
         raise UserError(f"{file} is not of a run of {config.model.path}", fix=fix)
-    header, records = read_journal(file)
-    return RecordedRun(RunDirectory(file), header, config, records, len(steps_of(records)), digests)
+    header, records, step_checksums = read_journal(file)
+    return RecordedRun(
+        directory=RunDirectory(file),
+        header=header,
+        config=config,
+        records=records,
+        num_steps=len(steps_of(records)),
+        digests=digests,
+        owner=owner_of(header, step_checksums),
+    )
 
 
 def _fits(record: JournalRecord, num_layers: int, directions: int) -> bool:

@@ -187,7 +187,7 @@ class FirstOrderRun(Run):
             assert_same_base(recorded.header, base)
             done = tuple(record for record in recorded.evaluations if record.step <= recorded.step)
             state = replace(recorded, world_size=self.engine.world_size, evaluations=done)
-            self._resume(state.step, owner_of(state.header, ()))
+            self._resume(state.step, owner_of(state.header))
         else:
             header = make_header(self.config, self.data, base.fingerprint, base.table_hash)
             state = TrainingState(header, self.engine.world_size)
@@ -237,7 +237,7 @@ class FirstOrderRun(Run):
     def _write_snapshot(self) -> None:
         target = snapshot_path(self.directory.snapshots, self.engine.global_steps)
         if not distributed.on_rank_zero(lambda: read_manifest(target) is not None):
-            checksum = owner_of(self._state.header, ()).checksum(self.engine.global_steps)
+            checksum = owner_of(self._state.header).checksum(self.engine.global_steps)
             self.engine.write_model(target, journal=checksum)
 
     def _restore(self, step: int | None) -> None:

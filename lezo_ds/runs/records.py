@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from reprlib import Repr
 from typing import Any
@@ -24,7 +23,7 @@ from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
 from lezo_ds.files import DAMAGE
 from lezo_ds.forward.module_calls import norm_facts
-from lezo_ds.journal import EvaluationRecord, Header, JournalRecord, read_journal, step_checksums
+from lezo_ds.journal import EvaluationRecord, Header, JournalRecord, header_checksum, read_journal
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.directory import RunDirectory, library_versions
 from lezo_ds.runs.results import RunResults
@@ -159,9 +158,15 @@ def evaluations_of(records: Iterable[JournalRecord]) -> list[EvaluationRecord]:
     return [record for record in records if isinstance(record, EvaluationRecord)]
 
 
-def owner_of(header: Header, records: Iterable[JournalRecord]) -> SnapshotOwner:
-    """Return the owner of a run's snapshots. Without steps, as of AdamW, all have the header's checksum."""
-    return SnapshotOwner(header.model_fingerprint, step_checksums(header, records))
+def owner_of(header: Header, step_checksums: Sequence[str] = ()) -> SnapshotOwner:
+    """Return the owner of a run's snapshots.
+
+    Args:
+        header: the header of the run.
+        step_checksums: those of its journal. Without a journal, as of AdamW, all snapshots have the
+            checksum of the header.
+    """
+    return SnapshotOwner(header.model_fingerprint, step_checksums or (header_checksum(header),))
 
 
 def best_evaluation(
@@ -232,10 +237,7 @@ class RecordedRun:
     records: Sequence[JournalRecord]  # of a first-order run, its evaluations
     num_steps: int  # of a first-order run, up to its last checkpoint
     digests: Mapping[int, str]  # of the weights after some steps
-
-    @cached_property
-    def owner(self) -> SnapshotOwner:
-        return owner_of(self.header, self.records)
+    owner: SnapshotOwner  # of the snapshots
 
     def find_step(self, step: str) -> int:
         """Return the number of updates for "best" (lowest validation loss), "last" or a number."""
@@ -270,28 +272,33 @@ def read_run(path: Path, overrides: Sequence[str] = ()) -> RecordedRun:
     if (recorded := _read_records(directory)) is None:
         text = f"{path} is not the directory of a run: it has no journal.jsonl and no training_state.json"
         raise UserError(text, fix="use the run_dir that lezo-ds train printed")
-    header, records, num_steps, _ = recorded
-    own, _ = own_snapshots(directory.snapshots, owner_of(header, records))
+    header, records, num_steps, _, owner = recorded
+    own, _ = own_snapshots(directory.snapshots, owner)
     digests: dict[int, Any] = {step: manifest.get("digest") for step, manifest in own.items()}
     results = RunResults.read(directory.results)
     if results is not None:
         digests[results.step_of_weights] = results.weights_digest
     digests = {step: digest for step, digest in digests.items() if isinstance(digest, str)}
     return RecordedRun(
-        directory, header, config_of(header, path, overrides), records, num_steps, digests
+        directory, header, config_of(header, path, overrides), records, num_steps, digests, owner
     )
 
 
 def _read_records(
     directory: RunDirectory,
-) -> tuple[Header, Sequence[JournalRecord], int, int | None] | None:
-    """Return header, records (of AdamW, evaluations), number of steps, and that of ranks if it is fixed."""
+) -> tuple[Header, Sequence[JournalRecord], int, int | None, SnapshotOwner] | None:
+    """Return the records of a run, or None if it has none.
+
+    They are the header, the records (of AdamW, evaluations), the number of steps, that of ranks if it is
+    fixed, and the owner of the snapshots.
+    """
     if directory.training_state.exists():
         state = TrainingState.read(directory.training_state)
-        return state.header, state.evaluations, state.step, state.world_size
+        owner = owner_of(state.header)
+        return state.header, state.evaluations, state.step, state.world_size, owner
     if directory.journal.exists():
-        header, records = read_journal(directory.journal)
-        return header, records, len(steps_of(records)), None
+        header, records, step_checksums = read_journal(directory.journal)
+        return header, records, len(steps_of(records)), None, owner_of(header, step_checksums)
     return None
 
 
@@ -304,7 +311,7 @@ def check_records(
         raise UserError(text, fix="set partition_size=null")
     if (recorded := _read_records(directory)) is None:
         return
-    header, _, num_done, world_size = recorded
+    header, _, num_done, world_size, _ = recorded
     ours = make_header(config, data, header.model_fingerprint, header.parameter_table_hash)
     assert_same_run(header, ours, may_differ_on_resume(config))
     if config.train.steps is not None and config.train.steps < num_done:

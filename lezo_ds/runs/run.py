@@ -325,7 +325,7 @@ class Run:
 
     def _owner(self) -> SnapshotOwner:
         assert self._journal is not None, "only rank 0 has the journal"
-        return records.owner_of(self._journal.header, self._journal.records)
+        return records.owner_of(self._journal.header, self._journal.step_checksums)
 
     def _train_step(self) -> dict[str, Any]:
         batch = self.data.step_batch(self.config, self.engine.global_steps)

@@ -261,7 +261,7 @@ def test_a_run_goes_on_under_zero_3_and_its_journal_gives_its_weights(tmp_path):
     recipe = tmp_path / "recipe.json"
     recipe.write_text(json.dumps(values))
     run_forked_well(["--config", recipe, "deepspeed=null", "tensor_parallel=2"], num_ranks=2)
-    header, _ = read_journal(run_dir / "journal.jsonl")
+    header = read_journal(run_dir / "journal.jsonl").header
     assert header.arithmetic["tensor_parallel"] == "2"
     assert header.config["tensor_parallel"] == 2
     messages = run_forked_well(["--config", recipe, "train.steps=6"])

@@ -95,7 +95,7 @@ def test_a_journal_and_the_base_model_give_the_tuned_model_bit_for_bit(
 def rewritten(
     journal, target, change_config=lambda config: config, change_record=lambda record: record
 ):
-    header, records = read_journal(journal)
+    header, records, _ = read_journal(journal)
     header = replace(header, config=change_config(json.loads(json.dumps(header.config))))
     target.write_bytes(encode_journal(header, [change_record(record) for record in records]))
     return target

@@ -144,7 +144,7 @@ def test_code_and_pickles_beside_a_known_model_its_tokenizer_and_the_data_are_no
 def test_the_module_that_an_untrusted_run_names_is_not_imported(inputs, target):
     assert train(inputs).code == 0
     run_dir, journal = inputs / "run", inputs / "run" / "journal.jsonl"
-    header, records = read_journal(journal)
+    header, records, _ = read_journal(journal)
     header.config["train"]["objective"] = "evil:loss"
     header.config["model"]["path"] = header.config["data"]["path"] = "absent"
     header.config["deepspeed"] = str(inputs / "absent.json")

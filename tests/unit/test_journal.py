@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from lezo_ds.errors import JournalError, UserError
-from lezo_ds.journal import EvaluationRecord, Header, Journal, read_journal
+from lezo_ds.journal import EvaluationRecord, Header, Journal, header_checksum, read_journal
 from lezo_ds.zo.records import StepRecord
 
 FORK = multiprocessing.get_context("fork")
@@ -61,6 +61,11 @@ def write_journal(path, records, header=HEADER):
     return path.read_bytes()
 
 
+def contents(path):
+    header, records, _ = read_journal(path)
+    return header, records
+
+
 def with_crc(members, previous=0):
     body = json.dumps(members, separators=(",", ":")).encode()
     return body[:-1] + b',"crc":"%08x"}\n' % zlib.crc32(body, previous)
@@ -91,6 +96,20 @@ def test_the_lines_of_format_1_never_change(path):
     ]
 
 
+def test_a_step_has_the_checksum_of_its_line_whatever_evaluations_follow(path):
+    lines = write_journal(path, some_records(9)).decode().splitlines()
+    of_lines = tuple(json.loads(line)["crc"] for line in lines if '"evaluation"' not in line)
+    assert len(of_lines) == 10 < len(lines)
+    assert read_journal(path).step_checksums == of_lines
+    assert header_checksum(HEADER) == of_lines[0]
+    with Journal.open(path) as journal:
+        assert journal.step_checksums == of_lines
+        assert journal.header_checksum == of_lines[0]
+        assert journal.last_checksum == json.loads(lines[-1])["crc"]
+        journal.cut(5)
+        assert journal.step_checksums == of_lines[:6]
+
+
 def test_a_reopened_journal_continues_as_an_uninterrupted_one(path):
     records = some_records(9)
     data = write_journal(path.with_name("undisturbed"), records)
@@ -99,7 +118,7 @@ def test_a_reopened_journal_continues_as_an_uninterrupted_one(path):
         with Journal.open(path) as journal:
             journal.append(record)
     assert path.read_bytes() == data
-    assert read_journal(path) == (HEADER, records)
+    assert contents(path) == (HEADER, records)
     with Journal.open(path) as journal:
         assert (journal.header, journal.records) == (HEADER, tuple(records))
 
@@ -126,7 +145,7 @@ def test_a_journal_cut_at_every_byte_keeps_its_complete_records_and_can_be_compl
                 read_journal(path)
             continue
         num_complete = data.count(b"\n", header_end, cut)
-        assert read_journal(path) == (HEADER, records[:num_complete])
+        assert contents(path) == (HEADER, records[:num_complete])
         assert path.stat().st_size == cut
         caplog.clear()
         with Journal.open(path) as journal:
@@ -144,7 +163,7 @@ def test_nuls_of_a_power_cut_are_torn_at_the_end_and_damage_before(path):
     path.write_bytes(data + b'{"kind":"st' + bytes(4096))
     with Journal.open(path) as journal:
         journal.append(step_record(2))
-    assert read_journal(path)[1] == [step_record(step) for step in range(3)]
+    assert read_journal(path).records == [step_record(step) for step in range(3)]
     lines = data.splitlines(keepends=True)
     path.write_bytes(lines[0] + bytes(len(lines[1])) + lines[2])
     with pytest.raises(JournalError, match="line 2 is damaged"):
@@ -159,7 +178,7 @@ def test_a_flipped_bit_of_any_byte_is_refused_at_its_line_or_costs_the_last_reco
         flipped[offset] ^= 1 << offset % 8
         path.write_bytes(flipped)
         if offset == len(data) - 1:  # the last newline
-            assert read_journal(path) == (HEADER, records[:-1])
+            assert contents(path) == (HEADER, records[:-1])
             continue
         with pytest.raises(JournalError, match=f"line {data.count(10, 0, offset) + 1} is damaged"):
             read_journal(path)
@@ -234,7 +253,7 @@ def append_beyond_a_size(path):
         with pytest.raises(JournalError, match="File too large"):
             journal.append(step_record(step))
         assert path.read_bytes().endswith(b"\n")
-        assert read_journal(path)[1] == [step_record(earlier) for earlier in range(step)]
+        assert read_journal(path).records == [step_record(earlier) for earlier in range(step)]
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         journal.append(step_record(step))
 
@@ -245,7 +264,7 @@ def test_a_write_that_is_cut_short_leaves_a_valid_journal_or_none(path):
     writer.start()
     writer.join(60)
     assert writer.exitcode == 0
-    _, records = read_journal(path)
+    records = read_journal(path).records
     assert records == [step_record(step) for step in range(len(records))] != []
 
 
@@ -281,15 +300,15 @@ def test_a_record_that_is_not_waited_for_is_written_at_once_and_synced_before_wh
     write_journal(path, [])
     journal, disk = Journal.open(path), SlowDisk(monkeypatch)
     journal.append(step_record(0), wait=False)
-    assert read_journal(path)[1] == [step_record(0)]
+    assert read_journal(path).records == [step_record(0)]
     thread = threading.Thread(target=FOLLOWING[following], args=[journal])
     thread.start()
     thread.join(0.3)
-    assert thread.is_alive() and len(read_journal(path)[1]) == 1 and not disk.synced
+    assert thread.is_alive() and len(read_journal(path).records) == 1 and not disk.synced
     disk.go_on.set()
     thread.join(60)
     journal.close()
-    assert len(read_journal(path)[1]) == {"append": 2, "cut": 0}.get(following, 1)
+    assert len(read_journal(path).records) == {"append": 2, "cut": 0}.get(following, 1)
 
 
 def test_every_record_is_synced_before_append_returns(path, monkeypatch):
@@ -318,7 +337,7 @@ def test_a_record_that_cannot_be_synced_is_removed_and_can_be_appended_again(
         disk.fails = False
         journal.append(step_record(1), wait=False)
         journal.close()
-        assert read_journal(path)[1] == [step_record(0), step_record(1)]
+        assert read_journal(path).records == [step_record(0), step_record(1)]
 
 
 def test_a_file_that_another_process_changed_or_replaced_is_left_alone(path):
@@ -328,7 +347,7 @@ def test_a_file_that_another_process_changed_or_replaced_is_left_alone(path):
         with pytest.raises(JournalError, match="changed by another process; last good step: none"):
             ours.append(step_record(0))
         theirs.append(step_record(1))
-        assert read_journal(path)[1] == [step_record(0), step_record(1)]
+        assert read_journal(path).records == [step_record(0), step_record(1)]
         path.rename(path.with_name("moved"))
         with pytest.raises(JournalError, match="No such file"):
             theirs.append(step_record(2))
@@ -348,6 +367,6 @@ def test_a_cut_keeps_the_first_steps_and_what_was_measured_after_them(path, num_
         start = path.read_bytes()
         for record in records[len(kept) :]:  # the steps are done again, right this time
             journal.append(record)
-    assert read_journal(path) == (HEADER, records)
+    assert contents(path) == (HEADER, records)
     damaged = path.with_name("journal.jsonl.damaged")
     assert start + (damaged.read_bytes() if damaged.exists() else b"") == data == path.read_bytes()
