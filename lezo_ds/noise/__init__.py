@@ -166,6 +166,12 @@ def noise_backend(device: torch.device, law: PerturbationLaw) -> NoiseBackend:
 
 
 def _triton_noise(device: torch.device, law: PerturbationLaw) -> NoiseBackend:
+    if torch.version.hip is not None:  # a ROCm build of torch calls AMD GPUs "cuda", too
+        raise UserError(
+            f"this build of PyTorch is for AMD GPUs (ROCm {torch.version.hip}), which lezo_ds does "
+            "not support: its kernels contain NVIDIA instructions",
+            fix="use a machine with NVIDIA GPUs, or set DS_ACCELERATOR=cpu",
+        )
     try:
         from lezo_ds.noise.gpu import (
             TritonNoise,

@@ -203,3 +203,10 @@ def test_a_gpu_on_which_triton_cannot_build_is_refused_before_weights_load(monke
     monkeypatch.setattr(gpu.TritonNoise, "draw", fails)
     with pytest.raises(UserError, match=r"Triton needs .* RuntimeError: Failed to find C compiler"):
         noise_backend(torch.device("cuda"), DenseLaw())
+
+
+def test_a_build_of_pytorch_for_amd_gpus_is_refused_by_its_name(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    with pytest.raises(UserError, match=r"for AMD GPUs \(ROCm 6\.4\.43482\)") as refusal:
+        noise_backend(torch.device("cuda"), DenseLaw("rademacher"))
+    assert "compiler" not in str(refusal.value)

@@ -277,3 +277,12 @@ def test_adalezo_keeps_a_draw_for_an_interval_and_continues_its_averages_from_an
     assert len(set(samples)) > 4
     for step in (29, 3, 17):  # as after a resumption, and backwards
         assert policy.sample(5, records[:step]) == samples[step]
+
+
+def test_adalezo_does_not_mix_the_averages_of_histories_of_equal_length():
+    own, other = make_records(12, seed=1), make_records(12, seed=2)
+    rewritten = [*own[:3], other[3], *own[4:]]  # an elastic run may replace a step of its past
+    policy = AdaLezo(NUM_LAYERS, 2)
+    for records in (own, other, rewritten, own[:6], other):
+        fresh = AdaLezo(NUM_LAYERS, 2)
+        assert policy.sample(5, records).weights == fresh.sample(5, records).weights
