@@ -36,6 +36,7 @@ from typing import NamedTuple
 import pandas as pd
 import torch
 from mezo_reference import MezoReference
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -52,8 +53,8 @@ from lezo_ds.errors import LezoError, UserError, end_with, launched_rank
 from lezo_ds.forward.batch import LossFunction, MicroBatch, to_device
 from lezo_ds.runs.trainer import make_engine
 from lezo_ds.step import decide, perturbation
-from lezo_ds.tools.memory_plan import OPT_SHAPES, opt_config
 from lezo_ds.tools.node_folder import folder_on_every_node
+from lezo_ds.tools.sizes import OPT_SHAPES, opt_config
 from lezo_ds.tools.time_plan import now
 
 NUM_TOKENS = {"sst2": 32, "boolq": 200}
@@ -264,7 +265,10 @@ def random_config(shape: str, task: str, changes: Sequence[str]) -> RunConfig:
 def write_random_model(shape: str, dtype: str, folder: Path) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(opt_config(shape), dtype=DTYPES[dtype])
-    model.save_pretrained(folder)
+    # The model's own save_pretrained writes nothing on ranks above 0 (transformers 5.23).
+    model.config.save_pretrained(folder)
+    weights = dict(model.named_parameters())  # without the head, which is tied
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def random_inputs(shape: str, task: str, config: RunConfig, folder: Path) -> Inputs:

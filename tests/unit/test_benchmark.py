@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import tempfile
+from functools import partial
 
 import pandas as pd
 import pytest
 import torch
 from assets import REPOSITORY, write_recipe
-from benchmark import measure, parse_variant, recipe_inputs
+from benchmark import measure, parse_variant, recipe_inputs, write_random_model
 from commands import assert_one_error, run, run_forked_well
 from mezo_reference import MezoReference
 from ranks import run_ranks
@@ -19,6 +21,7 @@ from lezo_ds import distributed
 from lezo_ds.config import ZoConfig, load_config
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.errors import UserError
+from lezo_ds.tools.node_folder import folder_on_every_node
 
 
 def test_the_reference_is_mezos_algorithm():
@@ -81,12 +84,30 @@ def test_every_variant_is_measured_on_the_batches_of_a_recipe(tmp_path):
 def test_two_ranks_measure_random_inputs_and_write_a_table(tmp_path):
     words = ["--shape", "opt-tiny", "--rounds", "1", "train.batch_size=4", "ours:0.75"]
     words += ["train.micro_batch_size=2", "tensor_parallel", "--out", tmp_path / "rows.csv"]
-    finished = run_forked_well(words, program="benchmark.py", num_ranks=2, TMPDIR=str(tmp_path))
+    finished = run_forked_well(words, program="benchmark.py", num_ranks=2)
     assert finished.out.startswith("opt-tiny, 32 tokens an example, 2 ranks\n")
     rows = pd.read_csv(tmp_path / "rows.csv")
     assert list(rows["variant"]) == ["ours:0.75", "tensor_parallel"]
     assert list(rows["tokens"]) == [4 * 32, 4 * 32]
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]  # the model is removed
+
+
+def files_of_random_model(root):
+    """Return the files that this rank sees, with a temporary directory of its own, and after."""
+    distributed.init_distributed()
+    own = root / f"node-{distributed.rank()}"
+    own.mkdir()
+    tempfile.tempdir = str(own)
+    with folder_on_every_node(partial(write_random_model, "opt-tiny", "fp32")) as folder:
+        names = {path.name for path in folder.iterdir()}
+    return names, list(own.iterdir())
+
+
+@pytest.mark.distributed
+def test_each_node_has_the_random_model(tmp_path):
+    found = run_ranks(files_of_random_model, 2, tmp_path)
+    for names, left in found:
+        assert {"config.json", "model.safetensors"} <= names
+        assert left == []
 
 
 def test_the_benchmark_refuses_what_it_cannot_measure_in_one_line():

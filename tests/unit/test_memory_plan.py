@@ -1,4 +1,4 @@
-"""The formula of a rank's memory, against measured peaks and sums by hand; and the dry run that prints it."""
+"""The formula of a rank's memory against measured peaks, and sums by hand; and the dry run."""
 
 from __future__ import annotations
 
@@ -29,14 +29,8 @@ from lezo_ds.errors import UserError
 from lezo_ds.runs.trainer import make_engine
 from lezo_ds.tools import memory_plan, time_plan
 from lezo_ds.tools.dry_run import dry_run, what_fits
-from lezo_ds.tools.memory_plan import (
-    CPU_RESERVE,
-    GIB,
-    InputSizes,
-    model_sizes,
-    rank_memory,
-    received_bytes,
-)
+from lezo_ds.tools.memory_plan import CPU_RESERVE, GIB, rank_memory, received_bytes
+from lezo_ds.tools.sizes import InputSizes, model_sizes
 from lezo_ds.tools.time_plan import plan_time
 
 STATUS, PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -64,7 +58,7 @@ def resident(field):
 
 
 def measure_steps(config):
-    """Return this process's memory before it loads a model, its peak in training, and with a snapshot."""
+    """Return this process's memory before a model loads, its peak in steps, and in a snapshot."""
     torch.set_num_threads(1)
     snapshots.MAX_FILE_BYTES = MAX_FILE_BYTES
     snapshots.sync = lambda path: None  # which takes most of the time
@@ -146,7 +140,8 @@ def test_a_dry_run_says_from_which_length_on_zero_3_receives_less():
     ]
     changes += ["deepspeed=tensor_parallel_bf16"]
     text = dry_run(load_config("paper", changes), num_gpus=4)
-    # 48 blocks sum two activations of 7168 numbers for each of 16 examples, at two probes, the embedding one.
+    # Each of 48 blocks sums two activations of 7168 numbers, and the embedding one, for each of 16
+    # examples at two probes.
     length = OPT_30B * 3 / 4 / ((48 * 2 + 1) * 2 * 16 * 7168 * 2 * 3 / 4)
     assert f"ZeRO-3 receives less from {length:.3g} tokens an example on" in text
 
@@ -219,7 +214,7 @@ def test_a_dry_run_checks_all_but_the_weights_and_prints_the_facts(tmp_path):
 
 
 def seconds_of_steps(config):
-    """Return the planned seconds of a step and of scoring an example, and those of the real model."""
+    """Return the planned seconds of a step and of an example, and those of the real model."""
     distributed.init_distributed()
     data = load_task_data(config)
     engine = make_engine(config)
@@ -242,7 +237,8 @@ def test_the_time_of_steps_and_scores_is_near_that_of_the_real_model(more, tmp_p
     )
     write_reader(tmp_path / "model", num_blocks=24)
     for planned, real in run_ranks(seconds_of_steps, 2, config):
-        # Another process may take the processor meanwhile. A step of two blocks takes a tenth of the time.
+        # Another process may take the processor meanwhile. A step of two blocks takes a tenth of
+        # the time.
         assert all(real[i] / 4 < planned[i] < real[i] * 4 for i in (0, 1)), (planned, real)
 
 
