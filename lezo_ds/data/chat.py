@@ -1,8 +1,18 @@
 """Conversations as token ids, written by the tokenizer's own chat template.
 
-A template may mark the assistant's turns itself, between {% generation %} and {% endgeneration %}. Otherwise
-it writes the turns before each turn of the assistant, with the words that begin such a turn, and the turns up
-to its end. The whole text must begin with both, and the turn lies between their ends.
+Training needs to know which tokens are the assistant's turns. A template may mark them itself,
+between {% generation %} and {% endgeneration %}; transformers then returns a mask. For any other
+template, this module finds a turn between two prefixes of the whole text, both written by the
+template:
+
+    the whole text          <s>user Where? </s> <s>assistant Rome. </s> <s>user Sure? </s> ...
+    turns before it,        <s>user Where? </s> <s>assistant
+      opened for an answer
+    turns up to its end     <s>user Where? </s> <s>assistant Rome. </s>
+    the turn                                                 Rome. </s>
+
+A template that changes earlier turns if more turns follow is refused, because the prefixes then
+differ. The turn's characters become tokens by the tokenizer's map from tokens to characters.
 """
 
 from __future__ import annotations
@@ -13,7 +23,6 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import compress, groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -23,23 +32,19 @@ from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example, Message
 from lezo_ds.tasks.custom import ASSISTANT, SYSTEM, USER, with_system
 
-Span = tuple[int, int]  # where a turn of the assistant starts and stops, in characters or tokens
-_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers looks for it
+Span = tuple[int, int]
+"""(start, stop) of a turn of the assistant, in characters or tokens."""
+
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers (5.23) looks for it
+_MOST_ROLES = 8  # that an error lists
 
 
 def ask_in_chat(tokenizer: PromptTokenizer, example: Example, system_prompt: str | None) -> Example:
-    """Return an example with candidates whose prompt is a user's turn, up to where the assistant answers."""
-
-    def write(question: str) -> str:
-        turns = with_system((Message(USER, question),), system_prompt)
-        text = _render(tokenizer.backend, example, turns, opened=True)
-        return (
-            text
-            if tokenizer.bos_id is None
-            else text.removeprefix(str(tokenizer.backend.bos_token))
-        )
-
-    prompt = write(example.prompt)
+    """Return an example with candidates whose prompt is the turn of a user in a conversation."""
+    turns = with_system((Message(USER, example.prompt),), system_prompt)
+    prompt = _render(tokenizer.backend, example, turns, opened=True)
+    if tokenizer.bos_id is not None:  # every sequence begins with it anyway
+        prompt = prompt.removeprefix(str(tokenizer.backend.bos_token))
     space = "" if prompt[-1:].isspace() else " "
     candidates = tuple(space + text.strip() for text in example.candidates)
     return replace(example, prompt=prompt, candidates=candidates)
@@ -48,14 +53,19 @@ def ask_in_chat(tokenizer: PromptTokenizer, example: Example, system_prompt: str
 def encode_questions(
     tokenizer: PromptTokenizer, examples: Sequence[Example], max_length: int, max_new_tokens: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each conversation up to its last turn of the assistant, as `encode_prompts`."""
+    """Return the token ids of each conversation for the model to continue by an answer.
+
+    The last turn is left out if it is the assistant's. Prompts that are too long are cut as by
+    `encode_prompts`.
+    """
     prompts = []
     for example in examples:
-        num_asked = len(example.messages) - (example.messages[-1].role == ASSISTANT)
-        text = _render(tokenizer.backend, example, example.messages[:num_asked], opened=True)
-        prompts.append(
-            tokenizer.backend(text, add_special_tokens=False, verbose=False)["input_ids"]
-        )
+        asked = example.messages
+        if asked[-1].role == ASSISTANT:
+            asked = asked[:-1]
+        text = _render(tokenizer.backend, example, asked, opened=True)
+        encoded = tokenizer.backend(text, add_special_tokens=False, verbose=False)
+        prompts.append(encoded["input_ids"])
     return cut_prompts(tokenizer, prompts, max_length, max_new_tokens)
 
 
@@ -64,60 +74,98 @@ def encode_conversation(
 ) -> EncodedExample:
     """Tokenize a conversation up to the end of its last turn of the assistant.
 
-    One that is too long loses its last tokens or, with `keep_end`, its first ones after the BOS.
+    Args:
+        tokenizer: the model's tokenizer, with a chat template.
+        example: an example with messages.
+        max_length: tokens of the longest sequence.
+        keep_end: cut a sequence that is too long on the left, after the BOS, instead of at its end.
+
+    Raises:
+        UserError: the template cannot write the conversation, or leaves out a turn; or no turn of
+            the assistant is within `max_length` tokens.
     """
     backend = tokenizer.backend
     if not backend.is_fast:
+        message = f"the tokenizer of {backend.name_or_path} does not map tokens to text"
         fix = "save it with a fast tokenizer (tokenizer.json), or do not use its chat template"
-        raise UserError(
-            f"the tokenizer of {backend.name_or_path} does not map tokens to text", fix=fix
-        )
-    turns = _marked_turns if _MARKED.search(str(backend.chat_template)) else _measured_turns
-    ids, spans = turns(backend, example)
+        raise UserError(message, fix=fix)
+    is_marked = _MARKED.search(str(backend.chat_template)) is not None
+    find_turns = _marked_turns if is_marked else _measured_turns
+    ids, spans = find_turns(backend, example)
     _check_written(backend, example)
-    ids = ids[: max((stop for _, stop in spans), default=0)]
+    end = max((stop for _, stop in spans), default=0)
+    ids = ids[:end]
     num_cut = max(len(ids) - max_length, 0)
     if num_cut and keep_end:
-        first = 1 + int(tokenizer.bos_id in ids[:1])  # a token of the question is left
         ids = list(cut_left(tokenizer, ids, max_length))
-        spans = [
-            (start - num_cut, stop - num_cut) for start, stop in spans if start - num_cut >= first
-        ]
-    # The first token of a sequence has no logits that predict it.
-    spans = [(max(start, 1), min(stop, max_length)) for start, stop in spans]
-    spans = [(start, stop) for start, stop in spans if start < stop]
-    if not spans:
-        what = f"{example.where} leaves no turn of the assistant in data.max_length={max_length}"
-        raise UserError(what, fix="raise data.max_length, or correct what the chat template marks")
+        # A token of the question is left after the BOS. An answer that begins before is not
+        # learned.
+        first = 2 if tokenizer.bos_id in ids[:1] else 1
+        moved = [(start - num_cut, stop - num_cut) for start, stop in spans]
+        spans = [(start, stop) for start, stop in moved if start >= first]
+    learned = []
+    for start, stop in spans:
+        start = max(start, 1)  # the first token of a sequence has no logits that predict it
+        stop = min(stop, max_length)
+        if start < stop:
+            learned.append((start, stop))
+    if not learned:
+        message = f"{example.where} leaves no turn of the assistant in data.max_length={max_length}"
+        fix = "raise data.max_length, or correct what the chat template marks"
+        raise UserError(message, fix=fix)
+    _, end = learned[-1]
     return EncodedExample(
-        sequences=(tuple(ids[: spans[-1][1]]),),
-        option_lengths=(sum(stop - start for start, stop in spans),),
+        sequences=(tuple(ids[:end]),),
+        option_lengths=(sum(stop - start for start, stop in learned),),
         label=example.label,
         truncated=num_cut > 0,
-        spans=tuple(spans),
+        spans=tuple(learned),
     )
 
 
 def _marked_turns(
     backend: PreTrainedTokenizerBase, example: Example
 ) -> tuple[list[int], list[Span]]:
-    options = {"return_dict": True, "return_assistant_tokens_mask": True}
-    written = _apply(backend, example, example.messages, **options)
-    ids, mask = written["input_ids"], written["assistant_masks"]
-    runs = [
-        list(run) for is_marked, run in groupby(range(len(ids)), key=mask.__getitem__) if is_marked
-    ]
-    spans = [(run[0], run[-1] + 1) for run in runs]
+    """Return the token ids, and the spans (in tokens) of the trained turns that are marked."""
+    written = _apply(
+        backend,
+        example,
+        example.messages,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    spans = _runs(written["assistant_masks"])
     is_trained = [turn.is_trained for turn in example.messages if turn.role == ASSISTANT]
-    if len(spans) != len(is_trained) and not all(is_trained):
-        what = f"the chat template marks {len(spans)} of {len(is_trained)} turns in {example.where}"
-        raise UserError(what, fix="remove the turns of weight 0, or correct the template")
-    return ids, spans if all(is_trained) else [*compress(spans, is_trained)]
+    if not all(is_trained):
+        # Spans and turns must correspond, or there is no telling which spans are context.
+        if len(spans) != len(is_trained):
+            message = (
+                f"the chat template marks {len(spans)} of {len(is_trained)} turns "
+                f"in {example.where}"
+            )
+            fix = "remove the turns of weight 0, or correct the template"
+            raise UserError(message, fix=fix)
+        spans = [span for span, trained in zip(spans, is_trained, strict=True) if trained]
+    return written["input_ids"], spans
+
+
+def _runs(mask: Sequence[int]) -> list[Span]:
+    """Return the (start, stop) of each run of ones: [0, 1, 1, 0, 1] gives [(1, 3), (4, 5)]."""
+    runs = []
+    start = None
+    for position, is_marked in enumerate([*mask, 0]):
+        if is_marked and start is None:
+            start = position
+        elif not is_marked and start is not None:
+            runs.append((start, position))
+            start = None
+    return runs
 
 
 def _measured_turns(
     backend: PreTrainedTokenizerBase, example: Example
 ) -> tuple[list[int], list[Span]]:
+    """Return the token ids, and the spans of the trained turns by their prefixes, in tokens."""
     text = _render(backend, example, example.messages)
     encoded = backend(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     spans = []
@@ -125,36 +173,49 @@ def _measured_turns(
         if not turn.is_trained:
             continue
         start = _prefix_length(backend, example, text, number, opened=True)
-        written = text[start : _prefix_length(backend, example, text, number + 1)]
-        # The model does not write the white space before the next turn, unless nothing else ends its turn.
-        ends_itself = not turn.content.strip() or not written.rstrip().endswith(
-            turn.content.rstrip()
-        )
-        stop = start + len(written.rstrip() if ends_itself else written)
-        offsets = enumerate(encoded["offset_mapping"])
-        inside = [place for place, (begin, end) in offsets if begin < stop and start < end]
+        stop = _prefix_length(backend, example, text, number + 1)
+        written = text[start:stop]
+        # The model does not learn the white space before the next turn, unless nothing else ends
+        # its turn: then the content is the last that stands before it.
+        content = turn.content.rstrip()
+        if not content or not written.rstrip().endswith(content):
+            stop = start + len(written.rstrip())
+        inside = []
+        for token, (begin, end) in enumerate(encoded["offset_mapping"]):
+            if begin < stop and start < end:
+                inside.append(token)
         if not inside:
+            message = f"the chat template omits turn {number + 1} of {example.where}"
             fix = "correct the record: some templates drop what stands between <think> and </think>"
-            raise UserError(
-                f"the chat template omits turn {number + 1} of {example.where}", fix=fix
-            )
+            raise UserError(message, fix=fix)
         spans.append((inside[0], inside[-1] + 1))
     return encoded["input_ids"], spans
 
 
 def _check_written(backend: PreTrainedTokenizerBase, example: Example) -> None:
-    """Refuse a turn that the template leaves out without an error, as many do with an unknown role."""
-    turns, written = example.messages, ""
+    """Refuse a turn that the template leaves out without an error, as many do with an unknown role.
+
+    Such a turn is changed. If the text of the conversation stays the same, the template omits it.
+    """
+    turns = example.messages
     text = _render(backend, example, turns)
     for number, turn in enumerate(turns):
-        calls = "tool_calls" in turn.others
-        if calls or turn.role not in (SYSTEM, USER, ASSISTANT):
-            other = turn._replace(others={}) if calls else turn._replace(content=f"{turn.content}~")
-            with suppress(UserError):  # the template needs what is changed
-                written = _render(backend, example, (*turns[:number], other, *turns[number + 1 :]))
+        has_calls = "tool_calls" in turn.others
+        if has_calls:
+            changed = turn._replace(others={})
+        elif turn.role not in (SYSTEM, USER, ASSISTANT):
+            changed = turn._replace(content=f"{turn.content}~")
+        else:
+            continue
+        others = (*turns[:number], changed, *turns[number + 1 :])
+        try:
+            written = _render(backend, example, others)
+        except UserError:  # the template needs what was changed, so it does not omit the turn
+            continue
         if written == text:
-            what = f"the chat template does not write turn {number + 1} of {example.where}"
-            raise UserError(what, fix=f"remove its calls, or use another role than {turn.role}")
+            message = f"the chat template does not write turn {number + 1} of {example.where}"
+            fix = f"remove its calls, or use another role than {turn.role}"
+            raise UserError(message, fix=fix)
 
 
 def _prefix_length(
@@ -165,19 +226,24 @@ def _prefix_length(
     *,
     opened: bool = False,
 ) -> int:
+    """Return the length of the first turns as the template writes them, which must begin `text`."""
     if num_turns == 0:
-        fix = "set data.system_prompt, or mark the assistant's turns in the template with {% generation %}"
-        raise UserError(
-            f"the assistant speaks first in {example.where}, so its start is unknown", fix=fix
+        message = f"the assistant speaks first in {example.where}, so its start is unknown"
+        fix = (
+            "set data.system_prompt, or mark the assistant's turns in the template "
+            "with {% generation %}"
         )
-    before = _render(backend, example, example.messages[:num_turns], opened=opened)
-    if not text.startswith(before):
-        what = f"the chat template changes the first turns of {example.where} if more turns follow"
+        raise UserError(message, fix=fix)
+    prefix = _render(backend, example, example.messages[:num_turns], opened=opened)
+    if not text.startswith(prefix):
+        message = (
+            f"the chat template changes the first turns of {example.where} if more turns follow"
+        )
         fix = (
             "mark the assistant's turns in the template with {% generation %}, or split the record"
         )
-        raise UserError(what, fix=fix)
-    return len(before)
+        raise UserError(message, fix=fix)
+    return len(prefix)
 
 
 def _render(
@@ -194,26 +260,36 @@ def _render(
 def _apply(
     backend: PreTrainedTokenizerBase, example: Example, turns: Sequence[Message], **options: bool
 ) -> Any:
+    """Return what the tokenizer's apply_chat_template returns for turns of an example."""
     if not backend.chat_template:
-        fix = "use a model that was trained for conversations, or add its template as chat_template.jinja"
-        raise UserError(f"the tokenizer of {backend.name_or_path} has no chat template", fix=fix)
+        message = f"the tokenizer of {backend.name_or_path} has no chat template"
+        fix = (
+            "use a model that was trained for conversations, "
+            "or add its template as chat_template.jinja"
+        )
+        raise UserError(message, fix=fix)
     messages = [_as_dict(turn) for turn in turns]
     tools = example.record.get("tools")
+    if not isinstance(tools, list):
+        tools = None
     try:
-        return backend.apply_chat_template(
-            messages, tools if isinstance(tools, list) else None, **options
-        )
+        return backend.apply_chat_template(messages, tools, **options)
     except Exception as error:  # a template raises errors of its own and of Jinja
-        shown = " ".join(f"{type(error).__name__}: {error}".split())
-        roles = ", ".join(message["role"] for message in messages[:8])
-        what = f"the chat template of {backend.name_or_path} cannot write {example.where} ({roles}): {shown}"
-        raise UserError(
-            what, fix="correct or remove the record, or remove data.system_prompt"
-        ) from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        roles = ", ".join(message["role"] for message in messages[:_MOST_ROLES])
+        message = (
+            f"the chat template of {backend.name_or_path} cannot write {example.where} "
+            f"({roles}): {reason}"
+        )
+        fix = "correct or remove the record, or remove data.system_prompt"
+        raise UserError(message, fix=fix) from error
 
 
 def _as_dict(message: Message) -> dict[str, Any]:
-    """Return a turn as templates read it. OpenAI's files have the arguments of a call as a string of JSON."""
+    """Return a turn as templates read it.
+
+    OpenAI's files have the arguments of a call as a string of JSON, and templates want an object.
+    """
     turn = {"role": message.role, "content": message.content, **copy.deepcopy(dict(message.others))}
     for call in turn.get("tool_calls", ()):
         with suppress(KeyError, TypeError, ValueError):

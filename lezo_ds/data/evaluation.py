@@ -1,14 +1,21 @@
-"""Evaluation: scoring of examples, shared among the ranks, with the same result for any number of ranks.
+"""Evaluation: scores examples on all ranks, with the same result for any number of ranks.
 
-Inputs are sorted by length, so that batches have little padding, and batches do not depend on the number of
-ranks. Each value is computed by one rank and is 0 on the others, so one sum gives all ranks all values.
+Inputs are sorted by length, so that batches have little padding, and cut into batches before they
+are given to ranks: the batches do not depend on the number of ranks. Rank r of R runs the batches
+r, r + R, ... Each value is computed by one rank and is 0 on all others, so one sum gives all ranks
+all values:
+
+    batches          0    1    2    3    4          a forward pass is a collective, so a rank
+    rank 0 runs      0         2         4          without a batch left runs the last one
+    rank 1 runs           1         3   (4)         again, and drops what it gives
+
+Ranks that split the weights by tensor parallelism run the same batches, and the first one counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,25 +25,40 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lezo_ds import distributed
 from lezo_ds.data.batches import scoring_batch, teacher_forcing_batch
-from lezo_ds.data.encoding import EncodedExample
+from lezo_ds.data.metrics import load_score, majority_score
 from lezo_ds.data.objectives import count_right_tokens, teacher_forcing_loss, training_objective
 from lezo_ds.data.task_data import EncodedSplit, TaskData
 from lezo_ds.forward.batch import MicroBatch, to_device
 from lezo_ds.tasks.base import Example
-from lezo_ds.tasks.metrics import Prediction, TokenCounts, find_score, majority_class_score
+from lezo_ds.tasks.metrics import Prediction, TokenCounts
 
 T = TypeVar("T")
-PREDICTED, PROBABILITY = "predicted", "probability"
+
+_Scored = tuple[tuple[int, ...], int]
+"""A sequence of tokens, and how many at its end are scored."""
+
+PREDICTED = "predicted"
+"""Key of `predict`'s records: the answer, or the label or text of the best candidate."""
+PROBABILITY = "probability"
+"""Key of `predict`'s records: the probability of the best candidate among the candidates."""
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
+    """The result of scoring a split. It is the same on every rank.
+
+    Attributes:
+        loss: mean of the training objective.
+        score: the task's metric, 0 to 1 if it is one of ours; or the mean reward, which may be any
+            number. It is a finite Python float.
+        majority_class: score of always predicting the most frequent label; None if there are no
+            classes, or if the metric has no score for it.
+        predicted: a prediction for each example.
+    """
+
     loss: float
-    """Mean of the training objective."""
     score: float
-    """The task's metric, 0 to 1; or the mean reward, which may be any number."""
     majority_class: float | None
-    """Score of always predicting the most frequent label; None if there are no classes."""
     predicted: tuple[Prediction, ...]
 
 
@@ -54,201 +76,288 @@ class Model(Protocol):
 def evaluate(
     engine: Model, data: TaskData, split: EncodedSplit, batch_size: int
 ) -> EvaluationResult:
-    """Return the loss and the score of a split, from `batch_size` sequences at a time. A collective."""
+    """Return the loss and the score of a split. A collective.
+
+    Args:
+        engine: the model.
+        data: the data of the run.
+        split: the examples to score.
+        batch_size: sequences in a forward pass.
+
+    Raises:
+        UserError: the user's metric or objective failed.
+    """
     return _Evaluation(engine, data, split, batch_size).run()
 
 
 def predict(
     engine: Model, data: TaskData, split: EncodedSplit, batch_size: int
 ) -> list[dict[str, Any]]:
-    """Return for each example the answer, or the label or text of the best candidate. A collective.
+    """Return for each example what the model makes of it. A collective.
 
-    `probability` is the softmax of its candidates' scores, which are mean log-probabilities of tokens.
+    A record has the key PREDICTED and, for candidates, PROBABILITY: the softmax of the candidates'
+    scores, which are mean log-probabilities of tokens.
     """
-    run, labels = _Evaluation(engine, data, split, batch_size), data.task.labels
+    evaluation = _Evaluation(engine, data, split, batch_size)
+    rows: list[dict[str, Any]] = []
     if split.prompts:
-        return [{PREDICTED: answer} for answer in data.answers(run._new_tokens())]
-    scores = run._means(run._log_probabilities(split.encoded))
-    best, shares = scores.argmax(dim=1).tolist(), scores.softmax(dim=1).amax(dim=1).tolist()
-    return [
-        {
-            PREDICTED: labels[row] if labels else answer_text(example, row),
-            PROBABILITY: round(share, 6),
-        }
-        for example, row, share in zip(split.examples, best, shares, strict=True)
-    ]
+        for answer in data.answers(evaluation.new_tokens()):
+            rows.append({PREDICTED: answer})
+        return rows
+    scores = evaluation.candidate_scores(evaluation.log_probabilities())
+    best: list[int] = scores.argmax(dim=1).tolist()
+    probabilities = scores.softmax(dim=1).amax(dim=1)
+    labels = data.task.labels
+    for index, example in enumerate(split.examples):
+        choice = best[index]
+        predicted = labels[choice] if labels else answer_text(example, choice)
+        probability = round(float(probabilities[index]), 6)
+        rows.append({PREDICTED: predicted, PROBABILITY: probability})
+    return rows
 
 
 def answer_text(example: Example, predicted: Prediction) -> str:
+    """Return a prediction as a reader sees it."""
     if isinstance(predicted, TokenCounts):
         return f"{predicted.right} of {predicted.total} tokens"
-    return (predicted if isinstance(predicted, str) else example.candidates[predicted]).strip()
+    if isinstance(predicted, str):
+        return predicted.strip()
+    return example.candidates[predicted].strip()
 
 
 def prediction_rows(
     examples: Sequence[Example], predicted: Sequence[Prediction]
 ) -> list[dict[str, Any]]:
-    return [
-        {
+    """Return a JSON record for each example: its index, prompt, right answers and prediction."""
+    rows = []
+    for example, prediction in zip(examples, predicted, strict=True):
+        right = example.references or example.gold_texts
+        row = {
             "index": example.index,
             "prompt": example.prompt,
-            "right": [text.strip() for text in example.references or example.gold_texts],
-            "predicted": answer_text(example, answer),
+            "right": [text.strip() for text in right],
+            "predicted": answer_text(example, prediction),
         }
-        for example, answer in zip(examples, predicted, strict=True)
-    ]
+        rows.append(row)
+    return rows
 
 
 @dataclass(frozen=True)
 class _Evaluation:
+    """One evaluation. The fields are the arguments of `evaluate`, and scoring is a collective."""
+
     engine: Model
     data: TaskData
     split: EncodedSplit
     batch_size: int
 
     def run(self) -> EvaluationResult:
-        data, examples = self.data, self.split.examples
-        tokens = self._new_tokens() if self.split.prompts else None
-        predicted: Sequence[Prediction]
-        # The task's own loss follows from the scores, so it needs no further passes.
-        is_own_loss = data.objective == training_objective(data.task.kind)
-        if data.task.kind == "generation":
-            assert tokens is not None
-            predicted, loss = data.answers(tokens), self._objective_loss(tokens)
-        elif data.task.kind == "chat":
-            losses, predicted = self._token_scores()
-            loss = self._mean(losses) if is_own_loss else self._objective_loss(tokens)
-        else:
-            sums = self._log_probabilities(self.split.encoded)
-            loss = self._task_loss(sums) if is_own_loss else self._objective_loss(tokens)
-            predicted = self._means(sums).argmax(dim=1).tolist()  # the first one wins a tie
-        measure = find_score(data.task.metric, data.task.kind)
-        # Without a measure, the loss is minus the mean reward.
-        score = -loss if measure is None else measure(predicted, examples)
+        examples = self.split.examples
+        loss, predicted = self._loss_and_predictions()
+        score = load_score(self.data.task)
         return EvaluationResult(
-            loss, score, majority_class_score(examples, measure), tuple(predicted)
+            loss=loss,
+            # The metric without a score is the reward, and the loss is minus the mean reward.
+            score=-loss if score is None else score(predicted, examples),
+            majority_class=majority_score(score, examples),
+            predicted=tuple(predicted),
         )
 
-    def _means(self, sums: Sequence[Tensor]) -> Tensor:
+    def _loss_and_predictions(self) -> tuple[float, Sequence[Prediction]]:
+        data = self.data
+        kind = data.task.kind
+        tokens = self.new_tokens() if self.split.prompts else None
+        if kind == "generation":
+            assert tokens is not None
+            return self._objective_loss(tokens), data.answers(tokens)
+        predicted: Sequence[Prediction]
+        if kind == "chat":
+            losses, predicted = self._token_scores()
+            own_loss = self._mean(losses)
+        else:
+            sums = self.log_probabilities()
+            scores = self.candidate_scores(sums)
+            predicted = scores.argmax(dim=1).tolist()  # the first one wins a tie
+            own_loss = self._own_loss(sums, scores)
+        # The task's own loss follows from the scores. Another objective needs further passes.
+        if data.objective == training_objective(kind):
+            return own_loss, predicted
+        return self._objective_loss(tokens), predicted
+
+    def candidate_scores(self, sums: Sequence[Tensor]) -> Tensor:
         """Return the mean log-probability of each candidate's tokens.
 
-        It is float64 [examples, candidates], filled with -inf.
+        It is float64 [examples, most candidates], filled with -inf. `sums` are those of
+        `log_probabilities`.
         """
-        pairs = zip(sums, self.split.encoded, strict=True)
-        return _padded([total / torch.tensor(example.option_lengths) for total, example in pairs])
+        means = []
+        for total, example in zip(sums, self.split.encoded, strict=True):
+            means.append(total / torch.tensor(example.option_lengths))
+        return pad_sequence(means, batch_first=True, padding_value=float("-inf"))
 
-    def _task_loss(self, sums: Sequence[Tensor]) -> float:
+    def _own_loss(self, sums: Sequence[Tensor], scores: Tensor) -> float:
+        """Return the mean of the task's own loss, from the candidates' log-probabilities."""
         golds = [example.gold for example in self.split.encoded]
         if self.data.task.kind == "classification":
-            return F.cross_entropy(self._means(sums), torch.tensor(golds)).item()
-        return self._mean(
-            -torch.stack([summed[gold] for summed, gold in zip(sums, golds, strict=True)])
-        )
+            return F.cross_entropy(scores, torch.tensor(golds)).item()
+        losses = [-total[gold] for total, gold in zip(sums, golds, strict=True)]
+        return self._mean(torch.stack(losses))
 
     def _mean(self, losses: Tensor) -> float:
-        """Return the mean of the objective from its sum over each example, float64 [examples]."""
-        num_terms = torch.tensor([self.data.objective.num_terms(e) for e in self.split.encoded])
+        """Return the mean of the objective from its sum over each example, float64 [examples].
+
+        If a batch size is set for the loss, it is the mean over batches, each of which counts by
+        its number of examples, as transformers' Trainer averages.
+        """
+        num_terms_of = self.data.objective.num_terms
+        num_terms = torch.tensor([num_terms_of(example) for example in self.split.encoded])
         if self.data.loss_batch is None:
             return float(losses.sum() / num_terms.sum())
-        parts = _cut(list(range(len(losses))), self.data.loss_batch)
-        sums = [len(rows) * float(losses[rows].sum() / num_terms[rows].sum()) for rows in parts]
-        return sum(sums) / len(losses)
+        total = 0.0
+        for begin in range(0, len(losses), self.data.loss_batch):
+            batch = slice(begin, begin + self.data.loss_batch)
+            mean = float(losses[batch].sum() / num_terms[batch].sum())
+            total += len(losses[batch]) * mean
+        return total / len(losses)
 
-    def _log_probabilities(self, encoded: Sequence[EncodedExample]) -> list[Tensor]:
-        """Return the summed log-probability of each candidate's tokens: float64 [candidates] per example.
+    def log_probabilities(self) -> list[Tensor]:
+        """Return the summed log-probability of the tokens of each candidate.
 
-        Equal sequences run once. Those that differ in their last token only run as one row (`scoring_batch`).
+        The result has float64 [candidates] for each example. Equal sequences run once.
         """
-        wanted = [
-            list(zip(example.sequences, example.option_lengths, strict=True)) for example in encoded
-        ]
-        distinct = sorted(set(chain.from_iterable(wanted)), key=lambda pair: (len(pair[0]), pair))
-        rows = [
-            list(same)
-            for _, same in groupby(range(len(distinct)), key=lambda i: distinct[i][0][:-1])
-        ]
-        groups = [list(chain.from_iterable(group)) for group in _cut(rows, self.batch_size)]
+        pairs_of: list[list[_Scored]] = []
+        for example in self.split.encoded:
+            pairs = zip(example.sequences, example.option_lengths, strict=True)
+            pairs_of.append(list(pairs))
+        distinct = sorted(set().union(*pairs_of), key=_by_length)
+        groups = _groups_of_rows(distinct, self.batch_size)
 
         def score(group: Sequence[int]) -> Tensor:
-            sequences, lengths = zip(*(distinct[i] for i in group), strict=True)
+            sequences = [distinct[index][0] for index in group]
+            lengths = [distinct[index][1] for index in group]
             batch = scoring_batch(sequences, lengths, self.data.tokenizer.pad_id)
             batch = to_device(batch, distributed.device())
-            return -teacher_forcing_loss(self.engine.forward(batch), batch).unsqueeze(1)
+            losses = teacher_forcing_loss(self.engine.forward(batch), batch)
+            return -losses.unsqueeze(1)
 
-        sums = dict(zip(distinct, self._share(groups, 1, score).squeeze(1), strict=True))
-        return [torch.stack([sums[pair] for pair in pairs]) for pairs in wanted]
+        sums = self._spread(groups, 1, score).squeeze(1)
+        sum_of = dict(zip(distinct, sums, strict=True))
+        return [torch.stack([sum_of[pair] for pair in pairs]) for pairs in pairs_of]
 
     def _token_scores(self) -> tuple[Tensor, list[TokenCounts]]:
+        """Return the summed loss of each conversation, float64 [examples], and its right tokens."""
         encoded = self.split.encoded
 
         def score(group: Sequence[int]) -> Tensor:
-            batch = teacher_forcing_batch(
-                [encoded[row] for row in group], self.data.tokenizer.pad_id
-            )
+            examples = [encoded[row] for row in group]
+            batch = teacher_forcing_batch(examples, self.data.tokenizer.pad_id)
             batch = to_device(batch, distributed.device())
             logits = self.engine.forward(batch)
-            return torch.stack(
-                [teacher_forcing_loss(logits, batch), count_right_tokens(logits, batch)], 1
-            )
+            losses = teacher_forcing_loss(logits, batch)
+            return torch.stack([losses, count_right_tokens(logits, batch)], dim=1)
 
         groups = _groups([example.num_tokens for example in encoded], self.batch_size)
-        losses, right = self._share(groups, 2, score).unbind(dim=1)
-        pairs = zip(right, encoded, strict=True)
-        return losses, [
-            TokenCounts(int(count), example.num_gold_tokens()) for count, example in pairs
-        ]
+        losses, right = self._spread(groups, 2, score).unbind(dim=1)
+        counts = []
+        for num_right, example in zip(right.tolist(), encoded, strict=True):
+            counts.append(TokenCounts(int(num_right), example.num_gold_tokens()))
+        return losses, counts
 
-    def _new_tokens(self) -> Tensor:
-        """Return the tokens that the model generates after each prompt, int64 [examples, max_new_tokens]."""
+    def new_tokens(self) -> Tensor:
+        """Return what the model writes after each prompt, int64 [examples, max_new_tokens]."""
         assert self.data.generation is not None
         width = self.data.generation.max_new_tokens
 
         def write(group: Sequence[int]) -> Tensor:
-            tokens = self.engine.forward(self.data.prompt_batch(self.split, group))
-            # Zeros after the end do no harm: a batch is shorter only if all its rows have a stop token.
-            return F.pad(tokens, (0, width - tokens.shape[1]))
+            batch = self.data.prompt_batch(self.split, group)
+            tokens = self.engine.forward(batch)
+            # Zeros after the end do no harm: a batch is shorter only if all its rows have ended.
+            num_missing = width - tokens.shape[1]
+            return F.pad(tokens, (0, num_missing))
 
         lengths = [len(ids) for ids in self.split.prompts]
-        return self._share(_groups(lengths, self.batch_size), width, write).long()
+        groups = _groups(lengths, self.batch_size)
+        return self._spread(groups, width, write).long()
 
     def _objective_loss(self, tokens: Tensor | None) -> float:
         """Return the mean of the objective, with the generated `tokens` if it reads answers."""
         data = self.data
-        known = tokens if data.objective.reads_answers else None
 
-        def losses(group: Sequence[int]) -> Tensor:
-            batch = to_device(data.objective_batch(self.split, group), distributed.device())
-            outputs = self.engine.forward(batch) if known is None else known[group]
+        def run(group: Sequence[int]) -> Tensor:
+            batch = data.objective_batch(self.split, group)
+            batch = to_device(batch, distributed.device())
+            if data.objective.reads_answers and tokens is not None:
+                outputs = tokens[group]
+            else:
+                outputs = self.engine.forward(batch)
             return data.loss(outputs, batch).unsqueeze(1)
 
         lengths = [example.num_tokens for example in self.split.encoded]
-        return self._mean(self._share(_groups(lengths, self.batch_size), 1, losses).squeeze(1))
+        groups = _groups(lengths, self.batch_size)
+        losses = self._spread(groups, 1, run).squeeze(1)
+        return self._mean(losses)
 
-    def _share(
-        self, groups: Sequence[Sequence[int]], width: int, run: Callable[[Sequence[int]], Tensor]
+    def _spread(
+        self,
+        groups: Sequence[Sequence[int]],
+        width: int,
+        run: Callable[[Sequence[int]], Tensor],
     ) -> Tensor:
-        """Return float64 [items, width]: `run(group)` is [items of the group, width]."""
-        num_groups, together = len(groups), self.engine.tensor_parallel
-        num_shares = distributed.world_size() // together
-        values = torch.zeros(sum(map(len, groups)), width, dtype=torch.float64)
-        # `run` is a collective: ranks without a group left run the last one again and drop the result.
-        first = distributed.rank() // together
-        for index in range(first, -(-num_groups // num_shares) * num_shares, num_shares):
-            group = groups[min(index, num_groups - 1)]
+        """Run groups of items on the ranks (see the module's docstring).
+
+        Args:
+            groups: the indices of the items in each batch. Each item is in one batch.
+            width: number of values of an item.
+            run: the collective (group) -> values, [items of the group, width].
+
+        Returns:
+            float64 [items, width], the same on all ranks.
+        """
+        num_items = sum(len(group) for group in groups)
+        values = torch.zeros(num_items, width, dtype=torch.float64)
+        same_batches = self.engine.tensor_parallel  # ranks that run the same batches
+        stride = distributed.world_size() // same_batches
+        first = distributed.rank() // same_batches
+        counts = distributed.rank() % same_batches == 0
+        num_rounds = -(-len(groups) // stride)
+        for index in range(first, num_rounds * stride, stride):
+            is_left = index < len(groups)
+            group = groups[index] if is_left else groups[-1]
             rows = run(group)
-            if index < num_groups and distributed.rank() % together == 0:
+            if is_left and counts:
                 values[group] = rows.cpu().double()
         summed = distributed.sum_vector(values.flatten().to(distributed.device()))
         return torch.tensor(summed, dtype=torch.float64).view(values.shape)
 
 
-def _padded(scores: Sequence[Tensor]) -> Tensor:
-    return pad_sequence(list(scores), batch_first=True, padding_value=float("-inf"))
+def _by_length(scored: _Scored) -> tuple[int, _Scored]:
+    return len(scored[0]), scored
+
+
+def _groups_of_rows(distinct: Sequence[_Scored], batch_size: int) -> list[list[int]]:
+    """Cut sequences, in the order of `_by_length`, into batches of `batch_size` rows.
+
+    Sequences that differ in their last token only share a row of a batch (see `scoring_batch`), and
+    are neighbors in this order.
+    """
+    rows: list[list[int]] = []
+    last_context = None
+    for index, (ids, _) in enumerate(distinct):
+        context = ids[:-1]
+        if context != last_context:
+            rows.append([])
+        rows[-1].append(index)
+        last_context = context
+    groups = []
+    for batch_rows in _cut(rows, batch_size):
+        groups.append([index for row in batch_rows for index in row])
+    return groups
 
 
 def _groups(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Return the indices of the items in order of length, cut into batches."""
-    return _cut(sorted(range(len(lengths)), key=lambda i: lengths[i]), batch_size)
+    """Return the indices of items in order of their length, cut into batches."""
+    by_length = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    return _cut(by_length, batch_size)
 
 
 def _cut(items: list[T], size: int) -> list[list[T]]:

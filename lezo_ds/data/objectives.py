@@ -1,4 +1,17 @@
-"""Training objectives, pure functions of a model's outputs (docs/rewards.md), and scores of candidates."""
+"""Training objectives, pure functions of a model's outputs (docs/rewards.md).
+
+An objective is a loss to minimize and the layout of the batches that it reads. There are two kinds:
+
+    reads logits     the model runs the gold text or the candidates once; the loss is a function of
+    the
+                     logits of the selected tokens. The tasks' own losses, and a user's functions.
+    reads answers    the model writes answers to prompts; the loss is a function of their texts. F1,
+    and
+                     a user's rewards.
+
+A loss function returns one value for each example, and the loss of a step is the sum of these over
+the weight of the batch. This module also has the scores by which candidates are compared.
+"""
 
 from __future__ import annotations
 
@@ -23,26 +36,36 @@ from lezo_ds.tasks.metrics import best_f1
 ObjectiveFunction = Callable[[Any, MicroBatch], Tensor]
 """(the logits that the task's own loss reads, batch) -> loss of each example, float [examples].
 
-`candidate_batch` and `teacher_forcing_batch` say what the logits are. `batch.labels` holds the tensors that
-belong to them, and `batch.examples` the records as text. The loss of a step is the mean over its batch.
+`candidate_batch` and `teacher_forcing_batch` say what the logits are. `batch.labels` holds the
+tensors that belong to them, and `batch.examples` the records as text. The loss of a step is the
+mean over its batch.
 """
 
 RewardFunction = Callable[[Sequence[str], Sequence[Record]], Any]
-"""(answers, record of each with all its fields) -> a number for each. Samples of a record are neighbors."""
+"""(answers, record of each with all its fields) -> a number for each. The samples of a record are
+neighbors."""
 
-_TRIED_ANSWERS = ("", "A first answer, with words and 2 numbers: 3.")
+TRIED_ANSWERS = ("", "A first answer, with words and 2 numbers: 3.")
+"""What a user's reward or metric judges before weights are loaded."""
 
 
 def candidate_scores(logits: Tensor, batch: MicroBatch) -> Tensor:
-    """Return the mean log-probability of the tokens of each candidate of a `candidate_batch`, float32 [E, C].
+    """Return the mean log-probability of the tokens of each candidate, float32 [E, C].
 
-    It is -inf where an example has fewer candidates. If the batch has one row per example, these are logits.
+    It is -inf where an example has fewer candidates. If the batch has one row per example, these
+    are the logits of the candidates, float32 [E, C], which have the same softmax.
+
+    Args:
+        logits: the selected logits of a `candidate_batch`.
+        batch: this batch.
     """
     if "target_ids" not in batch.labels:
         return logits.float()
-    slots = batch.labels["token_slots"]
-    sums = _gather(-_token_losses(logits, batch), slots, 0.0).sum(dim=1)
-    return _gather(sums / (slots >= 0).sum(dim=1), batch.labels["candidate_slots"], float("-inf"))
+    token_slots = batch.labels["token_slots"]  # [rows, longest candidate]
+    log_probabilities = _gather(-_token_losses(logits, batch), token_slots, fill=0.0)
+    num_tokens = (token_slots >= 0).sum(dim=1)
+    means = log_probabilities.sum(dim=1) / num_tokens  # [rows]
+    return _gather(means, batch.labels["candidate_slots"], fill=float("-inf"))
 
 
 def classification_loss(logits: Tensor, batch: MicroBatch) -> Tensor:
@@ -52,30 +75,36 @@ def classification_loss(logits: Tensor, batch: MicroBatch) -> Tensor:
 
 def teacher_forcing_loss(logits: Tensor, batch: MicroBatch) -> Tensor:
     """Return the cross-entropy of the gold tokens, summed over each example, float32 [E]."""
-    return _gather(_token_losses(logits, batch), batch.labels["token_slots"], 0.0).sum(dim=1)
+    losses = _token_losses(logits, batch)
+    return _gather(losses, batch.labels["token_slots"], fill=0.0).sum(dim=1)
 
 
 def count_right_tokens(logits: Tensor, batch: MicroBatch) -> Tensor:
     """Return how many gold tokens of each example are the model's first choice, float32 [E]."""
     right = logits.argmax(dim=1) == batch.labels["target_ids"]
-    return _gather(right.float(), batch.labels["token_slots"], 0.0).sum(dim=1)
+    return _gather(right.float(), batch.labels["token_slots"], fill=0.0).sum(dim=1)
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss to minimize, and the batches that it reads."""
+    """A loss to minimize, and the batches that it reads.
+
+    Attributes:
+        build_batch: (examples, pad id) -> batch; None if the loss reads generated answers.
+        loss: (logits or answers, batch) -> summed loss of each example, [E]. The batch's weight is
+            the number of terms in all these sums.
+        is_reward: whether the loss is minus a user's reward, which may be any finite number.
+        num_terms: example -> the number of terms in its sum.
+    """
 
     build_batch: Callable[[Sequence[EncodedExample], int], MicroBatch] | None
-    """(examples, pad id) -> batch; None if the loss reads generated answers."""
     loss: ObjectiveFunction
-    """(logits or answers, batch) -> summed loss of each example. The batch's weight is the number of terms in
-    all these sums."""
     is_reward: bool = False
     num_terms: Callable[[EncodedExample], int] = lambda _: 1
-    """The part of an example in its batch's weight."""
 
     @property
     def reads_answers(self) -> bool:
+        """Whether the loss reads the texts that the model writes."""
         return self.build_batch is None
 
 
@@ -90,10 +119,10 @@ def training_objective(kind: TaskKind) -> Objective:
 
 def f1_loss(answers: Sequence[str], batch: MicroBatch) -> Tensor:
     """Return minus the best token F1 of each answer with its example's references, float64 [E]."""
-    pairs = zip(answers, batch.examples, strict=True)
-    return torch.tensor(
-        [-best_f1(answer, e.references) for answer, e in pairs], dtype=torch.float64
-    )
+    losses = []
+    for answer, example in zip(answers, batch.examples, strict=True):
+        losses.append(-best_f1(answer, example.references))
+    return torch.tensor(losses, dtype=torch.float64)
 
 
 def reward(function: RewardFunction) -> RewardFunction:
@@ -102,20 +131,33 @@ def reward(function: RewardFunction) -> RewardFunction:
     return function
 
 
+def _task_objective(task: Task) -> Objective:
+    return training_objective(task.kind)
+
+
 def _f1_objective(task: Task) -> Objective:
     if task.kind != "generation":
-        what = f"train.objective=f1 needs a task that generates answers, not {task.name}"
-        raise UserError(what, fix="set train.objective=task")
+        message = f"train.objective=f1 needs a task that generates answers, not {task.name}"
+        raise UserError(message, fix="set train.objective=task")
     return Objective(build_batch=None, loss=f1_loss)
 
 
 OBJECTIVES: Registry[Callable[[Task], Objective]] = Registry("objective", "train.objective")
-OBJECTIVES.add("task", lambda task: training_objective(task.kind))
+OBJECTIVES.add("task", _task_objective)
 OBJECTIVES.add("f1", _f1_objective)
 
 
 def load_objective(name: str, task: Task) -> Objective:
-    """Return the objective that `train.objective` names: one in OBJECTIVES, or package.module:function."""
+    """Return the objective that `train.objective` names.
+
+    Args:
+        name: one in OBJECTIVES; or package.module:function, which is a reward if it has the
+            decorator `reward`, and otherwise an `ObjectiveFunction`.
+        task: the task of the run.
+
+    Raises:
+        UserError: there is no such objective, or it does not fit the task.
+    """
     if not names_code(name):
         return OBJECTIVES.find(name)(task)
     function: Any = OBJECTIVES.find(name)
@@ -125,74 +167,85 @@ def load_objective(name: str, task: Task) -> Objective:
 
     def build_batch(examples: Sequence[EncodedExample], pad_id: int) -> MicroBatch:
         assert own.build_batch is not None
-        # The task's own loss may be a mean over tokens.
+        # The task's own loss may be a mean over tokens, and a user's is one over examples.
         return replace(own.build_batch(examples, pad_id), weight=len(examples))
 
     def loss(logits: Tensor, batch: MicroBatch) -> Tensor:
-        losses = _call(name, function, logits, batch)
+        losses = call_of_user(f"train.objective={name}", function, logits, batch)
         shape = (len(batch.examples),)
-        if not (
-            isinstance(losses, Tensor) and losses.is_floating_point() and losses.shape == shape
-        ):
-            shown = (
-                f"{losses.dtype} {tuple(losses.shape)}"
-                if isinstance(losses, Tensor)
-                else repr(losses)
-            )
-            what = f"train.objective={name} returned {shown}, not one loss per example"
-            raise UserError(what, fix=f"return a float tensor of shape {shape}")
-        return losses
+        if not isinstance(losses, Tensor):
+            returned = repr(losses)
+        elif losses.shape == shape and losses.is_floating_point():
+            return losses
+        else:
+            returned = f"{losses.dtype} {tuple(losses.shape)}"
+        message = f"train.objective={name} returned {returned}, not one loss per example"
+        raise UserError(message, fix=f"return a float tensor of shape {shape}")
 
     return Objective(build_batch, loss)
 
 
 def _reward_loss(name: str, function: RewardFunction) -> ObjectiveFunction:
+    """Return the function (answers, batch) -> minus the reward of each, float64 [E]."""
+
     def loss(answers: Sequence[str], batch: MicroBatch) -> Tensor:
-        values = _call(
-            name, function, list(answers), [example.record for example in batch.examples]
-        )
+        records = [example.record for example in batch.examples]
+        values = call_of_user(f"train.objective={name}", function, list(answers), records)
         try:
             rewards = torch.as_tensor(values, dtype=torch.float64, device="cpu")
         except (TypeError, ValueError, RuntimeError):
             rewards = torch.empty(())
         if rewards.shape != (len(answers),) or not rewards.isfinite().all():
-            what = f"train.objective={name} returned {str(values)[:80]}, not one finite reward per answer"
-            raise UserError(
-                what, fix=f"return a list of {len(answers)} numbers, in the order of the answers"
+            message = (
+                f"train.objective={name} returned {str(values)[:80]}, "
+                "not one finite reward per answer"
             )
+            fix = f"return a list of {len(answers)} numbers, in the order of the answers"
+            raise UserError(message, fix=fix)
         return -rewards
 
     return loss
 
 
 def try_reward(objective: Objective, examples: Sequence[Example]) -> None:
-    """Let a reward judge answers to a few examples, so that a function that fails does so at once."""
-    asked = [example for example in examples[:2] for _ in _TRIED_ANSWERS]
-    answers = [answer for _ in examples[:2] for answer in _TRIED_ANSWERS]
+    """Let a reward judge answers to a few examples, so that it fails before weights are loaded."""
+    asked = []
+    answers = []
+    for example in examples[:2]:
+        for answer in TRIED_ANSWERS:
+            asked.append(example)
+            answers.append(answer)
     objective.loss(answers, MicroBatch({}, len(asked), examples=tuple(asked)))
 
 
-def _call(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def call_of_user(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of the user's; an exception in it becomes a UserError with its file and line.
+
+    Args:
+        name: the recipe key and its value, such as train.objective=module:function.
+        function: the function.
+        arguments: its arguments.
+    """
     try:
         return function(*arguments)
     except LezoError:
         raise
     except Exception as error:
-        *_, (place, line) = traceback.walk_tb(error.__traceback__)
-        where = (
-            "" if place.f_code is _call.__code__ else f" ({place.f_code.co_filename} line {line})"
-        )
-        shown = f"{type(error).__name__}: {error}{where}"
-        raise UserError(
-            f"train.objective={name} failed: {shown}", fix="correct the function"
-        ) from error
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        where = ""
+        if frame.f_code is not call_of_user.__code__:  # else the arguments do not fit the function
+            where = f" ({frame.f_code.co_filename} line {line})"
+        message = f"{name} failed: {type(error).__name__}: {error}{where}"
+        raise UserError(message, fix="correct the function") from error
 
 
 def _token_losses(logits: Tensor, batch: MicroBatch) -> Tensor:
-    """Return minus the log-probability of every target token, float32 [N]."""
+    """Return minus the log-probability of every target token, float32 [tokens]."""
     return F.cross_entropy(logits.float(), batch.labels["target_ids"], reduction="none")
 
 
-def _gather(values: Tensor, slots: Tensor, fill: float) -> Tensor:
-    # A gather and a sum are deterministic. index_add on a GPU is not: it adds in a different order each time.
+def _gather(values: Tensor, slots: Tensor, *, fill: float) -> Tensor:
+    """Return the values [N] at `slots` (see batches.py), with `fill` where a slot is -1."""
+    # A gather and a sum are deterministic. index_add on a GPU is not: it adds in a different order
+    # each time.
     return torch.where(slots >= 0, values[slots.clamp(min=0)], fill)

@@ -29,6 +29,7 @@ from lezo_ds.data.encoding import (
     warn_of_cuts,
 )
 from lezo_ds.data.generation import SAMPLE_KEYS, generation_settings, prompt_batch, read_answers
+from lezo_ds.data.metrics import try_metric
 from lezo_ds.data.objectives import Objective, load_objective, training_objective, try_reward
 from lezo_ds.data.packing import FEWEST_DEALT, can_pack, deal, pack
 from lezo_ds.data.splits import Splits, load_splits, usable, with_demonstrations
@@ -180,6 +181,7 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
         splits = load_splits(task, config.data)
         if objective.is_reward:
             try_reward(objective, splits.train)
+        try_metric(task, splits.test)
     if config.method == "icl":
         splits = with_demonstrations(task, config.data, splits)
     directory = resolve_model(config.model.path)
