@@ -1,10 +1,16 @@
-"""The training engine: a sharded model and its zeroth-order optimizer. `initialize` returns it."""
+"""The training engine: a sharded model and its zeroth-order optimizer. `initialize` returns it.
+
+    ModelEngine      a sharded model: forward passes, votes and agreement of ranks, snapshots
+      LezoEngine     its zeroth-order optimizer: steps (step.py), journal, replay, checks of weights
+
+All ranks call the same methods in the same order: most of them exchange messages ("a collective").
+"""
 
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,27 +30,40 @@ from lezo_ds.config import (
     make_schedule,
 )
 from lezo_ds.config.deepspeed import tensor_parallel_size
-from lezo_ds.data.generation import runner
+from lezo_ds.data.generation import write_tokens
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
-from lezo_ds.forward.perturbed_forward import Perturbation, PerturbedForward
+from lezo_ds.forward.perturbed_forward import PerturbedForward
+from lezo_ds.forward.probes import Perturbation
 from lezo_ds.journal import Journal
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.integrity import Witness
 from lezo_ds.zo.passes import Pass, passes_of_step
 from lezo_ds.zo.records import StepRecord
-from lezo_ds.zo.updates import step_updates
+from lezo_ds.zo.updates import StepUpdate, step_updates
 
 MAX_SKIPPED_STEPS = 10
 """Number of steps in a row that may be skipped before the run ends."""
 
 _LAST_RESULT = "result of the step before"
-_NUM_VOTES = 2  # one to stop, one to write a snapshot
 
 
 class ModelEngine:
-    """A sharded model in DeepSpeed's engine: what scoring and all ways of training share."""
+    """A sharded model in DeepSpeed's engine: what scoring and all ways of training share.
+
+    Attributes:
+        sharded: the model, its shards, and the files that it came from.
+        module: the transformers model, with sharded parameters.
+        weights: this rank's shards.
+        layout: the transformer blocks of the model.
+        base: the model on disk that the run starts from.
+        global_steps: number of steps since the base weights, including skipped ones.
+        stop_agreed: whether the votes of the last step asked for a stop. It is the same on all
+            ranks.
+        snapshot_agreed: whether they asked for a snapshot.
+        replicas: the link to other launches of the same run (`lezo_ds.replicas.Replicas`), or None.
+    """
 
     def __init__(
         self, deepspeed_engine: Any, perturbed: PerturbedForward, sharded: ShardedModel
@@ -55,12 +74,9 @@ class ModelEngine:
         self.layout = sharded.layout
         self.base = sharded.base
         self.global_steps = 0
-        """Number of steps since the base weights, including skipped ones."""
         self.stop_agreed = False
-        """Whether the votes of the last step asked for a stop. It is the same on all ranks."""
         self.snapshot_agreed = False
-        """Whether they asked for a snapshot."""
-        self.replicas: Any = None  # lezo_ds.replicas.Replicas, if the run has any
+        self.replicas: Any = None
         self._deepspeed = deepspeed_engine
         self._perturbed = perturbed
         self._stop_requested = False
@@ -92,7 +108,7 @@ class ModelEngine:
         return self._deepspeed.monitor
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop after the next step. A signal handler may call this: it only sets a flag."""
+        """Ask all ranks to stop after the next step. It only sets a flag, as signal handlers must."""
         self._stop_requested = True
 
     def request_snapshot(self) -> None:
@@ -107,38 +123,49 @@ class ModelEngine:
 
     @torch.no_grad()
     def forward(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the logits or the generated tokens of a micro-batch at the current weights. A collective."""
+        """Return the logits or new tokens of a micro-batch at the current weights. A collective."""
         (outputs,) = self.run(to_device(micro_batch, self.device), None)
         return outputs
 
     __call__ = forward
 
     def run(self, micro_batch: MicroBatch, perturbation: Perturbation | None) -> tuple[Tensor, ...]:
-        """Return the outputs of a forward pass at each probe, or at the weights themselves. A collective."""
-        return self._perturbed(micro_batch, perturbation, runner(micro_batch, self._deepspeed))
+        """Run one forward pass, or write answers, with inputs that are on the device. A collective.
+
+        Returns:
+            The output at each probe of the perturbation, or one output at the weights themselves:
+            logits, or new tokens if the micro-batch has `generation` settings.
+        """
+        call: Callable[..., Any] = self._deepspeed
+        if micro_batch.generation is not None:
+            call = partial(write_tokens, self.module, micro_batch.generation)
+        return self._perturbed(micro_batch, perturbation, call)
 
     def save_checkpoint(
         self, save_dir: str | Path, step: int | None = None, journal: str | None = None
     ) -> Path:
-        """Write the model as a Hugging Face directory `save_dir/step-NNNNNNNN`. A collective.
+        """Write the model as a Hugging Face directory, and return it. A collective.
 
-        `step` is by default the number of steps so far. `journal` is, on rank 0, the checksum of the run's
-        records after this step (see `SnapshotOwner`).
+        Args:
+            save_dir: the directory is `save_dir/step-NNNNNNNN`.
+            step: number of updates that the weights have seen; by default, of steps so far.
+            journal: on rank 0, the checksum of the run's records after this step (see
+                `SnapshotOwner`).
         """
         target = snapshot_path(Path(save_dir), self.global_steps if step is None else step)
         self.write_model(target, journal=journal)
         return target
 
     def write_model(
-        self, target: Path, *, card: str = "", low_bits: bool = True, **facts: Any
+        self, target: Path, *, card: str = "", low_bits: bool = True, **claims: Any
     ) -> None:
-        """Write the model, or its adapter, to a directory (see `ShardedModel.write`). A collective."""
+        """Write the model, or its adapter, to a directory (`ShardedModel.write`). A collective."""
         self.sharded.write(
-            target, {"step": self.global_steps, **facts}, card=card, low_bits=low_bits
+            target, {"step": self.global_steps, **claims}, card=card, low_bits=low_bits
         )
 
     def load_model(self, snapshot: Path | None, step: int) -> None:
-        """Load a snapshot's weights (None: the initial ones), which have seen `step` steps. A collective."""
+        """Load a snapshot's weights (None: the initial ones), after `step` steps. A collective."""
         if snapshot is None:
             self.sharded.load_initial()
         else:
@@ -149,7 +176,8 @@ class ModelEngine:
         """Return the indices of the forward passes of a step that a rank runs.
 
         Raises:
-            UserError: the number of passes is not a multiple of the number of ranks, or of groups of ranks
+            UserError: the number of passes is not a multiple of the number of ranks, or of groups
+            of ranks
                 that split the weights.
         """
         num_groups = self.world_size // self.tensor_parallel
@@ -164,23 +192,28 @@ class ModelEngine:
         self,
         losses: Tensor,
         batch: StepBatch,
-        facts: Claims,
+        claims: Claims,
         share_of: Callable[[int], Iterable[int]],
     ) -> list[float]:
-        """Return the sums of float64 [n] over all ranks, check that the ranks agree, and collect the votes.
+        """Sum the losses of a step, check that ranks agree, and collect the votes. A collective.
 
-        The votes are part of the all-reduce that every step has anyway. All ranks thus learn of a request at
-        the same step, without another message.
+        The votes are part of the all-reduce that every step has anyway. All ranks thus learn of a
+        request at the same step, without another message.
 
         Args:
-            losses: this rank's losses, 0 for those of other ranks.
+            losses: float64 [n], this rank's losses, and 0 for those of other ranks.
             batch: of the step.
-            facts: what this rank works on, besides the batch.
-            share_of: function (rank) -> indices of the micro-batches that it runs.
+            claims: what this rank works on, besides the batch.
+            share_of: (rank) -> indices of the micro-batches that it runs.
+
+        Returns:
+            The sums over all ranks (and replicas), n numbers.
+
+        Raises:
+            DesyncError: the ranks disagree. All ranks raise.
         """
-        if (
-            self.global_rank % self.tensor_parallel
-        ):  # the first of those that run the same passes counts
+        if self.global_rank % self.tensor_parallel:
+            # Of ranks that split the weights and run the same passes, the first one counts.
             losses = torch.zeros_like(losses)
         votes = losses.new_tensor([float(self._stop_requested), float(self._snapshot_requested)])
         self._snapshot_requested = False
@@ -188,31 +221,38 @@ class ModelEngine:
         if self.world_size > 1:
             watched = agreement.watched_rank(self.global_rank, self.world_size, self.global_steps)
             share = agreement.cross_checksum(batch, share_of(self.global_rank), share_of(watched))
-        facts = {**facts, **agreement.batch_claims(batch)}
-        values = self._sum_agreed(torch.cat([losses, votes]), facts, share, batch)
+        claims = {**claims, **agreement.batch_claims(batch)}
+        values = self._sum_agreed(torch.cat([losses, votes]), claims, share, batch)
         if self.replicas is not None:
             # All replicas lay out one micro-batch, another one in each step, and compare it.
-            part = agreement.batch_digest([batch[self.global_steps % len(batch)]])
-            values = self.replicas.sum(values, {**facts, "part": part})
-        *sums, stop, snapshot = values
-        self.stop_agreed, self.snapshot_agreed = stop > 0, snapshot > 0
+            compared = batch[self.global_steps % len(batch)]
+            digest = agreement.batch_digest([compared])
+            values = self.replicas.sum(values, {**claims, "part": digest})
+        *sums, stop_votes, snapshot_votes = values
+        self.stop_agreed = stop_votes > 0
+        self.snapshot_agreed = snapshot_votes > 0
         return sums
 
     def _sum_agreed(
-        self, values: Tensor, facts: Claims, share: float = 0.0, batch: StepBatch | None = None
+        self,
+        values: Tensor,
+        claims: Claims,
+        share: float = 0.0,
+        batch: StepBatch | None = None,
     ) -> list[float]:
-        """Return the sums over all ranks by one all-reduce; all ranks raise DesyncError if facts differ.
+        """Sum over all ranks by one all-reduce; all ranks raise DesyncError if their claims differ.
 
         A sum is exact if its element is 0 on all ranks but one, or a small integer on each.
         """
-        proof = values.new_tensor([share, *agreement.claim_numbers(facts)])
+        proof = values.new_tensor([share, *agreement.claim_numbers(claims)])
         sums = distributed.sum_vector(torch.cat([values, proof]))
         difference, *numbers = sums[len(values) :]
         if difference or not agreement.all_agree(numbers, self.world_size):
             if batch is not None:
-                facts = {**facts, BATCH: f"{facts[BATCH]} {agreement.batch_digest(batch)}"}
-            by_rank = distributed.gather_objects((self.global_steps, dict(facts)))
-            self._disagree(by_rank[0][0], [theirs for _, theirs in by_rank])
+                claims = {**claims, BATCH: f"{claims[BATCH]} {agreement.batch_digest(batch)}"}
+            by_rank = distributed.gather_objects((self.global_steps, dict(claims)))
+            step_of_first, _ = by_rank[0]
+            self._disagree(step_of_first, [claims_of_rank for _, claims_of_rank in by_rank])
         return sums[: len(values)]
 
     def _disagree(self, step: int, by_rank: Sequence[Claims]) -> NoReturn:
@@ -220,7 +260,16 @@ class ModelEngine:
 
 
 class LezoEngine(ModelEngine):
-    """A sharded model and its zeroth-order optimizer; step.py has the step."""
+    """A sharded model and its zeroth-order optimizer; step.py has the step.
+
+    Attributes:
+        config: settings of the optimizer.
+        seed: of the run.
+        records: of all steps so far, from step 0.
+        learning_rates, estimator, layer_policy: made from the config.
+        noise: makes the directions on this rank's device.
+        plan_format: bytes of the plan that rank 0 broadcasts at each step.
+    """
 
     def __init__(
         self,
@@ -241,18 +290,21 @@ class LezoEngine(ModelEngine):
         self.learning_rates = make_schedule(config, self._num_steps)
         self.estimator = make_estimator(config)
         self.law = make_law(config)
+        self.noise = noise_backend(self.device, self.law)
         num_blocks = self.layout.num_blocks
         trained = (p.named for p in self.weights.parameters if p.parameter.requires_grad)
         trains_outside = any(named.block >= num_blocks for named in trained)
         self.layer_policy = make_layer_policy(config, num_blocks, trains_outside=trains_outside)
         self.plan_format = step.PlanFormat(
-            self.layer_policy.num_groups, self.estimator.num_probes, self.layer_policy.has_weights
+            num_groups=self.layer_policy.num_groups,
+            num_probes=self.estimator.num_probes,
+            has_weights=self.layer_policy.has_weights,
         )
         self.records: list[StepRecord] = []
         self._settings_agreed = False
         self._journal: Journal | None = None
         self._witness: Witness | None = None
-        self._num_checked = 0
+        self._num_checked = 0  # steps after which the weights were checked last
 
     def with_config(self, config: ZoConfig) -> LezoEngine:
         """Return another engine on the same weights, with its own settings, at step 0."""
@@ -262,9 +314,10 @@ class LezoEngine(ModelEngine):
         return other
 
     def attach_journal(self, journal: Journal | None) -> None:
-        """From now on, write each step to this journal before it is applied. Only rank 0 passes a journal.
+        """From now on, write each step to this journal before it is applied. Only rank 0 has one.
 
-        A step's record is on the disk before the next step is applied, and before a model is written.
+        A step's record is on the disk before the next step is applied, and before a model is
+        written.
         """
         self._journal = journal
 
@@ -274,17 +327,17 @@ class LezoEngine(ModelEngine):
             self._journal.sync()
 
     def write_model(self, target: Path, **options: Any) -> None:
-        """Write the model as `ModelEngine.write_model` does, after the records of its steps. A collective."""
+        """Write the model after the records of its steps are on the disk. A collective."""
         self.finish_records()
         super().write_model(target, **options)
 
     def passes_of_rank(self, rank: int, num_micro_batches: int) -> list[Pass]:
-        """Return the forward passes of a step that a rank runs: every world_size-th of all passes."""
-        passes = passes_of_step(
-            num_micro_batches, self.plan_format.num_probes, self.config.probes_per_pass
-        )
+        """Return the forward passes of a step that a rank runs: every world_size-th of all."""
+        num_probes = self.plan_format.num_probes
+        passes = passes_of_step(num_micro_batches, num_probes, self.config.probes_per_pass)
         if self.replicas is not None:
-            return self.replicas.share(passes, rank // self.tensor_parallel)  # type: ignore[no-any-return]
+            worker = rank // self.tensor_parallel
+            return self.replicas.share(passes, worker)  # type: ignore[no-any-return]
         return [passes[index] for index in self.share_of_rank(rank, len(passes))]
 
     @torch.no_grad()
@@ -295,21 +348,22 @@ class LezoEngine(ModelEngine):
 
         Args:
             batch: all micro-batches of the step, the same on every rank. Rank r runs the passes r,
-                r + world_size, ... and only reads their micro-batches and those of one other rank. A run with
-                the same micro-batches gives the same weights on any number of ranks.
+                r + world_size, ... and only reads their micro-batches and those of one other rank.
+                A run with the same micro-batches gives the same weights on any number of ranks.
             loss_function: (logits or generated tokens, micro-batch) -> summed loss of each example.
 
         Returns:
-            The record of the step. If a loss was not finite, `applied` is false and the weights have not
-            changed.
+            The record of the step. If a loss was not finite, `applied` is false and the weights
+            have not changed.
 
         Raises:
-            UserError: the passes cannot be shared evenly among the ranks.
-            DivergenceError: `MAX_SKIPPED_STEPS` steps in a row were skipped.
-            DesyncError: the ranks do not have the same settings, do not work on the same step or batch, or
-                had different results in the step before. All ranks raise. The step is not done, and earlier
-                steps that may be wrong are cut off the journal.
-            JournalError: the record of this step, or of the step before, cannot be written. The step is not
+            UserError: the passes cannot be shared evenly among the ranks. DivergenceError:
+            `MAX_SKIPPED_STEPS` steps in a row were skipped. DesyncError: the ranks do not have the
+            same settings, do not work on the same step or batch, or
+                had different results in the step before. All ranks raise. The step is not done, and
+                earlier steps that may be wrong are cut off the journal.
+            JournalError: the record of this step, or of the step before, cannot be written. The
+            step is not
                 applied.
         """
         batch = StepBatch.of(batch)
@@ -323,32 +377,33 @@ class LezoEngine(ModelEngine):
     def _agree_on_settings(self, num_micro_batches: int) -> None:
         """Check, before the first step, that all ranks have the same settings. A collective.
 
-        The number of probes and of micro-batches decides the length of a step's messages. If the lengths
-        differ, gloo fails without a reason, and NCCL waits forever.
+        The number of probes and of micro-batches decides the length of a step's messages. If the
+        lengths differ, gloo fails without a reason, and NCCL waits forever.
         """
         settings = {f"zo.{key}": repr(value) for key, value in vars(self.config).items()}
         settings["train.steps"] = repr(self._num_steps)
-        facts = {
+        claims = {
             **settings,
             "number of micro-batches": str(num_micro_batches),
             **self._last_result(),
         }
-        self._sum_agreed(torch.empty(0, dtype=torch.float64, device=self.device), facts)
+        self._sum_agreed(torch.empty(0, dtype=torch.float64, device=self.device), claims)
         self._settings_agreed = True
 
-    def reduce_and_agree(self, losses: Tensor, batch: StepBatch, facts: Claims) -> list[float]:
-        """Return the losses of all ranks, and check that all work on the same step. One all-reduce."""
-        facts = {
+    def reduce_and_agree(self, losses: Tensor, batch: StepBatch, claims: Claims) -> list[float]:
+        """Return the losses of all ranks, and check that all do the same step. A collective."""
+        claims = {
             "step": str(self.global_steps),
             "seed": str(self.seed),
-            **facts,
+            **claims,
             **self._last_result(),
         }
 
         def share_of(rank: int) -> list[int]:
-            return sorted({one.micro_batch for one in self.passes_of_rank(rank, len(batch))})
+            passes = self.passes_of_rank(rank, len(batch))
+            return sorted({forward_pass.micro_batch for forward_pass in passes})
 
-        return self.sum_losses(losses, batch, facts, share_of)
+        return self.sum_losses(losses, batch, claims, share_of)
 
     def write_ahead(self, record: StepRecord) -> None:
         """Append a record to the run's records, and to the journal if this rank has it."""
@@ -358,26 +413,31 @@ class LezoEngine(ModelEngine):
 
     def apply(self, start: int, stop: int) -> None:
         """Update this rank's shards by the records of the steps `start` to `stop` - 1."""
-        updates = step_updates(self.records, start, stop, self.config.weight_decay)
-        self.weights.apply(updates, self.law)
+        self.weights.apply(self._updates(start, stop), self.law)
+
+    def _updates(self, start: int, stop: int) -> list[StepUpdate]:
+        return step_updates(self.records, start, stop, self.config.weight_decay)
 
     def _check_divergence(self, record: StepRecord) -> None:
-        skipped = itertools.takewhile(lambda earlier: not earlier.applied, reversed(self.records))
-        if sum(1 for _ in skipped) >= MAX_SKIPPED_STEPS:
-            self.finish_records()
-            raise DivergenceError(
-                f"the loss was not finite in {MAX_SKIPPED_STEPS} steps in a row, up to step {record.step}; "
-                "fix: lower zo.learning_rate, or use bf16 or fp32 instead of fp16"
-            )
+        last = self.records[-MAX_SKIPPED_STEPS:]
+        if len(last) < MAX_SKIPPED_STEPS or any(earlier.applied for earlier in last):
+            return
+        self.finish_records()
+        raise DivergenceError(
+            f"the loss was not finite in {MAX_SKIPPED_STEPS} steps in a row, up to step "
+            f"{record.step}; fix: start again in another run_dir, with a third of "
+            "zo.learning_rate, or with bf16 or fp32 instead of fp16"
+        )
 
     def _last_result(self) -> dict[str, str]:
         """Return the result of the last step, with every bit of its projected gradients."""
         return {_LAST_RESULT: repr(self.records[-1] if self.records else None)}
 
     def _disagree(self, step: int, by_rank: Sequence[Claims]) -> NoReturn:
-        # If the ranks had different results in the last step, they have also applied different updates.
-        agreed_on_last = len({facts[_LAST_RESULT] for facts in by_rank}) == 1
-        num_good = step - (not agreed_on_last)
+        num_good = step
+        if len({claims[_LAST_RESULT] for claims in by_rank}) > 1:
+            # The ranks had different results in the last step, so they applied different updates.
+            num_good = step - 1
         self._cut_journal(num_good)
         raise agreement.disagreement(step, by_rank, num_good)
 
@@ -393,21 +453,19 @@ class LezoEngine(ModelEngine):
     def check_weights(self) -> None:
         """Check that the weights of every rank are what the steps made of them. A collective.
 
-        A replay of the journal must give the same value for some elements of each shard. Replicas in
-        different shard groups must be equal. All ranks must have the same result of the last step. Before
-        `watch_weights`, this does nothing.
+        A replay of the journal must give the same value for some elements of each shard. Replicas
+        in different shard groups must be equal. All ranks must have the same result of the last
+        step. Before `watch_weights`, this does nothing.
 
         Raises:
-            DesyncError: the check failed. The message names ranks and parameters. All ranks raise. The steps
+            DesyncError: the check failed. The message names ranks and parameters. All ranks raise.
+            The steps
                 since the last check that passed are cut off the journal.
         """
         if self._witness is None:
             return
-        updates = step_updates(
-            self.records, self._num_checked, self.global_steps, self.config.weight_decay
-        )
-        self._witness.follow(updates, self.law)
-        wrong = list(self._witness.unlike(self.weights.low_bits))
+        self._witness.follow(self._updates(self._num_checked, self.global_steps), self.law)
+        wrong = self._witness.unlike(self.weights.low_bits)
         num_wrong = torch.tensor([float(len(wrong))], dtype=torch.float64, device=self.device)
         (total_wrong,) = self._sum_agreed(num_wrong, self._last_result())
         unlike = self.weights.unlike_replicas()
@@ -436,14 +494,16 @@ class LezoEngine(ModelEngine):
     ) -> None:
         """Restore the exact weights after `step` updates. A collective.
 
-        This starts from the nearest of the current weights, the newest valid snapshot in `load_dir` and the
-        base weights, and replays the later steps. The number of ranks may differ from the original run.
+        This starts from the nearest of the current weights, the newest valid snapshot in `load_dir`
+        and the base weights, and replays the later steps. The current weights count only if `steps`
+        begins with the steps that made them. The number of ranks may differ from the original run.
 
         Args:
             load_dir: directory of snapshots, which may be empty or missing.
             steps: the journal's steps from 0. Only those that rank 0 passes count.
             step: number of updates; by default all of `steps`.
-            owner: the run of these steps, whose snapshots are used and no others. Only that of rank 0
+            owner: the run of these steps, whose snapshots are used and no others. Only that of rank
+                0
                 counts. None uses any snapshot: the caller vouches for those in `load_dir`.
 
         Raises:
@@ -454,23 +514,32 @@ class LezoEngine(ModelEngine):
         target = len(records) if step is None else step
         if not 0 <= target <= len(records):
             raise UserError(f"step {target} is not in the journal, which has 0 to {len(records)}")
-        self._load_nearest(Path(load_dir), target, owner)
+        self._load_nearest(Path(load_dir), records[:target], owner)
         self.records = list(records[:target])
         self.apply(self.global_steps, target)
         self.global_steps = target
         if self._witness is not None:
             self.watch_weights()
 
-    def _load_nearest(self, root: Path, target: int, owner: SnapshotOwner | None) -> None:
+    def _load_nearest(
+        self, root: Path, records: Sequence[StepRecord], owner: SnapshotOwner | None
+    ) -> None:
+        """Load the newest weights from which `records` lead to the target, unless they are here."""
+        target = len(records)
         newest = newest_snapshot(root, target, owner) if self.global_rank == 0 else None
         snapshot: int | None = distributed.broadcast_object(newest)
-        # At step 0 a snapshot of step 0 is loaded, too. The initial values of a prefix come from a forward
-        # pass, and the snapshot keeps their exact bits, which another machine would not repeat.
-        present = self.global_steps or -1
-        if self.global_steps > target or (snapshot is not None and snapshot > present):
-            self.load_model(
-                None if snapshot is None else snapshot_path(root, snapshot), snapshot or 0
-            )
+        are_on_the_way = list(records[: self.global_steps]) == self.records[: self.global_steps]
+        if are_on_the_way and self.global_steps <= target:
+            # At step 0 a snapshot of step 0 is loaded, too. The initial values of a prefix come
+            # from a forward pass, and the snapshot keeps their exact bits, which another machine
+            # would not repeat.
+            is_newer = snapshot is not None and snapshot > (self.global_steps or -1)
+            if not is_newer:
+                return
+        if snapshot is None:
+            self.load_model(None, 0)
+        else:
+            self.load_model(snapshot_path(root, snapshot), snapshot)
 
 
 def initialize(
@@ -491,16 +560,20 @@ def initialize(
         model: hub id, or directory with config.json and safetensors files.
         config: settings of the zeroth-order optimizer.
         ds_config: DeepSpeed config as a dict, from `lezo_ds.config.deepspeed.load_ds_config`. With
-            `tensor_parallel.autotp_size` of N, groups of N ranks split the weights and run the same passes.
+            `tensor_parallel.autotp_size` of N, groups of N ranks split the weights and run the same
+            passes.
         dtype: "fp32", "bf16" or "fp16".
-        seed: seed of the run. Noise and dropped layers depend on (seed, step), an adapter's start on seed.
+        seed: seed of the run. Noise and dropped layers depend on (seed, step), an adapter's start
+            on seed.
         peft: the adapter to train, or None to train all weights.
-        partition_size: number of ranks in a shard group, a divisor of the number of ranks; None for all.
+        partition_size: number of ranks in a shard group, a divisor of the number of ranks; None for
+            all.
             Each group holds a replica of the weights and exchanges only scalars with the others.
         num_steps: number of steps of the run; needed if the learning rate depends on it.
 
     Raises:
-        UserError: there is no such model, it has no transformer blocks, or its weights or the adapter do not
+        UserError: there is no such model, it has no transformer blocks, or its weights or the
+        adapter do not
             fit; or everything that is trainable is in blocks and all blocks are dropped.
     """
     distributed.init_distributed()
@@ -520,9 +593,8 @@ def initialize(
         if parameter.parameter.requires_grad
     }
     blocks = list(sharded.module.get_submodule(sharded.layout.path).children())
-    engine = sharded.engine or zero3.start_forward_engine(sharded.module, blocks, sharded.ds_config)
-    noise = noise_backend(distributed.device(), make_law(config))
-    perturbed = PerturbedForward(
-        sharded.module, trainable, noise, blocks, shares_start=config.only_blocks
-    )
+    engine = sharded.engine
+    if engine is None:
+        engine = zero3.start_forward_engine(sharded.module, blocks, sharded.ds_config)
+    perturbed = PerturbedForward(sharded.module, trainable, blocks, shares_start=config.only_blocks)
     return LezoEngine(engine, perturbed, sharded, config=config, seed=seed, num_steps=num_steps)

@@ -1,4 +1,14 @@
-"""One step of zeroth-order training on all ranks: LeZO (Wang et al. 2024), Algorithm 1, and its relatives."""
+"""One step of zeroth-order training on all ranks.
+
+The algorithm is LeZO (Wang et al. 2024, Algorithm 1). MeZO is its case without dropped layers;
+other estimators have other probes. The functions below are the lines of the algorithm, in their
+order:
+
+    decide       line 3         rank 0 drops layers, chooses the key of the noise, and the probes
+    forward      lines 4 to 6   every rank runs its passes, losses at theta + scale * z
+    estimate     line 7         projected gradients from all losses
+    apply        line 8         every rank updates its own shards (`LezoEngine.apply`)
+"""
 
 from __future__ import annotations
 
@@ -13,7 +23,7 @@ from torch import Tensor
 
 from lezo_ds import distributed
 from lezo_ds.forward.batch import LossFunction, StepBatch, to_device
-from lezo_ds.forward.perturbed_forward import KeyedProbe, Perturbation
+from lezo_ds.forward.probes import KeyedProbe, Perturbation
 from lezo_ds.zo.estimators import Estimate, Probe, mean_losses
 from lezo_ds.zo.keys import direction_key, step_key
 from lezo_ds.zo.passes import Pass
@@ -25,23 +35,28 @@ if TYPE_CHECKING:
 
 def train_batch(engine: LezoEngine, batch: StepBatch, loss_function: LossFunction) -> StepRecord:
     """Do one step. `LezoEngine.train_batch` describes arguments, result and errors."""
-    # Line 3: rank 0 drops layers, chooses the seed of the noise and the probes, and broadcasts this plan.
-    message = engine.plan_format.pack(decide(engine)) if engine.global_rank == 0 else b""
-    plan = engine.plan_format.unpack(
-        distributed.broadcast_bytes(message, engine.plan_format.num_bytes)
-    )
-    # Lines 4 to 6: this rank's share of the losses at theta + mu z and theta - mu z. theta itself stays.
+    plan = broadcast_plan(engine)
+    # theta itself stays as it is during the passes.
     losses = forward(engine, plan, batch, loss_function)
-    # One all-reduce gives every loss to every rank, and proves that all work on the same plan and batch.
+    # One all-reduce gives every loss to every rank, and proves that all work on the same plan and
+    # batch.
     sums = engine.reduce_and_agree(losses, batch, {"plan": repr(plan)})
-    # Line 7: the projected gradients.
     record = estimate(engine, plan, batch, sums)
-    # The journal comes first, as in any write-ahead log. Weights in memory are gone after a power cut, so
-    # they need not wait for the disk: only what is on a disk must never be ahead of the journal.
+    # The journal comes first, as in any write-ahead log. Weights in memory are gone after a power
+    # cut, so they need not wait for the disk: only what is on a disk must never be ahead of the
+    # journal.
     engine.write_ahead(record)
-    # Line 8: each rank updates its own shards.
     engine.apply(record.step, record.step + 1)
     return record
+
+
+def broadcast_plan(engine: LezoEngine) -> StepPlan:
+    """Return the plan of the next step, which rank 0 decides. A collective."""
+    message = b""
+    if engine.global_rank == 0:
+        message = engine.plan_format.pack(decide(engine))
+    message = distributed.broadcast_bytes(message, engine.plan_format.num_bytes)
+    return engine.plan_format.unpack(message)
 
 
 def decide(engine: LezoEngine) -> StepPlan:
@@ -61,36 +76,45 @@ def decide(engine: LezoEngine) -> StepPlan:
 def forward(
     engine: LezoEngine, plan: StepPlan, batch: StepBatch, loss_function: LossFunction
 ) -> Tensor:
-    """Return float64 [micro-batches * probes]: the losses of this rank's passes, and 0 for all others."""
+    """Run this rank's passes.
+
+    Returns:
+        float64 [micro-batches * probes], the losses of probe p on micro-batch b at b * probes + p.
+        Those of other ranks' passes are 0, so that the sum over all ranks has every loss.
+    """
     num_probes = len(plan.probes)
     losses = torch.zeros(len(batch) * num_probes, dtype=torch.float64, device=engine.device)
     passes = engine.passes_of_rank(engine.global_rank, len(batch))
-    # All inputs are copied before the first pass, because a copy from the host waits for queued GPU work.
-    inputs = {
-        index: to_device(batch[index], engine.device)
-        for index in {one.micro_batch for one in passes}
-    }
-    for one in passes:
-        outputs = engine.run(inputs[one.micro_batch], perturbation(engine, plan, one))
-        for probe, output in zip(one.probes, outputs, strict=True):
-            loss = loss_function(output, inputs[one.micro_batch]).double().sum()
-            if one.counts:
-                losses[one.micro_batch * num_probes + probe] = loss
+    # All inputs are copied before the first pass, because a copy from the host waits for queued GPU
+    # work.
+    indices = {forward_pass.micro_batch for forward_pass in passes}
+    inputs = {index: to_device(batch[index], engine.device) for index in indices}
+    for forward_pass in passes:
+        index = forward_pass.micro_batch
+        outputs = engine.run(inputs[index], perturbation(engine, plan, forward_pass))
+        for probe, output in zip(forward_pass.probes, outputs, strict=True):
+            loss = loss_function(output, inputs[index]).double().sum()
+            if forward_pass.counts:
+                losses[index * num_probes + probe] = loss
     return losses
 
 
-def perturbation(engine: LezoEngine, plan: StepPlan, one: Pass) -> Perturbation:
-    probes = (plan.probes[index] for index in one.probes)
-    keyed = tuple(
-        KeyedProbe(direction_key(plan.key, probe.direction), probe.scale) for probe in probes
-    )
-    return Perturbation(keyed, frozenset(plan.dropped_layers), engine.law)
+def perturbation(engine: LezoEngine, plan: StepPlan, forward_pass: Pass) -> Perturbation:
+    """Return the weights at which a pass measures the loss."""
+    probes = []
+    for index in forward_pass.probes:
+        probe = plan.probes[index]
+        probes.append(KeyedProbe(direction_key(plan.key, probe.direction), probe.scale))
+    return Perturbation(tuple(probes), frozenset(plan.dropped_layers), engine.noise)
 
 
 def estimate(
     engine: LezoEngine, plan: StepPlan, batch: StepBatch, sums: Sequence[float]
 ) -> StepRecord:
-    """Return the record of a step. It is not applied if a loss or a projected gradient is not finite."""
+    """Return the record of a step, from the losses [micro-batches * probes] of all ranks.
+
+    The step is not applied if a loss or a projected gradient is not finite.
+    """
     losses = mean_losses(sums, len(plan.probes), batch.total_weight)
     try:
         result = engine.estimator.estimate(plan.probes, losses)
@@ -111,23 +135,46 @@ def estimate(
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What every rank does at a step."""
+    """What every rank does at a step.
+
+    Attributes:
+        step: index of the step, from 0.
+        key: 64-bit key of the step's noise.
+        learning_rate: of this step.
+        perturbation_scale: mu.
+        dropped_layers: sorted indices of the transformer blocks that are neither perturbed nor
+            updated.
+        layer_weights: factor of the update of each block; empty if all factors are 1.
+        probes: the points at which the loss is measured, as pairs of direction and scale.
+    """
 
     step: int
     key: int
-    """64-bit key of the step's noise."""
     learning_rate: float
     perturbation_scale: float
     dropped_layers: tuple[int, ...]
-    """Sorted indices of the transformer blocks that are neither perturbed nor updated."""
     layer_weights: tuple[float, ...]
-    """Factor of the update of each block; empty if all factors are 1."""
     probes: tuple[Probe, ...]
 
 
 @dataclass(frozen=True)
 class PlanFormat:
-    """The bytes of a run's plans. All ranks know their number, so no message has to announce its length.
+    """The bytes of a run's plans. All ranks know their number, so no message announces its length.
+
+        step        int64
+        key         uint64
+        rate        float64
+        mu          float64
+        dropped     a bit for each group, in ceil(num_groups / 8) bytes, the lowest bit first
+        probes      uint32 direction, float64 scale, for each probe
+        weights     float64 for each group, if `has_weights`
+
+    All numbers are little-endian, without padding.
+
+    Attributes:
+        num_groups: number of transformer blocks and of groups outside them.
+        num_probes: number of probes of a step.
+        has_weights: whether the layer policy weights the blocks.
 
     >>> PlanFormat(num_groups=42, num_probes=2, has_weights=False).num_bytes  # a model of 40 blocks
     62
@@ -142,15 +189,28 @@ class PlanFormat:
         return struct.calcsize(self._format)
 
     def pack(self, plan: StepPlan) -> bytes:
-        mask = sum(1 << layer for layer in plan.dropped_layers).to_bytes(self._mask_bytes, "little")
-        head = (plan.step, plan.key, plan.learning_rate, plan.perturbation_scale, mask)
-        probes = (number for probe in plan.probes for number in (probe.direction, probe.scale))
-        return struct.pack(self._format, *head, *probes, *plan.layer_weights)
+        """Return the bytes of a plan."""
+        dropped = sum(1 << layer for layer in plan.dropped_layers)
+        numbers: list[float] = []
+        for probe in plan.probes:
+            numbers += [probe.direction, probe.scale]
+        return struct.pack(
+            self._format,
+            plan.step,
+            plan.key,
+            plan.learning_rate,
+            plan.perturbation_scale,
+            dropped.to_bytes(self._mask_bytes, "little"),
+            *numbers,
+            *plan.layer_weights,
+        )
 
     def unpack(self, data: bytes) -> StepPlan:
+        """Return the plan whose bytes `pack` returned."""
         step, key, learning_rate, scale, mask, *rest = struct.unpack(self._format, data)
         dropped = int.from_bytes(mask, "little")
         numbers = rest[: 2 * self.num_probes]
+        pairs = zip(numbers[::2], numbers[1::2], strict=True)
         return StepPlan(
             step=step,
             key=key,
@@ -158,14 +218,14 @@ class PlanFormat:
             perturbation_scale=scale,
             dropped_layers=tuple(layer for layer in range(self.num_groups) if dropped >> layer & 1),
             layer_weights=tuple(rest[2 * self.num_probes :]),
-            probes=tuple(Probe(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)),
+            probes=tuple(Probe(direction, scale) for direction, scale in pairs),
         )
 
     @property
     def _mask_bytes(self) -> int:
-        return -(-self.num_groups // 8)
+        return math.ceil(self.num_groups / 8)
 
     @property
     def _format(self) -> str:
-        weights = self.num_groups if self.has_weights else 0
-        return f"<qQdd{self._mask_bytes}s" + "Id" * self.num_probes + "d" * weights
+        num_weights = self.num_groups if self.has_weights else 0
+        return f"<qQdd{self._mask_bytes}s" + "Id" * self.num_probes + "d" * num_weights

@@ -21,7 +21,7 @@ from lezo_ds.config import PeftConfig
 from lezo_ds.config.deepspeed import tensor_parallel_size
 from lezo_ds.errors import LezoError
 from lezo_ds.forward.adapters import Adapter, make_adapter
-from lezo_ds.forward.blocks import BlockLayout, freeze_outside, gathering_limits, part_sizes
+from lezo_ds.forward.blocks import BlockLayout, freeze_outside, gather_sizes, gathering_limits
 from lezo_ds.sharding import tensor_parallel, zero3
 from lezo_ds.sharding.files import WeightFiles
 from lezo_ds.sharding.parameters import NamedParameter, ShardedParameter, parameter_ids, table_hash
@@ -132,7 +132,7 @@ def load_sharded_model(
         restore = adapter.hide(module) if adapter else lambda: None
         engine, splits = tensor_parallel.shard_model(module, layout.path, ds_config, restore)
     else:
-        limits = gathering_limits(part_sizes(module, layout))
+        limits = gathering_limits(gather_sizes(module, layout))
         # DeepSpeed's hooks (0.19.8), which first-order training uses, keep a weight that the pass uses again
         # within this distance. It covers the full pass, so that a tied embedding is gathered once.
         reuse = {

@@ -1,4 +1,8 @@
-"""The input of a forward pass, and the output that is needed of it: some logits, or a continuation."""
+"""The input of a forward pass, and which output is needed: some logits, or a continuation.
+
+StepBatch        all micro-batches of a step, the same on every rank
+  MicroBatch     what one forward pass runs: tensors [rows, tokens], and how its output is read
+"""
 
 from __future__ import annotations
 
@@ -14,57 +18,80 @@ from lezo_ds.tasks.base import Example
 
 @dataclass(frozen=True)
 class LogitSelection:
-    """The logits that a batch needs. The output head computes only these and returns [N, K]."""
+    """The logits that a batch needs. The output head computes only these.
 
-    rows: Tensor  # int64 [N], the sequence of each row of logits
-    positions: Tensor  # int64 [N], the hidden state that is read: its logits predict the next token
-    vocabulary: Tensor | None = None  # int64 [K], entries of the vocabulary; None selects all
+    Attributes:
+        rows: int64 [N], the sequence of each row of logits.
+        positions: int64 [N], the hidden state that is read. Its logits predict the next token.
+        vocabulary: int64 [K], the entries of the vocabulary; None selects all of them.
+
+    The logits have the shape [N, K].
+    """
+
+    rows: Tensor
+    positions: Tensor
+    vocabulary: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn."""
+    """How tokens are drawn.
 
-    temperature: float  # divides the logits, above 0
-    top_p: float | None = (
-        None  # draw from the most probable tokens that have this probability together
-    )
+    Attributes:
+        temperature: divides the logits; above 0. top_p: draw from the most probable tokens that
+        have this probability together; None draws from
+            all of them.
+    """
+
+    temperature: float
+    top_p: float | None = None
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How a batch is continued."""
+    """How a batch of prompts is continued.
+
+    Attributes:
+        max_new_tokens: most tokens of an answer. stop_ids: a row ends at the first of these tokens.
+        pad_id: fills rows on the left of their prompt and after their end. stops: an answer is read
+        up to the first of these strings. has_ended: (new tokens of a row) -> whether the row ends
+        here. It finds stop strings that spread
+            over several tokens; None if there are none.
+        sampling: None takes the most probable token. Otherwise, the batch needs the input
+            "sample_keys", int64 [rows].
+    """
 
     max_new_tokens: int
-    stop_ids: tuple[int, ...]  # a row ends at the first of these tokens
-    pad_id: int  # fills rows on the left and after their end
-    stops: tuple[str, ...] = ("\n",)  # an answer is read up to the first of these strings
-    # (new tokens of a row) -> whether the row ends here, for stop strings of several tokens
+    stop_ids: tuple[int, ...]
+    pad_id: int
+    stops: tuple[str, ...] = ("\n",)
     has_ended: Callable[[Sequence[int]], bool] | None = None
-    # None takes the most probable token. Otherwise a batch needs the input "sample_keys", int64 [rows].
     sampling: Sampling | None = None
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The part of a step's batch that one forward pass runs."""
+    """The part of a step's batch that one forward pass runs.
 
-    inputs: Mapping[
-        str, Tensor
-    ]  # keyword arguments of the model's forward; the first dimension is the batch
-    weight: float  # number of examples or tokens that the mean loss of a step counts
-    labels: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # what the loss function reads besides logits
-    selection: LogitSelection | None = None  # None selects all logits: [rows, tokens, vocabulary]
-    generation: GenerationSettings | None = (
-        None  # the output is new tokens: int64 [rows, <= max_new_tokens]
-    )
-    examples: tuple[Example, ...] = ()  # for objectives that read text
+    Attributes:
+        inputs: keyword arguments of the model's forward. The first dimension of each is the rows.
+        weight: number of examples or tokens that the mean loss of a step counts.
+        labels: what the loss function reads besides the logits.
+        selection: the logits that are needed; None selects all: [rows, tokens, vocabulary].
+        generation: if it is set, the output is new tokens, int64 [rows, at most max_new_tokens].
+        examples: of the rows, for objectives that read text.
+    """
+
+    inputs: Mapping[str, Tensor]
+    weight: float
+    labels: Mapping[str, Tensor] = field(default_factory=dict)
+    selection: LogitSelection | None = None
+    generation: GenerationSettings | None = None
+    examples: tuple[Example, ...] = ()
 
 
 LossFunction = Callable[[Tensor, MicroBatch], Tensor]
-"""Maps (logits or new tokens at one probe, micro-batch) to the summed loss of each example, [examples]."""
+"""(logits or new tokens at one probe, micro-batch) -> summed loss of each example, [examples]."""
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -83,32 +110,38 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 class StepBatch:
-    """All micro-batches of a step. Each is built when it is first read: a rank reads only its own."""
+    """All micro-batches of a step. Each is laid out when it is first read. A rank reads its own.
+
+    Args:
+        weights: of each micro-batch, known without laying it out.
+        build: (index) -> micro-batch.
+        content: identifies the batch, by the indices of its examples. Ranks compare it.
+    """
 
     def __init__(
         self, weights: Sequence[float], build: Callable[[int], MicroBatch], content: bytes
     ) -> None:
-        self.weights = weights  # of each micro-batch
-        self.content = (
-            content  # identifies the batch, by the indices of its examples; ranks compare it
-        )
+        self.weights = weights
+        self.content = content
         self._build = build
         self._built: dict[int, MicroBatch] = {}
 
     @classmethod
     def of(cls, batch: StepBatch | Sequence[MicroBatch]) -> StepBatch:
-        """Return a batch, which may be a sequence of micro-batches that are built already."""
+        """Return a batch, which may be a sequence of micro-batches that are laid out already."""
         if isinstance(batch, StepBatch):
             return batch
-        return cls([micro_batch.weight for micro_batch in batch], batch.__getitem__, content=b"")
+        weights = [micro_batch.weight for micro_batch in batch]
+        return cls(weights, batch.__getitem__, content=b"")
 
     def __len__(self) -> int:
         return len(self.weights)
 
     def __getitem__(self, index: int) -> MicroBatch:
         if index not in self._built:
-            self._built[index] = self._build(index)
-            assert self._built[index].weight == self.weights[index]
+            micro_batch = self._build(index)
+            assert micro_batch.weight == self.weights[index]
+            self._built[index] = micro_batch
         return self._built[index]
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -116,4 +149,5 @@ class StepBatch:
 
     @cached_property
     def total_weight(self) -> float:
+        """What the summed losses of a probe are divided by."""
         return sum(self.weights)

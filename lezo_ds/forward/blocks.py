@@ -1,4 +1,4 @@
-"""Finds the transformer blocks of a model by its structure, and the sizes of what is gathered at a time."""
+"""The transformer blocks of a model, found by its structure, and the sizes of what is gathered."""
 
 from __future__ import annotations
 
@@ -13,13 +13,21 @@ from lezo_ds.errors import UserError
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The ModuleList of a model that holds its transformer blocks."""
+    """The ModuleList of a model that holds its transformer blocks.
 
-    path: str  # dotted name, for example "model.decoder.layers"
+    Attributes:
+        path: its dotted name, for example "model.decoder.layers".
+        num_blocks: its length.
+    """
+
+    path: str
     num_blocks: int
 
     def block_of(self, parameter_name: str, *, is_embedding: bool = False) -> int:
-        """Return the index of a parameter's block; num_blocks for embeddings, num_blocks + 1 for the rest.
+        """Return the index of the block of a parameter.
+
+        Two groups outside the blocks count as blocks, too: that of the embeddings has the index
+        `num_blocks`, and that of all other parameters has `num_blocks + 1`.
 
         >>> BlockLayout("model.layers", 2).block_of("model.layers.1.mlp.up_proj.weight")
         1
@@ -27,72 +35,96 @@ class BlockLayout:
         3
         """
         prefix = self.path + "."
-        if not parameter_name.startswith(prefix):
-            return self.num_blocks + (not is_embedding)
-        return int(parameter_name[len(prefix) :].split(".", 1)[0])
+        if parameter_name.startswith(prefix):
+            index, _, _ = parameter_name[len(prefix) :].partition(".")
+            return int(index)
+        return self.num_blocks if is_embedding else self.num_blocks + 1
 
 
 def find_blocks(model: nn.Module) -> BlockLayout:
-    """Find the transformer blocks of a decoder: the outermost ModuleList of one class with most parameters.
+    """Find the transformer blocks of a decoder.
 
-    A list inside a block (for example, of experts) is not outermost.
+    They are the modules of the outermost ModuleList of one class that has the most parameters. A
+    list inside a block (for example, of experts) is not outermost.
+
+    Raises:
+        UserError: no such list has parameters.
     """
     lists = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
     }
-    sizes = {
-        # A parameter that ZeRO-3 has sharded is empty. Its full size is ds_numel.
-        name: sum(int(getattr(p, "ds_numel", p.numel())) for p in module.parameters())
-        for name, module in lists.items()
-        if not any(name.startswith(other + ".") for other in lists)
-        and len({type(block) for block in module}) == 1
-    }
-    path = max(sizes, key=lambda name: sizes[name], default=None)
-    if path is None or sizes[path] == 0:
-        what = f"no transformer blocks in {type(model).__name__}: no list of like modules has parameters"
+    largest_path = ""
+    largest_size = 0
+    for path, modules in lists.items():
+        is_outermost = not any(path.startswith(other + ".") for other in lists)
+        has_one_class = len({type(module) for module in modules}) == 1
+        size = sum(_numel(parameter) for parameter in modules.parameters())
+        if is_outermost and has_one_class and size > largest_size:
+            largest_path = path
+            largest_size = size
+    if largest_size == 0:
         raise UserError(
-            what, fix="use a decoder language model, such as OPT, Llama, Qwen, Mistral or GPT-2"
+            f"no transformer blocks in {type(model).__name__}: no list of like modules has "
+            "parameters",
+            fix="use a decoder language model, such as OPT, Llama, Qwen, Mistral or GPT-2",
         )
-    return BlockLayout(path, len(lists[path]))
+    return BlockLayout(largest_path, num_blocks=len(lists[largest_path]))
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    # A parameter that ZeRO-3 has sharded is empty. DeepSpeed keeps its full size in ds_numel.
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def freeze_outside(model: nn.Module, layout: BlockLayout) -> None:
-    """Set all parameters outside the transformer blocks to not trained."""
+    """Set all parameters outside the transformer blocks to not trained (`zo.only_blocks`).
+
+    Raises:
+        UserError: nothing inside the blocks is trained.
+    """
     inside = set(model.get_submodule(layout.path).parameters())
     for parameter in model.parameters():
         if parameter not in inside:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in inside):
-        what = (
-            f"zo.only_blocks leaves nothing to train: the adapter has no weights in {layout.path}"
+        raise UserError(
+            f"zo.only_blocks leaves nothing to train: the adapter has no weights in {layout.path}",
+            fix="set zo.only_blocks=false",
         )
-        raise UserError(what, fix="set zo.only_blocks=false")
 
 
-class PartSizes(NamedTuple):
-    """Numbers of elements of what is gathered at a time: a block, or the parameters of a module outside."""
+class GatherSizes(NamedTuple):
+    """Numbers of elements that are gathered at a time: a block, or a module outside the blocks.
 
-    largest: int  # of the largest part, tied parameters left out
-    tied: int  # of the parameters that several parts use; they stay gathered in a pass
+    Attributes:
+        largest: of the largest of these, without tied parameters.
+        tied: of the parameters that several of these use. They stay gathered until a pass ends.
+    """
+
+    largest: int
+    tied: int
 
 
-def part_sizes(model: nn.Module, layout: BlockLayout) -> PartSizes:
+def gather_sizes(model: nn.Module, layout: BlockLayout) -> GatherSizes:
     """Return the sizes of what is gathered at a time from a model that is not sharded yet."""
     blocks = model.get_submodule(layout.path)
     inside = set(blocks.modules())
-    parts = [set(block.parameters()) for block in blocks.children()]
-    parts += [
-        set(module.parameters(recurse=False)) for module in model.modules() if module not in inside
-    ]
-    num_users = Counter(parameter for part in parts for parameter in part)
+    gathered = [set(block.parameters()) for block in blocks.children()]
+    for module in model.modules():
+        if module not in inside:
+            gathered.append(set(module.parameters(recurse=False)))
+    num_users = Counter(parameter for parameters in gathered for parameter in parameters)
     tied = {parameter for parameter, number in num_users.items() if number > 1}
-    sizes = [sum(parameter.numel() for parameter in part - tied) for part in parts]
-    return PartSizes(largest=max(sizes), tied=sum(parameter.numel() for parameter in tied))
+    sizes = [sum(parameter.numel() for parameter in parameters - tied) for parameters in gathered]
+    return GatherSizes(
+        largest=max(sizes),
+        tied=sum(parameter.numel() for parameter in tied),
+    )
 
 
-def gathering_limits(parts: PartSizes) -> dict[str, int]:
-    """Return default limits on gathered elements: while a block runs, the next one is gathered."""
+def gathering_limits(sizes: GatherSizes) -> dict[str, int]:
+    """Return DeepSpeed's limits on gathered elements: while a block runs, the next is gathered."""
     return {
-        "stage3_prefetch_bucket_size": parts.largest,
-        "stage3_max_live_parameters": parts.tied + 2 * parts.largest,
+        "stage3_prefetch_bucket_size": sizes.largest,
+        "stage3_max_live_parameters": sizes.tied + 2 * sizes.largest,
     }

@@ -1,4 +1,7 @@
-"""Copies of a batch, one for each probe: the share of some of them, and one run for all."""
+"""Copies of a batch, one for each probe: cutting out some of them, and one run for all of them.
+
+Tensors of a pass have the rows of all copies, one copy after the other: [copies * rows, ...].
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,28 @@ from lezo_ds.errors import UserError
 
 
 def has_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether any tensor is that of the batch, and not the same for all sequences."""
+    """Return whether any tensor has rows of the batch, and is not the same for all of them."""
     leaves = tree_leaves((list(args), dict(kwargs)))
     return any(isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.shape[0] > 1 for leaf in leaves)
 
 
-def share_of(rows: int, total: int, first: int, num_copies: int) -> Callable[[Any], Any]:
-    """Return the function that takes some of `total` copies of a tensor [copies x rows (x tokens), ...].
+def probe_slice(rows: int, total: int, first: int, num_copies: int) -> Callable[[Any], Any]:
+    """Return the function that takes the copies [first, first + num_copies) from a value.
 
-    A tensor that is the same for all sequences, such as [1, tokens] position ids, is expanded to the rows of
-    a single copy, for models that index it by row. One dimension may be a batch or its tokens: refused.
+    Args:
+        rows: number of rows of one copy.
+        total: number of copies in the tensor.
+        first: index of the first copy to take.
+        num_copies: how many copies to take.
+
+    A tensor [total * rows, ...] or [total * rows * tokens, ...] is cut. A tensor [1, ...] that all
+    rows share, such as position ids, is expanded to the rows of a single copy, for models that
+    index it by row. Values that are no tensors, and scalars, stay as they are. A vector is refused:
+    its only dimension may be the rows or their tokens.
     """
     all_rows = total * rows
 
-    def share(value: Any) -> Any:
+    def take(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() == 0:
             return value
         length, *others = value.shape
@@ -36,48 +47,64 @@ def share_of(rows: int, total: int, first: int, num_copies: int) -> Callable[[An
         if others and length % all_rows == 0:
             size = length // total
             return value[first * size : (first + num_copies) * size]
-        what = f"a module gets a tensor {tuple(value.shape)} without a batch dimension of {all_rows} rows"
-        raise UserError(what, fix="set zo.probes_per_pass=1 for this model")
+        raise UserError(
+            f"a module gets a tensor {tuple(value.shape)} without a batch dimension of "
+            f"{all_rows} rows",
+            fix="set zo.probes_per_pass=1 for this model",
+        )
 
-    return share
+    return take
 
 
 def run_once(
     run: Callable[..., Any],
-    args: list[Any],
-    kwargs: dict[str, Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
     rows: int,
     total: int,
-    layer: int | None,
+    cache_layer: int | None,
 ) -> Any:
-    """Run a block on one of `total` equal copies of a batch; return what it gives for all of them.
+    """Run a block on one of `total` equal copies of a batch; return its output for all of them.
 
-    The keys and values of `layer` in a cache are of all copies, before and after; None if no cache is read.
+    Args:
+        run: the forward method of the block.
+        args: its inputs for all copies: tensors [total * rows, ...], or [1, ...] for all rows.
+        kwargs: likewise.
+        rows: number of rows of one copy.
+        total: number of copies.
+        cache_layer: index of the layer of a key-value cache that the block reads and extends; None
+            if it has no cache. The cache has the rows of all copies, before and after.
     """
-    caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
-    layers = caches[0].layers[layer : layer + 1] if caches and layer is not None else []
-    if layer is not None and not {*map(type, layers)} & {DynamicLayer, DynamicSlidingWindowLayer}:
-        return run(*args, **kwargs)  # the state may be more than keys and values
+    layers: Sequence[Any] = ()
+    if cache_layer is not None:
+        caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
+        if caches:
+            layers = caches[0].layers[cache_layer : cache_layer + 1]
+        if not layers or type(layers[0]) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return run(*args, **kwargs)  # the state may be more than keys and values
 
-    def of_one(value: Any) -> Any:
-        is_batch = (
-            isinstance(value, Tensor) and value.dim() > 1 and len(value) % (rows * total) == 0
-        )
-        return value[: len(value) // total] if is_batch else value
+    def first_copy(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dim() > 1 and len(value) % (rows * total) == 0:
+            return value[: len(value) // total]
+        return value
 
-    for cached in layers:
-        cached.batch_select_indices(torch.arange(rows))
-    output = run(*mapped(of_one, args), **mapped(of_one, kwargs))
-    for cached in layers:
-        cached.batch_select_indices(torch.arange(rows, device=cached.device).repeat(total))
-    return tree_map(
-        lambda value: torch.cat([value] * total) if isinstance(value, Tensor) else value, output
-    )
+    def all_copies(value: Any) -> Any:
+        return torch.cat([value] * total) if isinstance(value, Tensor) else value
+
+    for layer in layers:
+        layer.batch_select_indices(torch.arange(rows))
+    output = run(*map_tensors(first_copy, args), **map_tensors(first_copy, kwargs))
+    for layer in layers:
+        layer.batch_select_indices(torch.arange(rows, device=layer.device).repeat(total))
+    return tree_map(all_copies, output)
 
 
-def mapped(function: Callable[[Any], Any], values: Any) -> Any:
-    """Return arguments, or keyword arguments, with `function` called on each tensor in them."""
-    # Nearly all are tensors. One tree_map would take a fifth of the host's time of a step.
+def map_tensors(function: Callable[[Any], Any], values: Any) -> Any:
+    """Return arguments (list) or keyword arguments (dict) with `function` called on tensors."""
     if isinstance(values, Mapping):
-        return dict(zip(values, mapped(function, values.values()), strict=True))
-    return [function(v) if isinstance(v, Tensor) else tree_map(function, v) for v in values]
+        return dict(zip(values, map_tensors(function, values.values()), strict=True))
+    # Nearly all values are tensors. One tree_map over all would take a fifth of a step's host time.
+    return [
+        function(value) if isinstance(value, Tensor) else tree_map(function, value)
+        for value in values
+    ]

@@ -1,7 +1,7 @@
 """A 16-bit LayerNorm at several probes of its weights as one Triton kernel.
 
-Torch 2.13 has no LayerNorm for 16-bit inputs and float32 weights on GPUs: with two probes, its operators are
-five kernels. This kernel sums in another order than torch's, so its last bits differ.
+Torch 2.13 has no LayerNorm for 16-bit inputs and float32 weights on GPUs: with two probes, its
+operators are five kernels. This kernel sums in another order than torch's, so its last bits differ.
 """
 
 # mypy: disallow-untyped-decorators=False, warn-return-any=False
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from lezo_ds.forward.module_calls import Copies
+from lezo_ds.forward.probes import PerturbedWeights
 from lezo_ds.noise import stacked
 from lezo_ds.noise.gpu import Launch
 from lezo_ds.noise.triton_kernels import round_nearest
@@ -38,11 +38,12 @@ def layer_norm_kernel(
     width: tl.constexpr,
     width_power: tl.constexpr,
 ) -> None:
-    """out[r] = (in[r] - mean) / sqrt(variance + eps) * weight + bias for a row r of `width` in each program.
+    """out[r] = (in[r] - mean) / sqrt(variance + eps) * weight + bias, one row r a program.
 
-    Row r is of probe r // rows_of_copy. Its weight and bias lie that many times their distance, in elements,
-    after those of the first probe. `bias_ptr` may be None. `width_power` is the least power of two that is
-    at least `width`. All is computed in fp32 and rounded once.
+    A row has `width` elements. Row r is of probe r // rows_of_copy. Its weight and bias lie that
+    many times their distance, in elements, after those of the first probe. `bias_ptr` may be None.
+    `width_power` is the least power of two that is at least `width`. All is computed in fp32 and
+    rounded once.
     """
     row = tl.program_id(0).to(tl.int64)
     probe = row // rows_of_copy
@@ -62,32 +63,52 @@ def layer_norm_kernel(
     tl.store(out_ptr + row * width + column, result, mask=inside)
 
 
-def norm_at_probes(module: nn.Module, copies: Copies, batch: Tensor, num_copies: int) -> Tensor:
-    """Run `nn.LayerNorm`. The batch is contiguous and has 16 bits; copies have float32."""
-    output, width = torch.empty_like(batch), batch.shape[-1]
+def norm_at_probes(
+    module: nn.Module, perturbed: PerturbedWeights, batch: Tensor, num_probes: int
+) -> Tensor:
+    """Run `nn.LayerNorm` at all probes by one launch.
+
+    Args:
+        module: of 16 bits.
+        perturbed: float32 copies of its weight, of its bias, or of both.
+        batch: contiguous, 16 bits, [num_probes * rows, tokens, width].
+        num_probes: each has as many rows.
+
+    Returns:
+        The shape and dtype of the batch.
+    """
+    output = torch.empty_like(batch)
+    width = batch.shape[-1]
     num_rows = batch.numel() // width
-    weight, weight_distance = _at_all_probes(module, copies, "weight")
-    bias, bias_distance = _at_all_probes(module, copies, "bias")
+    weight, weight_distance = _at_all_probes(module, perturbed, "weight")
+    bias, bias_distance = _at_all_probes(module, perturbed, "bias")
     tensors = (output, batch, weight, bias)
-    # Launches differ if Triton sees something else in the tensors.
-    seen = tuple(None if t is None else (t.dtype, t.data_ptr() % 16 == 0) for t in tensors)
-    launch = _launch(num_rows, width, seen, batch.device)
-    launch.run(*tensors, num_rows // num_copies, weight_distance, bias_distance, module.eps)
+    # Triton compiles another kernel for another dtype, and for an address that is no multiple of
+    # 16.
+    specialized_by = tuple(
+        None if tensor is None else (tensor.dtype, tensor.data_ptr() % 16 == 0)
+        for tensor in tensors
+    )
+    launch = _launch(num_rows, width, specialized_by, batch.device)
+    launch.run(*tensors, num_rows // num_probes, weight_distance, bias_distance, module.eps)
     return output
 
 
-def _at_all_probes(module: nn.Module, copies: Copies, name: str) -> tuple[Tensor | None, int]:
-    """Return a vector at all probes, and the distance between two probes in elements."""
-    if name in copies:
-        vectors = stacked(copies[name])
+def _at_all_probes(
+    module: nn.Module, perturbed: PerturbedWeights, name: str
+) -> tuple[Tensor | None, int]:
+    """Return a vector at all probes, and the distance of two probes in elements (0: shared)."""
+    if name in perturbed:
+        vectors = stacked(perturbed[name])
         return vectors, vectors.stride(0)
     return module._parameters[name], 0
 
 
+# The key has all that Triton specializes a kernel by, so that a launch is never used for another
+# one.
 @functools.lru_cache(maxsize=1024)
-def _launch(num_rows: int, width: int, _seen: object, _device: torch.device) -> Launch:
+def _launch(num_rows: int, width: int, _specialized_by: object, _device: torch.device) -> Launch:
     width_power = 1 << (width - 1).bit_length()
     num_warps = min(max(width_power // _ELEMENTS_PER_WARP, 1), _MOST_WARPS)
-    return Launch(
-        layer_norm_kernel, num_rows, {"width": width, "width_power": width_power}, num_warps
-    )
+    constants = {"width": width, "width_power": width_power}
+    return Launch(layer_norm_kernel, num_rows, constants, num_warps)

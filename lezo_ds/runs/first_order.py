@@ -25,9 +25,9 @@ from lezo_ds.config import RunConfig
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
-from lezo_ds.forward.perturbed_forward import Perturbation, PerturbedForward
+from lezo_ds.forward.perturbed_forward import PerturbedForward
+from lezo_ds.forward.probes import Perturbation
 from lezo_ds.journal import EvaluationRecord
-from lezo_ds.noise import noise_backend
 from lezo_ds.runs.records import (
     TrainingState,
     assert_same_base,
@@ -38,7 +38,6 @@ from lezo_ds.runs.records import (
 from lezo_ds.runs.run import Run
 from lezo_ds.sharding import zero3
 from lezo_ds.zo.keys import dropout_key
-from lezo_ds.zo.laws import DenseLaw
 
 MAX_GRADIENT_NORM = 1.0  # the default of transformers' Trainer
 
@@ -161,9 +160,7 @@ def initialize_first_order(config: RunConfig, ds_config: Mapping[str, Any]) -> F
     engine = zero3.start_training_engine(
         model=sharded.module, optimizer=optimizer, schedule=schedule, ds_config=ds_config
     )
-    perturbed = PerturbedForward(
-        sharded.module, {}, noise_backend(distributed.device(), DenseLaw())
-    )
+    perturbed = PerturbedForward(sharded.module, {})
     return FirstOrderEngine(engine, perturbed, sharded, config.seed)
 
 

@@ -22,7 +22,7 @@ from lezo_ds.config.schema import READER
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.errors import UserError
 from lezo_ds.files import DAMAGE
-from lezo_ds.forward.module_calls import norm_facts
+from lezo_ds.forward.module_calls import norm_arithmetic
 from lezo_ds.journal import EvaluationRecord, Header, JournalRecord, header_checksum, read_journal
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.directory import RunDirectory, library_versions
@@ -63,7 +63,7 @@ def make_header(
         parameter_table_hash=parameter_table,
         config=keys | inputs,
         libraries=library_versions(),
-        arithmetic={**distributed.arithmetic_facts(device), **norm_facts(device), **split},
+        arithmetic={**distributed.arithmetic_facts(device), **norm_arithmetic(device), **split},
     )
 
 

@@ -44,7 +44,7 @@ from typing import Any
 from lezo_ds.checkpoints.snapshots import MAX_FILE_BYTES
 from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, copies_per_pass, num_passes
 from lezo_ds.config.deepspeed import ds_config_of, tensor_parallel_size
-from lezo_ds.forward.perturbed_forward import COPIES_AT_ONCE
+from lezo_ds.forward.dense import PROBES_AT_ONCE
 from lezo_ds.tools.sizes import HIDDEN_STATES, InputSizes, ModelSizes
 
 GIB = 1 << 30
@@ -227,7 +227,7 @@ def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes, *, whole_b
         model: The sizes of what the rank has of the model.
         inputs: The sizes of the largest forward passes.
         whole_blocks: Whether all weights of a block are perturbed before it runs. This needs a
-            forward pass with at most COPIES_AT_ONCE copies, too.
+            forward pass with at most PROBES_AT_ONCE copies, too.
     """
     if config.method not in ZEROTH_ORDER:
         return 0
@@ -239,9 +239,9 @@ def _copies(config: RunConfig, model: ModelSizes, inputs: InputSizes, *, whole_b
     largest = model.largest_perturbed
     if inputs.num_labels is None:  # otherwise only a few rows of the head are perturbed
         largest = max(largest, model.head)
-    if whole_blocks and num_copies <= COPIES_AT_ONCE:
+    if whole_blocks and num_copies <= PROBES_AT_ONCE:
         largest = max(largest, model.blocks_trained // model.num_blocks)
-    return min(num_copies, COPIES_AT_ONCE) * largest * model.itemsize
+    return min(num_copies, PROBES_AT_ONCE) * largest * model.itemsize
 
 
 def _num_training_rows(config: RunConfig, inputs: InputSizes) -> int:

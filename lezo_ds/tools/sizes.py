@@ -20,7 +20,7 @@ from lezo_ds.config import TRAINED, ZEROTH_ORDER, RunConfig, make_layer_policy
 from lezo_ds.data.batches import PAD_MULTIPLE
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.forward.adapters import make_adapter
-from lezo_ds.forward.blocks import PartSizes, find_blocks, freeze_outside, part_sizes
+from lezo_ds.forward.blocks import GatherSizes, find_blocks, freeze_outside, gather_sizes
 from lezo_ds.sharding.tensor_parallel import vocabulary_modules
 
 # Activations of the model's width that are in memory while a block runs: the embeddings of tokens
@@ -78,7 +78,7 @@ class ModelSizes:
     parameters: tuple[int, ...]
     num_trained: int
     num_dropped: int
-    parts: PartSizes
+    parts: GatherSizes
     largest_perturbed: int
     blocks_trained: int
     heads: int
@@ -166,7 +166,7 @@ def model_sizes(config: RunConfig, source: Path | str) -> ModelSizes:
         parameters=tuple(parameter.numel() for parameter in model.parameters()),
         num_trained=_num_trained(model),
         num_dropped=num_dropped,
-        parts=part_sizes(model, layout),
+        parts=gather_sizes(model, layout),
         largest_perturbed=_largest_perturbed(model, head),
         blocks_trained=_num_trained(blocks),
         heads=math.gcd(num_heads, num_cached_heads),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from lezo_ds.errors import UserError
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
 from lezo_ds.forward.blocks import find_blocks
-from lezo_ds.forward.perturbed_forward import KeyedProbe, Perturbation, PerturbedForward
+from lezo_ds.forward.perturbed_forward import PerturbedForward
+from lezo_ds.forward.probes import KeyedProbe, Perturbation
 from lezo_ds.noise import noise_backend
 from lezo_ds.sharding.parameters import NamedParameter
 from lezo_ds.zo.laws import DenseLaw
@@ -52,8 +54,9 @@ def in_blocks(model):
     }
 
 
-def perturbation(signs, dropped=(), scale=SCALE, key=SEED):
-    return Perturbation(tuple(KeyedProbe(key, sign * scale) for sign in signs), frozenset(dropped))
+def perturbation(signs, dropped=(), scale=SCALE, key=SEED, noise=NOISE):
+    probes = tuple(KeyedProbe(key, sign * scale) for sign in signs)
+    return Perturbation(probes, frozenset(dropped), noise)
 
 
 def reference(model, trainable, change, dtype=torch.float32):
@@ -104,7 +107,7 @@ def run(perturbed, model, batch, change=None):
 
 
 def expected_logits(model, trainable, batch, change):
-    singles = [Perturbation((probe,), change.dropped_layers) for probe in change.probes]
+    singles = [replace(change, probes=(probe,)) for probe in change.probes]
     return [plain_logits(reference(model, trainable, single), batch) for single in singles]
 
 
@@ -129,7 +132,7 @@ def assert_same_weights(model, expected):
 
 def both_ways(model, trainable, batch, dropped):
     """(both probes in one pass, each in a pass of its own): the logits at theta + mu z and theta - mu z."""
-    perturbed = PerturbedForward(model, trainable, NOISE)
+    perturbed = PerturbedForward(model, trainable)
     singles = [run(perturbed, model, batch, perturbation(sign, dropped)) for sign in (PLUS, MINUS)]
     return run(perturbed, model, batch, perturbation(BOTH, dropped)), [
         single for (single,) in singles
@@ -152,7 +155,7 @@ def test_both_probes_at_once_and_each_alone_equal_a_model_with_perturbed_weights
         assert_equal_to_rounding(logits, expected)
         assert all((found - plain).abs().max() > 1e-2 for found in logits)
     assert_same_weights(model, before)
-    (again,) = run(PerturbedForward(model, trainable, NOISE), model, batch)
+    (again,) = run(PerturbedForward(model, trainable), model, batch)
     assert torch.equal(again, plain)
 
 
@@ -161,18 +164,18 @@ def test_a_pass_of_any_number_of_pairs_gives_the_bits_of_passes_of_one_pair(fami
     model = tiny_model(family, torch.bfloat16)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = "up_proj" not in name and "fc1" not in name
-    perturbed = PerturbedForward(model, tunable(model), NOISE)
+    perturbed = PerturbedForward(model, tunable(model))
     probes = tuple(KeyedProbe(key, sign * SCALE) for key in range(2) for sign in BOTH)
     for selection in (None, *SELECTIONS.values()):
         batch = token_batch(selection)
         expected = [
             logits
             for pair in (probes[:2], probes[2:])
-            for logits in run(perturbed, model, batch, Perturbation(pair, frozenset({1})))
+            for logits in run(perturbed, model, batch, Perturbation(pair, frozenset({1}), NOISE))
         ]
-        found = run(perturbed, model, batch, Perturbation(probes, frozenset({1})))
+        found = run(perturbed, model, batch, Perturbation(probes, frozenset({1}), NOISE))
         assert list(map(torch.equal, found, expected)) == [True] * 4
-        in_three = run(perturbed, model, batch, Perturbation(probes[:3], frozenset({1})))
+        in_three = run(perturbed, model, batch, Perturbation(probes[:3], frozenset({1}), NOISE))
         assert (
             list(map(torch.equal, in_three[:2], expected[:2])) == [True] * 2
         )  # the last of 3 runs alone
@@ -192,20 +195,19 @@ def noise_that_counts():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_block_perturbed_at_once_gives_the_same_bits_with_one_call(family):
-    change, batch = perturbation(BOTH, dropped=(1,)), token_batch()
+    batch = token_batch()
     logits = []
     for is_at_once in (False, True):
-        model, noise = tiny_model(family, torch.bfloat16), noise_that_counts()
+        model = tiny_model(family, torch.bfloat16)
+        noise = noise_that_counts()
         noise.takes_blocks = is_at_once
-        perturbed = PerturbedForward(
-            model, tunable(model, in_blocks(model)), noise, blocks_of(model)
-        )
-        logits.append(run(perturbed, model, batch, change))
+        trainable = tunable(model, in_blocks(model))
+        perturbed = PerturbedForward(model, trainable, blocks_of(model))
+        logits.append(run(perturbed, model, batch, perturbation(BOTH, dropped=(1,), noise=noise)))
     assert all(map(torch.equal, *logits))
     assert len(noise.calls) == NUM_BLOCKS - 1
-    run(
-        perturbed, model, batch, perturbation(BOTH * 2, dropped=(1,))
-    )  # more probes than copies at once
+    # More probes than a module runs at once.
+    run(perturbed, model, batch, perturbation(BOTH * 2, dropped=(1,), noise=noise))
     assert len(noise.calls) > 4 * NUM_BLOCKS
 
 
@@ -245,7 +247,7 @@ def test_blocks_before_the_first_perturbed_one_run_on_one_copy(family, dropped, 
     expected = expected_logits(model, trainable, batch, perturbation(BOTH, dropped))
     for block in blocks_of(model):
         record_rows(block, rows)
-    perturbed = PerturbedForward(model, trainable, NOISE, blocks_of(model), shares_start=True)
+    perturbed = PerturbedForward(model, trainable, blocks_of(model), shares_start=True)
     assert_equal_to_rounding(run(perturbed, model, batch, perturbation(BOTH, dropped)), expected)
     assert rows == [ROWS if block < first else 2 * ROWS for block in range(NUM_BLOCKS)]
     assert_equal_to_rounding(run(perturbed, model, batch), [plain_logits(model, batch)])
@@ -262,12 +264,11 @@ def test_masks_and_selections_fit_the_copies_of_the_batch(family, rows, is_share
         torch.tensor([0, rows - 1, 0]), torch.tensor([9, 6, 5]), torch.tensor([40, 3])
     )
     trainable = tunable(model, in_blocks(model) if is_shared else None)
-    change = Perturbation(
-        (KeyedProbe(7, SCALE), KeyedProbe(8, -SCALE), KeyedProbe(8, 0.0)), frozenset({0})
-    )
+    probes = (KeyedProbe(7, SCALE), KeyedProbe(8, -SCALE), KeyedProbe(8, 0.0))
+    change = Perturbation(probes, frozenset({0}), NOISE)
     batch = token_batch(selection, mask, rows)
     expected = expected_logits(model, trainable, batch, change)
-    perturbed = PerturbedForward(model, trainable, NOISE, blocks_of(model), shares_start=is_shared)
+    perturbed = PerturbedForward(model, trainable, blocks_of(model), shares_start=is_shared)
     assert_equal_to_rounding(run(perturbed, model, batch, change), expected)
 
 
@@ -284,7 +285,7 @@ def test_selected_logits_are_the_full_ones_indexed(family, tuned, selection):
     only = {"all": names, "none of the head": names - head, "bias only": {"lm_head.bias"} & names}[
         tuned
     ]
-    perturbed = PerturbedForward(model, tunable(model, only), NOISE)
+    perturbed = PerturbedForward(model, tunable(model, only))
     for change in (None, *(perturbation(sign, (2,)) for sign in (PLUS, MINUS, BOTH))):
         full = run(perturbed, model, token_batch(), change)
         selected = run(perturbed, model, token_batch(selection), change)
@@ -349,7 +350,7 @@ def test_a_module_and_its_children_that_own_parameters_get_each_copy_right(only,
 def test_an_exception_in_a_forward_leaves_the_parameters_and_the_next_run_as_they_were():
     model, batch = ToyModel(), token_batch(SELECTIONS["some entries"])
     before = bits(model)
-    perturbed = PerturbedForward(model, tunable(model), NOISE)
+    perturbed = PerturbedForward(model, tunable(model))
     changes = [None, perturbation(MINUS), perturbation(BOTH)]
     expected = [run(perturbed, model, batch, change) for change in changes]
     for change in changes:
@@ -380,7 +381,7 @@ class OneTable(nn.Module):
 def run_table(positions, sign):
     model = OneTable(positions)
     trainable = {model.table.weight: NamedParameter("table.weight", 1, 99)}
-    return run(PerturbedForward(model, trainable, NOISE), model, token_batch(), perturbation(sign))
+    return run(PerturbedForward(model, trainable), model, token_batch(), perturbation(sign))
 
 
 @pytest.mark.parametrize(
@@ -413,7 +414,7 @@ def run_module(module, hidden, only=("weight", "bias"), scale=1e-3):
     model = nn.Sequential(module)
     batch = MicroBatch({"input": hidden}, len(hidden))
     change = perturbation(BOTH, scale=scale)
-    (plus, _) = run(PerturbedForward(model, trainable, NOISE), model, batch, change)
+    (plus, _) = run(PerturbedForward(model, trainable), model, batch, change)
     exact = {}
     for parameter, named in trainable.items():
         z = NOISE.draw(SEED, named.parameter_id, 0, parameter.numel()).view_as(parameter)

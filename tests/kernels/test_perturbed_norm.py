@@ -11,7 +11,8 @@ from torch import nn
 
 from lezo_ds.forward import module_calls
 from lezo_ds.forward.batch import MicroBatch
-from lezo_ds.forward.perturbed_forward import KeyedProbe, Perturbation, PerturbedForward
+from lezo_ds.forward.perturbed_forward import PerturbedForward
+from lezo_ds.forward.probes import KeyedProbe, Perturbation
 from lezo_ds.noise import noise_backend
 from lezo_ds.noise.gpu import Launch
 from lezo_ds.zo.laws import DenseLaw
@@ -86,10 +87,11 @@ def test_a_triton_model_of_16_bits_loses_as_much_as_one_with_norms_of_torch(
     monkeypatch, norm_at_probes
 ):
     model = tiny_model("opt").to(DEVICE, torch.bfloat16)
-    perturbed = PerturbedForward(model, tunable(model), noise_backend(DEVICE, DenseLaw()))
+    perturbed = PerturbedForward(model, tunable(model))
     tokens = torch.arange(3, 33, device=DEVICE).view(3, 10)
     batch = MicroBatch({"input_ids": tokens}, 3)
-    change = Perturbation((KeyedProbe(1, 0.01), KeyedProbe(1, -0.01)), frozenset())
+    probes = (KeyedProbe(1, 0.01), KeyedProbe(1, -0.01))
+    change = Perturbation(probes, frozenset(), noise_backend(DEVICE, DenseLaw()))
     launched = []
     run = Launch.run
 

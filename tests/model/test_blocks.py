@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from lezo_ds.checkpoints.checkpoint import refuse_separate_experts
 from lezo_ds.errors import UserError
-from lezo_ds.forward.blocks import BlockLayout, find_blocks, freeze_outside, part_sizes
+from lezo_ds.forward.blocks import BlockLayout, find_blocks, freeze_outside, gather_sizes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -72,4 +72,4 @@ def test_the_largest_part_is_a_block_or_a_larger_module_outside(family):
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight.numel() if is_tied else 0
     # A tied embedding stays gathered in a pass, and counts on its own.
-    assert part_sizes(model, layout) == (block if is_tied else head, tied)
+    assert gather_sizes(model, layout) == (block if is_tied else head, tied)

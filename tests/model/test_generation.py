@@ -129,7 +129,7 @@ def test_all_probes_are_decoded_as_by_models_with_perturbed_weights(
     expected = [[plain(side, prompt, settings.stop_ids) for prompt in prompts] for side in sides]
     assert expected[0] != expected[1] != expected[2]
     blocks, num_rows, made = blocks_of(model), [], Counter()
-    perturbed = PerturbedForward(model, trainable, NOISE, blocks, shares_start=shares_start)
+    perturbed = PerturbedForward(model, trainable, blocks, shares_start=shares_start)
     batch, perturb = prompt_batch(prompts, settings, num_common), NOISE._perturb
     record_rows(blocks[0], num_rows)
 

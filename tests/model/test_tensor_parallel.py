@@ -21,7 +21,7 @@ from lezo_ds import distributed
 from lezo_ds.config import config_from_dict
 from lezo_ds.config.deepspeed import ds_config_of
 from lezo_ds.errors import DesyncError, UserError
-from lezo_ds.forward.perturbed_forward import KeyedProbe, Perturbation
+from lezo_ds.forward.probes import KeyedProbe, Perturbation
 from lezo_ds.journal import read_journal
 from lezo_ds.noise.reference import draw
 
@@ -67,7 +67,7 @@ def _families(directories):
         ]
         shares = {round(p.numel / p.count) for p in tables}
         assert shares == {1 if directory.endswith(WHOLE_VOCABULARY) else 2}
-        change = Perturbation(PROBES, frozenset({DROPPED}))
+        change = Perturbation(PROBES, frozenset({DROPPED}), engine.noise)
         whole = replace(batch, selection=None)
         runs = [engine.run(each, change) + engine.run(each, None) for each in (batch, whole)]
         outputs.append((*runs, own))
@@ -167,7 +167,7 @@ def _count_bytes(directory):
     engine = start(directory, 2)
     (batch,) = make_batch(0, 1, examples=6, vocabulary=VOCABULARY)
     with distributed.counted_bytes() as counts:
-        engine.run(batch, Perturbation(PROBES, frozenset()))
+        engine.run(batch, Perturbation(PROBES, frozenset(), engine.noise))
     return counts, batch.inputs["input_ids"].numel(), batch.selection.vocabulary.numel()
 
 

@@ -64,6 +64,21 @@ def _spoiled(engine, value, rank):
     return loss
 
 
+def _load_records_of_another_run(directory):
+    others = start_engine(directory)
+    others.seed += 1
+    records = train(others, 5)
+    engine = start_engine(directory)
+    train(engine, 3)
+    engine.load_checkpoint("absent", records)
+    return engine.weights.digest(), others.weights.digest()
+
+
+def test_records_of_another_run_do_not_start_from_the_weights_in_memory(opt_directory):
+    ((found, expected),) = run_ranks(_load_records_of_another_run, 1, opt_directory)
+    assert found == expected
+
+
 def _skip_steps(directory, journal):
     engine = start_engine(directory, num_ranks=2)
     attach_new_journal(engine, journal)

@@ -1,7 +1,10 @@
-"""Parameter-efficient fine-tuning: adapters by the value of peft.kind. All other parameters are frozen.
+"""Parameter-efficient fine-tuning: adapters by the value of peft.kind. All other parameters freeze.
 
-An adapter's parameter has three names: that in the module tree, where an adapter may wrap modules; `own_name`
-of it, which noise, journal and messages use; and `stored_prefix` + its own name, which snapshots use.
+A parameter of an adapter has three names:
+
+    in the module tree   ...q_proj.lora_A.default.weight   an adapter may wrap modules
+    its own name         ...q_proj.lora_A.weight           noise, journal and messages use it
+    in a snapshot        base_model.model. + its own name  `stored_prefix`, as peft's files have it
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from lezo_ds.forward.adapters.prefix import PrefixAdapter, load_prefix
 __all__ = ["Adapter", "load_prefix", "make_adapter"]
 
 Adapter = LoraAdapter | PrefixAdapter
+"""Both have `attach`, `hide`, `own_name`, `fill` and `write_config`, which run in this order."""
 
 
 def make_adapter(config: PeftConfig | None) -> Adapter | None:

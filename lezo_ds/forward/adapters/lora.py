@@ -1,4 +1,4 @@
-"""Low-rank adapters of linear modules, W x + (alpha / r) B A x (Hu et al. 2021), through the peft library."""
+"""LoRA (Hu et al. 2021) by the peft library: a linear module computes W x + (alpha / r) B A x."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ from lezo_ds.zo.keys import adapter_key
 
 
 class LoraAdapter:
-    """LoRA. B starts at 0, so that the output of the model does not change. A starts as in peft."""
+    """LoRA, which trains A [r, inputs] and B [outputs, r] of each target module.
+
+    B starts at 0, so that the output of the model does not change. A starts as in peft.
+
+    Args:
+        rank: r.
+        alpha: the adapter's product is multiplied by alpha / r.
+        targets: names of linear modules with commas between them, such as "q_proj,v_proj".
+    """
 
     weights_file = "adapter_model.safetensors"
     stored_prefix = "base_model.model."  # peft puts it before every name in its files
@@ -32,7 +40,7 @@ class LoraAdapter:
         )
 
     def attach(self, model: nn.Module, layout: BlockLayout) -> None:
-        """Freeze the model, which is not sharded yet, and add the adapter's parameters, without values."""
+        """Freeze a model that is not sharded yet, and add the parameters, which have no values."""
         matched = matching_modules(model, self._targets)
         # GPT-2's linear module is Conv1D, which stores its weight transposed.
         self._lora.fan_in_fan_out = any(isinstance(module, Conv1D) for module in matched)
@@ -43,12 +51,15 @@ class LoraAdapter:
             if parameter in before:
                 parameter.requires_grad_(False)
             else:
-                parameter.data = parameter.data.to(
-                    dtype
-                )  # peft makes float32; ZeRO needs one dtype
+                # peft makes float32. ZeRO needs one dtype.
+                parameter.data = parameter.data.to(dtype)
 
     def hide(self, model: nn.Module) -> Callable[[], None]:
-        """Take the adapter off its modules until these are split; the function returned puts it back."""
+        """Take the adapter off its modules while these are split.
+
+        Returns:
+            The function that puts it back on the modules that are in their places then.
+        """
         wrappers = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
         for name, wrapper in wrappers.items():
             model.set_submodule(name, wrapper.base_layer)
@@ -57,61 +68,73 @@ class LoraAdapter:
             for name, wrapper in wrappers.items():
                 wrapper.base_layer = model.get_submodule(name)
                 model.set_submodule(name, wrapper)
-                first, second = wrapper.lora_A, wrapper.lora_B
-                first["default"], second["default"] = split_pair(
-                    wrapper.base_layer, first["default"], second["default"]
+                first, second = split_pair(
+                    wrapper.base_layer, wrapper.lora_A["default"], wrapper.lora_B["default"]
                 )
+                wrapper.lora_A["default"] = first
+                wrapper.lora_B["default"] = second
 
         return restore
 
     def own_name(self, module_name: str) -> str:
-        name = module_name.replace(
-            ".base_layer.", "."
-        )  # the module that peft puts around the model's own
-        return name.replace(".lora_A.default.", ".lora_A.").replace(".lora_B.default.", ".lora_B.")
+        """Return a parameter's own name, given its name in the module tree."""
+        # peft puts a module around the model's own, which it calls base_layer.
+        name = module_name.replace(".base_layer.", ".")
+        name = name.replace(".lora_A.default.", ".lora_A.")
+        return name.replace(".lora_B.default.", ".lora_B.")
 
     def fill(self, weights: ShardedWeights, model: nn.Module, seed: int) -> None:
         """Set the initial values, which depend only on the seed."""
+        key = adapter_key(seed)
         for parameter in weights.adapter_parameters:
             if parameter.name.endswith(".lora_B.weight"):
                 weights.fill(parameter, torch.zeros(parameter.count))
                 continue
-            key, parameter_id = adapter_key(seed), parameter.named.parameter_id
-            elements = elements_of(parameter.region, 0, parameter.count, torch.device("cpu"))
-            values = uniform(key, parameter_id, elements)
+            cpu = torch.device("cpu")
+            elements = elements_of(parameter.region, 0, parameter.count, cpu)
+            values = uniform(key, parameter.named.parameter_id, elements)
             bound = parameter.shape[1] ** -0.5  # kaiming_uniform_ with a = sqrt(5)
             weights.fill(parameter, values * bound)
 
     def write_config(self, directory: Path, base_model: str) -> None:
+        """Write adapter_config.json, with which peft loads the adapter."""
         self._lora.base_model_name_or_path = base_model
         self._lora.save_pretrained(str(directory))
 
 
 def matching_modules(model: nn.Module, targets: Sequence[str]) -> list[nn.Module]:
-    """Return the linear modules whose whole name, or the end of it, is one of `targets`."""
+    """Return the linear modules whose whole name, or the end of it, is one of `targets`.
+
+    Raises:
+        UserError: a target names no module, or one that is not linear.
+    """
     modules = dict(model.named_modules())
-    linear = sorted(
-        {n.rsplit(".", 1)[-1] for n, m in modules.items() if isinstance(m, nn.Linear | Conv1D)}
-    )
-    matched = []
+    matched: list[nn.Module] = []
     for target in targets or [""]:
-        same = [
-            m for n, m in modules.items() if target and (n == target or n.endswith("." + target))
+        of_target = [
+            module
+            for name, module in modules.items()
+            if target and (name == target or name.endswith("." + target))
         ]
-        if not same or not all(isinstance(module, nn.Linear | Conv1D) for module in same):
-            what = (
-                f"peft.lora_targets: {target!r} names no linear modules of {type(model).__name__}"
+        if not of_target or not all(map(_is_linear, of_target)):
+            linear = {name.rpartition(".")[2] for name, m in modules.items() if _is_linear(m)}
+            raise UserError(
+                f"peft.lora_targets: {target!r} names no linear modules of {type(model).__name__}",
+                fix=f"use some of {', '.join(sorted(linear))}, with commas between them",
             )
-            raise UserError(what, fix=f"use some of {', '.join(linear)}, with commas between them")
-        matched += same
+        matched += of_target
     return matched
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Conv1D)
 
 
 def uniform(key: int, parameter_id: int, elements: Tensor) -> Tensor:
     """Return uniform numbers in [-1, 1) for elements: float32 of their shape.
 
-    They are a pure function of (key, parameter_id, element). Each is made from the top 24 bits of one Philox
-    word (Salmon et al. 2011), which float32 holds exactly.
+    They are a pure function of (key, parameter_id, element). Each is made from the top 24 bits of
+    one Philox word (Salmon et al. 2011), which float32 holds exactly.
     """
     words = words_at(key, parameter_id, elements, NORMAL_STREAM)
     return (words >> 8).to(torch.float32) * 2.0**-23 - 1

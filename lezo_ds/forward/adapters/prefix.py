@@ -1,8 +1,12 @@
 """Prefix tuning (Li and Liang 2021), as in MeZO: key and value vectors before every sequence.
 
-Each attention module has vectors of its own, without reparameterization, put before the keys and values where
-attention is computed. So every query sees them, even past a sliding window, and the positions, masks and
-key-value caches of the text are the same as without a prefix.
+Each attention module has vectors of its own, without reparameterization. They are put before the
+keys and values where attention is computed:
+
+    keys and values of a row   prefix [heads, vectors, width] | text [heads, tokens, width]
+
+So every query sees the prefix, even past a sliding window, and the positions, masks and key-value
+caches of the text are the same as without it.
 """
 
 from __future__ import annotations
@@ -34,7 +38,12 @@ _FIX = "set peft.kind=lora for this model"
 
 
 class Prefix(nn.Module):
-    """The key and value vectors of an attention module, [heads, vectors, width], gathered like any module."""
+    """The key and value vectors of one attention module, gathered like any module's parameters.
+
+    Args:
+        shape: (heads, vectors, width) of each of the two.
+        like: a tensor of the model's dtype and device.
+    """
 
     def __init__(self, shape: tuple[int, int, int], like: Tensor) -> None:
         super().__init__()
@@ -42,58 +51,77 @@ class Prefix(nn.Module):
         self.value = nn.Parameter(like.new_zeros(shape))
 
     def forward(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the vectors for each sequence of `keys` [B, H, tokens, D]: two tensors [B, H, P, D]."""
+        """Return the vectors for each row of `keys` [B, H, tokens, D]: two tensors [B, H, P, D]."""
         rows = keys.shape[0]
         # These are copies, because DeepSpeed releases the vectors as soon as this module has run.
         return self.key.repeat(rows, 1, 1, 1), self.value.repeat(rows, 1, 1, 1)
 
 
 class PrefixAdapter:
-    """It starts from the keys and values of random tokens (Malladi et al. 2023, table 17)."""
+    """It starts from the keys and values of random tokens (Malladi et al. 2023, table 17).
+
+    Args:
+        length: number of vectors before each sequence.
+    """
 
     weights_file = "prefix.safetensors"
     stored_prefix = ""
-    own_name = staticmethod(str)
 
     def __init__(self, length: int) -> None:
         self._length = length
 
+    def own_name(self, module_name: str) -> str:
+        """Return a parameter's own name: a prefix wraps no module, so it is that in the tree."""
+        return module_name
+
     def attach(self, model: nn.Module, layout: BlockLayout) -> None:
-        """Freeze the model, which is not sharded yet, and add a `Prefix` to the attention of each block."""
+        """Freeze a model that is not sharded yet, and add a `Prefix` to each block's attention."""
         switchable: Any = getattr(model, "_can_set_attn_implementation", None)
-        used = getattr(model.config, "_attn_implementation", None)
-        if switchable is None or not switchable() or used != "sdpa":
-            what = f"prefix tuning needs sdpa attention, which {type(model).__name__} does not use ({used})"
-            raise UserError(what, fix=_FIX)
+        attention = getattr(model.config, "_attn_implementation", None)
+        if switchable is None or not switchable() or attention != "sdpa":
+            raise UserError(
+                f"prefix tuning needs sdpa attention, which {type(model).__name__} does not use "
+                f"({attention})",
+                fix=_FIX,
+            )
         model.requires_grad_(False)
-        config: Any = model.config
-        config = config.get_text_config()
-        num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
+        shape = self._shape(model)
         like = next(model.parameters())
         for block in model.get_submodule(layout.path).children():
-            # Attention functions read these attributes of their module.
+            # Attention functions of transformers read these attributes of their module.
             attentions = [
                 m for m in block.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")
             ]
             if len(attentions) != 1:
-                what = (
-                    f"prefix tuning needs one attention module in each block, not {len(attentions)}"
+                raise UserError(
+                    f"prefix tuning needs one attention module in each block, not "
+                    f"{len(attentions)}, as {type(block).__name__} has",
+                    fix=_FIX,
                 )
-                raise UserError(f"{what}, as {type(block).__name__} has", fix=_FIX)
-            attentions[0].prefix = Prefix((num_heads, self._length, width), like)
+            attentions[0].prefix = Prefix(shape, like)
+
+    def _shape(self, model: Any) -> tuple[int, int, int]:
+        config = model.config.get_text_config()
+        num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None)
+        if width is None:
+            width = config.hidden_size // config.num_attention_heads
+        return (num_heads, self._length, width)
 
     def hide(self, model: nn.Module) -> Callable[[], None]:
-        """Take the prefixes off until the heads are split; the function returned puts them back."""
+        """Take the prefixes off their modules while the heads are split.
+
+        Returns:
+            The function that puts them back, with the heads of this rank.
+        """
         prefixes = {name: m for name, m in model.named_modules() if isinstance(m, Prefix)}
+        attention_of = {name: name.rpartition(".")[0] for name in prefixes}
         for name in prefixes:
-            del model.get_submodule(name.rpartition(".")[0]).prefix
+            del model.get_submodule(attention_of[name]).prefix
 
         def restore() -> None:
             for name, prefix in prefixes.items():
-                model.get_submodule(name.rpartition(".")[0]).prefix = prefix
+                model.get_submodule(attention_of[name]).prefix = prefix
                 for parameter in prefix.parameters():
                     split_heads(parameter)
 
@@ -101,6 +129,19 @@ class PrefixAdapter:
 
     def fill(self, weights: ShardedWeights, model: nn.Module, seed: int) -> None:
         """Take the keys and values of random tokens, then switch the attention. A collective."""
+        cache = self._run_random_tokens(weights, model, seed)
+        shards = {shard.parameter: shard for shard in weights.adapter_parameters}
+        for module in model.modules():
+            prefix = getattr(module, "prefix", None)
+            if not isinstance(prefix, Prefix):
+                continue
+            states = cache.layers[module.layer_idx]
+            self._fill_from(weights, shards[prefix.key], states.keys)
+            self._fill_from(weights, shards[prefix.value], states.values)
+        _switch_on(model)
+
+    def _run_random_tokens(self, weights: ShardedWeights, model: nn.Module, seed: int) -> Any:
+        """Return the key-value cache after one row of random tokens, [1, heads, vectors, width]."""
         config: Any = model.config
         ids = initial_ids(seed, self._length, config.get_text_config().vocab_size)
         body: Any = model.base_model
@@ -111,40 +152,44 @@ class PrefixAdapter:
             cache = body(input_ids=tokens, use_cache=True).past_key_values
         if gather is not None:
             gather.remove()
-        parameters = {parameter.parameter: parameter for parameter in weights.adapter_parameters}
-        attentions: list[Any] = [
-            m for m in model.modules() if isinstance(getattr(m, "prefix", None), Prefix)
-        ]
-        for attention in attentions:
-            states = cache.layers[attention.layer_idx]
-            for mine, real in (
-                (attention.prefix.key, states.keys),
-                (attention.prefix.value, states.values),
-            ):
-                parameter = parameters[mine]
-                if real.shape[1:] != parameter.compute_shape:
-                    shape = f"{tuple(real.shape[1:])} (heads, vectors, width), not {parameter.compute_shape}"
-                    fix = f"{_FIX}, or reduce peft.prefix_length"
-                    raise UserError(
-                        f"keys and values of {parameter.name} have the shape {shape}", fix=fix
-                    )
-                weights.fill(parameter, parameter.own_part(real))
-        _switch_on(model)
+        return cache
+
+    def _fill_from(self, weights: ShardedWeights, shard: Any, states: Tensor) -> None:
+        """Fill this rank's shard of a prefix with keys or values [1, heads, vectors, width]."""
+        if states.shape[1:] != shard.compute_shape:
+            raise UserError(
+                f"keys and values of {shard.name} have the shape {tuple(states.shape[1:])} "
+                f"(heads, vectors, width), not {shard.compute_shape}",
+                fix=f"{_FIX}, or reduce peft.prefix_length",
+            )
+        weights.fill(shard, shard.own_part(states))
 
     def write_config(self, directory: Path, base_model: str) -> None:
-        facts = {"format": 1, "prefix_length": self._length, "base_model_name_or_path": base_model}
-        (directory / _CONFIG).write_text(json.dumps(facts, indent=1) + "\n")
+        """Write what `load_prefix` needs besides the vectors."""
+        config = {
+            "format": 1,
+            "prefix_length": self._length,
+            "base_model_name_or_path": base_model,
+        }
+        (directory / _CONFIG).write_text(json.dumps(config, indent=1) + "\n")
 
 
 def load_prefix(model: nn.Module, directory: Path) -> None:
-    """Freeze a base model of transformers and add the prefix of a snapshot or an exported step to it."""
+    """Freeze a base model of transformers, and add the prefix of a snapshot or an export to it.
+
+    Raises:
+        UserError: the prefix is of another model.
+    """
     length = json.loads((directory / _CONFIG).read_text())["prefix_length"]
     tensors = load_file(directory / PrefixAdapter.weights_file)
     PrefixAdapter(length).attach(model, find_blocks(model))
     own = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if {name: p.shape for name, p in own.items()} != {name: t.shape for name, t in tensors.items()}:
-        what = f"the prefix in {directory} does not fit {type(model).__name__}"
-        raise UserError(what, fix=f"use the base model that {_CONFIG} names")
+    own_shapes = {name: parameter.shape for name, parameter in own.items()}
+    if own_shapes != {name: tensor.shape for name, tensor in tensors.items()}:
+        raise UserError(
+            f"the prefix in {directory} does not fit {type(model).__name__}",
+            fix=f"use the base model that {_CONFIG} names",
+        )
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(tensors[name])
@@ -152,13 +197,13 @@ def load_prefix(model: nn.Module, directory: Path) -> None:
 
 
 def initial_ids(run_seed: int, length: int, vocabulary_size: int) -> list[int]:
-    """Return the random tokens whose keys and values a prefix starts from. They depend on the seed only."""
+    """Return the random tokens whose keys and values a prefix starts from."""
     return [prefix_key(run_seed, position) % vocabulary_size for position in range(length)]
 
 
 def _switch_on(model: Any) -> None:
-    # transformers looks attention up by name in tables of the process. Other models are not affected, because
-    # only this model uses the new name.
+    # transformers looks attention up by name in tables of the process. Other models are not
+    # affected, because only this model uses the new name.
     AttentionInterface.register(_ATTENTION, _attend)
     AttentionMaskInterface.register(_ATTENTION, _mask)
     model.set_attn_implementation(_ATTENTION)

@@ -1,0 +1,159 @@
+"""Dense directions: each probe has its own copy of each perturbed weight.
+
+    theta [m, n], gathered  --noise-->  theta + scale_p * z(key_p) [m, n] for each probe p
+                                        |  multiplied by the rows of probe p only
+                                        v  freed when the module (or block) has run
+
+The stored weights are never written to, so that nothing drifts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lezo_ds.forward.module_calls import (
+    call_with_weights,
+    cast_floats,
+    dtype_of_copies,
+    is_16_bit_norm,
+    runner_at_probes,
+)
+from lezo_ds.forward.perturber import PassState, Perturber
+from lezo_ds.forward.probes import KeyedProbe, TrainedParameter
+from lezo_ds.noise import NoiseBackend, Weight
+from lezo_ds.sharding.tensor_parallel import LOOKUP_FORWARDS, look_up
+
+PROBES_AT_ONCE = 2
+"""Most probes that a module runs at a time, and therefore most copies of a weight at a time.
+
+The bits of a matrix product depend on its number of rows. With this limit, the losses of a pass of
+more probes are those of passes of two.
+"""
+
+
+class DensePerturber(Perturber):
+    """Makes perturbed copies of weights, and runs each probe's rows with its own copies.
+
+    Copies live as long as a module runs. Two cases keep them longer: `begin_block` makes those of a
+    whole block by one call of the noise, and while a model writes answers, all copies stay to the
+    last token.
+    """
+
+    probes_at_once = PROBES_AT_ONCE
+
+    def __init__(self, state: PassState, noise: NoiseBackend) -> None:
+        super().__init__(state, noise)
+        self._kept: dict[tuple[nn.Parameter, KeyedProbe], Tensor] = {}
+
+    def run_module(
+        self,
+        module: nn.Module,
+        own_forward: Callable[..., Any],
+        active: Sequence[TrainedParameter],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        state = self.state
+        if type(module).forward in LOOKUP_FORWARDS:
+            return self._look_up(module, active[0], args, kwargs)
+        names = [entry.name for entry in active]
+        copies = dict(zip(names, self._copies(active), strict=True))
+        num_probes = len(state.current.probes)
+        # With one probe, no input has to be cut, so that any number of rows will do.
+        rows = num_probes * state.current.rows if num_probes > 1 else 1
+        run_all = runner_at_probes(module, own_forward, args, kwargs, rows)
+        if run_all is not None:
+            return run_all(module, copies, args[0], num_probes)
+
+        def run_probe(probe: int, *args: Any, **kwargs: Any) -> Any:
+            weights = {name: of_probes[probe] for name, of_probes in copies.items()}
+            return call_with_weights(module, own_forward, weights, args, kwargs)
+
+        if not is_16_bit_norm(module):
+            return state.run_in_parts(1, run_probe, args, kwargs)
+        args, kwargs = cast_floats((list(args), kwargs), torch.float32)
+        output = state.run_in_parts(1, run_probe, args, kwargs)
+        return cast_floats(output, active[0].parameter.dtype)
+
+    def _look_up(
+        self,
+        module: nn.Module,
+        table: TrainedParameter,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Tensor:
+        """Run an embedding: perturb only the rows that its tokens read."""
+        (ids,) = (*args, *kwargs.values())  # nn.Embedding calls its argument `input`
+
+        def read(ids: Tensor) -> Tensor:
+            rows: Tensor = self.state.run_in_parts(
+                1, lambda _, ids_of_probe: self.rows_of(table, ids_of_probe), [ids], {}
+            )
+            return rows
+
+        return look_up(module, ids, read)
+
+    def rows_of(self, table: TrainedParameter, rows: Tensor) -> Tensor:
+        theta = table.parameter.data
+        weight = Weight(
+            theta=theta,
+            parameter_id=table.named.parameter_id,
+            out_dtype=theta.dtype,
+            rows=rows.reshape(-1),
+            region=table.named.region,
+        )
+        ((copy,),) = self._perturbed([weight])
+        return copy.view(*rows.shape, -1)
+
+    def vector_of(self, entry: TrainedParameter) -> Tensor:
+        ((vector,),) = self._copies([entry])
+        return vector
+
+    def begin_block(self, active: Sequence[TrainedParameter]) -> None:
+        self._keep(active, self._copies(active))
+
+    def end_block(self) -> None:
+        if not self.state.current.writes_answers:
+            self._kept = {}
+
+    def _copies(self, active: Sequence[TrainedParameter]) -> list[list[Tensor]]:
+        """Return the copies of each parameter, one for each probe that runs."""
+        probes = self.state.current.probes
+        if self._kept and all((entry.parameter, probes[0]) in self._kept for entry in active):
+            return [[self._kept[entry.parameter, probe] for probe in probes] for entry in active]
+        copies = self._perturbed([_weight(entry) for entry in active])
+        if self.state.current.writes_answers:
+            self._keep(active, copies)
+        return copies
+
+    def _keep(self, active: Sequence[TrainedParameter], copies: Sequence[Sequence[Tensor]]) -> None:
+        for entry, of_probes in zip(active, copies, strict=True):
+            for probe, copy in zip(self.state.current.probes, of_probes, strict=True):
+                self._kept[entry.parameter, probe] = copy
+
+    def _perturbed(self, weights: Sequence[Weight]) -> list[list[Tensor]]:
+        """Return theta + scale * z of each weight, for each probe that runs."""
+        probes = self.state.current.probes
+        key = probes[0].key
+        if all(probe.key == key for probe in probes):
+            # theta + mu z and theta - mu z come from one draw of z.
+            return self.noise.perturb(weights, key, [probe.scale for probe in probes])
+        copies: list[list[Tensor]] = [[] for _ in weights]
+        for probe in probes:
+            of_probe = self.noise.perturb(weights, probe.key, [probe.scale])
+            for of_weight, (copy,) in zip(copies, of_probe, strict=True):
+                of_weight.append(copy)
+        return copies
+
+
+def _weight(entry: TrainedParameter) -> Weight:
+    return Weight(
+        theta=entry.parameter.data,
+        parameter_id=entry.named.parameter_id,
+        out_dtype=dtype_of_copies(entry.parameter),
+        region=entry.named.region,
+    )

@@ -1,0 +1,155 @@
+"""The pass that runs, and how modules meet the weights of its probes: the seam to a law of z.
+
+The wrappers (wrappers.py) decide when a module runs, and on which copies of the batch. A
+`Perturber` decides how a module with perturbed parameters computes its output. There is one class
+for each kind of law: `DensePerturber` (dense.py) makes a copy of each weight for each probe. A law
+whose z is a product of thin matrices needs no copies: its perturber would run the module once, on
+the rows of all probes, and add the thin products.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from lezo_ds.forward.batch import LogitSelection
+from lezo_ds.forward.copies import map_tensors, probe_slice
+from lezo_ds.forward.probes import AT_THETA, TrainedParameter
+from lezo_ds.noise import NoiseBackend
+
+
+class PassState:
+    """What the wrappers of one model know of the pass that runs.
+
+    Attributes:
+        current: the pass, or the part of it that runs now. perturber: runs the modules with
+        perturbed parameters; None at theta. selection: the logits that the pass needs; None stands
+        for all. num_equal_blocks: all copies of the batch are equal before this block, because no
+        block before it
+            is perturbed. These blocks run on one copy.
+    """
+
+    def __init__(self) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        """Forget the pass."""
+        self.current = AT_THETA
+        self.perturber: Perturber | None = None
+        self.selection: LogitSelection | None = None
+        self.num_equal_blocks = 0
+
+    def active(self, owned: Sequence[TrainedParameter]) -> Sequence[TrainedParameter]:
+        """Return those of a module's trained parameters that are perturbed now."""
+        if not self.current.probes:
+            return ()
+        dropped = self.current.dropped_layers
+        return [entry for entry in owned if entry.named.block not in dropped]
+
+    @property
+    def runs_at_once(self) -> bool:
+        """Whether a module runs on all copies of the batch at a time."""
+        if self.perturber is None or self.current.writes_answers:
+            return True  # the bits of logits do not show in the tokens of answers
+        return len(self.current.probes) <= self.perturber.probes_at_once
+
+    def run_in_parts(
+        self,
+        num_probes: int,
+        run: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Call `run` on the copies of `num_probes` probes at a time, and concatenate the outputs.
+
+        Args:
+            num_probes: most copies of the batch in one call.
+            run: (index of the first probe of the call, *args, **kwargs) -> output. While it runs,
+                `current` has the probes of the call only.
+            args: of the module, with the rows of all copies.
+            kwargs: likewise.
+        """
+        whole = self.current
+        total = len(whole.probes)
+        if total <= num_probes:
+            return run(0, *args, **kwargs)
+        outputs = []
+        try:
+            for first in range(0, total, num_probes):
+                probes = whole.probes[first : first + num_probes]
+                self.current = whole._replace(probes=probes)
+                take = probe_slice(whole.rows, total, first, len(probes))
+                outputs.append(run(first, *map_tensors(take, args), **map_tensors(take, kwargs)))
+        finally:
+            self.current = whole
+        return tree_map(_concatenate, *outputs)
+
+
+def _concatenate(*outputs: Any) -> Any:
+    return torch.cat(outputs) if isinstance(outputs[0], Tensor) else outputs[0]
+
+
+class Perturber(ABC):
+    """Runs modules at the probes of one pass.
+
+    `state.current` has the probes that run. In the methods, k is their number and n =
+    `current.rows`.
+
+    Attributes:
+        probes_at_once: most probes whose copies of the batch a module may run on at a time.
+    """
+
+    probes_at_once: int
+
+    def __init__(self, state: PassState, noise: NoiseBackend) -> None:
+        self.state = state
+        self.noise = noise
+
+    @abstractmethod
+    def run_module(
+        self,
+        module: nn.Module,
+        own_forward: Callable[..., Any],
+        active: Sequence[TrainedParameter],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Return the output of a module, k * n rows, each row at the weights of its probe.
+
+        Args:
+            module: holds theta; its weights are gathered.
+            own_forward: its forward method without our wrapper.
+            active: those of its parameters that are perturbed, at least one.
+            args: its inputs for all copies of the batch: tensors [k * n, ...], or [1, ...] if all
+                rows share them.
+            kwargs: likewise.
+        """
+
+    @abstractmethod
+    def rows_of(self, table: TrainedParameter, rows: Tensor) -> Tensor:
+        """Return some rows of a perturbed matrix at the one probe that runs (k = 1).
+
+        Args:
+            table: a matrix [num_rows, width].
+            rows: int64 of any shape, indices in [0, num_rows).
+
+        Returns:
+            [*rows.shape, width], in the dtype of the matrix.
+        """
+
+    @abstractmethod
+    def vector_of(self, entry: TrainedParameter) -> Tensor:
+        """Return a perturbed vector at the one probe that runs (k = 1): float32 [size]."""
+
+    @abstractmethod
+    def begin_block(self, active: Sequence[TrainedParameter]) -> None:
+        """Prepare all perturbed parameters of a transformer block, whose weights are gathered."""
+
+    @abstractmethod
+    def end_block(self) -> None:
+        """Free what `begin_block` prepared."""

@@ -1,0 +1,97 @@
+"""What a forward pass at several probes is: its probes, its rows, its perturbed parameters.
+
+A probe is a point theta + scale * z(key) at which the loss is measured. A pass of k probes repeats
+its batch k times, so that one gather of a weight serves all of them:
+
+    rows of the input   [0, n)      [n, 2n)     ...   [(k - 1) n, k n)
+    copy of the batch   of probe 0  of probe 1  ...   of probe k - 1
+
+A module without perturbed parameters runs once, on all k * n rows. For any other module, a
+`Perturber` decides how the copies meet the weights of their probes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from lezo_ds.noise import NoiseBackend
+from lezo_ds.sharding.parameters import NamedParameter
+
+PerturbedWeights = Mapping[str, Sequence[Tensor]]
+"""The perturbed copies of a module's parameters, one for each probe, by the parameter's name."""
+
+
+class KeyedProbe(NamedTuple):
+    """The weights theta + scale * z(key).
+
+    Attributes:
+        key: key of the direction, unsigned 64-bit (`lezo_ds.zo.keys.direction_key`).
+        scale: mu, -mu, or 0 for theta itself.
+    """
+
+    key: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """The weights at which one forward pass measures the loss.
+
+    Attributes:
+        probes: at least one. Each runs on its own copy of the batch.
+        dropped_layers: indices of the transformer blocks that stay at theta.
+        noise: makes z. Its law says what a direction is.
+    """
+
+    probes: tuple[KeyedProbe, ...]
+    dropped_layers: frozenset[int]
+    noise: NoiseBackend
+
+
+class TrainedParameter(NamedTuple):
+    """A parameter of a module that may be perturbed.
+
+    Attributes:
+        name: in the module, for example "weight".
+        parameter: holds theta while the module runs.
+        named: its name and id in the unsharded model, which select its noise.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    named: NamedParameter
+
+
+class ProbePass(NamedTuple):
+    """The forward pass that runs, or the part of it that runs some of its probes.
+
+    Attributes:
+        probes: none if the pass runs at theta.
+        rows: number of rows of one copy of the batch.
+        dropped_layers: indices of the blocks that stay at theta.
+        writes_answers: whether the model runs once for each new token, at the same probes.
+    """
+
+    probes: tuple[KeyedProbe, ...] = ()
+    rows: int = 1
+    dropped_layers: frozenset[int] = frozenset()
+    writes_answers: bool = False
+
+
+AT_THETA = ProbePass()
+
+
+def trained_parameters(
+    modules: Iterable[nn.Module], trainable: Mapping[nn.Parameter, NamedParameter]
+) -> list[TrainedParameter]:
+    """Return the parameters that modules own themselves and that may be perturbed."""
+    return [
+        TrainedParameter(name, parameter, trainable[parameter])
+        for module in modules
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter in trainable
+    ]
