@@ -1,7 +1,22 @@
-"""The replicas that do a step together: torchft's quorum, and one all-reduce among their first ranks.
+"""A round: replicas form a quorum, share the forward passes of a step, and sum the losses.
 
-A replica is one launch of one or many ranks. Its state is its base weights and its journal, and the number of
-the journal's lines says how far it is. Only rank 0 talks to other replicas.
+A replica is one launch of one or many ranks. Its state is its base weights and its journal, and the
+number of the journal's lines says how far it is. Only rank 0 talks to other replicas.
+
+    lighthouse       replica 0        replica 1        replica 2
+        |<--- Member ----|                |                |     each says who it is, and how far
+        |<--- Member ----|----------------|                |
+        |<--- Member ----|----------------|----------------|
+        |-- all Members->|--------------->|--------------->|
+                         |<--- group ---->|<--- group ---->|     connect, if members are new
+                         |---- lines ---->|                |     to one that is BEHIND
+                    passes 0, 3      passes 1, 4      passes 2, 5
+                         |<---- sum ----->|<---- sum ----->|     losses, votes and checksums
+                      journal          journal          journal
+                      update           update           update
+
+If a member dies on the way, the sum fails everywhere. No journal has the step then, and those that
+are left repeat the round. member.Standing has the states of a replica.
 """
 
 from __future__ import annotations
@@ -10,37 +25,36 @@ import hashlib
 import logging
 import math
 import os
-import re
 import secrets
-import socket
-import threading
 import time
-import urllib.request
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
-import torch
-from torchft.coordination import LighthouseClient
-
 from lezo_ds import distributed
-from lezo_ds.errors import DesyncError, LezoError, LostRankError, UserError, cut
-from lezo_ds.journal import Journal
+from lezo_ds.errors import DesyncError, LezoError, LostRankError, UserError
+from lezo_ds.journal import EvaluationRecord, Journal
+from lezo_ds.replicas.group import ReplicaGroup
+from lezo_ds.replicas.lighthouse import Lighthouse
+from lezo_ds.replicas.member import (
+    Member,
+    Standing,
+    leader_of,
+    read_members,
+    right_checksum,
+    standing_of,
+)
+from lezo_ds.replicas.patience import Patience
 from lezo_ds.replicas.transport import JournalTransport, Lines
 from lezo_ds.zo.passes import Pass
 
 logger = logging.getLogger(__name__)
 
-FEW_LINES = 2  # that a replica may take over while the others wait
-_CONNECT_SECONDS = 5.0
-_LEAST_PATIENCE = 10.0
-_MOST_FAILURES = 3
-_ADDRESS = re.compile(r"\d{4,}@([\w.-]+:\d+)")  # in a replica's id, on the lighthouse's page
+_CHECKSUM_BYTES = 6  # float64 holds 48 bits exactly
+_SEARCH_SECONDS = 10.0
 
 
 class StepLostError(LezoError):
@@ -48,265 +62,245 @@ class StepLostError(LezoError):
 
 
 class Place(NamedTuple):
-    """The part of this replica in a round."""
+    """The part of this replica in a round. A worker is a rank that runs passes.
+
+    Attributes:
+        position: index among the members. The first one evaluates and writes snapshots.
+        first_worker: number of the workers of the members before this one.
+        num_workers: number of the workers of all members.
+        addresses: HOST:PORT of the members' journal transports.
+        news: evaluations that members bring along, as fields of `EvaluationRecord`.
+        lines: to take over before anything else, or None.
+        has_left: whether this replica is FAR and out of the quorum, and the others go on.
+    """
 
     position: int
-    first_worker: int  # a worker is a rank of any participant, or a group that splits the weights
+    first_worker: int
     num_workers: int
-    addresses: Sequence[str]  # of the participants' transports
-    news: Sequence[Mapping[str, Any]]  # evaluations that participants bring along
-    lines: Lines | None  # to take over first
-    has_left: bool  # to take over many lines, while the others go on
+    addresses: Sequence[str]
+    news: Sequence[Mapping[str, Any]]
+    lines: Lines | None
+    has_left: bool
 
 
 class Replicas:
-    """The link of this replica to the others. Those with a lower `number` come first in a round."""
+    """The link of this replica to the others, whose methods are collectives of its ranks.
+
+    Attributes:
+        place: of this replica in the last round that it met for.
+        journal: on rank 0, the run's journal. The run sets it before the first `meet`.
+        news: evaluations to bring along to the next round. The run fills and empties it.
+        num_workers: workers of this replica. The run sets it.
+        stops_all: whether this replica votes that all replicas stop.
+        digest: of the weights, in a step that checks them, else "".
+    """
 
     def __init__(self, lighthouse: str, number: int, journal: Path, seconds: float) -> None:
-        self.place: Place | None = None  # in the last round
-        self.journal: Journal | None = None  # on rank 0, once it is open
-        self.news: list[Mapping[str, Any]] = []  # evaluations to bring along to the next quorum
-        self.num_workers = 1  # of this replica
-        self.stops_all = False  # whether all replicas shall stop
-        self.digest = ""  # of the weights, in a step that checks them
-        self._lighthouse, self._number = lighthouse, number
-        self._seconds = seconds  # to wait for the lighthouse, and at most for a replica
-        self._client: Any = None
-        self._is_member = False
-        self._members: list[dict[str, Any]] = []  # what they say of themselves
-        self._group: Any = None  # of the members
-        self._group_name = ""
-        self._position = -1  # of this one
-        self._age = self._failures = self._num_before = 0
-        self._longest = seconds  # of a round
-        self._hangs_at = math.inf
-        distributed.on_rank_zero(lambda: self._listen(journal))
+        """Start to listen for other replicas. The lighthouse does not know this one yet.
 
-    def _listen(self, journal: Path) -> None:
-        secret = os.environ.get("LEZO_SECRET", "")
+        Args:
+            lighthouse: http://HOST:PORT.
+            number: of this replica. Those with lower numbers come first in a round.
+            journal: the path of its journal, from which others take lines.
+            seconds: to wait for the lighthouse, and at most for a replica.
+
+        Raises:
+            UserError: the address is no address, or the secret of several machines is missing.
+        """
+        self.place: Place | None = None
+        self.journal: Journal | None = None
+        self.news: list[Mapping[str, Any]] = []
+        self.num_workers = 1
+        self.stops_all = False
+        self.digest = ""
+        self._seconds = seconds
+        distributed.on_rank_zero(lambda: self._listen(lighthouse, number, journal))
+
+    def _listen(self, lighthouse: str, number: int, journal: Path) -> None:
         try:
-            parts = urlsplit(self._lighthouse)
+            url = urlsplit(lighthouse)
             # Without http://, there is no hostname.
-            self._host = host = distributed.address_towards(
-                parts.hostname or ".invalid", parts.port or 80
-            )
+            host = distributed.address_towards(url.hostname or ".invalid", url.port or 80)
         except (OSError, ValueError) as error:
-            text = (
-                f"elastic.lighthouse={self._lighthouse} names no host that can be reached ({error})"
-            )
-            raise UserError(text, fix="set elastic.lighthouse=http://HOST:29510") from error
+            raise UserError(
+                f"elastic.lighthouse={lighthouse} names no host that can be reached ({error})",
+                fix="set elastic.lighthouse=http://HOST:29510",
+            ) from error
+        secret = os.environ.get("LEZO_SECRET", "")
         if not secret and not distributed.is_loopback(host):
-            text = f"elastic.lighthouse={self._lighthouse} is on another machine, and LEZO_SECRET is not set"
-            raise UserError(text, fix="export LEZO_SECRET=... with the same value for all replicas")
+            raise UserError(
+                f"elastic.lighthouse={lighthouse} is on another machine, and LEZO_SECRET is not "
+                "set",
+                fix="export LEZO_SECRET=... with the same value for all replicas",
+            )
+        self._members: list[Member] = []  # of the last quorum
+        self._position = -1  # of this replica among them
+        self._patience = Patience(self._seconds)
+        self._group = ReplicaGroup(host)
         self._transport = JournalTransport(journal, host, secret.encode())
-        self._store = distributed.open_store(host)
-        self._store_address = f"{host}:{self._store.port}"
-        self._id = f"{self._number:04}@{self._transport.address}"
-        self._asking = ThreadPoolExecutor(1)  # signals reach the main thread meanwhile
-        threading.Thread(target=self._beat, daemon=True).start()
-
-    def _beat(self) -> None:
-        while True:
-            with suppress(RuntimeError, OSError):  # the lighthouse is away
-                if self._is_member and time.monotonic() < self._hangs_at:
-                    self._client.heartbeat(self._id)
-            time.sleep(0.1)
+        replica_id = f"{number:04}@{self._transport.address}"
+        self._lighthouse = Lighthouse(lighthouse, replica_id, self._seconds)
+        self._searching = ThreadPoolExecutor(1)
 
     def share(self, passes: Sequence[Pass], worker: int) -> list[Pass]:
-        """Return the passes of a worker of this replica: every n-th of all, and one that does not count.
+        """Return the passes of a worker of this replica: every n-th of all, for n workers.
 
-        The workers of a replica gather weights together, so all run as many passes as the first one.
+        The workers of a replica gather weights together, so all run as many passes as the first.
+        One that has fewer runs a pass that does not count.
         """
         assert self.place is not None
-        first, step = self.place.first_worker, self.place.num_workers
+        first = self.place.first_worker
+        step = self.place.num_workers
         own = list(passes[first + worker :: step])
-        return own + [passes[0]._replace(counts=False)] * (len(passes[first::step]) - len(own))
+        num_of_first = len(passes[first::step])
+        idle = passes[0]._replace(counts=False)
+        return own + [idle] * (num_of_first - len(own))
 
     def newer_lines(self) -> Lines | None:
-        """Return, on rank 0, lines that a member of the last quorum has and this journal lacks."""
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        page = ""
-        with (
-            suppress(OSError),
-            opener.open(f"{self._lighthouse}/status", timeout=_CONNECT_SECONDS) as answer,
-        ):
-            page = answer.read(4 << 20).decode("utf-8", "replace")
-        for address in dict.fromkeys(_ADDRESS.findall(page)):
-            with suppress(OSError):  # that replica has ended
-                if (
-                    address != self._transport.address
-                    and (lines := self._transport.fetch(address)).data
-                ):
-                    return lines
+        """Return, on rank 0, lines that a live replica has and this journal lacks, or None."""
+        search = self._searching.submit(self._search_lines)
+        try:
+            return search.result(_SEARCH_SECONDS)
+        except TimeoutError:  # the quorum will tell who has lines
+            return None
+
+    def _search_lines(self) -> Lines | None:
+        for address in self._lighthouse.live_addresses():
+            if address == self._transport.address:
+                continue
+            try:
+                lines = self._transport.fetch(address)
+            except OSError:  # that replica has ended
+                continue
+            except LezoError as error:  # its port has another owner by now, or the secrets differ
+                logger.warning("no lines from a replica: %s", error)
+                continue
+            if lines.data:
+                return lines
         return None
 
     def meet(self) -> Place:
-        """Join the quorum of the next round, and return this replica's place in it. A collective."""
+        """Join the quorum of the next round, and return this replica's place in it.
+
+        Raises:
+            StepLostError: a member has died, or leaves to take over many lines. Meet again.
+            LostRankError: there is no lighthouse, or too few replicas; or members do not reach each
+                other, and this one is the last of them.
+        """
         self.place = distributed.on_rank_zero(self._meet)
         return self.place
 
     def _meet(self) -> Place:
-        quorum = self._wait_for_quorum()
-        self._members = members = [member.data for member in quorum.participants]
-        addresses = [member["address"] for member in members]
-        self._position = position = addresses.index(self._transport.address)
-        # Replicas that start together on unlike machines have different headers.
-        counts = Counter(member["run"] for member in members)
-        first = max(members, key=lambda member: (member["lines"], counts[member["run"]]))
-        far = [
-            m
-            for m in members
-            if m["run"] != first["run"] or first["lines"] - m["lines"] > FEW_LINES
-        ]
-        is_far, lines = members[position] in far, None
+        statement = self._statement()
+        members = read_members(self._lighthouse.wait_for_quorum(asdict(statement)))
+        position = members.index(statement)
+        self._members = members
+        self._position = position
+        leader = leader_of(members)
+        standings = [standing_of(member, leader) for member in members]
+        own_standing = standings[position]
+        is_far = own_standing is Standing.FAR
+        if is_far:
+            self.leave()  # first, because the others wait for its heartbeat
+        elif Standing.FAR in standings:
+            raise StepLostError("a replica takes over many lines first")
+        lines = None
         try:
-            if not far:
-                self._form_group()
-            if is_far or members[position]["lines"] < first["lines"]:
-                lines = self._transport.fetch(first["address"])
+            if not is_far:
+                self._group.form(members, position)
+            if own_standing is not Standing.MEMBER:
+                lines = self._transport.fetch(leader.address)
         except (RuntimeError, OSError):
             self._lose_round()
-        if is_far:
-            self.leave()
-        elif far:
-            raise StepLostError("a replica takes over many lines first")
-        self._began = time.monotonic()
-        # A replica that hangs must not stop the others for long, and one that is slow does not hang.
-        longest = min(member["longest"] for member in members)  # a new one does not know
-        self._patience = min(self._seconds, max(_LEAST_PATIENCE, 4 * longest) * 2**self._failures)
-        self._hangs_at = self._began + self._patience
-        workers = [member["workers"] for member in members]
-        news = [evaluation for member in members for evaluation in member["news"]]
+        if not is_far:
+            self._patience.start_round(min(member.longest for member in members))
+            # If this replica hangs, the others need not wait for it.
+            self._lighthouse.beats_until = time.monotonic() + self._patience.seconds
+        workers = [member.workers for member in members]
         return Place(
-            position, sum(workers[:position]), sum(workers), addresses, news, lines, is_far
+            position=position,
+            first_worker=sum(workers[:position]),
+            num_workers=sum(workers),
+            addresses=[member.address for member in members],
+            news=[asdict(evaluation) for member in members for evaluation in member.news],
+            lines=lines,
+            has_left=is_far,
         )
 
-    def _wait_for_quorum(self) -> Any:
+    def _statement(self) -> Member:
         assert self.journal is not None
-        facts = {
-            "run": self.journal.header_checksum,
-            "lines": len(self.journal.records),
-            "workers": self.num_workers,
-            "news": self.news,
-            "age": self._age,
-            "longest": self._longest,
-            "group": self._group_name,
-            "next_group": secrets.token_hex(8),
-            "address": self._transport.address,
-            "store": self._store_address,
-        }
-        deadline = time.monotonic() + self._seconds
-        self._hangs_at = math.inf
-        while True:
-            left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-            try:
-                if self._client is None:
-                    self._client = LighthouseClient(
-                        self._lighthouse, timedelta(seconds=_CONNECT_SECONDS)
-                    )
-                self._is_member = True
-                asked = self._asking.submit(self._client.quorum, self._id, left, data=facts)
-                while wait([asked], timeout=_LEAST_PATIENCE).not_done:
-                    logger.warning(
-                        "waiting for replicas, or for the lighthouse %s", self._lighthouse
-                    )
-                return asked.result()
-            except (RuntimeError, OSError) as error:
-                if time.monotonic() > deadline:
-                    raise LostRankError(
-                        f"{self._lighthouse} gives no quorum: {cut(str(error), 200)}; "
-                        "fix: start the lighthouse or more replicas, then run the same command again"
-                    ) from error
-                logger.warning("waiting for the lighthouse %s", self._lighthouse)
-                time.sleep(1)
-
-    def _form_group(self) -> None:
-        """Connect the members, unless they are those of the last round."""
-        first, num = self._members[0], len(self._members)
-        is_known = {member["group"] for member in self._members} == {self._group_name}
-        if is_known and self._group is not None and self._group.size() == num:
-            return
-        self._leave_group()
-        logger.info("this is replica %d of %d", self._position + 1, num)
-        if not reaches(first["store"]):  # TCPStore would try for long
-            raise OSError(f"nobody listens at {first['store']}")
-        # All members are here at the same time, but for one that died after it asked for the quorum.
-        limit = timedelta(seconds=_CONNECT_SECONDS + num / 10)
-        store, name = first["store"], first["next_group"]
-        self._group = distributed.join_group(store, name, self._position, num, self._host, limit)
-        self._group_name = name
-
-    def _leave_group(self) -> None:
-        if self._group is not None:
-            self._group.abort()  # others may wait in the all-reduce for this replica
-            self._group, self._group_name = None, ""
+        return Member(
+            run=self.journal.header_checksum,
+            lines=len(self.journal.records),
+            workers=self.num_workers,
+            news=tuple(EvaluationRecord(**evaluation) for evaluation in self.news),
+            age=self._patience.num_rounds,
+            longest=self._patience.longest,
+            group=self._group.name,
+            next_group=secrets.token_hex(8),
+            address=self._transport.address,
+            store=self._group.store_address,
+        )
 
     def leave(self) -> None:
         """Leave the quorum at once. The next `meet` joins it again."""
-        self._is_member = False
-        self._leave_group()
+        if distributed.rank() == 0:
+            self._lighthouse.beats_until = -math.inf
+            self._group.leave()
 
-    def sum(self, values: Sequence[float], facts: Mapping[str, str]) -> list[float]:
-        """Return the sums of a round over all replicas, once they agree on its `facts`. A collective.
+    def sum(self, values: Sequence[float], claims: Mapping[str, str]) -> list[float]:
+        """Return the sums of a round over all replicas, once they agree on its claims.
 
-        `values` ends with votes for a stop, which is this replica's own, and for a snapshot.
-        StepLostError: a replica left or disagrees; DesyncError: this one does.
+        The message of a round among n members, in float64:
+
+            | losses of all passes | stops_all | snapshot | checksum of member 0 | ... | n - 1 |
+
+        Args:
+            values: [losses + 2], summed over the ranks of this replica. The last two are the votes
+                for a stop, which is this replica's own, and for a snapshot.
+            claims: what this replica works on (see `agreement`).
+
+        Raises:
+            StepLostError: a replica has left, or disagrees. The round has changed nothing.
+            DesyncError: this replica disagrees with those that are right.
         """
-        return distributed.on_rank_zero(lambda: self._sum(values, facts))
+        return distributed.on_rank_zero(lambda: self._sum(values, claims))
 
-    def _sum(self, values: Sequence[float], facts: Mapping[str, str]) -> list[float]:
+    def _sum(self, values: Sequence[float], claims: Mapping[str, str]) -> list[float]:
         assert self.journal is not None
-        facts = {**facts, "journal": self.journal.last_checksum, "weights": self.digest}
-        digest = hashlib.blake2b(repr(facts).encode(), digest_size=6).digest()
-        rows = [0.0] * len(self._members)
-        rows[self._position] = own = float(
-            int.from_bytes(digest, "little")
-        )  # float64 holds 48 bits exactly
+        claims = {**claims, "journal": self.journal.last_checksum, "weights": self.digest}
+        digest = hashlib.blake2b(repr(claims).encode(), digest_size=_CHECKSUM_BYTES).digest()
+        own = float(int.from_bytes(digest, "little"))
+        checksums = [0.0] * len(self._members)
+        checksums[self._position] = own
         *losses, stop, snapshot = values
-        sums = torch.tensor([*losses, float(self.stops_all), snapshot, *rows], dtype=torch.float64)
+        message = [*losses, float(self.stops_all), snapshot, *checksums]
         try:
-            self._group.allreduce([sums], timeout=timedelta(seconds=self._patience)).wait()
+            sums = self._group.sum(message, self._patience.seconds)
         except RuntimeError:
             self._lose_round()
-        rows = sums[-len(rows) :].tolist()
-        if set(rows) != {own}:
-            # Most replicas are right; of several such groups, the one with the oldest replica.
-            counts, ages = Counter(rows), [member["age"] for member in self._members]
-            right = rows[
-                max(range(len(rows)), key=lambda row: (counts[rows[row]], ages[row], -row))
-            ]
-            if rows[self._position] == own != right:
+        checksums = sums[-len(checksums) :]
+        if set(checksums) != {own}:
+            right = right_checksum(checksums, [member.age for member in self._members])
+            if checksums[self._position] == own != right:
                 raise DesyncError(
-                    "this replica leaves: its plan, batch, journal or weights differ from those of others; "
-                    "fix: run the same command again, with the same recipe, data and code as everywhere"
+                    "this replica leaves: its plan, batch, journal or weights differ from those "
+                    "of others; fix: run the same command again, with the same recipe, data and "
+                    "code as everywhere"
                 )
             self._lose_round()
-        self._failures = 0
-        self._longest = max(
-            time.monotonic() - self._began, 0.9 * self._longest if self._age else 0.0
-        )
-        self._age += 1
-        *totals, stops, snapshots = sums[: -len(rows)].tolist()
-        return [*totals, stop + stops, snapshots]
+        self._patience.finish_round()
+        *losses, stops_all, snapshot = sums[: -len(checksums)]
+        return [*losses, stop + stops_all, snapshot]
 
     def _lose_round(self) -> NoReturn:
-        self._leave_group()
-        num = len(self._members)
-        self._failures = self._failures + 1 if num >= self._num_before else 1
-        self._num_before = num
-        if self._failures >= _MOST_FAILURES and num > 1 and self._position == num - 1:
+        self._group.leave()
+        num_members = len(self._members)
+        gives_up = self._patience.lose_round(num_members)
+        # Only the last one, so that the others can go on.
+        if gives_up and num_members > 1 and self._position == num_members - 1:
             raise LostRankError(
-                f"this replica and {num - 1} others do not reach each other; "
+                f"this replica and {num_members - 1} others do not reach each other; "
                 "fix: check the network between them, then run the same command again"
             )
         raise StepLostError("a replica has left")
-
-
-def reaches(address: str) -> bool:
-    """Return whether somebody listens at HOST:PORT."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=2).close()
-    except OSError:
-        return False
-    return True

@@ -1,6 +1,15 @@
-"""The lines of a journal, from one replica to another. They are bytes with checksums: nothing is unpickled.
+"""The lines of a journal, from one replica to another.
 
-Both sides prove that they know a secret by an HMAC of what they send and of a nonce of the asker.
+They are bytes with checksums: nothing is unpickled. A replica asks for the lines after its own. The
+number of its bytes and the checksum of its last line say which those are:
+
+    GET /1234/89abcdef                 200
+    X-Nonce: NONCE                     X-Start: 1234       (0: the asker has other lines)
+    X-Proof: HMAC of NONCE, path       X-Proof: HMAC of NONCE, X-Start and lines
+                                       lines from this byte on
+
+Both sides prove by an HMAC-SHA256 that they know the secret. The nonce is the asker's, so an old
+answer is not taken for a new one.
 """
 
 from __future__ import annotations
@@ -17,13 +26,20 @@ from typing import NamedTuple
 from lezo_ds.errors import LezoError
 
 MAX_BYTES = 64 << 20
-_SECONDS = 10.0
+_SILENCE_SECONDS = 3.0  # after which nobody is at the other end
 _PATH = re.compile(r"/(\d{1,9})/([0-9a-f]{8}|none)")
-_PROOF, _NONCE, _START = "X-Proof", "X-Nonce", "X-Start"
+_PROOF = "X-Proof"
+_NONCE = "X-Nonce"
+_START = "X-Start"
 
 
 class Lines(NamedTuple):
-    """Whole lines of a journal from a byte: those after the asker's own, or all if it has other lines."""
+    """Whole lines of a journal: those after the asker's own, or all if the asker has other lines.
+
+    Attributes:
+        start: byte of the journal where they begin: the length of the asker's own lines, or 0.
+        data: the lines; empty if the asker lacks none.
+    """
 
     start: int
     data: bytes
@@ -34,66 +50,75 @@ class JournalTransport(ThreadingHTTPServer):
 
     def __init__(self, journal: Path, host: str, secret: bytes) -> None:
         super().__init__((host, 0), _Handler)
-        self.journal, self._secret = journal, secret
+        self.journal = journal
         self.address = f"{host}:{self.server_port}"
+        self._secret = secret
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def fetch(self, address: str) -> Lines:
-        """Return the lines of a peer that this replica lacks. OSError: nobody answers; LezoError: no peer."""
-        own, nonce = whole_lines(self.journal), secrets.token_hex(16)
+        """Return the lines that this replica lacks of the peer at HOST:PORT.
+
+        Raises:
+            OSError: nobody answers, or the answer breaks off.
+            LezoError: who answers is no peer, or has another secret.
+        """
+        own = whole_lines(self.journal)
         path = f"/{len(own)}/{_last_crc(own)}"
-        connection = http.client.HTTPConnection(address, timeout=_SECONDS)
+        nonce = secrets.token_hex(16)
+        proof = self.prove(nonce, path.encode())
+        connection = http.client.HTTPConnection(address, timeout=_SILENCE_SECONDS)
         try:
-            connection.request(
-                "GET", path, headers={_NONCE: nonce, _PROOF: self.prove(nonce, path.encode())}
-            )
+            connection.request("GET", path, headers={_NONCE: nonce, _PROOF: proof})
             answer = connection.getresponse()
-            data, start, proof = (
-                answer.read(MAX_BYTES + 1),
-                answer.headers[_START],
-                answer.headers[_PROOF],
-            )
+            data = answer.read(MAX_BYTES + 1)
         except http.client.HTTPException as error:
             raise OSError(f"{type(error).__name__}: {error}") from error
         finally:
             connection.close()
+        if answer.length and len(data) <= MAX_BYTES:  # some of the announced bytes are missing
+            raise ConnectionError(f"{address} has ended")
+        start = answer.headers[_START]
         expected = self.prove(nonce, f"{start}\n".encode() + data)
-        if (
-            start not in ("0", str(len(own)))
-            or len(data) > MAX_BYTES
-            or not _equal(proof, expected)
-        ):
-            text = f"{address} does not send lines of a journal (status {answer.status})"
-            raise LezoError(f"{text}; fix: set the same LEZO_SECRET for all replicas")
-        is_behind = start == "0" and own.startswith(data)
-        return Lines(len(own), b"") if is_behind else Lines(int(start), data)
+        is_proven = len(data) <= MAX_BYTES and _equal(answer.headers[_PROOF], expected)
+        if not is_proven or start not in ("0", str(len(own))):
+            raise LezoError(
+                f"{address} does not send lines of a journal (status {answer.status}); "
+                "fix: set the same LEZO_SECRET for all replicas"
+            )
+        if start == "0" and own.startswith(data):  # the peer is behind
+            return Lines(len(own), b"")
+        return Lines(int(start), data)
 
     def prove(self, nonce: str, content: bytes) -> str:
+        """Return the proof that the sender of the content knows the secret."""
         return hmac.digest(self._secret, f"{nonce}\n".encode() + content, "sha256").hex()
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: JournalTransport
-    timeout = _SECONDS
+    timeout = 10.0
 
     def do_GET(self) -> None:
-        found, nonce = _PATH.fullmatch(self.path), self.headers[_NONCE] or ""
-        if not found or not _equal(
-            self.headers[_PROOF], self.server.prove(nonce, self.path.encode())
-        ):
+        asked = _PATH.fullmatch(self.path)
+        nonce = self.headers[_NONCE] or ""
+        proof = self.server.prove(nonce, self.path.encode())
+        if asked is None or not _equal(self.headers[_PROOF], proof):
             self.send_error(http.client.FORBIDDEN)
             return
-        data, start = whole_lines(self.server.journal), int(found[1])
-        if start > len(data) or _last_crc(data[:start]) != found[2]:
+        lines = whole_lines(self.server.journal)
+        start = int(asked[1])
+        if start > len(lines) or _last_crc(lines[:start]) != asked[2]:
             start = 0
+        data = lines[start:]
         self.send_response(http.client.OK)
+        self.send_header("Content-Length", str(len(data)))
         self.send_header(_START, str(start))
-        self.send_header(_PROOF, self.server.prove(nonce, f"{start}\n".encode() + data[start:]))
+        self.send_header(_PROOF, self.server.prove(nonce, f"{start}\n".encode() + data))
         self.end_headers()
-        self.wfile.write(data[start:])
+        self.wfile.write(data)
 
     def log_message(self, *_: object) -> None:
-        pass
+        pass  # the log of the run is no log of requests
 
 
 def whole_lines(path: Path) -> bytes:
@@ -103,7 +128,10 @@ def whole_lines(path: Path) -> bytes:
 
 
 def _last_crc(lines: bytes) -> str:
-    return lines[-11:-3].decode("ascii", "replace") if lines.endswith(b'"}\n') else "none"
+    """Return the checksum of the last line, which ends with `,"crc":"89abcdef"}` and a newline."""
+    if not lines.endswith(b'"}\n'):
+        return "none"
+    return lines[-11:-3].decode("ascii", "replace")
 
 
 def _equal(proof: str | None, expected: str) -> bool:

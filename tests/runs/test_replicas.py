@@ -1,14 +1,17 @@
-"""Replicas that come and go: killed, joined, stopped, refused; all have the same journal and weights."""
+"""Replicas come and go: killed, joined, stopped, refused. All have one journal and equal weights."""
 
 from __future__ import annotations
 
 import http.client
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -27,7 +30,7 @@ from lezo_ds.zo.records import StepRecord
 pytestmark = pytest.mark.distributed
 pytest.importorskip("torchft", reason="pip install 'lezo_ds[elastic]'")
 
-from lezo_ds.replicas import Replicas, StepLostError  # noqa: E402
+from lezo_ds.replicas import Replicas, StepLostError, quorum, whole_lines  # noqa: E402
 from lezo_ds.replicas import transport as transport_module  # noqa: E402
 from lezo_ds.replicas.transport import JournalTransport  # noqa: E402
 
@@ -52,9 +55,9 @@ def connect():
         return opened[-1]
 
     yield connect
-    for one in opened:
-        one.shutdown()
-        one.server_close()
+    for transport in opened:
+        transport.shutdown()
+        transport.server_close()
 
 
 def test_a_peer_sends_the_lines_that_are_missing_and_all_to_another_journal(tmp_path, connect):
@@ -103,6 +106,126 @@ def test_an_answer_that_is_not_a_peers_is_refused(tmp_path, connect, monkeypatch
         )
     with pytest.raises(LezoError, match="does not send lines of a journal"):
         own.fetch(peer.address)
+
+
+def test_a_peer_that_dies_while_it_sends_has_ended_and_is_not_foreign(tmp_path, connect):
+    peer = connect(write_journal(tmp_path / "journal", 3))
+    own = connect(tmp_path / "none")
+    answer = []
+
+    def send_half(request, address):
+        client, server = socket.socketpair()
+        client.sendall(request.recv(4096))
+        client.shutdown(socket.SHUT_WR)
+        transport_module._Handler(server, address, peer)
+        server.close()
+        answer.append(b"".join(iter(lambda: client.recv(4096), b"")))
+        request.sendall(answer[-1][:-40])
+        peer.shutdown_request(request)
+
+    peer.process_request = send_half
+    with pytest.raises(OSError, match="has ended"):
+        own.fetch(peer.address)
+    assert answer[0].endswith(whole_lines(peer.journal))
+
+
+OLD = '<li class="heartbeat\n    old\n  ">\n    {}: seen 72.5s ago\n  </li>'
+BEATS = '<li class="heartbeat\n    \n  ">\n    {}: seen 0.05s ago\n  </li>'
+LAST_MEMBER = '<div class="member\n \n">\n  <b>{}</b> <br/>\n  Step: 0 <br/>\n</div>'
+
+
+@pytest.fixture
+def serve():
+    """Return a function that starts a web server with one answer for every path, and its port."""
+    servers = []
+
+    def serve(status, content):
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_):
+                pass
+
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return servers[-1].server_port
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def silent():
+    """Return a function that opens a port which accepts connections and answers nothing."""
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+
+def page_of(listeners):
+    """Return the lighthouse's page for (template, port)."""
+    return "\n".join(
+        template.format(f"{number:04}@127.0.0.1:{port}")
+        for number, (template, port) in enumerate(listeners)
+    ).encode()
+
+
+def _search(url, journal, search_seconds):
+    os.environ["LEZO_SECRET"] = "s"
+    distributed.init_distributed()
+    quorum._SEARCH_SECONDS = search_seconds
+    began = time.monotonic()
+    lines = Replicas(url, 0, journal, 30.0).newer_lines()
+    return lines, time.monotonic() - began
+
+
+def test_only_live_replicas_are_asked_and_a_foreign_server_is_passed_over(
+    tmp_path, connect, serve, silent
+):
+    peer = connect(write_journal(tmp_path / "journal", 3))
+    dead = silent()
+    page = page_of(
+        [
+            (OLD, dead.getsockname()[1]),
+            (BEATS, serve(404, b"not here")),
+            (BEATS, serve(200, b"hello")),
+            (LAST_MEMBER, peer.server_port),  # away, and its heart silent: it evaluates
+        ]
+    )
+    url = f"http://127.0.0.1:{serve(200, page)}"
+    ((lines, seconds),) = run_ranks(_search, 1, url, tmp_path / "own", 10.0)
+    assert lines.data == whole_lines(tmp_path / "journal")
+    assert seconds < 2
+    dead.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        dead.accept()  # nobody has connected
+
+
+def test_the_search_for_lines_ends_whoever_does_not_answer(tmp_path, serve, silent):
+    page = page_of([(BEATS, silent().getsockname()[1]) for _ in range(9)])
+    url = f"http://127.0.0.1:{serve(200, page)}"
+    ((lines, seconds),) = run_ranks(_search, 1, url, tmp_path / "own", 1.0)
+    assert lines is None
+    assert seconds < 2
+
+
+def _refusal_of_a_lighthouse_elsewhere(journal):
+    os.environ.pop("LEZO_SECRET", None)
+    distributed.init_distributed()
+    distributed.address_towards = lambda host, port: "10.1.2.3"
+    with pytest.raises(LezoError) as refused:
+        Replicas("http://10.1.2.4:29510", 0, journal, 30.0)
+    return str(refused.value), refused.value.exit_code
+
+
+def test_replicas_of_several_machines_need_a_secret(tmp_path):
+    ((message, code),) = run_ranks(_refusal_of_a_lighthouse_elsewhere, 1, tmp_path / "journal")
+    assert code == 2
+    assert "is on another machine, and LEZO_SECRET is not set; fix: export LEZO_SECRET" in message
 
 
 @pytest.mark.parametrize(
@@ -203,7 +326,9 @@ import atexit, runpy, sys
 from lezo_ds.engine import LezoEngine
 atexit.register(lambda: print("torchft" in sys.modules, flush=True))
 run, factor = LezoEngine.run, dict([(8, float("inf"))])
-LezoEngine.run = lambda self, *rest: tuple(out * factor.get(self.global_steps, 1) for out in run(self, *rest))
+def overflow(self, *rest):
+    return tuple(output * factor.get(self.global_steps, 1) for output in run(self, *rest))
+LezoEngine.run = overflow
 runpy.run_path({train!r}, run_name="__main__")
 """
 UNLIKE = """
@@ -269,7 +394,7 @@ def test_those_that_are_left_do_a_round_again_at_once(lab, tmp_path, early):
 
 
 def _do_rounds(url, journal, number, early, ends):
-    """Do rounds without passes until three replicas do one, in which the second one dies. Then do another."""
+    """Do rounds without passes until three replicas do one, in which the second dies. Do another."""
     distributed.init_distributed()
     replicas = Replicas(url, number, journal, 30.0)
     replicas.journal = Journal.open(write_journal(journal, 0))

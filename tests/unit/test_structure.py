@@ -25,7 +25,7 @@ FLOORS: tuple[dict[str, int], ...] = (
     {"noise": 10_500, "tasks": 5_800, "journal": 2_700},
     {"config": 8_600},
     {"distributed": 3_500},
-    {"replicas": 3_300},
+    {"replicas": 4_200},
     {"sharding": 9_900},
     {"forward": 9_300},
     {"checkpoints": 4_500},

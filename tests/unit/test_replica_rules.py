@@ -1,0 +1,157 @@
+"""What replicas conclude from each other's statements, and how long they wait."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, replace
+
+import pytest
+
+pytest.importorskip("torchft", reason="pip install 'lezo_ds[elastic]'")
+
+from lezo_ds.errors import UserError
+from lezo_ds.journal import EvaluationRecord
+from lezo_ds.replicas import patience as patience_module
+from lezo_ds.replicas.member import (
+    Member,
+    Standing,
+    leader_of,
+    read_members,
+    right_checksum,
+    standing_of,
+)
+from lezo_ds.replicas.patience import Patience
+
+MEMBER = Member(
+    run="0a1b2c3d",
+    lines=7,
+    workers=2,
+    news=(EvaluationRecord(4, "dev", 0.5, {"accuracy": 0.75}),),
+    age=3,
+    longest=1.5,
+    group="g",
+    next_group="h",
+    address="10.0.0.1:40001",
+    store="10.0.0.1:40002",
+)
+OTHER = replace(MEMBER, address="10.0.0.2:40001")
+
+
+def sent(member):
+    """Return what the lighthouse hands on: JSON without types of Python."""
+    return json.loads(json.dumps(asdict(member)))
+
+
+def test_a_member_comes_back_from_json():
+    unmeasured = replace(MEMBER, news=(EvaluationRecord(4, "test", None, {}),), longest=1800)
+    assert read_members([sent(MEMBER), sent(unmeasured)]) == [MEMBER, unmeasured]
+
+
+FOREIGN = {
+    "nothing": None,
+    "a word": "hello",
+    "a list": [1, 2],
+    "another program's": {"job": 7},
+    "too much": sent(MEMBER) | {"color": "red"},
+    "too little": {name: value for name, value in sent(MEMBER).items() if name != "lines"},
+    "a number as a word": sent(MEMBER) | {"lines": "7"},
+    "no workers": sent(MEMBER) | {"workers": 0},
+    "less than no lines": sent(MEMBER) | {"lines": -1},
+    "a fraction": sent(MEMBER) | {"workers": 1.5},
+    "a truth value": sent(MEMBER) | {"age": True},
+    "an infinite time": sent(MEMBER) | {"longest": math.inf},
+    "an evaluation without a split": sent(MEMBER) | {"news": [{"step": 4}]},
+    "a score that is a word": sent(MEMBER)
+    | {"news": [{"step": 4, "split": "dev", "loss": None, "metrics": {"accuracy": "high"}}]},
+    "a score that is no number": sent(MEMBER)
+    | {"news": [{"step": 4, "split": "dev", "loss": None, "metrics": {"accuracy": math.nan}}]},
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_who_is_no_replica_is_left_out_unless_it_is_the_first(name):
+    assert read_members([sent(MEMBER), FOREIGN[name], sent(OTHER)]) == [MEMBER, OTHER]
+    with pytest.raises(UserError, match=r"of another version: .*fix: install the same version"):
+        read_members([FOREIGN[name], sent(MEMBER)])
+
+
+def test_the_longest_journal_leads_and_then_the_most_common_one():
+    behind = replace(OTHER, lines=5)
+    assert leader_of([behind, MEMBER]) == MEMBER
+    lonely = replace(MEMBER, run="ffffffff")
+    assert leader_of([lonely, MEMBER, OTHER]) == MEMBER
+    assert leader_of([lonely, MEMBER]) == lonely
+
+
+@pytest.mark.parametrize(
+    ("lines", "run", "standing"),
+    [
+        (7, MEMBER.run, Standing.MEMBER),
+        (6, MEMBER.run, Standing.BEHIND),
+        (5, MEMBER.run, Standing.BEHIND),
+        (4, MEMBER.run, Standing.FAR),
+        (0, MEMBER.run, Standing.FAR),
+        (7, "ffffffff", Standing.FAR),
+    ],
+)
+def test_a_journal_decides_how_a_replica_stands(lines, run, standing):
+    assert standing_of(replace(OTHER, lines=lines, run=run), leader=MEMBER) is standing
+
+
+@pytest.mark.parametrize(
+    ("checksums", "ages", "right"),
+    [
+        ([5.0, 5.0, 7.0], [0, 1, 90], 5.0),  # the most replicas, however old
+        ([7.0, 5.0], [3, 4], 5.0),  # the older of two
+        ([7.0, 5.0], [4, 4], 7.0),  # then the first
+        ([7.0, 5.0, 7.0, 5.0], [1, 9, 2, 0], 5.0),  # the group with the oldest
+        ([7.0, 5.0, 6.0], [0, 1, 2], 6.0),
+    ],
+)
+def test_who_is_right_when_replicas_disagree(checksums, ages, right):
+    assert right_checksum(checksums, ages) == right
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that tests advance: clock[0] += seconds."""
+    now = [100.0]
+    monkeypatch.setattr(patience_module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def do_round(patience, clock, seconds):
+    patience.start_round(patience.longest)
+    clock[0] += seconds
+    patience.finish_round()
+
+
+def test_a_round_may_take_four_times_the_longest_one_lately(clock):
+    patience = Patience(limit=300.0)
+    patience.start_round(longest_known=patience.longest)
+    assert patience.seconds == 300  # nobody knows yet
+    do_round(patience, clock, 20.0)
+    assert (patience.longest, patience.num_rounds) == (20.0, 1)
+    patience.start_round(longest_known=20.0)
+    assert patience.seconds == 80
+    do_round(patience, clock, 0.1)
+    assert patience.longest == 18.0
+    patience.start_round(longest_known=0.2)
+    assert patience.seconds == 10
+
+
+def test_patience_doubles_with_each_failure_in_a_row_and_ends_after_three(clock):
+    patience = Patience(limit=300.0)
+    do_round(patience, clock, 20.0)
+    assert not patience.lose_round(num_members=3)
+    patience.start_round(longest_known=20.0)
+    assert patience.seconds == 160
+    assert not patience.lose_round(num_members=3)
+    patience.start_round(longest_known=20.0)
+    assert patience.seconds == 300
+    assert not patience.lose_round(num_members=2)  # one has died: this is the first failure of two
+    assert not patience.lose_round(num_members=2)
+    assert patience.lose_round(num_members=2)
+    do_round(patience, clock, 20.0)
+    assert not patience.lose_round(num_members=2)
