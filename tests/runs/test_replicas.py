@@ -1,4 +1,4 @@
-"""Replicas come and go: killed, joined, stopped, refused. All have one journal and equal weights."""
+"""Replicas come and go: killed, joined, stopped, refused. All journals and weights stay equal."""
 
 from __future__ import annotations
 
@@ -394,7 +394,7 @@ def test_those_that_are_left_do_a_round_again_at_once(lab, tmp_path, early):
 
 
 def _do_rounds(url, journal, number, early, ends):
-    """Do rounds without passes until three replicas do one, in which the second dies. Do another."""
+    """Do rounds without passes until one has three replicas and the second dies. Do one more."""
     distributed.init_distributed()
     replicas = Replicas(url, number, journal, 30.0)
     replicas.journal = Journal.open(write_journal(journal, 0))
