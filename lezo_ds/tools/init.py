@@ -1,4 +1,9 @@
-"""lezo-ds init: a commented recipe for a model and a file of records."""
+"""lezo-ds init: writes a commented recipe for a model and a table of records.
+
+The task follows from the columns of the table (`describe_task`), the sizes of a step from the
+number of records and GPUs, and the learning rate from the width of the model. A dry run of the
+recipe then checks it, and a recipe that is refused is removed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +20,34 @@ import torch
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
-from lezo_ds.config import load_config
+from lezo_ds.config import RunConfig, load_config
 from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.data.tables import read_source
+from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
 from lezo_ds.files import failures_named, write_atomically
 from lezo_ds.tasks.base import Record
 from lezo_ds.tasks.template import field_text
 from lezo_ds.tools.dry_run import dry_run
+from lezo_ds.tools.memory_plan import rank_memory
+from lezo_ds.tools.sizes import measured_inputs, model_sizes
 
 logger = logging.getLogger(__name__)
 
 _FEWEST_RECORDS = 10
 _MAX_LABELS = 200  # a column with more different values is not taken for labels, unless it is named
-_MAX_LABEL_LENGTH = 60
-_MANY_LABELS = 30
+_MAX_LABEL_LENGTH = 60  # characters
+_MANY_LABELS = 30  # above this number, init says that another task is faster
+_BATCH_SIZE = 16
+_MAX_RANKS = 16  # which share the 16 probes of FZOO's step, or the 16 examples of LeZO's
+_MAX_STEPS = 1000
+_DEFAULT_POSITIONS = 2048
+# Hidden size of the demonstration's model, whose scale and rates these recipes have. Weights of
+# wider models are smaller by the root of the width, and FZOO's perturbations and steps with them.
+# LeZO's rates for OPT-1.3B to 30B follow the third power of that root.
 _WIDTH = 576
-"""Hidden size of the demonstration's model. Weights of wider models are smaller by the root of the width, and
-FZOO's perturbations and steps with them; LeZO's rates for OPT-1.3B to 30B follow its third power."""
+# A plan is accurate to 20 %, so it may use this part of a GPU's memory.
+_USABLE_PART = 0.8
 
 _TEMPLATE = """\
 # {title}. Written by lezo-ds init: check the prompt and the labels.
@@ -57,6 +73,9 @@ train:
 
 deepspeed: {deepspeed}
 """
+_PARTITION = (
+    "partition_size: 1  # each GPU holds the whole model, and ranks exchange only scalars\n"
+)
 _FZOO = """\
   estimator: fzoo
   directions: 15  # with the weights as they are, 16 probes a step
@@ -76,7 +95,23 @@ _LEZO = """\
 """
 
 
+@dataclass(frozen=True)
+class _Machine:
+    """What the ranks of a run would compute with here.
+
+    Attributes:
+        dtype: Type of the weights: the shortest one that the processors multiply by themselves.
+        num_ranks: One rank for each GPU, as far as ranks can share a step evenly; else 1.
+        gpu_bytes: Memory of the smallest GPU; None if the ranks compute on CPUs.
+    """
+
+    dtype: str
+    num_ranks: int
+    gpu_bytes: int | None
+
+
 def main(arguments: Namespace) -> None:
+    """Write the recipe, and print its dry run."""
     target = arguments.out
     if target.exists():
         raise UserError(f"{target} exists", fix="give another --out, or remove it")
@@ -85,69 +120,147 @@ def main(arguments: Namespace) -> None:
         raise UserError(f"{arguments.model} is a file, not the directory of a model", fix=fix)
     distributed.init_distributed()
     rows = read_source("DATA", arguments.data)
-    records = [
-        record for _, record in rows if isinstance(record, Mapping)
-    ]  # the dry run refuses the others
+    # Rows that are no records are left to the dry run, which refuses them with their line.
+    records = [record for _, record in rows if isinstance(record, Mapping)]
     directory = resolve_model(arguments.model)
-    has_template = bool(load_tokenizer(str(directory)).backend.chat_template)
-    columns = {"text": arguments.text, "label": arguments.label, "answer": arguments.answer}
-    title, task = describe_task(records, **columns, reward=arguments.reward, in_chat=has_template)
-    task |= {"skip_unusable": True} if arguments.skip_unusable else {}
-    config = load_model_config(directory)
-    on_gpu = distributed.device().type != "cpu"
-    # A power of two, so that the ranks share the 16 probes of a step, or else its examples.
-    ranks = min(16, 1 << torch.cuda.device_count().bit_length() - 1) if on_gpu else 1
-    dtype = ("bf16" if torch.cuda.is_bf16_supported() else "fp16") if on_gpu else "fp32"
-    launcher = f"deepspeed --num_gpus {ranks} --module lezo_ds" if ranks > 1 else "lezo-ds"
-    command = f"{launcher} train --config {target}"
-    max_positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 2048
-    is_fzoo = arguments.method == "fzoo"
-    steps = num_steps(len(records)) if is_fzoo else 1000
-    recipe = _TEMPLATE.format(
-        title=" ".join(title.split()),
-        command=command,
-        run_dir=json.dumps(f"runs/{Path(arguments.data).stem}"),
-        model=json.dumps(_relative(arguments.model, target)),
-        dtype=dtype,
-        train=json.dumps(_relative(arguments.data, target)),
-        # JSON is YAML on one line.
-        task="".join(
-            f"  {key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in task.items()
-        ),
-        max_length=min(2048, max_positions),
-        zo=_zo_keys(
-            arguments.method, config.get_text_config().hidden_size, ranks, arguments.reward
-        ),
-        objective=f"  objective: {arguments.reward}  # judges answers\n"
-        if arguments.reward
-        else "",
-        steps=steps,
-        eval_every=steps // 5,
-        micro_batch=16 if is_fzoo else 16 // ranks,
-        deepspeed=f"zero3_{dtype}" if on_gpu else "zero3_cpu",
+    tokenizer = load_tokenizer(str(directory)).backend
+    title, task = describe_task(
+        records,
+        text=arguments.text,
+        label=arguments.label,
+        answer=arguments.answer,
+        reward=arguments.reward,
+        in_chat=bool(tokenizer.chat_template),
     )
+    if arguments.skip_unusable:
+        task["skip_unusable"] = True
+    machine = _this_machine()
+    launcher = "lezo-ds"
+    if machine.num_ranks > 1:
+        launcher = f"deepspeed --num_gpus {machine.num_ranks} --module lezo_ds"
+    command = f"{launcher} train --config {target}"
+    recipe = _recipe(arguments, machine, directory, title, task, command, len(records))
     with failures_named(target):
         write_atomically(target, recipe)
     try:
-        print(dry_run(load_config(target, []), num_gpus=ranks if on_gpu else None))
+        config = load_config(target)
+        if _fits_one_gpu(config, directory, machine):
+            with failures_named(target):
+                write_atomically(target, recipe + _PARTITION)
+            config = load_config(target)
+        on_gpu = machine.gpu_bytes is not None
+        print(dry_run(config, num_gpus=machine.num_ranks if on_gpu else None))
     except UserError:
         target.unlink()
         raise
     print(f"\n{target} is written; next: {command}")
 
 
+def _this_machine() -> _Machine:
+    if distributed.device().type == "cpu":
+        return _Machine(dtype="fp32", num_ranks=1, gpu_bytes=None)
+    gpus = range(torch.cuda.device_count())
+    # torch.cuda.is_bf16_supported() is also true where bf16 is emulated: on V100 (7.0), T4 (7.5).
+    has_bf16 = all(torch.cuda.get_device_capability(gpu) >= (8, 0) for gpu in gpus)
+    num_ranks = 1
+    while 2 * num_ranks <= min(len(gpus), _MAX_RANKS):
+        num_ranks *= 2
+    return _Machine(
+        dtype="bf16" if has_bf16 else "fp16",
+        num_ranks=num_ranks,
+        gpu_bytes=min(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus),
+    )
+
+
+def _fits_one_gpu(config: RunConfig, directory: Path, machine: _Machine) -> bool:
+    """Return whether each of several GPUs can hold the whole model and all that a step needs."""
+    if machine.gpu_bytes is None or machine.num_ranks == 1:
+        return False
+    whole = replace(config, partition_size=1)
+    model = model_sizes(whole, directory)
+    inputs = measured_inputs(whole, load_task_data(whole))
+    memory = rank_memory(whole, model, inputs, world_size=machine.num_ranks)
+    return memory.total <= _USABLE_PART * machine.gpu_bytes
+
+
+def _recipe(
+    arguments: Namespace,
+    machine: _Machine,
+    directory: Path,
+    title: str,
+    task: Mapping[str, Any],
+    command: str,
+    num_records: int,
+) -> str:
+    """Return the recipe as YAML with comments.
+
+    Args:
+        arguments: Those of the command.
+        machine: What the run will compute with.
+        directory: The model's folder.
+        title: What the task is.
+        task: Keys of the section `data` that describe the task.
+        command: What starts the run.
+        num_records: Number of the records, from which some are taken to validate and to test.
+    """
+    decoder = load_model_config(directory).get_text_config()
+    max_positions = getattr(decoder, "max_position_embeddings", None) or _DEFAULT_POSITIONS
+    if arguments.method == "fzoo":
+        steps = num_steps(num_records)
+        micro_batch = _BATCH_SIZE  # the ranks share the probes
+    else:
+        steps = _MAX_STEPS
+        micro_batch = _BATCH_SIZE // machine.num_ranks
+    # JSON is YAML on one line.
+    task_lines = [
+        f"  {key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in task.items()
+    ]
+    objective = ""
+    if arguments.reward is not None:
+        objective = f"  objective: {arguments.reward}  # judges answers\n"
+    return _TEMPLATE.format(
+        title=" ".join(title.split()),
+        command=command,
+        run_dir=json.dumps(f"runs/{Path(arguments.data).stem}"),
+        model=json.dumps(_relative(arguments.model, target=arguments.out)),
+        dtype=machine.dtype,
+        train=json.dumps(_relative(arguments.data, target=arguments.out)),
+        task="".join(task_lines),
+        max_length=min(_DEFAULT_POSITIONS, max_positions),
+        zo=_zo_keys(arguments, decoder.hidden_size, machine.num_ranks),
+        objective=objective,
+        steps=steps,
+        eval_every=steps // 5,
+        micro_batch=micro_batch,
+        deepspeed="zero3_cpu" if machine.gpu_bytes is None else f"zero3_{machine.dtype}",
+    )
+
+
 def num_steps(num_records: int) -> int:
-    """Return the steps of about five passes over the records that train, 100 to 1,000: then FZOO overfits."""
-    num_train = num_records - min(500, num_records // 5) - min(1000, num_records // 5)
-    return max(100, min(1000, 5 * num_train // 16 // 10 * 10))
+    """Return the number of FZOO's steps for a table: about five passes over the records that train.
+
+    The number is a multiple of 10 from 100 to 1,000. With more steps, FZOO overfits.
+
+    >>> [num_steps(num_records) for num_records in (30, 1667, 100_000)]
+    [100, 310, 1000]
+    """
+    num_validation = min(500, num_records // 5)
+    num_test = min(1000, num_records // 5)
+    num_train = num_records - num_validation - num_test
+    five_passes = 5 * num_train // _BATCH_SIZE
+    return max(100, min(_MAX_STEPS, five_passes // 10 * 10))
 
 
-def _zo_keys(method: str, width: int, ranks: int, reward: str | None) -> str:
-    shrink = min(1.0, (_WIDTH / width) ** 0.5)
-    if method == "fzoo":
-        scale = 1e-2 if reward else 5e-3  # fewer answers than losses change with the weights
-        return _FZOO.format(probes=16 // max(2, ranks), scale=scale * shrink, rate=8e-3 * shrink)
-    return _LEZO.format(rate=3e-5 * shrink**3, sparsity=0.75 if method == "lezo" else 0.0)
+def _zo_keys(arguments: Namespace, width: int, num_ranks: int) -> str:
+    """Return the section `zo` of the recipe for a model with `width` hidden states."""
+    shrinking = min(1.0, (_WIDTH / width) ** 0.5)
+    if arguments.method == "fzoo":
+        # A larger perturbation for rewards: it changes fewer answers than losses.
+        scale = 5e-3 if arguments.reward is None else 1e-2
+        probes_per_pass = 16 // max(2, num_ranks)
+        return _FZOO.format(probes=probes_per_pass, scale=scale * shrinking, rate=8e-3 * shrinking)
+    sparsity = 0.75 if arguments.method == "lezo" else 0.0
+    return _LEZO.format(rate=3e-5 * shrinking**3, sparsity=sparsity)
 
 
 def describe_task(
@@ -159,34 +272,57 @@ def describe_task(
     reward: str | None = None,
     in_chat: bool = False,
 ) -> tuple[str, dict[str, Any]]:
-    """Return a title and the keys of the section `data` that describe the task of some records."""
+    """Describe the task of a table's records.
+
+    A table with a column of conversations is a chat. Otherwise the model reads the column `text`,
+    by default the only one that holds texts, and gives what `label`, `answer` or `reward` asks for.
+
+    Args:
+        records: The rows of the table.
+        text: Column that the model reads.
+        label: Column with the right label, by default the only one with few different values.
+        answer: Column with a text that the model shall write.
+        reward: package.module:function that judges what the model writes.
+        in_chat: Whether the model's chat template writes the prompt.
+
+    Returns:
+        A title, and the keys of a recipe's section `data` that describe the task.
+
+    Raises:
+        UserError: The task is not clear, or the records are too few for it.
+    """
     if len(records) < _FEWEST_RECORDS:
         fix = f"add records: {_FEWEST_RECORDS} at least, and better 30 of each kind"
         raise UserError(f"{len(records)} records are too few to train on and to score", fix=fix)
+    targets = {"--label": label, "--answer": answer, "--reward": reward}
+    given = [option for option, value in targets.items() if value is not None]
+    if len(given) > 1:
+        problem = f"{given[0]} and {given[1]} describe different tasks"
+        raise UserError(problem, fix=f"leave out {given[0]}, or {given[1]}")
     names = dict.fromkeys(name for record in records for name in record)
     columns = {name: [record.get(name) for record in records] for name in names}
     for option, name in (("--text", text), ("--label", label), ("--answer", answer)):
         if name is not None and name not in columns:
-            raise UserError(
-                f"{option} {name} is not a column", fix=f"use one of {', '.join(columns)}"
-            )
-    messages = [name for name, values in columns.items() if any(map(_are_turns, values))]
-    if len(messages) == 1 and text is None and label is None and answer is None:
-        return f"Chat: the messages in {messages[0]}", {"messages": messages[0]}
+            fix = f"use one of {', '.join(columns)}"
+            raise UserError(f"{option} {name} is not a column", fix=fix)
+
+    conversations = [name for name, values in columns.items() if any(map(_are_turns, values))]
+    if len(conversations) == 1 and text is None and label is None and answer is None:
+        return f"Chat: the messages in {conversations[0]}", {"messages": conversations[0]}
     if answer is None and label is None and reward is None:
         label = _only("label", "few different values", _few_valued(columns, without=text))
     target = str(answer or label)
     if text is None:
-        text = _only(
-            "text", "texts", [n for n in columns if n != target and _are_texts(columns[n])]
-        )
+        candidates = [name for name in columns if name != target and _are_texts(columns[name])]
+        text = _only("text", "texts", candidates)
     template = {"chat_template": True} if in_chat else {}
     if reward is not None:
         return f"Answers to {text}, judged by {reward}", {"prompt": f"{{{text}}}", **template}
-    prompt = f"{{{text}}}\n{target.replace('_', ' ').capitalize()}:"
+    question = target.replace("_", " ").capitalize()
+    prompt = f"{{{text}}}\n{question}:"  # such as "{body}\nTopic:"
     if answer is not None:
-        title = f"Generation of {answer} from {text}"
-        return title, {"prompt": prompt, "completion": f"{{{answer}}}", **template}
+        task = {"prompt": prompt, "completion": f"{{{answer}}}", **template}
+        return f"Generation of {answer} from {text}", task
     labels = _labels(target, columns[target])
     task = {"prompt": prompt, "label_field": label, "labels": labels, **template}
     return f"Classification of {text} by {label}", task
@@ -194,54 +330,69 @@ def describe_task(
 
 def _labels(name: str, values: Sequence[object]) -> list[str]:
     """Return the labels in a column, sorted. Cells without one are left out."""
-    labels = {field_text(name, value).strip() for value in values if value is not None} - {""}
+    labels = {field_text(name, value).strip() for value in values if value is not None}
+    labels.discard("")
     if len(labels) > len(values) / 2:
-        what = f"the column {name} has {len(labels)} different labels in {len(values)} records"
+        problem = f"the column {name} has {len(labels)} different labels in {len(values)} records"
         fix = f"add records of each class or, if the model shall write them, give --answer {name}"
-        raise UserError(what, fix=fix)
+        raise UserError(problem, fix=fix)
     if len(labels) > _MANY_LABELS:
-        text = "%d labels, each read after each example. With --answer %s, the model writes one: faster"
-        logger.warning(text, len(labels), name)
+        hint = f"With --answer {name}, the model writes one: faster"
+        logger.warning("%d labels, each read after each example. %s", len(labels), hint)
     return sorted(labels)
 
 
 def _few_valued(columns: Mapping[str, Sequence[object]], without: str | None) -> list[str]:
-    """Return the columns of short values that repeat; those with one value only if there are no others."""
-    sizes = {}
+    """Return the columns of short values that repeat, except for one column.
+
+    Columns that have one value only count if there are no others.
+    """
+    num_labels = {}
     for name, values in columns.items():
-        labels = {field_text(name, value) for value in values if isinstance(value, str | int)} - {
-            ""
-        }
-        is_short = max(map(len, labels), default=_MAX_LABEL_LENGTH + 1) <= _MAX_LABEL_LENGTH
-        if name != without and is_short and len(labels) <= min(_MAX_LABELS, len(values) / 2):
-            sizes[name] = len(labels)
-    return [name for name, size in sizes.items() if size > 1] or list(sizes)
+        labels = {field_text(name, value) for value in values if isinstance(value, str | int)}
+        labels.discard("")
+        if name == without or not labels:
+            continue
+        is_short = max(map(len, labels)) <= _MAX_LABEL_LENGTH
+        if is_short and len(labels) <= min(_MAX_LABELS, len(values) / 2):
+            num_labels[name] = len(labels)
+    several = [name for name, number in num_labels.items() if number > 1]
+    return several or list(num_labels)
 
 
 def _are_texts(values: Sequence[object]) -> bool:
-    """Return whether most values are different strings of several words."""
-    texts = {value for value in values if isinstance(value, str)}
-    return (
-        len(texts) > len(values) / 2 and sum(" " in text.strip() for text in texts) > len(texts) / 2
-    )
+    """Return whether most values are different strings, most of them of several words."""
+    strings = {value for value in values if isinstance(value, str)}
+    num_sentences = sum(" " in string.strip() for string in strings)
+    return len(strings) > len(values) / 2 and num_sentences > len(strings) / 2
 
 
 def _are_turns(value: object) -> bool:
+    """Return whether a value is a conversation, with OpenAI's names of its fields or ShareGPT's."""
     turn = value[0] if isinstance(value, list) and value else None
-    return isinstance(turn, Mapping) and not {"role", "from"}.isdisjoint(turn)
+    return isinstance(turn, Mapping) and ("role" in turn or "from" in turn)
 
 
 def _only(option: str, meaning: str, names: Sequence[str]) -> str:
-    if len(names) != 1:
-        listed = f"several columns hold {meaning}: {', '.join(names)}"
-        fix = f"give --{option} COLUMN" + (
-            ", or --answer COLUMN for texts to write" * (option == "label")
-        )
-        raise UserError(listed if names else f"no column holds {meaning}", fix=fix)
-    return names[0]
+    """Return the only column that may be meant, or ask for the option that names it."""
+    if len(names) == 1:
+        return names[0]
+    problem = f"no column holds {meaning}"
+    if names:
+        problem = f"several columns hold {meaning}: {', '.join(names)}"
+    fix = f"give --{option} COLUMN"
+    if option == "label":
+        fix += ", or --answer COLUMN for texts to write"
+    raise UserError(problem, fix=fix)
 
 
 def _relative(path: str, target: Path) -> str:
-    """Return a path as the recipe has it: as it was written, or absolute for a recipe in another folder."""
+    """Return a path as a recipe in the file `target` has it.
+
+    The path stays as it was written if the recipe is in the working directory, and becomes
+    absolute otherwise. A name on the hub stays, too.
+    """
     is_near = target.absolute().parent == Path.cwd()
-    return path if is_near or not Path(path).exists() else os.path.abspath(path)  # noqa: PTH100 (links stay)
+    if is_near or not Path(path).exists():
+        return path
+    return os.path.abspath(path)  # noqa: PTH100 (Path.resolve would follow links)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from benchmark import answer_speeds
 from own_data import write_chat_model, write_tickets
 
 from lezo_ds.cli import run_command
 from lezo_ds.config import load_config
 from lezo_ds.errors import UserError
+from lezo_ds.tools import init
 from lezo_ds.tools.init import describe_task, num_steps
 
 REWARD = """
@@ -79,6 +82,11 @@ def test_init_takes_the_only_columns_of_texts_and_labels():
             "40 different labels in 40 records; fix: .* --answer b",
         ),
         ({"a": TEXTS[:3], "b": CLASSES[:3]}, {}, "3 records are too few .*; fix: add records"),
+        (
+            {"a": TEXTS, "b": CLASSES},
+            {"label": "b", "reward": "judge:brevity"},
+            "--label and --reward describe different tasks; fix: leave out --label, or --reward",
+        ),
     ],
 )
 def test_init_asks_for_the_columns_that_are_not_clear(columns, options, message):
@@ -131,3 +139,28 @@ def test_init_writes_a_recipe_that_a_run_can_start_from(tmp_path, monkeypatch, c
     speeds = answer_speeds(config, rounds=1)
     assert "240 tokens, 5 probes" in speeds and all(name in speeds for name in ("generate", "ours"))
     assert [num_steps(records) for records in (30, 1667, 100_000)] == [100, 310, 1000]
+
+
+@pytest.mark.parametrize(
+    ("capability", "gigabytes", "dtype", "partition_size"),
+    [((7, 5), 16, "fp16", 1), ((9, 0), 2, "bf16", None)],
+    ids=["T4", "small GPUs that multiply bf16"],
+)
+def test_init_knows_what_eight_gpus_multiply_and_whether_one_holds_the_model(
+    capability, gigabytes, dtype, partition_size, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_chat_model(tmp_path / "model")
+    write_tickets(tmp_path / "tickets.csv")
+    monkeypatch.setattr(init.distributed, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(init, "dry_run", lambda config, num_gpus: f"a plan for {num_gpus} GPUs")
+    memory = SimpleNamespace(total_memory=gigabytes << 30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)  # it counts emulation
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    monkeypatch.setattr(sys, "argv", ["init", "model", "tickets.csv"])
+    run_command("init")
+    config = load_config(tmp_path / "recipe.yaml")
+    assert (config.model.dtype, config.deepspeed) == (dtype, f"zero3_{dtype}")
+    assert config.partition_size == partition_size
