@@ -1,4 +1,14 @@
-"""A grid of runs, or a search of the best value of one key: a process for each run, resumable, over seeds."""
+"""A grid of runs, or a search for the best value of one key: `lezo-ds sweep`.
+
+Each run is a process of `lezo-ds train` with a directory of its own in the directory of the sweep:
+
+    runs/sweep/results.csv                           a row for each run
+    runs/sweep/zo.learning_rate=1e-06,seed=0/        the run with these values
+    runs/sweep/zo.learning_rate=1e-06,seed=0.log     its output
+
+A sweep has no state but these files. The same command skips the runs that are finished as they are
+configured now, and the others resume.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +24,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -27,6 +37,7 @@ from lezo_ds.runs.signals import on_stop_signals
 from lezo_ds.tools.report import DAMAGE, MEASURED, SEEDS, over_seeds, read_runs, recorded_config
 
 KEEP = "train.keep_snapshots"
+# Columns of the printed table, after the keys of the grid.
 _SHOWN = [
     "runs",
     "finished",
@@ -40,9 +51,23 @@ _SHOWN = [
 logger = logging.getLogger(__name__)
 
 
+class _Axis(NamedTuple):
+    """Keys that change together, and the values that they take, as the command line has them."""
+
+    keys: tuple[str, ...]
+    values: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class SweepRun:
-    """One run of a sweep: its values of the grid's keys, configuration and arguments of lezo-ds train."""
+    """One run of a sweep.
+
+    Attributes:
+        settings: The values of the grid's keys.
+        directory: The directory of the run.
+        config: The configuration of the run.
+        arguments: Arguments of `lezo-ds train` that start the run.
+    """
 
     settings: Mapping[str, Any]
     directory: Path
@@ -61,64 +86,87 @@ class SweepRun:
 
 
 def main(arguments: Namespace) -> None:
+    """Do what the command line asks for, and print the table of all settings."""
     launcher = [*shlex.split(arguments.launcher), str(ROOT / "launch" / "train.py")]
-    shared = (arguments.config, arguments.out, tuple(arguments.overrides))
+    recipe = arguments.config
+    directory = arguments.out
+    overrides = tuple(arguments.overrides)
     if arguments.tune is not None:
-        print(write_tables(tune(arguments.tune, arguments.grid, *shared, launcher), arguments.out))
+        runs = tune(arguments.tune, arguments.grid, recipe, directory, overrides, launcher)
+        print(write_tables(runs, directory))
         return
-    runs = plan_sweep(arguments.grid, *shared)
+    planned = plan_sweep(arguments.grid, recipe, directory, overrides)
     if arguments.index is not None:
-        run_sweep(runs[arguments.index : arguments.index + 1], launcher)
+        run_sweep([_run_at(arguments.index, planned)], launcher)
         return
     try:
         if arguments.list:
-            for index, run in enumerate(runs):
-                print(f"{index:4d}  {'done' if run.is_done() else 'open'}  {run.directory}")
+            _print_states(planned)
         else:
-            run_sweep(runs, launcher)
+            run_sweep(planned, launcher)
     finally:
-        print(write_tables(runs, arguments.out))
+        print(write_tables(planned, directory))
+
+
+def _run_at(index: int, runs: Sequence[SweepRun]) -> SweepRun:
+    if not 0 <= index < len(runs):
+        problem = f"--index {index} is not the number of a run: the grid has {len(runs)} runs"
+        raise UserError(problem, fix=f"give 0 to {len(runs) - 1}; --list shows the runs")
+    return runs[index]
+
+
+def _print_states(runs: Sequence[SweepRun]) -> None:
+    for index, run in enumerate(runs):
+        state = "done" if run.is_done() else "open"
+        print(f"{index:4d}  {state}  {run.directory}")
 
 
 def plan_sweep(
     grid: Sequence[str], recipe: str, directory: Path, overrides: Sequence[str] = ()
 ) -> tuple[SweepRun, ...]:
-    """Return the runs of a grid, each with a directory named by its values; the last key changes fastest.
+    """Return the runs of a grid, in its order: the values of the last key change fastest.
 
-    Zeroth-order runs keep no snapshots unless train.keep_snapshots is set: a journal gives back all weights.
+    Zeroth-order runs keep no snapshots unless train.keep_snapshots is set: a journal gives back all
+    weights.
+
+    Args:
+        grid: Words such as zo.sparsity=0.5,0.75 or seed,data.seed=0,1.
+        recipe: The recipe of all runs.
+        directory: The directory of the sweep.
+        overrides: key=value that change all runs.
+
+    Raises:
+        UserError: The grid cannot be run, or a configuration is refused.
     """
-    axes = [_parse_axis(text) for text in grid]
-    keys = [key for names, _ in axes for key in names] + [
-        text.partition("=")[0] for text in overrides
-    ]
+    axes = [_parse_axis(word) for word in grid]
+    keys = [key for axis in axes for key in axis.keys]
+    keys += [word.partition("=")[0] for word in overrides]
     for key in keys:
         if key == "run_dir" or keys.count(key) > 1:
-            raise UserError(
-                f"a sweep cannot set {key} twice, or run_dir at all", fix=f"remove {key}="
-            )
+            problem = f"a sweep cannot set {key} twice, or run_dir at all"
+            raise UserError(problem, fix=f"remove {key}=")
     runs: dict[str, SweepRun] = {}
-    for values in itertools.product(*(values for _, values in axes)):
-        changes = [*overrides]
-        changes += [
-            f"{key}={value}"
-            for (names, _), value in zip(axes, values, strict=True)
-            for key in names
-        ]
+    for values in itertools.product(*(axis.values for axis in axes)):
+        changes = list(overrides)
+        for axis, value in zip(axes, values, strict=True):
+            changes += [f"{key}={value}" for key in axis.keys]
         # The name has the values as they were read: 1e-6 and 0.000001 are the same run.
         flat = flatten(config_to_dict(load_config(recipe, [*changes, f"run_dir={directory}"])))
-        name = ",".join(f"{names[0]}={flat[names[0]]}" for names, _ in axes)
+        settings = {key: flat[key] for axis in axes for key in axis.keys}
+        name = ",".join(f"{axis.keys[0]}={settings[axis.keys[0]]}" for axis in axes)
         name = re.sub(r"[^\w.+,=-]", "-", name) or "run"
         if name in runs:
-            raise UserError(
-                f"two runs of the grid are the same: {name}", fix="remove one of the two values"
-            )
+            problem = f"two runs of the grid are the same: {name}"
+            raise UserError(problem, fix="remove one of the two values")
         run_dir = directory / name
         changes.append(f"run_dir={run_dir}")
         if flat["method"] in ZEROTH_ORDER and KEEP not in keys:
             changes.append(f"{KEEP}=0")
-        settings = {key: flat[key] for names, _ in axes for key in names}
         runs[name] = SweepRun(
-            settings, run_dir, load_config(recipe, changes), ("--config", recipe, *changes)
+            settings=settings,
+            directory=run_dir,
+            config=load_config(recipe, changes),
+            arguments=("--config", recipe, *changes),
         )
     return tuple(runs.values())
 
@@ -133,59 +181,90 @@ def tune(
 ) -> list[SweepRun]:
     """Search the value of a key with the lowest validation loss, and run a grid at this value.
 
-    The search starts at the recipe's value and goes on in steps of a factor of about 3 until the best value
-    has a worse one on both sides, with the first values of the grid. All runs that were done are returned.
+    The search starts at the recipe's value, with the first values of the grid. It goes on in steps
+    of half a power of ten until the best value has a worse one on both sides.
+
+    Args:
+        key: The key, whose value is a number above 0.
+        grid: As of `plan_sweep`.
+        recipe: As of `plan_sweep`.
+        out: The directory of the sweep.
+        overrides: As of `plan_sweep`.
+        launcher: The command that starts launch/train.py.
+
+    Returns:
+        All runs that were done, those that diverged included.
     """
     start = flatten(config_to_dict(load_config(recipe, [*overrides, f"run_dir={out}"]))).get(key)
     if not isinstance(start, float) or start <= 0:
-        raise UserError(
-            f"--tune {key} needs a number above 0 to start from", fix=f"set {key} in the recipe"
-        )
-    overrides = [text for text in overrides if text.partition("=")[0] != key]
-    first = [f"{','.join(names)}={values[0]}" for names, values in map(_parse_axis, grid)]
+        problem = f"--tune {key} needs a number above 0 to start from"
+        raise UserError(problem, fix=f"set {key} in the recipe")
+    overrides = [word for word in overrides if word.partition("=")[0] != key]
+    first_values = []
+    for axis in map(_parse_axis, grid):
+        first_values.append(f"{','.join(axis.keys)}={axis.values[0]}")
     runs: dict[Path, SweepRun] = {}
 
-    def do(index: int, grid: Sequence[str]) -> pd.DataFrame:
-        value = float(f"{start * 10 ** (index / 2):.1g}") if index else start
+    def run_at(exponent: int, grid: Sequence[str]) -> pd.DataFrame:
+        """Run a grid at a value of the key, which has one digit, and return the results."""
+        value = start
+        if exponent != 0:
+            value = float(f"{start * 10 ** (exponent / 2):.1g}")
         planned = plan_sweep([f"{key}={value}", *grid], recipe, out, overrides)
         run_sweep(planned, launcher, may_diverge=True)
         runs.update({run.directory: run for run in planned})
         return results_frame(planned)
 
-    def loss_of(index: int) -> float:
+    def loss_at(exponent: int) -> float:
         # Not best_dev_loss: if no value beats the base model, that is the same for all of them.
-        (loss,) = do(index, first)["trained_dev_loss"]
+        (loss,) = run_at(exponent, first_values)["trained_dev_loss"]
         return float("inf") if pd.isna(loss) else float(loss)
 
-    do(best_index(loss_of), grid)
+    run_at(best_index(loss_at), grid)
     return list(runs.values())
 
 
 def best_index(loss_of: Callable[[int], float]) -> int:
-    """Return the integer near 0 whose loss is lower than those of both neighbors."""
+    """Return an integer near 0 whose loss is lower than those of both neighbors."""
     losses: dict[int, float] = {}
     best = 0
-    while near := [index for index in (best, best - 1, best + 1) if index not in losses]:
-        losses.update({index: loss_of(index) for index in near})
+    while True:
+        near = [index for index in (best, best - 1, best + 1) if index not in losses]
+        if not near:
+            return best
+        for index in near:
+            losses[index] = loss_of(index)
         best = min(losses, key=lambda index: losses[index])
-    return best
 
 
 def run_sweep(
     runs: Sequence[SweepRun], launcher: Sequence[str], *, may_diverge: bool = False
 ) -> None:
-    """Do the runs that are not done, one after the other. A run that fails does not stop the others."""
+    """Do the runs that are not done, one after the other.
+
+    A run that fails does not stop the others.
+
+    Args:
+        runs: The runs.
+        launcher: The command that starts launch/train.py.
+        may_diverge: Whether a run that diverges has not failed.
+
+    Raises:
+        LezoError: At least one run has failed, or a signal has stopped the sweep.
+    """
     failures = []
     for run in runs:
+        name = run.directory.name
         if run.is_done():
-            logger.info("%s: done", run.directory.name)
+            logger.info("%s: done", name)
             continue
-        log = run.directory.with_name(run.directory.name + ".log")
-        logger.info("%s: output in %s", run.directory.name, log)
+        log = run.directory.with_name(f"{name}.log")
+        logger.info("%s: output in %s", name, log)
         make_directory(log.parent)
         code = _launch([*launcher, *run.arguments], log)
-        if not run.is_done() and not (may_diverge and code == DivergenceError.exit_code):
-            failures.append(f"{run.directory.name} (exit code {code}, see {log})")
+        has_diverged = code == DivergenceError.exit_code
+        if not run.is_done() and not (may_diverge and has_diverged):
+            failures.append(f"{name} (exit code {code}, see {log})")
     if failures:
         raise LezoError(f"{len(failures)} of {len(runs)} runs failed: {'; '.join(failures)}")
 
@@ -193,45 +272,59 @@ def run_sweep(
 def results_frame(runs: Sequence[SweepRun]) -> pd.DataFrame:
     """Return one row for each run: its name, its settings, and its results if it is done."""
     frame = read_runs([run.directory for run in runs])
-    settings = {key: [run.settings[key] for run in runs] for key in runs[0].settings}
-    names, done = [run.directory.name for run in runs], [run.is_done() for run in runs]
-    frame = frame.assign(run=names, finished=done, **settings)
+    keys = list(runs[0].settings)
+    for key in keys:
+        frame[key] = [run.settings[key] for run in runs]
+    frame["run"] = [run.directory.name for run in runs]
+    # A run that was finished with other settings counts as not finished.
+    frame["finished"] = [run.is_done() for run in runs]
     frame.loc[~frame["finished"], ["metric", *MEASURED]] = None
-    return frame[["run", *settings, "finished", "metric", *MEASURED]]
+    return frame[["run", *keys, "finished", "metric", *MEASURED]]
 
 
 def write_tables(runs: Sequence[SweepRun], directory: Path) -> str:
-    """Write results.csv, a row for each run; return the means over seeds, with the best setting marked."""
+    """Write results.csv with a row for each run, and return a table with a row for each setting.
+
+    The rows of the table are means over seeds. The setting with the lowest mean validation loss is
+    marked, among those whose runs are all finished.
+    """
     results = results_frame(runs)
     make_directory(directory)
     write_atomically(directory / "results.csv", results.to_csv(index=False))
     keys = [key for key in runs[0].settings if key not in SEEDS]
     summary = over_seeds(results, keys)
     losses = summary.loc[summary["finished"] == summary["runs"], "best_dev_loss"].dropna()
-    best = None if losses.empty else losses.idxmin()
-    marks = ["lowest validation loss" if index == best else "" for index in summary.index]
+    marks = pd.Series("", index=summary.index)
+    if not losses.empty:
+        marks[losses.idxmin()] = "lowest validation loss"
     shown = summary[[*keys, *_SHOWN]].assign(**{"": marks})
-    text = shown.to_string(index=False, na_rep="-", float_format="{:.4g}".format)
-    return "\n".join(line.rstrip() for line in text.splitlines())
+    table = shown.to_string(index=False, na_rep="-", float_format="{:.4g}".format)
+    return "\n".join(line.rstrip() for line in table.splitlines())
 
 
-def _parse_axis(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    names, equals, values = text.partition("=")
-    if not equals or not all(names.split(",")) or not all(values.split(",")):
-        raise UserError(
-            f"{text} is not KEY=VALUE,VALUE,...", fix="for instance zo.learning_rate=1e-6,7e-7"
-        )
-    return tuple(names.split(",")), tuple(values.split(","))
+def _parse_axis(word: str) -> _Axis:
+    """Return the keys and the values of a word such as seed,data.seed=0,1."""
+    left, equals, right = word.partition("=")
+    axis = _Axis(keys=tuple(left.split(",")), values=tuple(right.split(",")))
+    if not equals or "" in axis.keys or "" in axis.values:
+        example = "zo.learning_rate=1e-6,7e-7"
+        raise UserError(f"{word} is not KEY=VALUE,VALUE,...", fix=f"for instance {example}")
+    return axis
 
 
 def _launch(command: Sequence[str], log: Path) -> int:
-    """Run a command, append its output to a file, and return the exit code."""
+    """Run a command, append its output to a file, and return the exit code.
+
+    A signal that stops the sweep stops the command, too: at the first one, a run saves its state,
+    and the second one kills it.
+    """
     received: list[signal.Signals] = []
 
     def stop(number: signal.Signals) -> None:
-        received.append(number)  # at the first signal, a run saves its state
+        received.append(number)
+        sent = signal.SIGTERM if len(received) == 1 else signal.SIGKILL
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL if len(received) > 1 else signal.SIGTERM)
+            os.killpg(process.pid, sent)
 
     with log.open("a") as file:
         try:

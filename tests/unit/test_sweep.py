@@ -1,4 +1,4 @@
-"""The runs of a grid, their states and means over seeds; the search of the best value; a report of them."""
+"""A sweep: the runs of a grid, their states, means over seeds, and the search; a report of them."""
 
 from __future__ import annotations
 
@@ -84,6 +84,14 @@ def test_a_grid_is_every_combination_and_keys_with_a_comma_change_together(plan,
 def test_a_grid_that_cannot_be_run_is_refused(grid, overrides, message, plan):
     with pytest.raises(UserError, match=message):
         plan(*grid, overrides=overrides)
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_a_run_that_the_grid_does_not_have_is_refused(index, tmp_path):
+    arguments = {"config": RECIPE, "out": tmp_path, "grid": ["seed=0,1"], "overrides": []}
+    arguments |= {"launcher": "python", "tune": None, "list": False}
+    with pytest.raises(UserError, match="the grid has 2 runs; fix: give 0 to 1"):
+        sweep.main(Namespace(**arguments, index=index))
 
 
 def test_a_run_is_done_when_it_is_finished_with_its_own_settings(plan):
