@@ -1,4 +1,20 @@
-"""The directory of a run: configuration, environment, journal, metrics, snapshots and results."""
+"""The directory of a run: its paths, its lock, and its small files.
+
+RUN_DIR/
+  .lock                    held by the process that writes here
+  config.yaml              the configuration   | of the
+  environment.json         versions, hardware  | last start
+  journal.jsonl            the records of a zeroth-order run, or one that scores (lezo_ds/journal.py)
+  training_state.json      the records of a first-order run (records.py), which names one of
+  checkpoints/step-N/      DeepSpeed's checkpoint
+  snapshots/step-N/        a model in the format of transformers or peft
+  predictions/step-N.jsonl the answers to the test examples
+  metrics.jsonl            a line for each step and each evaluation
+  results.json             the outcome (results.py)
+  STOP, SAVE               made by the user: requests to stop, or to write a snapshot
+  earlier-N/               files of another run that were here
+  replicas/N/              the same again, of replica N (elastic.py); RUN_DIR itself is that of replica 0
+"""
 
 from __future__ import annotations
 
@@ -37,11 +53,21 @@ class DirectoryInUseError(UserError):
 
 
 class RunDirectory:
-    """The paths of a run, and its small files. `stop_file` and `save_file` are requests of the user."""
+    """The paths of a run, or of one replica in it, and its small files.
+
+    Attributes:
+        path: the directory.
+        number: of the replica. Replica 0 has the run's own directory.
+        journal, training_state, results: files of these names.
+        snapshots, checkpoints: folders of these names.
+        stop_file, save_file: files by which the user asks for a stop or a snapshot.
+    """
 
     def __init__(self, path: str | Path, number: int = 0) -> None:
-        self.path = Path(path, _REPLICAS, str(number)) if number else Path(path)
-        self.number = number  # of a replica: the first one has the run's own directory
+        self.path = Path(path)
+        if number > 0:
+            self.path = self.path / _REPLICAS / str(number)
+        self.number = number
         self.journal = self.path / "journal.jsonl"
         self.snapshots = self.path / "snapshots"
         self.training_state = self.path / "training_state.json"
@@ -51,19 +77,27 @@ class RunDirectory:
         self.results = self.path / "results.json"
         self._predictions = self.path / "predictions"
         self._metrics = self.path / "metrics.jsonl"
-        self._facts = (self.path / "config.yaml", self.path / "environment.json")
+        self._config = self.path / "config.yaml"
+        self._environment = self.path / "environment.json"
 
     def check_writable(self) -> None:
         """Refuse a path where no run can be. Nothing is left there."""
         with failures_named(self.path, UserError):
-            existing = next(
-                path for path in (self.path, *self.path.absolute().parents) if path.exists()
-            )
+            candidates = (self.path, *self.path.absolute().parents)
+            existing = next(path for path in candidates if path.exists())
             tempfile.TemporaryFile(dir=existing).close()
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Create the directory, and keep other processes from writing to it, on any host that shares it."""
+    def locked(self, *, needs_lock: bool = False) -> Iterator[None]:
+        """Create the directory, and keep other processes from writing to it, on any host that shares it.
+
+        Args:
+            needs_lock: whether to refuse a file system without locks. Else there is only a warning.
+
+        Raises:
+            DirectoryInUseError: another process holds the lock.
+            UserError: the directory cannot be made, or cannot be locked and `needs_lock`.
+        """
         with failures_named(self.path, UserError):
             make_directory(self.path)
             # It stays: a file that is removed could be locked twice.
@@ -73,40 +107,56 @@ class RunDirectory:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 file.seek(0)
-                fix = f"wait for its end, stop it (touch {self.stop_file}), or set another run_dir"
-                text = f"run_dir {self.path} is in use by {file.read(300)}"
-                raise DirectoryInUseError(text, fix=fix) from error
-            except OSError as error:
-                text = "%s is on a file system without locks (%s): start no second process in this directory"
-                logger.warning(text, self.path, error.strerror)
+                raise DirectoryInUseError(
+                    f"run_dir {self.path} is in use by {file.read(300)}",
+                    fix=f"wait for its end, stop it (touch {self.stop_file}), or set another run_dir",
+                ) from error
+            except OSError as error:  # such as ENOLCK of NFS, or ENOSYS of Lustre without -o flock
+                problem = f"{self.path} is on a file system without locks ({error.strerror})"
+                if needs_lock:
+                    raise UserError(
+                        f"{problem}, which replicas need",
+                        fix="mount it with locks (Lustre: -o flock), or set run_dir on another one",
+                    ) from error
+                logger.warning("%s: start no second process in this directory", problem)
             with suppress(OSError):  # a full disk; the text is only for the message above
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}")
                 file.flush()
             yield
 
-    def lock(self, lock: ExitStack, *, is_replica: bool) -> RunDirectory:
-        """Lock this directory; for a replica, or the first one below it that nobody uses. Return it."""
-        for number in itertools.count():
+    def lock(self, stack: ExitStack, *, is_replica: bool) -> RunDirectory:
+        """Lock this directory until the stack is closed, and return it.
+
+        A replica locks the first one that no other replica uses: this one, replicas/1, replicas/2 and so on.
+        Without locks, all replicas would take this one and write the same journal.
+        """
+        if not is_replica:
+            stack.enter_context(self.locked())
+            return self
+        number = 0
+        while True:
             directory = RunDirectory(self.path, number)
             try:
-                lock.enter_context(directory.locked())
-                break
+                stack.enter_context(directory.locked(needs_lock=True))
+                return directory
             except DirectoryInUseError:
-                if not is_replica:
-                    raise
-        return directory
+                number += 1
 
     def journals(self) -> list[Path]:
-        """Return the journals of all replicas."""
-        root = self.path.parents[1] if self.number else self.path
-        return [path / self.journal.name for path in (root, *root.glob(f"{_REPLICAS}/*"))]
+        """Return the journals of all replicas, whether or not they exist."""
+        root = self.path.parents[1] if self.number > 0 else self.path
+        directories = [root, *root.glob(f"{_REPLICAS}/*")]
+        return [directory / self.journal.name for directory in directories]
 
     def outputs(self) -> list[Path]:
         """Return what a run has written besides its journal or training state."""
         outputs = [self._metrics, self._predictions, self.results, self.snapshots, self.checkpoints]
-        has_any = any(path.exists() for path in outputs)
-        return [path for path in (*self._facts, *outputs) if has_any and path.exists()]
+        present = [path for path in outputs if path.exists()]
+        if not present:  # what describes a run may be there before the run
+            return []
+        described = [path for path in (self._config, self._environment) if path.exists()]
+        return described + present
 
     def set_aside(self, paths: Sequence[Path], reason: str) -> None:
         """Move files of another run to a new folder `earlier-N`."""
@@ -122,47 +172,58 @@ class RunDirectory:
         names = ", ".join(str(path.relative_to(self.path)) for path in paths)
         logger.warning("%s: %s %s; moved to %s", self.path, reason, names, target)
 
-    def write_facts(self, config: dict[str, Any], world_size: int, device: torch.device) -> None:
+    def write_facts(
+        self, config: dict[str, Any], world_size: int, device: torch.device
+    ) -> None:
         """Write config.yaml, and environment.json with versions, hardware, number of ranks and command."""
-        facts = {
+        on_gpu = device.type == "cuda"
+        environment = {
             "versions": library_versions(),
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else cpu_name(),
+            "device": torch.cuda.get_device_name() if on_gpu else cpu_name(),
             "cores": os.cpu_count(),
             "platform": platform.platform(),
             "world_size": world_size,
             "threads": torch.get_num_threads(),
             "command": ["python", *sys.argv],
         }
-        config_file, environment_file = self._facts
-        self.write(config_file, yaml.safe_dump(config, sort_keys=False))
-        self.write_json(environment_file, facts)
+        self.write(self._config, yaml.safe_dump(config, sort_keys=False))
+        self.write_json(self._environment, environment)
 
     def cut_metrics(self, step: int) -> float:
         """Drop the metrics of all steps after `step` and return the seconds that the run took until then."""
-        kept, seconds, damaged = "", 0.0, 0
-        lines = self._metrics.read_bytes().splitlines() if self._metrics.is_file() else []
+        lines = []
+        if self._metrics.is_file():
+            lines = self._metrics.read_bytes().splitlines()
+        remaining = []
+        seconds = 0.0
+        num_damaged = 0
         for line in lines:
             try:
-                entry = json.loads(line.decode())
+                text = line.decode()
+                entry = json.loads(text)
                 if entry["step"] <= step:
                     seconds = max(seconds, float(entry["seconds"]))
-                    kept += f"{line.decode()}\n"
-            except DAMAGE:  # a crash may have cut the last line short
-                damaged += line is not lines[-1]
-        if damaged:
-            logger.warning("%s: %d damaged lines are left out", self._metrics, damaged)
-        self.write(self._metrics, kept)
+                    remaining.append(f"{text}\n")
+            except DAMAGE:
+                if line is not lines[-1]:  # which a crash may have cut short
+                    num_damaged += 1
+        if num_damaged:
+            logger.warning("%s: %d damaged lines are left out", self._metrics, num_damaged)
+        self.write(self._metrics, "".join(remaining))
         return seconds
 
     def log_metrics(self, entry: dict[str, Any]) -> None:
+        """Append a line to metrics.jsonl. It is not synced."""
         with failures_named(self._metrics), self._metrics.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
     def write_predictions(self, step: int, rows: list[dict[str, Any]]) -> None:
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        self.write(self._predictions / f"step-{step:08}.jsonl", text)
+        """Write the answers to the test examples by the weights after `step` steps."""
+        lines = [json.dumps(row) + "\n" for row in rows]
+        self.write(self._predictions / f"step-{step:08}.jsonl", "".join(lines))
 
     def write_json(self, path: Path, content: object) -> None:
+        """Replace a JSON file of the run. LezoError: it cannot be written."""
         self.write(path, json.dumps(content, indent=1) + "\n")
 
     def write(self, path: Path, text: str) -> None:
@@ -173,5 +234,8 @@ class RunDirectory:
 
 
 def library_versions() -> dict[str, str]:
+    """Return the versions of Python, of this package and of LIBRARIES."""
     versions = {"python": platform.python_version(), "lezo_ds": lezo_ds.__version__}
-    return versions | {name: importlib.metadata.version(name) for name in LIBRARIES}
+    for name in LIBRARIES:
+        versions[name] = importlib.metadata.version(name)
+    return versions

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -163,6 +164,29 @@ def test_a_path_that_cannot_be_written_and_a_file_system_without_locks_are_named
     monkeypatch.setattr(fcntl, "flock", refuse)
     with RunDirectory(tmp_path).locked():
         assert "is on a file system without locks (No locks available)" in caplog.text
+
+
+def test_replicas_take_the_first_free_number_and_none_where_no_lock_tells_which_is_free(
+    tmp_path, monkeypatch
+):
+    run = RunDirectory(tmp_path / "run")
+    with ExitStack() as first, ExitStack() as second:
+        assert run.lock(first, is_replica=True).path == tmp_path / "run"
+        assert run.lock(second, is_replica=True).path == tmp_path / "run" / "replicas" / "1"
+        with pytest.raises(UserError, match="is in use"):
+            run.lock(second, is_replica=False)
+        first.close()
+        assert run.lock(second, is_replica=True).number == 0
+
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with ExitStack() as stack:
+        message = r"run is on a file system without locks .*, which replicas need; fix: "
+        with pytest.raises(UserError, match=message):
+            run.lock(stack, is_replica=True)
+        assert run.lock(stack, is_replica=False).path == tmp_path / "run"
 
 
 def test_metrics_of_steps_that_will_be_done_again_and_torn_or_damaged_lines_are_dropped(
