@@ -172,7 +172,7 @@ class RunDirectory:
         names = ", ".join(str(path.relative_to(self.path)) for path in paths)
         logger.warning("%s: %s %s; moved to %s", self.path, reason, names, target)
 
-    def write_facts(
+    def write_config_and_environment(
         self, config: dict[str, Any], world_size: int, device: torch.device
     ) -> None:
         """Write config.yaml, and environment.json with versions, hardware, number of ranks and command."""

@@ -1,7 +1,15 @@
 """A zeroth-order run as one of several replicas, which may come and go at any step.
 
-All replicas append the same lines to their journals. The lowest replica leaves the quorum to evaluate and to
-write snapshots, and the others go on. It brings the evaluation along when it joins again.
+A replica is one launch, with the base weights and a journal of its own; all replicas append the same lines to
+their journals, so all have the same weights. The quorum of a round are the replicas that do a step together.
+The lowest replica leaves the quorum to evaluate and to write snapshots, and the others go on. When it joins
+again, it brings the evaluation along, and all record it in the same round:
+
+    replica 0    step 9 | leaves: evaluates 10, snapshot, catches up | joins: step 12 | step 13
+    replica 1    step 9 | step 10           | step 11                | step 12        | step 13
+    all journals                                                       line of the evaluation, then step 12
+
+A replica that is behind takes over the lines that it lacks, and applies their steps as a replay does.
 """
 
 from __future__ import annotations
@@ -10,198 +18,214 @@ import logging
 import time
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
-
-from tqdm import tqdm
 
 from lezo_ds import distributed
-from lezo_ds.config import may_differ_on_resume
 from lezo_ds.files import write_atomically
-from lezo_ds.journal import EvaluationRecord, read_journal
+from lezo_ds.journal import EvaluationRecord
 from lezo_ds.replicas import FEW_LINES, Lines, Replicas, StepLostError, reaches, whole_lines
-from lezo_ds.runs import records, run
+from lezo_ds.runs import records
+from lezo_ds.runs.directory import RunDirectory
+from lezo_ds.runs.membership import Membership
+from lezo_ds.runs.method import StepMetrics
+from lezo_ds.runs.run import Run
+from lezo_ds.runs.signals import Stopped
+from lezo_ds.runs.zeroth_order import ZerothOrderMethod
 
 logger = logging.getLogger(__name__)
 
+_PAUSE_SECONDS = 0.2
+"""Seconds between rounds after the last step, in which replicas only wait for an evaluation."""
 
-class ElasticRun(run.Run):
-    """The part of a replica in a run."""
 
-    def __init__(self, *arguments: Any, replicas: Replicas) -> None:
-        super().__init__(*arguments)
-        self.engine.replicas = self.replicas = replicas
-        replicas.num_workers = self.engine.world_size // self.engine.tensor_parallel
-        self._is_away = (
-            self.directory.number == 0
-        )  # the first one scores the base model before it joins
+class ReplicaMembership(Membership):
+    """The part of one replica in a run.
+
+    Args:
+        replicas: the link to the other replicas.
+        method: that of this run, whose journal the others follow.
+        directory: of this replica. The one without a number of its own scores the base model before it joins.
+    """
+
+    def __init__(
+        self, replicas: Replicas, method: ZerothOrderMethod, directory: RunDirectory
+    ) -> None:
+        self._replicas = replicas
+        self._method = method
+        self._engine = method.engine
+        self._directory = directory
         self._evaluator = ""  # address of the last replica that left to evaluate
+        self._engine.replicas = replicas
+        replicas.num_workers = self._engine.world_size // self._engine.tensor_parallel
 
-    def _open_journal(self) -> list[EvaluationRecord]:
-        path = self.directory.journal
-        if not path.exists() and (lines := self._newer_lines()):
+    def open(self, run: Run) -> None:
+        distributed.on_rank_zero(lambda: self._begin_with_others(run))
+        self._open_method()
+
+    def _begin_with_others(self, run: Run) -> None:
+        """Take over the journal of others, if this replica has none."""
+        path = self._directory.journal
+        if path.exists():
+            return
+        lines = self._newer_lines()
+        if lines is not None:
             write_atomically(path, lines.data)
-            records.check_records(self.config, self.data, self.directory, self.engine.world_size)
-        evaluations = super()._open_journal()
-        self.replicas.journal = self._journal
-        return evaluations
+            records.check_records(run.config, run.data, self._directory, self._engine.world_size)
+
+    def _open_method(self) -> None:
+        self._method.open()
+        self._replicas.journal = self._method.journal
+
+    def begin(self, run: Run) -> None:
+        if self._directory.number == 0:
+            run.evaluate("test", at=0)
+            run.evaluate("dev", at=0)
+        self._catch_up()
+
+    # Lines of others.
 
     def _newer_lines(self) -> Lines | None:
-        """Return lines that this journal lacks, of a replica or of what one has left in this directory."""
-        if lines := self.replicas.newer_lines():
+        """Return lines that this journal lacks: of a replica, or of what one has left in this directory."""
+        lines = self._replicas.newer_lines()
+        if lines is not None:
             return lines
-        own = whole_lines(self.directory.journal)
-        later = [
-            lines for lines in map(whole_lines, self.directory.journals()) if lines.startswith(own)
-        ]
-        longest = max(later, key=len)
-        return Lines(len(own), longest[len(own) :]) if len(longest) > len(own) else None
+        own = whole_lines(self._directory.journal)
+        longest = own
+        for path in self._directory.journals():
+            other = whole_lines(path)
+            if other.startswith(own) and len(other) > len(longest):
+                longest = other
+        if longest == own:
+            return None
+        return Lines(len(own), longest[len(own) :])
 
     def _catch_up(self) -> None:
-        """Do what the others have done, before asking for the quorum."""
-        while lines := distributed.on_rank_zero(self._newer_lines):
-            if self._take(lines) <= FEW_LINES:
+        """Do what the others have done, outside the quorum, until this replica is close to them."""
+        while True:
+            lines = distributed.on_rank_zero(self._newer_lines)
+            if lines is None or self._take_over(lines) <= FEW_LINES:
                 return
 
-    def _take(self, lines: Lines) -> int:
-        """Take over the lines of others and do their steps. Return the number of lines."""
-        if lines.start == 0:
-            distributed.on_rank_zero(lambda: self._replace_journal(lines.data))
-            self.engine.load_model(None, 0)
-            self._open()
-            return lines.data.count(b"\n")
-        journal = self._journal
-        new = distributed.on_rank_zero(lambda: journal.extend(lines.data) if journal else [])
-        self.engine.records += records.steps_of(new)
-        self.engine.apply(self.engine.global_steps, len(self.engine.records))
-        self.engine.global_steps = len(self.engine.records)
-        self.evaluations += records.evaluations_of(new)
-        return len(new)
+    def _take_over(self, lines: Lines) -> int:
+        """Append the lines of others and do their steps. Return the number of lines."""
+        if lines.start > 0:
+            return self._method.follow(lines.data)
+        self._method.replace_journal(lines.data)
+        self._replicas.journal = self._method.journal
+        return lines.data.count(b"\n")
 
-    def _replace_journal(self, lines: bytes) -> None:
-        assert self._journal is not None
-        path = self.directory.journal
-        others = path.with_name("journal.others")
-        write_atomically(others, lines)
-        header = read_journal(others).header
-        records.assert_same_run(header, self._journal.header, may_differ_on_resume(self.config))
-        logger.warning("the other replicas have another journal; this one is now %s.left", path)
-        self._journal.close()
-        path.replace(path.with_name(f"{path.name}.left"))
-        others.replace(path)
+    # Rounds.
 
-    def _train(self, bar: tqdm[Any]) -> None:
-        if self._is_away and self.engine.global_steps == 0:
-            super()._evaluate_if_due()
-        self._is_away = False
-        self._catch_up()
-        self._num_done = self.engine.global_steps
-        super()._train(bar)
-        while self._missing() or self.replicas.news:
-            self._look_for_requests()
-            if self.engine.agree_on_stop():
-                raise run.Stopped
-            with suppress(StepLostError):
-                self._meet()
-                if not (self._missing() and self._evaluate_in_turn()):
-                    self._do_empty_round()
-            time.sleep(0.2)
-
-    def _train_step(self) -> dict[str, Any]:
+    def step(self, run: Run) -> StepMetrics:
         while True:
             try:
-                self._meet()
-                if self._is_over():  # with the steps of others
-                    self._do_empty_round()
-                    return self._values(self.engine.records[-1])
-                is_checked = self.engine.global_steps % run.CHECK_EVERY == 0
-                self.replicas.digest = self.engine.weights.digest() if is_checked else ""
-                values = super()._train_step()
-                self._record_news()
-                return values
+                return self._do_round(run)
             except StepLostError as error:
-                logger.info("step %d is done again: %s", self.engine.global_steps, error)
+                logger.info("step %d is done again: %s", self._engine.global_steps, error)
 
-    def _is_over(self) -> bool:
-        return self.engine.global_steps >= self.num_steps or self._has_lost_patience()
+    def _do_round(self, run: Run) -> StepMetrics:
+        self.meet()
+        if self._is_over(run):  # by the steps that were taken over
+            self._do_empty_round(run)
+            return self._method.metrics_of_last_step()
+        self._replicas.digest = self._engine.weights.digest() if run.is_check_due() else ""
+        metrics = self._method.step()
+        self._record_brought(run)
+        return metrics
 
-    def _meet(self) -> None:
-        while (place := self.replicas.meet()).lines is not None:
-            self._take(place.lines)
+    def meet(self) -> None:
+        """Join the quorum of the next round. Take over what this replica lacks. A collective."""
+        while True:
+            place = self._replicas.meet()
+            if place.lines is None:
+                return
+            self._take_over(place.lines)
             if not place.has_left:
                 return
             self._catch_up()
 
-    def _do_empty_round(self) -> None:
+    def _do_empty_round(self, run: Run) -> None:
         """Take part in a round after the last step, for evaluations that others bring along."""
-        self.replicas.digest = ""
-        self.replicas.sum([0.0, 0.0], {"waits after": str(self.engine.global_steps)})
-        self._record_news()
+        self._replicas.digest = ""
+        self._replicas.sum([0.0, 0.0], {"waits after": str(self._engine.global_steps)})
+        self._record_brought(run)
 
-    def _record_news(self) -> None:
-        assert self.replicas.place is not None
-        for values in self.replicas.place.news:
-            record = EvaluationRecord(**values)
-            if not self._evaluation(record.split, record.step):
-                super()._record_evaluation(record)
-        self.replicas.news = []
+    def _is_over(self, run: Run) -> bool:
+        return self._engine.global_steps >= run.num_steps or run.has_lost_patience()
 
-    def _record_evaluation(self, record: EvaluationRecord) -> None:
-        """Bring it along: all replicas record it when this one is back."""
-        self.replicas.news.append(asdict(record))
+    # Evaluations.
 
-    def _evaluate(self, split: str, at: int) -> None:
-        if self._is_away:
-            super()._evaluate(split, at)
+    def record(self, run: Run, evaluation: EvaluationRecord) -> None:
+        """Bring the evaluation along: all replicas record it in the next round of this one."""
+        self._replicas.news.append(asdict(evaluation))
 
-    def _snapshot_if_due(self) -> None:
-        if self._is_away:
-            super()._snapshot_if_due()
+    def _record_brought(self, run: Run) -> None:
+        """Record what the replicas of this round have brought along."""
+        assert self._replicas.place is not None, "there was a round"
+        for values in self._replicas.place.news:
+            evaluation = EvaluationRecord(**values)
+            if run.evaluation_of(evaluation.split, evaluation.step) is None:
+                self._method.record(evaluation)
+        self._replicas.news = []
 
-    def _evaluate_if_due(self) -> None:
-        is_due = ("dev", self.engine.global_steps) in self._missing() or self._is_snapshot_due()
-        if self.replicas.place is not None and is_due:
-            self._evaluate_in_turn()
+    def evaluate_and_save(self, run: Run) -> None:
+        is_missing = ("dev", self._engine.global_steps) in self._missing(run)
+        is_due = is_missing or run.is_snapshot_due()
+        if self._replicas.place is not None and is_due:
+            self._evaluate_in_turn(run)
 
-    def _evaluate_in_turn(self) -> bool:
+    def _evaluate_in_turn(self, run: Run) -> bool:
         """Leave, evaluate and catch up, if this replica is the lowest. Return whether it is."""
-        place, head = self.replicas.place, self.engine.global_steps
-        assert place is not None
-        # At the end of the run, nothing is left to do but to wait for the one that evaluates.
-        is_waiting = self._is_over() and self._evaluator not in ("", *place.addresses)
-        if is_waiting and distributed.on_rank_zero(lambda: reaches(self._evaluator)):
+        place = self._replicas.place
+        assert place is not None, "there was a round"
+        head = self._engine.global_steps
+        is_over = self._is_over(run)
+        is_evaluator_away = self._evaluator not in ("", *place.addresses)
+        # After the last step, there is nothing to do but to wait for it, while it is alive.
+        if (
+            is_over
+            and is_evaluator_away
+            and distributed.on_rank_zero(lambda: reaches(self._evaluator))
+        ):
             return False
-        missing = [
-            (split, step) for split, step in self._missing() if step == head or self._is_over()
-        ]
+        missing = [(split, step) for split, step in self._missing(run) if step == head or is_over]
         self._evaluator = place.addresses[0]
         if place.position > 0:
             return False
-        self.replicas.leave()
-        self._is_away = True
+        self._replicas.leave()
         for split, step in missing:
-            if step != self.engine.global_steps:
-                self._restore(step)
-            self._evaluate(split, step)
-        if self.engine.global_steps != head:
-            self._restore(None)
-        self._snapshot_if_due()
-        self._is_away = False
+            if step != self._engine.global_steps:
+                self._method.restore(step)
+            run.evaluate(split, at=step)
+        if self._engine.global_steps != head:
+            self._method.restore(head)
+        run.save_if_due()
         self._catch_up()
         return True
 
-    def _missing(self) -> list[tuple[str, int]]:
+    def _missing(self, run: Run) -> list[tuple[str, int]]:
         """Return the splits and steps that must be evaluated by now and are not. Newest first."""
-        step, every = self.engine.global_steps, self._eval_every
-        recorded = {(record.split, record.step) for record in self.evaluations}
-        due = {("dev", number) for number in range(0, step + 1, every)}
-        if self._is_over():
+        step = self._engine.global_steps
+        evaluations = self._method.evaluations
+        recorded = {(evaluation.split, evaluation.step) for evaluation in evaluations}
+        due = {("dev", number) for number in range(0, step + 1, run.eval_every)}
+        if self._is_over(run):
             due |= {("dev", step), ("test", 0)}
-            best = records.best_evaluation(self.evaluations)
+            best = records.best_evaluation(evaluations)
             if best is not None and due <= recorded:
                 due = {("test", best.step)}
-        brought = {(values["split"], values["step"]) for values in self.replicas.news}
-        return sorted(due - recorded - brought, key=lambda each: -each[1])
+        brought = {(values["split"], values["step"]) for values in self._replicas.news}
+        return sorted(due - recorded - brought, key=lambda split_and_step: -split_and_step[1])
 
-    def _look_for_requests(self) -> None:
-        super()._look_for_requests()
-        self.replicas.stops_all = self.writes and self.directory.stop_file.exists()
+    def finish(self, run: Run) -> None:
+        while self._missing(run) or self._replicas.news:
+            run.look_for_requests()
+            if self._engine.agree_on_stop():
+                raise Stopped
+            with suppress(StepLostError):
+                self.meet()
+                if not (self._missing(run) and self._evaluate_in_turn(run)):
+                    self._do_empty_round(run)
+            time.sleep(_PAUSE_SECONDS)
+
+    def pass_on_stop(self, *, is_asked: bool) -> None:
+        self._replicas.stops_all = is_asked

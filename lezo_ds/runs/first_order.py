@@ -2,12 +2,19 @@
 
 As in MeZO's own fine-tuning (Malladi et al. 2023, with transformers' Trainer), dropout is on in training and
 off in evaluations, and gradients are clipped unless DeepSpeed's JSON says otherwise.
+
+No replay gives these weights back. A run resumes from DeepSpeed's checkpoint, on the same number of ranks:
+
+    training_state.json         header, evaluations, and the step of the checkpoint
+    checkpoints/step-00000300/  written by all ranks: weights, AdamW's moments, schedule, loss scale
+    snapshots/step-00000200/    the best weights so far, for the end of the run and for export
+    snapshots/step-00000300/    the newest ones
 """
 
 from __future__ import annotations
 
+import logging
 import math
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -22,12 +29,16 @@ from lezo_ds import distributed
 from lezo_ds.checkpoints.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.checkpoints.snapshots import read_manifest, remove_snapshots, snapshot_path
 from lezo_ds.config import RunConfig
+from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import DivergenceError, UserError
+from lezo_ds.files import failures_named, sync
 from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
 from lezo_ds.forward.perturbed_forward import PerturbedForward
 from lezo_ds.forward.probes import Perturbation
 from lezo_ds.journal import EvaluationRecord
+from lezo_ds.runs.directory import RunDirectory
+from lezo_ds.runs.method import StepMetrics, TrainingMethod, set_foreign_snapshots_aside
 from lezo_ds.runs.records import (
     TrainingState,
     assert_same_base,
@@ -35,11 +46,13 @@ from lezo_ds.runs.records import (
     make_header,
     owner_of,
 )
-from lezo_ds.runs.run import Run
 from lezo_ds.sharding import zero3
 from lezo_ds.zo.keys import dropout_key
 
-MAX_GRADIENT_NORM = 1.0  # the default of transformers' Trainer
+logger = logging.getLogger(__name__)
+
+MAX_GRADIENT_NORM = 1.0
+"""Norm to which gradients are clipped: the default of transformers' Trainer."""
 
 
 class FirstOrderEngine(ModelEngine):
@@ -55,6 +68,7 @@ class FirstOrderEngine(ModelEngine):
 
     @property
     def learning_rate(self) -> float:
+        """Learning rate of the next step."""
         return float(self._deepspeed.get_lr()[0])
 
     @property
@@ -65,50 +79,65 @@ class FirstOrderEngine(ModelEngine):
     def train_batch(
         self, batch: StepBatch | Sequence[MicroBatch], loss_function: LossFunction
     ) -> float:
-        """Do one step and return the mean loss over the batch before the update.
+        """Do one step and return the mean loss over the batch before the update. A collective.
 
         The batch is the same on every rank. If this raises, the weights have not changed.
+
+        Raises:
+            DivergenceError: the loss is not finite.
+            DesyncError: the ranks do not work on the same step or batch, or had other losses before.
+            UserError: the loss has no gradient, or the ranks cannot share the micro-batches evenly.
         """
         batch = StepBatch.of(batch)
-        share, total_weight = self.share_of_rank(self.global_rank, len(batch)), batch.total_weight
+        own_indices = self.share_of_rank(self.global_rank, len(batch))
         losses = torch.zeros(len(batch), dtype=torch.float64, device=self.device)
         self._deepspeed.train()
-        for index in share:
+        for index in own_indices:
             loss = self._loss(to_device(batch[index], self.device), index, loss_function)
             losses[index] = loss.detach()
             # DeepSpeed averages the gradients over the ranks, but the loss is a mean over the whole batch.
-            self._deepspeed.backward(loss * (self.world_size / total_weight), scale_wrt_gas=False)
-            if index != share[-1]:
+            scale = self.world_size / batch.total_weight
+            self._deepspeed.backward(loss * scale, scale_wrt_gas=False)
+            if index != own_indices[-1]:
                 self._deepspeed.step()  # counts the micro-batch; only the last call updates the weights
-        facts = {
-            "step": str(self.global_steps),
-            "learning rate": repr(self.learning_rate),
-            "loss of the step before": repr(self._last_loss),
-        }
+        # The losses are compared before the last call, so that a step that raises changes no weight.
         sums = self.sum_losses(
-            losses, batch, facts, lambda rank: self.share_of_rank(rank, len(batch))
+            losses, batch, self._claims(), lambda rank: self.share_of_rank(rank, len(batch))
         )
-        mean = self._last_loss = sum(sums) / total_weight
-        if not math.isfinite(mean):
-            fix = "lower adamw.learning_rate, or use bf16 or fp32 instead of fp16"
+        mean_loss = sum(sums) / batch.total_weight
+        self._last_loss = mean_loss
+        if not math.isfinite(mean_loss):
             raise DivergenceError(
-                f"the loss of step {self.global_steps} is not finite: {mean}; fix: {fix}"
+                f"the loss of step {self.global_steps} is not finite: {mean_loss}; "
+                "fix: lower adamw.learning_rate, or use bf16 or fp32 instead of fp16"
             )
         self._deepspeed.step()
         zero3.finish_updates()
         self._deepspeed.eval()
         self.global_steps += 1
-        return mean
+        return mean_loss
+
+    def _claims(self) -> dict[str, str]:
+        """Return what this rank says of its step, which must be the same on all ranks."""
+        return {
+            "step": str(self.global_steps),
+            "learning rate": repr(self.learning_rate),
+            "loss of the step before": repr(self._last_loss),
+        }
 
     def _loss(self, micro_batch: MicroBatch, index: int, loss_function: LossFunction) -> Tensor:
+        """Return the summed loss of a micro-batch, with its gradient. `index` is its place in the batch."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), zero3.no_gathered_weights_saved():
+            # Dropout depends on the place in the batch, not on the rank.
             torch.manual_seed(dropout_key(self._seed, self.global_steps, index))
             (logits,) = self._perturbed(micro_batch, None, self._deepspeed)
         loss = loss_function(logits, micro_batch).sum()
         if not loss.requires_grad:
-            text = "method adamw needs a loss with a gradient, which train.objective does not have"
-            raise UserError(text, fix="set train.objective=task, or method=lezo")
+            problem = (
+                "method adamw needs a loss with a gradient, which train.objective does not have"
+            )
+            raise UserError(problem, fix="set train.objective=task, or method=lezo")
         return loss
 
     def run(self, micro_batch: MicroBatch, perturbation: Perturbation | None) -> tuple[Tensor, ...]:
@@ -119,30 +148,64 @@ class FirstOrderEngine(ModelEngine):
         return outputs
 
     def save_training_state(self, root: Path) -> None:
-        """Write weights, optimizer, schedule and loss scale to `root/step-NNNNNNNN`. A collective."""
-        name = snapshot_path(root, self.global_steps).name
-        self._deepspeed.save_checkpoint(str(root), tag=name, save_latest=False)
-        # DeepSpeed does not sync its files, but the caller removes the old checkpoint next.
-        os.sync()
+        """Write weights, optimizer, schedule and loss scale to `root/step-NNNNNNNN`. A collective.
+
+        The files are on the disk when this returns.
+        """
+        target = snapshot_path(root, self.global_steps)
+        # This ends with a barrier, so the files of all ranks are complete (DeepSpeed 0.19.8).
+        self._deepspeed.save_checkpoint(str(root), tag=target.name, save_latest=False)
+        # DeepSpeed does not sync its files, but the caller removes the old checkpoint next. What the ranks
+        # of a node have written is in the page cache of that node, so one of them syncs it.
+        if distributed.local_rank() == 0:
+            with failures_named(target):
+                for path in (*target.rglob("*"), target, root, root.parent):
+                    sync(path)
         distributed.barrier()
 
     def load_training_state(self, root: Path, step: int) -> None:
-        """Restore what `save_training_state` wrote, on as many ranks. Trusted: these files are pickled."""
-        self._deepspeed.load_checkpoint(str(root), tag=snapshot_path(root, step).name)
+        """Restore what `save_training_state` wrote, on as many ranks. A collective.
+
+        These files are pickled, so they are trusted.
+
+        Raises:
+            UserError: a file of this rank is missing or damaged. Other ranks may wait for this one, which
+                ends the process.
+        """
+        source = snapshot_path(root, step)
+        try:
+            # The path is None if DeepSpeed finds no files (0.19.8), and then no weight has changed.
+            path, _ = self._deepspeed.load_checkpoint(str(root), tag=source.name)
+            if path is None:
+                raise FileNotFoundError("DeepSpeed finds no files")
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # for a damaged file, torch and DeepSpeed raise of many kinds
+            if isinstance(error, RuntimeError) and distributed.lost_rank(error) is not None:
+                raise
+            raise UserError(
+                f"the checkpoint {source} cannot be loaded: {type(error).__name__}: {error}",
+                fix="restore it from a copy, or use another run_dir",
+            ) from error
         zero3.finish_updates()
         self.global_steps = step
 
 
 def initialize_first_order(config: RunConfig, ds_config: Mapping[str, Any]) -> FirstOrderEngine:
     """Load a run's model, sharded over all ranks, and return the engine that fine-tunes it by AdamW."""
-    model, train = config.model, config.train
-    assert train.steps is not None
+    model = config.model
+    train = config.train
+    assert train.steps is not None, "a configuration without steps is refused"
     distributed.init_distributed()
     # DeepSpeed 0.19 calls it at every step, and torch 2.13 warns at every call.
     warnings.filterwarnings("ignore", ".*reduce_scatter_tensor. is deprecated", FutureWarning)
     num_passes = train.batch_size // train.micro_batch_size // distributed.world_size()
-    batch = {"train_batch_size": train.batch_size, "gradient_accumulation_steps": num_passes}
-    ds_config = {"gradient_clipping": MAX_GRADIENT_NORM, **ds_config, **batch}
+    ds_config = {
+        "gradient_clipping": MAX_GRADIENT_NORM,
+        **ds_config,
+        "train_batch_size": train.batch_size,
+        "gradient_accumulation_steps": num_passes,
+    }
     sharded = load_sharded_model(
         model.path,
         ds_config=ds_config,
@@ -152,9 +215,8 @@ def initialize_first_order(config: RunConfig, ds_config: Mapping[str, Any]) -> F
         peft=config.peft,
     )
     trainable = [parameter for parameter in sharded.module.parameters() if parameter.requires_grad]
-    adamw = config.adamw
     optimizer = torch.optim.AdamW(
-        trainable, lr=adamw.learning_rate, weight_decay=adamw.weight_decay
+        trainable, lr=config.adamw.learning_rate, weight_decay=config.adamw.weight_decay
     )
     schedule = get_linear_schedule_with_warmup(optimizer, 0, train.steps)
     engine = zero3.start_training_engine(
@@ -164,84 +226,120 @@ def initialize_first_order(config: RunConfig, ds_config: Mapping[str, Any]) -> F
     return FirstOrderEngine(engine, perturbed, sharded, config.seed)
 
 
-class FirstOrderRun(Run):
-    """A run of AdamW. DeepSpeed's checkpoint, which training_state.json names, is its training state."""
+class FirstOrderMethod(TrainingMethod):
+    """AdamW in a run. DeepSpeed's checkpoint, which training_state.json names, is its training state.
 
-    engine: FirstOrderEngine  # type: ignore[assignment]
-    _has_journal = False
-    _state: TrainingState
+    The order of writes makes any crash harmless: snapshot, checkpoint, training_state.json, and only then is
+    the older checkpoint removed.
+    """
 
-    def _open(self) -> None:
+    engine: FirstOrderEngine
+    needs_snapshot_to_stop = True
+
+    def __init__(
+        self, config: RunConfig, data: TaskData, directory: RunDirectory, engine: FirstOrderEngine
+    ) -> None:
+        self.engine = engine
+        self.evaluations = []
+        self._config = config
+        self._data = data
+        self._directory = directory
+        self._state: TrainingState  # set by `open`
+
+    def open(self) -> None:
         self._state = distributed.on_rank_zero(self._open_state)
         self.evaluations = list(self._state.evaluations)
         if self._state.step > 0:
-            self.engine.load_training_state(self.directory.checkpoints, self._state.step)
+            self.engine.load_training_state(self._directory.checkpoints, self._state.step)
 
     def _open_state(self) -> TrainingState:
-        path, base = self.directory.training_state, self.engine.base
+        """Read training_state.json on rank 0, or start one, and remove what came after its step."""
+        path = self._directory.training_state
+        base = self.engine.base
         if path.exists():
             recorded = TrainingState.read(path)
             assert_same_base(recorded.header, base)
-            done = tuple(record for record in recorded.evaluations if record.step <= recorded.step)
-            state = replace(recorded, world_size=self.engine.world_size, evaluations=done)
-            self._resume(state.step, owner_of(state.header))
+            # Later ones belong to steps that will be done again.
+            evaluations = [
+                record for record in recorded.evaluations if record.step <= recorded.step
+            ]
+            state = replace(
+                recorded, world_size=self.engine.world_size, evaluations=tuple(evaluations)
+            )
+            if state.step > 0:  # loading it may take a while
+                logger.info("resuming at step %d of %d", state.step, self._config.train.steps)
+            set_foreign_snapshots_aside(self._directory, owner_of(state.header))
         else:
-            header = make_header(self.config, self.data, base.fingerprint, base.table_hash)
+            header = make_header(self._config, self._data, base.fingerprint, base.table_hash)
             state = TrainingState(header, self.engine.world_size)
-            self.directory.set_aside(self.directory.outputs(), "an earlier run left")
-        remove_snapshots(self.directory.checkpoints, [state.step])
-        remove_snapshots(self.directory.snapshots, range(state.step + 1))
+            self._directory.set_aside(self._directory.outputs(), "an earlier run left")
+        remove_snapshots(self._directory.checkpoints, [state.step])
+        remove_snapshots(self._directory.snapshots, range(state.step + 1))
         return state
 
-    def _protected(self) -> tuple[int, ...]:
-        best = best_evaluation(self.evaluations)
-        return () if best is None else (best.step,)
+    def step(self) -> StepMetrics:
+        batch = self._data.step_batch(self._config, self.engine.global_steps)
+        learning_rate = self.engine.learning_rate
+        num_skipped = self.engine.skipped_steps
+        loss = self.engine.train_batch(batch, self._data.loss)
+        is_applied = self.engine.skipped_steps == num_skipped
+        return {"loss": loss, "learning_rate": learning_rate, "applied": is_applied}
 
-    def _num_skipped(self) -> int:
-        return self.engine.skipped_steps
-
-    def _train_step(self) -> dict[str, Any]:
-        batch = self.data.step_batch(self.config, self.engine.global_steps)
-        learning_rate, skipped = self.engine.learning_rate, self.engine.skipped_steps
-        loss = self.engine.train_batch(batch, self.data.loss)
-        applied = self.engine.skipped_steps == skipped
-        return {"loss": loss, "learning_rate": learning_rate, "applied": applied}
-
-    def _record_evaluation(self, record: EvaluationRecord) -> None:
+    def record(self, evaluation: EvaluationRecord) -> None:
         """Record the evaluation. If it is the best so far, keep the weights too."""
-        self.evaluations.append(record)
-        is_best = record.split == "dev" and best_evaluation(self.evaluations) is record
-        if is_best and not self._is_base(record.step):
+        self.evaluations.append(evaluation)
+        is_best = evaluation.split == "dev" and best_evaluation(self.evaluations) is evaluation
+        if is_best and not self._is_base(evaluation.step):
             self._write_snapshot()
         self._write_state(evaluations=tuple(self.evaluations))
 
-    def _save(self) -> None:
+    def check(self) -> None:
+        """Do nothing: nobody knows what the weights should be but the optimizer that made them."""
+
+    def save(self) -> None:
         if self._state.step == self.engine.global_steps:
             return
-        # training_state.json is written last. A crash before that resumes from the old checkpoint, which is
-        # removed only when the file names the new one.
+        # training_state.json is written last. A crash before that resumes from the old checkpoint,
+        # which is removed only when the file names the new one.
         self._write_snapshot()
-        self.engine.save_training_state(self.directory.checkpoints)
+        self.engine.save_training_state(self._directory.checkpoints)
         self._write_state(step=self.engine.global_steps)
-        if self.writes:
-            remove_snapshots(self.directory.checkpoints, [self._state.step])
+        if distributed.rank() == 0:
+            remove_snapshots(self._directory.checkpoints, [self._state.step])
 
     def _write_state(self, **changes: Any) -> None:
         self._state = replace(self._state, **changes)
-        path, content = self.directory.training_state, asdict(self._state)
-        distributed.on_rank_zero(lambda: self.directory.write_json(path, content))
+        path = self._directory.training_state
+        content = asdict(self._state)
+        distributed.on_rank_zero(lambda: self._directory.write_json(path, content))
 
     def _write_snapshot(self) -> None:
-        target = snapshot_path(self.directory.snapshots, self.engine.global_steps)
+        """Write the weights of the current step, unless there is a valid snapshot of them."""
+        step = self.engine.global_steps
+        target = snapshot_path(self._directory.snapshots, step)
         if not distributed.on_rank_zero(lambda: read_manifest(target) is not None):
-            checksum = owner_of(self._state.header).checksum(self.engine.global_steps)
+            checksum = owner_of(self._state.header).checksum(step)
             self.engine.write_model(target, journal=checksum)
 
-    def _restore(self, step: int | None) -> None:
-        step = step or 0
-        snapshot = snapshot_path(self.directory.snapshots, step)
-        self.engine.load_model(None if self._is_base(step) else snapshot, step)
+    def restore(self, step: int) -> None:
+        """Load the snapshot of a step. The optimizer stays where it is: no step follows."""
+        snapshot = None
+        if not self._is_base(step):
+            snapshot = snapshot_path(self._directory.snapshots, step)
+        self.engine.load_model(snapshot, step)
 
     def _is_base(self, step: int) -> bool:
         """Return whether step 0 needs no snapshot. A prefix may start differently on another machine."""
-        return step == 0 and self.config.peft.kind != "prefix"
+        return step == 0 and self._config.peft.kind != "prefix"
+
+    def protected_steps(self, *, is_finished: bool) -> tuple[int, ...]:
+        best = best_evaluation(self.evaluations)
+        if best is None or is_finished:  # the user asked for no snapshots at the end
+            return ()
+        return (best.step,)
+
+    def num_skipped_steps(self) -> int:
+        return self.engine.skipped_steps
+
+    def close(self) -> None:
+        """Do nothing: training_state.json is complete after each write."""

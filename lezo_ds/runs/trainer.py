@@ -23,10 +23,12 @@ from lezo_ds.errors import UserError
 from lezo_ds.noise import NOISE_VERSION
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.disk import check_disk
-from lezo_ds.runs.first_order import FirstOrderRun, initialize_first_order
+from lezo_ds.runs.first_order import FirstOrderMethod, initialize_first_order
+from lezo_ds.runs.membership import SingleLaunch
 from lezo_ds.runs.records import RecordedRun, assert_same_model_config, check_records, steps_of
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.run import Run
+from lezo_ds.runs.zeroth_order import ZerothOrderMethod
 
 logger = logging.getLogger(__name__)
 
@@ -42,32 +44,48 @@ def train(config: RunConfig) -> RunResults:
     nothing_done = distributed.lost_ranks_reported(
         lambda: "last good step: none, the run was starting"
     )
-    with nothing_done, ExitStack() as lock:
+    with nothing_done, ExitStack() as resources:
         distributed.init_distributed(config.train.timeout_seconds)
         ds_config = _prepared(config)
         num_ranks = distributed.world_size()
         check_shares(config, ds_config, num_ranks)
         data = load_task_data(config)
         monitors, directory = distributed.on_rank_zero(
-            lambda: check_run(config, data, num_ranks, lock)
+            lambda: check_run(config, data, num_ranks, resources)
         )
         ds_config = {**monitors, **ds_config}
-        if config.method == "adamw":
-            logger.info("loading %s", config.model.path)
-            return FirstOrderRun(
-                config, data, directory, initialize_first_order(config, ds_config)
-            ).execute()
-        if config.elastic.lighthouse is None:
-            return Run(config, data, directory, make_engine(config, ds_config)).execute()
-        # torchft is an extra, and only replicas load it.
-        from lezo_ds.replicas import Replicas
-        from lezo_ds.runs.elastic import ElasticRun
+        return _compose(config, data, directory, ds_config, resources).execute()
 
-        address, seconds = config.elastic.lighthouse, config.train.timeout_seconds
-        replicas = Replicas(address, directory.number, directory.journal, seconds)
-        lock.callback(replicas.leave)
-        engine = make_engine(config, ds_config)
-        return ElasticRun(config, data, directory, engine, replicas=replicas).execute()
+
+def _compose(
+    config: RunConfig,
+    data: TaskData,
+    directory: RunDirectory,
+    ds_config: dict[str, Any],
+    resources: ExitStack,
+) -> Run:
+    """Load the model and return the run with its method and its membership. A collective."""
+    if config.method == "adamw":
+        logger.info("loading %s", config.model.path)
+        engine = initialize_first_order(config, ds_config)
+        first_order = FirstOrderMethod(config, data, directory, engine)
+        return Run(config, data, directory, first_order, SingleLaunch())
+    lighthouse = config.elastic.lighthouse
+    if lighthouse is None:
+        method = ZerothOrderMethod(config, data, directory, make_engine(config, ds_config))
+        return Run(config, data, directory, method, SingleLaunch())
+    # torchft is an extra, and only replicas load it.
+    from lezo_ds.replicas import Replicas
+    from lezo_ds.runs.elastic import ReplicaMembership
+
+    # The link comes first: a wrong address is refused before weights are loaded.
+    replicas = Replicas(
+        lighthouse, directory.number, directory.journal, config.train.timeout_seconds
+    )
+    resources.callback(replicas.leave)
+    method = ZerothOrderMethod(config, data, directory, make_engine(config, ds_config))
+    membership = ReplicaMembership(replicas, method, directory)
+    return Run(config, data, directory, method, membership)
 
 
 def check_run(

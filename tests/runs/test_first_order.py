@@ -12,13 +12,14 @@ import signal
 import pytest
 import torch
 from commands import assert_one_error, run_forked, run_forked_well, wait_until
+from faults import run_faulty
 from ranks import run_ranks
 from run_ends import digest_after, results_of
 from tiny_runs import DS_CONFIG, SEED, TINY_OPT, make_batch, write_model
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from lezo_ds.checkpoints.snapshots import read_manifest, snapshot_steps
+from lezo_ds.checkpoints.snapshots import read_manifest, snapshot_path, snapshot_steps
 from lezo_ds.config import config_from_dict
 from lezo_ds.config.deepspeed import load_ds_config
 from lezo_ds.data.objectives import classification_loss
@@ -173,6 +174,43 @@ def test_a_run_stopped_then_killed_ends_as_if_nothing_had_happened(recipe, undis
         assert steps_logged(run_dir) == list(range(1, STEPS + 1))
     assert digest_after(run_dir, STEPS) == digest_after(undisturbed, STEPS)
     assert set(snapshot_steps(run_dir / "snapshots")) == {ended["best_step"], STEPS}
+
+
+def test_all_files_of_a_checkpoint_are_on_the_disk_before_the_state_names_it(recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    log = tmp_path / "operations"
+    finished = run_faulty(arguments(recipe, run_dir, "train.steps=3"), num_ranks=2, log=log)
+    assert finished.code == 0, finished.err[-5000:]
+    operations = log.read_text().splitlines()
+    last_named = len(operations) - operations[::-1].index("replace training_state.json")
+    synced = {line for line in operations[:last_named] if line.startswith("fsync ")}
+    checkpoint = snapshot_path(run_dir / "checkpoints", 3)
+    files = list(checkpoint.iterdir())
+    assert len(files) == 4  # the weights and the optimizer of each rank
+    for path in (*files, checkpoint, checkpoint.parent):
+        assert f"fsync {path.relative_to(run_dir)}" in synced
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut short"])
+@pytest.mark.parametrize("kind", ["model", "optim"])
+def test_a_checkpoint_that_cannot_be_loaded_is_refused_in_one_line(
+    kind, damage, recipe, undisturbed, tmp_path
+):
+    run_dir = shutil.copytree(undisturbed, tmp_path / "run")
+    (path,) = (run_dir / "checkpoints").rglob(f"*rank_0_*_{kind}_states.pt")
+    if damage == "missing":
+        path.unlink()
+    else:
+        os.truncate(path, path.stat().st_size // 2)
+    finished = run_forked(arguments(recipe, run_dir), num_ranks=2)
+    # The other rank may add that this one has ended.
+    error = next(line for line in finished.err.splitlines() if line.startswith("error: "))
+    assert finished.code == 2 and "Traceback" not in finished.err
+    assert f"the checkpoint {path.parent} cannot be loaded: " in error
+    assert "fix: restore it from a copy" in error
+    assert (run_dir / "training_state.json").read_bytes() == (
+        undisturbed / "training_state.json"
+    ).read_bytes()
 
 
 def test_the_best_step_is_exported_and_scored_and_other_ranks_are_refused(

@@ -344,13 +344,13 @@ FLIPPED = """
 import runpy
 from lezo_ds.runs import elastic, run
 run.CHECK_EVERY = 5
-meet = elastic.ElasticRun._meet
+meet = elastic.ReplicaMembership.meet
 def flip_then_meet(self):
-    if self.engine.global_steps == {step}:
-        tensor = self.engine.weights.parameters[0].parameter.ds_tensor
+    if self._engine.global_steps == {step}:
+        tensor = self._engine.weights.parameters[0].parameter.ds_tensor
         tensor.data[-1] += 1
     meet(self)
-elastic.ElasticRun._meet = flip_then_meet
+elastic.ReplicaMembership.meet = flip_then_meet
 runpy.run_path({train!r}, run_name="__main__")
 """
 

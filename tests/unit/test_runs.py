@@ -287,7 +287,7 @@ def test_the_summary_of_a_run_is_short():
 
 @pytest.mark.parametrize("text", DAMAGED)
 def test_damaged_results_are_not_read_and_the_report_says_so(directory, text):
-    directory.write_facts(config_to_dict(config()), 1, torch.device("cpu"))
+    directory.write_config_and_environment(config_to_dict(config()), 1, torch.device("cpu"))
     (directory.path / "results.json").write_bytes(text.encode(errors="surrogateescape"))
     assert RunResults.read(directory.results) is None
     assert "damaged results.json" in read_runs([directory.path])["problem"][0]
