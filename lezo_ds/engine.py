@@ -108,7 +108,7 @@ class ModelEngine:
         return self._deepspeed.monitor
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop after the next step. It only sets a flag, as signal handlers must."""
+        """Ask all ranks to stop after the next step. As a signal handler must, it sets a flag."""
         self._stop_requested = True
 
     def request_snapshot(self) -> None:

@@ -87,7 +87,8 @@ class DensePerturber(Perturber):
         kwargs: Mapping[str, Any],
     ) -> Tensor:
         """Run an embedding: perturb only the rows that its tokens read."""
-        (ids,) = (*args, *kwargs.values())  # nn.Embedding calls its argument `input`
+        inputs = [*args, *kwargs.values()]  # nn.Embedding calls its argument `input`
+        (ids,) = inputs
 
         def read(ids: Tensor) -> Tensor:
             rows: Tensor = self.state.run_in_parts(

@@ -1,4 +1,5 @@
-"""Small inputs of a real run: a random OPT with its own tokenizer, a data set in SST-2's schema, a recipe."""
+"""Small inputs of a real run: a random OPT with its own tokenizer, a data set in SST-2's schema,
+a recipe."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ LINKS = ("is", "was", "feels", "seems", "looks", "remains")
 
 
 def shared_asset(name):
-    """Return a file or folder of the test assets, which are too large to be part of the repository."""
+    """Return a file or folder of the test assets, which are too large to be part of the
+    repository."""
     path = Path(os.environ.get("LEZO_TEST_ASSETS", REPOSITORY.parent / "shared")) / name
     if not path.exists():
         pytest.skip(f"{path} does not exist; set LEZO_TEST_ASSETS to the folder that holds {name}")
@@ -76,7 +78,8 @@ def shared_asset(name):
 
 
 def labelled_reviews(rng, num_reviews):
-    """Return different sentences of one to three clauses, in SST-2's schema. Label 0 is negative."""
+    """Return different sentences of one to three clauses, in SST-2's schema. Label 0 is
+    negative."""
     reviews = {}
     while len(reviews) < num_reviews:
         label = rng.randrange(2)
@@ -92,7 +95,8 @@ def labelled_reviews(rng, num_reviews):
 
 
 def tokenizer_of(words, split, decoder=None, adds_bos=True, without=(), **more):
-    """Return a tokenizer with one token for each of SPECIAL_TOKENS and of the words that `split` cuts."""
+    """Return a tokenizer with one token for each of SPECIAL_TOKENS and of the words that `split`
+    cuts."""
     vocabulary = {word: index for index, word in enumerate((*SPECIAL_TOKENS, *words))}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = split
@@ -106,7 +110,8 @@ def tokenizer_of(words, split, decoder=None, adds_bos=True, without=(), **more):
 
 
 def write_reader(directory, num_blocks=NUM_BLOCKS, seed=0, family="opt", odd=False):
-    """Write a random model of 4 blocks x 16 (or another number of blocks) and its word-level tokenizer.
+    """Write a random model of 4 blocks x 16 (or another number of blocks) and its word-level
+    tokenizer.
 
     With odd sizes, the shards of every parameter are padded.
     """
@@ -163,7 +168,8 @@ def recipe_values(model, data):
 
 
 def write_recipe(directory):
-    """Write a model, data and a recipe that names them below `directory`; return the recipe's path."""
+    """Write a model, data and a recipe that names them below `directory`; return the recipe's
+    path."""
     values = recipe_values(write_reader(directory / "model"), write_data(directory / "data"))
     path = directory / "recipe.yaml"
     path.write_text(yaml.safe_dump(values))

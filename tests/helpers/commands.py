@@ -1,6 +1,7 @@
 """Run the project's commands as a user does, in a clean environment.
 
-`run_forked` saves the seconds of the imports: its ranks are forked from a server that has done them.
+`run_forked` saves the seconds of the imports: its ranks are forked from a server that has done
+them.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Finished:
 
 
 def environment(**more):
-    """Return an environment that owes nothing to the one the tests run in, and never asks the hub."""
+    """Return an environment that owes nothing to the one the tests run in, and never asks the
+    hub."""
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
     programs = str(Path(sys.executable).parent)
     return {
@@ -69,7 +71,8 @@ def environment(**more):
 
 
 def python(*arguments, program="train.py"):
-    """Return the command that starts one rank of a program: a file in launch/, or a command's name."""
+    """Return the command that starts one rank of a program: a file in launch/, or a command's
+    name."""
     return [sys.executable, *_program(program), *map(str, arguments)]
 
 
@@ -108,7 +111,8 @@ def run_well(command, **variables):
 
 
 def assert_one_error(finished, code, *fragments):
-    """Assert that a command ended with the code and one error line, which holds the fragments and a fix."""
+    """Assert that a command ended with the code and one error line, which holds the fragments
+    and a fix."""
     errors = [line for line in finished.err.splitlines() if line.startswith("error: ")]
     assert finished.code == code, finished.err[-5000:]
     assert len(errors) == 1, finished.err[-5000:]
@@ -177,8 +181,8 @@ def run_forked(
 ):
     """Run a command, a program of launch/, or another file, on forked ranks, to its end.
 
-    `meanwhile` is called with the processes of all ranks as soon as they are started. When a rank fails, the
-    others have `grace` seconds to end; with 0 they are killed, as launchers kill them.
+    `meanwhile` is called with the processes of all ranks as soon as they are started. When a rank
+    fails, the others have `grace` seconds to end; with 0 they are killed, as launchers kill them.
     """
     shared = environment(**variables, WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1")
     command = [*_program(program), *map(str, arguments)]
@@ -212,7 +216,8 @@ def run_forked_well(arguments, **options):
 
 
 def _read_all(directory, kind):
-    # A rank that was killed early has no file; one that was killed later may have written half a character.
+    # A rank that was killed early has no file; one that was killed later may have written half a
+    # character.
     return "".join(
         file.read_text(errors="replace") for file in sorted(Path(directory).glob(f"{kind}-*"))
     )

@@ -31,7 +31,8 @@ class Fault:
 
 
 def run_faulty(arguments, fault=Fault(number=0), log=None, **options):
-    """Run launch/train.py with a fault on forked ranks. `log` gets the operations on the run's directory."""
+    """Run launch/train.py with a fault on forked ranks. `log` gets the operations on the run's
+    directory."""
     run_dir = next(
         str(a).removeprefix("run_dir=") for a in arguments if str(a).startswith("run_dir=")
     )
@@ -46,10 +47,11 @@ def num_reported_steps(run_dir):
 
 
 def check_interrupted(run_dir, undisturbed):
-    """Assert that a killed run left what the undisturbed one had at that moment; return the steps it lost.
+    """Assert that a killed run left what the undisturbed one had at that moment; return the
+    steps it lost.
 
-    The last line of its journal may be torn. A lost step is one that metrics.jsonl calls done and the journal
-    lacks.
+    The last line of its journal may be torn. A lost step is one that metrics.jsonl calls done and
+    the journal lacks.
     """
     path = run_dir / "journal.jsonl"
     if path.exists():

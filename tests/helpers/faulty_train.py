@@ -1,4 +1,5 @@
-"""launch/train.py with a fault in the file operations of Python and safetensors (see `faults.Fault`)."""
+"""launch/train.py with a fault in the file operations of Python and safetensors (see
+`faults.Fault`)."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ class Injector:
 
 
 def _path_of(name, arguments, keywords):
-    """Return the absolute path that an operation changes: a rename's new name, a descriptor's file."""
+    """Return the absolute path that an operation changes: a rename's new name, a descriptor's
+    file."""
     subject = arguments[1] if name in ("replace", "rename", "save") else arguments[0]
     if isinstance(subject, int):
         return _opened_path(subject).removesuffix(" (deleted)")

@@ -79,7 +79,8 @@ PLAIN = (
 MARKED = (
     "{% for turn in messages %}"
     + _OPENING
-    + "{% if turn['role'] == 'assistant' %}{% generation %}{{ turn['content'] + '</s>' }}{% endgeneration %}"
+    + "{% if turn['role'] == 'assistant' %}"
+    + "{% generation %}{{ turn['content'] + '</s>' }}{% endgeneration %}"
     + "{% else %}{{ turn['content'] + '</s>' }}{% endif %}{{ '\n' }}{% endfor %}"
     + _GENERATION_PROMPT
 )
@@ -92,7 +93,8 @@ THINKING = (
     + "{{ turn['content'].split('</think>')[-1] + '</s>\n' }}{% endfor %}"
     + _GENERATION_PROMPT
 )
-"""A template as that of Qwen3: only the last turn has thoughts, so a turn changes when others follow it."""
+"""A template as that of Qwen3: only the last turn has thoughts, so a turn changes when others
+follow it."""
 
 WITHOUT_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
@@ -103,7 +105,8 @@ COLORS = ("red", "green", "blue", "white")
 
 
 def write_chat_model(directory, template=PLAIN):
-    """Write a random OPT of 2 blocks x 16 whose tokens are bytes, with a chat template if one is given."""
+    """Write a random OPT of 2 blocks x 16 whose tokens are bytes, with a chat template if one is
+    given."""
     write_byte_model(directory)
     if template is not None:
         (directory / "chat_template.jinja").write_text(template)

@@ -1,4 +1,4 @@
-"""What the server that ranks are forked from has imported: a rank then starts in a tenth of a second."""
+"""What the server that forks ranks has imported: a rank then starts in a tenth of a second."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ _GRACE_SECONDS = 5.0  # for the other ranks to report, once one has failed
 
 
 def run_ranks(function, num_ranks, *arguments, timeout=180.0):
-    """Call `function(*arguments)`, which are pickled, on every rank and return the results, by rank."""
+    """Call `function(*arguments)`, which are pickled, on every rank and return the results, by
+    rank."""
     port = free_port()
     ranks = {}
     processes = []

@@ -45,7 +45,8 @@ class Reference:
 
     @torch.no_grad()
     def losses(self, batch, key, probes, dropped_blocks=()):
-        """Return the mean loss over a step's batch at theta + scale z of each (direction, scale)."""
+        """Return the mean loss over a step's batch at theta + scale z of each (direction,
+        scale)."""
         losses = []
         for direction, scale in probes:
             for name, parameter in self.parameters.items():
@@ -110,7 +111,8 @@ class Reference:
     def _summed_loss(self, batch):
         """Return the summed cross-entropy over the candidates, in float64.
 
-        Only the logits asked for are computed: the last bits of a matrix product depend on its shape.
+        Only the logits asked for are computed: the last bits of a matrix product depend on its
+        shape.
         """
         hidden = self.model.base_model(**batch.inputs).last_hidden_state
         asked = hidden[batch.selection.rows, batch.selection.positions]
@@ -151,7 +153,8 @@ def _block(name, num_blocks):
 
 
 def _nearest(values, dtype, precision):
-    """Round float32 values to the nearest of `dtype`; with low bits in bf16, ties go away from zero."""
+    """Round float32 values to the nearest of `dtype`; with low bits in bf16, ties go away from
+    zero."""
     if dtype == torch.bfloat16 and precision == "fp32_master":
         return (
             ((values.contiguous().view(torch.int32) + 0x8000) >> 16)

@@ -1,4 +1,5 @@
-"""What a run has left in its directory, and the part of it that is the same however the run got there."""
+"""What a run has left in its directory, and the part of it that is the same however the run got
+there."""
 
 from __future__ import annotations
 

@@ -75,11 +75,13 @@ FAMILIES = {
 """Family -> (config, path of its blocks)."""
 
 MIXTURES = ("mixtral", "qwen3_moe")
-"""Families whose tokens choose experts: a rounding may change the choice, and the logits with it."""
+"""Families whose tokens choose experts: a rounding may change the choice, and the logits with
+it."""
 
 
 def random_model(config, dtype=torch.float32, seed=0):
-    """Return a model whose every parameter, biases and norms too, is random and matters to the logits."""
+    """Return a model whose every parameter, biases and norms too, is random and matters to the
+    logits."""
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

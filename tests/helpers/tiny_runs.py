@@ -44,7 +44,8 @@ def write_model(config, directory, dtype=torch.float32, seed=0):
 
 
 def make_batch(step, num_micro_batches=4, examples=2, vocabulary=VOCABULARY):
-    """Return a step's micro-batches: classification batches of random tokens, a pure function of `step`."""
+    """Return a step's micro-batches: classification batches of random tokens, a pure function of
+    `step`."""
     generator = torch.Generator().manual_seed(step)
 
     def example():
@@ -60,7 +61,8 @@ def make_batch(step, num_micro_batches=4, examples=2, vocabulary=VOCABULARY):
 
 
 def zo_config(**changes):
-    """Return the optimizer's settings for the tiny models: half of the blocks dropped, a step that shows."""
+    """Return the optimizer's settings for the tiny models: half of the blocks dropped, a step
+    that shows."""
     defaults = {"learning_rate": 1e-3, "perturbation_scale": 1e-3, "sparsity": 0.5}
     return ZoConfig(**(defaults | changes))
 
@@ -95,7 +97,8 @@ def train(engine, num_steps, num_micro_batches=4, vocabulary=VOCABULARY):
 
 
 def full_weights(engine):
-    """Return all parameters whole, by name, and the low bits beside them as `name.low`. A collective."""
+    """Return all parameters whole, by name, and the low bits beside them as `name.low`. A
+    collective."""
     weights = {}
     for parameter in engine.weights.parameters:
         weights[parameter.name] = parameter.gather()

@@ -23,7 +23,8 @@ _DEEDS = ("fell asleep", "saw", "ate", "lost", "sang of", "ran from")
 
 
 def write_writer(directory, family="opt", seed=0, has_pad=True):
-    """Write a random model of a family and its tokenizer, one token a character, the newline among them.
+    """Write a random model of a family and its tokenizer, one token a character, the newline
+    among them.
 
     It writes few characters only, so that its answers end now and then, and are right in part.
     """
@@ -105,7 +106,8 @@ def write_tasks(directory, num_records=24):
 
 
 def task_config(model, data, task, run_dir="", **changes):
-    """Return the configuration of a run of 4 steps; `changes` are dotted keys with __ for the dot."""
+    """Return the configuration of a run of 4 steps; `changes` are dotted keys with __ for the
+    dot."""
     values = {
         "run_dir": str(run_dir),
         "model.path": str(model),

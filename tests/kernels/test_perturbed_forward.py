@@ -38,7 +38,8 @@ SELECTIONS = {
 
 
 def record_rows(block, rows):
-    """Append, whenever a block runs, the number of sequences that its first module with weights gets."""
+    """Append, whenever a block runs, the number of sequences that its first module with weights
+    gets."""
     first = next(module for module in block.modules() if hasattr(module, "weight"))
     first.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
 
@@ -60,9 +61,11 @@ def perturbation(signs, dropped=(), scale=SCALE, key=SEED, noise=NOISE):
 
 
 def reference(model, trainable, change, dtype=torch.float32):
-    """A copy whose active parameters hold theta + mu z, in `dtype`; independent of the code under test.
+    """A copy whose active parameters hold theta + mu z, in `dtype`; independent of the code
+    under test.
 
-    Matrices are rounded to the model's own dtype first, and vectors are not: those are used in float32.
+    Matrices are rounded to the model's own dtype first, and vectors are not: those are used in
+    float32.
     """
     # A copy of a wrapped model would run the original's modules.
     assert not any("forward" in vars(module) for module in model.modules())
@@ -131,7 +134,8 @@ def assert_same_weights(model, expected):
 
 
 def both_ways(model, trainable, batch, dropped):
-    """(both probes in one pass, each in a pass of its own): the logits at theta + mu z and theta - mu z."""
+    """(both probes in one pass, each in a pass of its own): the logits at theta + mu z and theta
+    - mu z."""
     perturbed = PerturbedForward(model, trainable)
     singles = [run(perturbed, model, batch, perturbation(sign, dropped)) for sign in (PLUS, MINUS)]
     return run(perturbed, model, batch, perturbation(BOTH, dropped)), [
@@ -313,7 +317,8 @@ class Mixer(nn.Module):
 
 
 class ToyModel(nn.Module):
-    """The root owns a parameter too, so that even the head, which runs twice, runs inside one copy."""
+    """The root owns a parameter too, so that even the head, which runs twice, runs inside one
+    copy."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()

@@ -1,4 +1,5 @@
-"""The LayerNorm of GPUs, on a GPU (pytest -m gpu) or in Triton's interpreter (see test_noise_triton.py)."""
+"""The LayerNorm of GPUs, on a GPU (pytest -m gpu) or in Triton's interpreter (see
+test_noise_triton.py)."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def test_triton_norms_at_each_probe_are_those_of_float64_rounded_once(
             for name, parameter in module.named_parameters()
         ]
         expected = nn.functional.layer_norm(share.double(), (width,), *vectors, module.eps)
-        # The next float of 16 bits may be the nearest after rounding in float32: half a unit and a little.
+        # The next float of 16 bits may be the nearest after rounding in float32: half a unit and a
+        # little.
         unit = torch.finfo(dtype).eps * expected.abs()
         assert ((result.double() - expected).abs() <= 0.51 * unit + 1e-6).all()
         assert (result == expected.to(dtype)).float().mean() > 0.99

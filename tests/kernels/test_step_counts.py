@@ -1,7 +1,8 @@
-"""What a step asks of the host: its Python calls, collectives and operators, on a small fixed model.
+"""What a step asks of the host: its Python calls, collectives and operators, on a small fixed
+model.
 
-The limits are 10 % above what a step took when they were written; the collectives are exact. A step that has
-become slower mostly shows here first: most of the time of a small step is the host's.
+The limits are 10 % above what a step took when they were written; the collectives are exact. A step
+that has become slower mostly shows here first: most of the time of a small step is the host's.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ NO_KERNELS = (
 
 
 class Operators(TorchDispatchMode):
-    """Counts the operators that launch a kernel on a GPU: no views, and none that only allocate memory."""
+    """Counts the operators that launch a kernel on a GPU: no views, and none that only allocate
+    memory."""
 
     def __init__(self):
         super().__init__()

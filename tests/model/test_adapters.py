@@ -1,4 +1,5 @@
-"""LoRA and prefix tuning: where they start, what they compute, and that other libraries open what is saved.
+"""LoRA and prefix tuning: where they start, what they compute, and that other libraries open
+what is saved.
 
 tests/runs/test_matrix.py trains, resumes, replays and exports them.
 """
@@ -152,7 +153,8 @@ def _prefix(directory, family, dtype, num_ranks, root):
 
 
 def logits_by_hand(model, prefix, ids):
-    """Return the logits of right-padded text behind a prefix in the cache, the text's positions from 0."""
+    """Return the logits of right-padded text behind a prefix in the cache, the text's positions
+    from 0."""
     rows, tokens = ids.shape
     cache = DynamicCache(config=model.config)
     for block, (key, value) in enumerate(prefix):
@@ -215,7 +217,8 @@ def test_a_prefix_equals_keys_and_values_put_before_the_text_by_hand(family, tmp
 
 
 def _first_values_of_another_machine(directory, root, num_ranks):
-    """Train from first values that this engine itself would not compute; return records and a digest."""
+    """Train from first values that this engine itself would not compute; return records and a
+    digest."""
     engine = start_engine(directory, peft_config("prefix"), num_ranks=num_ranks)
     for parameter in engine.weights.adapter_parameters:
         with parameter.shard(write=True) as shard:

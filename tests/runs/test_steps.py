@@ -114,7 +114,8 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all_and_too_many_en
 
 
 def _syncs_before_updates(directory, journal):
-    """Return, for a step with its shards in memory and one with shards on a disk, what comes first."""
+    """Return, for a step with its shards in memory and one with shards on a disk, what comes
+    first."""
     engine = start_engine(directory)
     attach_new_journal(engine, journal)
     order = []
