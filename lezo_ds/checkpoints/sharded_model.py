@@ -101,7 +101,7 @@ def load_sharded_model(
     *,
     ds_config: Mapping[str, Any],
     dtype: str,
-    precision: UpdatePrecision,
+    precision: UpdatePrecision | None,
     seed: int = 0,
     peft: PeftConfig | None = None,
     partition_size: int | None = None,

@@ -143,7 +143,7 @@ class ZoConfig:
     Method lezo needs it. 0 is MeZO. With 1, only the weights outside the blocks are tuned."""
     update_precision: UpdatePrecision = "fp32_master"
     """How an update is stored in 16-bit weights. fp32_master also keeps the 16 low bits, which takes 2 more
-    bytes per parameter; stochastic rounds at random without bias; nearest loses most of a small update."""
+    bytes per parameter; stochastic rounds at random without bias."""
     estimator: Annotated[str, Named(ESTIMATORS)] = "spsa"
     """How losses become projected gradients: spsa (two-sided, the papers'), one-sided (all directions share
     the loss at theta), fzoo (one-sided differences, divided by their deviation), evolution-strategies (the

@@ -91,7 +91,7 @@ class NoiseBackend(ABC):
         """Return z of the elements [start, start + count): fp32 [count]."""
         values = torch.zeros(count, device=self.device)
         target = UpdateTarget(values, Region(start), parameter_id)
-        self.update_([target], [Update(key, -1.0)], "nearest")
+        self.update_([target], [Update(key, -1.0)], precision="stochastic")
         return values
 
     def perturb(

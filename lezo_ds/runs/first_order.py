@@ -210,7 +210,7 @@ def initialize_first_order(config: RunConfig, ds_config: Mapping[str, Any]) -> F
         model.path,
         ds_config=ds_config,
         dtype=model.dtype,
-        precision="nearest",
+        precision=None,
         seed=config.seed,
         peft=config.peft,
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from reprlib import Repr
 from typing import Any
 
+import lezo_ds
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import resolve_model
 from lezo_ds.checkpoints.sharded_model import BaseModel
@@ -70,9 +71,12 @@ def make_header(
 def config_of(header: Header, run_dir: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration in a header, with `key=value` overrides. No module is imported."""
     values = {key: value for key, value in header.config.items() if key not in _INPUTS}
-    return config_from_dict(
-        values | {"run_dir": str(run_dir)}, f"run {run_dir}", overrides, recorded=True
-    )
+    where = f"run {run_dir}"
+    # A refusal names both versions: an older one had keys and values that are gone.
+    version = header.libraries.get("lezo_ds")
+    if version != lezo_ds.__version__:
+        where += f" (written by lezo_ds {version}; this is {lezo_ds.__version__})"
+    return config_from_dict(values | {"run_dir": str(run_dir)}, where, overrides, recorded=True)
 
 
 def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str]) -> None:

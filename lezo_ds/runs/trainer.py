@@ -32,7 +32,7 @@ from lezo_ds.runs.zeroth_order import ZerothOrderMethod
 
 logger = logging.getLogger(__name__)
 
-_SCORING_ONLY = ZoConfig(learning_rate=0.0, sparsity=0.0, update_precision="nearest")
+_SCORING_ONLY = ZoConfig(learning_rate=0.0, sparsity=0.0, update_precision="stochastic")
 """Settings of an engine that updates nothing, and therefore stores no low bits of the weights."""
 
 

@@ -32,6 +32,7 @@ _LOW_STREAM = (
 class ShardedWeights:
     """The shards of one rank, and their low bits with `fp32_master`.
 
+    `precision` is how `apply` stores updates; it is None if an optimizer of torch updates the weights instead.
     `aliases` are all names of each parameter, by its first name: tied weights have several. With
     `has_adapter`, the trainable parameters are those of an adapter, which no checkpoint of the model has.
     """
@@ -41,7 +42,7 @@ class ShardedWeights:
         parameters: Sequence[ShardedParameter],
         *,
         aliases: Mapping[str, tuple[str, ...]],
-        precision: UpdatePrecision,
+        precision: UpdatePrecision | None,
         has_adapter: bool = False,
     ) -> None:
         self.parameters = parameters
@@ -137,6 +138,7 @@ class ShardedWeights:
         law: PerturbationLaw,
     ) -> None:
         """Apply the same updates to the shards of parameters, with one call for those in memory."""
+        assert self._precision is not None
         if not updates:
             return
         in_memory: dict[torch.device, list[UpdateTarget]] = {}
@@ -154,6 +156,7 @@ class ShardedWeights:
             noise_backend(device, law).update_(targets, updates, self._precision)
 
     def witness(self) -> Witness:
+        assert self._precision is not None
         trained = [
             parameter for _, parameters in self._trained_by_block for parameter in parameters
         ]

@@ -9,9 +9,11 @@ from typing import Literal, NamedTuple
 from lezo_ds.zo.keys import direction_key
 from lezo_ds.zo.records import StepRecord
 
-UpdatePrecision = Literal["stochastic", "fp32_master", "nearest"]
-"""How 16-bit weights are stored. fp32_master keeps the 16 low bits too. The others round: at random without
-bias, or to nearest."""
+UpdatePrecision = Literal["stochastic", "fp32_master"]
+"""How an update is stored in 16-bit weights: rounded at random without bias, or with 16 low bits in addition.
+
+Rounding to nearest is no choice: most updates are far below half a unit in the last place of a 16-bit weight,
+and would be lost. Weights in fp32 are rounded to nearest under either value."""
 
 
 class Update(NamedTuple):

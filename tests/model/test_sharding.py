@@ -255,7 +255,7 @@ def test_ranks_together_hold_the_checkpoint_with_the_bits_that_16_bits_cannot_ho
 ):
     stored = load_file(opt_directory / "model.safetensors")
     results = run_ranks(_load, 2, opt_directory, dtype, "fp32_master")
-    ((rounded, *_),) = run_ranks(_load, 1, opt_directory, dtype, "nearest")
+    ((rounded, *_),) = run_ranks(_load, 1, opt_directory, dtype, None)
     tolerance = 2.0**-40 if dtype == "fp16" else 0
     for name, tensor in stored.items():
         assert sum(counts[name] for _, counts in results) == tensor.numel()
@@ -317,7 +317,7 @@ def make_records(num_steps):
 def _update(directory, dtype):
     """Return, for each precision, digests before, after one by one, and after many at once; and one step."""
     records, digests = make_records(60), {}
-    for precision in ("fp32_master", "stochastic", "nearest"):
+    for precision in ("fp32_master", "stochastic"):
         weights = shard(directory, dtype, precision)
         before, witness = weights.digest(), weights.witness()
         for step in range(len(records)):
@@ -351,7 +351,7 @@ def test_updates_and_their_replay_are_the_formula_and_the_same_bits_on_any_numbe
     digests, before, after, z = results[0]
     assert all(other[0] == digests for other in results)
     assert all(start != live == replayed for start, live, replayed in digests.values())
-    assert len({live for _, live, _ in digests.values()}) == (1 if dtype == "fp32" else 3)
+    assert len({live for _, live, _ in digests.values()}) == (1 if dtype == "fp32" else 2)
     record = make_records(1)[0]
     dropped = tuple(f"model.decoder.layers.{block}." for block in record.dropped_layers)
     for name, value in before.items():

@@ -133,7 +133,7 @@ def _run(directory, size, num_ranks, dtype, precision, records=(), snapshots=Non
     [
         ("bf16", "fp32_master", "none"),
         ("bf16", "stochastic", "lora"),
-        ("fp32", "nearest", "prefix"),
+        ("fp32", "stochastic", "prefix"),
     ],
 )
 def test_a_journal_gives_the_same_bits_however_the_weights_are_shared(

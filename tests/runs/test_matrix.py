@@ -79,19 +79,19 @@ class Case:
         ]
 
 
-MASTER, STOCHASTIC, NEAREST = "fp32_master", "stochastic", "nearest"
+MASTER, STOCHASTIC = "fp32_master", "stochastic"
 ES = "evolution-strategies"
 BLOCKS = ("zo.only_blocks=true",)
 FALLING = ("zo.lr_schedule=linear", "zo.warmup_steps=2")
 CASES = [
     Case("none", "fp32", MASTER, ES, "uniform", "rademacher", "replicas", True, 4),
-    Case("lora", "fp32", NEAREST, "spsa", "fixed", "rademacher", "shared", False, 2),
+    Case("lora", "fp32", STOCHASTIC, "spsa", "fixed", "rademacher", "shared", False, 2),
     Case("prefix", "bf16", STOCHASTIC, "spsa", "uniform", "normal", "replicas", False, 1),
-    Case("lora", "bf16", NEAREST, ES, "adalezo", "normal", "shared", False, 1, "llama"),
+    Case("lora", "bf16", STOCHASTIC, ES, "adalezo", "normal", "shared", False, 1, "llama"),
     Case("none", "fp32", STOCHASTIC, "one-sided", "adalezo", "rademacher", "replicas", False, 1),
     Case("prefix", "fp16", STOCHASTIC, ES, "fixed", "rademacher", "shared", False, 1),
     Case("lora", "bf16", MASTER, "one-sided", "fixed", "normal", "shared", True, 6),
-    Case("prefix", "fp16", NEAREST, "one-sided", "uniform", "normal", "shared", True, 1, "llama"),
+    Case("prefix", "fp16", MASTER, "one-sided", "uniform", "normal", "shared", True, 1, "llama"),
     Case(
         "lora",
         "fp16",
@@ -108,7 +108,17 @@ CASES = [
     Case("none", "fp16", MASTER, "spsa", "adalezo", "normal", "shared", True, 1),
     Case("prefix", "fp32", MASTER, "fzoo", "adalezo", "normal", "shared", False, 2, "opt", FALLING),
     Case(
-        "none", "bf16", NEAREST, "fzoo", "fixed", "rademacher", "replicas", False, 1, "opt", BLOCKS
+        "none",
+        "bf16",
+        STOCHASTIC,
+        "fzoo",
+        "fixed",
+        "rademacher",
+        "replicas",
+        False,
+        1,
+        "opt",
+        BLOCKS,
     ),
 ]
 COLUMNS = [

@@ -112,6 +112,7 @@ def test_a_string_on_the_command_line_needs_no_quotes_but_those_of_the_shell(tex
         ("zo.directions=4611686018427387904", "is not an integer from 1 to 4096"),
         ("zo.learning_rate=.inf", "zo.learning_rate=Infinity"),
         ("zo.update_precision=fp32_mister", "did you mean fp32_master?"),
+        ("zo.update_precision=nearest", "is not one of stochastic, fp32_master; fix: "),
         ("train.steps=10.0", "train.steps=10.0"),
         ("train.report_to=csv,wandbb", "did you mean wandb?"),
         ("data.labels=[yes, no]", 'fix: write it in quotes: "yes"'),

@@ -93,6 +93,18 @@ def test_the_first_input_that_differs_is_refused_with_both_values(ours, message)
         assert_same_run(RECORDED, ours, READER.may_differ)
 
 
+def test_a_run_with_a_value_that_is_gone_is_refused_with_both_versions(monkeypatch, tmp_path):
+    monkeypatch.setattr("lezo_ds.__version__", "0.5.0")
+    precision = RECORDED.config["zo"] | {"update_precision": "nearest"}
+    older = replace(inputs(zo=precision), libraries={"lezo_ds": "0.4.0"})
+    message = (
+        rf'zo.update_precision="nearest" in run {tmp_path} \(written by lezo_ds 0.4.0; this is '
+        r"0.5.0\) is not one of stochastic, fp32_master; fix: "
+    )
+    with pytest.raises(UserError, match=message):
+        records.config_of(older, tmp_path)
+
+
 def test_a_run_that_is_older_than_a_key_had_its_default():
     younger = {
         name: key for name, key in RECORDED.config["data"].items() if name != "skip_unusable"
