@@ -1,8 +1,21 @@
-"""The process group: how ranks join it, the device of each rank, and the scalars that ranks exchange."""
+"""The process group: how ranks join it, the device of each, and the scalars that they exchange.
+
+    start        joins the group under any launcher, and turns failed messages into LostRankError
+    heartbeat    finds a rank that has ended or hangs
+    accelerator  the device of this rank, and what decides the last bits of its results
+    collectives  sums, broadcasts and gathers of scalars and small objects
+
+Only this room and sharding import deepspeed.comm and torch.distributed.
+"""
 
 from deepspeed.comm import barrier
 
-from lezo_ds.distributed.accelerator import arithmetic_facts, cpu_name, device, local_rank
+from lezo_ds.distributed.accelerator import (
+    cpu_name,
+    describe_arithmetic,
+    device,
+    local_rank,
+)
 from lezo_ds.distributed.collectives import (
     broadcast_bytes,
     broadcast_object,

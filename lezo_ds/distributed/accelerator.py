@@ -17,8 +17,8 @@ from torch import Tensor
 from lezo_ds.errors import UserError
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-# cuBLAS repeats its results if its workspace has a fixed size (its documentation, "Results reproducibility").
-# This is the size that torch 2.13 gives it on Hopper GPUs anyway.
+# cuBLAS repeats its results if its workspace has a fixed size (its documentation, "Results
+# reproducibility"). This is the size that torch 2.13 gives it on Hopper GPUs anyway.
 _DEFAULT_WORKSPACE = ":4096:8"
 
 
@@ -33,14 +33,20 @@ def device() -> torch.device:
 
 
 def take_device() -> None:
-    """Make this rank's own GPU, if it has one, the current device."""
+    """Make this rank's own GPU, if it has one, the current device.
+
+    Raises:
+        UserError: the node has fewer visible GPUs than ranks.
+    """
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return
-    if local_rank() >= accelerator.device_count():
+    num_visible = accelerator.device_count()
+    if local_rank() >= num_visible:
         raise UserError(
-            f"rank {local_rank()} of its node has no GPU of its own: it sees {accelerator.device_count()}",
-            fix="start fewer ranks or correct CUDA_VISIBLE_DEVICES (Slurm: --gpus-per-node, not -per-task)",
+            f"rank {local_rank()} of its node has no GPU of its own: it sees {num_visible}",
+            fix="start fewer ranks or correct CUDA_VISIBLE_DEVICES "
+            "(Slurm: --gpus-per-node, not -per-task)",
         )
     accelerator.set_device(local_rank())
 
@@ -48,12 +54,15 @@ def take_device() -> None:
 def adapt_to_cpu() -> None:
     """On a CPU, change DeepSpeed (0.19.8) for the process, before the process group is made."""
     if get_accelerator().device_name() == "cpu":
-        # DeepSpeed would compile an all-reduce that is not used here, and may fail (DeepSpeed issue 7108).
+        # DeepSpeed would compile an all-reduce that is not used here, and that may fail (its issue
+        # 7108).
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         TorchBackend.all_gather_into_tensor = _gather_by_broadcasts
 
 
 class _Works(list[Any]):
+    """Several messages that DeepSpeed waits for as if they were one."""
+
     def wait(self) -> None:
         for work in self:
             work.wait()
@@ -68,17 +77,17 @@ def _gather_by_broadcasts(
 ) -> _Works:
     """Do what TorchBackend.all_gather_into_tensor does, with gloo in a fifth of the time.
 
-    Its all-gather copies all that it sends and receives through temporary buffers (torch 2.13).
+    Each rank broadcasts its shard. gloo's all-gather copies all that it sends and receives through
+    temporary buffers (torch 2.13), and its broadcast does not.
     """
     ranks = dist.get_process_group_ranks(group)
-    parts = output_tensor.view(len(ranks), -1)
-    mine = parts[dist.get_rank(group)]
-    if mine.data_ptr() != input_tensor.data_ptr():
-        mine.copy_(input_tensor.view(-1))
-    works = _Works(
-        dist.broadcast(part, rank, group, async_op=True)
-        for part, rank in zip(parts, ranks, strict=True)
-    )
+    shards = output_tensor.view(len(ranks), -1)  # [ranks, elements of a shard]
+    own_shard = shards[dist.get_rank(group)]
+    if own_shard.data_ptr() != input_tensor.data_ptr():
+        own_shard.copy_(input_tensor.view(-1))
+    works = _Works()
+    for shard, rank in zip(shards, ranks, strict=True):
+        works.append(dist.broadcast(shard, rank, group, async_op=True))
     if not async_op:
         works.wait()
     return works
@@ -93,20 +102,27 @@ def fix_arithmetic() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
-def arithmetic_facts(device: torch.device) -> dict[str, str]:
+def describe_arithmetic(device: torch.device) -> dict[str, str]:
     """Return, by name, what decides the last bits of a result besides the versions of libraries."""
     matmul = torch.backends.cuda.matmul
-    is_forced = os.environ.get("NVIDIA_TF32_OVERRIDE") == "1"
-    tf32 = matmul.allow_tf32 or torch.backends.cudnn.allow_tf32 or is_forced
-    reduced = (
+    uses_tf32 = (
+        matmul.allow_tf32
+        or torch.backends.cudnn.allow_tf32
+        or os.environ.get("NVIDIA_TF32_OVERRIDE") == "1"
+    )
+    reduces_precision = (
         matmul.allow_fp16_reduced_precision_reduction
         or matmul.allow_bf16_reduced_precision_reduction
     )
-    cpu = f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"  # torch uses its widest instructions
+    if device.type == "cuda":
+        processor = torch.cuda.get_device_name(device)
+    else:
+        # torch uses the widest instructions that the CPU has.
+        processor = f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
     return {
-        "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
-        "TF32": "on" if tf32 else "off",
-        "reduced-precision reductions": "on" if reduced else "off",
+        "processor": processor,
+        "TF32": "on" if uses_tf32 else "off",
+        "reduced-precision reductions": "on" if reduces_precision else "off",
         _WORKSPACE: os.environ.get(_WORKSPACE, "not set"),
     }
 
@@ -114,6 +130,8 @@ def arithmetic_facts(device: torch.device) -> dict[str, str]:
 def cpu_name() -> str:
     """Return the name of this machine's CPU, or of its architecture if Linux does not tell it."""
     path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    if path.is_file():
+        for line in path.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()

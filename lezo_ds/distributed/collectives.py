@@ -23,14 +23,19 @@ def rank() -> int:
 
 
 def world_size(group: Any = None) -> int:
-    """Return the number of ranks in a process group (None: all ranks). It is 1 before the group starts."""
+    """Return the number of ranks in a process group (None: all ranks), 1 before it starts."""
     return comm.get_world_size(group) if comm.is_initialized() else 1
 
 
 def broadcast_bytes(data: bytes, num_bytes: int) -> bytes:
-    """Return rank 0's `data`, of length `num_bytes`, on every rank. One broadcast."""
-    content = data if rank() == 0 else bytes(num_bytes)
-    buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device())
+    """Return rank 0's `data`, of length `num_bytes`, on every rank. One broadcast.
+
+    The `data` of other ranks does not count.
+    """
+    content = bytearray(num_bytes)
+    if rank() == 0:
+        content[:] = data
+    buffer = torch.frombuffer(content, dtype=torch.uint8).to(device())
     comm.broadcast(buffer, 0)
     return bytes(buffer.cpu().numpy())
 
@@ -45,9 +50,8 @@ def broadcast_object(value: Any) -> Any:
 def gather_objects(value: Any) -> list[Any]:
     """Return the values of all ranks, by rank. Pickling them is too slow for every step."""
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(
-        values, value
-    )  # deepspeed.comm's ends the process if its logger is on (0.19.8)
+    # Not deepspeed.comm's, which ends the process if its logger is on (0.19.8).
+    dist.all_gather_object(values, value)
     return values
 
 
@@ -73,7 +77,7 @@ def counted_bytes() -> Iterator[dict[str, int]]:
     counts: dict[str, int] = {}
     comm.configure(enabled=True, prof_all=True, verbose=False)
     comms_logger.reset_data()
-    # Timers of earlier messages would stay: on a GPU, each message would wait for the events of all of them.
+    # Timers of earlier messages would stay. On a GPU, each message would wait for all their events.
     timers.timers.clear()
     try:
         yield counts
@@ -84,7 +88,10 @@ def counted_bytes() -> Iterator[dict[str, int]]:
 
 
 def on_rank_zero(action: Callable[[], _T]) -> _T:
-    """Run `action` on rank 0 and return its result, or raise its LezoError, on every rank. A collective."""
+    """Run `action` on rank 0 and return its result on every rank. A collective.
+
+    A LezoError that the action raises is raised on every rank.
+    """
     outcome: Any = None
     if rank() == 0:
         try:

@@ -2,8 +2,14 @@
 
 With NCCL, or if a rank hangs, the others would wait until torch's timeout, half an hour by default.
 
-A thread of each rank counts in a store that rank 0 holds. Rank 0 watches the counts of all others, and they
-watch that of rank 0. A process that counts is not lost, however long its step takes.
+Each rank has two threads. One counts in a store that rank 0 holds, and reads the counts of others.
+The other one watches them: rank 0 those of all others, and they that of rank 0.
+
+    rank 0   counts, watches 1, 2, 3      <-- "heartbeat 1", "heartbeat 2", "heartbeat 3"
+    rank 1   counts, watches 0            <-- "heartbeat 0"
+    ...
+
+A process that counts is not lost, however long its step takes.
 """
 
 from __future__ import annotations
@@ -19,8 +25,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lezo_ds.errors import LostRankError, cut, end_with
 
-# A rank is lost if its count stays the same for so long. A thread cannot count while a library holds the
-# interpreter's lock.
+# A rank is lost if its count stays the same for so long. A thread cannot count while a library
+# holds the interpreter's lock.
 LIMIT_SECONDS = 300.0
 _BEATS = 60  # in this time; a slow beat does not matter
 # While ranks join, those that have joined only wait for the others, and nothing holds that lock.
@@ -30,75 +36,106 @@ _RANK_ZERO_SECONDS = 3.0
 logger = logging.getLogger(__name__)
 
 states: list[Callable[[], str]] = [lambda: "the command has not finished"]
-"""What describes it, and functions that describe a run, one for each `lost_ranks_reported` it is in."""
+"""What describes the process in the error of a lost rank: the last function of this list.
+
+Each `lost_ranks_reported` that the process is in has added one, which describes a run.
+"""
 
 
 class Heartbeat:
+    """The two threads of a rank.
+
+    Attributes:
+        all_joined: whether all ranks have joined. The main thread sets it.
+        stopped: the main thread sets it when no rank is watched anymore.
+    """
+
     def __init__(self, rank: int, num_ranks: int, limit_seconds: float) -> None:
         self.all_joined = False
         self.stopped = threading.Event()
         self._rank = rank
         self._limit = limit_seconds
-        self._counts: dict[int, int] = {}  # of the ranks that have joined
-        # Seconds of looks since the count of a rank changed, not of the clock: the machine may have slept.
-        self._missed = dict.fromkeys(range(1, num_ranks) if rank == 0 else [0], 0.0)
+        self._watched = list(range(1, num_ranks))
+        if rank > 0:
+            self._watched = [0]
+        # The counting thread alone writes these two.
+        self._counts: dict[int, int] = {}  # of the watched ranks that have joined
         self._store_is_gone = False
+        # The watching thread alone writes these two. The seconds are those of looks since the count
+        # of a rank changed, not of the clock: the machine may have slept.
+        self._seen: dict[int, int] = {}  # counts at the last look
+        self._missed = dict.fromkeys(self._watched, 0.0)
 
     def start(self) -> None:
+        """Start both threads."""
         for work in (self._count, self._watch):
             threading.Thread(target=work, daemon=True, name=f"heartbeat{work.__name__}").start()
 
     @property
     def _interval(self) -> float:
-        return self._limit / _BEATS if self.all_joined else min(1.0, self._limit / _BEATS)
+        interval = self._limit / _BEATS
+        return interval if self.all_joined else min(1.0, interval)
 
     def _count(self) -> None:
         try:
-            # The connection is not shared: the process group's may wait for hours for a rank that is late.
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            # The connection is not shared: the process group's may wait for hours for a late rank.
+            host = os.environ["MASTER_ADDR"]
+            port = int(os.environ["MASTER_PORT"])
             timeout = timedelta(seconds=2 * self._limit)
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
             while not self.stopped.is_set():
                 store.add(f"heartbeat {self._rank}", 1)
-                for rank in self._missed:
+                for rank in self._watched:
                     count = store.add(f"heartbeat {rank}", 0)
-                    if count != self._counts.get(rank, 0):
-                        self._counts[rank], self._missed[rank] = count, 0.0
+                    if count > 0:
+                        self._counts[rank] = count
                 self.stopped.wait(self._interval)
         except RuntimeError:  # a closed connection, so rank 0 has ended
             self._store_is_gone = True
 
     def _watch(self) -> None:
-        # This is a thread of its own, because the other one waits forever if rank 0 hangs.
+        # A thread of its own, because the one that counts waits forever if rank 0 hangs.
         waited = 0.0
         while not self.stopped.wait(self._interval):
             if self._store_is_gone:
-                time.sleep(
-                    _RANK_ZERO_SECONDS
-                )  # for the launcher, which ends this rank if rank 0 has failed
+                # The launcher ends this rank meanwhile if rank 0 has failed.
+                time.sleep(_RANK_ZERO_SECONDS)
                 self._report("rank 0 has ended")
-            limit = self._limit if self.all_joined else _JOINING_SECONDS
-            for rank in self._missed:
-                self._missed[rank] += self._interval
-                if self._missed[rank] >= (limit if rank in self._counts else self._limit):
-                    self._report(
-                        f"rank {rank} has shown no sign of life for {self._missed[rank]:.0f} s"
-                    )
+            self._look()
             waited += self._interval
-            absent = ", ".join(str(rank) for rank in self._missed if rank not in self._counts)
-            if absent and self._rank < 2 and waited % _NOTICE_SECONDS < self._interval:
-                where = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
-                logger.error(
-                    "waiting for rank %s to join at %s, for %.0f s", cut(absent, 60), where, waited
-                )
+            if waited % _NOTICE_SECONDS < self._interval:
+                self._name_absent_ranks(waited)
 
-    def _report(self, what: str) -> None:
+    def _look(self) -> None:
+        """Add up how long each rank has not counted, and report one that is lost."""
+        for rank in self._watched:
+            count = self._counts.get(rank, 0)
+            has_only_joined = count > 0 and not self.all_joined
+            limit = _JOINING_SECONDS if has_only_joined else self._limit
+            if count != self._seen.get(rank, 0):
+                self._seen[rank] = count
+                self._missed[rank] = 0.0
+            self._missed[rank] += self._interval
+            if self._missed[rank] >= limit:
+                seconds = f"{self._missed[rank]:.0f} s"
+                self._report(f"rank {rank} has shown no sign of life for {seconds}")
+
+    def _name_absent_ranks(self, waited: float) -> None:
+        absent = ", ".join(str(rank) for rank in self._watched if rank not in self._counts)
+        if absent and self._rank < 2:
+            where = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
+            logger.error(
+                "waiting for rank %s to join at %s, for %.0f s", cut(absent, 60), where, waited
+            )
+
+    def _report(self, problem: str) -> None:
         if not self.stopped.is_set():
-            end_with(lost_rank_error(what))
+            end_with(lost_rank_error(problem))
 
 
-def lost_rank_error(what: str) -> LostRankError:
-    text = f"another rank has ended, or has not answered in time: {what}; {states[-1]()}"
+def lost_rank_error(problem: str) -> LostRankError:
+    """Return the error for a lost rank, with the state of this process."""
     return LostRankError(
-        f"{text}; fix: read the error of that rank, then run the same command again"
+        f"another rank has ended, or has not answered in time: {problem}; {states[-1]()}; "
+        "fix: read the error of that rank, then run the same command again"
     )

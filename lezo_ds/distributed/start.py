@@ -1,4 +1,14 @@
-"""Joins the process group under any launcher, and reports lost ranks."""
+"""Joins the process group under any launcher, and reports lost ranks.
+
+A launcher says who a rank is by variables of the environment:
+
+    deepspeed, torchrun    RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+    srun                   SLURM_PROCID and others, which become those
+    mpirun                 OMPI_*, PMI_*; DeepSpeed asks MPI for those
+    none                   this process is the only rank
+
+The heartbeat starts before the group, because a rank may be lost while others join.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +33,18 @@ from lezo_ds.errors import LostRankError, UserError
 
 # Phrases of gloo's errors and of no others. gloo raises a plain RuntimeError (torch 2.13).
 _LOST = re.compile(
-    r"[Cc]onnection (closed|reset|refused)|[Tt]imed out waiting|timeout caused|gloo/transport|Socket closed"
+    r"[Cc]onnection (closed|reset|refused)|[Tt]imed out waiting|timeout caused"
+    r"|gloo/transport|Socket closed"
 )
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _heartbeats: list[heartbeat.Heartbeat] = []
 
 
 def init_distributed(timeout_seconds: int = 1800) -> None:
-    """Join the process group. A collective waits for the other ranks for so long. A second call does nothing.
+    """Join the process group. A second call does nothing.
 
-    A process that no launcher started is the only rank.
+    Args:
+        timeout_seconds: how long a collective waits for the other ranks.
     """
     fix_arithmetic()
     if comm.is_initialized():
@@ -40,11 +52,12 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
     adapt_to_cpu()
     if not all(name in os.environ for name in _RANK_VARIABLES):
         _set_rank_variables()
-    take_device()  # before the first message: otherwise every rank would send it from GPU 0
-    method = (
-        prepare_rendezvous()
-    )  # sets variables, which the heartbeat's threads read without a lock
-    if (num_ranks := int(os.environ["WORLD_SIZE"])) > 1:
+    # Before the first message: otherwise every rank would send it from GPU 0.
+    take_device()
+    # Before the heartbeat: this sets variables, which its threads read without a lock.
+    method = prepare_rendezvous()
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    if num_ranks > 1:
         limit = min(heartbeat.LIMIT_SECONDS, timeout_seconds)
         _heartbeats.append(heartbeat.Heartbeat(int(os.environ["RANK"]), num_ranks, limit))
         _heartbeats[0].start()
@@ -58,42 +71,49 @@ def init_distributed(timeout_seconds: int = 1800) -> None:
 
 
 def shut_down() -> None:
-    """Leave the process group. A collective: a rank that leaves early breaks the messages of the others."""
+    """Leave the process group.
+
+    A collective: a rank that leaves early would break the messages of the others.
+    """
     while _heartbeats:
         _heartbeats.pop().stopped.set()
     if comm.is_initialized():
         comm.barrier()
         comm.destroy_process_group()
     if "mpi4py.MPI" in sys.modules:
-        sys.modules["mpi4py.MPI"].Finalize()  # without it, mpirun treats the process as crashed
+        # Without it, mpirun treats the process as crashed.
+        sys.modules["mpi4py.MPI"].Finalize()
 
 
 @contextmanager
 def lost_ranks_reported(state: Callable[[], str]) -> Iterator[None]:
     """Turn an error of a message between ranks into LostRankError, with the `state` of the run.
 
-    If a message never ends, the heartbeat's thread ends the process with the same line and exit code.
+    If a message never ends, the heartbeat's thread ends the process with the same line and exit
+    code.
     """
     heartbeat.states.append(state)
     try:
         yield
     except RuntimeError as error:
-        if lost := lost_rank(error):
-            raise lost from error
-        raise
+        lost = lost_rank(error)
+        if lost is None:
+            raise
+        raise lost from error
     finally:
         heartbeat.states.pop()
 
 
 def lost_rank(error: RuntimeError) -> LostRankError | None:
     """Return what an error of a message between ranks means, and None for another error."""
-    text = " ".join(str(error).split())
-    is_lost = isinstance(error, DistError) or _LOST.search(text)
-    return heartbeat.lost_rank_error(text[:200]) if is_lost else None
+    problem = " ".join(str(error).split())
+    if not isinstance(error, DistError) and not _LOST.search(problem):
+        return None
+    return heartbeat.lost_rank_error(problem[:200])
 
 
 def _set_rank_variables() -> None:
-    # mpirun inside a Slurm job starts its ranks below srun's tasks, so MPI's variables take precedence.
+    # mpirun inside a Slurm job starts its ranks below srun's tasks, so MPI's variables come first.
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         _ask_mpi()
     elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
@@ -102,7 +122,7 @@ def _set_rank_variables() -> None:
         _ask_mpi()
     else:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "0")  # any free one
+        os.environ.setdefault("MASTER_PORT", "0")  # any free port
 
 
 def _ask_mpi() -> None:
@@ -117,37 +137,44 @@ def _ask_mpi() -> None:
 
 
 def slurm_rank_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return RANK and the other variables of a task that srun started. Task 0 runs on the step's first node.
+    """Return RANK and the other variables of a task that srun started.
 
-    The port depends on the job and the step, and is below those that Linux uses for outgoing connections.
+    Task 0 runs on the first node of the step, so the ranks meet there. The port depends on the job
+    and the step, and is below those that Linux uses for outgoing connections.
     """
-    # keeps the first of each range: gpu[07-08,11],big1 is gpu07,big1
+    # The first of each range stays: gpu[07-08,11],big1 becomes gpu07,big1.
     nodes = re.sub(r"\[(\d+)[^]]*\]", r"\1", variables["SLURM_STEP_NODELIST"])
+    first_node = nodes.split(",")[0]
     meeting = 16 * int(variables["SLURM_JOB_ID"]) + int(variables["SLURM_STEP_ID"])
+    port = 10_000 + meeting % 20_000
     return {
         "RANK": variables["SLURM_PROCID"],
         "LOCAL_RANK": variables["SLURM_LOCALID"],
         "WORLD_SIZE": variables["SLURM_STEP_NUM_TASKS"],
-        "MASTER_ADDR": variables.get("MASTER_ADDR", nodes.split(",")[0]),
-        "MASTER_PORT": variables.get("MASTER_PORT", str(10_000 + meeting % 20_000)),
+        "MASTER_ADDR": variables.get("MASTER_ADDR", first_node),
+        "MASTER_PORT": variables.get("MASTER_PORT", str(port)),
     }
 
 
 def prepare_rendezvous() -> str:
     """Return the `init_method` for torch's process group.
 
-    torch's own store is not authenticated and listens on every address (PyTorch issue 173909, torch 2.13).
-    Ours listens at MASTER_ADDR only. If that is the loopback, gloo and NCCL use it too unless told otherwise.
-    Ranks that torchrun started use torchrun's own store.
+    torch's own store is not authenticated and listens on every address (PyTorch issue 173909, torch
+    2.13). Ours listens at MASTER_ADDR only. If that is the loopback, gloo and NCCL use it, too,
+    unless told otherwise. Ranks that torchrun started use torchrun's own store.
     """
     if is_loopback(os.environ["MASTER_ADDR"]):
-        loopbacks = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+        interfaces = [name for _, name in socket.if_nameindex()]
+        loopback = next((name for name in interfaces if name.startswith("lo")), "lo")
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, loopbacks[0] if loopbacks else "lo")
-    return "env://" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "lezo://"
+            os.environ.setdefault(variable, loopback)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return "env://"
+    return "lezo://"
 
 
 def is_loopback(host: str) -> bool:
+    """Return whether a host's name or address stays on this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -155,22 +182,28 @@ def is_loopback(host: str) -> bool:
 
 
 def listen_at(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens on the host's address only, or None: torch then listens on all of them.
+    """Return a socket that listens on the host's address only, or None if that cannot be.
 
-    The other machines may know this one by an address that it does not have: its own name may resolve to its
-    loopback, or the address may belong to a machine that forwards.
+    torch then listens on all addresses. The other machines may know this one by an address that it
+    does not have: its own name may resolve to its loopback, or the address may belong to a machine
+    that forwards.
+
+    Raises:
+        UserError: another process has the port, or nobody knows the host.
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        if is_loopback(str(address[0])) and not is_loopback(host):
+        family, _, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        address = str(found[0])
+        if is_loopback(address) and not is_loopback(host):
             return None
-        return socket.create_server((str(address[0]), port), family=family, backlog=4096)
+        return socket.create_server((address, port), family=family, backlog=4096)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             return None
         raise UserError(
             f"rank 0 cannot listen on {host}, port {port}: {error}",
-            fix="set MASTER_ADDR or MASTER_PORT (with the deepspeed launcher: --master_addr, --master_port)",
+            fix="set MASTER_ADDR or MASTER_PORT "
+            "(with the deepspeed launcher: --master_addr, --master_port)",
         ) from error
 
 
@@ -184,27 +217,40 @@ def open_store(host: str) -> TCPStore:
 def address_towards(host: str, port: int) -> str:
     """Return the IPv4 address of this machine in the network of a host."""
     with socket.socket(type=socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing
+        probe.connect((host, port))  # chooses a network and sends nothing
         return str(probe.getsockname()[0])
 
 
 def join_group(
-    store: str, name: str, position: int, num: int, own_address: str, timeout: timedelta
+    store: str, name: str, position: int, num_members: int, own_host: str, timeout: timedelta
 ) -> ProcessGroupGloo:
-    """Return a group of processes of other launches. They meet in a store, HOST:PORT, by a new name."""
+    """Return a group of this process and processes of other launches.
+
+    Args:
+        store: HOST:PORT of the store where they meet.
+        name: of the group, which no other group in this store has.
+        position: rank of this process in the group.
+        num_members: number of processes in the group.
+        own_host: address of this machine in the network of the others.
+        timeout: how long to wait for the others.
+    """
     host, _, port = store.rpartition(":")
     client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no public one has devices (2.13)
+    # No public options have devices (torch 2.13).
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    options._devices = [ProcessGroupGloo.create_device(hostname=own_address)]
-    return ProcessGroupGloo(PrefixStore(name, client), position, num, options)
+    options._devices = [ProcessGroupGloo.create_device(hostname=own_host)]
+    return ProcessGroupGloo(PrefixStore(name, client), position, num_members, options)
 
 
 def _meet(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[TCPStore, int, int]]:
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    """Yield the store of the process group, this rank and the number of ranks. torch calls it."""
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     listener = listen_at(host, port) if rank == 0 else None
-    descriptor = None if listener is None else listener.detach()
+    descriptor = listener.detach() if listener is not None else None
     # The heartbeat is the first to end this process if another rank never comes.
     store = TCPStore(
         host,
@@ -216,7 +262,8 @@ def _meet(_: str, timeout: timedelta, **__: Any) -> Iterator[tuple[TCPStore, int
         multi_tenant=True,
         master_listen_fd=descriptor,
     )
-    yield store, rank, world_size  # torch asks for a second item only if ranks join again
+    # torch asks for a second item only if ranks join again.
+    yield store, rank, world_size
 
 
 register_rendezvous_handler("lezo", _meet)  # type: ignore[no-untyped-call]

@@ -55,8 +55,8 @@ class ReplicaGroup:
             store=first.store,
             name=first.next_group,
             position=position,
-            num=num,
-            own_address=self._host,
+            num_members=num,
+            own_host=self._host,
             timeout=limit,
         )
         self.name = first.next_group

@@ -64,7 +64,7 @@ def make_header(
         parameter_table_hash=parameter_table,
         config=keys | inputs,
         libraries=library_versions(),
-        arithmetic={**distributed.arithmetic_facts(device), **norm_arithmetic(device), **split},
+        arithmetic={**distributed.describe_arithmetic(device), **norm_arithmetic(device), **split},
     )
 
 

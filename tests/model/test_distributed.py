@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 
 from lezo_ds import distributed
 from lezo_ds.distributed import heartbeat
-from lezo_ds.distributed.accelerator import arithmetic_facts, fix_arithmetic
+from lezo_ds.distributed.accelerator import describe_arithmetic, fix_arithmetic
 from lezo_ds.distributed.start import (
     is_loopback,
     listen_at,
@@ -105,7 +105,7 @@ def _changes_beside_threads():
 
 @pytest.mark.distributed
 def test_the_environment_does_not_change_once_threads_may_read_it():
-    """glibc's getenv, which resolves names, reads memory that setenv has freed, and the rank crashes."""
+    """glibc's getenv, which resolves names, may read memory that setenv has freed: a crash."""
     assert run_ranks(_changes_beside_threads, 2) == [[], []]
 
 
@@ -141,7 +141,7 @@ def test_what_trades_precision_for_speed_is_switched_off_and_recorded(monkeypatc
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     matmul = torch.backends.cuda.matmul  # without GPUs, nothing else reads these
     matmul.allow_tf32 = matmul.allow_bf16_reduced_precision_reduction = True
-    before = arithmetic_facts(CPU)
+    before = describe_arithmetic(CPU)
     assert list(before.values())[1:] == ["on", "on", "not set"]
     assert before["processor"].endswith(f", {torch.backends.cpu.get_cpu_capability()}")
     fix_arithmetic()
@@ -150,14 +150,39 @@ def test_what_trades_precision_for_speed_is_switched_off_and_recorded(monkeypatc
         "reduced-precision reductions": "off",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
-    assert arithmetic_facts(CPU) == {"processor": before["processor"], **off}
+    assert describe_arithmetic(CPU) == {"processor": before["processor"], **off}
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     fix_arithmetic()
-    assert list(arithmetic_facts(CPU).values())[1:] == ["on", "off", ":16:8"]
+    assert list(describe_arithmetic(CPU).values())[1:] == ["on", "off", ":16:8"]
 
 
 # Lost ranks.
+
+
+class _Store:
+    """A store in which every rank has counted since the last look."""
+
+    def __init__(self, *_, **__):
+        self.count = 0
+
+    def add(self, key, number):
+        self.count += 1
+        return self.count
+
+
+def test_one_thread_alone_writes_how_long_a_rank_has_been_silent(monkeypatch):
+    """Otherwise, `+=` in one thread could undo `= 0` in the other."""
+    monkeypatch.setattr(heartbeat, "TCPStore", _Store)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    watching = heartbeat.Heartbeat(rank=0, num_ranks=2, limit_seconds=60.0)
+    watching._missed[1] = 5.0
+    watching.stopped.wait = lambda _: watching.stopped.set()
+    watching._count()
+    assert watching._missed == {1: 5.0}
+    watching._look()
+    assert watching._missed == {1: 1.0}
 
 
 def _be_slow(seconds):
@@ -206,7 +231,7 @@ def test_a_rank_that_has_joined_and_is_killed_ends_any_command_in_seconds(num_ra
     def kill_a_joined_rank(ranks):
         for late in ranks[2:]:
             os.kill(late.pid, signal.SIGSTOP)
-        # A store's client waits ever longer between its attempts, and might come after the command's end.
+        # A store's client waits ever longer between attempts, and might come after the end.
         with socket.socket() as probe:
             wait_until(lambda: probe.connect_ex(("127.0.0.1", port)) == 0, ranks[0])
         store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)

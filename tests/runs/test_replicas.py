@@ -335,7 +335,7 @@ UNLIKE = """
 import runpy
 from lezo_ds import distributed
 from lezo_ds.engine import LezoEngine
-distributed.arithmetic_facts = lambda device: {{"processor": "another one"}}
+distributed.describe_arithmetic = lambda device: {{"processor": "another one"}}
 run = LezoEngine.run
 LezoEngine.run = lambda *arguments: tuple(output * (1 + 2e-7) for output in run(*arguments))
 runpy.run_path({train!r}, run_name="__main__")
