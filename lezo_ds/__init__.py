@@ -1,6 +1,8 @@
-"""Layer-wise sparse zeroth-order fine-tuning of language models (LeZO, MeZO) on DeepSpeed ZeRO-3.
+"""Layer-wise sparse zeroth-order fine-tuning of language models (LeZO, MeZO) on DeepSpeed.
 
-The public names are imported when they are used first, so that `import lezo_ds` loads no torch:
+DeepSpeed shards the weights over the ranks, by ZeRO-3 or by tensor parallelism.
+
+The public names are imported when they are first used, so that `import lezo_ds` loads no torch:
 
 initialize: load a sharded model and return its `LezoEngine`, as deepspeed.initialize does.
 train: start or resume the run that a configuration describes.
@@ -25,9 +27,11 @@ if TYPE_CHECKING:
 __version__ = "0.4.0"
 __all__ = ["Estimator", "LayerPolicy", "LezoEngine", "Task", "initialize", "reward", "train"]
 
-# Huge pages for large CPU tensors: small pages cost a fifth of a step. torch reads this at its first tensor.
+# Huge pages for large CPU tensors: small pages cost a fifth of a step. torch reads this variable when
+# it makes its first tensor.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
+# The module of each public name.
 _MODULES = {
     "Estimator": "lezo_ds.zo.estimators",
     "LayerPolicy": "lezo_ds.zo.layers",

@@ -20,10 +20,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-import yaml
-
 from lezo_ds import __version__
-from lezo_ds.config import config_to_dict, load_config
+from lezo_ds.config import config_to_dict, dump_yaml, load_config
 from lezo_ds.config.paths import expand, find_file
 from lezo_ds.config.schema import READER
 from lezo_ds.errors import LezoError, UserError, did_you_mean, end_with, launched_rank
@@ -105,7 +103,7 @@ def run_train(arguments: argparse.Namespace) -> None:
         raise UserError("lezo-ds train needs a recipe", fix=fix)
     config = load_config(arguments.config, arguments.overrides)
     if arguments.print_config:
-        print(yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True), end="")
+        print(dump_yaml(config_to_dict(config)), end="")
         return
     from lezo_ds import distributed
     from lezo_ds.runs.screen import run_summary

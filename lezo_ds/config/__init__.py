@@ -1,6 +1,6 @@
 """The configuration of a run. It imports nothing heavy, so that a wrong key is refused at once."""
 
-from lezo_ds.config.reading import flatten, load_yaml
+from lezo_ds.config.reading import flatten
 from lezo_ds.config.run_config import (
     check_world,
     config_from_dict,
@@ -26,3 +26,4 @@ from lezo_ds.config.schema import (
     RunConfig,
     ZoConfig,
 )
+from lezo_ds.config.yaml_text import dump_yaml, load_yaml

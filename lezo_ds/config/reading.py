@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import (
     BeforeValidator,
     GetCoreSchemaHandler,
@@ -20,6 +17,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
+from lezo_ds.config.yaml_text import YamlError, load_yaml
 from lezo_ds.errors import UserError, cut, did_you_mean
 from lezo_ds.registry import names_code
 
@@ -30,30 +28,7 @@ _TYPES = {
     "boolean": "true or false",
 }
 _TYPES |= {"array": "a list of strings", "object": "a map", "null": "null"}
-_MAX_TEXT = 1 << 18
 _LIMITS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most"}
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads 1e-6, which YAML 1.1 takes for a string, as a number; refuses repeated keys and aliases."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):  # nested aliases stand for any number of values
-            raise yaml.MarkedYAMLError(problem="aliases are not supported")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = Counter(key.value for key, _ in node.value)
-        if repeated := [key for key, count in keys.items() if count > 1]:
-            raise yaml.MarkedYAMLError(
-                problem=f"repeated key {repeated[0]}", problem_mark=node.start_mark
-            )
-        return super().construct_mapping(node, deep=deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
 
 
 class Named:
@@ -157,9 +132,10 @@ class Reader:
         except ValidationError as error:
             raise self._refusal(error, where) from error
         except (
+            TypeError,
             ValueError,
             RecursionError,
-        ) as error:  # an integer of too many digits, or deep lists
+        ) as error:  # a list as a key, an integer of too many digits, or deep lists
             raise UserError(f"{where} cannot be read: {error}", fix="correct the value") from error
 
     def override(self, text: str) -> tuple[str, Any]:
@@ -180,7 +156,7 @@ class Reader:
             return name, value
         try:
             return name, load_yaml(value)
-        except yaml.YAMLError as error:
+        except YamlError as error:
             raise UserError(
                 f"{cut(text, 200)} is not YAML", fix=f"quote all of it: '{name}=...'"
             ) from error
@@ -226,7 +202,7 @@ class Reader:
         choices = [choice for entry in _alternatives(key) for choice in _names(entry)]
         fix = did_you_mean(str(value), choices, "lezo-ds train --help describes it")
         if "string" in _expected(key) and isinstance(value, bool | int | float):
-            fix = f'write it in quotes: "{value}"'.replace("True", "yes").replace("False", "no")
+            fix = f'write it in quotes: "{json.dumps(value)}"'
         shown = cut(json.dumps(value, ensure_ascii=False), 200)
         return UserError(f"{name}={shown} in {where} is not {_expected(key)}", fix=fix)
 
@@ -252,38 +228,6 @@ def _names(entry: Mapping[str, Any]) -> Sequence[str]:
 
 def _alternatives(key: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return key.get("anyOf", [key])  # type: ignore[no-any-return]
-
-
-def load_yaml(text: str | bytes) -> Any:
-    """Return the plain values of a YAML text. No tag makes an object. YAMLError: it is not YAML."""
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError:
-        raise
-    except (
-        Exception
-    ) as error:  # PyYAML raises many types for a deep text, or a bad date, number or tag
-        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
-
-
-def read_yaml(path: Path) -> Mapping[str, Any]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(_MAX_TEXT + 1)
-        if len(text) > _MAX_TEXT:  # PyYAML needs a second for 100 kB
-            raise UserError(f"{path} has more than {_MAX_TEXT} characters", fix="name a recipe")
-        values = load_yaml(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the recipe {path}: {error}", fix="check the path") from error
-    except yaml.YAMLError as error:
-        raise UserError(
-            f"{path} is not valid YAML: {error}", fix="correct the line that is named"
-        ) from error
-    if not isinstance(values, dict):
-        raise UserError(
-            f"{path} holds no keys", fix="write `key: value` lines, as in launch/recipes"
-        )
-    return values
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing import Any
 
 from lezo_ds.config.paper import paper_recipe
 from lezo_ds.config.paths import ROOT, expand, find_file, resolve_paths
-from lezo_ds.config.reading import read_yaml
 from lezo_ds.config.schema import READER, TRAINED, ZEROTH_ORDER, DataConfig, RunConfig, ZoConfig
+from lezo_ds.config.yaml_text import read_recipe
 from lezo_ds.errors import UserError, did_you_mean
 from lezo_ds.registry import FOLDERS, names_code, options_of
 from lezo_ds.tasks import TASKS
@@ -49,7 +49,7 @@ def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Run
             raise UserError(text, fix=did_you_mean(name, shipped, "name a YAML file"))
         path = shipped[name]
     FOLDERS[:] = [str(path.parent.absolute())]
-    return config_from_dict(read_yaml(path), str(path), overrides, folder=path.parent)
+    return config_from_dict(read_recipe(path), str(path), overrides, folder=path.parent)
 
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:

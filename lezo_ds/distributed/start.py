@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any
 
 from deepspeed import comm
@@ -126,6 +127,8 @@ def _set_rank_variables() -> None:
 
 
 def _ask_mpi() -> None:
+    if find_spec("mpi4py") is None:
+        raise UserError("a launch by mpirun needs mpi4py", fix="pip install 'lezo_ds[mpi]'")
     from deepspeed.comm.comm import mpi_discovery
 
     address = os.environ.get("MASTER_ADDR")

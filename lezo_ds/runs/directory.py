@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 import lezo_ds
+from lezo_ds.config import dump_yaml
 from lezo_ds.distributed import cpu_name
 from lezo_ds.errors import UserError
 from lezo_ds.files import DAMAGE, failures_named, make_directory, write_atomically
@@ -186,7 +186,7 @@ class RunDirectory:
             "threads": torch.get_num_threads(),
             "command": ["python", *sys.argv],
         }
-        self.write(self._config, yaml.safe_dump(config, sort_keys=False))
+        self.write(self._config, dump_yaml(config))
         self.write_json(self._environment, environment)
 
     def cut_metrics(self, step: int) -> float:

@@ -160,8 +160,9 @@ def monitor_sections(config: RunConfig) -> dict[str, Any]:
     chosen = [sections[name] for name in config.train.report_to or ()]
     for _, package, _ in chosen:
         if find_spec(package) is None:
+            requirement = "'lezo_ds[tensorboard]'" if package == "tensorboard" else package
             raise UserError(
-                f"train.report_to needs the package {package}", fix=f"pip install {package}"
+                f"train.report_to needs the package {package}", fix=f"pip install {requirement}"
             )
     return {section: values for section, _, values in chosen}
 

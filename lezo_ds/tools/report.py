@@ -14,7 +14,6 @@ from string import Template
 from typing import Any
 
 import pandas as pd
-from yaml import YAMLError
 
 from lezo_ds import files
 from lezo_ds.config import RunConfig, config_from_dict, config_to_dict, flatten, load_yaml
@@ -50,7 +49,7 @@ _METHODS = {
     "lezo": "LeZO",
 }
 
-DAMAGE = (*files.DAMAGE, YAMLError, UserError)  # of JSON and YAML files
+DAMAGE = (*files.DAMAGE, UserError)  # of JSON and YAML files: YamlError is a ValueError
 
 _NOTE = """Scores and errors are in percent, rewards as they are. A score is a mean over seeds ± the sample
 standard deviation (number of runs). The standard error is that of one run, over its test examples."""

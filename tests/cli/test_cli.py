@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from assets import REPOSITORY
 from commands import PATIENCE_SECONDS, assert_one_error, python, run, run_well, start, wait_until
 
 from lezo_ds import __version__, cli
-from lezo_ds.config import config_from_dict, load_config
+from lezo_ds.config import config_from_dict, load_config, load_yaml
 from lezo_ds.errors import UserError
 
 HELP = """
@@ -48,7 +47,7 @@ def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tm
     if os.path.exists(program):  # noqa: PTH110
         found.append(run_well([program, *words]))
     assert len({finished.out for finished in found}) == 1
-    printed = yaml.safe_load(found[0].out)
+    printed = load_yaml(found[0].out)
     assert config_from_dict(printed, "print") == load_config("demo", ["zo.sparsity=0.5", "seed=3"])
 
 
@@ -81,7 +80,7 @@ def test_a_wrong_argument_is_refused_with_a_hint(words, expected, monkeypatch, t
 def test_arguments_and_keys_may_alternate_and_launchers_add_their_rank(monkeypatch, capsys):
     words = "train --local_rank=0 seed=3 --config demo train.steps=9 --print-config seed=4"
     in_process(monkeypatch, *words.split())
-    printed = yaml.safe_load(capsys.readouterr().out)
+    printed = load_yaml(capsys.readouterr().out)
     assert (printed["seed"], printed["train"]["steps"]) == (4, 9)
 
 

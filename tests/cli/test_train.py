@@ -10,6 +10,7 @@ from assets import NUM_BLOCKS, REPOSITORY, recipe_values, shared_asset
 from commands import run_forked_well
 from run_ends import digest_after, end, records_of, results_of
 
+from lezo_ds.config import load_yaml
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.zo.records import StepRecord
 
@@ -43,7 +44,7 @@ def test_a_run_leaves_a_directory_that_says_what_it_was(trained):
     files = [path for path in run_dir.parent.rglob("*") if path.is_file()]
     assert len({path.stat().st_mode for path in files}) == 1
     assert {path.suffix for path in files} <= {"", ".json", ".jsonl", ".yaml", ".safetensors"}
-    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    config = load_yaml((run_dir / "config.yaml").read_text())
     assert (config["zo"]["perturbation_scale"], config["zo"]["sparsity"]) == (2e-3, 0.5)
     environment = json.loads((run_dir / "environment.json").read_text())
     assert environment["world_size"] == 2
