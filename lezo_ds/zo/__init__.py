@@ -1,9 +1,20 @@
-"""The algorithm: keys, layer policies, estimators and updates. Pure Python; it imports no torch.
+"""The algorithm: keys, laws, layer policies, estimators and updates. Pure Python, without torch.
 
-A step of every zeroth-order method has the same form (MeZO, LeZO, SPSA with n directions, FZOO, evolution
-strategies). A policy drops transformer blocks. An estimator chooses probes theta + scale * z(key), and turns
-their losses into one projected gradient for each direction. An update subtracts the directions from theta.
-All state is a function of the step records, so a resumed run and a replay need nothing else.
+A step has the same form in every zeroth-order method (MeZO, LeZO, SPSA with n directions, FZOO,
+evolution strategies):
+
+    records of all steps so far
+      -> LayerPolicy.sample        which transformer blocks the step drops          layers.py
+      -> Estimator.probes          at which theta + scale * z(key) to measure       estimators.py
+      -> passes_of_step            which rank runs which probe of which batch       passes.py
+      -> (forward passes)          the loss at each probe
+      -> Estimator.estimate        one projected gradient for each direction
+      -> StepRecord                the line of the journal                          records.py
+      -> updates_of_parameter      what is subtracted from each parameter           updates.py
+
+`laws` says what z is, and `keys` derives every key from the run's seed. All state is a function of
+the step records, so a resumed run and a replay need nothing else.
 """
 
-from lezo_ds.zo import adalezo, one_sided  # noqa: F401 (they register components)
+# Importing them registers their components.
+from lezo_ds.zo import adalezo, one_sided  # noqa: F401

@@ -23,7 +23,7 @@ _LARGEST_SCORE = 1e300
 
 @dataclass(frozen=True)
 class AdaLezo(LayerPolicy):
-    """A bandit over groups: those whose perturbation changed the loss most are perturbed most often.
+    """A bandit over groups: those whose perturbation changed the loss most are perturbed most.
 
     The n groups are the blocks, the embeddings, and the other weights outside the blocks. Group i
     has a score Q_i, which is 0 at the start. A step draws k = (1 - sparsity) n groups with
@@ -116,19 +116,16 @@ class _Scores:
             self._history = []
             self._scores = [0.0] * self._num_groups
         for record in records[len(self._history) :]:
-            self._add(record)
-            self._history.append(record)
+            if record.applied:
+                self._add(record)
+        self._history = list(records)
         return self._scores
 
     def _add(self, record: StepRecord) -> None:
-        if not record.applied:
-            return
         sizes = [abs(gradient) for gradient in record.projected_grads]
         size = min(add_in_order(sizes) / len(sizes), _LARGEST_SCORE)
-        dropped = frozenset(record.dropped_layers)
-        for group in range(self._num_groups):
-            if group not in dropped:
-                self._scores[group] = (1 - self._alpha) * self._scores[group] + self._alpha * size
+        for group in set(range(self._num_groups)).difference(record.dropped_layers):
+            self._scores[group] = (1 - self._alpha) * self._scores[group] + self._alpha * size
 
 
 LAYER_POLICIES.add("adalezo", AdaLezo)

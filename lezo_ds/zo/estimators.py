@@ -1,6 +1,7 @@
 """Estimators: the probes of a step, and the projected gradients that their losses give.
 
-To add one: a subclass of `Estimator` here and a line at the end, or `zo.estimator: package.module:Name`.
+To add one: a subclass of `Estimator` here and a line at the end, or
+`zo.estimator: package.module:Name`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from lezo_ds.zo.records import StepRecord
 
 @dataclass(frozen=True)
 class Probe:
-    """A point at which the loss is measured: theta + scale * z of a direction, or theta if the scale is 0."""
+    """A point at which the loss is measured: theta + scale * z of a direction.
+
+    Attributes:
+        direction: index of the direction in the step.
+        scale: fp64; 0 for theta itself, whatever the direction.
+    """
 
     direction: int
     scale: float
@@ -28,7 +34,12 @@ class Probe:
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimate of the loss at theta, and one projected gradient for each direction."""
+    """What the losses of a step say.
+
+    Attributes:
+        loss: an estimate of the mean loss at theta.
+        projected_grads: an estimate of the derivative along each direction, in order.
+    """
 
     loss: float
     projected_grads: tuple[float, ...]
@@ -44,18 +55,22 @@ class Estimator(ABC):
     """Chooses the probes of a step and reads their losses. A pure function of its arguments.
 
     Fields that a subclass adds are its options, `zo.estimator_options`; each has a default.
+
+    Attributes:
+        perturbation_scale: mu > 0; "eps" in the tables of MeZO and LeZO.
+        num_directions: number of directions of a step, at least `min_directions`.
+        min_directions: the smallest number of directions that the estimator works with.
     """
 
     perturbation_scale: float
-    """mu > 0; "eps" in the tables of MeZO and LeZO."""
     num_directions: int = 1
     min_directions: ClassVar[int] = 1
-    """The smallest number of directions that the estimator works with."""
 
     def __post_init__(self) -> None:
         if self.num_directions < self.min_directions:
             raise UserError(
-                f"zo.directions={self.num_directions} is too few: this estimator needs {self.min_directions}",
+                f"zo.directions={self.num_directions} is too few: this estimator needs "
+                f"{self.min_directions}",
                 fix="set zo.directions=8",
             )
 
@@ -65,10 +80,15 @@ class Estimator(ABC):
 
     @abstractmethod
     def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
-        """Return what the mean loss at each probe says. A loss may be infinite or NaN.
+        """Return what the losses say.
+
+        Args:
+            probes: what `probes` returned for this step.
+            losses: the mean loss over the batch at each probe. It may be infinite or NaN.
 
         Raises:
-            ArithmeticError: the losses cannot be read (for example, a division by zero). The step is skipped.
+            ArithmeticError: the losses cannot be read (for example, a division by zero). The step
+                is skipped.
         """
 
     @property
@@ -80,24 +100,30 @@ class Estimator(ABC):
 class Spsa(Estimator):
     """g = (l(theta + mu z) - l(theta - mu z)) / (2 mu) for each direction z.
 
-    Source: Spall 1992; MeZO (Malladi et al. 2023, Algorithm 1); LeZO (Wang et al. 2024, Algorithm 1, line 7).
-    It is unbiased for the gradient of the loss smoothed by the noise. The reported loss is the mean of both
-    sides, which is the loss at theta up to second order in mu.
+    It is unbiased for the gradient of the loss smoothed by the noise. The reported loss is the mean
+    of both sides, which is the loss at theta up to second order in mu.
+
+    Source: Spall 1992; MeZO (Malladi et al. 2023, Algorithm 1); LeZO (Wang et al. 2024,
+    Algorithm 1, line 7).
     """
 
     def probes(self, records: Sequence[StepRecord]) -> tuple[Probe, ...]:
-        scales = (self.perturbation_scale, -self.perturbation_scale)
-        return tuple(
-            Probe(direction, scale) for direction in range(self.num_directions) for scale in scales
-        )
+        probes = []
+        for direction in range(self.num_directions):
+            # Opposite scales side by side share one draw of z (see `NoiseBackend.perturb`).
+            probes.append(Probe(direction, self.perturbation_scale))
+            probes.append(Probe(direction, -self.perturbation_scale))
+        return tuple(probes)
 
     def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
-        sides = list(zip(losses[::2], losses[1::2], strict=True))
+        centers = []
+        gradients = []
+        for plus, minus in zip(losses[::2], losses[1::2], strict=True):
+            centers.append((plus + minus) / 2)
+            gradients.append((plus - minus) / (2 * self.perturbation_scale))
         return Estimate(
-            loss=add_in_order([(plus + minus) / 2 for plus, minus in sides]) / self.num_directions,
-            projected_grads=tuple(
-                (plus - minus) / (2 * self.perturbation_scale) for plus, minus in sides
-            ),
+            loss=add_in_order(centers) / self.num_directions,
+            projected_grads=tuple(gradients),
         )
 
 
@@ -108,7 +134,10 @@ ESTIMATORS.add("spsa", Spsa)
 def mean_losses(sums: Sequence[float], num_probes: int, total_weight: float) -> list[float]:
     """Return the mean loss over the batch at each probe, with the same bits on any number of ranks.
 
-    `sums` has the summed losses of micro-batch 0 at each probe, then those of micro-batch 1, and so on.
+    Args:
+        sums: the summed losses of micro-batch 0 at each probe, then those of micro-batch 1, ...
+        num_probes: number of probes of the step.
+        total_weight: what the sum of a step's losses is divided by, such as its number of examples.
     """
     return [add_in_order(sums[probe::num_probes]) / total_weight for probe in range(num_probes)]
 
@@ -116,6 +145,6 @@ def mean_losses(sums: Sequence[float], num_probes: int, total_weight: float) -> 
 def add_in_order(values: Sequence[float]) -> float:
     """Return the sum, rounded after every addition.
 
-    The built-in `sum` compensates for rounding from Python 3.12 on, which gives other bits than before.
+    The built-in `sum` compensates for rounding from Python 3.12 on, which gives other bits.
     """
     return functools.reduce(operator.add, values, 0.0)

@@ -1,8 +1,11 @@
 """Every key that is derived from a run's seed.
 
-`seed` means the number in the recipe and nothing else. A key is an unsigned 64-bit integer that names one
-stream of random numbers. Keys are hashes, so that no two steps or runs share one: sums such as seed + step
-collide between runs (run 0 at step 1 is run 1 at step 0).
+`seed` means the number in the recipe and nothing else. A key is an unsigned 64-bit integer that
+names one stream of random numbers. Keys are hashes, so that no two steps or runs share one: sums
+such as seed + step collide between runs (run 0 at step 1 is run 1 at step 0).
+
+Each hashed text begins with its purpose and a version, so that two purposes never share a stream.
+These texts never change: replays derive the same keys from them (see docs/file-formats.md).
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ def step_key(seed: int, step: int) -> int:
 
 
 def direction_key(key: int, direction: int) -> int:
-    """Return the key of one direction of a step: the step's own key for direction 0, else a hash of it."""
-    return key if direction == 0 else _key(f"lezo_ds direction 1|{key}|{direction}")
+    """Return the key of one direction of a step: the step's key for direction 0, else its hash."""
+    if direction == 0:
+        return key
+    return _key(f"lezo_ds direction 1|{key}|{direction}")
 
 
 def layer_order(seed: int, step: int, num_layers: int) -> list[int]:
@@ -31,7 +36,9 @@ def layer_order(seed: int, step: int, num_layers: int) -> list[int]:
 
 def layer_draw(seed: int, step: int, draw: int) -> float:
     """Return a uniform number in [0, 1) that selects one group of parameters of a step."""
-    return (_key(f"lezo_ds layer draw 1|{seed}|{step}|{draw}") >> 11) / 2**53
+    key = _key(f"lezo_ds layer draw 1|{seed}|{step}|{draw}")
+    # float64 holds 53 bits.
+    return (key >> 11) / 2**53
 
 
 def dropout_key(seed: int, step: int, micro_batch: int) -> int:
@@ -40,10 +47,17 @@ def dropout_key(seed: int, step: int, micro_batch: int) -> int:
 
 
 def sample_key(seed: int, step: int, example: int, sample: int) -> int:
-    """Return the key, 0 to 2**63 - 1, with which an answer to a row of a split is drawn, for all probes."""
-    return (
-        _key(f"lezo_ds sample 1|{seed}|{step}|{example}|{sample}") >> 1
-    )  # it must fit into an int64 tensor
+    """Return the key, 0 to 2**63 - 1, with which an answer is drawn, the same at all probes.
+
+    Args:
+        seed: the run's seed.
+        step: index of the step.
+        example: index of the prompt in its split.
+        sample: index among the answers to this prompt in the step.
+    """
+    key = _key(f"lezo_ds sample 1|{seed}|{step}|{example}|{sample}")
+    # Batches carry it in an int64 tensor.
+    return key >> 1
 
 
 def adapter_key(seed: int) -> int:
@@ -53,7 +67,8 @@ def adapter_key(seed: int) -> int:
 
 def prefix_key(seed: int, position: int) -> int:
     """Return the key of the token whose keys and values a prefix starts from, at one position."""
-    return int.from_bytes(_digest(f"lezo_ds prefix 1|{seed}|{position}", size=64)[:8], "little")
+    digest = _digest(f"lezo_ds prefix 1|{seed}|{position}", size=64)
+    return int.from_bytes(digest[:8], "little")
 
 
 def _key(text: str) -> int:

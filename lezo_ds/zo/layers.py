@@ -1,6 +1,7 @@
 """Layer policies: the transformer blocks that a step drops.
 
-To add one: a subclass of `LayerPolicy` here and a line at the end, or `zo.layer_policy: package.module:Name`.
+To add one: a subclass of `LayerPolicy` here and a line at the end, or
+`zo.layer_policy: package.module:Name`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from lezo_ds.zo.records import StepRecord
 
 @dataclass(frozen=True)
 class LayerSample:
-    """The sorted indices of the groups that a step drops, and a factor for the update of each group.
+    """What a policy chose for one step.
 
-    A group is a block, the embeddings, or the other weights outside the blocks. `weights` is empty if all
-    factors are 1.
+    A group is a block, the embeddings, or the other weights outside the blocks.
+
+    Attributes:
+        dropped: sorted indices of the groups that the step neither perturbs nor updates.
+        weights: a factor for the update of each group; empty if all factors are 1.
     """
 
     dropped: tuple[int, ...]
@@ -34,18 +38,24 @@ class LayerPolicy(ABC):
     """Samples the transformer blocks of each step. A pure function of its arguments.
 
     Fields that a subclass adds are its options, `zo.layer_policy_options`; each has a default.
+
+    Attributes:
+        num_layers: number of transformer blocks of the model.
+        num_dropped: how many of them a step drops, 0 to num_layers.
+        trains_outside: whether weights outside the blocks are trained, as two groups: the
+            embeddings, and the rest.
+        has_weights: whether its samples have weights.
     """
 
     num_layers: int
     num_dropped: int
-    """How many blocks a step drops, 0 to num_layers."""
     trains_outside: bool = True
-    """Whether weights outside the blocks are trained, as two groups: the embeddings, and the rest."""
     has_weights: ClassVar[bool] = False
 
     @property
     def num_groups(self) -> int:
-        return self.num_layers + 2 * self.trains_outside
+        """Number of groups: the blocks have the indices from 0, the groups outside follow."""
+        return self.num_layers + (2 if self.trains_outside else 0)
 
     @property
     def num_kept(self) -> int:
@@ -67,37 +77,54 @@ class Uniform(LayerPolicy):
 
 @dataclass(frozen=True)
 class Fixed(LayerPolicy):
-    """Perturbs the same blocks in every step: those that an option names, or the last ones."""
+    """Perturbs the same blocks in every step.
+
+    Attributes:
+        blocks: indices and ranges of the blocks to keep, such as "0, 8-11". Empty stands for the
+            last blocks.
+    """
 
     blocks: str = ""
-    """Block indices and ranges, such as "0, 8-11". Empty stands for the last blocks."""
 
     def __post_init__(self) -> None:
-        if len(self._kept()) != self.num_kept:
+        num_named = len(self._kept())
+        if num_named != self.num_kept:
+            sparsity = 1 - num_named / self.num_layers
             raise UserError(
-                f"zo.layer_policy_options.blocks={self.blocks} does not name {self.num_kept} of the model's "
-                f"{self.num_layers} blocks, as many as zo.sparsity keeps",
-                fix=f"set zo.sparsity={1 - len(self._kept()) / self.num_layers:.4g}, or leave out blocks",
+                f"zo.layer_policy_options.blocks={self.blocks} does not name {self.num_kept} of "
+                f"the model's {self.num_layers} blocks, as many as zo.sparsity keeps",
+                fix=f"set zo.sparsity={sparsity:.4g}, or leave out blocks",
             )
 
     def sample(self, seed: int, records: Sequence[StepRecord]) -> LayerSample:
-        return LayerSample(dropped=tuple(sorted(set(range(self.num_layers)) - self._kept())))
+        dropped = set(range(self.num_layers)) - self._kept()
+        return LayerSample(dropped=tuple(sorted(dropped)))
 
     def _kept(self) -> set[int]:
         if not self.blocks.strip():
             return set(range(self.num_dropped, self.num_layers))
         kept: set[int] = set()
-        for part in self.blocks.split(","):
-            match = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
-            blocks = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
-            if not blocks or blocks[-1] >= self.num_layers or kept & set(blocks):
+        for item in self.blocks.split(","):
+            blocks = _block_range(item)
+            is_outside = len(blocks) == 0 or blocks[-1] >= self.num_layers
+            if is_outside or not kept.isdisjoint(blocks):
                 raise UserError(
-                    f"zo.layer_policy_options.blocks={self.blocks} does not name different blocks from 0 to "
-                    f"{self.num_layers - 1}",
+                    f"zo.layer_policy_options.blocks={self.blocks} does not name different blocks "
+                    f"from 0 to {self.num_layers - 1}",
                     fix='set it to a string such as "0, 2-3", or leave it out for the last blocks',
                 )
-            kept |= set(blocks)
+            kept.update(blocks)
         return kept
+
+
+def _block_range(item: str) -> range:
+    """Return the blocks that "3" or "8-11" names; none if it is neither."""
+    match = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", item)
+    if match is None:
+        return range(0)
+    first = int(match[1])
+    last = first if match[2] is None else int(match[2])
+    return range(first, last + 1)
 
 
 LAYER_POLICIES: Registry[type[LayerPolicy]] = Registry(
@@ -108,7 +135,7 @@ LAYER_POLICIES.add("fixed", Fixed)
 
 
 def num_dropped(sparsity: float, num_layers: int) -> int:
-    """Return how many transformer blocks a step drops: the share `sparsity` (0 to 1), rounded half up.
+    """Return how many blocks a step drops: the share `sparsity` (0 to 1), rounded half up.
 
     >>> [num_dropped(0.75, num_layers) for num_layers in (24, 40, 48)]
     [18, 30, 36]

@@ -1,4 +1,4 @@
-"""Estimators that probe one side of each direction: forward differences, FZOO, evolution strategies."""
+"""Estimators that probe one side of each direction: forward differences, FZOO and evolution."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from lezo_ds.zo.records import StepRecord
 class OneSided(Estimator):
     """g = (l(theta + mu z) - l(theta)) / mu for each direction z: n + 1 probes where SPSA has 2 n.
 
-    Source: forward differences (Spall 1992). Its error of the slope is of order mu, not mu^2.
+    The error of the slope is of order mu, not mu^2. The first probe is theta itself.
+
+    Source: forward differences (Spall 1992).
     """
 
     def probes(self, records: Sequence[StepRecord]) -> tuple[Probe, ...]:
-        sides = (
-            Probe(direction, self.perturbation_scale) for direction in range(self.num_directions)
-        )
-        return Probe(direction=0, scale=0.0), *sides
+        return (Probe(direction=0, scale=0.0), *_one_side(self))
 
     def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
         base, *sides = losses
-        return Estimate(base, tuple((side - base) / self.perturbation_scale for side in sides))
+        gradients = [(side - base) / self.perturbation_scale for side in sides]
+        return Estimate(base, tuple(gradients))
 
 
 @dataclass(frozen=True)
 class Fzoo(OneSided):
-    """g_d = (l(theta + mu z_d) - l(theta)) / s, with s the sample deviation of the l(theta + mu z_d).
+    """g_d = (l(theta + mu z_d) - l(theta)) / s for each direction z_d.
 
-    Source: FZOO (Dang et al., ICLR 2026, arXiv 2506.09034), which draws z from {-1, +1}. s is about mu times
-    the norm of the gradient, so this is normalized descent, and mu cancels out. With fewer than 4 directions,
+    s is the sample deviation of the losses l(theta + mu z_d). It is about mu times the norm of
+    the gradient, so this is normalized descent, and mu cancels out. With fewer than 4 directions,
     the square of 1 / s has no finite mean (for normal losses).
+
+    Source: FZOO (Dang et al., ICLR 2026, arXiv 2506.09034), which draws z from {-1, +1}.
     """
 
     min_directions: ClassVar[int] = 4
@@ -43,33 +45,38 @@ class Fzoo(OneSided):
     def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
         base, *sides = losses
         spread = deviation(sides, degrees_of_freedom=len(sides) - 1)
-        return Estimate(base, _in_units_of(spread, [side - base for side in sides]))
+        differences = [side - base for side in sides]
+        return Estimate(base, _in_units_of(spread, differences))
 
 
 @dataclass(frozen=True)
 class EvolutionStrategies(Estimator):
-    """g_d = -(r_d - mean r) / s, with r_d = -l(theta + mu z_d) the reward of direction d and s its deviation.
+    """g_d = -(r_d - mean r) / s, with r_d = -l(theta + mu z_d) the reward of direction d.
 
-    Source: Evolution Strategies at Scale (Qiu et al., PMLR 306, 2026, arXiv 2509.24372), with n = 30
-    directions and mu = 1e-3. The factor 1 / mu is part of the learning rate, and s is the population's
-    deviation. It is meant for rewards, which need no gradient. Rewards of any scale give the same steps.
+    s is the population's deviation of the rewards, and the factor 1 / mu is part of the learning
+    rate. It is meant for rewards, which need no gradient. Rewards of any scale give the same steps.
+
+    Source: Evolution Strategies at Scale (Qiu et al., PMLR 306, 2026, arXiv 2509.24372), with
+    n = 30 directions and mu = 1e-3.
+
+    Attributes:
+        ranks: whether ranks from -1/2 to 1/2 replace rewards (Salimans et al. 2017).
     """
 
     ranks: bool = False
-    """Whether ranks from -1/2 to 1/2 replace rewards (Salimans et al. 2017)."""
     min_directions: ClassVar[int] = 2
 
     def probes(self, records: Sequence[StepRecord]) -> tuple[Probe, ...]:
-        return tuple(
-            Probe(direction, self.perturbation_scale) for direction in range(self.num_directions)
-        )
+        return tuple(_one_side(self))
 
     def estimate(self, probes: Sequence[Probe], losses: Sequence[float]) -> Estimate:
         mean = add_in_order(losses) / len(losses)
         if self.ranks:
             return Estimate(mean, _centered_ranks(losses))
         spread = deviation(losses, degrees_of_freedom=len(losses))
-        return Estimate(mean, _in_units_of(spread, [loss - mean for loss in losses]))
+        # A loss above the mean is a reward below it: the two signs of the formula cancel.
+        differences = [loss - mean for loss in losses]
+        return Estimate(mean, _in_units_of(spread, differences))
 
 
 ESTIMATORS.add("one-sided", OneSided)
@@ -78,21 +85,32 @@ ESTIMATORS.add("evolution-strategies", EvolutionStrategies)
 
 
 def deviation(values: Sequence[float], degrees_of_freedom: int) -> float:
-    """Return the standard deviation, with the same bits on every machine; NaN if a value is not finite."""
-    if all(value == values[0] for value in values):  # their mean may be rounded to another value
+    """Return the standard deviation, with the same bits on every machine.
+
+    It is NaN if a value is not finite, and exactly 0 if all values are equal.
+    """
+    if all(value == values[0] for value in values):
+        # The mean of equal values may be rounded to another value, and then no difference is 0.
         return 0.0 if math.isfinite(values[0]) else math.nan
     mean = add_in_order(values) / len(values)
     squares = [(value - mean) * (value - mean) for value in values]
     return math.sqrt(add_in_order(squares) / degrees_of_freedom)
 
 
+def _one_side(estimator: Estimator) -> list[Probe]:
+    scale = estimator.perturbation_scale
+    return [Probe(direction, scale) for direction in range(estimator.num_directions)]
+
+
 def _in_units_of(spread: float, values: Sequence[float]) -> tuple[float, ...]:
-    """Return values / spread, or zeros if the spread is 0: values that are all the same say nothing."""
-    return tuple(0.0 if spread == 0 else value / spread for value in values)
+    """Return values / spread, or zeros if the spread is 0: equal losses favor no direction."""
+    if spread == 0:
+        return (0.0,) * len(values)
+    return tuple(value / spread for value in values)
 
 
 def _centered_ranks(values: Sequence[float]) -> tuple[float, ...]:
-    """Return the rank of each value, from -1/2 (the smallest) to 1/2; equal values share their mean rank.
+    """Return the rank of each value, from -1/2 (the smallest) to 1/2; equal ones share their mean.
 
     >>> _centered_ranks([3.0, 1.0, 1.0])
     (0.5, -0.25, -0.25)

@@ -1,4 +1,4 @@
-"""The forward passes of a step: which probes of which micro-batch run at once, and on which rank."""
+"""The forward passes of a step: which probes of a micro-batch run at once, and on which rank."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ from typing import NamedTuple
 
 
 class Pass(NamedTuple):
-    """One forward pass: one micro-batch, copied once for each of its consecutive probes."""
+    """One forward pass: one micro-batch, copied once for each of its consecutive probes.
+
+    Attributes:
+        micro_batch: index among the micro-batches of the step.
+        probes: indices of its probes among those of the step.
+        counts: whether this rank contributes the losses. It does not if another rank runs the
+            same pass and has them: this rank then only takes part in the gathers of weights.
+    """
 
     micro_batch: int
     probes: range
     counts: bool = True
-    """False if another rank runs it, too, and has the losses: this one only takes part in the gathers."""
 
 
 def passes_of_step(num_micro_batches: int, num_probes: int, probes_per_pass: int) -> list[Pass]:
@@ -19,12 +25,12 @@ def passes_of_step(num_micro_batches: int, num_probes: int, probes_per_pass: int
 
     A pass gathers each weight once for all of its probes.
 
-    >>> [(one.micro_batch, list(one.probes)) for one in passes_of_step(1, 4, 2)]
+    >>> [(each.micro_batch, list(each.probes)) for each in passes_of_step(1, 4, 2)]
     [(0, [0, 1]), (0, [2, 3])]
     """
-    starts = range(0, num_probes, probes_per_pass)
-    return [
-        Pass(micro_batch, range(start, min(start + probes_per_pass, num_probes)))
-        for micro_batch in range(num_micro_batches)
-        for start in starts
-    ]
+    passes = []
+    for micro_batch in range(num_micro_batches):
+        for start in range(0, num_probes, probes_per_pass):
+            stop = min(start + probes_per_pass, num_probes)
+            passes.append(Pass(micro_batch, range(start, stop)))
+    return passes

@@ -8,31 +8,44 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One zeroth-order step. Construction raises ValueError if a number is not finite or out of range."""
+    """One zeroth-order step, as every rank knows it and the journal keeps it.
+
+    Construction raises ValueError if a number is not finite or out of range, so that a damaged
+    journal cannot change weights.
+
+    Attributes:
+        step: index from 0. The weights after it have seen step + 1 steps.
+        key: key of the step's noise, 0 to 2**64 - 1.
+        dropped_layers: sorted indices of the groups that were neither perturbed nor updated: blocks
+            from 0, then the groups outside them (see `layers.LayerPolicy.num_groups`).
+        projected_grads: the estimate of the derivative along each direction. A skipped step may
+            have none.
+        learning_rate: eta of this step, after warm-up and schedule.
+        perturbation_scale: mu.
+        loss: mean over the batch; None if it was not finite.
+        applied: False if the step was skipped, because a loss or a projected gradient was not
+            finite.
+        layer_weights: factor of the update of each group; empty if all are 1.
+    """
 
     step: int
-    """Index from 0. The weights after it have seen step + 1 steps."""
     key: int
-    """Key of the step's noise, 0 to 2**64 - 1."""
     dropped_layers: tuple[int, ...]
-    """Sorted indices of the blocks (or groups outside them) that were neither perturbed nor updated."""
     projected_grads: tuple[float, ...]
-    """The estimate of the derivative along each direction."""
     learning_rate: float
     perturbation_scale: float
     loss: float | None = None
-    """Mean over the batch; None if it was not finite."""
     applied: bool = True
-    """False if the step was skipped, because a loss or a projected gradient was not finite."""
     layer_weights: tuple[float, ...] = ()
-    """Factor of the update of each block and group outside; empty if all are 1."""
 
     def __post_init__(self) -> None:
         for number in (self.step, self.key, *self.dropped_layers):
+            # Not isinstance: True is an int, too.
             if type(number) is not int or not 0 <= number < 2**64:
                 raise ValueError(f"{number!r} is not an unsigned 64-bit number")
-        loss = () if self.loss is None else (self.loss,)
-        check_finite(self.learning_rate, self.perturbation_scale, *loss)
+        if self.loss is not None:
+            check_finite(self.loss)
+        check_finite(self.learning_rate, self.perturbation_scale)
         check_finite(*self.projected_grads, *self.layer_weights)
         if self.applied and (self.loss is None or not self.projected_grads):
             raise ValueError(

@@ -1,6 +1,7 @@
 """Learning rate schedules: functions of the step and of the number of steps only.
 
 Rank 0 computes the rate and broadcasts it with the plan, and the journal records it for replays.
+So a cosine that differs in its last bit between two machines does no harm.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from lezo_ds.registry import Registry
 
 @dataclass(frozen=True)
 class Schedule:
-    """The shape of a schedule after the warm-up."""
+    """The shape of a schedule after the warm-up.
+
+    Attributes:
+        share: maps progress, 0 to 1, to the share of the learning rate that remains, 0 to 1.
+        depends_on_length: whether `share` changes with progress. A resumption with another number
+            of steps is then refused.
+    """
 
     share: Callable[[float], float]
-    """Maps progress, 0 to 1, to the share of the learning rate that remains, 0 to 1."""
     depends_on_length: bool = True
-    """Whether `share` changes with progress. A resumption with another number of steps is then refused."""
 
 
 SCHEDULES: Registry[Schedule] = Registry(
@@ -32,7 +37,14 @@ SCHEDULES.add("cosine", Schedule(lambda progress: (1 + math.cos(math.pi * progre
 
 @dataclass(frozen=True)
 class LearningRates:
-    """The learning rates of a run of `num_steps` steps, warm-up included."""
+    """The learning rates of a run.
+
+    Attributes:
+        schedule: the shape of the curve after the warm-up.
+        peak: the learning rate at the end of the warm-up.
+        warmup_steps: number of steps over which the rate rises to `peak` in equal parts.
+        num_steps: number of steps of the run, warm-up included. None if the schedule needs none.
+    """
 
     schedule: Schedule
     peak: float
@@ -49,5 +61,6 @@ class LearningRates:
         if not self.schedule.depends_on_length:
             return self.peak
         assert self.num_steps is not None, "make_schedule checks it"
-        progress = (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps)
+        num_falling = max(1, self.num_steps - self.warmup_steps)
+        progress = (step - self.warmup_steps) / num_falling
         return self.peak * self.schedule.share(min(progress, 1.0))

@@ -1,4 +1,11 @@
-"""From step records to what is subtracted from each parameter."""
+"""From step records to what is subtracted from each parameter.
+
+    StepRecord --step_updates--> StepUpdate --updates_of_parameter--> Update, Update, ...
+    (the journal)                (+ decay)                            (of one parameter)
+
+A step is applied as soon as its record is written, and a replay applies many records in one call.
+Both take this path, so both give the same bits.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +17,20 @@ from lezo_ds.zo.keys import direction_key
 from lezo_ds.zo.records import StepRecord
 
 UpdatePrecision = Literal["stochastic", "fp32_master"]
-"""How an update is stored in 16-bit weights: rounded at random without bias, or with 16 low bits in addition.
+"""How an update is stored in 16-bit weights: rounded at random without bias, or with 16 more bits.
 
-Rounding to nearest is no choice: most updates are far below half a unit in the last place of a 16-bit weight,
-and would be lost. Weights in fp32 are rounded to nearest under either value."""
+Rounding to nearest is no choice: most updates are far below half a unit in the last place of a
+16-bit weight, and would be lost. fp32 weights store fp32 values as they are under either value."""
 
 
 class Update(NamedTuple):
-    """One update of a parameter: theta <- theta * factor - coefficient * z(key)."""
+    """One update of a parameter: theta <- theta * factor - coefficient * z(key).
+
+    Attributes:
+        key: key of the direction, 0 to 2**64 - 1.
+        coefficient: rounded to fp32 by the kernels.
+        factor: below 1 for weight decay; rounded to fp32, too.
+    """
 
     key: int
     coefficient: float
@@ -26,12 +39,18 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class StepUpdate:
-    """theta <- factor * theta - eta / n * g_d * z_d for each of n directions (LeZO, Algorithm 1, line 8)."""
+    """One step: theta <- factor * theta - eta / n * g_d * z_d for each of n directions d.
+
+    Source: LeZO, Algorithm 1, line 8.
+
+    Attributes:
+        record: has eta, the projected gradients g_d, and the key of the directions z_d.
+        factor: 1 - eta * weight decay, the decoupled decay (Loshchilov and Hutter 2019) of
+            matrices, except in blocks that the step dropped, as MeZO's flag --weight_decay.
+    """
 
     record: StepRecord
     factor: float
-    """1 - eta * weight decay: decoupled decay (Loshchilov and Hutter 2019) of matrices, except in blocks
-    that the step dropped, as MeZO's flag --weight_decay."""
 
 
 def step_updates(
@@ -39,7 +58,7 @@ def step_updates(
 ) -> list[StepUpdate]:
     """Return the updates of the applied steps among steps `start` to `stop` - 1, in order."""
     return [
-        StepUpdate(record, 1 - record.learning_rate * weight_decay)
+        StepUpdate(record, factor=1 - record.learning_rate * weight_decay)
         for record in records[start:stop]
         if record.applied
     ]
@@ -48,22 +67,32 @@ def step_updates(
 def updates_of_parameter(
     updates: Iterable[StepUpdate], block: int, *, decays: bool
 ) -> list[Update]:
-    """Return all updates, in order, of a parameter of a transformer block or of a group outside them."""
-    result = []
+    """Return all updates of one parameter, in order.
+
+    Args:
+        updates: the updates of steps, in order.
+        block: index of the parameter's transformer block, or of its group outside the blocks.
+        decays: whether the parameter has weight decay: matrices do, vectors do not.
+    """
+    result: list[Update] = []
     for update in updates:
-        record = update.record
-        if block in record.dropped_layers:
-            continue
-        share = record.learning_rate / len(record.projected_grads)
-        weight = record.layer_weights[block] if record.layer_weights else 1.0
-        changes = [
-            Update(direction_key(record.key, direction), share * gradient * weight)
-            for direction, gradient in enumerate(record.projected_grads)
-        ]
-        changes = [change for change in changes if change.coefficient != 0]
-        if decays and update.factor != 1.0:
-            # The decay is part of the first change, or of one that subtracts nothing.
-            first, *rest = changes or [Update(record.key, 0.0)]
-            changes = [first._replace(factor=update.factor), *rest]
-        result += changes
+        if block not in update.record.dropped_layers:
+            result += _updates_of_step(update, block, decays=decays)
     return result
+
+
+def _updates_of_step(update: StepUpdate, block: int, *, decays: bool) -> list[Update]:
+    record = update.record
+    share = record.learning_rate / len(record.projected_grads)
+    weight = record.layer_weights[block] if record.layer_weights else 1.0
+    changes = []
+    for direction, gradient in enumerate(record.projected_grads):
+        coefficient = share * gradient * weight
+        if coefficient != 0:
+            changes.append(Update(direction_key(record.key, direction), coefficient))
+    if decays and update.factor != 1.0:
+        if not changes:  # the decay alone: an update that subtracts nothing
+            changes = [Update(record.key, 0.0)]
+        # Only the first: the kernels multiply by the factor of every update.
+        changes[0] = changes[0]._replace(factor=update.factor)
+    return changes
