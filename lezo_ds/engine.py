@@ -177,8 +177,7 @@ class ModelEngine:
 
         Raises:
             UserError: the number of passes is not a multiple of the number of ranks, or of groups
-            of ranks
-                that split the weights.
+                of ranks that split the weights.
         """
         num_groups = self.world_size // self.tensor_parallel
         if num_passes % num_groups:
@@ -217,12 +216,14 @@ class ModelEngine:
             losses = torch.zeros_like(losses)
         votes = losses.new_tensor([float(self._stop_requested), float(self._snapshot_requested)])
         self._snapshot_requested = False
-        share = 0.0
+        checksum = 0.0
         if self.world_size > 1:
             watched = agreement.watched_rank(self.global_rank, self.world_size, self.global_steps)
-            share = agreement.cross_checksum(batch, share_of(self.global_rank), share_of(watched))
+            checksum = agreement.cross_checksum(
+                batch, share_of(self.global_rank), share_of(watched)
+            )
         claims = {**claims, **agreement.batch_claims(batch)}
-        values = self._sum_agreed(torch.cat([losses, votes]), claims, share, batch)
+        values = self._sum_agreed(torch.cat([losses, votes]), claims, checksum, batch)
         if self.replicas is not None:
             # All replicas lay out one micro-batch, another one in each step, and compare it.
             compared = batch[self.global_steps % len(batch)]
@@ -237,14 +238,14 @@ class ModelEngine:
         self,
         values: Tensor,
         claims: Claims,
-        share: float = 0.0,
+        checksum: float = 0.0,
         batch: StepBatch | None = None,
     ) -> list[float]:
         """Sum over all ranks by one all-reduce; all ranks raise DesyncError if their claims differ.
 
         A sum is exact if its element is 0 on all ranks but one, or a small integer on each.
         """
-        proof = values.new_tensor([share, *agreement.claim_numbers(claims)])
+        proof = values.new_tensor([checksum, *agreement.claim_numbers(claims)])
         sums = distributed.sum_vector(torch.cat([values, proof]))
         difference, *numbers = sums[len(values) :]
         if difference or not agreement.all_agree(numbers, self.world_size):
@@ -357,14 +358,13 @@ class LezoEngine(ModelEngine):
             have not changed.
 
         Raises:
-            UserError: the passes cannot be shared evenly among the ranks. DivergenceError:
-            `MAX_SKIPPED_STEPS` steps in a row were skipped. DesyncError: the ranks do not have the
-            same settings, do not work on the same step or batch, or
-                had different results in the step before. All ranks raise. The step is not done, and
-                earlier steps that may be wrong are cut off the journal.
+            UserError: the passes cannot be shared evenly among the ranks.
+            DivergenceError: `MAX_SKIPPED_STEPS` steps in a row were skipped.
+            DesyncError: the ranks do not have the same settings, do not work on the same step or
+                batch, or had different results in the step before. All ranks raise. The step is
+                not done, and earlier steps that may be wrong are cut off the journal.
             JournalError: the record of this step, or of the step before, cannot be written. The
-            step is not
-                applied.
+                step is not applied.
         """
         batch = StepBatch.of(batch)
         if not self._settings_agreed:
@@ -459,8 +459,7 @@ class LezoEngine(ModelEngine):
 
         Raises:
             DesyncError: the check failed. The message names ranks and parameters. All ranks raise.
-            The steps
-                since the last check that passed are cut off the journal.
+                The steps since the last check that passed are cut off the journal.
         """
         if self._witness is None:
             return
@@ -470,18 +469,20 @@ class LezoEngine(ModelEngine):
         (total_wrong,) = self._sum_agreed(num_wrong, self._last_result())
         unlike = self.weights.unlike_replicas()
         if total_wrong or unlike:
-            details = [
-                f"on rank {rank} {name} is not what a replay of the journal gives"
-                for rank, names in enumerate(distributed.gather_objects(wrong))
-                for name in names
-            ]
-            details += [
-                f"on rank {rank} {name} differs from its replica's" for rank, name in unlike
-            ]
+            differences = []
+            for rank, names in enumerate(distributed.gather_objects(wrong)):
+                for name in names:
+                    differences.append(
+                        f"on rank {rank} {name} is not what a replay of the journal gives"
+                    )
+            for rank, name in unlike:
+                differences.append(f"on rank {rank} {name} differs from its replica's")
             self._cut_journal(self._num_checked)
-            what = f"the weights are not what {self.global_steps} steps made of them"
             raise agreement.desync_error(
-                what, details, self._num_checked, fix="test the memory of that rank's machine"
+                f"the weights are not what {self.global_steps} steps made of them",
+                differences,
+                self._num_checked,
+                fix="test the memory of that rank's machine",
             )
         self._num_checked = self.global_steps
 
@@ -502,9 +503,8 @@ class LezoEngine(ModelEngine):
             load_dir: directory of snapshots, which may be empty or missing.
             steps: the journal's steps from 0. Only those that rank 0 passes count.
             step: number of updates; by default all of `steps`.
-            owner: the run of these steps, whose snapshots are used and no others. Only that of rank
-                0
-                counts. None uses any snapshot: the caller vouches for those in `load_dir`.
+            owner: the run of these steps, whose snapshots are used and no others. Only that of
+                rank 0 counts. None uses any snapshot: the caller vouches for those in `load_dir`.
 
         Raises:
             UserError: `steps` has fewer than `step` records.
@@ -566,15 +566,15 @@ def initialize(
         seed: seed of the run. Noise and dropped layers depend on (seed, step), an adapter's start
             on seed.
         peft: the adapter to train, or None to train all weights.
-        partition_size: number of ranks in a shard group, a divisor of the number of ranks; None for
-            all.
-            Each group holds a replica of the weights and exchanges only scalars with the others.
+        partition_size: number of ranks in a shard group, a divisor of the number of ranks; None
+            for all. Each group holds a replica of the weights and exchanges only scalars with the
+            others.
         num_steps: number of steps of the run; needed if the learning rate depends on it.
 
     Raises:
         UserError: there is no such model, it has no transformer blocks, or its weights or the
-        adapter do not
-            fit; or everything that is trainable is in blocks and all blocks are dropped.
+            adapter do not fit; or everything that is trainable is in blocks and all blocks are
+            dropped.
     """
     distributed.init_distributed()
     sharded = load_sharded_model(
