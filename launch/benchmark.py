@@ -45,7 +45,7 @@ from lezo_ds.checkpoints.checkpoint import DTYPES, resolve_model
 from lezo_ds.config import ZEROTH_ORDER, RunConfig, ZoConfig, check_world, load_config
 from lezo_ds.data.batches import candidate_batch
 from lezo_ds.data.encoding import EncodedExample
-from lezo_ds.data.generation import SAMPLE_KEYS, write_tokens
+from lezo_ds.data.generation import SAMPLE_KEYS, generate
 from lezo_ds.data.objectives import classification_loss
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.engine import LezoEngine
@@ -428,8 +428,10 @@ def answer_speeds(config: RunConfig, rounds: int) -> str:
     inputs = {name: rows for name, rows in prompts.inputs.items() if name != SAMPLE_KEYS}
     prompts = replace(prompts, inputs=inputs, generation=settings)
     num_probes = len(forward_pass.probes)
-    input_ids = torch.cat([inputs["input_ids"]] * num_probes)
-    attention_mask = torch.cat([inputs["attention_mask"]] * num_probes)
+    names = ("input_ids", "attention_mask")
+    repeated = replace(
+        prompts, inputs={name: torch.cat([inputs[name]] * num_probes) for name in names}
+    )
     at_probes = perturbation(engine, decide(engine), forward_pass)
     plain = plain_model(config.model.path, config.model.dtype)
     # generate passes the last states of the prompts as a strided view, and torch would copy the
@@ -437,14 +439,12 @@ def answer_speeds(config: RunConfig, rounds: int) -> str:
     head: nn.Module = plain.get_output_embeddings()  # type: ignore[operator]
     head.register_forward_pre_hook(lambda _, states: (states[0].contiguous(),))
     actions = {
-        "generate": lambda: write_tokens(
-            plain, settings, input_ids=input_ids, attention_mask=attention_mask
-        ),
+        "generate": lambda: generate(plain, repeated),
         "ours": lambda: engine.run(prompts, at_probes),
     }
     with torch.no_grad():
         times = interleaved(actions, rounds)
-    num_tokens = len(input_ids) * settings.max_new_tokens
+    num_tokens = len(repeated.inputs["input_ids"]) * settings.max_new_tokens
     lines = [f"{num_tokens} tokens, {num_probes} probes"]
     for name, seconds in times.items():
         speed = num_tokens / min(seconds)

@@ -30,7 +30,7 @@ from lezo_ds.config import (
     make_schedule,
 )
 from lezo_ds.config.deepspeed import tensor_parallel_size
-from lezo_ds.data.generation import write_tokens
+from lezo_ds.data.generation import generate
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
 from lezo_ds.forward.perturbed_forward import PerturbedForward
@@ -138,7 +138,7 @@ class ModelEngine:
         """
         call: Callable[..., Any] = self._deepspeed
         if micro_batch.generation is not None:
-            call = partial(write_tokens, self.module, micro_batch.generation)
+            call = partial(generate, self.module, micro_batch)
         return self._perturbed(micro_batch, perturbation, call)
 
     def save_checkpoint(

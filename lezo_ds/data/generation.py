@@ -1,10 +1,30 @@
-"""Generated answers: greedy or drawn, up to a maximum length, a text that ends them, or EOS."""
+"""Generated answers: greedy or drawn, up to a maximum length, a text that ends them, or EOS.
+
+Prompts are padded on the left, so that the new tokens of all rows begin in the same column. A row
+that has ended is filled with padding until the last row has:
+
+    input_ids   [rows, width]      new tokens [rows, <= max_new_tokens]
+    pad pad <s>  a   b             x   y  </s> pad pad
+    <s>  c   d   e   f             z   z   z   z   x          attention_mask is 0 at the first pads
+
+In a pass at k probes the rows are there k times, [rows at probe 0; rows at probe 1; ...], and each
+copy is continued by the weights of its probe.
+
+If all prompts begin with the same n tokens (instructions, demonstrations), and the model's
+positions allow it, these run once for each probe (`COMMON_IDS`), and the rows go on from their keys
+and values. The common tokens then take the first n columns of each row, and the padding is behind
+them:
+
+    before    pad pad <s>  c   c   x   y         n = 3 and 2 columns of padding
+    after     <s>  c   c   -   -   x   y         the mask hides what is in the columns "-"
+
+Drawn tokens need no random state. The noise of a row is a function of the row's key (`SAMPLE_KEYS`)
+and of the position of the token, so a drawn answer depends on nothing else in its batch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -19,67 +39,110 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from lezo_ds import distributed
 from lezo_ds.data.encoding import NEWLINE, PromptTokenizer
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Sampling
 
 SAMPLE_KEYS = "sample_keys"
-"""The input of a batch that holds the key of each row's random numbers, int64 [rows], if they are drawn."""
+"""Input of a batch: the key of each row's random numbers, int64 [rows], if answers are drawn."""
 COMMON_IDS = "common_ids"
-"""The input of a batch that holds the tokens with which all its prompts begin, int64 [probes, n]."""
+"""Input of a batch: the tokens with which all its prompts begin, int64 [probes, n], if there are
+any."""
+
+_HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 def generation_settings(
     tokenizer: PromptTokenizer, max_new_tokens: int, stops: Sequence[str] = (NEWLINE,)
 ) -> GenerationSettings:
-    # One ASCII character is always part of one token. A longer text may spread over several.
-    spread = tuple(stop for stop in stops if len(stop) > 1 or not stop.isascii())
+    """Return how answers are written that end at EOS or at one of `stops`."""
+    # One ASCII character is always part of one token. Any other stop may spread over several.
+    spread = [stop for stop in stops if len(stop) > 1 or not stop.isascii()]
+    return GenerationSettings(
+        max_new_tokens=max_new_tokens,
+        stop_ids=tokenizer.stop_ids(stops),
+        pad_id=tokenizer.pad_id,
+        stops=tuple(stops),
+        has_ended=_stop_finder(tokenizer, spread) if spread else None,
+    )
+
+
+def _stop_finder(
+    tokenizer: PromptTokenizer, stops: Sequence[str]
+) -> Callable[[Sequence[int]], bool]:
+    """Return the function (new tokens of a row) -> whether the last one completes one of `stops`.
+
+    It decodes only as many tokens as a stop can have, one for each of its bytes, and one before
+    them, because some decoders strip a space at the start.
+    """
+    num_last = 1 + max(len(stop.encode()) for stop in stops)
+
+    def has_stop(ids: Sequence[int]) -> bool:
+        text = tokenizer.decode(ids)
+        return any(stop in text for stop in stops)
 
     def has_ended(ids: Sequence[int]) -> bool:
-        text = tokenizer.decode(ids)
-        return any(stop in text for stop in spread)
+        last = tokenizer.decode(ids[-num_last:])
+        # Tokens of single bytes may be cut within a character, which can hide a stop.
+        if _HALF_CHARACTER in last or any(stop in last for stop in stops):
+            return has_stop(ids)
+        return False
 
-    stop_ids = tokenizer.stop_ids(stops)
-    ends = has_ended if spread else None
-    return GenerationSettings(max_new_tokens, stop_ids, tokenizer.pad_id, tuple(stops), ends)
+    return has_ended
 
 
 def prompt_batch(
     prompts: Sequence[tuple[int, ...]], settings: GenerationSettings, num_common: int = 0
 ) -> MicroBatch:
-    """Lay out prompts, which all begin with the same `num_common` tokens, padded on the left."""
-    width = max(map(len, prompts))
-    inputs = {
-        "input_ids": [[settings.pad_id] * (width - len(ids)) + list(ids) for ids in prompts],
-        "attention_mask": [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts],
-    }
-    inputs |= {COMMON_IDS: [list(prompts[0][:num_common])]} if num_common else {}
-    tensors = {name: torch.tensor(rows) for name, rows in inputs.items()}
-    return MicroBatch(tensors, len(prompts), generation=settings)
+    """Lay out prompts to be continued, padded on the left (see the module's docstring).
 
+    Args:
+        prompts: token ids.
+        settings: how they are continued.
+        num_common: number of tokens with which all prompts begin. Each prompt has at least one
+            more.
 
-def runner(batch: MicroBatch, engine: Any) -> Callable[..., Any]:
-    """Return the function that runs the inputs of a batch: generation, or DeepSpeed's forward pass."""
-    if batch.generation is None:
-        return engine  # type: ignore[no-any-return]
-    return partial(write_tokens, engine.module, batch.generation)
-
-
-def write_tokens(
-    model: Any,
-    settings: GenerationSettings,
-    *,
-    sample_keys: Tensor | None = None,
-    common_ids: Tensor | None = None,
-    **inputs: Any,
-) -> Tensor:
-    """Return new tokens, int64 [rows, at most max_new_tokens], with padding after the end of each row.
-
-    A collective: all ranks run until all their rows have ended.
+    Returns:
+        A batch whose weight is the number of prompts, with the inputs "input_ids" and
+        "attention_mask", int64 [prompts, width], and COMMON_IDS, if `num_common` is not 0.
     """
+    width = max(len(ids) for ids in prompts)
+    input_ids = []
+    attention_mask = []
+    for ids in prompts:
+        num_padding = width - len(ids)
+        input_ids.append([settings.pad_id] * num_padding + list(ids))
+        attention_mask.append([0] * num_padding + [1] * len(ids))
+    inputs = {
+        "input_ids": torch.tensor(input_ids),
+        "attention_mask": torch.tensor(attention_mask),
+    }
+    if num_common:
+        inputs[COMMON_IDS] = torch.tensor([prompts[0][:num_common]])
+    return MicroBatch(inputs, len(prompts), generation=settings)
+
+
+def generate(model: Any, batch: MicroBatch, **repeated: Tensor) -> Tensor:
+    """Continue the prompts of a batch.
+
+    If a forward pass of the model exchanges messages with other ranks, this is a collective, and
+    all ranks run until all their rows have ended.
+
+    Args:
+        model: a causal language model of transformers. Its generation_config is replaced.
+        batch: a `prompt_batch`. If its answers are drawn, it has the input SAMPLE_KEYS.
+        repeated: the inputs of the batch, if they are there several times, once for each probe.
+
+    Returns:
+        New tokens, int64 [rows, at most max_new_tokens], with padding after the end of each row.
+    """
+    settings = batch.generation
+    assert settings is not None, "a batch of prompts has settings of generation"
+    inputs: dict[str, Any] = {**batch.inputs, **repeated}
+    sample_keys = inputs.pop(SAMPLE_KEYS, None)
+    common_ids = inputs.pop(COMMON_IDS, None)
     width = inputs["input_ids"].shape[1]
-    # We replace the model's generation_config instead of passing ours to generate(): transformers fills
-    # every option that an argument leaves open (penalties, sampling) from the model's own configuration.
+    # The model's generation_config is replaced, because transformers (5.23) fills every option that
+    # an argument of generate() leaves open (penalties, sampling) from the model's own.
     model.generation_config = GenerationConfig(
         max_new_tokens=settings.max_new_tokens,
         eos_token_id=list(settings.stop_ids),
@@ -88,73 +151,132 @@ def write_tokens(
         num_beams=1,
         use_cache=True,
     )
-    cache = DynamicCache(config=model.config)
-    # Elsewhere, distances may count the padding: in sliding windows, or in biases of attention.
-    rotates = getattr(model.config.get_text_config(), "rope_parameters", None) is not None
-    if common_ids is not None and rotates and {*map(type, cache.layers)} == {DynamicLayer}:
-        _read_common(model, cache, common_ids, inputs)
-    ends = StoppingCriteriaList()
-    if (
-        has_ended := settings.has_ended
-    ) is not None:  # transformers' stop strings also look at the prompt
-
-        def rows_ended(ids: Tensor, *_: object, **__: object) -> Tensor:
-            return torch.tensor(
-                [has_ended(new) for new in ids[:, width:].tolist()], device=ids.device
-            )
-
-        ends.append(rows_ended)
+    if common_ids is not None and _may_pad_after_common(model):
+        inputs = _after_common(model, common_ids, inputs)
     tokens: Tensor = model.generate(
         **inputs,
-        # A forward pass gathers ZeRO-3 shards from all ranks, so no rank may stop earlier than the others.
-        synced_gpus=distributed.world_size() > 1,
-        logits_processor=_processors(settings.sampling, sample_keys, width),
-        stopping_criteria=ends,
+        synced_gpus=_runs_in_step(model),
+        logits_processor=_logits_processors(settings.sampling, sample_keys, width),
+        stopping_criteria=_stopping_criteria(settings.has_ended, width),
     )
     return tokens[:, width:]
 
 
-@torch.no_grad()
-def _read_common(
-    model: Any, cache: DynamicCache, common_ids: Tensor, inputs: dict[str, Any]
-) -> None:
-    """Run once what all prompts begin with, and let the inputs go on from it: their padding is behind it."""
-    (copies, length), (rows, width) = common_ids.shape, inputs["input_ids"].shape
-    model(input_ids=common_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    cache.batch_repeat_interleave(rows // copies)
-    columns = torch.arange(width, device=common_ids.device)
-    begins = width + length - inputs["attention_mask"].sum(dim=1, keepdim=True)
-    inputs["attention_mask"] = ((columns < length) | (columns >= begins)).long()
-    common = common_ids.repeat_interleave(rows // copies, dim=0)
-    inputs["input_ids"] = torch.cat([common, inputs["input_ids"][:, length:]], dim=1)
-    inputs["past_key_values"] = cache
+def _runs_in_step(model: Any) -> bool:
+    """Return whether a forward pass exchanges messages, so that no rank may stop before the others.
 
-
-def _processors(sampling: Sampling | None, keys: Tensor | None, width: int) -> LogitsProcessorList:
-    """Return what changes the logits, so that the largest is the token to write.
-
-    With Gumbel noise, the index of the largest sum is a sample of the softmax. Probes share the noise, so
-    that their losses differ less by chance (Maddison et al. 2014, "A* sampling").
+    The attributes are those of DeepSpeed 0.19.8: a parameter that ZeRO-3 shards has the number of
+    ranks that share it, and a layer of AutoTP the number of ranks that split it.
     """
+    for parameter in model.parameters():
+        if getattr(parameter, "ds_zero_partition_world_size", 1) > 1:
+            return True
+    return any(getattr(module, "tp_world_size", 1) > 1 for module in model.modules())
+
+
+def _may_pad_after_common(model: Any) -> bool:
+    """Return whether padding between the tokens of a row does not change what the model writes.
+
+    Elsewhere distances may count the padding: in sliding windows, or in biases of attention.
+    """
+    rotates = getattr(model.config.get_text_config(), "rope_parameters", None) is not None
+    kinds_of_layers = {type(layer) for layer in DynamicCache(config=model.config).layers}
+    return rotates and kinds_of_layers == {DynamicLayer}
+
+
+@torch.no_grad()
+def _after_common(model: Any, common_ids: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Run what all prompts begin with once a probe; return inputs that go on from its cache.
+
+    Args:
+        model: the model.
+        common_ids: int64 [probes, n].
+        inputs: "input_ids" and "attention_mask", int64 [probes * prompts, width].
+    """
+    num_probes, length = common_ids.shape
+    rows, width = inputs["input_ids"].shape
+    num_prompts = rows // num_probes
+    cache = DynamicCache(config=model.config)
+    model(input_ids=common_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    cache.batch_repeat_interleave(num_prompts)
+    common = common_ids.repeat_interleave(num_prompts, dim=0)
+    columns = torch.arange(width, device=common_ids.device)
+    num_padding = width - inputs["attention_mask"].sum(dim=1, keepdim=True)  # [rows, 1]
+    is_visible = (columns < length) | (columns >= num_padding + length)
+    return {
+        "input_ids": torch.cat([common, inputs["input_ids"][:, length:]], dim=1),
+        "attention_mask": is_visible.long(),
+        "past_key_values": cache,
+    }
+
+
+def _stopping_criteria(
+    has_ended: Callable[[Sequence[int]], bool] | None, width: int
+) -> StoppingCriteriaList:
+    """Return what ends rows besides the stop tokens. New tokens begin in column `width`."""
+    criteria = StoppingCriteriaList()
+    if has_ended is not None:
+
+        def rows_ended(ids: Tensor, *_: object, **__: object) -> Tensor:
+            ended = [has_ended(new) for new in ids[:, width:].tolist()]
+            return torch.tensor(ended, device=ids.device)
+
+        # The stop strings of transformers would also be found in the prompt.
+        criteria.append(rows_ended)
+    return criteria
+
+
+def _logits_processors(
+    sampling: Sampling | None, keys: Tensor | None, width: int
+) -> LogitsProcessorList:
+    """Return what changes logits [rows, vocabulary], so that the largest is the token to write."""
+    processors = LogitsProcessorList()
     if sampling is None:
-        return LogitsProcessorList()
+        return processors
     assert keys is not None, "a batch whose answers are drawn has keys"
-    numbers: list[int] = keys.tolist()
+    processors.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_p is not None:
+        processors.append(TopPLogitsWarper(sampling.top_p))
+    processors.append(_gumbel_noise(keys, width))
+    return processors
+
+
+def _gumbel_noise(keys: Tensor, width: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the function that adds Gumbel noise to logits.
+
+    The index of the largest sum is a sample of the softmax (Maddison et al. 2014, "A* sampling").
+    Probes share the keys and so the noise, so that their losses differ less by chance.
+    """
+    noise_of: dict[int, int] = {}  # key -> row of the noise
+    row_of_noise = [noise_of.setdefault(key, len(noise_of)) for key in keys.tolist()]
+    rows = torch.tensor(row_of_noise, device=keys.device)
 
     def add_noise(input_ids: Tensor, scores: Tensor) -> Tensor:
-        position, count = input_ids.shape[1] - width, scores.shape[1]
-        drawn = {key: uniforms(key, position, count) for key in set(numbers)}
-        uniform = torch.from_numpy(np.stack([drawn[key] for key in numbers])).to(scores.device)
-        return scores - torch.log(-torch.log(uniform))
+        position = input_ids.shape[1] - width
+        vocabulary_size = scores.shape[1]
+        # The words of the whole vocabulary take 0.15 ms a key, and a jump to one word 2
+        # microseconds. So drawing only the tokens that top_p leaves would seldom be faster.
+        drawn = [uniforms(key, position, vocabulary_size) for key in noise_of]
+        uniform = torch.from_numpy(np.stack(drawn)).to(scores.device)
+        noise = torch.log(-torch.log(uniform))  # minus Gumbel noise, [keys, vocabulary]
+        return scores - noise[rows]
 
-    top_p = [] if sampling.top_p is None else [TopPLogitsWarper(sampling.top_p)]
-    return LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature), *top_p, add_noise])
+    return add_noise
 
 
 def uniforms(key: int, position: int, count: int) -> np.ndarray:
-    """Return float32 [count], multiples of 2**-23 plus 2**-24, for a token of the answer of a key."""
+    """Return random numbers between 0 and 1 for one token of an answer, float32 [count].
+
+    They are multiples of 2**-23 plus 2**-24, so that their logarithms are finite.
+
+    Args:
+        key: key of the answer.
+        position: number of the token in the answer, from 0.
+        count: size of the vocabulary.
+    """
     # NumPy guarantees the raw words of Philox4x64 across versions (see lezo_ds/data/batches.py).
-    words = np.random.Philox(key=key + (position << 64)).random_raw(-(-count // 2))
+    num_words = -(-count // 2)
+    words = np.random.Philox(key=key + (position << 64)).random_raw(num_words)
     halves = words.astype("<u8").view("<u4")[:count]
     return ((halves >> 9).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
 
@@ -165,8 +287,16 @@ def read_answers(
     """Return the answers in new tokens [rows, n]: their text up to the first stop, stripped."""
     answers = []
     for ids in tokens.tolist():
-        before = list(takewhile(lambda token: token not in settings.stop_ids, ids))
-        text = tokenizer.decode(ids[: len(before) + 1])  # one token may hold text and a newline
-        stops = [place for stop in settings.stops if (place := text.find(stop)) >= 0]
-        answers.append(text[: min(stops, default=len(text))].strip())
+        num_written = 0
+        for token in ids:
+            num_written += 1
+            if token in settings.stop_ids:  # it counts, because it may hold text before a newline
+                break
+        text = tokenizer.decode(ids[:num_written])
+        end = len(text)
+        for stop in settings.stops:
+            position = text.find(stop)
+            if 0 <= position < end:
+                end = position
+        answers.append(text[:end].strip())
     return answers

@@ -1,4 +1,4 @@
-"""Answers written in batches are those of plain greedy decoding, one prompt at a time and without a cache."""
+"""Answers written in batches are those of plain greedy decoding of one prompt without a cache."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from functools import cache
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
 from test_perturbed_forward import (
     MINUS,
     NOISE,
@@ -19,17 +22,18 @@ from test_perturbed_forward import (
     reference,
 )
 from tiny_models import VOCABULARY, tiny_model, tunable
+from tiny_runs import TINY_OPT, start_engine, write_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lezo_ds.data.encoding import PromptTokenizer
 from lezo_ds.data.generation import (
     SAMPLE_KEYS,
+    generate,
     generation_settings,
     prompt_batch,
     read_answers,
     uniforms,
-    write_tokens,
 )
 from lezo_ds.forward.batch import GenerationSettings, Sampling
 from lezo_ds.forward.perturbed_forward import PerturbedForward
@@ -47,7 +51,7 @@ def prompts_of(lengths=(3, 9, 1, 6, 4)):
 
 @torch.no_grad()
 def plain(model, prompt, stop_ids=()):
-    """Decode one prompt greedily: every token from a full forward pass over all tokens before it."""
+    """Decode one prompt greedily, every token from a full forward pass over all before it."""
     new = []
     while len(new) < MAX_NEW_TOKENS and not {*stop_ids} & {*new}:
         ids = torch.tensor([[*prompt, *new]])
@@ -92,19 +96,19 @@ def test_a_batch_is_continued_as_each_of_its_prompts_alone(family):
     (model, settings), prompts = start(family), prompts_of()
     expected = [plain(model, prompt, settings.stop_ids) for prompt in prompts]
     assert len(set(map(len, expected))) > 1
-    tokens = write_tokens(model, settings, **prompt_batch(prompts, settings).inputs)
+    tokens = generate(model, prompt_batch(prompts, settings))
     assert ended(tokens, settings) == expected
 
 
 def test_what_a_models_own_settings_ask_for_does_not_change_greedy_decoding():
     (model, settings), prompts = start("llama"), prompts_of()
-    expected = write_tokens(model, settings, **prompt_batch(prompts, settings).inputs)
+    expected = generate(model, prompt_batch(prompts, settings))
     model.generation_config.do_sample = True
     model.generation_config.repetition_penalty = 9.0
     model.generation_config.num_beams = 4
     model.generation_config.max_length = 5
     model.generation_config.eos_token_id = int(expected[3, 0])
-    tokens = write_tokens(model, settings, **prompt_batch(prompts, settings).inputs)
+    tokens = generate(model, prompt_batch(prompts, settings))
     assert torch.equal(tokens, expected)
 
 
@@ -138,7 +142,7 @@ def test_all_probes_are_decoded_as_by_models_with_perturbed_weights(
         return perturb(weights, key, scale, *args)
 
     def write(**inputs):
-        return write_tokens(model, settings, **inputs)
+        return generate(model, batch, **inputs)
 
     monkeypatch.setattr(NOISE, "_perturb", counted)
     together = perturbed(batch, perturbation((1, -1, 2), dropped, SCALE), write)
@@ -158,7 +162,7 @@ def test_all_probes_are_decoded_as_by_models_with_perturbed_weights(
 def drawn(model, settings, prompts, keys, **sampling):
     chosen = replace(settings, sampling=Sampling(**sampling))
     batch = prompt_batch(prompts, chosen)
-    tokens = write_tokens(model, chosen, **batch.inputs, **{SAMPLE_KEYS: torch.tensor(keys)})
+    tokens = generate(model, batch, **{SAMPLE_KEYS: torch.tensor(keys)})
     return ended(tokens, settings)
 
 
@@ -168,9 +172,7 @@ def test_a_drawn_answer_depends_on_its_prompt_and_key_only():
     pairs = enumerate(prompts * 2, 10)
     assert together == [drawn(model, settings, [p], [key], temperature=1.0)[0] for key, p in pairs]
     assert together[:5] != together[5:]
-    greedy = ended(
-        write_tokens(model, settings, **prompt_batch(prompts, settings).inputs), settings
-    )
+    greedy = ended(generate(model, prompt_batch(prompts, settings)), settings)
     assert drawn(model, settings, prompts, [1, 2, 3, 4, 5], temperature=2.0, top_p=1e-6) == greedy
 
 
@@ -195,6 +197,63 @@ def test_uniform_numbers_are_a_function_of_key_and_position_and_never_0_or_1():
     assert 0 < drawn.min() < 1e-4 < 1 - 1e-4 < drawn.max() < 1
     for key, position in ((8, 3), (7, 4)):
         assert (uniforms(key, position, 100_001) != drawn).mean() > 0.99
+
+
+class CountingTokenizer(PromptTokenizer):
+    """A tokenizer that counts the tokens that it decodes."""
+
+    def decode(self, ids):
+        object.__setattr__(self, "num_decoded", getattr(self, "num_decoded", 0) + len(ids))
+        return super().decode(ids)
+
+
+def byte_tokenizer():
+    """A tokenizer with tokens of words, letters and single bytes, as LLaMA's."""
+    words = ["<s>", "<pad>", "</s>", "<unk>", "a", "b", "ab", " a", "\u00e9"]
+    vocabulary = [*words, *(f"<0x{byte:02X}>" for byte in (0xC3, 0xA9, 0xF0, 0x9F, 0x98, 0x80))]
+    ids = {token: number for number, token in enumerate(vocabulary)}
+    backend = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    return CountingTokenizer(fast, bos_id=0, pad_id=PAD, eos_id=2)
+
+
+BYTES = byte_tokenizer()
+
+
+@given(
+    ids=st.lists(st.integers(4, 14), max_size=40), stop=st.sampled_from(["ba", "\u00e9", "b ab"])
+)
+def test_a_stop_of_several_tokens_is_found_at_the_token_that_completes_it(ids, stop):
+    has_ended = generation_settings(BYTES, 40, (stop,)).has_ended
+    expected = [stop in BYTES.decode(ids[:length]) for length in range(len(ids) + 1)]
+    found = [has_ended(ids[:length]) for length in range(len(ids) + 1)]
+    # What comes after a row has ended does not matter.
+    assert [*found, True].index(True) == [*expected, True].index(True)
+
+
+def test_looking_for_a_stop_decodes_the_last_few_tokens_only():
+    tokenizer = byte_tokenizer()
+    has_ended = generation_settings(tokenizer, 400, ("ba",)).has_ended
+    assert not any(has_ended([4] * length) for length in range(1, 401))
+    assert tokenizer.num_decoded <= 400 * 4
+
+
+def passes_of_rank(directory, partition_size):
+    """Return how many forward passes this rank runs to write 2 tokens on rank 0 and 6 on rank 1."""
+    engine = start_engine(directory, num_ranks=2, partition_size=partition_size)
+    settings = GenerationSettings((2, 6)[engine.global_rank], (), PAD)
+    passes = []
+    engine.module.register_forward_pre_hook(lambda *_: passes.append(1))
+    tokens = engine.forward(prompt_batch([(5, 6, 7)], settings))
+    return tokens.shape[1], len(passes)
+
+
+@pytest.mark.distributed
+def test_ranks_write_in_step_only_if_they_gather_weights_from_each_other(tmp_path):
+    write_model(TINY_OPT, tmp_path)
+    assert run_ranks(passes_of_rank, 2, tmp_path, None) == [(2, 6), (6, 6)]
+    assert run_ranks(passes_of_rank, 2, tmp_path, 1) == [(2, 2), (6, 6)]
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +304,7 @@ def test_a_row_ends_with_a_stop_of_several_tokens_in_what_was_written():
         prompt,
         (*prompt, *free[:4]),
     ):  # the second one ends with the first token of the stop
-        tokens = write_tokens(model, settings, **prompt_batch([ids], settings).inputs)
+        tokens = generate(model, prompt_batch([ids], settings))
         answer = tokenizer.decode(plain(model, ids)).split(stop)[0]
         assert read_answers(tokens, settings, tokenizer) == [answer]
         assert tokens.shape[1] == min(MAX_NEW_TOKENS, len(answer) // 3 + 2)
