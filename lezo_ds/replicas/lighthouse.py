@@ -21,14 +21,16 @@ import threading
 import time
 import urllib.request
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torchft.coordination import LighthouseClient
 
 from lezo_ds.errors import LostRankError, cut
+from lezo_ds.replicas.patience import in_background
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,6 @@ class Lighthouse:
         self._replica_id = replica_id
         self._seconds = seconds
         self._client: Any = None
-        self._asking = ThreadPoolExecutor(1)
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
@@ -68,6 +69,8 @@ class Lighthouse:
 
     def wait_for_quorum(self, statement: Mapping[str, Any]) -> list[Any]:
         """Return what the members of the next quorum say of themselves, in the order of their ids.
+
+        Other programs at this lighthouse have other ids, and are left out.
 
         Args:
             statement: what this replica says of itself, in JSON's types.
@@ -93,11 +96,13 @@ class Lighthouse:
             self._client = LighthouseClient(self._url, timedelta(seconds=_CONNECT_SECONDS))
         self.beats_until = math.inf
         limit = timedelta(seconds=seconds)
-        # In a thread, because no signal would reach the main thread inside torchft's call.
-        asked = self._asking.submit(self._client.quorum, self._replica_id, limit, data=statement)
+        ask = partial(self._client.quorum, self._replica_id, limit, data=statement)
+        # In the background, because no signal reaches the main thread inside torchft's call.
+        asked = in_background(ask)
         while wait([asked], timeout=_NOTICE_SECONDS).not_done:
             logger.warning("waiting for replicas, or for the lighthouse %s", self._url)
-        return [participant.data for participant in asked.result().participants]
+        members = asked.result().participants
+        return [member.data for member in members if re.fullmatch(_ID, member.replica_id)]
 
     def live_addresses(self) -> list[str]:
         """Return the addresses of replicas that may have lines; none if the lighthouse is away.

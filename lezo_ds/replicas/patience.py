@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 _LEAST_SECONDS = 10.0
 _ROUNDS = 4  # a round may take so many times as long as the longest one lately
@@ -58,3 +64,21 @@ class Patience:
         self._num_failures += 1
         self._num_members = num_members
         return self._num_failures >= _MOST_FAILURES
+
+
+def in_background(action: Callable[[], _T]) -> Future[_T]:
+    """Return the future result of an action, which runs in a thread of its own.
+
+    `result(seconds)` is then an absolute limit. One on each read would not end a peer that sends a
+    byte a second. An executor would not do: the process could not end before its threads do.
+    """
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

@@ -28,8 +28,9 @@ import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
@@ -47,7 +48,7 @@ from lezo_ds.replicas.member import (
     right_checksum,
     standing_of,
 )
-from lezo_ds.replicas.patience import Patience
+from lezo_ds.replicas.patience import Patience, in_background
 from lezo_ds.replicas.transport import JournalTransport, Lines
 from lezo_ds.zo.passes import Pass
 
@@ -140,7 +141,6 @@ class Replicas:
         self._transport = JournalTransport(journal, host, secret.encode())
         replica_id = f"{number:04}@{self._transport.address}"
         self._lighthouse = Lighthouse(lighthouse, replica_id, self._seconds)
-        self._searching = ThreadPoolExecutor(1)
 
     def share(self, passes: Sequence[Pass], worker: int) -> list[Pass]:
         """Return the passes of a worker of this replica: every n-th of all, for n workers.
@@ -158,11 +158,9 @@ class Replicas:
 
     def newer_lines(self) -> Lines | None:
         """Return, on rank 0, lines that a live replica has and this journal lacks, or None."""
-        search = self._searching.submit(self._search_lines)
-        try:
-            return search.result(_SEARCH_SECONDS)
-        except TimeoutError:  # the quorum will tell who has lines
-            return None
+        with suppress(TimeoutError):  # the quorum will tell who has lines
+            return in_background(self._search_lines).result(_SEARCH_SECONDS)
+        return None
 
     def _search_lines(self) -> Lines | None:
         for address in self._lighthouse.live_addresses():
@@ -209,7 +207,8 @@ class Replicas:
             if not is_far:
                 self._group.form(members, position)
             if own_standing is not Standing.MEMBER:
-                lines = self._transport.fetch(leader.address)
+                fetch = partial(self._transport.fetch, leader.address)
+                lines = in_background(fetch).result(self._seconds)
         except (RuntimeError, OSError):
             self._lose_round()
         if not is_far:

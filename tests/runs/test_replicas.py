@@ -13,6 +13,7 @@ import time
 from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from assets import REPOSITORY
@@ -32,6 +33,7 @@ pytest.importorskip("torchft", reason="pip install 'lezo_ds[elastic]'")
 
 from lezo_ds.replicas import Replicas, StepLostError, quorum, whole_lines  # noqa: E402
 from lezo_ds.replicas import transport as transport_module  # noqa: E402
+from lezo_ds.replicas.lighthouse import Lighthouse  # noqa: E402
 from lezo_ds.replicas.transport import JournalTransport  # noqa: E402
 
 HEADER = Header(
@@ -203,6 +205,39 @@ def test_only_live_replicas_are_asked_and_a_foreign_server_is_passed_over(
     dead.setblocking(False)
     with pytest.raises(BlockingIOError):
         dead.accept()  # nobody has connected
+
+
+def _drip(connection):
+    with suppress(OSError):
+        for byte in b"HTTP/1.0 200 OK\r\n" + b"X-More: and more\r\n" * 99:
+            connection.sendall(bytes([byte]))
+            time.sleep(0.1)
+
+
+def test_the_search_for_lines_ends_though_a_byte_comes_now_and_then(tmp_path, silent):
+    listener = silent()
+
+    def serve_slowly():
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=_drip, args=listener.accept()[:1], daemon=True).start()
+
+    threading.Thread(target=serve_slowly, daemon=True).start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    ((lines, seconds),) = run_ranks(_search, 1, url, tmp_path / "own", 1.0)
+    assert lines is None
+    assert seconds < 2
+
+
+def test_other_programs_at_the_lighthouse_are_no_members():
+    lighthouse = Lighthouse("http://127.0.0.1:1", "0001@127.0.0.1:2", 1.0)
+    ids = ["0000-trainer", "0001@127.0.0.1:2", "ddp_0:8d7f", "0002@127.0.0.1:3"]
+    members = [SimpleNamespace(replica_id=name, data={"id": name}) for name in ids]
+    quorum_of = SimpleNamespace(
+        quorum=lambda *_, **__: SimpleNamespace(participants=members), heartbeat=lambda _: None
+    )
+    lighthouse._client = quorum_of
+    assert [member["id"] for member in lighthouse.wait_for_quorum({})] == ids[1::2]
 
 
 def test_the_search_for_lines_ends_whoever_does_not_answer(tmp_path, serve, silent):
