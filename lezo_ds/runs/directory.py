@@ -1,19 +1,20 @@
 """The directory of a run: its paths, its lock, and its small files.
 
-RUN_DIR/
-  .lock                    held by the process that writes here
-  config.yaml              the configuration   | of the
-  environment.json         versions, hardware  | last start
-  journal.jsonl            the records of a zeroth-order run, or one that scores (lezo_ds/journal.py)
-  training_state.json      the records of a first-order run (records.py), which names one of
-  checkpoints/step-N/      DeepSpeed's checkpoint
-  snapshots/step-N/        a model in the format of transformers or peft
-  predictions/step-N.jsonl the answers to the test examples
-  metrics.jsonl            a line for each step and each evaluation
-  results.json             the outcome (results.py)
-  STOP, SAVE               made by the user: requests to stop, or to write a snapshot
-  earlier-N/               files of another run that were here
-  replicas/N/              the same again, of replica N (elastic.py); RUN_DIR itself is that of replica 0
+Rank 0 writes all of it, except for the checkpoints, to which all ranks write:
+
+    .lock                     held by the process that writes here
+    config.yaml               the configuration of the last start
+    environment.json          versions, hardware and command of the last start
+    journal.jsonl             the records of a run that is not first-order (zeroth_order.py)
+    training_state.json       the records of a first-order run, which name its checkpoint
+    checkpoints/step-N/       DeepSpeed's checkpoint (first_order.py)
+    snapshots/step-N/         a model in the format of transformers or peft
+    predictions/step-N.jsonl  the answers to the test examples
+    metrics.jsonl             a line for each step and each evaluation
+    results.json              the outcome (results.py)
+    STOP, SAVE                the user makes these files to ask for a stop or a snapshot
+    earlier-N/                files of another run that were here
+    replicas/N/               all this again for replica N > 0 (elastic.py)
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ class RunDirectory:
 
     @contextmanager
     def locked(self, *, needs_lock: bool = False) -> Iterator[None]:
-        """Create the directory, and keep other processes from writing to it, on any host that shares it.
+        """Create the directory, and keep other processes from writing to it.
+
+        They may be on any host that shares the file system.
 
         Args:
             needs_lock: whether to refuse a file system without locks. Else there is only a warning.
@@ -109,7 +112,8 @@ class RunDirectory:
                 file.seek(0)
                 raise DirectoryInUseError(
                     f"run_dir {self.path} is in use by {file.read(300)}",
-                    fix=f"wait for its end, stop it (touch {self.stop_file}), or set another run_dir",
+                    fix=f"wait for its end, stop it (touch {self.stop_file}), or "
+                    "set another run_dir",
                 ) from error
             except OSError as error:  # such as ENOLCK of NFS, or ENOSYS of Lustre without -o flock
                 problem = f"{self.path} is on a file system without locks ({error.strerror})"
@@ -128,8 +132,8 @@ class RunDirectory:
     def lock(self, stack: ExitStack, *, is_replica: bool) -> RunDirectory:
         """Lock this directory until the stack is closed, and return it.
 
-        A replica locks the first one that no other replica uses: this one, replicas/1, replicas/2 and so on.
-        Without locks, all replicas would take this one and write the same journal.
+        A replica locks the first one that no other replica uses: this one, replicas/1, replicas/2
+        and so on. Without locks, all replicas would take this one and write the same journal.
         """
         if not is_replica:
             stack.enter_context(self.locked())
@@ -175,7 +179,7 @@ class RunDirectory:
     def write_config_and_environment(
         self, config: dict[str, Any], world_size: int, device: torch.device
     ) -> None:
-        """Write config.yaml, and environment.json with versions, hardware, number of ranks and command."""
+        """Write config.yaml, and environment.json with versions, hardware and command."""
         on_gpu = device.type == "cuda"
         environment = {
             "versions": library_versions(),
@@ -190,7 +194,11 @@ class RunDirectory:
         self.write_json(self._environment, environment)
 
     def cut_metrics(self, step: int) -> float:
-        """Drop the metrics of all steps after `step` and return the seconds that the run took until then."""
+        """Drop the metrics of all steps after `step`, which will be done again.
+
+        Returns:
+            The seconds that the run took until `step`.
+        """
         lines = []
         if self._metrics.is_file():
             lines = self._metrics.read_bytes().splitlines()

@@ -1,15 +1,17 @@
 """A zeroth-order run as one of several replicas, which may come and go at any step.
 
-A replica is one launch, with the base weights and a journal of its own; all replicas append the same lines to
-their journals, so all have the same weights. The quorum of a round are the replicas that do a step together.
-The lowest replica leaves the quorum to evaluate and to write snapshots, and the others go on. When it joins
-again, it brings the evaluation along, and all record it in the same round:
+A replica is one launch, with the base weights and a journal of its own. All replicas append the
+same lines to their journals, so all have the same weights. In a round, the replicas of a quorum do
+a step together. The first of them leaves the quorum to evaluate and to write snapshots, and the
+others go on. It brings the evaluation along when it comes back, and all record it in the same
+round:
 
-    replica 0    step 9 | leaves: evaluates 10, snapshot, catches up | joins: step 12 | step 13
-    replica 1    step 9 | step 10           | step 11                | step 12        | step 13
-    all journals                                                       line of the evaluation, then step 12
+    replica 0    round 9    evaluates, takes over 10 and 11    round 12
+    replica 1    round 9    round 10         round 11          round 12
+    journals     step 9     step 10          step 11           step 12, evaluation after 10
 
-A replica that is behind takes over the lines that it lacks, and applies their steps as a replay does.
+A replica that lacks lines takes them over from another one, and applies their steps as a replay
+does.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from lezo_ds.files import write_atomically
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.replicas import FEW_LINES, Lines, Replicas, StepLostError, reaches, whole_lines
 from lezo_ds.runs import records
-from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.membership import Membership
 from lezo_ds.runs.method import StepMetrics
 from lezo_ds.runs.run import Run
@@ -34,84 +35,47 @@ from lezo_ds.runs.zeroth_order import ZerothOrderMethod
 logger = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 0.2
-"""Seconds between rounds after the last step, in which replicas only wait for an evaluation."""
+"""Time between rounds after the last step, in which replicas only wait for an evaluation."""
 
 
 class ReplicaMembership(Membership):
-    """The part of one replica in a run.
+    """The membership of one replica.
 
     Args:
         replicas: the link to the other replicas.
-        method: that of this run, whose journal the others follow.
-        directory: of this replica. The one without a number of its own scores the base model before it joins.
+        method: that of this run, whose journal and weights the replicas keep equal.
     """
 
-    def __init__(
-        self, replicas: Replicas, method: ZerothOrderMethod, directory: RunDirectory
-    ) -> None:
+    def __init__(self, replicas: Replicas, method: ZerothOrderMethod) -> None:
         self._replicas = replicas
         self._method = method
         self._engine = method.engine
-        self._directory = directory
+        self._directory = method.directory
         self._evaluator = ""  # address of the last replica that left to evaluate
         self._engine.replicas = replicas
         replicas.num_workers = self._engine.world_size // self._engine.tensor_parallel
 
     def open(self, run: Run) -> None:
-        distributed.on_rank_zero(lambda: self._begin_with_others(run))
-        self._open_method()
-
-    def _begin_with_others(self, run: Run) -> None:
-        """Take over the journal of others, if this replica has none."""
-        path = self._directory.journal
-        if path.exists():
-            return
-        lines = self._newer_lines()
-        if lines is not None:
-            write_atomically(path, lines.data)
-            records.check_records(run.config, run.data, self._directory, self._engine.world_size)
-
-    def _open_method(self) -> None:
+        distributed.on_rank_zero(self._begin_with_lines_of_others)
         self._method.open()
         self._replicas.journal = self._method.journal
 
+    def _begin_with_lines_of_others(self) -> None:
+        """Take over the journal of another replica, if this one has none. For rank 0."""
+        method = self._method
+        if self._directory.journal.exists():
+            return
+        lines = self._newer_lines()
+        if lines is not None:
+            write_atomically(self._directory.journal, lines.data)
+            num_ranks = self._engine.world_size
+            records.check_records(method.config, method.data, self._directory, num_ranks)
+
     def begin(self, run: Run) -> None:
-        if self._directory.number == 0:
+        if self._directory.number == 0:  # before it joins, so that no other replica waits
             run.evaluate("test", at=0)
             run.evaluate("dev", at=0)
         self._catch_up()
-
-    # Lines of others.
-
-    def _newer_lines(self) -> Lines | None:
-        """Return lines that this journal lacks: of a replica, or of what one has left in this directory."""
-        lines = self._replicas.newer_lines()
-        if lines is not None:
-            return lines
-        own = whole_lines(self._directory.journal)
-        longest = own
-        for path in self._directory.journals():
-            other = whole_lines(path)
-            if other.startswith(own) and len(other) > len(longest):
-                longest = other
-        if longest == own:
-            return None
-        return Lines(len(own), longest[len(own) :])
-
-    def _catch_up(self) -> None:
-        """Do what the others have done, outside the quorum, until this replica is close to them."""
-        while True:
-            lines = distributed.on_rank_zero(self._newer_lines)
-            if lines is None or self._take_over(lines) <= FEW_LINES:
-                return
-
-    def _take_over(self, lines: Lines) -> int:
-        """Append the lines of others and do their steps. Return the number of lines."""
-        if lines.start > 0:
-            return self._method.follow(lines.data)
-        self._method.replace_journal(lines.data)
-        self._replicas.journal = self._method.journal
-        return lines.data.count(b"\n")
 
     # Rounds.
 
@@ -124,9 +88,10 @@ class ReplicaMembership(Membership):
 
     def _do_round(self, run: Run) -> StepMetrics:
         self.meet()
-        if self._is_over(run):  # by the steps that were taken over
+        if self._is_over(run):  # with the steps that were taken over
             self._do_empty_round(run)
             return self._method.metrics_of_last_step()
+        self._replicas.stops_all = run.has_stop_file
         self._replicas.digest = self._engine.weights.digest() if run.is_check_due() else ""
         metrics = self._method.step()
         self._record_brought(run)
@@ -145,12 +110,49 @@ class ReplicaMembership(Membership):
 
     def _do_empty_round(self, run: Run) -> None:
         """Take part in a round after the last step, for evaluations that others bring along."""
+        self._replicas.stops_all = run.has_stop_file
         self._replicas.digest = ""
         self._replicas.sum([0.0, 0.0], {"waits after": str(self._engine.global_steps)})
         self._record_brought(run)
 
     def _is_over(self, run: Run) -> bool:
+        """Return whether no step follows. The loop of the run may not know of the newest ones."""
         return self._engine.global_steps >= run.num_steps or run.has_lost_patience()
+
+    # Lines of other replicas.
+
+    def _newer_lines(self) -> Lines | None:
+        """Return lines that this journal lacks, of a live replica or of a journal on this disk.
+
+        For rank 0.
+        """
+        lines = self._replicas.newer_lines()
+        if lines is not None:
+            return lines
+        own = whole_lines(self._directory.journal)
+        longest = own
+        for path in self._directory.journals():
+            other = whole_lines(path)
+            if other.startswith(own) and len(other) > len(longest):
+                longest = other
+        if longest == own:
+            return None
+        return Lines(len(own), longest[len(own) :])
+
+    def _catch_up(self) -> None:
+        """Do what the others have done, out of the quorum, until this replica is close to them."""
+        while True:
+            lines = distributed.on_rank_zero(self._newer_lines)
+            if lines is None or self._take_over(lines) <= FEW_LINES:
+                return
+
+    def _take_over(self, lines: Lines) -> int:
+        """Append lines of others, and do their steps. Return the number of lines."""
+        if lines.start > 0:
+            return self._method.follow(lines.data)
+        self._method.replace_journal(lines.data)
+        self._replicas.journal = self._method.journal
+        return lines.data.count(b"\n")
 
     # Evaluations.
 
@@ -159,7 +161,7 @@ class ReplicaMembership(Membership):
         self._replicas.news.append(asdict(evaluation))
 
     def _record_brought(self, run: Run) -> None:
-        """Record what the replicas of this round have brought along."""
+        """Record the evaluations that the replicas of this round have brought along."""
         assert self._replicas.place is not None, "there was a round"
         for values in self._replicas.place.news:
             evaluation = EvaluationRecord(**values)
@@ -174,23 +176,22 @@ class ReplicaMembership(Membership):
             self._evaluate_in_turn(run)
 
     def _evaluate_in_turn(self, run: Run) -> bool:
-        """Leave, evaluate and catch up, if this replica is the lowest. Return whether it is."""
+        """Leave, evaluate and catch up, if this replica is the first. Return whether it is."""
         place = self._replicas.place
         assert place is not None, "there was a round"
-        head = self._engine.global_steps
         is_over = self._is_over(run)
         is_evaluator_away = self._evaluator not in ("", *place.addresses)
-        # After the last step, there is nothing to do but to wait for it, while it is alive.
-        if (
-            is_over
-            and is_evaluator_away
-            and distributed.on_rank_zero(lambda: reaches(self._evaluator))
-        ):
-            return False
-        missing = [(split, step) for split, step in self._missing(run) if step == head or is_over]
+        # While there are steps, the next replica evaluates what is due next. After the last step,
+        # all wait for the one that is away, as long as it lives.
+        if is_over and is_evaluator_away:
+            evaluator_lives = distributed.on_rank_zero(lambda: reaches(self._evaluator))
+            if evaluator_lives:
+                return False
         self._evaluator = place.addresses[0]
         if place.position > 0:
             return False
+        head = self._engine.global_steps
+        missing = [(split, step) for split, step in self._missing(run) if step == head or is_over]
         self._replicas.leave()
         for split, step in missing:
             if step != self._engine.global_steps:
@@ -211,7 +212,7 @@ class ReplicaMembership(Membership):
         if self._is_over(run):
             due |= {("dev", step), ("test", 0)}
             best = records.best_evaluation(evaluations)
-            if best is not None and due <= recorded:
+            if best is not None and due <= recorded:  # only then is the best step known
                 due = {("test", best.step)}
         brought = {(values["split"], values["step"]) for values in self._replicas.news}
         return sorted(due - recorded - brought, key=lambda split_and_step: -split_and_step[1])
@@ -226,6 +227,3 @@ class ReplicaMembership(Membership):
                 if not (self._missing(run) and self._evaluate_in_turn(run)):
                     self._do_empty_round(run)
             time.sleep(_PAUSE_SECONDS)
-
-    def pass_on_stop(self, *, is_asked: bool) -> None:
-        self._replicas.stops_all = is_asked

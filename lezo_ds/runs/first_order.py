@@ -1,9 +1,10 @@
-"""First-order training (the row FT in the papers): AdamW under ZeRO-3 on the same batches and losses.
+"""First-order training (the papers' row FT): AdamW under ZeRO-3 on the same batches and losses.
 
-As in MeZO's own fine-tuning (Malladi et al. 2023, with transformers' Trainer), dropout is on in training and
-off in evaluations, and gradients are clipped unless DeepSpeed's JSON says otherwise.
+As in MeZO's own fine-tuning (Malladi et al. 2023, with transformers' Trainer), dropout is on in
+training and off in evaluations, and gradients are clipped unless DeepSpeed's JSON says otherwise.
 
-No replay gives these weights back. A run resumes from DeepSpeed's checkpoint, on the same number of ranks:
+No replay gives these weights back. A run resumes from DeepSpeed's checkpoint, on the same number of
+ranks:
 
     training_state.json         header, evaluations, and the step of the checkpoint
     checkpoints/step-00000300/  written by all ranks: weights, AdamW's moments, schedule, loss scale
@@ -29,7 +30,6 @@ from lezo_ds import distributed
 from lezo_ds.checkpoints.sharded_model import ShardedModel, load_sharded_model
 from lezo_ds.checkpoints.snapshots import read_manifest, remove_snapshots, snapshot_path
 from lezo_ds.config import RunConfig
-from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine import ModelEngine
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.files import failures_named, sync
@@ -37,7 +37,6 @@ from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
 from lezo_ds.forward.perturbed_forward import PerturbedForward
 from lezo_ds.forward.probes import Perturbation
 from lezo_ds.journal import EvaluationRecord
-from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.method import StepMetrics, TrainingMethod, set_foreign_snapshots_aside
 from lezo_ds.runs.records import (
     TrainingState,
@@ -73,7 +72,10 @@ class FirstOrderEngine(ModelEngine):
 
     @property
     def skipped_steps(self) -> int:
-        """Number of steps whose fp16 gradients overflowed. DeepSpeed skips them and lowers its loss scale."""
+        """Number of steps whose fp16 gradients overflowed.
+
+        DeepSpeed skips these steps and lowers its loss scale.
+        """
         return int(self._deepspeed.skipped_steps)
 
     def train_batch(
@@ -84,9 +86,9 @@ class FirstOrderEngine(ModelEngine):
         The batch is the same on every rank. If this raises, the weights have not changed.
 
         Raises:
-            DivergenceError: the loss is not finite.
-            DesyncError: the ranks do not work on the same step or batch, or had other losses before.
-            UserError: the loss has no gradient, or the ranks cannot share the micro-batches evenly.
+            DivergenceError: the loss is not finite. DesyncError: the ranks do not work on the same
+            step or batch, or had other losses before. UserError: the loss has no gradient, or the
+            ranks cannot share the micro-batches evenly.
         """
         batch = StepBatch.of(batch)
         own_indices = self.share_of_rank(self.global_rank, len(batch))
@@ -95,12 +97,14 @@ class FirstOrderEngine(ModelEngine):
         for index in own_indices:
             loss = self._loss(to_device(batch[index], self.device), index, loss_function)
             losses[index] = loss.detach()
-            # DeepSpeed averages the gradients over the ranks, but the loss is a mean over the whole batch.
+            # DeepSpeed averages the gradients over the ranks, but the loss is a mean over the whole
+            # batch.
             scale = self.world_size / batch.total_weight
             self._deepspeed.backward(loss * scale, scale_wrt_gas=False)
             if index != own_indices[-1]:
-                self._deepspeed.step()  # counts the micro-batch; only the last call updates the weights
-        # The losses are compared before the last call, so that a step that raises changes no weight.
+                self._deepspeed.step()  # counts the micro-batch; the last call updates the weights
+        # The losses are compared before the last call, so that a step that raises changes no
+        # weight.
         sums = self.sum_losses(
             losses, batch, self._claims(), lambda rank: self.share_of_rank(rank, len(batch))
         )
@@ -126,7 +130,7 @@ class FirstOrderEngine(ModelEngine):
         }
 
     def _loss(self, micro_batch: MicroBatch, index: int, loss_function: LossFunction) -> Tensor:
-        """Return the summed loss of a micro-batch, with its gradient. `index` is its place in the batch."""
+        """Return the summed loss of micro-batch `index` of the batch, with its gradient."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), zero3.no_gathered_weights_saved():
             # Dropout depends on the place in the batch, not on the rank.
@@ -142,8 +146,8 @@ class FirstOrderEngine(ModelEngine):
 
     def run(self, micro_batch: MicroBatch, perturbation: Perturbation | None) -> tuple[Tensor, ...]:
         outputs = super().run(micro_batch, perturbation)
-        # After the first training step, DeepSpeed keeps gathered weights for a backward pass. An evaluation
-        # has no backward pass that would release them.
+        # After the first training step, DeepSpeed keeps gathered weights for a backward pass. An
+        # evaluation has no backward pass that would release them.
         self._deepspeed.optimizer.parameter_offload.partition_all_parameters()
         return outputs
 
@@ -155,8 +159,9 @@ class FirstOrderEngine(ModelEngine):
         target = snapshot_path(root, self.global_steps)
         # This ends with a barrier, so the files of all ranks are complete (DeepSpeed 0.19.8).
         self._deepspeed.save_checkpoint(str(root), tag=target.name, save_latest=False)
-        # DeepSpeed does not sync its files, but the caller removes the old checkpoint next. What the ranks
-        # of a node have written is in the page cache of that node, so one of them syncs it.
+        # DeepSpeed does not sync its files, but the caller removes the old checkpoint next. What
+        # the ranks of a node have written is in the page cache of that node, so one of them syncs
+        # it.
         if distributed.local_rank() == 0:
             with failures_named(target):
                 for path in (*target.rglob("*"), target, root, root.parent):
@@ -169,7 +174,8 @@ class FirstOrderEngine(ModelEngine):
         These files are pickled, so they are trusted.
 
         Raises:
-            UserError: a file of this rank is missing or damaged. Other ranks may wait for this one, which
+            UserError: a file of this rank is missing or damaged. Other ranks may wait for this one,
+            which
                 ends the process.
         """
         source = snapshot_path(root, step)
@@ -192,7 +198,7 @@ class FirstOrderEngine(ModelEngine):
 
 
 def initialize_first_order(config: RunConfig, ds_config: Mapping[str, Any]) -> FirstOrderEngine:
-    """Load a run's model, sharded over all ranks, and return the engine that fine-tunes it by AdamW."""
+    """Load a run's model, sharded over all ranks, and return the engine that fine-tunes it."""
     model = config.model
     train = config.train
     assert train.steps is not None, "a configuration without steps is refused"
@@ -227,34 +233,25 @@ def initialize_first_order(config: RunConfig, ds_config: Mapping[str, Any]) -> F
 
 
 class FirstOrderMethod(TrainingMethod):
-    """AdamW in a run. DeepSpeed's checkpoint, which training_state.json names, is its training state.
+    """AdamW in a run, which resumes from the checkpoint that training_state.json names.
 
-    The order of writes makes any crash harmless: snapshot, checkpoint, training_state.json, and only then is
-    the older checkpoint removed.
+    The order of writes makes any crash harmless: snapshot, checkpoint, training_state.json, and
+    only then is the older checkpoint removed.
     """
 
     engine: FirstOrderEngine
     needs_snapshot_to_stop = True
-
-    def __init__(
-        self, config: RunConfig, data: TaskData, directory: RunDirectory, engine: FirstOrderEngine
-    ) -> None:
-        self.engine = engine
-        self.evaluations = []
-        self._config = config
-        self._data = data
-        self._directory = directory
-        self._state: TrainingState  # set by `open`
+    _state: TrainingState  # what training_state.json has; `open` sets it
 
     def open(self) -> None:
         self._state = distributed.on_rank_zero(self._open_state)
         self.evaluations = list(self._state.evaluations)
         if self._state.step > 0:
-            self.engine.load_training_state(self._directory.checkpoints, self._state.step)
+            self.engine.load_training_state(self.directory.checkpoints, self._state.step)
 
     def _open_state(self) -> TrainingState:
         """Read training_state.json on rank 0, or start one, and remove what came after its step."""
-        path = self._directory.training_state
+        path = self.directory.training_state
         base = self.engine.base
         if path.exists():
             recorded = TrainingState.read(path)
@@ -267,21 +264,21 @@ class FirstOrderMethod(TrainingMethod):
                 recorded, world_size=self.engine.world_size, evaluations=tuple(evaluations)
             )
             if state.step > 0:  # loading it may take a while
-                logger.info("resuming at step %d of %d", state.step, self._config.train.steps)
-            set_foreign_snapshots_aside(self._directory, owner_of(state.header))
+                logger.info("resuming at step %d of %d", state.step, self.config.train.steps)
+            set_foreign_snapshots_aside(self.directory, owner_of(state.header))
         else:
-            header = make_header(self._config, self._data, base.fingerprint, base.table_hash)
+            header = make_header(self.config, self.data, base.fingerprint, base.table_hash)
             state = TrainingState(header, self.engine.world_size)
-            self._directory.set_aside(self._directory.outputs(), "an earlier run left")
-        remove_snapshots(self._directory.checkpoints, [state.step])
-        remove_snapshots(self._directory.snapshots, range(state.step + 1))
+            self.directory.set_aside(self.directory.outputs(), "an earlier run left")
+        remove_snapshots(self.directory.checkpoints, [state.step])
+        remove_snapshots(self.directory.snapshots, range(state.step + 1))
         return state
 
     def step(self) -> StepMetrics:
-        batch = self._data.step_batch(self._config, self.engine.global_steps)
+        batch = self.data.step_batch(self.config, self.engine.global_steps)
         learning_rate = self.engine.learning_rate
         num_skipped = self.engine.skipped_steps
-        loss = self.engine.train_batch(batch, self._data.loss)
+        loss = self.engine.train_batch(batch, self.data.loss)
         is_applied = self.engine.skipped_steps == num_skipped
         return {"loss": loss, "learning_rate": learning_rate, "applied": is_applied}
 
@@ -302,21 +299,21 @@ class FirstOrderMethod(TrainingMethod):
         # training_state.json is written last. A crash before that resumes from the old checkpoint,
         # which is removed only when the file names the new one.
         self._write_snapshot()
-        self.engine.save_training_state(self._directory.checkpoints)
+        self.engine.save_training_state(self.directory.checkpoints)
         self._write_state(step=self.engine.global_steps)
         if distributed.rank() == 0:
-            remove_snapshots(self._directory.checkpoints, [self._state.step])
+            remove_snapshots(self.directory.checkpoints, [self._state.step])
 
     def _write_state(self, **changes: Any) -> None:
         self._state = replace(self._state, **changes)
-        path = self._directory.training_state
+        path = self.directory.training_state
         content = asdict(self._state)
-        distributed.on_rank_zero(lambda: self._directory.write_json(path, content))
+        distributed.on_rank_zero(lambda: self.directory.write_json(path, content))
 
     def _write_snapshot(self) -> None:
         """Write the weights of the current step, unless there is a valid snapshot of them."""
         step = self.engine.global_steps
-        target = snapshot_path(self._directory.snapshots, step)
+        target = snapshot_path(self.directory.snapshots, step)
         if not distributed.on_rank_zero(lambda: read_manifest(target) is not None):
             checksum = owner_of(self._state.header).checksum(step)
             self.engine.write_model(target, journal=checksum)
@@ -325,12 +322,12 @@ class FirstOrderMethod(TrainingMethod):
         """Load the snapshot of a step. The optimizer stays where it is: no step follows."""
         snapshot = None
         if not self._is_base(step):
-            snapshot = snapshot_path(self._directory.snapshots, step)
+            snapshot = snapshot_path(self.directory.snapshots, step)
         self.engine.load_model(snapshot, step)
 
     def _is_base(self, step: int) -> bool:
-        """Return whether step 0 needs no snapshot. A prefix may start differently on another machine."""
-        return step == 0 and self._config.peft.kind != "prefix"
+        """Return whether step 0 needs no snapshot: a prefix may start differently elsewhere."""
+        return step == 0 and self.config.peft.kind != "prefix"
 
     def protected_steps(self, *, is_finished: bool) -> tuple[int, ...]:
         best = best_evaluation(self.evaluations)

@@ -1,8 +1,8 @@
-"""What the loop of a run asks at named points, because other launches may take part in the same run.
+"""What a run asks at named points, because other launches may take part in it.
 
-A launch is what one command starts: one or many ranks. Most runs have one, and `SingleLaunch` does what is due
-at once. With `elastic.lighthouse`, several launches do the steps of a run together (`ReplicaMembership` in
-elastic.py): one of them evaluates while the others go on, and records must be the same in all of them.
+A launch is what one command starts: one rank or many. Most runs have one launch, and `SingleLaunch`
+does what is due at once. With `elastic.lighthouse`, several launches do the steps of a run
+together, and one of them evaluates while the others go on: `ReplicaMembership` in elastic.py.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 
 class Membership(ABC):
-    """Who does what of a run, and when. `Run.execute` has the order of the calls.
+    """Which launch does what of a run, and when. The head of run.py has the order of the calls.
 
-    Each method is a collective of this launch, except for `pass_on_stop`. Each may raise `Stopped`.
+    Each method is a collective of this launch. `begin`, `evaluate_and_save` and `finish` may raise
+    `Stopped`.
     """
 
     @abstractmethod
@@ -30,7 +31,7 @@ class Membership(ABC):
 
     @abstractmethod
     def begin(self, run: Run) -> None:
-        """Score the base model, if this launch is to do it, and get ready for steps."""
+        """Score the base model, if this launch is the one to do it, and get ready for steps."""
 
     @abstractmethod
     def evaluate_and_save(self, run: Run) -> None:
@@ -38,7 +39,7 @@ class Membership(ABC):
 
     @abstractmethod
     def step(self, run: Run) -> StepMetrics:
-        """Bring the run forward by a step, and return the numbers of the newest one."""
+        """Bring the run forward by a step, and return the numbers of the newest step."""
 
     @abstractmethod
     def finish(self, run: Run) -> None:
@@ -46,15 +47,11 @@ class Membership(ABC):
 
     @abstractmethod
     def record(self, run: Run, evaluation: EvaluationRecord) -> None:
-        """Record an evaluation that this launch has done."""
-
-    @abstractmethod
-    def pass_on_stop(self, *, is_asked: bool) -> None:
-        """Take note of whether the user has asked the whole run to stop, not only this launch."""
+        """See that an evaluation that this launch has done is recorded."""
 
 
 class SingleLaunch(Membership):
-    """The membership of a run without others: this launch does everything, as soon as it is due."""
+    """The only launch of a run. It does everything, as soon as it is due."""
 
     def open(self, run: Run) -> None:
         run.method.open()
@@ -80,6 +77,3 @@ class SingleLaunch(Membership):
 
     def record(self, run: Run, evaluation: EvaluationRecord) -> None:
         run.method.record(evaluation)
-
-    def pass_on_stop(self, *, is_asked: bool) -> None:
-        pass

@@ -1,46 +1,57 @@
 """What differs between the ways to train: the interface of a method, which `Run` is composed with.
 
-    ZerothOrderMethod (zeroth_order.py)   LeZO, MeZO; scoring only is the case of no steps
+    ZerothOrderMethod (zeroth_order.py)   LeZO and MeZO; a run that only scores has no steps
         a step        forward passes at probes, then an update of each rank's shards
-        durable       journal.jsonl has a line for each step; snapshots only save a replay
+        on disk       journal.jsonl has a line for each step; a snapshot only saves time
     FirstOrderMethod (first_order.py)     AdamW
         a step        forward and backward passes, then DeepSpeed's optimizer
-        durable       training_state.json names the checkpoint from which a run resumes
+        on disk       training_state.json names the checkpoint from which a run resumes
 
-A method knows nothing of evaluations that are due, of requests to stop, or of metrics.jsonl: `Run` does.
+A method knows nothing of evaluations that are due, of requests to stop, or of metrics.jsonl: these
+are the same for all methods, and `Run` has them.
 """
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 
 from lezo_ds.checkpoints.snapshots import SnapshotOwner, own_snapshots, snapshot_path
+from lezo_ds.config import RunConfig
+from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine import ModelEngine
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.runs.directory import RunDirectory
 
-logger = logging.getLogger(__name__)
-
 StepMetrics = dict[str, float | bool | None]
-"""Numbers of a step by the names that metrics.jsonl and monitors show, such as `loss` and `applied`."""
+"""Numbers of a step, by the names that they have in metrics.jsonl, such as `loss` and `applied`."""
 
 
 class TrainingMethod(ABC):
-    """How a step changes the weights, what makes it durable, and how weights come back.
+    """How a step changes the weights, where it is recorded, and how earlier weights come back.
 
-    Rank 0 writes files. `open`, `step`, `record`, `check`, `save` and `restore` are collectives: all
-    ranks call them in the same order.
+    Rank 0 writes files. `open`, `step`, `record`, `check`, `save` and `restore` are collectives:
+    all ranks call them in the same order.
 
     Attributes:
+        config: the configuration of the run.
+        data: the encoded splits, the metric and the objective.
+        directory: where rank 0 writes.
         engine: the sharded model. `open` brings it to the step at which the run resumes.
         evaluations: all recorded evaluations, oldest first, the same on every rank.
-        needs_snapshot_to_stop: whether steps since the last snapshot are lost if the run stops now.
+        needs_snapshot_to_stop: whether a stop would lose the steps since the last snapshot.
     """
 
     engine: ModelEngine
-    evaluations: list[EvaluationRecord]
     needs_snapshot_to_stop: bool
+
+    def __init__(
+        self, config: RunConfig, data: TaskData, directory: RunDirectory, engine: ModelEngine
+    ) -> None:
+        self.config = config
+        self.data = data
+        self.directory = directory
+        self.engine = engine
+        self.evaluations: list[EvaluationRecord] = []
 
     @abstractmethod
     def open(self) -> None:
@@ -51,7 +62,7 @@ class TrainingMethod(ABC):
 
     @abstractmethod
     def step(self) -> StepMetrics:
-        """Do the next training step and return its numbers. It is recorded before this returns."""
+        """Do the next training step and return its numbers."""
 
     @abstractmethod
     def record(self, evaluation: EvaluationRecord) -> None:
@@ -59,7 +70,7 @@ class TrainingMethod(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Check the weights, as far as anything is known of them, and wait for records to be on disk.
+        """Check the weights, if their right values are known, and wait for records to be synced.
 
         Raises:
             DesyncError: the weights of a rank are not what the steps made of them.
@@ -68,17 +79,17 @@ class TrainingMethod(ABC):
 
     @abstractmethod
     def save(self) -> None:
-        """Make the current step one to resume from or to restore, unless it is one already."""
+        """Write a snapshot of the current step, and what a run resumes from, unless it is there."""
 
     @abstractmethod
     def restore(self, step: int) -> None:
-        """Bring the engine to the exact weights after a step, whose snapshot or record the run has kept."""
+        """Bring the engine to the exact weights after a step that was validated."""
 
     @abstractmethod
     def protected_steps(self, *, is_finished: bool) -> tuple[int, ...]:
         """Return the steps whose snapshots stay, whatever train.keep_snapshots is.
 
-        A run that `is_finished` needs fewer of them: nothing resumes from them.
+        A run that `is_finished` may need fewer of them.
         """
 
     @abstractmethod
@@ -87,11 +98,11 @@ class TrainingMethod(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish the run's records. Nothing can be recorded afterwards."""
+        """Close the run's records. Nothing can be recorded afterwards."""
 
 
 def set_foreign_snapshots_aside(directory: RunDirectory, owner: SnapshotOwner) -> None:
-    """Move snapshots of other runs, and of steps after the end of the run's records, out of the way."""
+    """Move snapshots of other runs, and of steps that are not recorded, out of the way."""
     _, foreign_steps = own_snapshots(directory.snapshots, owner)
     directory.set_aside(
         [snapshot_path(directory.snapshots, step) for step in foreign_steps],

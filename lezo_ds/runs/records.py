@@ -293,8 +293,8 @@ def _read_records(
 ) -> tuple[Header, Sequence[JournalRecord], int, int | None, SnapshotOwner] | None:
     """Return the records of a run, or None if it has none.
 
-    They are the header, the records (of AdamW, evaluations), the number of steps, that of ranks if it is
-    fixed, and the owner of the snapshots.
+    They are the header, the records (of AdamW, evaluations), the number of steps, that of ranks if
+    it is fixed, and the owner of the snapshots.
     """
     if directory.training_state.exists():
         state = TrainingState.read(directory.training_state)

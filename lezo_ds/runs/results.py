@@ -1,8 +1,9 @@
 """results.json: the outcome of a run in one small file.
 
-Rank 0 writes the file when a process of the run ends in order, finished or asked to stop, and replaces
-that of the process before. `lezo-ds train` prints the same values. A resumed run reads its own file, and
-`export`, `sweep` and `report` read those of others, which may be damaged or come from anyone.
+Rank 0 writes the file when a process of the run ends in order, finished or asked to stop, and
+replaces that of the process before. `lezo-ds train` prints the same values. A resumed run reads its
+own file, and `export`, `sweep` and `report` read those of others, which may be damaged or come from
+anyone.
 """
 
 from __future__ import annotations
@@ -23,16 +24,15 @@ class RunResults:
     A score is a value of the task's metric: 0 to 1, or any number if the metric is a reward.
 
     Attributes:
-        task: name of the task.
-        method: the configuration's `method`, such as "lezo" or "zero_shot".
-        peft: kind of the adapter, "none" if all weights were trained.
-        metric: name of the task's metric.
-        protocol: the configuration's `data.protocol`, which says how examples were chosen.
+        task: name of the task. method: the configuration's `method`, such as "lezo" or "zero_shot".
+        peft: kind of the adapter, "none" if all weights were trained. metric: name of the task's
+        metric. protocol: the configuration's `data.protocol`, which says how examples were chosen.
         finished: whether the run did all that it was asked for; false if it was asked to stop.
-        zero_shot: score of the base model on the test split; None for in-context learning.
-        test: score on the test split, at `best_step` if the run trains; None until it is finished.
-        majority_class: score of always giving the most frequent label; None if there are no classes.
-        best_step: step with the lowest validation loss, 0 for the base model; None if the run does not
+        zero_shot: score of the base model on the test split; None for in-context learning. test:
+        score on the test split, at `best_step` if the run trains; None until it is finished.
+        majority_class: score of always giving the most frequent label; None if there are no
+        classes. best_step: step with the lowest validation loss, 0 for the base model; None if the
+        run does not
             train, or is not finished.
         best_dev_loss: validation loss at `best_step`; None if it was not finite.
         trained_dev_loss: lowest validation loss after step 0. Runs of version 0.3 lack it.
@@ -88,7 +88,7 @@ class RunResults:
 
     @classmethod
     def _from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return results from a file's content, whose types are checked. It may have other keys too."""
+        """Return results from a file's content, whose types are checked. Other keys are ignored."""
         types = get_type_hints(cls)
         known = {
             field.name: _checked(values[field.name], types[field.name])
@@ -107,7 +107,7 @@ class RunResults:
 
 
 def _checked(value: Any, expected: Any) -> Any:
-    """Return a value of JSON as the expected type, such as `float | None`. TypeError: it has another."""
+    """Return a value of JSON as the expected type, such as `float | None`, or raise TypeError."""
     accepted = get_args(expected) or (expected,)
     if float in accepted and type(value) is int:
         return float(value)

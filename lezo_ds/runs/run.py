@@ -1,35 +1,43 @@
-"""A run on one rank: evaluate, train, write snapshots, and score the best step.
+"""A run: evaluate, train, write snapshots, and score the best step.
 
-`Run` has the order of things. What differs between runs is composed into it:
+`Run` has the order of things. Two objects that it is composed with have what differs between runs:
 
-    trainer.train  builds  Run --> TrainingMethod   how a step changes the weights, and what makes it
-                            |                       durable: zeroth_order.py, first_order.py
-                            +----> Membership       what this launch does, and what other launches of
-                                                    the run do: membership.py (none), elastic.py
+    trainer.train  builds  Run --> TrainingMethod   how a step changes the weights, and where it is
+                            |                       recorded: zeroth_order.py, first_order.py
+                            +----> Membership       what this launch does of the run, and what other
+                                                    launches do: membership.py, elastic.py
 
-Every rank executes the same `Run`. (c) marks a collective: a rank that does not get there hangs the others, so
+Each rank executes this. (c) marks a collective: a rank that does not get there hangs all others, so
 each decision depends only on what all ranks know. Rank 0 writes the files.
 
-    membership.open               (c)  method.open: records, and weights of the step to resume at
-    config.yaml, environment.json      metrics.jsonl is cut at that step
-    membership.begin              (c)  evaluate the base model on the test split
+    membership.open                  (c)  method.open: the records, the weights to resume with
+    cut metrics.jsonl, write config.yaml and environment.json
+    membership.begin                 (c)  evaluate the base model on the test split
     repeat
-        method.check              (c)  every 100 steps
-        membership.evaluate_and_save (c)  evaluate, method.record; method.save
-        leave the loop                 after the last step, or if train.patience ran out
-        raise Stopped                  if the votes of the last step say so
-        look for requests              they become this rank's votes in the next step
-        membership.step           (c)  method.step
-        metrics.jsonl, monitors
-    membership.finish             (c)  replicas wait for evaluations of others
-    method.restore                (c)  the step with the lowest validation loss
-    evaluate                      (c)  on the test split
-    digest of the weights         (c)  for results.json
-    method.check                  (c)
-    results.json                       then snapshots that are not wanted any more are removed
+        method.check                 (c)  every 100 steps
+        membership.evaluate_and_save (c)  evaluate on the dev split, method.save; if they are due
+        leave the loop                    after the last step, or when train.patience has run out
+        raise Stopped                     if the votes in the last all-reduce ask for it
+        look for requests                 they become votes of this rank in the next all-reduce
+        membership.step              (c)  method.step
+        write metrics.jsonl, show progress
+    membership.finish                (c)  replicas wait for evaluations of others
+    method.restore                   (c)  the step with the lowest validation loss
+    evaluate                         (c)  it on the test split
+    digest of the weights            (c)  for the results
+    method.check                     (c)
+    write results.json, remove snapshots that nobody wants, method.close
 
-    evaluate                      (c)  method.check; a vote to stop before each batch; then
-                                       predictions/, membership.record, metrics.jsonl
+An evaluation is
+
+    method.check                     (c)
+    repeat for each batch
+        look for requests
+        vote                         (c)  raise Stopped if any rank asks for it
+        forward pass                 (c)
+    write predictions/
+    membership.record                (c)  method.record
+    write metrics.jsonl
 """
 
 from __future__ import annotations
@@ -49,14 +57,12 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.snapshots import prune_snapshots, remove_snapshots
-from lezo_ds.config import TRAINED, RunConfig, config_to_dict, eval_every
+from lezo_ds.config import TRAINED, config_to_dict, eval_every
 from lezo_ds.data.evaluation import EvaluationResult, evaluate, prediction_rows
-from lezo_ds.data.task_data import TaskData
 from lezo_ds.files import remove_directory
 from lezo_ds.forward.batch import MicroBatch
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.runs import records
-from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.membership import Membership
 from lezo_ds.runs.method import StepMetrics, TrainingMethod
 from lezo_ds.runs.results import RunResults
@@ -76,38 +82,30 @@ class Run:
     """What one rank does of a run.
 
     Attributes:
-        config: of the run.
-        data: the encoded splits, the metric and the objective.
-        directory: where rank 0 writes.
-        method: how the run trains.
-        membership: who does what, if there are other launches of this run.
-        engine: the method's engine.
+        method: how the run trains, with the configuration, the data, the directory and the engine.
+        membership: what this launch does of the run.
+        config, data, directory, engine: those of the method.
         num_steps: number of steps to do; 0 if the run only scores.
-        num_done: number of steps done. Unlike `engine.global_steps`, it stays when the engine goes back to
-            the best step.
+        num_done: number of steps done. `engine.global_steps` goes back when an earlier step is
+            restored, and this does not.
         eval_every: number of steps between validations.
+        has_stop_file: whether rank 0 found the file STOP when it looked last.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        data: TaskData,
-        directory: RunDirectory,
-        method: TrainingMethod,
-        membership: Membership,
-    ) -> None:
-        self.config = config
-        self.data = data
-        self.directory = directory
+    def __init__(self, method: TrainingMethod, membership: Membership) -> None:
         self.method = method
         self.membership = membership
+        self.config = method.config
+        self.data = method.data
+        self.directory = method.directory
         self.engine = method.engine
         self.num_steps = 0
-        if config.method in TRAINED:
-            assert config.train.steps is not None, "a configuration without steps is refused"
-            self.num_steps = config.train.steps
+        if self.config.method in TRAINED:
+            assert self.config.train.steps is not None, "the configuration was checked"
+            self.num_steps = self.config.train.steps
         self.num_done = 0
-        self.eval_every = eval_every(config)
+        self.eval_every = eval_every(self.config)
+        self.has_stop_file = False
         self._writes = self.engine.global_rank == 0
         self._launchers = launchers()
         self._seconds_before = 0.0  # of earlier processes of this run
@@ -125,8 +123,8 @@ class Run:
                     config_to_dict(self.config), self.engine.world_size, self.engine.device
                 )
             self._started = time.monotonic()
-            # The handler only sets a flag, which is a vote in the next all-reduce. Thus all ranks stop
-            # after the same step, whichever of them got the signal.
+            # The handler only sets a flag, which is this rank's vote in the next all-reduce. All
+            # ranks thus stop after the same step, whichever of them got the signal.
             with on_stop_signals(lambda _: self.engine.request_stop()):
                 is_finished = self._run_to_end()
             results = self._results(is_finished=is_finished)
@@ -145,7 +143,7 @@ class Run:
         return f"last good step: {self.num_done - 1}"
 
     def _run_to_end(self) -> bool:
-        """Do everything that is left. Return whether the run finished; else it was asked to stop."""
+        """Do everything that is left. Return whether the run finished, or was asked to stop."""
         try:
             self.membership.begin(self)
             self.num_done = self.engine.global_steps
@@ -192,14 +190,14 @@ class Run:
         return self.engine.global_steps % CHECK_EVERY == 0
 
     def is_validation_due(self) -> bool:
-        """Return whether the current step is one of those that are validated: the last one always is."""
+        """Return whether the current step is one of those that are validated, such as the last."""
         step = self.engine.global_steps
         if self.num_steps == 0:
             return False
         return step % self.eval_every == 0 or step == self.num_steps
 
     def is_snapshot_due(self) -> bool:
-        """Return whether a snapshot of the current step is due: regularly, at the end, or by request."""
+        """Return whether a snapshot of the current step is due by its number or by request."""
         step = self.engine.global_steps
         if step == 0:
             return False
@@ -213,25 +211,26 @@ class Run:
         return every > 0 and step % every == 0
 
     def has_lost_patience(self) -> bool:
-        """Return whether train.patience ends the run: too many validations in a row without progress."""
+        """Return whether train.patience ends the run: too many validations without progress."""
         stop = records.stopping_step(self.method.evaluations, self.config.train.patience)
         return stop is not None and stop <= self.num_done
 
     # Requests of the user.
 
     def look_for_requests(self) -> None:
-        """Turn a STOP or SAVE file, or the end of the launcher, into a request on which all ranks vote."""
-        is_stop_file = self._writes and self.directory.stop_file.exists()
-        if is_stop_file or any_ended(self._launchers):
+        """Turn a STOP or SAVE file, or the end of the launcher, into votes of this rank."""
+        self.has_stop_file = self._writes and self.directory.stop_file.exists()
+        if self.has_stop_file or any_ended(self._launchers):
             self.engine.request_stop()
-        self.membership.pass_on_stop(is_asked=is_stop_file)
         if self._writes and self.directory.save_file.exists():
             self.engine.request_snapshot()
 
     # Evaluations.
 
     def evaluate(self, split: str, *, at: int) -> None:
-        """Evaluate the current weights, unless that is done, or they have not seen `at` steps. A collective.
+        """Evaluate the weights, unless they are not those after `at` steps, or that is done.
+
+        A collective.
 
         Args:
             split: "dev" or "test".
@@ -279,7 +278,7 @@ class Run:
     # Files.
 
     def save_if_due(self) -> None:
-        """Write the snapshot that is due at this step, if any, and remove the oldest. A collective."""
+        """Write the snapshot that is due at this step, if any; remove the oldest. A collective."""
         if not self.is_snapshot_due():
             return
         self.method.save()
@@ -319,7 +318,7 @@ class Run:
     # Results.
 
     def _results(self, *, is_finished: bool) -> RunResults:
-        """Return the results at the current weights: the best ones if the run is finished. A collective."""
+        """Return the results. The engine has the best weights if the run is finished. A collective."""
         config = self.config
         metric = self.data.task.metric
         best_step = best_loss = trained_loss = zero_shot = early_stop_step = None
@@ -372,7 +371,7 @@ class Run:
         return evaluation.metrics.get(name)
 
     def _peak_memory_bytes(self) -> int:
-        """Return the most memory that a rank of this run has used, in any of its processes. A collective."""
+        """Return the most memory that a rank has used in any process of the run. A collective."""
         if self.engine.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.engine.device)
         else:
@@ -387,7 +386,7 @@ class Run:
 
 @dataclass(frozen=True)
 class _InterruptibleModel:
-    """The engine as an evaluation uses it. The evaluation ends as soon as any rank was asked to stop."""
+    """The engine as an evaluation uses it, until any rank is asked to stop."""
 
     run: Run
 

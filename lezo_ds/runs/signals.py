@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Launchers send SIGTERM, a terminal sends SIGINT, and a batch system can be told to send SIGUSR1."""
+"""Launchers send SIGTERM, a terminal sends SIGINT, a batch system can be told to send SIGUSR1."""
 
 _LAUNCHERS = {"deepspeed", "deepspeed.launcher.runner", "deepspeed.launcher.launch"}
 """Programs and modules of DeepSpeed that start ranks and wait for them."""

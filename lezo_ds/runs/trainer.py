@@ -39,7 +39,8 @@ _SCORING_ONLY = ZoConfig(learning_rate=0.0, sparsity=0.0, update_precision="stoc
 def train(config: RunConfig) -> RunResults:
     """Start or resume a run and return its results. A collective.
 
-    They are not `finished` if the run was asked to stop early. Bad input raises before weights are loaded.
+    They are not `finished` if the run was asked to stop early. Bad input raises before weights are
+    loaded.
     """
     nothing_done = distributed.lost_ranks_reported(
         lambda: "last good step: none, the run was starting"
@@ -68,12 +69,11 @@ def _compose(
     if config.method == "adamw":
         logger.info("loading %s", config.model.path)
         engine = initialize_first_order(config, ds_config)
-        first_order = FirstOrderMethod(config, data, directory, engine)
-        return Run(config, data, directory, first_order, SingleLaunch())
+        return Run(FirstOrderMethod(config, data, directory, engine), SingleLaunch())
     lighthouse = config.elastic.lighthouse
     if lighthouse is None:
         method = ZerothOrderMethod(config, data, directory, make_engine(config, ds_config))
-        return Run(config, data, directory, method, SingleLaunch())
+        return Run(method, SingleLaunch())
     # torchft is an extra, and only replicas load it.
     from lezo_ds.replicas import Replicas
     from lezo_ds.runs.elastic import ReplicaMembership
@@ -84,8 +84,7 @@ def _compose(
     )
     resources.callback(replicas.leave)
     method = ZerothOrderMethod(config, data, directory, make_engine(config, ds_config))
-    membership = ReplicaMembership(replicas, method, directory)
-    return Run(config, data, directory, method, membership)
+    return Run(method, ReplicaMembership(replicas, method))
 
 
 def check_run(
@@ -93,7 +92,8 @@ def check_run(
 ) -> tuple[dict[str, Any], RunDirectory]:
     """Refuse, before weights are loaded, what a run cannot do; return its monitors' sections and directory.
 
-    The run's directory is made and locked by `lock`. Without it, as in a dry run, nothing is written.
+    The run's directory is made and locked by `lock`. Without it, as in a dry run, nothing is
+    written.
     """
     module, layout = build_checked(resolve_model(config.model.path), config.model.dtype)
     if config.method in ZEROTH_ORDER:
@@ -133,7 +133,8 @@ def make_engine(config: RunConfig, ds_config: dict[str, Any] | None = None) -> L
 
 def _prepared(config: RunConfig) -> dict[str, Any]:
     """Set the number of threads of a CPU operation, and return the DeepSpeed JSON."""
-    # On CPUs, this number affects the last bits. With a GPU, the threads only update offloaded weights.
+    # On CPUs, this number affects the last bits. With a GPU, the threads only update offloaded
+    # weights.
     num_threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1
     if distributed.device().type != "cpu":
         num_cores = len(os.sched_getaffinity(0))

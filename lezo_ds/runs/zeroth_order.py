@@ -1,17 +1,18 @@
-"""LeZO and MeZO in a run, and scoring: the journal is the training state.
+"""LeZO and MeZO in a run, and runs that only score: the journal is the training state.
 
-A replay of the journal gives the weights of any step back, so snapshots only save time. journal.jsonl of a run
-with train.eval_every=2, which rank 0 writes:
+A replay of the journal gives back the weights after any step, so a snapshot only saves time. This
+is journal.jsonl of a run with train.eval_every=2. Rank 0 writes it:
 
-    header                              the inputs of the run
-    evaluation of test after 0 steps    the base model
+    header                                the inputs of the run
+    evaluation of test after 0 steps      the base model
     evaluation of dev after 0 steps
-    step 0                              on the disk before the update of step 1
+    step 0                                on the disk before the update of step 1 begins
     step 1
-    evaluation of dev after 2 steps
+    evaluation of dev after 2 steps       on the disk before step 2 begins
+    step 2
     ...
 
-A run that only scores is the simplest case. It has the header and one evaluation, and no steps.
+A run that only scores is the simplest case. Its journal has a header, one evaluation and no steps.
 """
 
 from __future__ import annotations
@@ -20,13 +21,11 @@ import logging
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.snapshots import SnapshotOwner, read_manifest, snapshot_path
-from lezo_ds.config import TRAINED, RunConfig, may_differ_on_resume
-from lezo_ds.data.task_data import TaskData
+from lezo_ds.config import TRAINED, may_differ_on_resume
 from lezo_ds.engine import LezoEngine
 from lezo_ds.files import write_atomically
 from lezo_ds.journal import EvaluationRecord, Journal, read_journal
 from lezo_ds.runs import records
-from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.method import StepMetrics, TrainingMethod, set_foreign_snapshots_aside
 from lezo_ds.runs.screen import number
 from lezo_ds.zo.records import StepRecord
@@ -38,56 +37,45 @@ class ZerothOrderMethod(TrainingMethod):
     """Training by forward passes, recorded in a journal; or no training, if the run only scores.
 
     Attributes:
-        journal: the open journal on rank 0, None on other ranks and before `open`.
+        journal: on rank 0, the run's journal once it is open; None on other ranks.
     """
 
     engine: LezoEngine
     needs_snapshot_to_stop = False
-
-    def __init__(
-        self, config: RunConfig, data: TaskData, directory: RunDirectory, engine: LezoEngine
-    ) -> None:
-        self.engine = engine
-        self.evaluations = []
-        self.journal: Journal | None = None
-        self._config = config
-        self._data = data
-        self._directory = directory
+    journal: Journal | None = None
 
     def open(self) -> None:
         self.evaluations = distributed.on_rank_zero(self._open_journal)
-        self._load(step=None)
+        self.restore(None)
         self.engine.attach_journal(self.journal)
         self.engine.watch_weights()
-        if self._start_needs_snapshot and self.engine.global_steps == 0:
+        if self._starts_from_snapshot() and self.engine.global_steps == 0:
             self.save()
 
     def _open_journal(self) -> list[EvaluationRecord]:
-        """Open the journal on rank 0, or start one, and return its evaluations."""
-        path = self._directory.journal
+        """Open the journal, or start one, and return its evaluations. For rank 0."""
+        path = self.directory.journal
         base = self.engine.base
         if not path.exists():
-            self._directory.set_aside(self._directory.outputs(), "an earlier run left")
-            header = records.make_header(
-                self._config, self._data, base.fingerprint, base.table_hash
-            )
+            self.directory.set_aside(self.directory.outputs(), "an earlier run left")
+            header = records.make_header(self.config, self.data, base.fingerprint, base.table_hash)
             self.journal = Journal.create(path, header)
             return []
         self.journal = Journal.open(path)
         records.assert_same_base(self.journal.header, base)
-        num_recorded = len(self._recorded_steps())
-        if num_recorded > 0:  # a replay of them may take a while
-            logger.info("resuming at step %d of %d", num_recorded, self._config.train.steps)
-        set_foreign_snapshots_aside(self._directory, self._owner())
+        num_steps = len(self._recorded_steps())
+        if num_steps > 0:  # a replay of them may take a while
+            logger.info("resuming at step %d of %d", num_steps, self.config.train.steps)
+        set_foreign_snapshots_aside(self.directory, self._owner())
         return records.evaluations_of(self.journal.records)
 
     def step(self) -> StepMetrics:
-        batch = self._data.step_batch(self._config, self.engine.global_steps)
-        self.engine.train_batch(batch, self._data.loss)
+        batch = self.data.step_batch(self.config, self.engine.global_steps)
+        self.engine.train_batch(batch, self.data.loss)
         return self.metrics_of_last_step()
 
     def metrics_of_last_step(self) -> StepMetrics:
-        """Return the numbers of the newest step, done here or elsewhere; warn if it was skipped."""
+        """Return the numbers of the newest step, done here or elsewhere. Warn if it was skipped."""
         record = self.engine.records[-1]
         gradient = None
         if record.projected_grads:
@@ -107,36 +95,32 @@ class ZerothOrderMethod(TrainingMethod):
         self.engine.finish_records()
 
     def save(self) -> None:
-        """Write a snapshot, unless there is a valid one of this run after this step."""
         step = self.engine.global_steps
 
         def is_saved() -> bool:
-            manifest = read_manifest(snapshot_path(self._directory.snapshots, step))
+            manifest = read_manifest(snapshot_path(self.directory.snapshots, step))
             return manifest is not None and self._owner().owns(step, manifest)
 
         if distributed.on_rank_zero(is_saved):
             return
         self.check()
         checksum = self._owner().checksum(step) if self.journal is not None else None
-        self.engine.save_checkpoint(self._directory.snapshots, step, checksum)
+        self.engine.save_checkpoint(self.directory.snapshots, step, checksum)
 
-    def restore(self, step: int) -> None:
-        self._load(step)
-
-    def _load(self, step: int | None) -> None:
-        """Bring the engine to the weights after `step` updates; None: after all that are recorded."""
+    def restore(self, step: int | None) -> None:
+        """Bring the engine to the exact weights after `step` steps; None: after all recorded ones."""
         owner = self._owner() if self.journal is not None else None
         self.engine.load_checkpoint(
-            self._directory.snapshots, self._recorded_steps(), step=step, owner=owner
+            self.directory.snapshots, self._recorded_steps(), step=step, owner=owner
         )
 
     def protected_steps(self, *, is_finished: bool) -> tuple[int, ...]:
-        return (0,) if self._start_needs_snapshot else ()
+        return (0,) if self._starts_from_snapshot() else ()
 
-    @property
-    def _start_needs_snapshot(self) -> bool:
-        # A prefix starts from activations of the base model, which another machine rounds differently.
-        return self._config.method in TRAINED and self._config.peft.kind == "prefix"
+    def _starts_from_snapshot(self) -> bool:
+        # A prefix starts from activations of the base model. Another machine rounds these
+        # differently, so a replay there needs their exact bits.
+        return self.config.method in TRAINED and self.config.peft.kind == "prefix"
 
     def num_skipped_steps(self) -> int:
         return sum(1 for record in self._recorded_steps() if not record.applied)
@@ -145,46 +129,6 @@ class ZerothOrderMethod(TrainingMethod):
         if self.journal is not None:
             self.journal.close()
 
-    # What a replica takes over from others (see elastic.py).
-
-    def follow(self, lines: bytes) -> int:
-        """Append the next lines of another copy of the journal, and do their steps. A collective.
-
-        Returns:
-            The number of records in these lines.
-        """
-        new = distributed.on_rank_zero(lambda: self._journal_of_rank_zero().extend(lines))
-        self.engine.records += records.steps_of(new)
-        self.engine.apply(self.engine.global_steps, len(self.engine.records))
-        self.engine.global_steps = len(self.engine.records)
-        self.evaluations += records.evaluations_of(new)
-        return len(new)
-
-    def replace_journal(self, lines: bytes) -> None:
-        """Replace the journal by another one of the same run, and do its steps. A collective.
-
-        The old one stays as journal.jsonl.left.
-        """
-        distributed.on_rank_zero(lambda: self._replace_journal(lines))
-        self.engine.load_model(None, 0)
-        self.open()
-
-    def _replace_journal(self, lines: bytes) -> None:
-        journal = self._journal_of_rank_zero()
-        path = self._directory.journal
-        replacement = path.with_name("journal.others")
-        write_atomically(replacement, lines)
-        recorded = read_journal(replacement)
-        records.assert_same_run(recorded.header, journal.header, may_differ_on_resume(self._config))
-        logger.warning("the other replicas have another journal; this one is now %s.left", path)
-        journal.close()
-        path.replace(path.with_name(f"{path.name}.left"))
-        replacement.replace(path)
-
-    def _journal_of_rank_zero(self) -> Journal:
-        assert self.journal is not None, "only rank 0 has the journal"
-        return self.journal
-
     def _recorded_steps(self) -> list[StepRecord]:
         """Return all steps of the journal on rank 0, and none elsewhere."""
         if self.journal is None:
@@ -192,5 +136,46 @@ class ZerothOrderMethod(TrainingMethod):
         return records.steps_of(self.journal.records)
 
     def _owner(self) -> SnapshotOwner:
+        """Return what the snapshots of this run have in their manifests. For rank 0."""
         journal = self._journal_of_rank_zero()
         return records.owner_of(journal.header, journal.step_checksums)
+
+    def _journal_of_rank_zero(self) -> Journal:
+        assert self.journal is not None, "only rank 0 has the journal"
+        return self.journal
+
+    # What a replica takes over from others (elastic.py).
+
+    def follow(self, lines: bytes) -> int:
+        """Append the next lines of another copy of the journal, and do their steps. A collective.
+
+        Returns:
+            The number of lines.
+        """
+        new = distributed.on_rank_zero(lambda: self._journal_of_rank_zero().extend(lines))
+        self.evaluations += records.evaluations_of(new)
+        self.engine.records += records.steps_of(new)
+        self.engine.apply(self.engine.global_steps, len(self.engine.records))
+        self.engine.global_steps = len(self.engine.records)
+        return len(new)
+
+    def replace_journal(self, lines: bytes) -> None:
+        """Go on with another journal of the same run, and do its steps. A collective.
+
+        The old one stays as journal.jsonl.left.
+        """
+        distributed.on_rank_zero(lambda: self._swap_journals(lines))
+        self.engine.load_model(None, 0)
+        self.open()
+
+    def _swap_journals(self, lines: bytes) -> None:
+        journal = self._journal_of_rank_zero()
+        path = self.directory.journal
+        other = path.with_name("journal.others")
+        write_atomically(other, lines)
+        header = read_journal(other).header
+        records.assert_same_run(header, journal.header, may_differ_on_resume(self.config))
+        logger.warning("the other replicas have another journal; this one is now %s.left", path)
+        journal.close()
+        path.replace(path.with_name(f"{path.name}.left"))
+        other.replace(path)
