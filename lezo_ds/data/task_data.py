@@ -1,4 +1,17 @@
-"""The data of a run: record (tables) -> example (splits) -> encoded (encoding, chat) -> batch (batches)."""
+"""The data of a run, from records to the batch of a step.
+
+    record (tables) -> example (splits) -> encoded (encoding, chat) -> batch (batches, generation)
+
+Records are read, checked and encoded once, before weights are loaded. A step then draws examples by
+the run's seed and lays them out as micro-batches, each of which one forward pass runs:
+
+    drawn           batch_size rows of the stream of permutations (batches.batch_indices)
+    in order        sorted by length, to have little padding; or dealt, if rows are shared
+    micro-batches   [ row row row | row row row | ... ]    micro_batch_size rows each
+
+All of this is a pure function of the configuration and the step, so a run resumes at any step, on
+any number of ranks, with the same batches.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +20,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -40,37 +52,60 @@ from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.metrics import REWARD
 from lezo_ds.zo.keys import sample_key
 
-FEWEST_COMMON = 8  # tokens; a pass over fewer is not worth it
+FEWEST_COMMON = 8
+"""Tokens with which all prompts begin run on their own if they are at least this many."""
+
+_MEZO_LOSS_BATCH = 8
+"""Examples in a batch of MeZO's validation loss, the default of transformers' Trainer."""
 
 
 @dataclass(frozen=True)
 class EncodedSplit:
-    """The examples of one split and their tokens, in the same order."""
+    """The examples of one split and their tokens, in the same order.
+
+    Attributes:
+        examples: the examples.
+        encoded: their candidates, or gold texts, as token ids.
+        prompts: their prompts as token ids; empty if the model writes no answers to them.
+        reads_records: whether the objective is a reward, which reads the fields of records.
+    """
 
     examples: tuple[Example, ...]
     encoded: tuple[EncodedExample, ...]
     prompts: tuple[tuple[int, ...], ...] = ()
-    """Empty if the model generates no answers."""
     reads_records: bool = False
 
     @cached_property
     def num_common(self) -> int:
         """Number of tokens with which all prompts begin; 0 if they are few."""
-        pairs = zip(
-            min(self.prompts)[:-1], max(self.prompts), strict=False
-        )  # one token is left to continue
-        number = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        # All prompts lie between the first and the last in lexical order, and begin as these two
+        # do.
+        first = min(self.prompts)
+        last = max(self.prompts)
+        number = 0
+        # One token of a prompt is left to continue.
+        for token, other in zip(first[:-1], last, strict=False):
+            if token != other:
+                break
+            number += 1
         return number if number >= FEWEST_COMMON else 0
 
     def fingerprint(self) -> str:
         """Return a hash of all that decides losses and scores, in its order: 32 hex digits."""
         digest = hashlib.sha256()
         for example, encoded in zip(self.examples, self.encoded, strict=True):
-            facts = [encoded.sequences, encoded.option_lengths, encoded.label, example.references]
-            facts += [encoded.spans] if encoded.spans else []
-            digest.update(json.dumps(facts).encode())
+            values: list[Any] = [
+                encoded.sequences,
+                encoded.option_lengths,
+                encoded.label,
+                example.references,
+            ]
+            if encoded.spans:
+                values.append(encoded.spans)
+            digest.update(json.dumps(values).encode())
             if self.reads_records:  # values of parquet files, such as dates, are hashed as text
-                digest.update(json.dumps(example.record, sort_keys=True, default=str).encode())
+                record = json.dumps(example.record, sort_keys=True, default=str)
+                digest.update(record.encode())
         # Journals of versions up to 0.4 have a list of null prompts here, which was mostly empty.
         digest.update(json.dumps((self.prompts, [])).encode())
         return digest.hexdigest()[:32]
@@ -78,7 +113,21 @@ class EncodedSplit:
 
 @dataclass(frozen=True)
 class TaskData:
-    """The encoded splits of a task, with the objective and the settings to run them."""
+    """The encoded splits of a task, with the objective and the settings to run them.
+
+    Attributes:
+        task: the task.
+        tokenizer: the model's tokenizer.
+        train: the examples to train on.
+        dev: the examples to select the best step by.
+        test: the examples for the final score.
+        objective: the loss to minimize.
+        encode: encodes other examples as those of `test`.
+        generation: how answers are written; None if neither the task nor the objective needs them.
+        packed: whether sequences share rows in training (packing.py).
+        loss_batch: average a validation loss over batches of this number of examples first; None
+            averages over all terms.
+    """
 
     task: Task
     tokenizer: PromptTokenizer
@@ -87,36 +136,38 @@ class TaskData:
     test: EncodedSplit
     objective: Objective
     encode: Callable[[tuple[Example, ...]], EncodedSplit]
-    """Encodes other examples as those of `test`."""
     generation: GenerationSettings | None = None
-    """None if neither the task nor the objective needs answers."""
     packed: bool = False
     loss_batch: int | None = None
-    """Average a validation loss over parts of this number of examples first; None averages over all terms."""
 
     def step_batch(self, config: RunConfig, step: int) -> StepBatch:
-        """Return the micro-batches of a step, a function of the seed and the step, laid out when read."""
-        drawn, size = np.array(self.step_rows(config, step)), config.train.micro_batch_size
-        # Sorting by length first reduces padding: a micro-batch is padded to its longest example.
+        """Return the micro-batches of a step, each of which is laid out when it is read.
+
+        They are a function of the seed and the step. `prefetch.StepBatches` lays them out ahead.
+        """
+        size = config.train.micro_batch_size
+        drawn = np.array(self.step_rows(config, step))
+        # A micro-batch is padded to its longest example, so sorting by length reduces padding.
         rows = drawn[np.lexsort((drawn, self._lengths[drawn]))]
         shares_rows = self.packed and not self.objective.reads_answers
         if shares_rows and FEWEST_DEALT <= size < len(rows):
             rows = deal(rows, len(rows) // size)
-        weights = np.add.reduceat(self._num_terms[rows], np.arange(0, len(rows), size))
+        first_rows = np.arange(0, len(rows), size)
+        weights = np.add.reduceat(self._num_terms[rows], first_rows)
         if self.objective.reads_answers:
             weights *= config.generation.num_samples
 
         def build(index: int) -> MicroBatch:
-            part: list[int] = rows[index * size : (index + 1) * size].tolist()
+            of_micro_batch: list[int] = rows[index * size : (index + 1) * size].tolist()
             if self.objective.reads_answers:
-                return self._answer_batch(config, step, part)
-            batch = self.objective_batch(self.train, part)
+                return self._answer_batch(config, step, of_micro_batch)
+            batch = self.objective_batch(self.train, of_micro_batch)
             return pack(batch) if self.packed else batch
 
         return StepBatch(weights.tolist(), build, content=rows.tobytes())
 
     def step_rows(self, config: RunConfig, step: int) -> list[int]:
-        """Return the indices in `train` of a step's examples, in the order in which they are drawn."""
+        """Return the indices in `train` of a step's examples, in the order of the stream."""
         return batch_indices(config.seed, step, len(self.train.examples), config.train.batch_size)
 
     @cached_property
@@ -132,31 +183,39 @@ class TaskData:
         return np.array([self.objective.num_terms(example) for example in self.train.encoded])
 
     def objective_batch(self, split: EncodedSplit, rows: Sequence[int]) -> MicroBatch:
+        """Return the batch of some examples of a split whose outputs the objective reads."""
         if self.objective.build_batch is None:
             batch = self.prompt_batch(split, rows)
         else:
-            batch = self.objective.build_batch(
-                [split.encoded[row] for row in rows], self.tokenizer.pad_id
-            )
+            encoded = [split.encoded[row] for row in rows]
+            batch = self.objective.build_batch(encoded, self.tokenizer.pad_id)
         return replace(batch, examples=tuple(split.examples[row] for row in rows))
 
     def prompt_batch(self, split: EncodedSplit, rows: Sequence[int]) -> MicroBatch:
+        """Return the batch of the prompts of some examples, for the model to continue."""
         assert self.generation is not None
-        return prompt_batch([split.prompts[row] for row in rows], self.generation, split.num_common)
+        prompts = [split.prompts[row] for row in rows]
+        return prompt_batch(prompts, self.generation, split.num_common)
 
     def _answer_batch(self, config: RunConfig, step: int, rows: Sequence[int]) -> MicroBatch:
+        """Return the batch of prompts to train on; the samples of a prompt are neighboring rows."""
         assert self.generation is not None
-        keys, samples = config.generation, range(config.generation.num_samples)
-        batch = self.objective_batch(self.train, [row for row in rows for _ in samples])
-        if keys.temperature == 0:
+        repeated = []
+        keys = []
+        for row in rows:
+            index = self.train.examples[row].index
+            for sample in range(config.generation.num_samples):
+                repeated.append(row)
+                keys.append(sample_key(config.seed, step, index, sample))
+        batch = self.objective_batch(self.train, repeated)
+        if config.generation.temperature == 0:
             return batch
-        indices = [self.train.examples[row].index for row in rows]
-        drawn = [
-            sample_key(config.seed, step, index, sample) for index in indices for sample in samples
-        ]
-        settings = replace(self.generation, sampling=Sampling(keys.temperature, keys.top_p))
-        inputs = {**batch.inputs, SAMPLE_KEYS: torch.tensor(drawn)}
-        return replace(batch, inputs=inputs, generation=settings)
+        sampling = Sampling(config.generation.temperature, config.generation.top_p)
+        return replace(
+            batch,
+            inputs={**batch.inputs, SAMPLE_KEYS: torch.tensor(keys)},
+            generation=replace(self.generation, sampling=sampling),
+        )
 
     def answers(self, tokens: Tensor) -> list[str]:
         """Return the answers in the new tokens [examples, n] of a `prompt_batch`."""
@@ -165,13 +224,22 @@ class TaskData:
 
     def loss(self, outputs: Tensor, batch: MicroBatch) -> Tensor:
         """Return the summed loss of each example of an `objective_batch`: a LossFunction."""
-        return self.objective.loss(
-            self.answers(outputs) if self.objective.reads_answers else outputs, batch
-        )
+        if self.objective.reads_answers:
+            return self.objective.loss(self.answers(outputs), batch)
+        return self.objective.loss(outputs, batch)
 
 
 def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskData:
-    """Load the splits of a task, or for `task_alone` none: what `encode` returns takes their place."""
+    """Load and encode the splits of a task.
+
+    Args:
+        config: the configuration of the run.
+        task_alone: load no splits, which are then empty, and encode for this task.
+
+    Raises:
+        UserError: data cannot be read or do not fit the task or the model, or the user's objective
+            or metric fails on a few examples.
+    """
     task = task_alone or find_task(config.data)
     objective = training_objective(task.kind)
     splits = Splits((), (), (), ())
@@ -185,104 +253,138 @@ def load_task_data(config: RunConfig, task_alone: Task | None = None) -> TaskDat
     if config.method == "icl":
         splits = with_demonstrations(task, config.data, splits)
     directory = resolve_model(config.model.path)
-    tokenizer, model_config = load_tokenizer(str(directory)), load_model_config(directory)
-    keys, length = config.generation, config.data.max_length
+    tokenizer = load_tokenizer(str(directory))
+    model_config = load_model_config(directory)
     generation = None
     if task.kind == "generation" or objective.reads_answers:
-        stops = (NEWLINE,) if keys.stop is None else keys.stop
-        generation = generation_settings(tokenizer, keys.max_new_tokens, stops)
-
-    def encode(examples: tuple[Example, ...], *, scored: bool = True) -> EncodedSplit:
-        if not examples:
-            return EncodedSplit((), ())
-        examples, encoded = _encode(config, task, tokenizer, examples)
-        prompts: tuple[tuple[int, ...], ...] = ()
-        answers = generation is not None if scored else objective.reads_answers
-        if answers:
-            encode_questioned = encode_questions if examples[0].messages else encode_prompts
-            prompts = encode_questioned(tokenizer, examples, length, keys.max_new_tokens)
-        split = EncodedSplit(examples, encoded, prompts, reads_records=objective.is_reward)
-        _check_model(split, tokenizer, keys.max_new_tokens, model_config.get_text_config())
-        return split
-
+        stops = (NEWLINE,) if config.generation.stop is None else config.generation.stop
+        generation = generation_settings(tokenizer, config.generation.max_new_tokens, stops)
+    encoder = _Encoder(config, task, objective, tokenizer, model_config)
+    # The mask of packed rows has no columns for the keys of a prefix.
+    takes_packed = config.peft.kind != "prefix"
     return TaskData(
         task=task,
         tokenizer=tokenizer,
-        train=encode(splits.train, scored=False),
-        dev=encode(splits.dev),
-        test=encode(splits.test),
+        train=encoder.encode(splits.train, has_prompts=objective.reads_answers),
+        dev=encoder.encode(splits.dev, has_prompts=generation is not None),
+        test=encoder.encode(splits.test, has_prompts=generation is not None),
         objective=objective,
+        encode=partial(encoder.encode, has_prompts=generation is not None),
         generation=generation,
-        # The mask of packed rows has no columns for the keys of a prefix.
-        packed=config.peft.kind != "prefix" and can_pack(model_config, length),
-        loss_batch=8
-        if config.data.protocol == "mezo"
-        else None,  # MeZO's code: transformers' default
-        encode=encode,
+        packed=takes_packed and can_pack(model_config, config.data.max_length),
+        loss_batch=_MEZO_LOSS_BATCH if config.data.protocol == "mezo" else None,
     )
 
 
-def _encode(
-    config: RunConfig, task: Task, tokenizer: PromptTokenizer, examples: tuple[Example, ...]
-) -> tuple[tuple[Example, ...], tuple[EncodedExample, ...]]:
-    """Return the examples that can be used, and their tokens."""
-    keys, length = config.generation, config.data.max_length
-    if config.data.chat_template and task.kind in ("classification", "multiple_choice"):
-        examples = tuple(
-            ask_in_chat(tokenizer, example, config.data.system_prompt) for example in examples
+@dataclass(frozen=True)
+class _Encoder:
+    """Turns the examples of a run into token ids."""
+
+    config: RunConfig
+    task: Task
+    objective: Objective
+    tokenizer: PromptTokenizer
+    model_config: Any
+
+    def encode(self, examples: tuple[Example, ...], *, has_prompts: bool) -> EncodedSplit:
+        """Encode examples that can be used, and with `has_prompts` also their prompts."""
+        if not examples:
+            return EncodedSplit((), ())
+        usable_examples = []
+        encoded = []
+        for example, tokens in self._candidates([self._worded(example) for example in examples]):
+            usable_examples.append(example)
+            encoded.append(tokens)
+        prompts: tuple[tuple[int, ...], ...] = ()
+        max_new_tokens = self.config.generation.max_new_tokens
+        if has_prompts:
+            encode = encode_questions if examples[0].messages else encode_prompts
+            max_length = self.config.data.max_length
+            prompts = encode(self.tokenizer, usable_examples, max_length, max_new_tokens)
+        split = EncodedSplit(
+            examples=tuple(usable_examples),
+            encoded=tuple(encoded),
+            prompts=prompts,
+            reads_records=self.objective.is_reward,
         )
-    if config.data.protocol == "mezo":
-        # MeZO's code strips white space of any kind before the whole text, and cuts a text with its gold
-        # answer like a prompt whose answer is yet to come. Demonstrations begin without white space.
-        examples = tuple(
-            e if e.demonstrations else replace(e, prompt=e.prompt.lstrip()) for e in examples
-        )
-        if task.kind == "generation":
-            length = prompt_room(length, keys.max_new_tokens)
-    if keys.stop is not None and task.kind == "generation":
-        ending = keys.stop[0] if keys.stop else str(tokenizer.backend.eos_token)
-        examples = tuple(
-            replace(
-                e, candidates=tuple(text.removesuffix(NEWLINE) + ending for text in e.candidates)
-            )
-            for e in examples
-        )
-    encode: Callable[[PromptTokenizer, Example, int], EncodedExample] = encode_example
-    if examples[0].messages and task.has_answers:
-        encode = partial(encode_conversation, keep_end=task.kind != "chat")
-    pairs = usable(examples, lambda e: encode(tokenizer, e, length), skip=config.data.skip_unusable)
-    where = "at their end" if task.kind == "chat" else "on the left"
-    warn_of_cuts(sum(encoded.truncated for _, encoded in pairs), len(pairs), length, where)
-    return tuple(example for example, _ in pairs), tuple(encoded for _, encoded in pairs)
+        _check_model(split, self.tokenizer, max_new_tokens, self.model_config.get_text_config())
+        return split
+
+    def _worded(self, example: Example) -> Example:
+        """Return an example in the words that the recipe asks for: in a chat, or as MeZO's code."""
+        data = self.config.data
+        if data.chat_template and self.task.kind in ("classification", "multiple_choice"):
+            example = ask_in_chat(self.tokenizer, example, data.system_prompt)
+        if data.protocol == "mezo" and not example.demonstrations:
+            # MeZO's code strips white space of any kind before the whole text. Demonstrations begin
+            # without white space.
+            example = replace(example, prompt=example.prompt.lstrip())
+        stop = self.config.generation.stop
+        if stop is not None and self.task.kind == "generation":
+            # A gold answer ends with what ends generated ones, in the place of the newline.
+            ending = stop[0] if stop else str(self.tokenizer.backend.eos_token)
+            candidates = [text.removesuffix(NEWLINE) + ending for text in example.candidates]
+            example = replace(example, candidates=tuple(candidates))
+        return example
+
+    def _candidates(self, examples: Sequence[Example]) -> list[tuple[Example, EncodedExample]]:
+        """Return the examples whose candidates can be encoded, with these."""
+        data = self.config.data
+        max_length = data.max_length
+        if data.protocol == "mezo" and self.task.kind == "generation":
+            # MeZO's code cuts a text with its gold answer like a prompt whose answer is yet to
+            # come.
+            max_length = prompt_room(max_length, self.config.generation.max_new_tokens)
+        is_chat = self.task.kind == "chat"
+
+        def encode(example: Example) -> EncodedExample:
+            if example.messages and self.task.has_answers:
+                return encode_conversation(
+                    self.tokenizer, example, max_length, keep_end=not is_chat
+                )
+            return encode_example(self.tokenizer, example, max_length)
+
+        pairs = usable(examples, encode, skip=data.skip_unusable)
+        num_cut = sum(1 for _, encoded in pairs if encoded.truncated)
+        where = "at their end" if is_chat else "on the left"
+        warn_of_cuts(num_cut, len(pairs), max_length, where)
+        return pairs
 
 
 def _check_objective(config: RunConfig, task: Task, objective: Objective) -> None:
+    """Refuse an objective that does not fit the method or the task."""
     name = f"train.objective={config.train.objective}"
     if config.method == "adamw" and objective.reads_answers:
-        raise UserError(
-            f"method adamw cannot use {name}, which has no gradient", fix="set method=lezo"
-        )
+        message = f"method adamw cannot use {name}, which has no gradient"
+        raise UserError(message, fix="set method=lezo")
     if (task.metric == REWARD or not task.has_answers) and not objective.is_reward:
         needs = "data.metric=reward" if task.has_answers else "a task without right answers"
         fix = "set train.objective=package.module:function, a function with the decorator `reward`"
         raise UserError(f"{needs} needs a reward, not {name}", fix=fix)
     if config.method == "icl" and not task.has_answers:
-        what = "method icl shows solved examples, and the task has none"
-        raise UserError(what, fix="set method=zero_shot")
+        message = "method icl shows solved examples, and the task has none"
+        raise UserError(message, fix="set method=zero_shot")
 
 
 def _check_model(
-    split: EncodedSplit, tokenizer: PromptTokenizer, num_new: int, model_config: Any
+    split: EncodedSplit, tokenizer: PromptTokenizer, max_new_tokens: int, model_config: Any
 ) -> None:
-    """Refuse inputs that are longer than the model's positions, or tokens that its embedding lacks."""
-    sequences = [ids for e in split.encoded for ids in e.sequences]
-    longest = max([*map(len, sequences), *(len(ids) + num_new for ids in split.prompts)])
-    largest = max(map(max, (*sequences, *split.prompts)))
+    """Refuse inputs that are longer than the model's positions, or tokens that it does not know."""
+    sequences = list(split.prompts)
+    lengths = [len(ids) + max_new_tokens for ids in split.prompts]
+    for encoded in split.encoded:
+        sequences += encoded.sequences
+        lengths.append(encoded.num_tokens)
+    longest = max(lengths)
     num_positions = getattr(model_config, "max_position_embeddings", None)
     if num_positions is not None and longest > num_positions:
-        what = f"an input has {longest} tokens, and the model has {num_positions} positions"
-        raise UserError(what, fix=f"set data.max_length={num_positions}")
+        message = f"an input has {longest} tokens, and the model has {num_positions} positions"
+        raise UserError(message, fix=f"set data.max_length={num_positions}")
+    largest = max(max(ids) for ids in sequences)
     if largest >= model_config.vocab_size:
         token = tokenizer.backend.convert_ids_to_tokens(largest)
-        what = f"the tokenizer writes {token!r}, id {largest}, and the model has {model_config.vocab_size}"
-        raise UserError(what, fix="use the tokenizer of the model, or resize its embedding")
+        message = (
+            f"the tokenizer writes {token!r}, id {largest}, "
+            f"and the model has {model_config.vocab_size}"
+        )
+        raise UserError(message, fix="use the tokenizer of the model, or resize its embedding")
