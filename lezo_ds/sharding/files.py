@@ -1,7 +1,10 @@
 """Weights on disk as safetensors, read in slices; and which stored tensors hold which parameter.
 
-Transformers 5 keeps the experts of a block in one parameter, and published checkpoints keep a tensor for
-each. Its own conversion mapping says which.
+Transformers 5 keeps the experts of a block in one parameter, while published checkpoints keep a
+tensor for each expert. The conversion mapping of transformers says which tensors make a parameter:
+
+    parameter experts.gate_up_proj [experts, 2 * inner, width]
+    = tensors experts.0.w1, experts.0.w3, experts.1.w1, ... one after the other, each flattened
 """
 
 from __future__ import annotations
@@ -37,16 +40,24 @@ _FLOATS = ("F64", "F32", "BF16", "F16")  # as safetensors spells them
 
 
 class _StoredTensor(NamedTuple):
+    """Where a tensor is stored, its shape, and its dtype as safetensors spells it."""
+
     file: Path
     shape: tuple[int, ...]
     dtype: str
 
 
 class WeightFiles:
-    """The weights of a model directory: model.safetensors, an index and its files, or the file `single`.
+    """The weights of a model directory: model.safetensors, or an index and its files.
 
-    `prefix` is that of the base model (for example, "model"), which a checkpoint of the bare decoder lacks.
-    `conversions` make the model's parameters from tensors of other names (`stored_parameters`).
+    Args:
+        directory: of the model.
+        prefix: of the base model, for example "model". A checkpoint of the bare decoder lacks it.
+        conversions: the mapping of transformers, from tensors of other names (`stored_parameters`).
+        single: the name of the only file to read, instead of a model's.
+
+    Raises:
+        UserError: a file is missing or damaged.
     """
 
     def __init__(
@@ -63,10 +74,9 @@ class WeightFiles:
         for file in _files_of(directory) if single is None else [directory / single]:
             with _opened(file) as handle:
                 for name in handle.keys():  # noqa: SIM118  (not a dict)
-                    part = handle.get_slice(name)
-                    self._tensors[name] = _StoredTensor(
-                        file, tuple(part.get_shape()), part.get_dtype()
-                    )
+                    view = handle.get_slice(name)
+                    shape = tuple(view.get_shape())
+                    self._tensors[name] = _StoredTensor(file, shape, view.get_dtype())
         self._stored = stored_parameters(self._tensors, conversions)
 
     def __contains__(self, tensor: str) -> bool:
@@ -77,90 +87,115 @@ class WeightFiles:
     ) -> dict[str, tuple[str, ...]]:
         """Return the tensors whose flattened values, one after the other, are each parameter.
 
-        `names` are all names of each parameter, by its first name. `shapes` also has the first names.
+        Args:
+            names: all names of each parameter, by its first name. Tied parameters have several.
+            shapes: of each parameter, by its first name.
+
+        Raises:
+            UserError: a parameter is missing, has another shape, or is not stored as floats.
         """
         found: dict[str, tuple[str, ...]] = {}
         for name, aliases in names.items():
-            for alias in aliases:
-                for spelling in (
-                    alias,
-                    f"{self._prefix}.{alias}",
-                    alias.removeprefix(f"{self._prefix}."),
-                ):
-                    if spelling in self._stored:
-                        found.setdefault(name, self._stored[spelling])
-        if missing := sorted(names.keys() - found.keys()):
+            spellings = [spelling for alias in aliases for spelling in self._spellings(alias)]
+            stored = [self._stored[spelling] for spelling in spellings if spelling in self._stored]
+            if stored:
+                found[name] = stored[0]
+        missing = sorted(names.keys() - found.keys())
+        if missing:
+            examples = ", ".join(sorted(self._tensors)[:3])
             raise UserError(
-                f"{self._directory} lacks {len(missing)} of the model's {len(names)} parameters, such as "
-                f"{missing[0]}; it has {', '.join(sorted(self._tensors)[:3])}, ...",
+                f"{self._directory} lacks {len(missing)} of the model's {len(names)} parameters, "
+                f"such as {missing[0]}; it has {examples}, ...",
                 fix="use a checkpoint that belongs to the config.json",
             )
         for name, tensors in found.items():
             self._check(name, tensors, shapes[name])
         return found
 
+    def _spellings(self, name: str) -> tuple[str, str, str]:
+        """Return a parameter's name as it is, with the prefix of the base model, and without it."""
+        return name, f"{self._prefix}.{name}", name.removeprefix(f"{self._prefix}.")
+
     def _check(self, name: str, tensors: Sequence[str], shape: tuple[int, ...]) -> None:
         if not tensors:
             raise UserError(
-                f"{self._directory} stores parameter {name} in a form that cannot be read in slices",
+                f"{self._directory} stores parameter {name} in a form that cannot be read in "
+                "slices",
                 fix="load it with transformers and save it with save_original_format=False",
             )
         for tensor in tensors:
-            if self._tensors[tensor].dtype not in _FLOATS:
+            dtype = self._tensors[tensor].dtype
+            if dtype not in _FLOATS:
                 raise UserError(
-                    f"{tensor} in {self._directory} has type {self._tensors[tensor].dtype}, not floats",
+                    f"{tensor} in {self._directory} has type {dtype}, not floats",
                     fix="set model.path to the checkpoint before it was quantized",
                 )
         shapes = [self._tensors[tensor].shape for tensor in tensors]
-        is_same = (
-            shapes[0] == shape
-            if len(shapes) == 1
-            else sum(map(math.prod, shapes)) == math.prod(shape)
-        )
-        if not is_same:
+        if len(shapes) == 1:
+            fits = shapes[0] == shape
+        else:
+            fits = sum(map(math.prod, shapes)) == math.prod(shape)
+        if not fits:
             raise UserError(
-                f"{tensors[0]} in {self._directory} has shape {shapes[0]}, and the model needs {shape}",
+                f"{tensors[0]} in {self._directory} has shape {shapes[0]}, and the model needs "
+                f"{shape}",
                 fix="use a checkpoint that belongs to the config.json",
             )
 
     def read(
         self, tensors: Sequence[str], region: Region = ALL, count: int | None = None
     ) -> Tensor:
-        """Read `count` elements (None: all) of a region of the joined tensors, in their stored dtype."""
+        """Read elements of a parameter from its tensors, in their stored dtype.
+
+        Args:
+            tensors: of the parameter, as `find` returned them.
+            region: which elements, counted in the full parameter.
+            count: number of elements; None reads all from the start of the region.
+
+        Returns:
+            [count], on the CPU.
+        """
         if region.width and count:
             (tensor,) = tensors  # only one tensor has rows of its parameter's width
             return self._read_rows(tensor, region, count)
-        parts, begin = [torch.empty(0)], 0
         stop = math.inf if count is None else region.start + count
+        slices: list[Tensor] = []
+        begin = 0  # of the tensor, counted in the parameter
         for tensor in tensors:
             end = begin + math.prod(self._tensors[tensor].shape)
+            first = max(region.start, begin)
             last = int(min(stop, end))
-            if region.start < last and begin < last:
-                parts.append(
-                    self._read_slice(tensor, max(region.start, begin) - begin, last - begin)
-                )
+            if first < last:
+                slices.append(self._read_slice(tensor, first - begin, last - begin))
             begin = end
-        return torch.cat(parts[1:]) if len(parts) > 2 else parts[-1]
+        if len(slices) == 1:
+            return slices[0]  # without a copy
+        return torch.cat(slices) if slices else torch.empty(0)
 
     def _read_slice(self, tensor: str, start: int, stop: int) -> Tensor:
+        """Return the elements [start, stop) of a flattened tensor. Only whole rows can be read."""
         file, shape, _ = self._tensors[tensor]
-        row = math.prod(shape[1:])
-        first = start // row
-        # The file is memory-mapped: pages that were read count as this process's memory until it is closed.
+        width = math.prod(shape[1:])
+        first_row = start // width
+        # The file is memory-mapped. Pages that were read count as this process's memory until the
+        # file is closed.
         with _opened(file) as handle:
             view = handle.get_slice(tensor)
-            rows: Tensor = view[first : -(-stop // row)] if shape else view[...]
-            return rows.reshape(-1)[start - first * row : stop - first * row]
+            rows: Tensor = view[first_row : math.ceil(stop / width)] if shape else view[...]
+            return rows.reshape(-1)[start - first_row * width : stop - first_row * width]
 
     def _read_rows(self, tensor: str, region: Region, count: int) -> Tensor:
+        """Return a rectangle of a matrix, flattened."""
         row, column = divmod(region.start, region.stride)
+        num_rows = count // region.width
         with _opened(self._tensors[tensor].file) as handle:
             view = handle.get_slice(tensor)
-            rows: Tensor = view[row : row + count // region.width, column : column + region.width]
+            rows: Tensor = view[row : row + num_rows, column : column + region.width]
             return rows.reshape(-1)
 
 
 def has_safetensors(directory: Path) -> bool:
+    """Return whether a directory has the weights of a model."""
     return (directory / _SINGLE).is_file() or (directory / _INDEX).is_file()
 
 
@@ -184,8 +219,10 @@ def _opened(file: Path) -> Iterator[Any]:
     try:
         handle = safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
-        fix = "download the model again, or correct the file's permissions"
-        raise UserError(f"{file} cannot be read: {error}", fix=fix) from error
+        raise UserError(
+            f"{file} cannot be read: {error}",
+            fix="download the model again, or correct the file's permissions",
+        ) from error
     with handle:
         yield handle
 
@@ -193,10 +230,17 @@ def _opened(file: Path) -> Iterator[Any]:
 def stored_parameters(
     names: Iterable[str], conversions: Sequence[WeightTransform] = ()
 ) -> dict[str, tuple[str, ...]]:
-    """Map names of parameters to the tensors whose flattened values, one after the other, are the parameter.
+    """Map names of parameters to the tensors whose flattened values, in order, they consist of.
 
-    `names` are those of all tensors, each of which also stands for a parameter of its own name. That comes
-    first if both exist. The tuple is empty if transformers would change or reorder values.
+    A tensor also stands for a parameter of its own name. That comes first if both exist.
+
+    Args:
+        names: of all stored tensors.
+        conversions: rules of transformers. A renaming maps one tensor to one parameter. A converter
+            maps tensors of several name patterns to one.
+
+    Returns:
+        The tensors of each parameter; none if transformers would change or reorder values.
     """
     names = sorted(names, key=dot_natural_key)  # expert 10 comes after expert 9
     renamings = [rule for rule in conversions if isinstance(rule, WeightRenaming)]
@@ -211,15 +255,20 @@ def stored_parameters(
             converted[target][pattern].append(name)
     for target, by_pattern in converted.items():
         rule = next(rule for rule in converters if by_pattern.keys() <= set(rule.source_patterns))
-        columns = [by_pattern.get(pattern, []) for pattern in rule.source_patterns]
-        is_in_order = _keeps_order(rule) and len(set(map(len, columns))) == 1
-        groups = zip(*columns, strict=True) if is_in_order else ()
-        stored[target] = tuple(name for group in groups for name in group)
+        # One list for each pattern, with the tensors of all experts in order.
+        lists = [by_pattern.get(pattern, []) for pattern in rule.source_patterns]
+        stored[target] = ()
+        if _keeps_order(rule) and len(set(map(len, lists))) == 1:
+            experts = zip(*lists, strict=True)
+            stored[target] = tuple(name for expert in experts for name in expert)
     return stored | {name: (name,) for name in names}
 
 
 def _keeps_order(rule: WeightConverter) -> bool:
-    """Return whether a rule stacks experts after joining the rows of each: no value changes its place."""
+    """Return whether a rule stacks experts after joining the rows of each.
+
+    No value then changes its place among the flattened values.
+    """
     match rule.operations, rule.source_patterns, rule.target_patterns:
         case [MergeModulelist(dim=0)], [_], [_]:
             return True

@@ -32,7 +32,7 @@ from lezo_ds.checkpoints.sharded_model import load_weights
 from lezo_ds.noise import noise_backend
 from lezo_ds.noise.reference import join_master
 from lezo_ds.sharding import zero3
-from lezo_ds.sharding.gather import GatherAhead, Part
+from lezo_ds.sharding.gather import Bundle, GatherAhead
 from lezo_ds.sharding.parameters import NamedParameter, ShardedParameter, parameter_ids, shard_range
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.laws import DenseLaw
@@ -108,15 +108,15 @@ def test_shards_are_flat_slices_and_their_padding_is_never_read(num_ranks):
 def _count_gathers(directory):
     """Return what each of two passes gathered, when, the most at once, and what stays gathered."""
     started, waited, most = [], [], 0
-    start, wait, gather = Part.start, Part.wait, GatherAhead.gather
+    start, wait, gather = Bundle.start, Bundle.wait, GatherAhead.gather
 
     def counted(self, *message):
         nonlocal most
         wait(self, *message)
         most = max(most, sum(p.parameter.numel() for p in engine.weights.parameters))
 
-    Part.start = lambda self: (started.append(self.numel), start(self))[1]
-    Part.wait = counted
+    Bundle.start = lambda self: (started.append(self.numel), start(self))[1]
+    Bundle.wait = counted
     GatherAhead.gather = lambda self, parts, *_: (gather(self, parts), waited.append(len(started)))[
         1
     ]
