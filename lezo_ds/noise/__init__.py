@@ -1,4 +1,20 @@
-"""Noise z as a pure function of (key, parameter, element), and the operations that use it on each device."""
+"""Noise z as a pure function of (key, parameter, element), and the operations that use it.
+
+    probe:   theta, key, scale     --NoiseBackend.perturb-->  theta + scale * z, a copy
+    update:  theta, (key, c), ...  --NoiseBackend.update_-->  theta - c * z, in place
+
+An element's number depends on nothing but the key, the parameter's id and the element's index in
+the full parameter. A rank with a slice or a rectangle of a parameter draws the numbers of its own
+elements, and z is never stored, sent or drawn as a whole.
+
+The generator gives numbers in blocks of consecutive elements (see `reference`):
+
+    element        0  1  2  3 | 4  5  6  7 | ...      normal: a block of 4 elements
+    block               0     |      1     | ...      rademacher: a block of 128
+
+Three programs compute the same bits: `reference` in PyTorch, `cpu` in C++ and `gpu` in Triton. They
+round every fp32 operation on its own, as IEEE 754 says, so journals may be replayed on any of them.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +36,23 @@ from lezo_ds.zo.updates import Update, UpdatePrecision
 _CPU = torch.device("cpu")
 
 NOISE_VERSION = 1
-"""Version of z(key, parameter, element) and of its use; it changes when any bit of either changes."""
-
-_PACKED = np.dtype([("key", "<u8"), ("coefficient", "<f4"), ("factor", "<f4")])
+"""Version of z(key, parameter, element) and of its use. It changes when any bit of either does."""
 
 
 class Region(NamedTuple):
-    """Where a part of a parameter lies: element (i, j) has the index start + i * stride + j.
+    """Where the elements that a rank has lie in the full parameter, counted in row-major order.
 
-    It is a rectangle whose rows have `width` elements. Elements are counted in the full parameter's row-major
-    order. With width 0, the part is one row, however long.
+    It is a rectangle: its element (i, j) is element start + i * stride + j of the parameter. For
+    example, columns 2 to 4 of a parameter of 3 rows and 6 columns are Region(2, 3, 6):
+
+         0  1 [ 2  3  4] 5
+         6  7 [ 8  9 10] 11
+        12 13 [14 15 16] 17
+
+    Attributes:
+        start: index of its first element.
+        width: number of elements of a row. 0 stands for one row, however long.
+        stride: distance of the first elements of two rows, the parameter's width.
     """
 
     start: int = 0
@@ -37,8 +60,10 @@ class Region(NamedTuple):
     stride: int = 0
 
     def rows(self, count: int) -> tuple[int, int, int]:
-        """Return number of rows, width and stride of a part of `count` elements."""
-        return (count // self.width, self.width, self.stride) if self.width else (1, count, count)
+        """Return number of rows, width and stride of a region of `count` elements."""
+        if self.width == 0:
+            return 1, count, count
+        return count // self.width, self.width, self.stride
 
 
 ALL = Region()
@@ -46,91 +71,108 @@ ALL = Region()
 
 
 class Weight(NamedTuple):
-    """A parameter to perturb, or some rows of it."""
+    """A parameter to perturb, or some rows of it.
 
-    theta: Tensor  # the parameter, or the rectangle of it that `region` describes
-    parameter_id: int  # unsigned 32-bit
-    out_dtype: torch.dtype  # of the perturbed copies
-    rows: Tensor | None = (
-        None  # int64 [n] of theta [num_rows, width], in any order; theta has whole rows
-    )
+    Attributes:
+        theta: the parameter, or the rectangle of it that `region` describes; any shape and strides.
+        parameter_id: unsigned 32-bit.
+        out_dtype: dtype of the perturbed copies.
+        rows: int64 [n], indices of rows of theta [num_rows, width] in any order, also repeated.
+            The copies then have only these rows, and the region must be of whole rows.
+        region: where theta lies in the full parameter.
+    """
+
+    theta: Tensor
+    parameter_id: int
+    out_dtype: torch.dtype
+    rows: Tensor | None = None
     region: Region = ALL
 
 
 class UpdateTarget(NamedTuple):
-    """The part of a parameter that a rank has, to update in place."""
+    """What an update changes in place: the elements of a parameter that a rank stores.
 
-    values: Tensor  # contiguous [n]
+    Attributes:
+        values: contiguous [n].
+        region: where they lie in the full parameter.
+        parameter_id: unsigned 32-bit.
+        low: contiguous int16 [n], the low bits of `reference.split_master`. Only 16-bit values
+            that are stored as "fp32_master" have them.
+    """
+
+    values: Tensor
     region: Region
     parameter_id: int
-    low: Tensor | None = (
-        None  # contiguous int16 [n]: the low bits of `split_master`, with "fp32_master" only
-    )
+    low: Tensor | None = None
 
 
 class NoiseBackend(ABC):
     """The operations of one perturbation law on the tensors of one device.
 
-    All backends compute the same bits. Keys are unsigned 64-bit, elements 0 to 2**40, scales fp32.
+    All backends of a law compute the same bits. Keys are unsigned 64-bit, element indices 0 to
+    2**40, and scales are rounded to fp32.
+
+    Attributes:
+        law: what z is.
+        device: where the tensors are.
+        takes_blocks: whether one call for all weights of a transformer block is worth the memory
+            for all their copies.
     """
 
-    # Whether one call for all weights of a block is worth the memory for all their copies.
     takes_blocks = False
 
     def __init__(self, law: PerturbationLaw, device: torch.device = _CPU) -> None:
         self.law = law
         self.device = device
 
-    def draw(
-        self,
-        key: int,
-        parameter_id: int,
-        start: int,
-        count: int,
-    ) -> Tensor:
+    def draw(self, key: int, parameter_id: int, start: int, count: int) -> Tensor:
         """Return z of the elements [start, start + count): fp32 [count]."""
         values = torch.zeros(count, device=self.device)
         target = UpdateTarget(values, Region(start), parameter_id)
+        # fp32 values are stored as they are under either precision.
         self.update_([target], [Update(key, -1.0)], precision="stochastic")
         return values
 
     def perturb(
-        self,
-        weights: Sequence[Weight],
-        key: int,
-        scales: Sequence[float],
+        self, weights: Sequence[Weight], key: int, scales: Sequence[float]
     ) -> list[list[Tensor]]:
-        """Return theta + scale * z of each weight for each scale (MeZO: Malladi et al. 2023, algorithm 1).
+        """Return theta + scale * z of each weight at each scale.
 
-        Product and sum are rounded to fp32, each on its own. A scale followed by its opposite shares one draw
-        with it. A copy for scale 0 may be theta itself: do not write to it.
+        Product and sum are rounded to fp32, each on its own, and then to the copy's dtype. A scale
+        followed by its opposite shares one draw with it.
+
+        Source: MeZO (Malladi et al. 2023), Algorithm 1.
+
+        Args:
+            weights: on the backend's device.
+            key: key of the direction z.
+            scales: one for each copy.
+
+        Returns:
+            For each weight, a copy for each scale, of theta's shape, or [len(rows), width]. A copy
+            for scale 0 may be theta itself: do not write to it.
         """
         copies: list[list[Tensor]] = [[] for _ in weights]
-        done = 0
-        while weights and done < len(scales):
-            scale, num_signs = scales[done], 1
+        num_done = 0
+        while weights and num_done < len(scales):
+            scale = scales[num_done]
+            num_signs = 1
             if scale == 0:
-                results = [
-                    [(theta if rows is None else theta[rows]).to(out_dtype)]
-                    for theta, _, out_dtype, rows, _ in weights
-                ]
+                new_copies = [[_unperturbed(weight)] for weight in weights]
             else:
-                num_signs += tuple(scales[done + 1 : done + 2]) == (-scale,)
-                results = self._perturb(weights, key, scale, num_signs)
-            for copies_of_weight, result in zip(copies, results, strict=True):
-                copies_of_weight += result
-            done += num_signs
+                if num_done + 1 < len(scales) and scales[num_done + 1] == -scale:
+                    num_signs = 2
+                new_copies = self._perturb(weights, key, scale, num_signs)
+            for of_weight, new in zip(copies, new_copies, strict=True):
+                of_weight += new
+            num_done += num_signs
         return copies
 
     @abstractmethod
     def _perturb(
-        self,
-        weights: Sequence[Weight],
-        key: int,
-        scale: float,
-        num_signs: int,
+        self, weights: Sequence[Weight], key: int, scale: float, num_signs: int
     ) -> list[list[Tensor]]:
-        """Return theta + scale * z of each weight and, if there are two signs, theta - scale * z."""
+        """Return theta + scale * z of each weight and, with two signs, theta - scale * z."""
 
     @abstractmethod
     def update_(
@@ -139,16 +181,31 @@ class NoiseBackend(ABC):
         updates: Sequence[Update],
         precision: UpdatePrecision,
     ) -> None:
-        """Apply the same updates to targets on the backend's device: theta * factor - coefficient * z, in order.
+        """Apply the same updates to all targets, in order: theta * factor - coefficient * z.
 
-        Both products and the difference are rounded to fp32, each on its own, and each update is stored by
-        `precision`: the bits are those of one call for each.
+        Both products and the difference are rounded to fp32, each on its own. The result is stored
+        before the next update, so the bits are those of one call for each.
+
+        Args:
+            targets: on the backend's device.
+            updates: of one step or of many.
+            precision: how 16-bit values are stored.
         """
+
+
+def _unperturbed(weight: Weight) -> Tensor:
+    values = weight.theta if weight.rows is None else weight.theta[weight.rows]
+    return values.to(weight.out_dtype)
 
 
 @functools.cache
 def noise_backend(device: torch.device, law: PerturbationLaw) -> NoiseBackend:
-    """Return the fastest backend of a law for a device. For CPUs without a C++ compiler, it is plain PyTorch."""
+    """Return the fastest backend of a law for a device, the same one at each call.
+
+    Raises:
+        UserError: the kernels for GPUs cannot be built here. Those for CPUs have a substitute in
+            PyTorch, and a warning says so.
+    """
     if device.type == "cuda":
         return _triton_noise(device, law)
     from lezo_ds.noise.cpu import CpuNoise
@@ -158,8 +215,8 @@ def noise_backend(device: torch.device, law: PerturbationLaw) -> NoiseBackend:
         return CpuNoise(law)
     except (OSError, RuntimeError) as error:
         logging.getLogger(__name__).warning(
-            "the noise kernels for CPUs cannot be built, so slower PyTorch code gives the same results; "
-            "install a C++ compiler (apt-get install g++, or conda install gxx): %s",
+            "the noise kernels for CPUs cannot be built, so slower PyTorch code gives the same "
+            "results; install a C++ compiler (apt-get install g++, or conda install gxx): %s",
             error,
         )
     return EagerNoise(law)
@@ -173,13 +230,13 @@ def _triton_noise(device: torch.device, law: PerturbationLaw) -> NoiseBackend:
             fix="use a machine with NVIDIA GPUs, or set DS_ACCELERATOR=cpu",
         )
     try:
-        from lezo_ds.noise.gpu import (
-            TritonNoise,
-        )  # CPUs do not need Triton and often do not have it
+        # CPUs do not need Triton, and many of their installations do not have it.
+        from lezo_ds.noise.gpu import TritonNoise
 
         noise = TritonNoise(law, device)
-        # The first launch builds Triton's launcher; a missing compiler must show now, not in a training step.
-        noise.draw(0, 0, 0, 1)
+        # The first launch builds Triton's launcher: a missing compiler must show now, not in a
+        # training step.
+        noise.draw(key=0, parameter_id=0, start=0, count=1)
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise UserError(
             f"Triton needs a C compiler and Python's headers; {type(error).__name__}: {error}",
@@ -188,16 +245,27 @@ def _triton_noise(device: torch.device, law: PerturbationLaw) -> NoiseBackend:
     return noise
 
 
+_PACKED_UPDATE = np.dtype([("key", "<u8"), ("coefficient", "<f4"), ("factor", "<f4")])
+
+
 def pack_updates(updates: Sequence[Update]) -> np.ndarray:
-    """Return updates in the layout of the compiled kernels: uint64 key, fp32 coefficient and factor."""
-    return np.array(list(updates), dtype=_PACKED)
+    """Return updates as the compiled kernels read them, 16 bytes each.
+
+    Bytes 0 to 7 are the key (uint64), 8 to 11 the coefficient and 12 to 15 the factor (fp32).
+    """
+    return np.array(list(updates), dtype=_PACKED_UPDATE)
 
 
 def stacked(copies: Sequence[Tensor]) -> Tensor:
-    """Return perturbed copies of a parameter as one tensor [n, *shape]: a view if one kernel wrote them."""
-    first, last = copies[0], copies[-1]
-    distance = last.storage_offset() - first.storage_offset()
-    is_shared = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
-    if len(copies) == 1 or (len(copies) == 2 and is_shared and distance > 0):
-        return first.as_strided((len(copies), *first.shape), (distance, *first.stride()))
+    """Return the perturbed copies of a parameter as one tensor [n, *shape].
+
+    Two copies that one kernel wrote lie in one piece of memory, and the result is a view of them.
+    """
+    first = copies[0]
+    if len(copies) == 1:
+        return first[None]
+    distance = copies[1].storage_offset() - first.storage_offset()
+    is_shared = first.untyped_storage().data_ptr() == copies[1].untyped_storage().data_ptr()
+    if len(copies) == 2 and is_shared and distance > 0:
+        return first.as_strided((2, *first.shape), (distance, *first.stride()))
     return torch.stack(list(copies))

@@ -1,4 +1,11 @@
-"""The noise operations for CPUs: C++ that is compiled once per machine and called through ctypes."""
+"""The noise operations for CPUs: C++ that is compiled once per machine and called through ctypes.
+
+The library lies in the user's cache under a name that is a hash of its source, its flags, and what
+the compiler says of itself and of this processor. A new version of any of them is another file.
+
+A call passes the address of one structure. Its fields have the names and the order of the structure
+in cpu_kernels.cpp. Memory belongs to PyTorch, and the kernels never keep an address.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +18,6 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -21,64 +27,118 @@ from lezo_ds.zo.laws import Distribution, PerturbationLaw
 from lezo_ds.zo.updates import Update, UpdatePrecision
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
-# -ffp-contract=off: a fused multiply-add rounds once where the other backends round twice.
-# -fno-trapping-math: lets GCC turn selections into SIMD code; unlike -ffast-math it changes no result.
 FLAGS = [
     "-std=c++17",
     "-O3",
     "-march=native",
+    # A fused multiply-add rounds once where the other backends round twice.
     "-ffp-contract=off",
     "-fno-math-errno",
+    # Lets GCC turn selections into SIMD code; unlike -ffast-math, it changes no result.
     "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+    "-pthread",
 ]
-FLAGS += ["-shared", "-fPIC", "-pthread"]
 
-# In the order of the enumerations and of the C functions' parameters in cpu_kernels.cpp.
-_FORMATS = (torch.float32, torch.bfloat16, torch.float16)
-_DISTRIBUTIONS = get_args(Distribution)
-_PRECISIONS = get_args(UpdatePrecision)
-_PTR, _I32, _I64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-_U32, _U64, _F32 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_float
-_ROWS = (_I64, _I64, _I64, _I64)
-_PERTURB = (_PTR, _I32, _PTR, _PTR, _I32, _PTR, *_ROWS, _U64, _U32, _F32, _I32, _I32)
-_UPDATE = (_PTR, _I32, _PTR, _I32, _I32, *_ROWS, _U32, _PTR, _I64, _I32)
+# The enumerations of cpu_kernels.cpp.
+DISTRIBUTIONS: dict[Distribution, int] = {"normal": 0, "rademacher": 1}
+PRECISIONS: dict[UpdatePrecision, int] = {"stochastic": 0, "fp32_master": 1}
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class PerturbArguments(ctypes.Structure):
+    """What `lezo_perturb` is called with; see cpu_kernels.cpp."""
+
+    _fields_ = (
+        ("theta", ctypes.c_void_p),
+        ("plus", ctypes.c_void_p),
+        ("minus", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("start", ctypes.c_int64),
+        ("key", ctypes.c_uint64),
+        ("parameter_id", ctypes.c_uint32),
+        ("scale", ctypes.c_float),
+        ("theta_format", ctypes.c_int32),
+        ("out_format", ctypes.c_int32),
+        ("distribution", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
+class UpdateArguments(ctypes.Structure):
+    """What `lezo_update` is called with; see cpu_kernels.cpp."""
+
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("low", ctypes.c_void_p),
+        ("updates", ctypes.c_void_p),
+        ("num_updates", ctypes.c_int64),
+        ("num_rows", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("start", ctypes.c_int64),
+        ("parameter_id", ctypes.c_uint32),
+        ("format", ctypes.c_int32),
+        ("precision", ctypes.c_int32),
+        ("distribution", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+    )
 
 
 class CpuNoise(NoiseBackend):
-    """Works on `torch.get_num_threads()` threads; their number changes no bit."""
+    """Works on `torch.get_num_threads()` threads; their number changes no bit.
+
+    Raises:
+        OSError, RuntimeError: the kernels cannot be built or loaded here.
+    """
 
     def __init__(self, law: PerturbationLaw) -> None:
-        """Raise OSError or RuntimeError if the kernels cannot be built or loaded here."""
         super().__init__(law)
-        self._distribution = _DISTRIBUTIONS.index(law.entries)
         self._kernels = ctypes.CDLL(str(_built_library()))
-        self._kernels.lezo_perturb.argtypes = _PERTURB
-        self._kernels.lezo_update.argtypes = _UPDATE
+        self._distribution = DISTRIBUTIONS[law.entries]
 
     def _perturb(
-        self,
-        weights: Sequence[Weight],
-        key: int,
-        scale: float,
-        num_signs: int,
+        self, weights: Sequence[Weight], key: int, scale: float, num_signs: int
     ) -> list[list[Tensor]]:
-        copies = []
-        for theta, parameter_id, out_dtype, rows, region in weights:
-            theta, shape, row_pointer = theta.contiguous(), theta.shape, None
-            num_rows, width, stride = region.rows(theta.numel())
-            if rows is not None:
-                rows, num_rows, width = rows.contiguous(), len(rows), theta.shape[1]
-                shape, row_pointer, stride = torch.Size((num_rows, width)), rows.data_ptr(), width
-                if num_rows and not (int(rows.min()) >= 0 and int(rows.max()) < len(theta)):
-                    raise ValueError(f"rows must lie in [0, {len(theta)})")
-            outs = [torch.empty(shape, dtype=out_dtype) for _ in range(num_signs)]
-            source = theta.data_ptr(), _FORMATS.index(theta.dtype)
-            minus = outs[1].data_ptr() if num_signs == 2 else None
-            target = outs[0].data_ptr(), minus, _FORMATS.index(out_dtype)
-            elements = row_pointer, num_rows, width, stride, region.start
-            noise = key, parameter_id, scale, self._distribution
-            self._kernels.lezo_perturb(*source, *target, *elements, *noise, torch.get_num_threads())
-            copies.append(outs)
+        return [self._perturb_weight(weight, key, scale, num_signs) for weight in weights]
+
+    def _perturb_weight(
+        self, weight: Weight, key: int, scale: float, num_signs: int
+    ) -> list[Tensor]:
+        theta = weight.theta.contiguous()
+        num_rows, width, stride = weight.region.rows(theta.numel())
+        shape = theta.shape
+        rows = weight.rows
+        if rows is not None:
+            rows = rows.contiguous()
+            num_rows = len(rows)
+            width = stride = theta.shape[1]
+            shape = torch.Size((num_rows, width))
+            if num_rows and not (int(rows.min()) >= 0 and int(rows.max()) < len(theta)):
+                raise ValueError(f"rows must lie in [0, {len(theta)})")
+        copies = [torch.empty(shape, dtype=weight.out_dtype) for _ in range(num_signs)]
+        arguments = PerturbArguments(
+            theta=theta.data_ptr(),
+            plus=copies[0].data_ptr(),
+            minus=copies[1].data_ptr() if num_signs == 2 else None,
+            rows=None if rows is None else rows.data_ptr(),
+            num_rows=num_rows,
+            width=width,
+            stride=stride,
+            start=weight.region.start,
+            key=key,
+            parameter_id=weight.parameter_id,
+            scale=scale,
+            theta_format=FORMATS[theta.dtype],
+            out_format=FORMATS[weight.out_dtype],
+            distribution=self._distribution,
+            num_threads=torch.get_num_threads(),
+        )
+        self._kernels.lezo_perturb(ctypes.byref(arguments))
         return copies
 
     def update_(
@@ -88,26 +148,38 @@ class CpuNoise(NoiseBackend):
         precision: UpdatePrecision,
     ) -> None:
         packed = pack_updates(updates)
-        codes = _PRECISIONS.index(precision), self._distribution
-        for values, region, parameter_id, low in targets:
-            low_pointer = None if low is None else low.data_ptr()
-            stored = values.data_ptr(), _FORMATS.index(values.dtype), low_pointer
-            elements = *region.rows(values.numel()), region.start, parameter_id
-            changes = packed.ctypes.data, len(packed)
-            self._kernels.lezo_update(*stored, *codes, *elements, *changes, torch.get_num_threads())
+        for target in targets:
+            num_rows, width, stride = target.region.rows(target.values.numel())
+            arguments = UpdateArguments(
+                values=target.values.data_ptr(),
+                low=None if target.low is None else target.low.data_ptr(),
+                updates=packed.ctypes.data,
+                num_updates=len(packed),
+                num_rows=num_rows,
+                width=width,
+                stride=stride,
+                start=target.region.start,
+                parameter_id=target.parameter_id,
+                format=FORMATS[target.values.dtype],
+                precision=PRECISIONS[precision],
+                distribution=self._distribution,
+                num_threads=torch.get_num_threads(),
+            )
+            self._kernels.lezo_update(ctypes.byref(arguments))
 
 
 def _built_library() -> Path:
-    """Return the path of the shared library in the user's cache; build it first if it is missing."""
+    """Return the path of the shared library in the user's cache; build it if it is missing."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise RuntimeError("no C++ compiler (g++ or c++) on the PATH")
-    # What the compiler says of itself and of this processor, for which it compiles.
+    # With -v, the compiler names its version, and the processor that -march=native stands for.
     command = [compiler, *FLAGS, "-E", "-v", "-x", "c++", os.devnull]
     target = subprocess.run(command, capture_output=True, text=True, check=False).stderr
-    identity = hashlib.sha256("\0".join([SOURCE.read_text(), *FLAGS, target]).encode()).hexdigest()
+    identity = "\0".join([SOURCE.read_text(), *FLAGS, target])
+    digest = hashlib.sha256(identity.encode()).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lezo_ds"
-    library = cache / f"noise-{identity[:16]}.so"
+    library = cache / f"noise-{digest[:16]}.so"
     if library.exists():
         return library
     cache.mkdir(parents=True, exist_ok=True)

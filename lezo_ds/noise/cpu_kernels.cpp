@@ -1,8 +1,16 @@
 // The noise operations for CPUs: the same bits as reference.py, vectorized by the compiler.
 //
-// Build with -ffp-contract=off and never with -ffast-math: the bits equal those of the other backends only if
-// every fp32 operation is rounded on its own. Except for Philox, all hot loops run over plain arrays without
-// branches, so that GCC turns them into SIMD code. A tile of noise fits into the L1 cache.
+// Build with -ffp-contract=off and never with -ffast-math: the bits equal those of the other
+// backends only if every fp32 operation is rounded on its own. Except for Philox, all hot loops run
+// over plain arrays without branches, so that GCC turns them into SIMD code.
+//
+// The elements of a call are cut twice:
+//
+//     chunk   what a thread takes at a time: elements of one row, or whole rows
+//     tile    what is drawn, then used, at a time: z of a tile stays in the L1 cache
+//
+// The file has, in this order: Philox; its words as normals and signs; storage formats; the loops
+// over one row; threads; and the two functions that cpu.py calls.
 
 #include <algorithm>
 #include <atomic>
@@ -21,15 +29,19 @@
 
 namespace {
 
-// In the order of the literals in lezo_ds/zo, and of cpu.py's formats.
-enum Distribution : int { NORMAL, RADEMACHER };
-enum Precision : int { STOCHASTIC, MASTER, NEAREST };
-enum Format : int { FP32, BF16, FP16 };
+// cpu.py has the same numbers by the names of Python; a test compares them.
+enum Distribution : int32_t { NORMAL = 0, RADEMACHER = 1 };
+enum Precision : int32_t { STOCHASTIC = 0, FP32_MASTER = 1 };
+enum Format : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
-constexpr int BLOCK_MULTIPLE = 16;  // loops over blocks run to a multiple of this: no remainder after SIMD code
-constexpr int TILE_BLOCKS = 256;
-constexpr int TILE = 4 * TILE_BLOCKS;
-constexpr int64_t CHUNK = 64 * TILE;  // elements that a thread takes at a time
+// The last word of Philox's counter: each use of a key has its own numbers.
+enum Stream : uint32_t { NORMAL_STREAM = 0, DITHER_STREAM = 1, RADEMACHER_STREAM = 2 };
+
+// Loops over blocks run to a multiple of this, so that no remainder follows the SIMD code.
+constexpr int BLOCK_MULTIPLE = 16;
+constexpr int TILE_BLOCKS = 256;       // of 4 elements
+constexpr int TILE = 4 * TILE_BLOCKS;  // elements
+constexpr int64_t CHUNK = 64 * TILE;   // elements
 
 template <typename To, typename From>
 inline To bit_cast(From value) {
@@ -39,14 +51,19 @@ inline To bit_cast(From value) {
     return result;
 }
 
-// A word of each of several blocks, in the low half of 64 bits; the high halves are undefined. The processor's
-// 32 x 32 -> 64 bit multiplication expects this layout, and GCC does not choose it by itself.
+// A word of each of several blocks, in the low half of 64 bits; the high halves are undefined. The
+// processor's 32 x 32 -> 64 bit multiplication expects this layout, and GCC does not choose it by
+// itself.
 #if defined(__AVX512F__)
 typedef uint64_t Lanes __attribute__((vector_size(64)));
-inline Lanes product(Lanes a, Lanes b) { return (Lanes)_mm512_mul_epu32((__m512i)a, (__m512i)b); }
+inline Lanes product(Lanes a, Lanes b) {
+    return (Lanes)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+}
 #elif defined(__AVX2__)
 typedef uint64_t Lanes __attribute__((vector_size(32)));
-inline Lanes product(Lanes a, Lanes b) { return (Lanes)_mm256_mul_epu32((__m256i)a, (__m256i)b); }
+inline Lanes product(Lanes a, Lanes b) {
+    return (Lanes)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+}
 #else
 typedef uint64_t Lanes __attribute__((vector_size(16)));
 inline Lanes product(Lanes a, Lanes b) { return (a & 0xFFFFFFFFu) * b; }
@@ -60,25 +77,33 @@ struct Noise {
     uint64_t key;
     uint32_t parameter_id;
 
-    int block_bits() const { return distribution == NORMAL ? 2 : 7; }  // a block has 2**block_bits elements
+    // A block has 2**block_bits elements: its four words are 4 normals or 128 signs.
+    int block_bits() const { return distribution == NORMAL ? 2 : 7; }
 };
 
-// Philox4x32-10 (Salmon et al. 2011) of blocks: word[j][i] is word j of block i, in the low half.
+// The four words of Philox4x32-10 (Salmon et al. 2011) of consecutive blocks, from `block` on.
+//
+//     word[j][i]   word j of block i, in the low half of 64 bits
 struct alignas(64) TileWords {
     uint64_t word[4][TILE_BLOCKS];
 
     uint32_t at(int j, int i) const { return static_cast<uint32_t>(word[j][i]); }
 
-    TileWords(Noise noise, uint32_t stream, uint64_t block, int num_blocks) {
+    TileWords(Noise noise, Stream stream, uint64_t block, int num_blocks) {
         Lanes lane;
         for (int i = 0; i < NUM_LANES; ++i) lane[i] = static_cast<uint64_t>(i);
         const Lanes zero = lane ^ lane;
         for (int i = 0; i < num_blocks; i += NUM_LANES) {
             const Lanes counter = lane + (block + static_cast<uint64_t>(i));
-            Lanes c0 = counter, c1 = counter >> 32, c2 = zero + noise.parameter_id, c3 = zero + stream;
-            uint32_t k0 = static_cast<uint32_t>(noise.key), k1 = static_cast<uint32_t>(noise.key >> 32);
+            Lanes c0 = counter;
+            Lanes c1 = counter >> 32;
+            Lanes c2 = zero + noise.parameter_id;
+            Lanes c3 = zero + static_cast<uint32_t>(stream);
+            uint32_t k0 = static_cast<uint32_t>(noise.key);
+            uint32_t k1 = static_cast<uint32_t>(noise.key >> 32);
             for (int round = 0; round < 10; ++round) {
-                const Lanes product0 = product(c0, zero + 0xD2511F53u), product1 = product(c2, zero + 0xCD9E8D57u);
+                const Lanes product0 = product(c0, zero + 0xD2511F53u);
+                const Lanes product1 = product(c2, zero + 0xCD9E8D57u);
                 c0 = (product1 >> 32) ^ c1 ^ (zero + k0);
                 c1 = product1;
                 c2 = (product0 >> 32) ^ c3 ^ (zero + k1);
@@ -92,19 +117,21 @@ struct alignas(64) TileWords {
     }
 };
 
-// The formulas of reference.py with fewer operations. The constants are those of the logarithm times -2: a power
-// of two changes no other bit of a result.
+// The formulas of reference.py with fewer operations. The constants are those of the logarithm
+// times -2: a power of two changes no other bit of a result.
 inline float minus_two_log_uniform(uint32_t word) {
     // 1 + k / 2**23 with k = word >> 9, less 1 - 2**-24, is u: all exact.
     const float uniform = bit_cast<float>((word >> 9) | 0x3F800000u) - 0.999999940395355224609375f;
     const int32_t bits = bit_cast<int32_t>(uniform);
-    // u = 2**e * m with m in (sqrt(1/2), sqrt(2)]; the first such m has the bits below. e comes as e << 23.
+    // u = 2**e * m with m in (sqrt(1/2), sqrt(2)]; the first such m has the bits below.
+    // `power` is e << 23: two constants below are divided by 2**23 instead.
     const int32_t power = (bits - 0x3F3504F4) & -0x800000;
     const float x = bit_cast<float>(bits - power) - 1.0f;
     const float exponent = static_cast<float>(power);
     float polynomial = -1.40753672584e-1f;
-    for (const float coefficient : {2.3029220620e-1f, -2.3353997480e-1f, 2.4840281692e-1f, -2.8498645574e-1f,
-                                    3.3336115330e-1f, -4.0001429530e-1f, 4.9999987986e-1f, -6.6666662348e-1f})
+    for (const float coefficient :
+         {2.3029220620e-1f, -2.3353997480e-1f, 2.4840281692e-1f, -2.8498645574e-1f,
+          3.3336115330e-1f, -4.0001429530e-1f, 4.9999987986e-1f, -6.6666662348e-1f})
         polynomial = polynomial * x + coefficient;
     const float square = x * x;
     const float tail = polynomial * x * square + exponent * (4.24388880e-4f / 0x1p23f) + square;
@@ -125,22 +152,24 @@ struct SinCos {
 inline SinCos sin_cos(uint32_t word) {
     const float x = static_cast<float>(static_cast<int32_t>(word << 2)) * 3.657291987e-10f;
     const float square = x * x;
-    const float sine =
-        ((square * -1.9515295891e-4f + 8.3321608736e-3f) * square + -1.6666654611e-1f) * square * x + x;
-    const float cosine =
-        ((square * 2.443315711809948e-5f + -1.388731625493765e-3f) * square + 4.166664568298827e-2f) *
-            (square * square) - square * 0.5f + 1.0f;
+    const float sine_factor =
+        (square * -1.9515295891e-4f + 8.3321608736e-3f) * square + -1.6666654611e-1f;
+    const float sine = sine_factor * square * x + x;
+    const float cosine_factor =
+        (square * 2.443315711809948e-5f + -1.388731625493765e-3f) * square + 4.166664568298827e-2f;
+    const float cosine = cosine_factor * (square * square) - square * 0.5f + 1.0f;
     const bool odd = (word & 0x40000000u) != 0;
     return {odd ? cosine : sine, odd ? -sine : cosine};
 }
 
+// Rounds a number of blocks up to BLOCK_MULTIPLE.
 inline int full_vectors(int num_blocks) {
     return (num_blocks + BLOCK_MULTIPLE - 1) / BLOCK_MULTIPLE * BLOCK_MULTIPLE;
 }
 
 void fill_normals(float *__restrict__ z, Noise noise, uint64_t block, int num_blocks) {
     num_blocks = full_vectors(num_blocks);
-    const TileWords words(noise, 0, block, num_blocks);
+    const TileWords words(noise, NORMAL_STREAM, block, num_blocks);
     for (int i = 0; i < num_blocks; ++i) {
         for (int j = 0; j < 4; j += 2) {
             const float radius = signed_radius(words.at(j, i), words.at(j + 1, i));
@@ -152,30 +181,43 @@ void fill_normals(float *__restrict__ z, Noise noise, uint64_t block, int num_bl
 }
 
 void fill_signs(float *__restrict__ z, Noise noise, uint64_t block, int num_blocks) {
-    const TileWords words(noise, 2, block, num_blocks);
-    for (int i = 0; i < num_blocks; ++i)
-        for (int j = 0; j < 4; ++j)
-            for (int bit = 0; bit < 32; ++bit)  // becomes the sign bit of 1
-                z[128 * i + 32 * j + bit] = bit_cast<float>(0x3F800000u | (words.at(j, i) >> bit << 31));
+    const TileWords words(noise, RADEMACHER_STREAM, block, num_blocks);
+    for (int i = 0; i < num_blocks; ++i) {
+        for (int j = 0; j < 4; ++j) {
+            for (int bit = 0; bit < 32; ++bit) {
+                const uint32_t sign = words.at(j, i) >> bit << 31;
+                z[128 * i + 32 * j + bit] = bit_cast<float>(0x3F800000u | sign);  // 1 or -1
+            }
+        }
+    }
 }
 
-// Draws z of the elements [element, element + length) of a tile, and returns where in `buffer` the first is.
+// Draws z of the elements [element, element + length), which lie in one tile. Whole blocks are
+// drawn; returns where in `buffer` the first element is.
 const float *draw(float *buffer, Noise noise, int64_t element, int length) {
-    const int bits = noise.block_bits(), last = (1 << bits) - 1, offset = static_cast<int>(element & last);
+    const int bits = noise.block_bits();
+    const int last_of_block = (1 << bits) - 1;
+    const int offset = static_cast<int>(element & last_of_block);
     const uint64_t block = static_cast<uint64_t>(element >> bits);
-    const int num_blocks = (offset + length + last) >> bits;
+    const int num_blocks = (offset + length + last_of_block) >> bits;
     if (noise.distribution == NORMAL) fill_normals(buffer, noise, block, num_blocks);
     else fill_signs(buffer, noise, block, num_blocks);
     return buffer + offset;
 }
 
-const uint32_t *draw_dither(uint32_t *__restrict__ buffer, Noise noise, int64_t element, int length) {
-    const int offset = static_cast<int>(element % 4), num_blocks = full_vectors((offset + length + 3) / 4);
-    const TileWords words(noise, 1, static_cast<uint64_t>(element / 4), num_blocks);
+// The same for the words by which `stochastic` rounds: one for each element, 4 in a block.
+const uint32_t *draw_dither(uint32_t *__restrict__ buffer, Noise noise, int64_t element,
+                            int length) {
+    const int offset = static_cast<int>(element % 4);
+    const int num_blocks = full_vectors((offset + length + 3) / 4);
+    const TileWords words(noise, DITHER_STREAM, static_cast<uint64_t>(element / 4), num_blocks);
     for (int i = 0; i < num_blocks; ++i)
         for (int j = 0; j < 4; ++j) buffer[4 * i + j] = words.at(j, i);
     return buffer + offset;
 }
+
+// Storage formats. `Stored` is how an element lies in memory. Conversions are those of PyTorch:
+// `nearest` rounds ties to even. `stochastic`, `split` and `join` are described in reference.py.
 
 constexpr uint32_t FP16_EXPONENT_OFFSET = 112u << 23;  // fp32's exponent bias minus fp16's
 constexpr uint32_t SMALLEST_NORMAL_FP16 = 0x38800000;  // 2**-14 in fp32
@@ -189,7 +231,9 @@ struct Fp32 {
 struct Bf16 {
     using Stored = uint16_t;
 
-    static float load(uint16_t stored) { return bit_cast<float>(static_cast<uint32_t>(stored) << 16); }
+    static float load(uint16_t stored) {
+        return bit_cast<float>(static_cast<uint32_t>(stored) << 16);
+    }
 
     static uint16_t nearest(float value) {
         const uint32_t bits = bit_cast<uint32_t>(value);
@@ -219,23 +263,30 @@ struct Fp16 {
 
     static float load(uint16_t stored) {
         const uint32_t magnitude = stored & 0x7FFF;
+        const float integer = static_cast<float>(static_cast<int32_t>(magnitude));
+        const uint32_t subnormal = bit_cast<uint32_t>(integer * 0x1p-24f);
         const uint32_t normal = (magnitude << 13) + FP16_EXPONENT_OFFSET;
-        const uint32_t subnormal = bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
         const uint32_t special = normal + FP16_EXPONENT_OFFSET;  // infinities and NaN
-        const uint32_t bits = magnitude < 0x400 ? subnormal : magnitude < 0x7C00 ? normal : special;
+        const uint32_t not_subnormal = magnitude < 0x7C00 ? normal : special;
+        const uint32_t bits = magnitude < 0x400 ? subnormal : not_subnormal;
         return bit_cast<float>(bits | (static_cast<uint32_t>(stored & 0x8000) << 16));
     }
 
     static uint16_t nearest(float value) {
-        const uint32_t bits = bit_cast<uint32_t>(value), magnitude = bits & 0x7FFFFFFF;
-        const uint32_t normal = (magnitude - FP16_EXPONENT_OFFSET + 0xFFF + ((magnitude >> 13) & 1)) >> 13;
-        // The last place of 0.5 in fp32 is the spacing of fp16's subnormals, so the addition rounds to it.
-        const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3F000000;
+        const uint32_t bits = bit_cast<uint32_t>(value);
+        const uint32_t magnitude = bits & 0x7FFFFFFF;
+        const uint32_t is_odd = (magnitude >> 13) & 1;
+        const uint32_t normal = (magnitude - FP16_EXPONENT_OFFSET + 0xFFF + is_odd) >> 13;
+        // The last place of 0.5 in fp32 is the spacing of fp16's subnormals, to which the sum is
+        // therefore rounded.
+        const float above_half = bit_cast<float>(magnitude) + 0.5f;
+        const uint32_t subnormal = bit_cast<uint32_t>(above_half) - 0x3F000000;
         return finish(bits, magnitude, normal, subnormal);
     }
 
     static uint16_t stochastic(float value, uint32_t dither) {
-        const uint32_t bits = bit_cast<uint32_t>(value), magnitude = bits & 0x7FFFFFFF;
+        const uint32_t bits = bit_cast<uint32_t>(value);
+        const uint32_t magnitude = bits & 0x7FFFFFFF;
         const uint32_t normal = (magnitude - FP16_EXPONENT_OFFSET + (dither & 0x1FFF)) >> 13;
         // The minimum only keeps the conversion of larger values, which are not subnormal, defined.
         const float below = bit_cast<float>(std::min(magnitude, SMALLEST_NORMAL_FP16));
@@ -245,18 +296,22 @@ struct Fp16 {
 
     static void split(float value, uint16_t &high, int16_t &low) {
         high = nearest(value);
-        const float quotient = (value - load(high)) * bit_cast<float>((254 - low_unit_exponent(high)) << 23);
-        // Adding 1.5 * 2**23 rounds the quotient to an integer in the low 16 bits of the sum.
-        const uint32_t rounded = bit_cast<uint32_t>(quotient + 12582912.0f);
+        const float lost = value - load(high);
+        const float units = lost * bit_cast<float>((254 - low_unit_exponent(high)) << 23);
+        // Adding 1.5 * 2**23 rounds them to an integer in the low 16 bits of the sum.
+        const uint32_t rounded = bit_cast<uint32_t>(units + 12582912.0f);
         low = static_cast<int16_t>((high & 0x7FFF) < 0x7C00 ? rounded : 0u);
     }
 
     static float join(uint16_t high, int16_t low) {
-        return load(high) + static_cast<float>(low) * bit_cast<float>(low_unit_exponent(high) << 23);
+        const float unit = bit_cast<float>(low_unit_exponent(high) << 23);
+        return load(high) + static_cast<float>(low) * unit;
     }
 
   private:
-    static uint16_t finish(uint32_t bits, uint32_t magnitude, uint32_t normal, uint32_t subnormal) {
+    // Chooses between the results for normal and subnormal numbers, and adds the sign of `bits`.
+    static uint16_t finish(uint32_t bits, uint32_t magnitude, uint32_t normal,
+                           uint32_t subnormal) {
         uint32_t stored = magnitude < SMALLEST_NORMAL_FP16 ? subnormal : std::min(normal, 0x7C00u);
         stored = magnitude > 0x7F800000 ? 0x7E00u : stored;
         return static_cast<uint16_t>(stored | ((bits >> 16) & 0x8000));
@@ -264,26 +319,32 @@ struct Fp16 {
 
     // The biased fp32 exponent of one unit of `low`, which is 2**-15 of the last place of `high`.
     static uint32_t low_unit_exponent(uint16_t high) {
-        const uint32_t exponent = std::max((high >> 10) & 0x1Fu, 1u) + 112;  // 112: fp32's bias minus fp16's
+        const uint32_t exponent_fp16 = std::max((high >> 10) & 0x1Fu, 1u);
+        const uint32_t exponent = exponent_fp16 + 112;  // fp32's bias minus fp16's
         return exponent - 10 - 15;
     }
 };
 
-// Calls body(position, length) for each tile of the elements [start, start + count); `position` counts from `start`.
-// Tiles end where blocks end, so that no block is drawn for two of them.
+// Calls body(position, length) for each tile of the elements [start, start + count); `position`
+// counts from `start`. Tiles end where blocks end, so that no block is drawn for two of them.
 template <typename Body>
 void for_tiles(Noise noise, int64_t start, int64_t count, Body body) {
+    const int64_t last_of_block = (1 << noise.block_bits()) - 1;
     for (int64_t position = 0; position < count;) {
-        const int offset = static_cast<int>((start + position) & ((1 << noise.block_bits()) - 1));
+        const int offset = static_cast<int>((start + position) & last_of_block);
         const int length = static_cast<int>(std::min<int64_t>(count - position, TILE - offset));
         body(position, length);
         position += length;
     }
 }
 
+// Perturbs consecutive elements, of which the first is element `start` of the parameter. `minus`
+// may be null.
 template <typename Theta, typename Out>
-void perturb_range(const typename Theta::Stored *__restrict__ theta, typename Out::Stored *__restrict__ plus,
-                   typename Out::Stored *__restrict__ minus, int64_t start, int64_t count, Noise noise, float scale) {
+void perturb_range(const typename Theta::Stored *__restrict__ theta,
+                   typename Out::Stored *__restrict__ plus,
+                   typename Out::Stored *__restrict__ minus, int64_t start, int64_t count,
+                   Noise noise, float scale) {
     alignas(64) float buffer[TILE];
     for_tiles(noise, start, count, [&](int64_t position, int length) {
         const float *z = draw(buffer, noise, start + position, length);
@@ -295,57 +356,62 @@ void perturb_range(const typename Theta::Stored *__restrict__ theta, typename Ou
     });
 }
 
-// An update of theta: theta * factor - coefficient * z(key). Laid out as by pack_updates.
+// An update theta * factor - coefficient * z(key), as `pack_updates` lays it out.
 struct Update {
     uint64_t key;
-    float coefficient, factor;
+    float coefficient;
+    float factor;
 };
 
-// Applies all updates to one tile before the next tile, so that the tile stays in the cache. `noise` lacks the key.
+// Updates consecutive elements in place, of which the first is element `start` of the parameter.
+// All updates change one tile before the next tile, so that the tile stays in the cache. `noise`
+// lacks the key.
 template <typename Storage>
-void update_range(typename Storage::Stored *__restrict__ shard, int16_t *__restrict__ low, int precision,
-                  int64_t start, int64_t count, Noise noise, const Update *updates, int64_t num_updates) {
+void update_range(typename Storage::Stored *__restrict__ values, int16_t *__restrict__ low,
+                  int precision, int64_t start, int64_t count, Noise noise, const Update *updates,
+                  int64_t num_updates) {
     alignas(64) float buffer[TILE];
     alignas(64) uint32_t dither_buffer[TILE];
     for_tiles(noise, start, count, [&](int64_t position, int length) {
-        auto *__restrict__ tile = shard + position;
+        auto *__restrict__ tile = values + position;
         for (const Update *update = updates; update < updates + num_updates; ++update) {
             noise.key = update->key;
-            const float coefficient = update->coefficient, factor = update->factor;
+            const float coefficient = update->coefficient;
+            const float factor = update->factor;
             const float *z = draw(buffer, noise, start + position, length);
-            if constexpr (!std::is_same_v<Storage, Fp32>) {
-                if (precision == MASTER) {
-                    auto *__restrict__ tile_low = low + position;
-                    for (int i = 0; i < length; ++i) {
-                        const float value = Storage::join(tile[i], tile_low[i]) * factor - coefficient * z[i];
-                        Storage::split(value, tile[i], tile_low[i]);
-                    }
-                    continue;
+            if constexpr (std::is_same_v<Storage, Fp32>) {
+                for (int i = 0; i < length; ++i)
+                    tile[i] = tile[i] * factor - coefficient * z[i];
+            } else if (precision == FP32_MASTER) {
+                auto *__restrict__ tile_low = low + position;
+                for (int i = 0; i < length; ++i) {
+                    const float theta = Storage::join(tile[i], tile_low[i]);
+                    Storage::split(theta * factor - coefficient * z[i], tile[i], tile_low[i]);
                 }
-                if (precision == STOCHASTIC) {
-                    const uint32_t *dither = draw_dither(dither_buffer, noise, start + position, length);
-                    for (int i = 0; i < length; ++i)
-                        tile[i] = Storage::stochastic(Storage::load(tile[i]) * factor - coefficient * z[i], dither[i]);
-                    continue;
+            } else {
+                const uint32_t *dither =
+                    draw_dither(dither_buffer, noise, start + position, length);
+                for (int i = 0; i < length; ++i) {
+                    const float theta = Storage::load(tile[i]);
+                    tile[i] = Storage::stochastic(theta * factor - coefficient * z[i], dither[i]);
                 }
             }
-            for (int i = 0; i < length; ++i)
-                tile[i] = Storage::nearest(Storage::load(tile[i]) * factor - coefficient * z[i]);
         }
     });
 }
 
-// Calls body(first, last) for pieces of at most `size` of [0, count), on up to `num_threads` threads, in the default
-// floating-point environment: another library in the process may have set flush-to-zero, which would change bits.
+// Calls body(first, last) for pieces of at most `size` of [0, count), on up to `num_threads`
+// threads, in the default floating-point environment: another library in the process may have set
+// flush-to-zero, which would change bits.
 template <typename Body>
 void parallel_for(int64_t count, int64_t size, int num_threads, Body body) {
     const int64_t num_pieces = (count + size - 1) / size;
-    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> next_piece{0};
     const auto work = [&] {
         std::fenv_t environment;
         std::fegetenv(&environment);
         std::fesetenv(FE_DFL_ENV);
-        for (int64_t piece; (piece = next.fetch_add(1)) < num_pieces;)
+        for (int64_t piece; (piece = next_piece.fetch_add(1)) < num_pieces;)
             body(piece * size, std::min(count, (piece + 1) * size));
         std::fesetenv(&environment);
     };
@@ -353,72 +419,120 @@ void parallel_for(int64_t count, int64_t size, int num_threads, Body body) {
     const int64_t num_helpers = std::min<int64_t>(num_threads, num_pieces) - 1;
     try {
         for (int64_t i = 0; i < num_helpers; ++i) threads.emplace_back(work);
-    } catch (const std::system_error &) {  // no more threads are allowed; those that started do all pieces
+    } catch (const std::system_error &) {
+        // No more threads are allowed; those that started do all pieces.
     }
     work();
     for (std::thread &thread : threads) thread.join();
 }
 
-// Calls body(row, first, last) for all elements of a part: [first, last) of the row.
+// Calls body(row, first, last) for all elements of a region: columns [first, last) of the row. One
+// long row is cut into chunks; of several rows, a thread takes whole ones.
 template <typename Body>
 void for_rows(int64_t num_rows, int64_t width, int num_threads, Body body) {
-    if (num_rows == 1)
-        return parallel_for(width, CHUNK, num_threads, [&](int64_t first, int64_t last) { body(0, first, last); });
-    const int64_t rows_at_once = std::max<int64_t>(1, CHUNK / std::max<int64_t>(1, width));
-    parallel_for(num_rows, rows_at_once, num_threads, [&](int64_t first, int64_t last) {
+    if (num_rows == 1) {
+        parallel_for(width, CHUNK, num_threads,
+                     [&](int64_t first, int64_t last) { body(0, first, last); });
+        return;
+    }
+    const int64_t rows_of_chunk = std::max<int64_t>(1, CHUNK / std::max<int64_t>(1, width));
+    parallel_for(num_rows, rows_of_chunk, num_threads, [&](int64_t first, int64_t last) {
         for (int64_t row = first; row < last; ++row) body(row, 0, width);
     });
 }
 
+// Calls body with an object of the storage format's type, for which it is compiled.
 template <typename Body>
-void with_format(int format, Body body) {
+void with_format(int32_t format, Body body) {
     switch (format) {
-        case FP32: return body(Fp32{});
-        case BF16: return body(Bf16{});
-        case FP16: return body(Fp16{});
+        case FLOAT32: return body(Fp32{});
+        case BFLOAT16: return body(Bf16{});
+        case FLOAT16: return body(Fp16{});
     }
 }
 
 }  // namespace
 
+// cpu.py has the same fields in the same order; a test compares them.
+//
+// A region has `num_rows` rows of `width` elements, which are contiguous in memory. In the full
+// parameter, row i begins at element start + i * stride.
+
+struct PerturbArguments {
+    const void *theta;
+    void *plus;
+    void *minus;          // null without a second sign
+    const int64_t *rows;  // null, or row i of the results is that of row rows[i] of theta
+    int64_t num_rows;     // of the results
+    int64_t width;
+    int64_t stride;
+    int64_t start;
+    uint64_t key;
+    uint32_t parameter_id;
+    float scale;
+    int32_t theta_format;
+    int32_t out_format;
+    int32_t distribution;
+    int32_t num_threads;
+};
+
+struct UpdateArguments {
+    void *values;
+    int16_t *low;  // null unless 16-bit values are stored as FP32_MASTER
+    const void *updates;
+    int64_t num_updates;
+    int64_t num_rows;
+    int64_t width;
+    int64_t stride;
+    int64_t start;
+    uint32_t parameter_id;
+    int32_t format;
+    int32_t precision;  // of 16-bit values; fp32 values are stored as they are
+    int32_t distribution;
+    int32_t num_threads;
+};
+
 extern "C" {
 
-// A part has `num_rows` rows of `width` elements. In the full parameter, row i begins at start + i * stride.
-
-// Row i of the results is that of row rows[i] of theta, or of row i if `rows` is null. `minus` may be null.
-void lezo_perturb(const void *theta, int theta_format, void *plus, void *minus, int out_format, const int64_t *rows,
-                  int64_t num_rows, int64_t width, int64_t stride, int64_t start, uint64_t key, uint32_t parameter_id,
-                  float scale, int distribution, int num_threads) {
-    const Noise noise{distribution, key, parameter_id};
+// plus = theta + scale * z and, if it is not null, minus = theta - scale * z.
+void lezo_perturb(const PerturbArguments *call) {
+    const Noise noise{call->distribution, call->key, call->parameter_id};
     const auto perturb = [&](auto theta_tag, auto out_tag) {
         using Theta = decltype(theta_tag);
         using Out = decltype(out_tag);
-        const auto *from = static_cast<const typename Theta::Stored *>(theta);
-        auto *to_plus = static_cast<typename Out::Stored *>(plus), *to_minus = static_cast<typename Out::Stored *>(minus);
-        for_rows(num_rows, width, num_threads, [&](int64_t row, int64_t first, int64_t last) {
-            const int64_t source = rows == nullptr ? row : rows[row], target = row * width + first;
-            perturb_range<Theta, Out>(from + source * width + first, to_plus + target,
-                                      to_minus == nullptr ? nullptr : to_minus + target,
-                                      start + source * stride + first, last - first, noise, scale);
-        });
+        const auto *theta = static_cast<const typename Theta::Stored *>(call->theta);
+        auto *plus = static_cast<typename Out::Stored *>(call->plus);
+        auto *minus = static_cast<typename Out::Stored *>(call->minus);
+        const auto perturb_row = [&](int64_t row, int64_t first, int64_t last) {
+            const int64_t source_row = call->rows == nullptr ? row : call->rows[row];
+            const int64_t target = row * call->width + first;
+            perturb_range<Theta, Out>(
+                theta + source_row * call->width + first, plus + target,
+                minus == nullptr ? nullptr : minus + target,
+                call->start + source_row * call->stride + first, last - first, noise, call->scale);
+        };
+        for_rows(call->num_rows, call->width, call->num_threads, perturb_row);
     };
-    with_format(theta_format, [&](auto theta_tag) {
-        with_format(out_format, [&](auto out_tag) { perturb(theta_tag, out_tag); });
+    with_format(call->theta_format, [&](auto theta_tag) {
+        with_format(call->out_format, [&](auto out_tag) { perturb(theta_tag, out_tag); });
     });
 }
 
-// `low` is null unless `precision` is MASTER in 16 bits. fp32 is always stored to nearest.
-void lezo_update(void *shard, int format, int16_t *low, int precision, int distribution, int64_t num_rows,
-                 int64_t width, int64_t stride, int64_t start, uint32_t parameter_id, const Update *updates,
-                 int64_t num_updates, int num_threads) {
-    const Noise noise{distribution, 0, parameter_id};
-    with_format(format, [&](auto storage_tag) {
+// values = values * factor - coefficient * z(key) for each update, in order.
+void lezo_update(const UpdateArguments *call) {
+    const Noise noise{call->distribution, 0, call->parameter_id};
+    const auto *updates = static_cast<const Update *>(call->updates);
+    with_format(call->format, [&](auto storage_tag) {
         using Storage = decltype(storage_tag);
-        for_rows(num_rows, width, num_threads, [&](int64_t row, int64_t first, int64_t last) {
-            const int64_t at = row * width + first;
-            update_range<Storage>(static_cast<typename Storage::Stored *>(shard) + at, low ? low + at : nullptr,
-                                  precision, start + row * stride + first, last - first, noise, updates, num_updates);
-        });
+        auto *values = static_cast<typename Storage::Stored *>(call->values);
+        const auto update_row = [&](int64_t row, int64_t first, int64_t last) {
+            const int64_t target = row * call->width + first;
+            update_range<Storage>(
+                values + target, call->low == nullptr ? nullptr : call->low + target,
+                call->precision, call->start + row * call->stride + first, last - first, noise,
+                updates, call->num_updates);
+        };
+        for_rows(call->num_rows, call->width, call->num_threads, update_row);
     });
 }
 

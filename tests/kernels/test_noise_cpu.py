@@ -1,6 +1,8 @@
-"""How the C++ kernels are built, and what must not change their bits: threads, processors, libraries."""
+"""How the C++ kernels are built and called, and what must not change their bits."""
 
+import ctypes
 import platform
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -72,6 +74,42 @@ def test_older_instruction_sets_give_the_same_bits(monkeypatch, tmp_path, instru
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, case in CASES.items():
         assert digest(result(CpuNoise, case)) == GOLDEN["results"][name]
+
+
+ENUMERATIONS = {
+    "Distribution": cpu.DISTRIBUTIONS,
+    "Precision": cpu.PRECISIONS,
+    "Format": {str(dtype).removeprefix("torch."): code for dtype, code in cpu.FORMATS.items()},
+}
+TYPES = {
+    "void *": ctypes.c_void_p,
+    "const void *": ctypes.c_void_p,
+    "int16_t *": ctypes.c_void_p,
+    "const int64_t *": ctypes.c_void_p,
+    "int64_t ": ctypes.c_int64,
+    "int32_t ": ctypes.c_int32,
+    "uint32_t ": ctypes.c_uint32,
+    "uint64_t ": ctypes.c_uint64,
+    "float ": ctypes.c_float,
+}
+
+
+@pytest.mark.parametrize("name", ENUMERATIONS)
+def test_python_and_c_have_the_same_numbers_for_names(name):
+    (body,) = re.findall(rf"enum {name} : int32_t {{(.*?)}};", cpu.SOURCE.read_text())
+    in_c = dict(re.findall(r"(\w+) = (\d+)", body))
+    in_python = {word.upper(): str(code) for word, code in ENUMERATIONS[name].items()}
+    assert in_python == in_c
+
+
+@pytest.mark.parametrize("arguments", [cpu.PerturbArguments, cpu.UpdateArguments])
+def test_python_and_c_have_the_same_fields_in_the_same_order(arguments):
+    source = cpu.SOURCE.read_text()
+    (body,) = re.findall(rf"struct {arguments.__name__} {{(.*?)}};", source, re.DOTALL)
+    in_c = [
+        (name, TYPES[type_]) for type_, name in re.findall(r"^ +([^;/]*[ *])(\w+);", body, re.M)
+    ]
+    assert list(arguments._fields_) == in_c
 
 
 @pytest.fixture
