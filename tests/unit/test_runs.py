@@ -25,7 +25,7 @@ from lezo_ds.runs.records import TrainingState, assert_same_run, best_evaluation
 from lezo_ds.runs.results import RunResults
 from lezo_ds.runs.screen import run_summary
 from lezo_ds.runs.trainer import monitor_sections
-from lezo_ds.tools.report import read_runs
+from lezo_ds.tools.tables import read_runs
 
 VALUES = {
     "run_dir": "runs/x",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from argparse import Namespace
 from dataclasses import replace
 
@@ -15,8 +16,11 @@ from lezo_ds.config import config_to_dict
 from lezo_ds.errors import DivergenceError, UserError
 from lezo_ds.runs.results import RunResults
 from lezo_ds.tools import report, sweep
-from lezo_ds.tools.report import find_runs, name_experiments, read_runs, score_table
+from lezo_ds.tools.charts import Chart, svg
+from lezo_ds.tools.page import page, sections
+from lezo_ds.tools.report import find_runs
 from lezo_ds.tools.sweep import best_index, plan_sweep, results_frame, tune, write_tables
+from lezo_ds.tools.tables import name_experiments, read_runs, score_table
 
 RECIPE = "demo"
 RATES = "zo.learning_rate=1e-6,7e-7"
@@ -169,10 +173,29 @@ def test_a_report_has_a_row_for_each_experiment_and_names_what_differs(plan, tmp
     assert table.loc[("sst2", "LeZO, learning_rate=7e-07"), "test"] == "70.0 (1)"
     assert list(table.loc[("boolq", "MeZO lora"), ["before", "paper"]]) == ["50.0", "71.8"]
     assert table.loc[("sst2", "zero-shot"), "validation loss"] == "-"
-    page = tmp_path / "page.html"
-    report.main(Namespace(runs=[str(tmp_path / "sweep" / "*")], html=page))
-    text = page.read_text()
-    assert "<td>85.0 ± 7.1 (2)</td>" in text and "Validation loss" in text and 'src="' not in text
+    file = tmp_path / "page.html"
+    report.main(Namespace(runs=[str(tmp_path / "sweep" / "*")], html=file))
+    text = file.read_text()
+    assert "<td>85.0 ± 7.1 (2)</td>" in text and "Validation loss" in text
+    assert not any(loads in text for loads in ('src="', "<script", "<link", "<?xml", "@import"))
+
+
+def test_a_page_without_matplotlib_is_refused_with_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match=r"fix: pip install 'lezo_ds\[report\]'"):
+        report.main(Namespace(runs=[str(tmp_path)], html=tmp_path / "page.html"))
+
+
+@pytest.mark.parametrize("value", [0.7, 1e17, 1e300, 0.0])
+def test_a_chart_of_equal_values_is_drawn(value):
+    """Or of values that differ by their last bit. Nothing looks for round numbers between them."""
+    curves = {
+        "equal": [(0, value), (1, value)],
+        "near": [(0, math.nextafter(value, 0)), (1, value)],
+    }
+    drawn = svg(Chart("Loss", "step", {**curves, "one point": [(5, value)]}, {"step 0": value}))
+    assert drawn.startswith("<svg") and "near" in drawn
+    assert "no curve" in svg(Chart("no curve", "step", {}, {}))
 
 
 def test_a_run_is_found_by_its_name_and_counts_once(tmp_path):
@@ -203,7 +226,7 @@ def test_a_page_shows_what_a_run_has_gained_and_ten_wrong_answers(plan, caplog):
         "\n".join(map(json.dumps, answers))
     )
     runs = name_experiments(read_runs([*(run.directory for run in tables), run.directory]))
-    table, text = score_table(runs), report.page(runs)
+    table, text = score_table(runs), page(runs)
     assert (
         caplog.text.count("no curve of") == 1
         and f"no curve of {tables[2].directory}" in caplog.text
@@ -212,9 +235,10 @@ def test_a_page_shows_what_a_run_has_gained_and_ten_wrong_answers(plan, caplog):
     assert list(table["standard error"]) == ["-", "-", "-", "11.4"]  # sqrt(0.45 * 0.55 / 19)
     assert "<mark>worse than before training</mark>" in text
     assert "10 of 11 wrong answers" in text and text.count("<td>&lt;bad&gt;</td>") == 10
-    charts = json.loads(text.partition("const charts = ")[2].partition(";\n")[0])
-    scores, losses = charts[-1]["figures"]
-    assert scores["levels"] == {"step 0": 51, "zero-shot, test split": 50, "majority class": 60}
-    assert losses["levels"] == {"step 0": 0.7} and charts[0]["figures"][1]["levels"] == {}
-    assert scores["curves"] == {"LeZO": [[0, 51], [100, 90], [200, 90]]}
-    assert len(text) < 40_000
+    found = list(sections(runs))
+    scores, losses = found[-1].charts
+    assert scores.levels == {"step 0": 51, "zero-shot, test split": 50, "majority class": 60}
+    assert losses.levels == {"step 0": 0.7} and found[0].charts[1].levels == {}
+    assert scores.curves == {"LeZO": [(0, 51), (100, 90), (200, 90)]}
+    assert "zero-shot, test split: 50" in text and text.count("<svg") == 4
+    assert len(text) < 100_000
