@@ -219,7 +219,7 @@ def noise_backend(device: torch.device, law: PerturbationLaw) -> NoiseBackend:
             "results; install a C++ compiler (apt-get install g++, or conda install gxx): %s",
             error,
         )
-    return EagerNoise(law)
+    return EagerNoise(law, device)
 
 
 def _triton_noise(device: torch.device, law: PerturbationLaw) -> NoiseBackend:
