@@ -20,7 +20,7 @@ from torch import Tensor
 from lezo_ds import agreement, distributed, step
 from lezo_ds.agreement import BATCH, Claims
 from lezo_ds.checkpoints.sharded_model import ShardedModel, load_sharded_model
-from lezo_ds.checkpoints.snapshots import SnapshotOwner, newest_snapshot, snapshot_path
+from lezo_ds.checkpoints.snapshots import Card, SnapshotOwner, newest_snapshot, snapshot_path
 from lezo_ds.config import (
     PeftConfig,
     ZoConfig,
@@ -157,7 +157,7 @@ class ModelEngine:
         return target
 
     def write_model(
-        self, target: Path, *, card: str = "", low_bits: bool = True, **claims: Any
+        self, target: Path, *, card: Card | None = None, low_bits: bool = True, **claims: Any
     ) -> None:
         """Write the model, or its adapter, to a directory (`ShardedModel.write`). A collective."""
         self.sharded.write(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
@@ -23,8 +24,12 @@ from lezo_ds.sharding.weights import ShardedWeights
 logger = logging.getLogger(__name__)
 
 MANIFEST = "lezo_manifest.json"
+README = "README.md"
 LOW_BITS_DIRECTORY = "low_bits"
 MAX_FILE_BYTES = 1 << 30
+Card = Callable[[str], str]
+"""Returns the README.md of a model, from the SHA-256 of its weight files (`_weights_sha256`)."""
+
 _NAME = re.compile(r"step-(\d{8})")
 _COMPANION_SUFFIXES = {".json", ".jinja", ".md", ".model", ".txt"}  # none of weights or code
 
@@ -41,14 +46,14 @@ def write_snapshot(
     *,
     adapter: Adapter | None = None,
     base_model: str = "",
-    card: str = "",
+    card: Card | None = None,
     low_bits: bool = True,
 ) -> None:
     """Write the model, or its adapter, to `target`. A collective: rank 0 writes, and every rank raises.
 
     A model is written as a directory that `from_pretrained` opens, with the tokenizer and the config of the
-    base model in `source`, and `card`, if given, as its README.md; an adapter in peft's format, if peft has
-    one for it; `low_bits` to a folder of their own. All files go to a temporary directory and are synced; the
+    base model in `source`; an adapter in peft's format, if peft has one for it; `low_bits` to a folder of
+    their own. `card`, if rank 0 gives one, writes the README.md. All files go to a temporary directory and are synced; the
     manifest, with `facts` and the hashes of all files, is the last one. One rename makes them visible, or
     replaces an older `target`. Rank 0 holds at most one output file (1 GiB, or one parameter) and the next
     parameter at a time.
@@ -64,8 +69,6 @@ def write_snapshot(
             _copy_companions(source, temporary, dtype)
         else:
             adapter.write_config(temporary, base_model)
-        if card:
-            (temporary / "README.md").write_text(card, encoding="utf-8")
 
     attempt.run(prepare)
     main = _TensorWriter(temporary, adapter.weights_file if adapter else None)
@@ -80,7 +83,7 @@ def write_snapshot(
         if rest is not None:
             attempt.run(lambda: low.add(parameter.name, rest))  # noqa: B023
     attempt.run(low.finish)
-    attempt.run(lambda: _publish(temporary, target, facts))
+    attempt.run(lambda: _publish(temporary, target, facts, card))
     if attempt.problem:
         shutil.rmtree(temporary, ignore_errors=True)  # it may be what filled the disk
     if problem := distributed.broadcast_object(attempt.problem):
@@ -161,14 +164,17 @@ def _copy_companions(source: Path, temporary: Path, dtype: str) -> None:
     (temporary / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
 
 
-def _publish(temporary: Path, target: Path, facts: Mapping[str, Any]) -> None:
+def _publish(temporary: Path, target: Path, facts: Mapping[str, Any], card: Card | None) -> None:
     files = {}
     for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
         sync(path)
-        files[str(path.relative_to(temporary))] = {
-            "bytes": path.stat().st_size,
-            "sha256": sha256_file(path),
-        }
+        files[str(path.relative_to(temporary))] = _file_facts(path)
+    if card is not None:
+        # It may replace the README.md of the base model.
+        readme = temporary / README
+        readme.write_text(card(_weights_sha256(files)), encoding="utf-8")
+        sync(readme)
+        files[README] = _file_facts(readme)
     write_atomically(
         temporary / MANIFEST, json.dumps({**facts, "files": files}, indent=1, sort_keys=True)
     )
@@ -178,6 +184,20 @@ def _publish(temporary: Path, target: Path, facts: Mapping[str, Any]) -> None:
         shutil.rmtree(target)
     temporary.replace(target)
     sync(target.parent)
+
+
+def _file_facts(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+
+
+def _weights_sha256(files: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return what `sha256sum *.safetensors | sha256sum` prints in the directory of these files."""
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        is_outside_folders = "/" not in name  # low bits are in a folder
+        if is_outside_folders and name.endswith(".safetensors"):
+            digest.update(f"{files[name]['sha256']}  {name}\n".encode())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -207,10 +227,7 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     try:
         for name, facts in manifest["files"].items():
             path = directory / name
-            if not path.is_file() or facts != {
-                "bytes": path.stat().st_size,
-                "sha256": sha256_file(path),
-            }:
+            if not path.is_file() or facts != _file_facts(path):
                 raise ValueError(f"{name} has changed")
     except DAMAGE as error:
         logger.warning("snapshot %s is ignored, because it is damaged: %s", directory, error)

@@ -1,7 +1,14 @@
 """Write the model of a run as a Hugging Face directory, or a run as one small file.
 
-The file is the journal, without paths of this machine, and with digests of the weights. Reading one runs no
-code, imports no module and opens no path that it names. All lines are checked before any is kept.
+    RUN/ --export_run-----------------------> MODEL/   weights, tokenizer, config.json, README.md,
+      |                                         ^      lezo_manifest.json
+      +--write_journal--> FILE --export_run-----+      FILE is the journal, without paths of this
+                                                       machine; it needs the base model
+
+The header of an exported journal also has `config.digests`, digests of the weights after some
+steps, so that whoever replays it knows that the weights are those of the run. Such a file may come
+from anyone. Reading it runs no code, imports no module and opens no path that it names. All its
+lines are checked before any is kept.
 """
 
 from __future__ import annotations
@@ -10,7 +17,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import lt
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +25,7 @@ from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import ZEROTH_ORDER, RunConfig
 from lezo_ds.config.paths import DATA_KEYS
+from lezo_ds.data.encoding import load_tokenizer
 from lezo_ds.errors import LezoError, UserError
 from lezo_ds.files import DAMAGE, failures_named, write_atomically
 from lezo_ds.journal import (
@@ -42,15 +50,17 @@ from lezo_ds.runs.scoring import recipe_of
 from lezo_ds.runs.screen import WORSE
 from lezo_ds.runs.trainer import restore
 
-MAX_JOURNAL_BYTES = 64 << 20  # 20,000 steps take about 8 MB
+MAX_JOURNAL_BYTES = 64 << 20
+"""Most bytes of an exported journal that is read. 20,000 steps take about 8 MB."""
 _MAX_LINE_BYTES = 1 << 18
-# A run from a file need not be sharded here as it was on the machine that wrote it.
+
 _ANY_MACHINE = (
     "deepspeed=null",
     "partition_size=null",
     "tensor_parallel=null",
     "train.report_to=null",
 )
+"""Overrides of a run from a file, which need not be sharded here as where it was written."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,53 +68,85 @@ logger = logging.getLogger(__name__)
 def export_run(
     path: Path, step: str, target: Path, overrides: Sequence[str] = (), *, low_bits: bool = False
 ) -> int:
-    """Write a run's model as a Hugging Face directory and return the number of its updates. A collective.
+    """Write a run's model as a Hugging Face directory. A collective.
 
-    `path` is the directory of the run, or a file from `write_journal`, which needs an override of model.path.
-    `step` is "best", "last" or a number of updates. With `low_bits`, training on from the directory starts
-    from exactly these weights, not from their 16 high bits; it is twice as large.
+    Args:
+        path: the directory of the run, or a file from `write_journal`, which needs an override of
+            model.path.
+        step: "best", "last" or a number of updates.
+        target: the directory to write, which is missing or empty.
+        overrides: `key=value` changes of the run's configuration, such as a base model that moved.
+        low_bits: also write the low bits of fp32_master. Training on from the directory then starts
+            from exactly these weights, not from their 16 high bits. The directory is twice as
+            large.
+
+    Returns:
+        The number of updates that the weights have seen.
+
+    Raises:
+        UserError: the run or the step is not there, or `target` is not empty.
+        LezoError: the weights are not those that the run had, or cannot be written.
     """
     distributed.init_distributed()
-
-    def read() -> tuple[RecordedRun, int]:
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise UserError(
-                f"{target} exists and is not an empty directory", fix="set another --out"
-            )
-        run = read_file(path, overrides) if path.is_file() else read_run(path, overrides)
-        return run, run.find_step(step)
-
-    run, number = distributed.on_rank_zero(read)
+    run, number = distributed.on_rank_zero(lambda: _read(path, step, target, overrides))
     engine = restore(run, number)
-    digest, expected = engine.weights.digest(), run.digests.get(number)
-    if expected not in (None, digest):
-        raise LezoError(
-            f"the weights of step {number} have the digest {digest}, but those of the run had {expected}; "
-            "fix: use the same package version and settings as the run"
-        )
-    if distributed.rank() == 0:
-        known = (
-            "no digest in the run to compare with" if expected is None else "the same as in the run"
-        )
-        logger.info("digest of the weights: %s (%s)", digest, known)
-        if is_worse_than_base(evaluations_of(run.records)):
-            logger.warning("%s", WORSE)
-    card = distributed.on_rank_zero(lambda: model_card(run, number, digest))
-    engine.write_model(target, card=card, low_bits=low_bits, recipe=recipe_of(run.config))
+    _check_digest(run, number, engine.weights.digest())
+    if distributed.rank() == 0 and is_worse_than_base(evaluations_of(run.records)):
+        logger.warning("%s", WORSE)
+    engine.write_model(
+        target,
+        card=partial(model_card, run, number),
+        low_bits=low_bits,
+        recipe=recipe_of(run.config),
+    )
     return number
 
 
+def _read(path: Path, step: str, target: Path, overrides: Sequence[str]) -> tuple[RecordedRun, int]:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} exists and is not an empty directory", fix="set another --out")
+    read = read_file if path.is_file() else read_run
+    run = read(path, overrides)
+    return run, run.find_step(step)
+
+
+def _check_digest(run: RecordedRun, step: int, digest: str) -> None:
+    """Refuse weights that are not those of the run, if it has a digest of this step."""
+    expected = run.digests.get(step)
+    if expected is None:
+        comparison = "no digest in the run to compare with"
+    elif expected == digest:
+        comparison = "the same as in the run"
+    else:
+        raise LezoError(
+            f"the weights of step {step} have the digest {digest}, "
+            f"but those of the run had {expected}; "
+            "fix: use the same package version and settings as the run"
+        )
+    if distributed.rank() == 0:
+        logger.info("digest of the weights: %s (%s)", digest, comparison)
+
+
 def write_journal(path: Path, file: Path) -> int:
-    """Write a zeroth-order run, finished or not, as one file, and return its size in bytes."""
+    """Write a zeroth-order run, finished or not, as one file, and return its size in bytes.
+
+    Raises:
+        UserError: `path` is not a run, or a base model and a journal do not give its weights.
+        LezoError: the file cannot be written.
+    """
     run = read_run(path)
     if not _is_replayable(run.config):
         kind = f"method={run.config.method} with peft.kind={run.config.peft.kind}"
-        text = f"run {path} cannot be replayed from a base model and a journal: {kind}"
-        raise UserError(text, fix="share the directory that lezo-ds export --out writes")
-    here = dict.fromkeys(("deepspeed", "partition_size", "tensor_parallel"))
-    config = {**run.header.config, **here, "elastic": {"lighthouse": None}}
+        raise UserError(
+            f"run {path} cannot be replayed from a base model and a journal: {kind}",
+            fix="share the directory that lezo-ds export --out writes",
+        )
+    config = dict(run.header.config)
+    for key in ("deepspeed", "partition_size", "tensor_parallel"):
+        config[key] = None
+    config["elastic"] = {"lighthouse": None}
     for key in ("model.path", *DATA_KEYS):
-        section, _, name = key.partition(".")
+        section, name = key.split(".")
         config[section] = {**config[section], name: _public_name(config[section][name])}
     config["digests"] = {str(step): digest for step, digest in run.digests.items()}
     content = encode_journal(replace(run.header, config=config), run.records)
@@ -114,25 +156,39 @@ def write_journal(path: Path, file: Path) -> int:
 
 
 def _is_replayable(config: RunConfig) -> bool:
+    """Return whether a base model and a journal give the weights of a run."""
+    # A prefix starts from a forward pass, which another machine does not repeat bit for bit.
     return config.method in ZEROTH_ORDER and config.peft.kind != "prefix"
 
 
 def _public_name(path: str | None) -> str | None:
     """Return a name on the hub as it is, and the last part of a path."""
-    is_path = path is not None and (Path(path).exists() or path.startswith(("/", "~", ".")))
-    return Path(path).name if path is not None and is_path else path
+    if path is None:
+        return None
+    if Path(path).exists() or path.startswith(("/", "~", ".")):
+        return Path(path).name
+    return path
 
 
 def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
-    """Read a file that `write_journal` wrote, or that anybody else did."""
+    """Read a file that `write_journal` wrote, or that anybody else did.
+
+    Args:
+        file: an exported journal.
+        overrides: `key=value` changes of its configuration. One of them sets model.path.
+
+    Raises:
+        UserError: the file is not an exported journal, or not one of a run of that model.
+        JournalError: a line is damaged.
+    """
     try:
         if file.stat().st_size > MAX_JOURNAL_BYTES:
             raise ValueError(f"it has more than {MAX_JOURNAL_BYTES} bytes")
         lines = scan_journal(file, _MAX_LINE_BYTES)
         header, _ = next(lines)
-        digests = {
-            int(step): str(digest) for step, digest in header.config.get("digests", {}).items()
-        }
+        digests = {}
+        for step, digest in header.config.get("digests", {}).items():
+            digests[int(step)] = str(digest)
         base = _plain(header.config["model"]["path"])
         config = config_of(header, file, (*_ANY_MACHINE, *overrides))
         if not any(override.startswith("model.path=") for override in overrides):
@@ -141,16 +197,22 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
             )
         assert_same_model_config(header, config.model.path)
     except DAMAGE as error:
-        fix = "copy it again in binary mode, or write it again: lezo-ds export --run DIR --journal FILE"
-        text = f"{file} is not an exported journal: {type(error).__name__}: {error}"
-        raise UserError(text, fix=fix) from error
+        raise UserError(
+            f"{file} is not an exported journal: {type(error).__name__}: {error}",
+            fix="copy it again in binary mode, "
+            "or write it again: lezo-ds export --run DIR --journal FILE",
+        ) from error
     text_config = load_model_config(resolve_model(config.model.path)).get_text_config()
-    num_layers, directions = text_config.num_hidden_layers, config.zo.directions
-    is_too_wide = config.peft.kind == "lora" and config.peft.lora_rank > text_config.hidden_size
-    is_possible = _is_replayable(config) and not is_too_wide
-    if not is_possible or not all(_fits(record, num_layers, directions) for record, _ in lines):
-        fix = "set model.path to its base model"
-        raise UserError(f"{file} is not of a run of {config.model.path}", fix=fix)
+    fits = _is_replayable(config)
+    if config.peft.kind == "lora" and config.peft.lora_rank > text_config.hidden_size:
+        fits = False  # such a rank could ask for any amount of memory
+    for record, _ in lines:
+        fits = fits and _fits(record, text_config.num_hidden_layers, config.zo.directions)
+    if not fits:
+        raise UserError(
+            f"{file} is not of a run of {config.model.path}",
+            fix="set model.path to its base model",
+        )
     header, records, step_checksums = read_journal(file)
     return RecordedRun(
         directory=RunDirectory(file),
@@ -163,12 +225,17 @@ def read_file(file: Path, overrides: Sequence[str]) -> RecordedRun:
     )
 
 
-def _fits(record: JournalRecord, num_layers: int, directions: int) -> bool:
+def _fits(record: JournalRecord, num_blocks: int, num_directions: int) -> bool:
+    """Return whether a record can be of a run of this number of blocks and directions."""
     if isinstance(record, EvaluationRecord):
         return True
-    dropped = (-1, *record.dropped_layers, num_layers + 2)  # two groups are outside the blocks
-    fits = len(record.projected_grads) <= directions and all(map(lt, dropped, dropped[1:]))
-    return fits and len(record.layer_weights) in (0, num_layers, num_layers + 2)
+    num_groups = num_blocks + 2  # two are outside the blocks
+    dropped = list(record.dropped_layers)
+    if dropped != sorted(set(dropped)) or any(group >= num_groups for group in dropped):
+        return False
+    if len(record.projected_grads) > num_directions:
+        return False
+    return len(record.layer_weights) in (0, num_blocks, num_groups)
 
 
 _CARD = """\
@@ -180,75 +247,130 @@ tags: [lezo_ds, {method}]{base_model}
 # {base}, fine-tuned on {task}
 
 lezo_ds trained {trained} of {base} with {optimizer}.
-These are the weights after {step} of {num_steps} steps. Their digest is {digest}, that of the base weights
-{fingerprint}.{verdict}
+These are the weights after {step} of {num_steps} steps.{verdict}
 
 | split | step | score |
 | --- | --- | --- |
 {scores}
 
 To load it: `{load}`
+{predict}
+To check the weights: `sha256sum *.safetensors | sha256sum` prints
+
+    {weights_sha256}
 """
-_SCORING = """
-To score the labels of a record as `lezo-ds predict` does:
+_PREDICT = """
+To label or answer the records of a file: `lezo-ds predict --model DIR new.csv --out answers.csv`
+"""
+_EXAMPLE = """
+To score labels with transformers alone, as `lezo-ds predict` does:
 
 ```python
-import json, torch
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-DIR, record = ".", {"FIELD": "value"}
-recipe = json.load(open(f"{DIR}/lezo_manifest.json"))["recipe"]
-prompt, labels, scores = recipe["data.prompt"].format(**record), recipe["data.labels"], []
-tokenizer, model = AutoTokenizer.from_pretrained(DIR), AutoModelForCausalLM.from_pretrained(DIR).eval()
-is_opt, bos = model.config.model_type == "opt", [tokenizer.bos_token_id]
-first = [0] if is_opt else bos if tokenizer("").input_ids[:1] == bos else []
-CHAT
+directory = "."
+# data.prompt in lezo_manifest.json, with the fields of a record filled in.
+prompt = "My parcel is late. This ticket is about"
+# The texts of data.labels, or of data.choices filled in.
+labels = ["billing", "shipping"]
+
+tokenizer = AutoTokenizer.from_pretrained(directory)
+model = AutoModelForCausalLM.from_pretrained(directory).eval()
+{chat}
+
+def token_ids(text):
+    first = {bos}  # every text begins with it
+    return first + tokenizer(text.strip(" "), add_special_tokens=False).input_ids
+
+
+scores = []
 for label in labels:
-    text = prompt + " " * (not prompt[-1:].isspace()) + (labels[label] if isinstance(labels, dict) else label)
-    asked, ids = (first + tokenizer(t.strip(" "), add_special_tokens=False).input_ids for t in (prompt, text))
-    logits = model(torch.tensor([ids[:-1]])).logits[0, len(asked) - 1 :].float().log_softmax(-1)
-    scores.append(logits[range(len(logits)), ids[len(asked) :]].mean())
-probabilities = dict(zip(labels, torch.stack(scores).softmax(0).tolist()))
+    if not prompt[-1:].isspace() and not label[:1].isspace():
+        label = " " + label
+    ids = torch.tensor(token_ids(prompt + label))
+    with torch.inference_mode():
+        logits = model(ids[None, :-1]).logits[0].float()
+    losses = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+    # The first token has no loss. Of the others, those of the label count.
+    num_prompt_tokens = len(token_ids(prompt))
+    scores.append(-losses[num_prompt_tokens - 1 :].mean())
+
+probabilities = torch.stack(scores).softmax(dim=0).tolist()
 ```
 """
-_CHAT = """\
-system = [{"role": "system", "content": text} for text in [recipe["data.system_prompt"]] if text]
-turns = [*system, {"role": "user", "content": prompt}]
+_CHAT = """
+# The prompt is the turn of a user. What the template writes ends where the assistant answers.
+system_prompt = None  # data.system_prompt in lezo_manifest.json
+turns = [{"role": "user", "content": prompt}]
+if system_prompt is not None:
+    turns.insert(0, {"role": "system", "content": system_prompt})
 prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-prompt = prompt.removeprefix(tokenizer.bos_token if first else "")
+prompt = prompt.removeprefix(tokenizer.bos_token or "")
+labels = [label.strip() for label in labels]
 """
 _TRAINED = {"none": "all weights", "lora": "low-rank adapters", "prefix": "a prefix in each block"}
+_LIBRARIES = {"none": "transformers", "lora": "peft", "prefix": "lezo_ds"}
+_LOAD_BASE = 'AutoModelForCausalLM.from_pretrained("{base}")'
+_LOAD = {
+    "none": 'AutoModelForCausalLM.from_pretrained("DIR")',
+    "lora": f'PeftModel.from_pretrained({_LOAD_BASE}, "DIR")',
+    "prefix": f'model = {_LOAD_BASE}; lezo_ds.forward.adapters.load_prefix(model, Path("DIR"))',
+}
 
 
-def model_card(run: RecordedRun, step: int, digest: str) -> str:
-    """Return the README.md of an exported model. No string of a run acts as Markdown or HTML in it."""
-    config, kind = run.config, run.config.peft.kind
+def model_card(run: RecordedRun, step: int, weights_sha256: str) -> str:
+    """Return the README.md of an exported model.
+
+    No string of a run acts as Markdown or HTML in it, since a journal may come from anyone.
+
+    Args:
+        run: the run.
+        step: number of updates that the weights have seen.
+        weights_sha256: what `sha256sum *.safetensors | sha256sum` prints in the model's directory.
+    """
+    config = run.config
     base = _plain(_public_name(config.model.path))
-    is_hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", base)
-    load = f"AutoModelForCausalLM.from_pretrained({'DIR' if kind == 'none' else repr(base)})"
+    is_on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", base)
     rows = []
     for record in evaluations_of(run.records):
         scores = ", ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
         rows.append(f"| {_plain(record.split)} | {record.step} | {_plain(scores)} |")
-    has_labels = kind == "none" and config.data.labels is not None and config.data.choices is None
+    kind = config.peft.kind
+    optimizer = "LeZO, by forward passes only"
+    if config.method == "adamw":
+        optimizer = "AdamW"
+    verdict = ""
+    if is_worse_than_base(evaluations_of(run.records)):
+        verdict = f" {WORSE}."
     card = _CARD.format(
-        library="peft" if kind == "lora" else "transformers",
+        library=_LIBRARIES[kind],
         method=config.method,
-        optimizer="AdamW" if config.method == "adamw" else "LeZO, by forward passes only",
-        base_model=f"\nbase_model: {base}" if is_hub_id else "",
+        base_model=f"\nbase_model: {base}" if is_on_hub else "",
         base=base,
         task=_plain(config.data.task),
         trained=_TRAINED[kind],
+        optimizer=optimizer,
         step=step,
         num_steps=run.num_steps,
-        verdict=f" {WORSE}." if is_worse_than_base(evaluations_of(run.records)) else "",
-        digest=digest,
-        fingerprint=_plain(run.header.model_fingerprint),
+        verdict=verdict,
         scores="\n".join(rows),
-        load=load if kind == "none" else f"PeftModel.from_pretrained({load}, DIR)",
+        load=_LOAD[kind].format(base=base),
+        predict=_PREDICT if kind == "none" else "",
+        weights_sha256=weights_sha256,
     )
-    return card + (
-        _SCORING.replace("CHAT\n", _CHAT * config.data.chat_template) if has_labels else ""
+    has_candidates = config.data.labels is not None or config.data.choices is not None
+    if kind == "none" and has_candidates:
+        card += _example(config)
+    return card
+
+
+def _example(config: RunConfig) -> str:
+    """Return a section with a program that finds the probabilities of `lezo-ds predict`."""
+    bos_id = load_tokenizer(str(resolve_model(config.model.path))).bos_id
+    return _EXAMPLE.format(
+        bos=[] if bos_id is None else [bos_id],
+        chat=_CHAT if config.data.chat_template else "",
     )
 
 

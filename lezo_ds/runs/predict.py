@@ -1,33 +1,45 @@
-"""Label the records of a file with a model, for lezo-ds predict.
+r"""Label the records of a file with a model, for lezo-ds predict.
 
-The file is streamed three times: to check all records, to predict, and to write the output. Until then the
-folder OUT.part has a file of predictions for each chunk of records. A killed run continues after the last.
+Records are predicted in chunks. Until the output is complete, the predictions are in a folder:
+
+    OUT.part/
+        .lock             names the process that works here
+        settings.json     what predictions depend on apart from the records
+        0.json, 1.json    {"records": hash of the chunk's records, "rows": [prediction, ...]}
+        output            the whole output, which is then renamed to OUT
+
+The same command continues a killed one with the chunks that are missing. A finished chunk counts as
+long as its own records stay the same, so another record may be corrected meanwhile.
+
+The input is streamed three times: to check and hash all records, to predict, and to write the
+output, which has all fields of the input. At most one chunk is in memory.
 """
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain, count, islice
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO, TypeVar
 
 import pyarrow as pa
 from pyarrow.parquet import ParquetFile, ParquetWriter
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
-from lezo_ds.config import find_task
+from lezo_ds.config import RunConfig, find_task
 from lezo_ds.data.evaluation import PREDICTED, PROBABILITY, predict
 from lezo_ds.data.splits import checked_label
 from lezo_ds.data.tables import check_kind, kind_of, read_file, separator_of
 from lezo_ds.data.task_data import load_task_data
 from lezo_ds.errors import UserError
-from lezo_ds.files import failures_named, remove_directory, sha256_file, sync
+from lezo_ds.files import failures_named, remove_directory, sync
 from lezo_ds.runs.directory import RunDirectory
 from lezo_ds.runs.scoring import Opened, recipe_of
 from lezo_ds.runs.screen import progress_bar
@@ -36,143 +48,270 @@ from lezo_ds.tasks.base import Example, Record
 from lezo_ds.tasks.custom import ASSISTANT, read_messages
 from lezo_ds.tasks.template import field_value
 
-_CHUNK_BATCHES = 32  # a kill costs at most one chunk
-_NO_ANSWER: dict[type, object] = {int: -1, bool: False, list[str]: []}
+_BATCHES_A_CHUNK = 32  # a kill costs at most one chunk
+_NO_ANSWER: Mapping[type, object] = {int: -1, bool: False, list[str]: []}
+"""Values without meaning, by the type of the field. Others are ""."""
+
+T = TypeVar("T")
 
 
 def predict_file(opened: Opened, source: Path, out: Path) -> int:
-    """Label the records of `source` and return their number. A collective.
+    """Label the records of a file, or continue to. A collective.
 
-    `out` becomes a file of the same kind and order, with `predicted`: the label as the records hold it, the
-    chosen candidate, or the written answer. A candidate has a `probability` (see data.evaluation.predict).
+    Args:
+        opened: the model, and how its records become inputs.
+        source: the records, which need no right answers.
+        out: becomes a file of the same kind and order, with `predicted`: the label as the records
+            hold it, the chosen candidate, or the written answer. A candidate also has a
+            `probability` (see data.evaluation.predict).
+
+    Returns:
+        The number of records.
+
+    Raises:
+        UserError: a record does not fit the task, `out` exists, or OUT.part is of another command.
+        LezoError: the output cannot be written.
     """
-    _, config, load = opened
-    model, keys = load_model_config(resolve_model(config.model.path)), config.data
-    room = getattr(model.get_text_config(), "max_position_embeddings", None) or keys.max_length
-    label_field = keys.label_field or ("label" if keys.labels or keys.choices else None)
-    keys = replace(
-        keys, max_length=min(room, keys.max_length), label_field=label_field, skip_unusable=False
-    )
-    config, task = replace(config, data=keys), unlabelled(find_task(keys))
-    part, batch_size = RunDirectory(f"{out}.part"), config.train.eval_batch_size
-    size = _CHUNK_BATCHES * batch_size
+    _, config, load_engine = opened
+    config = _for_prediction(config)
+    task = unlabelled(find_task(config.data))
+    batch_size = config.train.eval_batch_size
+    chunks = _Chunks(task, source, out, _BATCHES_A_CHUNK * batch_size)
+    with ExitStack() as lock:
+        num_records = distributed.on_rank_zero(lambda: chunks.open(lock))
+        data = load_task_data(config, task)
+        engine = load_engine()
+        settings = [recipe_of(config), config.method, batch_size, engine.weights.digest()]
+        finished = distributed.on_rank_zero(lambda: chunks.finished(settings))
+        num_done = sum(finished.values())
+        is_shown = distributed.rank() == 0
+        with progress_bar(num_records, num_done, is_shown=is_shown, what="record") as bar:
+            for number, examples in enumerate(chunks.examples()):
+                if number not in finished:
+                    rows = predict(engine, data, data.encode(examples), batch_size)
+                    distributed.on_rank_zero(partial(chunks.write, number, rows))
+                    bar.update(len(rows))
+        distributed.on_rank_zero(chunks.finish)
+    return num_records
 
-    def chunk(number: int) -> Path:
-        return part.path / f"{number}.json"
 
-    def check() -> int:
-        if kind_of(out) != kind_of(source) or out.exists():
-            what = (
-                "exists" if out.exists() else f"does not end in {source.suffix}, as {source} does"
+def _for_prediction(config: RunConfig) -> RunConfig:
+    """Return a configuration that fits the model, with a label field if labels need one."""
+    data = config.data
+    text_config = load_model_config(resolve_model(config.model.path)).get_text_config()
+    max_length = data.max_length
+    num_positions = getattr(text_config, "max_position_embeddings", None)
+    if num_positions:
+        max_length = min(max_length, num_positions)
+    label_field = data.label_field
+    if label_field is None and (data.labels or data.choices):
+        label_field = "label"  # the description of a task names one, and nothing reads it here
+    data = replace(data, max_length=max_length, label_field=label_field, skip_unusable=False)
+    return replace(config, data=data)
+
+
+class _Chunks:
+    """The input in chunks, and on rank 0 the folder with the predictions of finished ones.
+
+    Every rank reads the examples. Only rank 0 calls the other methods.
+    """
+
+    def __init__(self, task: Task, source: Path, out: Path, size: int) -> None:
+        self._task = task
+        self._source = source
+        self._out = out
+        self._size = size  # records of a chunk
+        self._folder = RunDirectory(f"{out}.part")
+        self._hashes: list[str] = []  # of the records of each chunk, on rank 0
+
+    def open(self, lock: ExitStack) -> int:
+        """Check and hash the input, lock the folder, and return the number of records."""
+        if self._out.exists():
+            raise UserError(f"--out {self._out} exists", fix="set another --out")
+        if kind_of(self._out) != kind_of(self._source):
+            message = (
+                f"--out {self._out} does not end in {self._source.suffix}, as {self._source} does"
             )
-            raise UserError(f"--out {out} {what}", fix="set another --out")
-        check_kind(str(source), source)
-        if not (num_records := sum(1 for _ in _examples(task, source))):
-            raise UserError(f"{source} has no records", fix="fill the file, or name another one")
-        stack.enter_context(part.locked())
+            raise UserError(message, fix="set another --out")
+        check_kind(str(self._source), self._source)
+        num_records = 0
+        for records in _in_chunks(self._records(), self._size):
+            digest = hashlib.sha256()
+            for _, record in records:
+                # Files of parquet may hold dates and bytes, which are hashed as text.
+                digest.update(json.dumps(record, sort_keys=True, default=str).encode())
+            self._hashes.append(digest.hexdigest())
+            num_records += len(records)
+        if num_records == 0:
+            fix = "fill the file, or name another one"
+            raise UserError(f"{self._source} has no records", fix=fix)
+        lock.enter_context(self._folder.locked())
         return num_records
 
-    def start() -> int:
-        facts = json.dumps(
-            [recipe_of(config), config.method, batch_size, sha256_file(source), digest]
-        )
-        settings = part.path / "settings.json"
-        if not settings.is_file():
-            part.write(settings, facts)
-        if settings.read_text() != facts:
-            what = f"{part.path} is of another input, model or setting"
-            raise UserError(what, fix="remove it, or set another --out")
-        return next(number for number in count() if not chunk(number).is_file())
+    def finished(self, settings: Sequence[object]) -> dict[int, int]:
+        """Return the number of records of each finished chunk, by the number of the chunk.
 
-    def finish() -> None:
-        rows = chain.from_iterable(json.loads(chunk(n).read_text()) for n in range(num_chunks))
-        whole = part.path / "output"
-        with failures_named(out):
-            (_write_parquet if kind_of(source) == ".parquet" else _write_text)(source, whole, rows)
-            sync(whole)
-            whole.rename(out)
-            sync(out.parent)
-            remove_directory(part.path)
+        Args:
+            settings: what predictions depend on apart from the records, as JSON can hold it.
 
-    with ExitStack() as stack:
-        num_records = distributed.on_rank_zero(check)
-        num_chunks = -(-num_records // size)
-        data, engine = load_task_data(config, task), load()
-        digest = engine.weights.digest()
-        first = distributed.on_rank_zero(start)
-        is_shown, num_done = distributed.rank() == 0, min(first * size, num_records)
-        bar = stack.enter_context(
-            progress_bar(num_records, num_done, is_shown=is_shown, what="record")
+        Raises:
+            UserError: the folder is of other settings, or has no chunk of this input.
+        """
+        file = self._folder.path / "settings.json"
+        encoded = json.dumps(settings)
+        if not file.is_file():
+            self._folder.write(file, encoded)
+        is_same = file.read_text() == encoded
+        finished = {}
+        for number, records_hash in enumerate(self._hashes):
+            if is_same and self._chunk(number).is_file():
+                chunk = json.loads(self._chunk(number).read_text())
+                if chunk["records"] == records_hash:
+                    finished[number] = len(chunk["rows"])
+        if not is_same or (self._chunk(0).is_file() and not finished):
+            raise UserError(
+                f"{self._folder.path} is of another input, model or setting",
+                fix="remove it, or set another --out",
+            )
+        return finished
+
+    def examples(self) -> Iterator[tuple[Example, ...]]:
+        """Yield the examples of each chunk."""
+        examples = (
+            replace(self._task.build_example(record, index), place=place)
+            for index, (place, record) in enumerate(self._records())
         )
-        records = islice(_examples(task, source), num_done, None)
-        for number in range(first, num_chunks):
-            rows = predict(engine, data, data.encode(tuple(islice(records, size))), batch_size)
-            distributed.on_rank_zero(lambda: part.write(chunk(number), json.dumps(rows)))  # noqa: B023
-            bar.update(len(rows))
-        distributed.on_rank_zero(finish)
-    return num_records
+        for chunk in _in_chunks(examples, self._size):
+            yield tuple(chunk)
+
+    def write(self, number: int, rows: list[dict[str, Any]]) -> None:
+        """Write the predictions of a chunk."""
+        finished = {"records": self._hashes[number], "rows": rows}
+        self._folder.write(self._chunk(number), json.dumps(finished))
+
+    def finish(self) -> None:
+        """Write the output, and remove the folder."""
+        output = self._folder.path / "output"
+        write = _write_parquet if kind_of(self._source) == ".parquet" else _write_text
+        with failures_named(self._out):
+            write(self._source, output, self._rows())
+            sync(output)
+            output.rename(self._out)
+            sync(self._out.parent)
+            remove_directory(self._folder.path)
+
+    def _chunk(self, number: int) -> Path:
+        return self._folder.path / f"{number}.json"
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the prediction of each record."""
+        for number in range(len(self._hashes)):
+            yield from json.loads(self._chunk(number).read_text())["rows"]
+
+    def _records(self) -> Iterator[tuple[str, Record]]:
+        """Yield each record with its place, and refuse one that does not fit the task."""
+        for number, (place, record) in enumerate(read_file(self._source), start=1):
+            where = f"record {number}{place}"
+            checked_label(self._task, where, record)
+            for name in (PREDICTED, PROBABILITY):
+                if name in record:
+                    raise UserError(f"{where} has a field {name} already", fix="rename it")
+            yield place, record
+
+
+def _in_chunks(items: Iterator[T], size: int) -> Iterator[list[T]]:
+    """Yield `size` items at a time. The last chunk may have fewer."""
+    chunk = list(islice(items, size))
+    while chunk:
+        yield chunk
+        chunk = list(islice(items, size))
 
 
 def unlabelled(task: Task) -> Task:
     """Return the task of records without right answers. Those that are there are not read."""
-    blanks = {
-        name: _NO_ANSWER.get(task.fields.get(name, object), "") for name in task.answer_fields
-    }
+    blanks = {}
+    for name in task.answer_fields:
+        blanks[name] = _NO_ANSWER.get(task.fields.get(name, object), "")
     has_choices = task.kind in ("classification", "multiple_choice")
 
     def build(record: Record, index: int) -> Example:
         record = {**record, **blanks}
         if task.kind == "chat":
             (field,) = task.fields
-            turns = field_value(record, field)
-            asked = turns[:-1] if read_messages(field, turns)[-1].role == ASSISTANT else turns
-            record[field] = [
-                *asked,
-                {"role": ASSISTANT, "content": "?"},
-            ]  # the model does not read it
+            record[field] = _asked(field, record)
         example = replace(task.build_example(record, index), label=None, references=())
-        return example if has_choices else replace(example, candidates=())
+        if has_choices:
+            return example
+        return replace(example, candidates=())
 
-    fields = {name: kind for name, kind in task.fields.items() if name not in blanks}
-    kind = task.kind if has_choices else "generation"
-    return replace(task, kind=kind, fields=fields, build_example=build, has_answers=False)
+    return replace(
+        task,
+        kind=task.kind if has_choices else "generation",
+        fields={name: kind for name, kind in task.fields.items() if name not in blanks},
+        build_example=build,
+        has_answers=False,
+    )
 
 
-def _examples(task: Task, source: Path) -> Iterator[Example]:
-    for index, (place, record) in enumerate(read_file(source)):
-        where = f"record {index + 1}{place}"
-        checked_label(task, where, record)
-        if taken := {PREDICTED, PROBABILITY} & record.keys():
-            raise UserError(f"{where} has a field {min(taken)} already", fix="rename it")
-        yield replace(task.build_example(record, index), place=place)
+def _asked(field: str, record: Record) -> list[object]:
+    """Return a conversation whose last turn is an answer that the model does not read."""
+    turns = field_value(record, field)
+    if read_messages(field, turns)[-1].role == ASSISTANT:
+        turns = turns[:-1]
+    return [*turns, {"role": ASSISTANT, "content": "?"}]
 
 
 def _write_parquet(source: Path, target: Path, rows: Iterator[dict[str, Any]]) -> None:
+    """Write a table with the columns of `source`, and those of `rows`."""
     with ExitStack() as stack:
-        writer: Any = None
-        for part in ParquetFile(source).iter_batches():
-            table, added = pa.table(part), pa.Table.from_pylist(list(islice(rows, part.num_rows)))
+        writer: ParquetWriter | None = None
+        for batch in ParquetFile(source).iter_batches():
+            table = pa.table(batch)
+            added = pa.Table.from_pylist(list(islice(rows, batch.num_rows)))
             for name in added.column_names:
                 table = table.append_column(name, added[name])
-            writer = writer or stack.enter_context(ParquetWriter(target, table.schema))
+            if writer is None:
+                writer = stack.enter_context(ParquetWriter(target, table.schema))
             writer.write_table(table)
 
 
 def _write_text(source: Path, target: Path, rows: Iterator[dict[str, Any]]) -> None:
+    """Write the records of `source`, with the fields of `rows` after their own."""
     records = ({**record, **row} for (_, record), row in zip(read_file(source), rows, strict=True))
-    # JSON may name half a character, and so does the output.
+    # JSON may name half of a surrogate pair, which UTF-8 lacks. It is written as it was read:
+    # \udce4.
     with target.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
         if kind_of(source) in (".csv", ".tsv"):
-            # The dialect quotes a carriage return only if lines end with one.
-            lines: Any = SimpleNamespace(write=lambda line: file.write(line[:-2] + "\n"))
-            first = next(records)
-            table = csv.DictWriter(lines, list(first), delimiter=separator_of(source))
-            table.writeheader()
-            table.writerows(chain([first], records))
-            return
-        is_list = kind_of(source) == ".json"
-        for number, record in enumerate(records):
-            file.write(
-                ("," if number else "[") * is_list + json.dumps(record, ensure_ascii=False) + "\n"
-            )
-        file.write("]\n" * is_list)
+            _write_table(file, separator_of(source), records)
+        elif kind_of(source) == ".json":
+            _write_list(file, records)
+        else:
+            for record in records:
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _write_table(file: TextIO, separator: str, records: Iterator[dict[str, Any]]) -> None:
+    first = next(records)
+    # The writer quotes a value with a carriage return only if lines end with one.
+    writer = csv.DictWriter(_ShortLineEnds(file), list(first), delimiter=separator)
+    writer.writeheader()
+    writer.writerows(chain([first], records))
+
+
+class _ShortLineEnds:
+    r"""A file in which lines that end with \r\n get \n instead."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, line: str) -> int:
+        return self._file.write(line.removesuffix("\r\n") + "\n")
+
+
+def _write_list(file: TextIO, records: Iterable[dict[str, Any]]) -> None:
+    """Write a JSON list with an item on each line."""
+    start = "["
+    for record in records:
+        file.write(start + json.dumps(record, ensure_ascii=False) + "\n")
+        start = ","
+    file.write("]\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 import tracemalloc
 import zlib
 from dataclasses import replace
@@ -56,6 +57,14 @@ def test_an_exported_model_scores_as_its_run_and_keeps_its_dtype(finished, recip
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype == torch.bfloat16
     export("--run", finished, "--out", tmp_path / "exact", "--low-bits")
     assert [(tmp_path / name / "low_bits").exists() for name in ("model", "exact")] == [False, True]
+    for name in ("model", "exact"):
+        assert weights_sha256(tmp_path / name) in (tmp_path / name / "README.md").read_text()
+
+
+def weights_sha256(model):
+    """Return the digest that the card of a model states, from the command that it names."""
+    command = ["bash", "-c", "sha256sum *.safetensors | sha256sum"]
+    return subprocess.run(command, cwd=model, capture_output=True, text=True).stdout.split()[0]
 
 
 def test_a_journal_and_the_base_model_give_the_tuned_model_bit_for_bit(
@@ -219,7 +228,8 @@ def test_no_string_of_a_run_becomes_markup_in_the_model_card(finished):
     run = read_run(finished)
     text = model_card(run, 8, "digest")
     assert "# model, fine-tuned on sst2" in text
-    assert "after 8 of 8 steps. Their digest is digest" in text
+    assert "after 8 of 8 steps." in text
+    assert "`sha256sum *.safetensors | sha256sum` prints\n\n    digest\n" in text
     assert f"| test | 0 | accuracy {results_of(finished)['zero_shot']:.4f}" in text
     config = run.config
     model, data = replace(config.model, path=HOSTILE), replace(config.data, task=HOSTILE)
@@ -227,4 +237,4 @@ def test_no_string_of_a_run_becomes_markup_in_the_model_card(finished):
     spoiled = replace(run, config=replace(config, model=model, data=data), records=records)
     hostile = model_card(spoiled, 8, "digest")
     assert "curl" in hostile
-    assert not re.search(r"\]\(http|<img|```|\| sh", hostile)
+    assert not re.search(r"\]\(http|<img|```|\| sh\b", hostile)

@@ -1,4 +1,4 @@
-"""Labels for new records, from any file, after a kill, by an export, its card, a run and a base model."""
+"""Labels for new records, from any file, after a kill, by an export, its card, and a base model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from commands import assert_one_error, run_forked, run_forked_well, wait_until
 from own_data import VERBALIZERS, own_values, write_chat_model, write_tickets
 
 from lezo_ds.data.tables import read_file
+from lezo_ds.runs.export import model_card
+from lezo_ds.runs.records import read_run
+from lezo_ds.tasks.template import parse_template
 
 pytestmark = pytest.mark.distributed
 ODD = {"id": "8", "text": 'He said "no",\nthen {left};\r', "note": ""}
@@ -65,36 +68,126 @@ def test_an_export_labels_any_file_as_its_run_does_on_another_number_of_ranks(en
     assert {label for label, _ in found} <= {*VERBALIZERS}
 
 
-def test_the_program_in_the_card_finds_the_same_probabilities(root):
-    (program,) = re.findall(
-        r"```python\n(.*?)```", (root / "model" / "README.md").read_text(), re.DOTALL
-    )
-    for record in records_in(root / "labels.jsonl")[:3]:
-        first = f"DIR, record = {str(root / 'model')!r}, {record!r}"
-        exec(re.sub(r"DIR, record = .*", lambda _: first, program), values := {})  # noqa: B023
-        best = max(values["probabilities"], key=values["probabilities"].get)
-        assert best == record["predicted"]
-        assert values["probabilities"][best] == pytest.approx(record["probability"], abs=2e-6)
+AWKWARD = {
+    "the recipe of the run": (),
+    "labels with spaces, literal braces, nested and typed fields": (
+        "data.chat_template=false",
+        "data.system_prompt=null",
+        "data.prompt={{ticket}} {text} {meta.urgent} {meta.size} {a.b}: ",
+        'data.labels=[" billing", "bug", "shipping "]',
+    ),
+    "a prompt that ends in a newline, and a map out of order": (
+        "data.chat_template=false",
+        "data.system_prompt=null",
+        r'data.prompt="\n{text} {meta.size}\n"',
+        'data.labels={z: "  an invoice", a: a fault}',
+    ),
+    "a chat without a system prompt": (
+        "data.system_prompt=null",
+        "data.prompt={text} {meta.urgent}",
+        'data.labels=["bug", " billing "]',
+    ),
+}
+RECORDS = [
+    {"text": ' "Late", again', "meta": {"urgent": True, "size": 2.5}, "a.b": "x"},
+    {"text": "{odd}", "meta": {"urgent": False, "size": 1}, "a.b": ""},
+    {"text": "Über {{text}} ", "meta": {"urgent": True, "size": -1}, "a.b": "{c}"},
+]
+
+
+def program_of(card):
+    (program,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    return program
+
+
+def run_program(card, **values):
+    """Run the program in a model card with other values at its head; return its probabilities."""
+    program = program_of(card)
+    for name, value in values.items():
+        first_line = re.search(rf"^{name} = .*", program, re.MULTILINE)
+        if first_line is not None:  # only a chat has a system prompt
+            program = program.replace(first_line[0], f"{name} = {value!r}", 1)
+    namespace = {}
+    exec(program, namespace)
+    return namespace["probabilities"]
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_the_program_in_the_card_finds_the_labels_of_predict(name, root, tmp_path):
+    (tmp_path / "new.json").write_text(json.dumps(RECORDS))
+    out = tmp_path / "labels.json"
+    predict("--run", root / "run", tmp_path / "new.json", *AWKWARD[name], "--out", out)
+    run = read_run(root / "run", AWKWARD[name])
+    data = run.config.data
+    labels = data.labels
+    if not isinstance(labels, dict):
+        labels = {label: label for label in labels}
+    names, texts = zip(*sorted(labels.items()), strict=True)
+    for record, labelled in zip(RECORDS, records_in(out), strict=True):
+        probabilities = run_program(
+            model_card(run, 4, ""),
+            directory=str(root / "model"),
+            prompt=parse_template("data.prompt", data.prompt).fill(record),
+            labels=texts,
+            system_prompt=data.system_prompt,
+        )
+        best = max(probabilities)
+        assert names[probabilities.index(best)] == labelled["predicted"]
+        assert best == pytest.approx(labelled["probability"], abs=2e-6)
+
+
+def test_the_program_in_the_card_of_an_export_is_that_of_its_run(root):
+    card = (root / "model" / "README.md").read_text()
+    assert program_of(card) == program_of(model_card(read_run(root / "run"), 4, ""))
 
 
 def test_a_killed_run_continues_and_another_input_is_refused(root, tmp_path):
     asked = ["--model", root / "model", "--out", tmp_path / "l.jsonl"]
-    own, part = root / "new.jsonl", tmp_path / "l.jsonl.part"
-
-    def kill(ranks):
-        wait_until((part / "0.json").is_file, ranks[0])
-        ranks[0].kill()
-
-    assert predict(*asked, own, runner=run_forked, meanwhile=kill).code == -9
+    own = root / "new.jsonl"
+    part = kill_after_a_chunk(root, tmp_path, own)
     first = (part / "0.json").stat()
-    (tmp_path / "other.jsonl").write_text(own.read_text() * 2)
-    refused = predict(*asked, tmp_path / "other.jsonl", runner=run_forked)
-    assert_one_error(refused, 2, "is of another input, model or setting")
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(reversed(own.read_text().splitlines(keepends=True))))
+    for command in ([*asked, other], [*asked, own, "data.system_prompt=Be kind."]):
+        refused = predict(*command, runner=run_forked)
+        assert_one_error(refused, 2, "is of another input, model or setting")
     assert (part / "0.json").stat() == first
     predict(*asked, own)
     assert (tmp_path / "l.jsonl").read_bytes() == (root / "labels.jsonl").read_bytes()
     assert not part.exists()
     assert_one_error(predict(*asked, own, runner=run_forked), 2, "l.jsonl exists")
+
+
+def kill_after_a_chunk(root, folder, source):
+    """Predict to l.jsonl, kill the process once it has a chunk, and return the folder of chunks."""
+    part = folder / "l.jsonl.part"
+
+    def kill(ranks):
+        wait_until((part / "0.json").is_file, ranks[0])
+        ranks[0].kill()
+
+    asked = ["--model", root / "model", source, "--out", folder / "l.jsonl"]
+    assert predict(*asked, runner=run_forked, meanwhile=kill).code == -9
+    return part
+
+
+def test_a_record_that_is_corrected_costs_no_chunk_but_its_own(root, tmp_path):
+    lines = (root / "new.jsonl").read_text().splitlines(keepends=True)
+    source = tmp_path / "tickets.jsonl"
+    source.write_text("".join(lines))
+    part = kill_after_a_chunk(root, tmp_path, source)
+    # The prediction of a kept chunk is not made again: this one tells that it was kept.
+    chunk = json.loads((part / "0.json").read_text())
+    chunk["rows"][5]["predicted"] = "kept"
+    (part / "0.json").write_text(json.dumps(chunk))
+    lines[70] = lines[3]
+    source.write_text("".join([*lines, lines[8]]))
+    predict("--model", root / "model", source, "--out", tmp_path / "l.jsonl")
+    made, expected = records_in(tmp_path / "l.jsonl"), records_in(root / "labels.jsonl")
+    expected[70] = expected[3]
+    expected.append(expected[8])
+    expected[5] = {**expected[5], "predicted": "kept"}
+    assert made == expected
 
 
 def test_a_base_model_answers_a_question_and_a_conversation_alike(root, tmp_path):
