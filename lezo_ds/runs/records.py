@@ -1,4 +1,14 @@
-"""What a run records: a header with its inputs, steps and evaluations; and which runs can continue it."""
+"""What a run records, which runs can continue it, and what follows from its evaluations.
+
+A header has all inputs of a run: the configuration, and hashes of the base weights, the tokenizer
+and the data. Who resumes a run builds the header anew and compares it with the recorded one. Where
+the records are depends on the method:
+
+    journal.jsonl          header, steps and evaluations (lezo_ds/journal.py)
+    training_state.json    header, evaluations and the step of the checkpoint (TrainingState)
+
+`read_run` reads either as a `RecordedRun`, for commands that use a run and do not continue it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import Repr
-from typing import Any
+from typing import Any, NamedTuple
 
 import lezo_ds
 from lezo_ds import distributed
@@ -33,38 +43,53 @@ from lezo_ds.zo.records import StepRecord
 logger = logging.getLogger(__name__)
 
 _INPUTS = ("tokenizer", "model_config", "data_fingerprints", "digests")
-"""Entries of a header's configuration that are not keys. Only an exported journal has digests, of weights."""
+"""Entries of a header's configuration that are no keys. Only an exported journal has digests."""
 
 _SHORT = Repr()  # of a value that may be long, or deep
 _SHORT.maxstring = 100
+
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
 
 _UNIMPORTANT = ("_name_or_path", "transformers_version")
 """Keys of a model's config.json that change if the model is only copied or saved again."""
 
 
+# Headers.
+
+
 def make_header(
     config: RunConfig, data: TaskData, fingerprint: str, parameter_table: str
 ) -> Header:
-    """Return the header of a run; `parameter_table` is the hash of the parameters' names, ids and shapes."""
+    """Return the header of a run.
+
+    Args:
+        config: of the run.
+        data: its encoded splits.
+        fingerprint: digest of the base weights.
+        parameter_table: hash of the parameters' names, ids and shapes.
+    """
     model = resolve_model(config.model.path)
     device = distributed.device()
-    keys = {key: value for key, value in config_to_dict(config).items() if key != "run_dir"}
-    # A sum over ranks has other last bits than one rank's. Updates do not.
-    size = tensor_parallel_of(config)
-    split = {"tensor_parallel": str(size)} if size > 1 else {}
-    splits = {"train": data.train, "dev": data.dev, "test": data.test}
-    inputs = {
-        "tokenizer": _tokenizer_hash(model),
-        "model_config": _model_config(model),
-        "data_fingerprints": {name: split.fingerprint() for name, split in splits.items()},
+    inputs = config_to_dict(config)
+    del inputs["run_dir"]
+    inputs["tokenizer"] = _tokenizer_hash(model)
+    inputs["model_config"] = _model_config(model)
+    inputs["data_fingerprints"] = {
+        "train": data.train.fingerprint(),
+        "dev": data.dev.fingerprint(),
+        "test": data.test.fingerprint(),
     }
+    arithmetic = {**distributed.describe_arithmetic(device), **norm_arithmetic(device)}
+    size = tensor_parallel_of(config)
+    if size > 1:  # a sum over ranks has other last bits than one rank's
+        arithmetic["tensor_parallel"] = str(size)
     return Header(
         noise_version=NOISE_VERSION,
         model_fingerprint=fingerprint,
         parameter_table_hash=parameter_table,
-        config=keys | inputs,
+        config=inputs,
         libraries=library_versions(),
-        arithmetic={**distributed.describe_arithmetic(device), **norm_arithmetic(device), **split},
+        arithmetic=arithmetic,
     )
 
 
@@ -80,39 +105,48 @@ def config_of(header: Header, run_dir: Path, overrides: Sequence[str] = ()) -> R
 
 
 def assert_same_run(recorded: Header, ours: Header, may_differ: Collection[str]) -> None:
-    """Refuse to continue a run with other inputs. Other libraries and processors only cause a warning."""
+    """Refuse to continue a run with other inputs. Warn of other libraries and processors.
 
-    def facts(header: Header) -> dict[str, Any]:
-        hashes = {
-            "model_fingerprint": header.model_fingerprint,
-            "parameters": header.parameter_table_hash,
-        }
-        return {"noise_version": header.noise_version, **hashes, **header.config}
+    Args:
+        recorded: the header of the run.
+        ours: that of the command which would continue it.
+        may_differ: dotted keys of the configuration that may have another value.
 
-    for key, old, new in _differences(facts(recorded), facts(ours)):
+    Raises:
+        UserError: the first input that differs, with both values.
+    """
+    for key, old, new in _differences(_inputs_of(recorded), _inputs_of(ours)):
         # A key that is younger than the run had its default.
         default = _SHORT.repr(READER.keys.get(key, {}).get("default"))
-        if key not in may_differ and (old, new) != (_SHORT.repr("absent"), default):
-            version, own_version = recorded.libraries.get("lezo_ds"), ours.libraries["lezo_ds"]
-            by = (
-                ""
-                if version == own_version
-                else f", written by lezo_ds {version} (this is {own_version})"
-            )
-            text = f"{key} differs from the journal's{by}: it is {new}, and was {old}"
-            raise UserError(
-                text, fix="use the inputs that the run was started with, or another run_dir"
-            )
-    machine, our_machine = (
-        recorded.libraries | recorded.arithmetic,
-        ours.libraries | ours.arithmetic,
-    )
-    for key, old, new in _differences(machine, our_machine):
+        had_default = old == _SHORT.repr("absent") and new == default
+        if key in may_differ or had_default:
+            continue
+        written_by = ""
+        version = recorded.libraries.get("lezo_ds")
+        own_version = ours.libraries["lezo_ds"]
+        if version != own_version:
+            written_by = f", written by lezo_ds {version} (this is {own_version})"
+        raise UserError(
+            f"{key} differs from the journal's{written_by}: it is {new}, and was {old}",
+            fix="use the inputs that the run was started with, or another run_dir",
+        )
+    recorded_machine = recorded.libraries | recorded.arithmetic
+    for key, old, new in _differences(recorded_machine, ours.libraries | ours.arithmetic):
         logger.warning("%s was %s when the journal was started and is %s now", key, old, new)
 
 
+def _inputs_of(header: Header) -> dict[str, Any]:
+    """Return what decides the weights of a run, by the names that errors use."""
+    return {
+        "noise_version": header.noise_version,
+        "model_fingerprint": header.model_fingerprint,
+        "parameters": header.parameter_table_hash,
+        **header.config,
+    }
+
+
 def assert_same_base(recorded: Header, base: BaseModel) -> None:
-    """Refuse to continue a run on other base weights. `check_records` has compared everything else."""
+    """Refuse to continue a run on other base weights. `check_records` compares all other inputs."""
     ours = replace(
         recorded, model_fingerprint=base.fingerprint, parameter_table_hash=base.table_hash
     )
@@ -122,10 +156,16 @@ def assert_same_base(recorded: Header, base: BaseModel) -> None:
 def assert_same_model_config(recorded: Header, model: str) -> None:
     """Refuse to restore the weights of a run into a base model with another config.json."""
     directory = resolve_model(model)
-    theirs, ours = {"": recorded.config.get("model_config")}, {"": _model_config(directory)}
-    for key, old, new in _differences(theirs, ours):
-        text = f"{key[1:]} in {directory / 'config.json'} differs from the run's: it is {new}, and was {old}"
-        raise UserError(text, fix="add model.path=... with the directory of the base model")
+    # The recorded value need not be a dict: an exported journal may come from anyone.
+    recorded_config = {"": recorded.config.get("model_config")}
+    difference = next(_differences(recorded_config, {"": _model_config(directory)}), None)
+    if difference is not None:
+        key, old, new = difference
+        raise UserError(
+            f"{key[1:]} in {directory / 'config.json'} differs from the run's: "
+            f"it is {new}, and was {old}",
+            fix="add model.path=... with the directory of the base model",
+        )
 
 
 def _model_config(model: Path) -> dict[str, Any]:
@@ -137,7 +177,7 @@ def _model_config(model: Path) -> dict[str, Any]:
 def _tokenizer_hash(model: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(model.iterdir()):
-        if file.name in ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model"):
+        if file.name in _TOKENIZER_FILES:
             digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()[:32]
 
@@ -145,20 +185,26 @@ def _tokenizer_hash(model: Path) -> str:
 def _differences(
     left: Mapping[str, Any], right: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the dotted key and both values, in short, of each item that differs between two nested dicts."""
+    """Yield the dotted key and both values, cut short, of each difference of two nested dicts."""
     for name in sorted(left.keys() | right.keys()):
-        old, new = left.get(name, "absent"), right.get(name, "absent")
+        old = left.get(name, "absent")
+        new = right.get(name, "absent")
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             yield from _differences(old, new, f"{prefix}{name}.")
         elif old != new:
             yield f"{prefix}{name}", _SHORT.repr(old), _SHORT.repr(new)
 
 
+# Records.
+
+
 def steps_of(records: Iterable[JournalRecord]) -> list[StepRecord]:
+    """Return the steps among the records of a journal."""
     return [record for record in records if isinstance(record, StepRecord)]
 
 
 def evaluations_of(records: Iterable[JournalRecord]) -> list[EvaluationRecord]:
+    """Return the evaluations among the records of a journal."""
     return [record for record in records if isinstance(record, EvaluationRecord)]
 
 
@@ -173,16 +219,28 @@ def owner_of(header: Header, step_checksums: Sequence[str] = ()) -> SnapshotOwne
     return SnapshotOwner(header.model_fingerprint, step_checksums or (header_checksum(header),))
 
 
+# Evaluations.
+
+
 def best_evaluation(
     evaluations: Sequence[EvaluationRecord], first_step: int = 0
 ) -> EvaluationRecord | None:
-    """Return the first evaluation with the lowest validation loss. It may be that of the base model, at 0."""
-    losses = [
-        record for record in evaluations if record.split == "dev" and record.step >= first_step
-    ]
-    return min(
-        losses, key=lambda record: math.inf if record.loss is None else record.loss, default=None
-    )
+    """Return the first evaluation with the lowest validation loss, or None if there is none.
+
+    Only those after at least `first_step` steps count. Step 0 is the base model.
+    """
+    best = None
+    for evaluation in evaluations:
+        if evaluation.split != "dev" or evaluation.step < first_step:
+            continue
+        if best is None or _loss(evaluation) < _loss(best):
+            best = evaluation
+    return best
+
+
+def _loss(evaluation: EvaluationRecord) -> float:
+    """Return the loss of an evaluation, and infinity if it was not finite."""
+    return math.inf if evaluation.loss is None else evaluation.loss
 
 
 def is_worse_than_base(evaluations: Sequence[EvaluationRecord]) -> bool:
@@ -192,146 +250,244 @@ def is_worse_than_base(evaluations: Sequence[EvaluationRecord]) -> bool:
 
 
 def stopping_step(evaluations: Sequence[EvaluationRecord], patience: int | None) -> int | None:
-    """Return the first step with `patience` validations in a row not better than the best before; or None.
+    """Return the step at which a run loses its patience, or None.
 
-    The first one after step 0 counts as better: many runs have to fall behind the base model first.
+    That is the first one with `patience` validations in a row which are not better than the best
+    one before. The first validation after step 0 counts as better, because many runs are worse than
+    the base model at first.
     """
-    lowest, num_worse = math.inf, 0
-    for record in evaluations:
-        if record.split != "dev" or record.step == 0:
+    lowest = math.inf
+    num_worse = 0
+    for evaluation in evaluations:
+        if evaluation.split != "dev" or evaluation.step == 0:
             continue
-        loss = math.inf if record.loss is None else record.loss
-        num_worse = 0 if loss < lowest else num_worse + 1
-        lowest = min(lowest, loss)
+        if _loss(evaluation) < lowest:
+            lowest = _loss(evaluation)
+            num_worse = 0
+        else:
+            num_worse += 1
         if num_worse == patience:
-            return record.step
+            return evaluation.step
     return None
+
+
+# First-order runs.
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The content of training_state.json, the records of AdamW, which name the checkpoint to resume from."""
+    """The content of training_state.json: the records of AdamW.
+
+    Attributes:
+        header: the inputs of the run.
+        world_size: number of ranks; the checkpoint has one shard of the optimizer states for each.
+        step: number of steps that the checkpoint has seen; 0 if there is no checkpoint yet.
+        evaluations: all of them, oldest first. Those after `step` are done again on resumption.
+    """
 
     header: Header
-    world_size: int  # the optimizer states in the checkpoint have one shard per rank
-    step: int = 0  # that the checkpoint has seen; 0 if there is none yet
-    evaluations: tuple[EvaluationRecord, ...] = ()  # those after the checkpoint are repeated
+    world_size: int
+    step: int = 0
+    evaluations: tuple[EvaluationRecord, ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> TrainingState:
+        """Return the content of a file. UserError: it is damaged."""
         try:
             values = json.loads(path.read_text())
             header = Header(**values["header"])
             evaluations = tuple(EvaluationRecord(**record) for record in values["evaluations"])
-            if not type(values["world_size"]) is type(values["step"]) is int:
+            state = cls(header, values["world_size"], values["step"], evaluations)
+            if type(state.world_size) is not int or type(state.step) is not int:
                 raise TypeError("world_size or step is no integer")
-            return cls(header, values["world_size"], values["step"], evaluations)
+            return state
         except DAMAGE as error:
-            text = f"{path} cannot be read: {type(error).__name__}: {error}"
-            raise UserError(text, fix="restore it from a copy, or use another run_dir") from error
+            raise UserError(
+                f"{path} cannot be read: {type(error).__name__}: {error}",
+                fix="restore it from a copy, or use another run_dir",
+            ) from error
+
+
+# Recorded runs.
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The records of a run: of its directory, or of an exported journal."""
+    """A run as its directory has it, or an exported journal.
 
-    directory: RunDirectory  # of an exported journal, that file: there are no snapshots in it
+    Attributes:
+        directory: of the run. That of an exported journal is the file: it has no snapshots.
+        header: the inputs of the run.
+        config: its configuration, with overrides applied.
+        records: of the journal; of a first-order run, its evaluations.
+        num_steps: number of steps; of a first-order run, up to its last checkpoint.
+        digests: of the weights, by the number of steps; a few of them, or none.
+        owner: of the snapshots.
+    """
+
+    directory: RunDirectory
     header: Header
-    config: RunConfig  # with overrides applied
-    records: Sequence[JournalRecord]  # of a first-order run, its evaluations
-    num_steps: int  # of a first-order run, up to its last checkpoint
-    digests: Mapping[int, str]  # of the weights after some steps
-    owner: SnapshotOwner  # of the snapshots
+    config: RunConfig
+    records: Sequence[JournalRecord]
+    num_steps: int
+    digests: Mapping[int, str]
+    owner: SnapshotOwner
 
     def find_step(self, step: str) -> int:
-        """Return the number of updates for "best" (lowest validation loss), "last" or a number."""
-        path, evaluations = self.directory.path, evaluations_of(self.records)
-        best = best_evaluation(evaluations)
-        if step == "best" and best_evaluation(evaluations, first_step=1) is None:
-            fix = "use --step last, or resume the run"
-            raise UserError(
-                f"run {path} has no evaluation after a step, so it has no best step", fix=fix
-            )
-        named = {"last": self.num_steps, "best": best.step if best else None}
-        found = named.get(step, int(step) if step.isdecimal() else None)
-        kept: Sequence[int] = range(self.num_steps + 1)
+        """Return the number of steps for "best" (lowest validation loss), "last" or a number.
+
+        Raises:
+            UserError: the run has no such step, or no weights after it.
+        """
+        found = self._number_of(step)
+        available: Sequence[int] = range(self.num_steps + 1)
         expected = f"0 to {self.num_steps}"
         if self.config.method == "adamw" and found != 0:  # the base model needs no snapshot
-            root = self.directory.snapshots
-            own, _ = own_snapshots(root, self.owner)
-            kept = [number for number in own if read_manifest(snapshot_path(root, number))]
-            if self.num_steps > 0 and not kept and not self.directory.checkpoints.is_dir():
-                raise _weights_removed(path)
-            expected = f"a step with a snapshot ({', '.join(map(str, kept)) or 'none yet'})"
-        if found is None or found not in kept:
+            available = self._steps_with_snapshot()
+            shown = ", ".join(str(number) for number in available)
+            expected = f"a step with a snapshot ({shown or 'none yet'})"
+        if found is None or found not in available:
             raise UserError(
-                f"run {path} has no step {step}", fix=f"set --step to best, last, or {expected}"
+                f"run {self.directory.path} has no step {step}",
+                fix=f"set --step to best, last, or {expected}",
             )
         return found
 
+    def _number_of(self, step: str) -> int | None:
+        """Return the number of steps for "best", "last" or a number, and None for another text."""
+        if step == "last":
+            return self.num_steps
+        if step == "best":
+            evaluations = evaluations_of(self.records)
+            best = best_evaluation(evaluations)
+            if best is None or best_evaluation(evaluations, first_step=1) is None:
+                raise UserError(
+                    f"run {self.directory.path} has no evaluation after a step, so it has no best "
+                    "step",
+                    fix="use --step last, or resume the run",
+                )
+            return best.step
+        return int(step) if step.isdecimal() else None
+
+    def _steps_with_snapshot(self) -> list[int]:
+        root = self.directory.snapshots
+        own, _ = own_snapshots(root, self.owner)
+        steps = [number for number in own if read_manifest(snapshot_path(root, number))]
+        if self.num_steps > 0 and not steps and not self.directory.checkpoints.is_dir():
+            raise _weights_removed(self.directory.path)
+        return steps
+
 
 def read_run(path: Path, overrides: Sequence[str] = ()) -> RecordedRun:
-    """Read a run's directory. `key=value` overrides change its configuration, such as a moved model."""
+    """Read the directory of a run.
+
+    `key=value` overrides change its configuration, such as the path of a model that has moved.
+
+    Raises:
+        UserError: it has no run, or its records cannot be read.
+        JournalError: its journal is damaged.
+    """
     directory = RunDirectory(path)
-    if (recorded := _read_records(directory)) is None:
-        text = f"{path} is not the directory of a run: it has no journal.jsonl and no training_state.json"
-        raise UserError(text, fix="use the run_dir that lezo-ds train printed")
-    header, records, num_steps, _, owner = recorded
-    own, _ = own_snapshots(directory.snapshots, owner)
-    digests: dict[int, Any] = {step: manifest.get("digest") for step, manifest in own.items()}
-    results = RunResults.read(directory.results)
-    if results is not None:
-        digests[results.step_of_weights] = results.weights_digest
-    digests = {step: digest for step, digest in digests.items() if isinstance(digest, str)}
+    recorded = _read_records(directory)
+    if recorded is None:
+        raise UserError(
+            f"{path} is not the directory of a run: it has no journal.jsonl and no "
+            "training_state.json",
+            fix="use the run_dir that lezo-ds train printed",
+        )
     return RecordedRun(
-        directory, header, config_of(header, path, overrides), records, num_steps, digests, owner
+        directory=directory,
+        header=recorded.header,
+        config=config_of(recorded.header, path, overrides),
+        records=recorded.records,
+        num_steps=recorded.num_steps,
+        digests=_digests_of(directory, recorded.owner),
+        owner=recorded.owner,
     )
 
 
-def _read_records(
-    directory: RunDirectory,
-) -> tuple[Header, Sequence[JournalRecord], int, int | None, SnapshotOwner] | None:
-    """Return the records of a run, or None if it has none.
+def _digests_of(directory: RunDirectory, owner: SnapshotOwner) -> dict[int, str]:
+    """Return the digests of the weights that a run has noted, by the number of steps."""
+    digests = {}
+    own, _ = own_snapshots(directory.snapshots, owner)
+    for step, manifest in own.items():
+        digest = manifest.get("digest")
+        if isinstance(digest, str):
+            digests[step] = digest
+    results = RunResults.read(directory.results)
+    if results is not None:
+        digests[results.step_of_weights] = results.weights_digest
+    return digests
 
-    They are the header, the records (of AdamW, evaluations), the number of steps, that of ranks if
-    it is fixed, and the owner of the snapshots.
+
+class _Records(NamedTuple):
+    """The records in a directory; see `RecordedRun` for the fields that both have.
+
+    Attributes:
+        num_ranks: number of ranks that must resume the run; None if any can.
     """
+
+    header: Header
+    records: Sequence[JournalRecord]
+    num_steps: int
+    owner: SnapshotOwner
+    num_ranks: int | None
+
+
+def _read_records(directory: RunDirectory) -> _Records | None:
+    """Return the records of a run, or None if the directory has none."""
     if directory.training_state.exists():
         state = TrainingState.read(directory.training_state)
         owner = owner_of(state.header)
-        return state.header, state.evaluations, state.step, state.world_size, owner
+        return _Records(state.header, state.evaluations, state.step, owner, state.world_size)
     if directory.journal.exists():
         header, records, step_checksums = read_journal(directory.journal)
-        return header, records, len(steps_of(records)), None, owner_of(header, step_checksums)
+        owner = owner_of(header, step_checksums)
+        return _Records(header, records, len(steps_of(records)), owner, num_ranks=None)
     return None
 
 
 def check_records(
     config: RunConfig, data: TaskData, directory: RunDirectory, num_ranks: int
 ) -> None:
-    """Refuse, before weights are loaded, to resume a run as another one."""
+    """Refuse, before weights are loaded, to resume a run as another one.
+
+    Raises:
+        UserError: the inputs are not those of the run, it has more steps already, or AdamW's
+            checkpoint has another number of ranks or was removed.
+    """
     if config.method == "adamw" and config.partition_size not in (None, num_ranks):
-        text = f"method adamw shards the weights among all ranks; partition_size={config.partition_size}"
-        raise UserError(text, fix="set partition_size=null")
-    if (recorded := _read_records(directory)) is None:
+        raise UserError(
+            "method adamw shards the weights among all ranks; "
+            f"partition_size={config.partition_size}",
+            fix="set partition_size=null",
+        )
+    recorded = _read_records(directory)
+    if recorded is None:
         return
-    header, _, num_done, world_size, _ = recorded
+    header = recorded.header
     ours = make_header(config, data, header.model_fingerprint, header.parameter_table_hash)
     assert_same_run(header, ours, may_differ_on_resume(config))
+    num_done = recorded.num_steps
     if config.train.steps is not None and config.train.steps < num_done:
-        text = (
-            f"run {directory.path} has {num_done} steps already; train.steps={config.train.steps}"
+        raise UserError(
+            f"run {directory.path} has {num_done} steps already; train.steps={config.train.steps}",
+            fix=f"set train.steps={num_done} or more, or another run_dir",
         )
-        raise UserError(text, fix=f"set train.steps={num_done} or more, or another run_dir")
-    if world_size is not None and num_done > 0:
-        if world_size != num_ranks:
-            text = f"the checkpoint of a first-order run has {world_size} ranks, not {num_ranks}"
-            raise UserError(text, fix=f"start {world_size} ranks, or use another run_dir")
-        if not snapshot_path(directory.checkpoints, num_done).is_dir():
-            raise _weights_removed(directory.path)
+    if recorded.num_ranks is None or num_done == 0:
+        return
+    if recorded.num_ranks != num_ranks:
+        raise UserError(
+            f"the checkpoint of a first-order run has {recorded.num_ranks} ranks, not {num_ranks}",
+            fix=f"start {recorded.num_ranks} ranks, or use another run_dir",
+        )
+    if not snapshot_path(directory.checkpoints, num_done).is_dir():
+        raise _weights_removed(directory.path)
 
 
 def _weights_removed(run_dir: Path) -> UserError:
-    text = f"run {run_dir} has no weights: train.keep_snapshots=0 removed them, and adamw has no journal"
-    fix = f"train again: --config {run_dir / 'config.yaml'} run_dir=NEW train.keep_snapshots=1"
-    return UserError(text, fix=fix)
+    return UserError(
+        f"run {run_dir} has no weights: train.keep_snapshots=0 removed them, and adamw has no "
+        "journal",
+        fix=f"train again: --config {run_dir / 'config.yaml'} run_dir=NEW train.keep_snapshots=1",
+    )

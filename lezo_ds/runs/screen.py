@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
@@ -12,27 +13,39 @@ from tqdm import tqdm
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.runs.results import RunResults
 
-_SPLITS = {"dev": "validation", "test": "test"}
 WORSE = "Worse than before training: no step has a lower validation loss than the base model"
+
+_SPLITS = {"dev": "validation", "test": "test"}
+"""Names of splits as a user reads them."""
+
 _LINE_FORMAT = "{unit} {n_fmt}/{total_fmt}:{rate_fmt}, {remaining} left{postfix}\n"
+_LINE_SECONDS = 20
 
 
-def progress_bar(num_steps: int, num_done: int, *, is_shown: bool, what: str = "step") -> tqdm[Any]:
-    """Return a bar on a terminal; elsewhere, it writes a line every 20 seconds."""
+def progress_bar(num_total: int, num_done: int, *, is_shown: bool, what: str = "step") -> tqdm[Any]:
+    """Return a bar on a terminal; elsewhere, it writes a line every 20 seconds.
+
+    Args:
+        num_total: number of steps, or other units.
+        num_done: number of those that earlier processes have done.
+        is_shown: whether this rank shows anything.
+        what: the unit that is counted.
+    """
     is_terminal = sys.stderr.isatty()
     return tqdm(
-        total=num_steps,
+        total=num_total,
         initial=num_done,
         disable=not is_shown,
         unit=what,
         smoothing=0.05,
         bar_format=None if is_terminal else _LINE_FORMAT,
-        mininterval=0.1 if is_terminal else 20,
+        mininterval=0.1 if is_terminal else _LINE_SECONDS,
         leave=is_terminal,
     )
 
 
 def number(value: float | None) -> str:
+    """Return a number with four significant digits; None is one that was not finite."""
     return "not finite" if value is None else f"{value:.4g}"
 
 
@@ -41,63 +54,60 @@ def duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def evaluation_line(record: EvaluationRecord, metric: str) -> str:
-    is_measured = record.loss is not None or record.split == "dev"
-    loss = f"loss {number(record.loss)}, " if is_measured else ""
-    return (
-        f"step {record.step}: {_SPLITS[record.split]} {loss}{metric} {record.metrics[metric]:.3f}"
-    )
+def evaluation_line(evaluation: EvaluationRecord, metric: str) -> str:
+    """Return an evaluation as one line of a log."""
+    scores = f"{metric} {evaluation.metrics[metric]:.3f}"
+    # The loss of a test split is None if it was not measured, and that of a validation is measured.
+    if evaluation.loss is not None or evaluation.split == "dev":
+        scores = f"loss {number(evaluation.loss)}, {scores}"
+    return f"step {evaluation.step}: {_SPLITS[evaluation.split]} {scores}"
 
 
 def run_summary(run_dir: str, results: RunResults) -> str:
     """Return what a user wants to know at the end of a run, in a few lines."""
-    if results.finished:
-        lines = _finished_lines(results)
-    else:
-        seconds = duration(results.seconds)
+    seconds = duration(results.seconds)
+    if not results.finished:
         lines = [f"Stopped after step {results.steps} ({seconds}). The same command continues."]
+    elif results.best_step is None:
+        lines = [f"Finished in {seconds}.", f"Test {results.metric}: {_test_scores(results)}."]
+    else:
+        lines = [f"Finished: {results.steps} steps in {seconds}.", *_training_lines(results)]
     return "\n".join([*lines, f"Run directory: {run_dir}"])
 
 
-def _finished_lines(results: RunResults) -> list[str]:
-    is_trained = results.best_step is not None
-    seconds = duration(results.seconds)
-    if is_trained:
-        lines = [f"Finished: {results.steps} steps in {seconds}."]
-    else:
-        lines = [f"Finished in {seconds}."]
+def _training_lines(results: RunResults) -> list[str]:
+    """Return what a finished run that trains has to say besides its length."""
+    lines = []
     if results.early_stop_step is not None:
         lines.append(f"Stopped early, at step {results.early_stop_step}: train.patience ran out.")
     lines.append(f"Test {results.metric}: {_test_scores(results)}.")
-    if is_trained:
-        best_loss = number(results.best_dev_loss)
-        lines.append(f"Best step: {results.best_step} (validation loss {best_loss}).")
+    best_loss = number(results.best_dev_loss)
+    lines.append(f"Best step: {results.best_step} (validation loss {best_loss}).")
     if results.worse_than_base:
         lines.append(
             f"{WORSE}, which is what export writes. Lower the learning rate, or do more steps."
         )
-    if results.skipped_steps:
+    if results.skipped_steps > 0:
         lines.append(f"Skipped steps: {results.skipped_steps}.")
     return lines
 
 
 def _test_scores(results: RunResults) -> str:
-    if results.best_step is None:
-        scores = f"{results.test:.3f}"
-    else:
-        scores = f"{results.zero_shot:.3f} before, {results.test:.3f} after"
-    if results.majority_class is None:
-        return scores
-    return f"{scores} (majority class {results.majority_class:.3f})"
+    scores = f"{results.test:.3f}"
+    if results.best_step is not None:
+        scores = f"{results.zero_shot:.3f} before, {scores} after"
+    if results.majority_class is not None:
+        scores += f" (majority class {results.majority_class:.3f})"
+    return scores
 
 
 def scores_summary(scores: Mapping[str, Any]) -> str:
     """Return the scores of `score` on one line."""
-    what = f"step {scores['step']} of {scores['run']}" if "run" in scores else scores["model"]
+    source = scores["model"] if "model" in scores else f"step {scores['step']} of {scores['run']}"
     examples = f"{scores['num_examples']} {_SPLITS[scores['split']]} examples"
-    parts = [f"{scores['metric']} {scores['score']:.3f} on {examples}"]
+    shown = [f"{scores['metric']} {scores['score']:.3f} on {examples}"]
     if scores["majority_class"] is not None:
-        parts.append(f"majority class {scores['majority_class']:.3f}")
-    if scores["loss"] == scores["loss"]:  # a loss that was not measured is NaN
-        parts.append(f"loss {number(scores['loss'])}")
-    return f"{what}: {', '.join(parts)}"
+        shown.append(f"majority class {scores['majority_class']:.3f}")
+    if not math.isnan(scores["loss"]):  # NaN: it was not measured
+        shown.append(f"loss {number(scores['loss'])}")
+    return f"{source}: {', '.join(shown)}"

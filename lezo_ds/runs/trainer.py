@@ -1,4 +1,12 @@
-"""Start or resume the run that a configuration describes, and restore the weights of a recorded one."""
+"""Start or resume the run of a configuration, and restore the weights of a recorded run.
+
+`train` refuses bad input before it loads weights, because loading may take minutes:
+
+    process group, DeepSpeed JSON, data          all ranks
+    check_run: model, lock, records, disk        rank 0
+    _compose: weights, method, membership        all ranks
+    Run.execute                                  all ranks
+"""
 
 from __future__ import annotations
 
@@ -8,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,19 +43,48 @@ logger = logging.getLogger(__name__)
 _SCORING_ONLY = ZoConfig(learning_rate=0.0, sparsity=0.0, update_precision="stochastic")
 """Settings of an engine that updates nothing, and therefore stores no low bits of the weights."""
 
+# What only the decisions of a step need. They may be a user's code, and a replay decides nothing.
+_REPLAY_ONLY: dict[str, Any] = {
+    "estimator": "spsa",
+    "estimator_options": {},
+    "directions": 1,
+    "learning_rate": 0.0,
+    "lr_schedule": "constant",
+    "layer_policy": "uniform",
+    "layer_policy_options": {},
+    "sparsity": 0.0,
+}
+
+
+class _Monitor(NamedTuple):
+    section: str  # of DeepSpeed's JSON
+    package: str
+
+
+_MONITORS = {
+    "csv": _Monitor("csv_monitor", "csv"),
+    "tensorboard": _Monitor("tensorboard", "tensorboard"),
+    "wandb": _Monitor("wandb", "wandb"),
+    "comet": _Monitor("comet", "comet_ml"),
+}
+"""By the names in train.report_to."""
+
 
 def train(config: RunConfig) -> RunResults:
     """Start or resume a run and return its results. A collective.
 
-    They are not `finished` if the run was asked to stop early. Bad input raises before weights are
-    loaded.
+    They are not `finished` if the run was asked to stop early.
+
+    Raises:
+        UserError: bad input. It is found before weights are loaded.
+        LezoError: see `Run.execute`.
     """
     nothing_done = distributed.lost_ranks_reported(
         lambda: "last good step: none, the run was starting"
     )
     with nothing_done, ExitStack() as resources:
         distributed.init_distributed(config.train.timeout_seconds)
-        ds_config = _prepared(config)
+        ds_config = _prepare(config)
         num_ranks = distributed.world_size()
         check_shares(config, ds_config, num_ranks)
         data = load_task_data(config)
@@ -65,7 +102,7 @@ def _compose(
     ds_config: dict[str, Any],
     resources: ExitStack,
 ) -> Run:
-    """Load the model and return the run with its method and its membership. A collective."""
+    """Load the model, and return the run with its method and its membership. A collective."""
     if config.method == "adamw":
         logger.info("loading %s", config.model.path)
         engine = initialize_first_order(config, ds_config)
@@ -78,42 +115,52 @@ def _compose(
     from lezo_ds.replicas import Replicas
     from lezo_ds.runs.elastic import ReplicaMembership
 
-    # The link comes first: a wrong address is refused before weights are loaded.
-    replicas = Replicas(
-        lighthouse, directory.number, directory.journal, config.train.timeout_seconds
-    )
+    # The link comes first, so that a wrong address is refused before weights are loaded.
+    seconds = config.train.timeout_seconds
+    replicas = Replicas(lighthouse, directory.number, directory.journal, seconds)
     resources.callback(replicas.leave)
     method = ZerothOrderMethod(config, data, directory, make_engine(config, ds_config))
     return Run(method, ReplicaMembership(replicas, method))
 
 
 def check_run(
-    config: RunConfig, data: TaskData, num_ranks: int, lock: ExitStack | None = None
+    config: RunConfig, data: TaskData, num_ranks: int, resources: ExitStack | None = None
 ) -> tuple[dict[str, Any], RunDirectory]:
-    """Refuse, before weights are loaded, what a run cannot do; return its monitors' sections and directory.
+    """Refuse what a run cannot do, before weights are loaded. For rank 0.
 
-    The run's directory is made and locked by `lock`. Without it, as in a dry run, nothing is
-    written.
+    Args:
+        config: of the run.
+        data: its encoded splits.
+        num_ranks: number of ranks.
+        resources: holds the lock of the run's directory. None, as in a dry run: write nothing.
+
+    Returns:
+        The sections of the DeepSpeed JSON for the run's monitors, and its directory, which is the
+        first free one for a replica.
     """
     module, layout = build_checked(resolve_model(config.model.path), config.model.dtype)
     if config.method in ZEROTH_ORDER:
         make_layer_policy(config.zo, layout.num_blocks, trains_outside=not config.zo.only_blocks)
     directory = RunDirectory(config.run_dir)
-    if lock is None:
+    is_replica = config.elastic.lighthouse is not None
+    if resources is None:
         directory.check_writable()
     else:
-        directory = directory.lock(lock, is_replica=config.elastic.lighthouse is not None)
-    if config.elastic.lighthouse and find_spec("torchft") is None:
+        directory = directory.lock(resources, is_replica=is_replica)
+    if is_replica and find_spec("torchft") is None:
         raise UserError("elastic.lighthouse needs torchft", fix="pip install 'lezo_ds[elastic]'")
     check_records(config, data, directory, num_ranks)
-    if lock is not None:
-        blocks = module.get_submodule(layout.path) if config.zo.only_blocks else module
-        trained = blocks.parameters() if config.peft.kind == "none" else ()  # an adapter is small
-        numels = (
-            sum(p.numel() for p in parameters) for parameters in (module.parameters(), trained)
-        )
-        check_disk(config, *numels)
+    if resources is not None:
+        num_trained = 0  # an adapter is small
+        if config.peft.kind == "none":
+            blocks = module.get_submodule(layout.path)
+            num_trained = _num_parameters(blocks if config.zo.only_blocks else module)
+        check_disk(config, _num_parameters(module), num_trained)
     return monitor_sections(config), directory
+
+
+def _num_parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def make_engine(config: RunConfig, ds_config: dict[str, Any] | None = None) -> LezoEngine:
@@ -122,7 +169,7 @@ def make_engine(config: RunConfig, ds_config: dict[str, Any] | None = None) -> L
     return initialize(
         config.model.path,
         config.zo if config.method in ZEROTH_ORDER else _SCORING_ONLY,
-        ds_config=ds_config or _prepared(config),
+        ds_config=ds_config or _prepare(config),
         dtype=config.model.dtype,
         seed=config.seed,
         peft=config.peft if config.method in TRAINED else None,
@@ -131,11 +178,13 @@ def make_engine(config: RunConfig, ds_config: dict[str, Any] | None = None) -> L
     )
 
 
-def _prepared(config: RunConfig) -> dict[str, Any]:
-    """Set the number of threads of a CPU operation, and return the DeepSpeed JSON."""
-    # On CPUs, this number affects the last bits. With a GPU, the threads only update offloaded
-    # weights.
-    num_threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1
+def _prepare(config: RunConfig) -> dict[str, Any]:
+    """Set the number of threads of an operation on the CPU, and return the DeepSpeed JSON."""
+    # On CPUs, this number affects the last bits, so it must not depend on the machine. With a GPU,
+    # the threads only update offloaded weights.
+    num_threads = 1
+    if "OMP_NUM_THREADS" in os.environ:
+        num_threads = torch.get_num_threads()
     if distributed.device().type != "cpu":
         num_cores = len(os.sched_getaffinity(0))
         num_threads = max(num_threads, num_cores // torch.accelerator.device_count())
@@ -145,58 +194,59 @@ def _prepared(config: RunConfig) -> dict[str, Any]:
 
 def monitor_sections(config: RunConfig) -> dict[str, Any]:
     """Return the sections of the DeepSpeed JSON that train.report_to stands for."""
-    run = Path(config.run_dir).name
-    files = {"enabled": True, "output_path": f"{config.run_dir}/monitors", "job_name": run}
-    service = {"enabled": True, "project": "lezo_ds"}
-    sections = {
-        "csv": ("csv_monitor", "csv", files),
-        "tensorboard": ("tensorboard", "tensorboard", files),
-        "wandb": ("wandb", "wandb", service | {"group": run}),
-        "comet": (
-            "comet",
-            "comet_ml",
-            service | {"experiment_name": run, "samples_log_interval": 1},
-        ),
+    run_name = Path(config.run_dir).name
+    files = {"output_path": f"{config.run_dir}/monitors", "job_name": run_name}
+    settings: dict[str, dict[str, Any]] = {
+        "csv": files,
+        "tensorboard": files,
+        "wandb": {"project": "lezo_ds", "group": run_name},
+        "comet": {"project": "lezo_ds", "experiment_name": run_name, "samples_log_interval": 1},
     }
-    chosen = [sections[name] for name in config.train.report_to or ()]
-    for _, package, _ in chosen:
+    sections = {}
+    for name in config.train.report_to or ():
+        section, package = _MONITORS[name]
         if find_spec(package) is None:
             requirement = "'lezo_ds[tensorboard]'" if package == "tensorboard" else package
             raise UserError(
                 f"train.report_to needs the package {package}", fix=f"pip install {requirement}"
             )
-    return {section: values for section, _, values in chosen}
+        sections[section] = {"enabled": True, **settings[name]}
+    return sections
 
 
 def restore(run: RecordedRun, step: int) -> LezoEngine:
-    """Return an engine with exactly the weights that the run had after `step` updates. A collective."""
+    """Return an engine with exactly the weights that the run had after `step` steps. A collective.
+
+    Raises:
+        UserError: the base model is not that of the run, or this version draws other noise.
+        LezoError: a snapshot's weights do not have the digest in its manifest.
+    """
     if run.header.noise_version != NOISE_VERSION:
-        text = f"run {run.directory.path} has noise version {run.header.noise_version}, not {NOISE_VERSION}"
         raise UserError(
-            text, fix="use the version of lezo_ds that wrote it, or open one of its snapshots"
+            f"run {run.directory.path} has noise version {run.header.noise_version}, "
+            f"not {NOISE_VERSION}",
+            fix="use the version of lezo_ds that wrote it, or open one of its snapshots",
         )
     distributed.on_rank_zero(lambda: assert_same_model_config(run.header, run.config.model.path))
-    # A replay needs neither the estimator nor the layer policy, which may be a user's code.
-    zo = replace(
-        run.config.zo, estimator="spsa", estimator_options={}, directions=1, learning_rate=0.0
-    )
-    zo = replace(
-        zo, layer_policy="uniform", layer_policy_options={}, sparsity=0.0, lr_schedule="constant"
-    )
-    engine = make_engine(replace(run.config, zo=zo))
+    engine = make_engine(replace(run.config, zo=replace(run.config.zo, **_REPLAY_ONLY)))
     if engine.base.fingerprint != run.header.model_fingerprint:
-        text = (
-            f"{run.config.model.path} is not the base model of the run: its fingerprint is another"
+        raise UserError(
+            f"{run.config.model.path} is not the base model of the run: its fingerprint is another",
+            fix="add model.path=... with the directory of the base model",
         )
-        raise UserError(text, fix="add model.path=... with the directory of the base model")
+    snapshots = run.directory.snapshots
     if run.config.method == "adamw" and step > 0:
-        engine.load_model(snapshot_path(run.directory.snapshots, step), step)
+        engine.load_model(snapshot_path(snapshots, step), step)
         return engine
+    steps = steps_of(run.records)
     num_groups = engine.layer_policy.num_groups
-    if any(len(record.layer_weights) not in (0, num_groups) for record in steps_of(run.records)):
-        text = f"a step of {run.directory.path} has weights, but not of {num_groups} groups of parameters"
-        raise UserError(text, fix="restore the journal from a copy")
-    if distributed.rank() == 0 and step > 0 and not snapshot_steps(run.directory.snapshots):
+    if any(len(record.layer_weights) not in (0, num_groups) for record in steps):
+        raise UserError(
+            f"a step of {run.directory.path} has weights, but not of {num_groups} groups of "
+            "parameters",
+            fix="restore the journal from a copy",
+        )
+    if distributed.rank() == 0 and step > 0 and not snapshot_steps(snapshots):
         logger.info("step %d is replayed from the base weights and the journal", step)
-    engine.load_checkpoint(run.directory.snapshots, steps_of(run.records), step, run.owner)
+    engine.load_checkpoint(snapshots, steps, step=step, owner=run.owner)
     return engine
