@@ -275,7 +275,7 @@ class FirstOrderMethod(TrainingMethod):
         return state
 
     def step(self) -> StepMetrics:
-        batch = self.data.step_batch(self.config, self.engine.global_steps)
+        batch = self.batches.at(self.engine.global_steps)
         learning_rate = self.engine.learning_rate
         num_skipped = self.engine.skipped_steps
         loss = self.engine.train_batch(batch, self.data.loss)

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 
 from lezo_ds.checkpoints.snapshots import SnapshotOwner, own_snapshots, snapshot_path
 from lezo_ds.config import RunConfig
+from lezo_ds.data.prefetch import StepBatches
 from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine import ModelEngine
 from lezo_ds.journal import EvaluationRecord
@@ -35,6 +36,7 @@ class TrainingMethod(ABC):
     Attributes:
         config: the configuration of the run.
         data: the encoded splits, the metric and the objective.
+        batches: the batches of the steps; a thread lays out the next one.
         directory: where rank 0 writes.
         engine: the sharded model. `open` brings it to the step at which the run resumes.
         evaluations: all recorded evaluations, oldest first, the same on every rank.
@@ -49,6 +51,7 @@ class TrainingMethod(ABC):
     ) -> None:
         self.config = config
         self.data = data
+        self.batches = StepBatches(data, config)
         self.directory = directory
         self.engine = engine
         self.evaluations: list[EvaluationRecord] = []

@@ -70,7 +70,7 @@ class ZerothOrderMethod(TrainingMethod):
         return records.evaluations_of(self.journal.records)
 
     def step(self) -> StepMetrics:
-        batch = self.data.step_batch(self.config, self.engine.global_steps)
+        batch = self.batches.at(self.engine.global_steps)
         self.engine.train_batch(batch, self.data.loss)
         return self.metrics_of_last_step()
 
