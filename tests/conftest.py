@@ -15,7 +15,8 @@ import torch
 from assets import write_recipe
 from tiny_runs import TINY_OPT, write_model
 
-# A busy machine is not a failure: no example has a deadline. pytest's timeout ends a test that hangs.
+# A busy machine is not a failure: no example has a deadline. pytest's timeout ends a test that
+# hangs.
 hypothesis.settings.register_profile("any load", deadline=None)
 hypothesis.settings.load_profile("any load")
 

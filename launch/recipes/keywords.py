@@ -10,7 +10,7 @@ WORD = re.compile(r"[a-z]+(?:['-][a-z]+)*")
 
 
 def num_mistakes(answer: str, record: Mapping[str, str]) -> int:
-    """Count the parts too many or too few, and those that are not a word of the review or come twice."""
+    """Count parts too many or too few, and those that are no word of the review or come twice."""
     parts = [part.strip().lower() for part in answer.split(",")]
     words = set(WORD.findall(record["sentence"].lower()))
     return abs(len(parts) - 3) + len(parts) - len(words.intersection(parts))

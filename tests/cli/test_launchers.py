@@ -1,4 +1,5 @@
-"""launch/train.py under DeepSpeed's launcher, which is killed, and then under MPI, where a rank hangs."""
+"""launch/train.py under DeepSpeed's launcher, which is killed, and then under MPI, where a rank
+hangs."""
 
 from __future__ import annotations
 

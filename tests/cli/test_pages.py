@@ -1,4 +1,5 @@
-"""What the pages show runs: commands, shortened, on forked ranks, and a program. What they name exists."""
+"""What the pages show runs: commands, shortened, on forked ranks, and a program. What they name
+exists."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ RUN_HERE = [line.partition(" #")[0].strip() for line in command_lines() if line.
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A directory that looks like the repository's root after `make demo` with a model that cannot read."""
+    """A directory that looks like the repository's root after `make demo` with a model that
+    cannot read."""
     directory = tmp_path_factory.mktemp("root")
     for name in ("launch", "ds_configs"):
         (directory / name).symlink_to(REPOSITORY / name)

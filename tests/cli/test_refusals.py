@@ -1,7 +1,8 @@
-"""Bad input ends in one line with a fix and exit code 2, before weights load and before anything is written.
+"""Bad input ends in one line with a fix and exit code 2, before weights load and before anything
+is written.
 
-The weights of the models are those of another: a check that came only after loading them would end in that.
-Values that are merely out of range are tested with the configuration.
+The weights of the models are those of another: a check that came only after loading them would end
+in that. Values that are merely out of range are tested with the configuration.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What lezo-ds train prints and leaves behind, and what it does in a directory that holds its run already."""
+"""What lezo-ds train prints and leaves behind, and what it does in a directory that holds its
+run already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The wheel: built from what the Dockerfile copies, installed without network, run outside the clone."""
+"""The wheel: built from what the Dockerfile copies, installed without network, run outside the
+clone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Two hosts on one machine: namespaces with names, networks, processes and mounts of their own, and a cable.
+"""Two hosts on one machine: namespaces with names, networks, processes and mounts of their own,
+and a cable.
 
 Only the files are shared, as on a cluster. A host lives as long as the process that made it.
 """
@@ -112,7 +113,8 @@ def _host(name, directory, contents):
         file = directory / Path(path).name
         file.write_text(content)
         mounts += f"mount --bind {file} {path}\n"
-    # The shell is the host's first process: it takes in orphans, and ends, with all the rest, with its input.
+    # The shell is the host's first process: it takes in orphans, and ends, with all the rest, with
+    # its input.
     script = (
         f"set -e\nhostname {name}\nip link set lo up\n{mounts}echo ready\nread -r nothing || true\n"
     )

@@ -1,4 +1,5 @@
-"""The batch scripts on a real Slurm of two hosts: every job ends as the same run of plain python does."""
+"""The batch scripts on a real Slurm of two hosts: every job ends as the same run of plain python
+does."""
 
 from __future__ import annotations
 

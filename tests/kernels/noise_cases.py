@@ -1,4 +1,5 @@
-"""Operations of the noise on shards and weights of many kinds, and the digests that their results have."""
+"""Operations of the noise on shards and weights of many kinds, and the digests that their
+results have."""
 
 import hashlib
 import itertools
@@ -38,7 +39,8 @@ def hashed(count):
 
 
 def values_of_every_size(count):
-    """fp32 values from far below fp16's smallest to its overflow, zeros of both signs, infinities and NaN."""
+    """fp32 values from far below fp16's smallest to its overflow, zeros of both signs,
+    infinities and NaN."""
     bits = hashed(count)
     exponents = 97 + (bits >> 8) % 49  # 2**-30 to 2**18
     values = ((bits & 0x807FFFFF) | (exponents << 23)).to(torch.int32).view(torch.float32)
@@ -67,7 +69,8 @@ def stored(values, dtype, precision, device="cpu"):
 
 
 def result(backend_of, case, device="cpu"):
-    """All tensors that an operation returns or writes; `backend_of(law)` is a backend for `device`."""
+    """All tensors that an operation returns or writes; `backend_of(law)` is a backend for
+    `device`."""
     operation, distribution, dtype, other = case
     run = perturbed if operation == "perturb" else updated
     return run(backend_of(DenseLaw(distribution)), dtype, other, device)
@@ -106,7 +109,8 @@ def updated(noise, dtype, precision, device):
 
 
 def bits(tensor):
-    """The bit patterns, with one pattern for all NaN: the backends may differ in the payload of a NaN."""
+    """The bit patterns, with one pattern for all NaN: the backends may differ in the payload of
+    a NaN."""
     if tensor.dtype == torch.int16:
         return tensor.cpu()
     patterns = tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)

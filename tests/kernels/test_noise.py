@@ -1,6 +1,7 @@
 """Every operation of the noise gives the same bits in every backend, and always gave them.
 
-Triton's backend needs a GPU (pytest -m gpu) or Triton's interpreter, in which test_noise_triton.py runs it.
+Triton's backend needs a GPU (pytest -m gpu) or Triton's interpreter, in which test_noise_triton.py
+runs it.
 """
 
 import functools
@@ -320,7 +321,8 @@ def test_stochastic_rounding_picks_a_neighbor_and_is_right_on_average(dtype, num
         assert rounded.double().min() <= exact <= rounded.double().max()
         low, high = rounded.view(torch.int16).unique().tolist()
         assert high - low == 1
-        # Over all words the mean is the value itself; fp16's subnormals are cut off at the 44th place.
+        # Over all words the mean is the value itself; fp16's subnormals are cut off at the 44th
+        # place.
         assert abs(rounded.double().mean() - exact) <= (2.0**-44 if num_bits == 20 else 0.0)
 
 
@@ -333,9 +335,9 @@ def test_stochastic_rounding_leaves_what_the_format_holds(dtype):
         )
 
 
-# How much of many tiny updates arrives: the projection of the weights' change on their exact sum. Steps of
-# 3e-6 (learning rate 1e-7, projected gradient 30) against weights of 0.02, where half a unit in the last
-# place is 6e-5 in bf16 and 8e-6 in fp16, which gets steps a tenth as large.
+# How much of many tiny updates arrives: the projection of the weights' change on their exact sum.
+# Steps of 3e-6 (learning rate 1e-7, projected gradient 30) against weights of 0.02, where half a
+# unit in the last place is 6e-5 in bf16 and 8e-6 in fp16, which gets steps a tenth as large.
 SIGNAL = {"stochastic": (0.9, 1.1), "fp32_master": (0.999, 1.001)}
 
 

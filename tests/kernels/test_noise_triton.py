@@ -1,4 +1,5 @@
-"""The Triton kernels without a GPU: their tests in Triton's interpreter, and what they compile to."""
+"""The Triton kernels without a GPU: their tests in Triton's interpreter, and what they compile
+to."""
 
 import os
 import re
@@ -97,7 +98,8 @@ def test_box_muller_of_chosen_words_has_the_bits_of_the_reference(words, backend
 
 
 def compiled_for_hopper(storage, distribution, operation):
-    """What a kernel becomes for compute capability 9.0 and tensors with multiples of 16 bytes; needs no GPU.
+    """What a kernel becomes for compute capability 9.0 and tensors with multiples of 16 bytes;
+    needs no GPU.
 
     The operation is "perturb", "rows" or the precision of an update.
     """
@@ -134,7 +136,8 @@ def compiled_for_hopper(storage, distribution, operation):
     ).asm
 
 
-# And the most instructions of an element. Perturbed 16-bit weights have a second store, for copies in fp32.
+# And the most instructions of an element. Perturbed 16-bit weights have a second store, for copies
+# in fp32.
 COMPILED = [
     ("fp32", "normal", "perturb", 54),
     ("bf16", "normal", "perturb", 59),
@@ -154,7 +157,8 @@ def test_gpu_code_is_short_and_rounds_every_operation_on_its_own(
     storage, distribution, operation, most, tmp_path
 ):
     compiled = compiled_for_hopper(storage, distribution, operation)
-    # In four normals: two of each logarithm, two of each root, one of each cosine. No other is fused.
+    # In four normals: two of each logarithm, two of each root, one of each cosine. No other is
+    # fused.
     num_elements = gpu._TILE[distribution] // 128
     fused = num_elements // 4 * 2 * (2 + 2 + 1) if distribution == "normal" else 0
     if storage == "fp16" and operation == "fp32_master":

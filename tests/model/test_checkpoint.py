@@ -167,7 +167,8 @@ def test_an_encoder_is_refused_because_its_tokens_see_the_answer():
 
 
 def test_a_model_that_learned_more_than_its_parameters_is_refused(tmp_path):
-    """The router of DeepSeek-V3 corrects its scores by a buffer, which is neither loaded nor saved."""
+    """The router of DeepSeek-V3 corrects its scores by a buffer, which is neither loaded nor
+    saved."""
     sizes = {
         "vocab_size": 40,
         "hidden_size": 16,

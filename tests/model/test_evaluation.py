@@ -1,4 +1,5 @@
-"""Scoring in batches shared among ranks gives what plain PyTorch gives for one sequence at a time."""
+"""Scoring in batches shared among ranks gives what plain PyTorch gives for one sequence at a
+time."""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ def evaluate_all(assets, sizes):
 
 @torch.no_grad()
 def token_logs(model, encoded):
-    """Return the log-probability of every token of every candidate, and whether it is the most probable."""
+    """Return the log-probability of every token of every candidate, and whether it is the most
+    probable."""
     logs, firsts = [], []
     for number, ids in enumerate(encoded.sequences):
         rows = model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(dim=-1)

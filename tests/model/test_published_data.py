@@ -1,4 +1,5 @@
-"""The protocol on published records, with the tokens of a small OPT trained on English, and its score."""
+"""The protocol on published records, with the tokens of a small OPT trained on English, and its
+score."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from lezo_ds.data.tables import read_file
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.metrics import accuracy
 
-# task -> (row of validation, prompt, candidates, tokens of the prompt without BOS, tokens of each candidate);
-# the prompts and candidates were worked out by hand, the tokens by the tokenizers library from the text.
+# task -> (row of validation, prompt, candidates, tokens of the prompt without BOS, tokens of each
+# candidate); the prompts and candidates were worked out by hand, the tokens by the tokenizers
+# library from the text.
 PUBLISHED = {
     "sst2": (830, "bad . It was", (" terrible", " great"), (3618, 338, 270, 267), ((284,), (282,))),
     "copa": (

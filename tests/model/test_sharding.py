@@ -49,7 +49,8 @@ SHAPES = {"matrix": (7, 3), "vector": (5,), "single": (1,), "even": (4, 6)}
 
 
 class _Holder(nn.Module):
-    """Parameters whose sizes the ranks do not divide, one tied, one frozen, one in 16 bits; and a buffer."""
+    """Parameters whose sizes the ranks do not divide, one tied, one frozen, one in 16 bits; and
+    a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -174,7 +175,8 @@ def assert_equal_runs(runs, expected):
 
 @pytest.fixture(scope="module")
 def wide_model(tmp_path_factory):
-    """An OPT with shards of 1 MiB and more, the least that DeepSpeed puts on a disk; and a run without."""
+    """An OPT with shards of 1 MiB and more, the least that DeepSpeed puts on a disk; and a run
+    without."""
     sizes = {
         "hidden_size": 512,
         "word_embed_proj_dim": 512,
@@ -267,7 +269,8 @@ LARGE = OPTConfig(vocab_size=2000, num_hidden_layers=8, max_position_embeddings=
 
 
 def _peak_memory_of_loading(small, large):
-    """Return bytes: peak of this process's memory above that before, the model, its largest parameter."""
+    """Return bytes: peak of this process's memory above that before, the model, its largest
+    parameter."""
     num_ranks = int(os.environ["WORLD_SIZE"])
     train(
         start_engine(small, num_ranks=num_ranks), 1, num_ranks
@@ -315,7 +318,8 @@ def make_records(num_steps):
 
 
 def _update(directory, dtype):
-    """Return, for each precision, digests before, after one by one, and after many at once; and one step."""
+    """Return, for each precision, digests before, after one by one, and after many at once; and
+    one step."""
     records, digests = make_records(60), {}
     for precision in ("fp32_master", "stochastic"):
         weights = shard(directory, dtype, precision)

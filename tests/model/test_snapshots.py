@@ -28,7 +28,8 @@ def whole_batch():
 
 
 def _train_and_save(model, root, dtype, num_ranks, max_file_bytes=None):
-    """Train, with a snapshot after steps 2 and 4, and one step more; return what the snapshots must hold."""
+    """Train, with a snapshot after steps 2 and 4, and one step more; return what the snapshots
+    must hold."""
     if max_file_bytes is not None:
         snapshots.MAX_FILE_BYTES = max_file_bytes
     engine = start_engine(model, dtype, num_ranks)

@@ -1,4 +1,5 @@
-"""Weights that DeepSpeed's AutoTP splits: they have the bits of one rank, and only activations travel."""
+"""Weights that DeepSpeed's AutoTP splits: they have the bits of one rank, and only activations
+travel."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ SPLIT = (
     "gemma2",
 )
 WHOLE_VOCABULARY = ("phi", "gemma", "gemma2")
-"""Of these, the head has a bias, or the embedding a scale, which DeepSpeed's split layers do not have."""
+"""Of these, the head has a bias, or the embedding a scale, which DeepSpeed's split layers do not
+have."""
 PROBES = (KeyedProbe(7, 1e-2), KeyedProbe(9, -2e-2))
 DROPPED = 1
 CPU = torch.device("cpu")
@@ -153,7 +155,8 @@ def test_a_journal_gives_the_same_bits_however_the_weights_are_shared(
             [] if kind == "prefix" else run_ranks(_run, num_ranks, *layout, records, None, peft)
         )
         assert all(end[0] == base and end[2] == digest for end in replayed), (num_ranks, size)
-    # Its own run: nearly the same losses, snapshots that ZeRO-3 resumes from, and the same bits again.
+    # Its own run: nearly the same losses, snapshots that ZeRO-3 resumes from, and the same bits
+    # again.
     first, second = run_ranks(_run, 2, directory, 2, 2, *settings, (), snapshots, peft)
     assert first == second
     tolerance = 1e-5 if dtype == "fp32" else 2e-2

@@ -1,4 +1,5 @@
-"""Runs that are killed inside a file operation, or that a disk refuses, end as if nothing had happened."""
+"""Runs that are killed inside a file operation, or that a disk refuses, end as if nothing had
+happened."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def undisturbed(recipe, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def halted(recipe, undisturbed, tmp_path_factory):
-    """A run killed while it wrote the line of its eleventh step; it has snapshots of steps 6 and 9."""
+    """A run killed while it wrote the line of its eleventh step; it has snapshots of steps 6 and
+    9."""
     run_dir = tmp_path_factory.mktemp("halted") / "run"
     killed(recipe, run_dir, undisturbed, Fault("write", "journal.jsonl", 15, "within"))
     assert num_steps(run_dir) == 10

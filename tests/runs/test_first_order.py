@@ -1,4 +1,5 @@
-"""AdamW under ZeRO-3: as torch's own on a plain model, and in runs that are stopped, killed and exported."""
+"""AdamW under ZeRO-3: as torch's own on a plain model, and in runs that are stopped, killed and
+exported."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def do_step(engine):
 
 
 def train_and_resume(directory, root, num_ranks):
-    """Return steps and weights, those after a resumption, and whether a failed step changed no weight."""
+    """Return steps and weights, those after a resumption, and whether a failed step changed no
+    weight."""
     torch.set_num_threads(1)
     values = {
         "run_dir": "none",
@@ -114,7 +116,8 @@ def test_steps_are_those_of_torchs_adamw_and_go_on_bit_for_bit_after_a_resumptio
             assert rate == pytest.approx(expected_rate, rel=1e-12)
             assert loss == pytest.approx(expected_loss, rel=1e-4)
         assert own.keys() == weights.keys()
-        # Adam divides a gradient by its own size; that of a key's bias is nothing but rounding noise.
+        # Adam divides a gradient by its own size; that of a key's bias is nothing but rounding
+        # noise.
         for name in [name for name in own if not name.endswith("k_proj.bias")]:
             moved = (weights[name] - first[name]).abs().mean()
             assert moved > 1e-4, name

@@ -1,4 +1,5 @@
-"""What a run can be, in pairs: each is killed on two ranks, resumed on one, replayed, exported and scored.
+"""What a run can be, in pairs: each is killed on two ranks, resumed on one, replayed, exported
+and scored.
 
 It is compared with one undisturbed rank, and with the plain reference.
 """

@@ -1,4 +1,5 @@
-"""A user's own conversations: trained and scored on two ranks. Pages and predictions train own tables."""
+"""A user's own conversations: trained and scored on two ranks. Pages and predictions train own
+tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Steps on every kind of loss: equal on any number of ranks, in either forward, in any micro-batches."""
+"""Steps on every kind of loss: equal on any number of ranks, in either forward, in any
+micro-batches."""
 
 from __future__ import annotations
 

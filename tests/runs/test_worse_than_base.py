@@ -1,4 +1,5 @@
-"""Runs that only get worse: the base model is a candidate for the best step, and the user is told."""
+"""Runs that only get worse: the base model is a candidate for the best step, and the user is
+told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Configurations: recipes and overrides are read strictly, and a wrong one is refused in one line."""
+"""Configurations: recipes and overrides are read strictly, and a wrong one is refused in one
+line."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ PARAMETER_IDS = st.integers(0, 2**32 - 1)
 
 
 def from_bits(patterns, dtype):
-    """Return the low bits of each integer as a floating-point bit pattern: NaN and infinities among them."""
+    """Return the low bits of each integer as a floating-point bit pattern: NaN and infinities
+    among them."""
     return torch.tensor(patterns, dtype=torch.int64).to(BITS.get(dtype, dtype)).view(dtype)
 
 

@@ -1,4 +1,5 @@
-"""Examples as token ids: BOS, truncation, the tokens of a candidate, prompts, and tokenizers as published."""
+"""Examples as token ids: BOS, truncation, the tokens of a candidate, prompts, and tokenizers as
+published."""
 
 from __future__ import annotations
 

@@ -65,12 +65,14 @@ IMAGES = {
         "--container-image",
         "here.sqsh",
     ): "srun --kill-on-bad-exit=1 --container-image=HERE/here.sqsh "
-    "--container-mounts=HERE:HERE,LAUNCH:LAUNCH --container-workdir=HERE python launch/train.py --config c",
+    "--container-mounts=HERE:HERE,LAUNCH:LAUNCH --container-workdir=HERE "
+    "python launch/train.py --config c",
     (
         "--container-mounts=/data:/data",
         "--container-image=a b.sif",
     ): "srun --kill-on-bad-exit=1 apptainer exec "
-    "--nv --bind HERE:HERE,LAUNCH:LAUNCH,/data:/data --pwd HERE a b.sif python launch/train.py --config c",
+    "--nv --bind HERE:HERE,LAUNCH:LAUNCH,/data:/data --pwd HERE a b.sif "
+    "python launch/train.py --config c",
 }
 """Options of a batch script, and the command of its ranks in the folder HERE."""
 

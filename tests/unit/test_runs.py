@@ -1,4 +1,5 @@
-"""Parts of a run that need no model: its header, its directory, its training state, and what it shows."""
+"""Parts of a run that need no model: its header, its directory, its training state, and what it
+shows."""
 
 from __future__ import annotations
 

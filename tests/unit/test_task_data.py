@@ -235,11 +235,12 @@ def test_chats_of_all_layouts_are_taken_and_unusable_ones_are_refused_together_o
 
 
 DECORATED = "from lezo_ds import reward\n@reward\ndef judge(answers, records):\n    return"
+UNDECORATED = "def judge(answers, records): return [1.0] * len(answers)"
 BAD_REWARDS = {
     "import no_such_module": "No module named 'no_such_module'",
     "def judge(": "SyntaxError",
     "judge = 1": "TypeError: 1 is not callable",
-    "def judge(answers, records): return [1.0] * len(answers)": "needs a reward, not train.objective=",
+    UNDECORATED: "needs a reward, not train.objective=",
     DECORATED.replace(", records", "")
     + " [1.0]": "takes 1 positional argument but 2 were given; fix",
     f"{DECORATED} None": "returned None, not one finite reward per answer",

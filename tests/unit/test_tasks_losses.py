@@ -1,4 +1,5 @@
-"""Tokens and losses of every task against the protocol written out: one full sequence a candidate."""
+"""Tokens and losses of every task against the protocol written out: one full sequence a
+candidate."""
 
 from __future__ import annotations
 

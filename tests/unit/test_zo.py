@@ -1,4 +1,5 @@
-"""Keys, estimators, layer policies, updates and schedules: recorded values, exact arithmetic, statistics."""
+"""Keys, estimators, layer policies, updates and schedules: recorded values, exact arithmetic,
+statistics."""
 
 from __future__ import annotations
 
