@@ -318,7 +318,7 @@ class Run:
     # Results.
 
     def _results(self, *, is_finished: bool) -> RunResults:
-        """Return the results. The engine has the best weights if the run is finished. A collective."""
+        """Return the results. The engine has the best weights if the run finished. A collective."""
         config = self.config
         metric = self.data.task.metric
         best_step = best_loss = trained_loss = zero_shot = early_stop_step = None

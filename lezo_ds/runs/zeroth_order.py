@@ -104,18 +104,23 @@ class ZerothOrderMethod(TrainingMethod):
         if distributed.on_rank_zero(is_saved):
             return
         self.check()
-        checksum = self._owner().checksum(step) if self.journal is not None else None
+        checksum = None
+        if self.journal is not None:
+            checksum = self._owner().checksum(step)
         self.engine.save_checkpoint(self.directory.snapshots, step, checksum)
 
     def restore(self, step: int | None) -> None:
-        """Bring the engine to the exact weights after `step` steps; None: after all recorded ones."""
-        owner = self._owner() if self.journal is not None else None
-        self.engine.load_checkpoint(
-            self.directory.snapshots, self._recorded_steps(), step=step, owner=owner
-        )
+        """Bring the engine to the exact weights after `step` steps; None: after all recorded."""
+        owner = None
+        if self.journal is not None:
+            owner = self._owner()
+        steps = self._recorded_steps()
+        self.engine.load_checkpoint(self.directory.snapshots, steps, step=step, owner=owner)
 
     def protected_steps(self, *, is_finished: bool) -> tuple[int, ...]:
-        return (0,) if self._starts_from_snapshot() else ()
+        if self._starts_from_snapshot():
+            return (0,)
+        return ()
 
     def _starts_from_snapshot(self) -> bool:
         # A prefix starts from activations of the base model. Another machine rounds these
@@ -123,7 +128,8 @@ class ZerothOrderMethod(TrainingMethod):
         return self.config.method in TRAINED and self.config.peft.kind == "prefix"
 
     def num_skipped_steps(self) -> int:
-        return sum(1 for record in self._recorded_steps() if not record.applied)
+        skipped = [record for record in self._recorded_steps() if not record.applied]
+        return len(skipped)
 
     def close(self) -> None:
         if self.journal is not None:
