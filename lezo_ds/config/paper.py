@@ -1,7 +1,8 @@
 """The tables of LeZO (Wang et al. 2024) as data, and the recipe of each of their cells.
 
-The rows of MeZO (Malladi et al. 2023) were reproduced by LeZO's authors. Scores are accuracies in percent,
-and token F1 in percent for SQuAD and DROP: a mean over five seeds with its deviation, or of a single run.
+LeZO's authors also ran MeZO (Malladi et al. 2023) themselves. A score is an accuracy in percent, or
+the token F1 in percent for SQuAD and DROP. An entry 93.0/0.3 is a mean over five seeds with its
+deviation, which only people read; 58.8 is the score of a single run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from lezo_ds.errors import UserError, did_you_mean
 
 
 class Experiment(NamedTuple):
-    """A cell: a model, a task, and how the model is tuned (method mezo is lezo with sparsity 0)."""
+    """A cell of the tables: a model, a task, and how the model is tuned.
+
+    Attributes:
+        model: Name of a model in the organization facebook of the hub, such as opt-13b.
+        task: Name of a task, such as sst2.
+        method: lezo, mezo (lezo with sparsity 0), adamw, zero_shot or icl.
+        peft: The adapter that is trained: none, lora or prefix.
+    """
 
     model: str
     task: str
@@ -21,53 +29,50 @@ class Experiment(NamedTuple):
     peft: str = "none"
 
 
-_NUM_GPUS = {"opt-1.3b": 1, "opt-13b": 2, "opt-30b": 2}  # of 16 GB or more; A100-40G for the others
-_NUM_TRAIN = {
-    "cb": 150,
-    "wsc": 54,
-    "copa": 300,
-}  # examples of MeZO's protocol; 1000 for the other tasks
-
-_OPT_13B = """
-            sst2     rte      cb       boolq    wsc      wic      copa     squad
-zero_shot   58.8     59.6     46.4     59.0     38.5     55.0     80.0     46.2
-icl         87.0     62.1     57.1     66.9     39.4     50.5     87.0     75.9
-adamw       92.0     70.8     83.9     77.1     63.5     70.1     79.0     84.9
-mezo        91.1/0.1 70.8/1.4 68.8/1.8 69.1/0.6 63.5/1.2 58.7/0.9 87.0/1.6 84.2/1.0
-lezo        93.0/0.3 71.4/2.1 69.2/1.7 74.3/0.8 62.7/0.4 60.7/1.5 87.2/0.8 84.3/0.7
-mezo+lora   90.6/1.6 -        70.4/1.6 71.8/1.2 -        -        86.0/1.2 81.1/0.8
-mezo+prefix 90.7/0.9 -        67.9/2.5 73.2/0.4 -        -        87.4/1.7 83.3/1.0
-lezo+lora   92.3/0.5 -        71.1/0.8 73.7/0.8 -        -        86.4/1.5 81.5/1.1
-lezo+prefix 92.1/0.7 -        69.7/2.5 74.5/0.6 -        -        87.6/1.1 83.1/0.4
+_OPT_1_3B = """
+task    zero_shot icl  mezo     lezo
+sst2    53.6      67.7 89.7/1.3 91.9/0.3
+rte     53.4      53.1 65.4/2.5 64.5/2.4
+cb      39.3      44.6 69.3/3.0 69.6/1.8
+boolq   61.1      67.2 64.1/0.8 65.3/1.2
+wsc     43.3      53.8 63.5/0.0 63.3/1.1
+wic     57.5      56.0 58.7/0.5 59.4/1.3
+multirc 45.4      44.7 60.4/1.5 61.4/1.2
+copa    75.0      70.0 76.0/1.9 76.8/2.3
+record  70.6      69.9 71.6/0.5 71.7/0.4
+squad   27.2      59.0 76.9/0.8 76.8/0.7
+drop    11.2      20.3 23.1/0.3 24.1/0.8
 """
 
-_OPT_1_3B = """
-          sst2     rte      cb       boolq    wsc      wic      multirc  copa     record   squad    drop
-zero_shot 53.6     53.4     39.3     61.1     43.3     57.5     45.4     75.0     70.6     27.2     11.2
-icl       67.7     53.1     44.6     67.2     53.8     56.0     44.7     70.0     69.9     59.0     20.3
-mezo      89.7/1.3 65.4/2.5 69.3/3.0 64.1/0.8 63.5/0.0 58.7/0.5 60.4/1.5 76.0/1.9 71.6/0.5 76.9/0.8 23.1/0.3
-lezo      91.9/0.3 64.5/2.4 69.6/1.8 65.3/1.2 63.3/1.1 59.4/1.3 61.4/1.2 76.8/2.3 71.7/0.4 76.8/0.7 24.1/0.8
+_OPT_13B = """
+task  zero_shot icl  adamw mezo     lezo     mezo+lora mezo+prefix lezo+lora lezo+prefix
+sst2  58.8      87.0 92.0  91.1/0.1 93.0/0.3 90.6/1.6  90.7/0.9    92.3/0.5  92.1/0.7
+rte   59.6      62.1 70.8  70.8/1.4 71.4/2.1 -         -           -         -
+cb    46.4      57.1 83.9  68.8/1.8 69.2/1.7 70.4/1.6  67.9/2.5    71.1/0.8  69.7/2.5
+boolq 59.0      66.9 77.1  69.1/0.6 74.3/0.8 71.8/1.2  73.2/0.4    73.7/0.8  74.5/0.6
+wsc   38.5      39.4 63.5  63.5/1.2 62.7/0.4 -         -           -         -
+wic   55.0      50.5 70.1  58.7/0.9 60.7/1.5 -         -           -         -
+copa  80.0      87.0 79.0  87.0/1.6 87.2/0.8 86.0/1.2  87.4/1.7    86.4/1.5  87.6/1.1
+squad 46.2      75.9 84.9  84.2/1.0 84.3/0.7 81.1/0.8  83.3/1.0    81.5/1.1  83.1/0.4
 """
 
 _OPT_30B = """
-          sst2     boolq
-zero_shot 56.7     39.1
-icl       81.9     66.2
-mezo      90.3/0.5 69.5/0.4
-lezo      92.8/0.6 73.7/0.9
+task  zero_shot icl  mezo     lezo
+sst2  56.7      81.9 90.3/0.5 92.8/0.6
+boolq 39.1      66.2 69.5/0.4 73.7/0.9
 """
 
 
-def _read_table(model: str, text: str) -> dict[Experiment, float]:
-    header, *rows = (line.split() for line in text.strip().splitlines())
+def _read_table(model: str, table: str) -> dict[Experiment, float]:
+    header, *rows = [line.split() for line in table.strip().splitlines()]
     scores = {}
-    for name, *entries in rows:
-        method, _, peft = name.partition("+")
-        for task, entry in zip(header, entries, strict=True):
-            if entry != "-":
-                scores[Experiment(model, task, method, peft or "none")] = float(
-                    entry.partition("/")[0]
-                )
+    for task, *entries in rows:
+        for column, entry in zip(header[1:], entries, strict=True):
+            if entry == "-":
+                continue
+            method, _, peft = column.partition("+")
+            mean = entry.partition("/")[0]
+            scores[Experiment(model, task, method, peft or "none")] = float(mean)
     return scores
 
 
@@ -76,6 +81,7 @@ PAPER_SCORES: Mapping[Experiment, float] = {
     **_read_table("opt-13b", _OPT_13B),
     **_read_table("opt-30b", _OPT_30B),
 }
+"""The score of each cell, in percent."""
 
 LEARNING_RATES: Mapping[tuple[str, str], Mapping[str, tuple[float, ...]]] = {
     ("lezo", "none"): {"": (1e-6, 7e-7), "opt-1.3b": (3e-6, 1e-6)},
@@ -86,38 +92,43 @@ LEARNING_RATES: Mapping[tuple[str, str], Mapping[str, tuple[float, ...]]] = {
     ("mezo", "lora"): {"": (1e-4, 5e-5), "squad": (1e-4, 5e-5, 1e-5)},
     ("adamw", "none"): {"": (1e-5, 5e-5, 8e-5)},
 }
-"""The learning rates that were searched: under "", and under a task or model that has its own."""
+"""The learning rates that the paper searched, by method and adapter.
+
+They are under "", or under the name of a task or a model that has its own.
+"""
 
 _PERTURBATION_SCALES = {"none": 1e-3, "prefix": 1e-1, "lora": 1e-2}
 _SPARSITIES = {"none": 0.75, "prefix": 0.75, "lora": 0.5}
-_LONG_INPUTS = {
-    "boolq",
-    "multirc",
-    "record",
-    "squad",
-    "drop",
-}  # hundreds of tokens; the others have tens
+
+# Tasks with inputs of hundreds of tokens. Those of the others have tens.
+_LONG_INPUTS = {"boolq", "multirc", "record", "squad", "drop"}
+
+# Training examples of tasks that have fewer than MeZO's 1000.
+_NUM_TRAIN = {"cb": 150, "wsc": 54, "copa": 300}
+
+# GPUs of 16 GB or more for OPT-1.3b, and of the type A100-40G for the others.
+_NUM_GPUS = {"opt-1.3b": 1, "opt-13b": 2, "opt-30b": 2}
+
+_ZO_STEPS = 20_000
+_ZO_BATCH_SIZE = 16
+_ADAMW_EPOCHS = 5
+_ADAMW_BATCH_SIZE = 8
+_ADAMW_NUM_GPUS = 8  # of 80 GB
 
 
 def paper_recipe(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the recipe of the cell that `model= task= method= [peft=]` name, and the other words.
+    """Return the recipe of a cell of the tables, and the words that do not name the cell.
 
-    The learning rate is the first that the paper lists. No recipe has been run on the paper's models.
+    The learning rate is the first that the paper lists. No recipe has been run on the paper's
+    models.
+
+    Args:
+        words: `model=`, `task=`, `method=` and, for an adapter, `peft=` name the cell.
+
+    Raises:
+        UserError: A word is missing, or the tables have no such cell.
     """
-    named = dict(
-        word.split("=", 1) for word in words if word.partition("=")[0] in Experiment._fields
-    )
-    others = [word for word in words if word.partition("=")[0] not in Experiment._fields]
-    if missing := {"model", "task", "method"} - named.keys():
-        example = "--config paper model=opt-13b task=sst2 method=lezo"
-        raise UserError(
-            f"--config paper needs {', '.join(sorted(missing))}", fix=f"write it like {example}"
-        )
-    cell = Experiment(**named)
-    if cell not in PAPER_SCORES:
-        fix = did_you_mean(" ".join(cell), map(" ".join, PAPER_SCORES), "choose one of their cells")
-        raise UserError(f"the paper's tables have no {' '.join(cell)}", fix=fix)
-    is_long, trains = cell.task in _LONG_INPUTS, (cell.method, cell.peft) in LEARNING_RATES
+    cell, others = _find_cell(words)
     # Gradients leave the range of fp16 without a loss scale; bf16 needs none.
     dtype = "bf16" if cell.method == "adamw" else "fp16"
     recipe: dict[str, Any] = {
@@ -126,28 +137,74 @@ def paper_recipe(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         "model": {"path": f"facebook/{cell.model}", "dtype": dtype},
         "data": {"task": cell.task, "protocol": "mezo"},
         "peft": {"kind": cell.peft},
-        # 32 demonstrations fill most of 2048 tokens.
-        "train": {"eval_batch_size": 2 if cell.method == "icl" else 4 if is_long else 16},
+        "train": {"eval_batch_size": _eval_batch_size(cell)},
         "deepspeed": f"zero3_{dtype}",
     }
-    if not trains:
-        return recipe, others
-    by_name = LEARNING_RATES[cell.method, cell.peft]
-    rate = (by_name.get(cell.task) or by_name.get(cell.model) or by_name[""])[0]
-    if cell.method == "adamw":  # five epochs, on eight GPUs of 80 GB
-        steps, batch_size, num_gpus = 5 * _NUM_TRAIN.get(cell.task, 1000) // 8, 8, 8
-        recipe["adamw"] = {"learning_rate": rate}
-    else:
-        steps, batch_size = 20_000, 16
-        num_gpus = 4 if (cell.model, cell.task) == ("opt-30b", "boolq") else _NUM_GPUS[cell.model]
-        recipe["zo"] = {
-            "learning_rate": rate,
-            "perturbation_scale": _PERTURBATION_SCALES[cell.peft],
-            "sparsity": _SPARSITIES[cell.peft] if cell.method == "lezo" else 0,
-            # The low bits of fp32_master are 60 GB more for OPT-30b, which two A100-40G do not hold.
-            "update_precision": "stochastic" if cell[:2] == ("opt-30b", "sst2") else "fp32_master",
-        }
-    micro = batch_size // num_gpus
-    recipe["train"] |= {"steps": steps, "eval_every": max(1, steps // 10), "batch_size": batch_size}
-    recipe["train"]["micro_batch_size"] = min(micro, 4) if is_long else micro
+    if cell.method == "adamw":
+        recipe["adamw"] = {"learning_rate": _learning_rate(cell)}
+        num_train = _NUM_TRAIN.get(cell.task, 1000)
+        steps = _ADAMW_EPOCHS * num_train // _ADAMW_BATCH_SIZE
+        recipe["train"] |= _batches(cell, steps, _ADAMW_BATCH_SIZE, _ADAMW_NUM_GPUS)
+    elif cell.method in ("lezo", "mezo"):
+        recipe["zo"] = _zo_section(cell)
+        has_four_gpus = (cell.model, cell.task) == ("opt-30b", "boolq")
+        num_gpus = 4 if has_four_gpus else _NUM_GPUS[cell.model]
+        recipe["train"] |= _batches(cell, _ZO_STEPS, _ZO_BATCH_SIZE, num_gpus)
     return recipe, others
+
+
+def _find_cell(words: Sequence[str]) -> tuple[Experiment, list[str]]:
+    named = {}
+    others = []
+    for word in words:
+        name, _, value = word.partition("=")
+        if name in Experiment._fields:
+            named[name] = value
+        else:
+            others.append(word)
+    missing = {"model", "task", "method"} - named.keys()
+    if missing:
+        raise UserError(
+            f"--config paper needs {', '.join(sorted(missing))}",
+            fix="write it like --config paper model=opt-13b task=sst2 method=lezo",
+        )
+    cell = Experiment(**named)
+    if cell not in PAPER_SCORES:
+        fix = did_you_mean(" ".join(cell), map(" ".join, PAPER_SCORES), "choose one of their cells")
+        raise UserError(f"the paper's tables have no {' '.join(cell)}", fix=fix)
+    return cell, others
+
+
+def _eval_batch_size(cell: Experiment) -> int:
+    if cell.method == "icl":  # 32 demonstrations fill most of 2048 tokens
+        return 2
+    return 4 if cell.task in _LONG_INPUTS else 16
+
+
+def _learning_rate(cell: Experiment) -> float:
+    by_name = LEARNING_RATES[cell.method, cell.peft]
+    searched = by_name.get(cell.task) or by_name.get(cell.model) or by_name[""]
+    return searched[0]
+
+
+def _zo_section(cell: Experiment) -> dict[str, Any]:
+    # The low bits of fp32_master are 60 GB more for OPT-30b, which two A100-40G do not hold.
+    is_tight = (cell.model, cell.task) == ("opt-30b", "sst2")
+    return {
+        "learning_rate": _learning_rate(cell),
+        "perturbation_scale": _PERTURBATION_SCALES[cell.peft],
+        "sparsity": _SPARSITIES[cell.peft] if cell.method == "lezo" else 0,
+        "update_precision": "stochastic" if is_tight else "fp32_master",
+    }
+
+
+def _batches(cell: Experiment, steps: int, batch_size: int, num_gpus: int) -> dict[str, int]:
+    micro_batch_size = batch_size // num_gpus
+    if cell.task in _LONG_INPUTS:
+        micro_batch_size = min(micro_batch_size, 4)
+    return {
+        "steps": steps,
+        "eval_every": max(1, steps // 10),
+        "batch_size": batch_size,
+        "micro_batch_size": micro_batch_size,
+    }

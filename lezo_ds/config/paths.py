@@ -1,4 +1,4 @@
-"""Paths in recipes and on command lines, and the files that are shipped: `launch` and `ds_configs`."""
+"""Paths in recipes and on command lines, and the shipped folders `launch` and `ds_configs`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,26 @@ from lezo_ds.errors import UserError
 
 DATA_KEYS = ("data.path", "data.train", "data.validation", "data.test")
 PATH_KEYS = ("run_dir", "model.path", *DATA_KEYS, "deepspeed")
+"""Keys whose value may be a path. Some values are names, such as an id on the hub."""
 
 _PACKAGE = Path(__file__).parents[1]
 ROOT = _PACKAGE if (_PACKAGE / "ds_configs").is_dir() else _PACKAGE.parent
-"""Folder of `launch` and `ds_configs`: the package in a wheel (see setup.py), or the root of the clone."""
+"""The folder of `launch` and `ds_configs`: the package in a wheel (see setup.py), or the clone."""
 
 
 def find_file(name: str) -> Path:
     """Return a path from the working directory, or of a shipped file if nothing is there."""
-    return ROOT / name if not Path(name).exists() and (ROOT / name).exists() else Path(name)
+    if not Path(name).exists() and (ROOT / name).exists():
+        return ROOT / name
+    return Path(name)
 
 
 def expand(path: str, where: str) -> str:
-    """Return a path with the values of `~` and `$VAR`. UserError: a variable is not set."""
+    """Return a path with the values of `~` and `$VAR`. `where` names its source in messages.
+
+    Raises:
+        UserError: A variable is not set.
+    """
     expanded = os.path.expanduser(os.path.expandvars(path))  # noqa: PTH111 (it may be no path)
     if re.search(r"\$\w|\$\{", expanded):
         raise UserError(
@@ -34,17 +41,25 @@ def expand(path: str, where: str) -> str:
 
 
 def resolve_paths(values: Mapping[str, Any], folder: Path | None) -> dict[str, Any]:
-    """Return values by dotted key, with paths as lezo-ds train --help describes.
+    """Return values by dotted key with the paths that they mean.
 
-    `folder` is that of the recipe; None is the working directory, for values from the command line.
+    A path is relative to the folder of its recipe if it begins with ./ or ../ or exists there. All
+    other paths are relative to the working directory. That a run_dir exists there does not count.
+
+    Args:
+        values: Values of a configuration, by dotted key.
+        folder: The recipe's folder; None for values from the command line, whose paths are all
+            relative to the working directory.
     """
     base = (folder or Path()).absolute()
     resolved = dict(values)
     for key in PATH_KEYS:
-        if isinstance(resolved.get(key), str):
-            path = expand(resolved[key], key)
-            is_there = folder is not None and key != "run_dir" and path and (base / path).exists()
-            if path.startswith(("./", "../")) or path in (".", "..") or is_there:
-                path = os.path.normpath(base / path)
-            resolved[key] = path
+        if not isinstance(resolved.get(key), str):
+            continue
+        path = expand(resolved[key], key)
+        is_relative = path in (".", "..") or path.startswith(("./", "../"))
+        may_be_near = folder is not None and key != "run_dir" and path != ""
+        if is_relative or (may_be_near and (base / path).exists()):
+            path = os.path.normpath(base / path)
+        resolved[key] = path
     return resolved

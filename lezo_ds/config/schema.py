@@ -1,4 +1,9 @@
-"""Every key of a run's configuration, with its type, limits, default and meaning."""
+"""Every key of a run's configuration, with its type, limits, default and meaning.
+
+The text below a key is its help in `lezo-ds train --help`. A class is a section of the recipe. A
+key that is marked with `_MAY_DIFFER` may change when a run is resumed: it decides neither the
+weights nor their scores.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from lezo_ds.config.reading import ExactStrings, Named, Reader, Strings, split
+from lezo_ds.config.key_types import ExactStrings, Named, Strings, split
+from lezo_ds.config.reading import Reader
 from lezo_ds.tasks import TASKS
 from lezo_ds.tasks.base import Protocol
 from lezo_ds.tasks.custom import CUSTOM
@@ -24,8 +30,10 @@ Method = Literal["lezo", "adamw", "zero_shot", "icl"]
 ZEROTH_ORDER: frozenset[Method] = frozenset({"lezo"})
 TRAINED: frozenset[Method] = ZEROTH_ORDER | {"adamw"}
 Monitors = Annotated[list[Literal["comet", "csv", "tensorboard", "wandb"]], BeforeValidator(split)]
-Number = Annotated[int, Field(ge=1, le=10**9)]  # of what is done, or was read, one after the other
-NumberOrNone = Annotated[int, Field(ge=0, le=10**9)]
+
+# Every integer has an upper limit, so that no recipe of someone else asks for endless work.
+Count = Annotated[int, Field(ge=1, le=10**9)]  # of what is done, or read, one after the other
+CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
 Size = Annotated[int, Field(ge=1, le=2**16)]  # of what is in memory at once
 Options = dict[str, str | bool | Annotated[int, Field(ge=-(10**9), le=10**9)] | float]
 
@@ -37,201 +45,263 @@ _STRICT = ConfigDict(
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class ModelConfig:
+    """The base model."""
+
     path: Annotated[str, _MAY_DIFFER]
-    """Hub id or directory of a decoder language model in the Hugging Face layout."""
+    """A decoder language model is loaded from this directory in the Hugging Face layout, or by this
+    id from the hub."""
     dtype: Dtype
-    """Type in which the weights are stored, gathered and multiplied. fp16 needs a GPU, or a CPU with fp16."""
+    """Weights are stored, gathered and multiplied in this type. fp16 needs a GPU, or a CPU that
+    computes in fp16."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class DataConfig:
+    """The task, where its examples come from, and how many are used."""
+
     task: Annotated[str, Named(TASKS, CUSTOM)] = "sst2"
-    """Name of the task. The default is custom if data.prompt or data.messages is set: a task that the keys
-    below describe. package.module:TASK is a Task of your own (see lezo_ds/tasks/base.py)."""
+    """The run trains and scores this task. If data.prompt or data.messages is set, the default is
+    custom: a task that the keys below describe. package.module:TASK is a Task of your own (see
+    lezo_ds/tasks/base.py)."""
     path: Annotated[str | None, _MAY_DIFFER] = None
-    """Directory with the task's files (.jsonl or .parquet). Null reads the hub, unless data.train is set."""
+    """The task's files (.jsonl or .parquet) are read from this directory. Null reads them from the
+    hub, unless data.train is set."""
     train: Annotated[str | None, _MAY_DIFFER] = None
-    """File with your own training records: .csv or .tsv (with a header), .json, .jsonl or .parquet. Or a
-    split on the hub, as OWNER/NAME:SPLIT or OWNER/NAME/CONFIG:SPLIT."""
+    """Your training records are read from this file: .csv or .tsv with a header, .json, .jsonl or
+    .parquet. OWNER/NAME:SPLIT or OWNER/NAME/CONFIG:SPLIT is a split on the hub."""
     validation: Annotated[str | None, _MAY_DIFFER] = None
-    """File or split of the validation loss, which selects the best step. Null draws a fifth of data.train, at
-    most 500 records, by data.seed."""
+    """The validation loss, which selects the best step, is measured on this file or split. Null
+    sets a fifth of data.train aside for it, at most 500 records, which data.seed draws."""
     test: Annotated[str | None, _MAY_DIFFER] = None
-    """File or split of the final score. Null draws a fifth of data.train, at most 1000 records."""
+    """The final score is measured on this file or split. Null sets a fifth of data.train aside for
+    it, at most 1000 records."""
     prompt: str | None = None
-    """The text that the model reads, with fields of the record in braces: "{text} This ticket is about". A
-    dot leads into a nested field. {{ and }} are braces."""
+    """The model reads this text, in which names in braces stand for fields of the record: "{text}
+    This ticket is about". A dot leads into a nested field. {{ and }} are braces."""
     label_field: str | None = None
-    """Field with the right answer: one of data.labels; or, with data.choices, also the number of the right
-    choice (from 0) or its text. Records without a label are left out."""
+    """This field has the right answer, which is one of data.labels. With data.choices, it may also
+    be the number of the right choice (from 0) or its text. Records without a label are left out."""
     labels: Strings | dict[str, str] | None = None
-    """Classification: the labels, or a map from each label to the text that the model continues the prompt
-    with. With data.choices: a list of the labels of the choices, in their order."""
+    """Classification: the model chooses one of these labels. A map gives each label the text that
+    continues the prompt. With data.choices, a list gives the choices their labels, in order."""
     choices: Strings | None = None
-    """Multiple choice: templates of the choices, such as [{a}, {b}], or one field with a list of texts."""
+    """Multiple choice: the model chooses one of the texts that these templates make, such as
+    [{a}, {b}], or one of the texts in a single field."""
     completion: str | None = None
-    """Generation: template of the text to write, such as {answer}, or one field with a list of right texts,
-    of which the first is trained on. Without any right answers, train.objective must name a reward."""
+    """Generation: the model learns to write the text that this template makes, such as {answer}, or
+    the first of the right texts in a single field. Without any right answers, train.objective must
+    name a reward."""
     messages: str | None = None
-    """Chat: the field with a conversation, a list of {role, content} or {from, value}, for the tokenizer's
-    chat template. The loss is the mean over the assistant's tokens, without turns of weight 0."""
+    """Chat: the model learns the assistant's turns of the conversation in this field, a list of
+    {role, content} or {from, value}, in the tokenizer's chat template. The loss is the mean over
+    the tokens of these turns, except those of weight 0."""
     chat_template: bool = False
-    """Whether the chat template writes data.prompt as a user's turn, and the answer as the assistant's."""
+    """If true, the chat template writes data.prompt as a user's turn, and the answer as the
+    assistant's."""
     system_prompt: str | None = None
-    """First turn of each conversation, unless the record has a system's turn of its own."""
+    """Each conversation begins with this system turn, unless its record has one."""
     skip_unusable: bool = False
-    """Whether records that cannot be used are left out with a count. By default, they are an error."""
+    """If true, records that cannot be used are left out and counted. By default, they are an
+    error."""
     metric: Annotated[str, Named(METRICS)] | None = None
-    """The score: accuracy, macro_f1 (classification only), f1 (of words) or exact_match (generation),
-    token_accuracy (chat), reward (the mean of train.objective), or your own function (predictions, examples)
-    -> 0 to 1 (see lezo_ds/tasks/metrics.py). Null takes the task's own: reward without right answers."""
+    """Predictions are scored by accuracy, macro_f1 (classification only), f1 (of words) or
+    exact_match (generation), token_accuracy (chat), reward (the mean of train.objective), or your
+    own function of predictions and examples, which returns 0 to 1 (see lezo_ds/tasks/metrics.py).
+    Null takes the task's metric, or reward if there are no right answers."""
     protocol: Protocol = "clean"
-    """clean uses split sizes that fit the task. mezo does what MeZO's published scripts do: split sizes,
-    demonstrations drawn for each question, and three details that rarely matter (see docs/protocol.md). With
-    data.train, all records are used."""
-    num_train: Number | None = None
-    """Number of training examples. Null takes the protocol's number."""
-    num_dev: Number | None = None
-    """Number of validation examples, whose loss selects the best step. Null takes the protocol's number."""
-    num_test: Number | None = None
-    """Maximum number of test examples, which give the final score. Null takes the protocol's number."""
+    """clean uses split sizes that fit the task. mezo does what MeZO's published scripts do: it uses
+    their split sizes, draws demonstrations for each question, and copies three details that rarely
+    matter (see docs/protocol.md). With data.train, all records are used."""
+    num_train: Count | None = None
+    """The run trains on this number of examples. Null takes the protocol's number."""
+    num_dev: Count | None = None
+    """The validation loss, which selects the best step, is measured on this number of examples.
+    Null takes the protocol's number."""
+    num_test: Count | None = None
+    """The final score is measured on at most this number of examples. Null takes the protocol's
+    number."""
     max_length: Annotated[int, Field(ge=1, le=2**20)] = 2048
-    """Maximum length of an input, in tokens. Longer ones are cut on the left, conversations at their end."""
+    """An input has at most this number of tokens. Longer ones are cut on the left, conversations at
+    their end."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
-    """Seed that selects the examples of each split."""
-    num_demonstrations: Number = 32
-    """Number of solved examples before each question, with method icl: the first training examples, or others
-    for each question with data.protocol mezo."""
+    """This seed selects the examples of each split."""
+    num_demonstrations: Count = 32
+    """With method icl, this number of solved examples comes before each question: the first
+    training examples or, with data.protocol=mezo, others for each question."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class PeftConfig:
+    """The adapter, if only an adapter is trained."""
+
     kind: Literal["none", "lora", "prefix"] = "none"
-    """What is trained: all weights (none), low-rank adapters (lora), or a prefix of vectors (prefix)."""
+    """The run trains all weights (none), low-rank adapters of linear modules (lora), or a prefix of
+    key and value vectors (prefix)."""
     lora_rank: Size = 8
-    """Rank r of the adapters."""
+    """The two matrices of an adapter have this rank r."""
     lora_alpha: PositiveFloat = 16.0
     """The output of an adapter is scaled by lora_alpha / lora_rank."""
     lora_targets: str = "q_proj,v_proj"
-    """Names of the linear modules that get an adapter, separated by commas."""
+    """Linear modules with these names, separated by commas, get an adapter."""
     prefix_length: Size = 5
-    """Number of key and value vectors before every sequence, in each transformer block."""
+    """In each transformer block, this number of key and value vectors comes before every
+    sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class AdamWConfig:
+    """First-order training, with method=adamw."""
+
     learning_rate: NonNegativeFloat = 1e-5
-    """Learning rate at the first step. It falls linearly to 0."""
+    """The learning rate begins with this value and falls linearly to 0."""
     weight_decay: NonNegativeFloat = 0.0
-    """Coefficient of the decoupled weight decay."""
+    """Weights decay by this coefficient, decoupled from their gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class ZoConfig:
+    """Zeroth-order training, with method=lezo. theta are the weights, and z is a random direction.
+
+    A step updates theta by theta - eta g z. The estimator makes the projected gradient g of losses
+    at perturbed weights, such as theta + mu z and theta - mu z.
+    """
+
     learning_rate: NonNegativeFloat | None = None
-    """Learning rate eta. Method lezo needs it. zo.lr_schedule changes it over the run."""
+    """Updates have this learning rate eta, which zo.lr_schedule changes over the run. Method lezo
+    needs it."""
     lr_schedule: Annotated[str, Named(SCHEDULES)] = "constant"
-    """How the learning rate changes after the warm-up. linear and cosine let it fall to 0 over train.steps;
-    such a run cannot be resumed with another train.steps."""
-    warmup_steps: NumberOrNone = 0
-    """Number of steps over which the learning rate rises to zo.learning_rate, in equal parts."""
+    """After the warm-up, the learning rate stays as it is (constant), or falls to 0 over
+    train.steps (linear, cosine). A run in which it falls cannot be resumed with another
+    train.steps."""
+    warmup_steps: CountOrZero = 0
+    """The learning rate rises to zo.learning_rate over this number of steps, in equal parts."""
     perturbation_scale: PositiveFloat = 1e-3
-    """Perturbation scale mu ("eps" in the paper's tables). The two losses of a direction z are measured at
-    theta + mu z and theta - mu z."""
+    """A direction z perturbs the weights with this scale mu ("eps" in the paper's tables): its two
+    losses are measured at theta + mu z and theta - mu z."""
     sparsity: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of the transformer blocks that each step drops, rounded to whole blocks: 0.6667 drops 20 of 30.
-    Method lezo needs it. 0 is MeZO. With 1, only the weights outside the blocks are tuned."""
+    """Each step drops this share of the transformer blocks, rounded to whole blocks: 0.6667 drops
+    20 of 30. Method lezo needs it. 0 is MeZO. 1 tunes only the weights outside the blocks."""
     update_precision: UpdatePrecision = "fp32_master"
-    """How an update is stored in 16-bit weights. fp32_master also keeps the 16 low bits, which takes 2 more
-    bytes per parameter; stochastic rounds at random without bias."""
+    """An update is stored in 16-bit weights in one of two ways. fp32_master also keeps the 16 low
+    bits of each weight, which takes 2 more bytes per parameter. stochastic rounds at random without
+    bias."""
     estimator: Annotated[str, Named(ESTIMATORS)] = "spsa"
-    """How losses become projected gradients: spsa (two-sided, the papers'), one-sided (all directions share
-    the loss at theta), fzoo (one-sided differences, divided by their deviation), evolution-strategies (the
-    losses or rewards of directions, compared with each other)."""
+    """The estimator turns losses into projected gradients: by two-sided differences (spsa, the
+    papers'), by differences from the loss at theta, which all directions share (one-sided), by the
+    same divided by their standard deviation (fzoo), or by comparing the losses or rewards of the
+    directions with each other (evolution-strategies)."""
     estimator_options: Options = field(default_factory=dict)
-    """Options of the estimator, as estimator_options.NAME."""
+    """The estimator gets these options, each of which may be set as estimator_options.NAME."""
     only_blocks: bool = False
-    """Whether only the transformer blocks are perturbed and updated. Everything before the first block that a
-    step perturbs is then computed once for all probes of a pass. The papers perturb all weights."""
+    """If true, only the transformer blocks are perturbed and updated. Everything before the first
+    block that a step perturbs is then computed once for all probes of a pass. The papers perturb
+    all weights."""
     noise_distribution: Distribution = "normal"
-    """Distribution of a direction's elements: normal (the papers') or rademacher (+1 or -1, drawn faster)."""
+    """The elements of a direction are drawn from the normal distribution (the papers'), or are +1
+    or -1 (rademacher), which is drawn faster."""
     directions: Annotated[int, Field(ge=1, le=2**12)] = 1
-    """Number of random directions per step, each on the whole batch, whose gradient estimates are averaged. N
-    directions on N ranks take the time of one direction on one rank."""
+    """Each step tries this number of random directions on the whole batch, and averages their
+    gradient estimates. N directions on N ranks take the time of one direction on one rank."""
     probes_per_pass: Size = 2
-    """Number of perturbed copies of the batch in one forward pass, which gathers each weight once. 2 runs
-    both signs of a direction in one pass. All even numbers give the same results; larger ones need more
-    memory and fewer gathers (see train --dry-run). 1, the reference, differs in the last bits."""
+    """A forward pass runs this number of perturbed copies of the batch, and gathers each weight
+    once. 2 runs both signs of a direction in one pass. All even numbers give the same results;
+    larger ones need more memory and fewer gathers (see train --dry-run). 1, the reference, differs
+    in the last bits."""
     layer_policy: Annotated[str, Named(LAYER_POLICIES)] = "uniform"
-    """How the transformer blocks that a step drops are chosen. uniform is the paper's own policy. fixed keeps
-    the last blocks, or those of its option, in every step. adalezo learns which blocks change the loss most.
-    package.module:NAME is a LayerPolicy of your own."""
+    """The layer policy chooses the transformer blocks that a step drops. uniform draws them at
+    random, as the paper does. fixed keeps the last blocks, or those of its option, in every step.
+    adalezo learns which blocks change the loss most. package.module:NAME is a LayerPolicy of your
+    own."""
     layer_policy_options: Options = field(default_factory=dict)
-    """Options of the layer policy, as layer_policy_options.NAME."""
+    """The layer policy gets these options, each of which may be set as
+    layer_policy_options.NAME."""
     weight_decay: NonNegativeFloat = 0.0
-    """Coefficient of the decoupled weight decay of matrices. Blocks that a step drops do not decay."""
+    """Matrices decay by this coefficient, decoupled from their gradients. Blocks that a step drops
+    do not decay."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class TrainConfig:
-    steps: Annotated[Number | None, _MAY_DIFFER] = None
-    """Number of steps of the whole run. Methods lezo and adamw need it."""
+    """The length of the run, its batches, and what it evaluates and keeps."""
+
+    steps: Annotated[Count | None, _MAY_DIFFER] = None
+    """The whole run has this number of steps. Methods lezo and adamw need it."""
     batch_size: Size = 16
-    """Number of examples in a step, summed over all ranks."""
+    """A step uses this number of examples, summed over all ranks."""
     micro_batch_size: Size = 16
-    """Number of examples in one forward pass of one rank. It must divide batch_size. It affects the last bits
-    of the losses; the number of ranks does not."""
+    """A forward pass of one rank uses this number of examples. It must divide batch_size. It
+    affects the last bits of the losses; the number of ranks does not."""
     eval_batch_size: Annotated[Size, _MAY_DIFFER] = 16
-    """Number of sequences (prompts, each with one candidate if any) in a forward pass of an evaluation."""
-    eval_every: Annotated[Number | None, _MAY_DIFFER] = None
-    """Number of steps between evaluations. Null evaluates every tenth of the run, as in the papers."""
-    patience: Annotated[Number | None, _MAY_DIFFER] = None
-    """Stop after so many evaluations in a row without a better validation loss. Null does all steps."""
+    """A forward pass of an evaluation has this number of sequences: prompts, each with one
+    candidate if there are candidates."""
+    eval_every: Annotated[Count | None, _MAY_DIFFER] = None
+    """Evaluate the weights each time this number of steps is done. Null evaluates them after every
+    tenth of the run, as in the papers."""
+    patience: Annotated[Count | None, _MAY_DIFFER] = None
+    """Stop after this number of evaluations in a row without a better validation loss. Null does
+    all steps."""
     objective: str = "task"
-    """What is minimized: the task's own loss (task), minus the mean F1 of generated answers (f1), or your own
-    package.module:function, a loss or a reward of the answers (see lezo_ds/data/objectives.py)."""
-    snapshot_every: Annotated[NumberOrNone | None, _MAY_DIFFER] = None
-    """Number of steps between snapshots. Null uses eval_every; 0 writes only the last one."""
-    keep_snapshots: Annotated[NumberOrNone, _MAY_DIFFER] = 2
-    """Number of the newest snapshots to keep. 0, the default of lezo-ds sweep with lezo, keeps no weights of
-    a finished run: a replay of the journal gives them back, but those of adamw are gone."""
+    """Training minimizes the task's own loss (task), minus the mean F1 of generated answers (f1),
+    or your own package.module:function, which returns a loss or a reward of the answers (see
+    lezo_ds/data/objectives.py)."""
+    snapshot_every: Annotated[CountOrZero | None, _MAY_DIFFER] = None
+    """Write a snapshot each time this number of steps is done. Null uses eval_every; 0 writes only
+    the last snapshot."""
+    keep_snapshots: Annotated[CountOrZero, _MAY_DIFFER] = 2
+    """Keep this number of the newest snapshots. 0, the default of lezo-ds sweep with lezo, keeps no
+    weights of a finished run: a replay of the journal gives them back, but those of adamw are
+    gone."""
     report_to: Annotated[Monitors | None, _MAY_DIFFER] = None
-    """DeepSpeed's monitors that get the content of metrics.jsonl, such as [tensorboard, csv]. Files are in
-    run_dir/monitors. A monitor's section in the DeepSpeed JSON replaces these settings."""
+    """Send the content of metrics.jsonl to these monitors of DeepSpeed, such as [tensorboard, csv].
+    Their files are in run_dir/monitors. A monitor's section in the DeepSpeed JSON replaces these
+    settings."""
     timeout_seconds: Annotated[Size, _MAY_DIFFER] = 1800
-    """End the run if a rank does not answer for this long. Writing a snapshot must take less time."""
+    """End the run if a rank does not answer for this number of seconds. Writing a snapshot must
+    take less time."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class GenerationConfig:
+    """How the model writes answers, in tasks that generate, and with a reward."""
+
     max_new_tokens: Size = 50
-    """Maximum length of an answer, in tokens. The default is MeZO's."""
+    """An answer has at most this number of tokens. The default is MeZO's."""
     stop: ExactStrings | None = None
-    """Texts that end an answer, as the model's EOS does. Null is the first newline, as in MeZO's tasks."""
+    """Any of these texts ends an answer, as the model's EOS does. Null is the first newline, as in
+    MeZO's tasks."""
     temperature: NonNegativeFloat = 0.0
-    """Temperature of sampling in training. 0 takes the most probable token, as evaluations always do."""
+    """In training, tokens are drawn at this temperature. 0 takes the most probable token, as
+    evaluations always do."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Draw from the most probable tokens only that have this probability together. Null draws from all."""
+    """In training, tokens are drawn only from the most probable ones that have this probability
+    together. Null draws from all."""
     num_samples: Size = 1
-    """Number of answers that are drawn for each prompt of a training batch. More need a temperature."""
+    """In training, this number of answers is drawn for each prompt of a batch. More than one needs
+    a temperature."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class ElasticConfig:
+    """Replicas: launches that share one run, and may come and go."""
+
     lighthouse: Annotated[str | None, _MAY_DIFFER] = None
-    """Address of torchft's lighthouse, http://HOST:29510. Launches with the same one are replicas of one run:
-    each step is shared by those that are there. Null trains alone (see docs/replicas.md)."""
+    """torchft's lighthouse has this address, http://HOST:29510. Launches that name the same one are
+    replicas of one run: those that are there share each step. Null trains alone (see
+    docs/replicas.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class RunConfig:
+    """The configuration of a run: what config.yaml and the header of its journal record."""
+
     run_dir: Annotated[str, _MAY_DIFFER]
-    """Directory of the run. If it already holds the run, the run is resumed."""
+    """The run is in this directory. If the directory already holds the run, it is resumed."""
     seed: Annotated[int, Field(ge=0, le=2**64 - 1)] = 0
-    """Seed of the noise, of the dropped transformer blocks and of the order of the examples."""
+    """This seed decides the noise, the dropped transformer blocks and the order of the examples."""
     method: Method = "lezo"
-    """lezo (zo.sparsity=0 is MeZO), adamw (first-order), or one that does not train: zero_shot or
-    icl (in-context learning)."""
+    """lezo trains with forward passes only (zo.sparsity=0 is MeZO), and adamw with gradients. The
+    other methods score the model without training it: zero_shot, and icl (in-context learning)
+    with demonstrations in the prompt."""
     model: ModelConfig
     data: DataConfig
     zo: ZoConfig
@@ -242,26 +312,16 @@ class RunConfig:
     elastic: ElasticConfig
 
     partition_size: Annotated[Size | None, _MAY_DIFFER] = None
-    """Number of ranks that share one copy of the weights, a divisor of the number of ranks. Such groups
-    exchange only scalars with each other. Use 1 if one GPU can hold the model. Null is all ranks."""
+    """This number of ranks, a divisor of the number of all ranks, shares one copy of the weights.
+    Such groups exchange only scalars with each other. Use 1 if one GPU can hold the model. Null is
+    all ranks."""
     tensor_parallel: Annotated[Size | None, _MAY_DIFFER] = None
-    """Number of ranks that split each weight by DeepSpeed's AutoTP instead of ZeRO-3, a divisor of the number
-    of ranks. Weights stay where they are, and activations travel. Null takes that of the DeepSpeed JSON."""
+    """This number of ranks, a divisor of the number of all ranks, splits each weight by DeepSpeed's
+    AutoTP instead of ZeRO-3. Weights stay where they are, and activations travel. Null takes the
+    number in the DeepSpeed JSON."""
     deepspeed: Annotated[str | None, _MAY_DIFFER] = None
-    """Path of the DeepSpeed JSON, or a name in ds_configs, as zero3_bf16. Null is ZeRO-3 with defaults."""
+    """DeepSpeed reads this JSON: a path, or a name in ds_configs such as zero3_bf16. Null is ZeRO-3
+    with defaults."""
 
 
-_OLD_KEYS = {
-    "is gone": "data.calibration generation.keep_perturbed generation.top_k train.check_every "
-    "train.packed train.score_before zo.max_skipped_steps zo.outlier_factor "
-    "zo.layer_policy=weighted zo.layer_policy=window",
-    "is method=lezo with zo.sparsity=0": "method=mezo",
-    "is part of data.protocol=mezo": "data.demonstrations data.mezo_details",
-    "is the variable OMP_NUM_THREADS": "train.cpu_threads",
-    "is train.steps": "adamw.epochs",
-    "is zo.sparsity, a share of the blocks": "zo.num_dropped_layers",
-    "is zo.weight_decay, or gone": "zo.update_rule zo.update_rule_options",
-}
-"""What became of keys, or of values of a key, that versions before 0.3.0 had."""
-
-READER = Reader(RunConfig, _OLD_KEYS)
+READER = Reader(RunConfig)

@@ -19,7 +19,7 @@ from lezo_ds.config import (
     config_to_dict,
     load_config,
 )
-from lezo_ds.config.run_config import DESCRIBING_KEYS
+from lezo_ds.config.components import DESCRIBING_KEYS
 from lezo_ds.config.schema import READER, ModelConfig, PeftConfig
 from lezo_ds.data.evaluation import evaluate, prediction_rows
 from lezo_ds.data.task_data import load_task_data

@@ -187,19 +187,6 @@ def test_a_broken_recipe_is_refused_by_its_name(text, expected, tmp_path):
     assert str(path) in str(caught.value) and len(str(caught.value)) < 1000
 
 
-def test_the_config_of_an_earlier_version_is_refused_with_what_replaces_its_keys():
-    old = REQUIRED["zo"] | {"num_dropped_layers": None, "outlier_factor": None}
-    message = message_of("adamw.epochs=5", values=REQUIRED | {"method": "mezo", "zo": old})
-    assert (
-        "before 0.3.0: zo.num_dropped_layers is zo.sparsity, a share of the blocks, zo.outlier"
-        in message
-    )
-    assert (
-        "outlier_factor is gone, adamw.epochs is train.steps, method=mezo is method=lezo with"
-        in message
-    )
-
-
 @pytest.mark.parametrize("method", ["zero_shot_sfc", "icl_sfc"])
 def test_a_recorded_run_with_calibrated_scores_is_refused(method):
     recorded = config_to_dict(config_from_dict(REQUIRED, "run")) | {"method": method}

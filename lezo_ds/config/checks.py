@@ -1,0 +1,192 @@
+"""The rules between the values of a configuration. `schema` has those of single values.
+
+They are checked before anything is loaded, for a configuration from the user: that of a recorded
+run has passed them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lezo_ds.config.components import DESCRIBING_KEYS, describe_task, num_passes
+from lezo_ds.config.schema import (
+    TRAINED,
+    ZEROTH_ORDER,
+    DataConfig,
+    GenerationConfig,
+    RunConfig,
+    ZoConfig,
+)
+from lezo_ds.errors import UserError
+from lezo_ds.registry import names_code, options_of
+from lezo_ds.tasks.custom import CUSTOM
+from lezo_ds.zo.estimators import ESTIMATORS, Estimator
+from lezo_ds.zo.layers import LAYER_POLICIES, LayerPolicy
+
+
+def checked(config: RunConfig) -> RunConfig:
+    """Return the configuration with all options of its components.
+
+    This imports the user's modules that the configuration names as estimator or layer policy.
+
+    Raises:
+        UserError: Two values contradict each other, or the method needs a value that is not set.
+    """
+    _check_task(config)
+    _check_sources(config.data)
+    _check_generation(config.generation)
+    if config.method not in TRAINED:
+        return config
+    _check_replicas(config)
+    if config.method in ZEROTH_ORDER:
+        _check_warmup(config)
+        config = replace(config, zo=_with_all_options(config.zo))
+    _check_needed_keys(config)
+    check_world(replace(config, partition_size=None), world_size=1)
+    return config
+
+
+def check_world(config: RunConfig, world_size: int) -> None:
+    """Refuse a batch or a partition that does not split evenly among `world_size` ranks."""
+    partition_size = config.partition_size
+    if partition_size is not None and world_size % partition_size != 0:
+        raise UserError(
+            f"partition_size={partition_size} does not divide {world_size} ranks",
+            fix="set partition_size=1, or null",
+        )
+    batch_size = config.train.batch_size
+    micro_batch_size = config.train.micro_batch_size
+    is_whole = batch_size % micro_batch_size == 0
+    # Replicas may come and go, so they split the passes among their ranks evenly or not.
+    if is_whole and (config.elastic.lighthouse or num_passes(config) % world_size == 0):
+        return
+    fitting = [
+        str(size) for size in range(1, batch_size + 1) if batch_size % (size * world_size) == 0
+    ]
+    if fitting:
+        fix = f"set train.micro_batch_size to one of {', '.join(fitting)}"
+    else:
+        per_rank = math.ceil(batch_size / world_size)
+        fix = (
+            f"set train.batch_size={per_rank * world_size} train.micro_batch_size={per_rank}, "
+            "or use fewer ranks"
+        )
+    raise UserError(
+        f"train.batch_size={batch_size} does not split into micro-batches of "
+        f"train.micro_batch_size={micro_batch_size}, equally many for each of {world_size} ranks",
+        fix=fix,
+    )
+
+
+def _check_task(config: RunConfig) -> None:
+    data = config.data
+    if data.task == CUSTOM:
+        has_reward = names_code(config.train.objective)
+        if not describe_task(data).has_answers and not has_reward:
+            raise UserError(
+                "data.prompt alone does not say what the model shall answer",
+                fix="add data.labels, data.choices, data.completion, or a reward: "
+                "train.objective=module:name",
+            )
+    else:
+        described = [name for name in DESCRIBING_KEYS if getattr(data, name) not in (None, False)]
+        if described:
+            raise UserError(
+                f"data.{described[0]} cannot change data.task={data.task}",
+                fix=f"set data.task={CUSTOM}",
+            )
+    if config.method == "icl" and (data.messages is not None or data.chat_template):
+        raise UserError(
+            f"method={config.method} shows no examples in a chat template",
+            fix="set method=zero_shot, or write the examples into the conversations",
+        )
+
+
+def _check_sources(data: DataConfig) -> None:
+    if data.train is None and (data.validation is not None or data.test is not None):
+        raise UserError("data.validation and data.test need data.train", fix="add data.train")
+    if data.train is not None and data.path is not None:
+        raise UserError(
+            "data.train and data.path both say where the data is", fix="remove data.path"
+        )
+
+
+def _check_generation(generation: GenerationConfig) -> None:
+    if generation.stop is not None and "" in generation.stop:
+        raise UserError("generation.stop has an empty string", fix="remove it")
+    is_drawn = generation.num_samples > 1 or generation.top_p is not None
+    if is_drawn and generation.temperature == 0:
+        raise UserError(
+            "generation.num_samples and top_p need a temperature: without one, all answers are the "
+            "same",
+            fix="set generation.temperature=1",
+        )
+
+
+def _check_replicas(config: RunConfig) -> None:
+    can_train = config.method in ZEROTH_ORDER and config.peft.kind != "prefix"
+    if config.elastic.lighthouse and not can_train:
+        raise UserError(
+            f"replicas cannot train with method={config.method} and peft.kind={config.peft.kind}",
+            fix="set method=lezo and peft.kind=lora, or elastic.lighthouse=null",
+        )
+
+
+def _check_warmup(config: RunConfig) -> None:
+    steps = config.train.steps
+    if steps is not None and config.zo.warmup_steps >= steps:
+        raise UserError(
+            f"zo.warmup_steps={config.zo.warmup_steps} is not below train.steps={steps}",
+            fix="set zo.warmup_steps=0",
+        )
+
+
+def _check_needed_keys(config: RunConfig) -> None:
+    needed: dict[str, object] = {"train.steps": config.train.steps}
+    if config.method in ZEROTH_ORDER:
+        needed["zo.learning_rate"] = config.zo.learning_rate
+        needed["zo.sparsity"] = config.zo.sparsity
+    missing = [key for key, value in needed.items() if value is None]
+    if missing:
+        raise UserError(
+            f"method={config.method} needs {', '.join(missing)}", fix=f"add {missing[0]}=..."
+        )
+
+
+def _with_all_options(zo: ZoConfig) -> ZoConfig:
+    """Return the section with every option of the estimator and the layer policy."""
+    estimator = ESTIMATORS.find(zo.estimator)
+    policy = LAYER_POLICIES.find(zo.layer_policy)
+    return replace(
+        zo,
+        estimator_options=_all_options(
+            "zo.estimator_options", zo.estimator_options, estimator, Estimator
+        ),
+        layer_policy_options=_all_options(
+            "zo.layer_policy_options", zo.layer_policy_options, policy, LayerPolicy
+        ),
+    )
+
+
+def _all_options(
+    key: str, values: Mapping[str, Any], component: type, kind: type
+) -> dict[str, Any]:
+    """Return all options of a component: those in `values`, and the defaults of the others.
+
+    Raises:
+        UserError: The component has no such option, or one of another type.
+    """
+    defaults = options_of(component, kind)
+    for name, value in values.items():
+        default = defaults.get(name)
+        is_integer_for_float = type(value) is int and isinstance(default, float)
+        if type(value) is not type(default) and not is_integer_for_float:
+            known = ", ".join(f"{option}={shown!r}" for option, shown in defaults.items())
+            raise UserError(
+                f"{key}.{name}={value!r} is no option of {component.__name__}",
+                fix=f"its options and their defaults: {known or 'none'}",
+            )
+    return {**defaults, **values}
