@@ -293,7 +293,7 @@ class LezoEngine(ModelEngine):
         self.law = make_law(config)
         self.noise = noise_backend(self.device, self.law)
         num_blocks = self.layout.num_blocks
-        trained = (p.named for p in self.weights.parameters if p.parameter.requires_grad)
+        trained = (shard.named for shard in self.weights.shards if shard.is_trained)
         trains_outside = any(named.block >= num_blocks for named in trained)
         self.layer_policy = make_layer_policy(config, num_blocks, trains_outside=trains_outside)
         self.plan_format = step.PlanFormat(
@@ -588,9 +588,7 @@ def initialize(
         only_blocks=config.only_blocks,
     )
     trainable = {
-        parameter.parameter: parameter.named
-        for parameter in sharded.weights.parameters
-        if parameter.parameter.requires_grad
+        shard.parameter: shard.named for shard in sharded.weights.shards if shard.is_trained
     }
     blocks = list(sharded.module.get_submodule(sharded.layout.path).children())
     engine = sharded.engine

@@ -24,8 +24,9 @@ from lezo_ds.forward.adapters import Adapter, make_adapter
 from lezo_ds.forward.blocks import BlockLayout, freeze_outside, gather_sizes, gathering_limits
 from lezo_ds.sharding import tensor_parallel, zero3
 from lezo_ds.sharding.files import WeightFiles
-from lezo_ds.sharding.parameters import NamedParameter, ShardedParameter, parameter_ids, table_hash
-from lezo_ds.sharding.tensor_parallel import EMBEDDINGS, Split, SplitParameter
+from lezo_ds.sharding.parameters import NamedParameter, parameter_ids, table_hash
+from lezo_ds.sharding.shards import FlatShard, RectangleShard, Shard, Split
+from lezo_ds.sharding.tensor_parallel import EMBEDDINGS
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.updates import UpdatePrecision
 
@@ -79,7 +80,7 @@ class ShardedModel:
         else:
             prefix = self.adapter.stored_prefix.removesuffix(".")
             files = WeightFiles(directory, prefix=prefix, single=self.adapter.weights_file)
-            _load(self.weights, self.weights.adapter_parameters, files, directory)
+            _load(self.weights, self.weights.adapter_shards, files, directory)
         facts = distributed.on_rank_zero(lambda: read_facts(directory)) or {}
         digest = self.weights.digest()
         if digest != facts.get("digest"):
@@ -144,22 +145,22 @@ def load_sharded_model(
             "zero_optimization": {**limits, **ds_config["zero_optimization"], **reuse},
         }
         zero3.shard_model(module, ds_config, partition_size)
-    parameters: list[ShardedParameter] = []
+    shards: list[Shard] = []
     embeddings = {m.weight for m in module.modules() if isinstance(m, EMBEDDINGS)}
     for module_name, parameter in module.named_parameters():
         name, split = own_name(module_name), splits.get(parameter)
         block = layout.block_of(name, is_embedding=parameter in embeddings)
+        named = NamedParameter(name, ids[name], block)
         if split is None:
-            parameters.append(ShardedParameter(parameter, NamedParameter(name, ids[name], block)))
+            shards.append(FlatShard(parameter, named))
         else:
-            named = NamedParameter(name, ids[name], block, split.region)
-            parameters.append(SplitParameter(parameter, named, split))
+            shards.append(RectangleShard(parameter, named, split))
     weights = ShardedWeights(
-        parameters, aliases=aliases, precision=precision, has_adapter=bool(adapter)
+        shards, aliases=aliases, precision=precision, has_adapter=bool(adapter)
     )
     load_weights(weights, module, directory)
-    names_and_shapes = table_hash({parameter.name: parameter.shape for parameter in parameters})
-    base = BaseModel(model, directory, weights.digest(weights.base_parameters), names_and_shapes)
+    names_and_shapes = table_hash({shard.name: shard.shape for shard in shards})
+    base = BaseModel(model, directory, weights.digest(weights.base_shards), names_and_shapes)
     if adapter is not None:
         adapter.fill(weights, module, seed)
         zero3.finish_updates()
@@ -169,14 +170,14 @@ def load_sharded_model(
 
 def load_weights(weights: ShardedWeights, model: nn.Module, directory: Path) -> None:
     """Load the model's own shards from a directory, and their low bits if it is a snapshot that has them."""
-    _load(weights, weights.base_parameters, open_weights(model, directory), directory)
+    _load(weights, weights.base_shards, open_weights(model, directory), directory)
 
 
 def _load(
     weights: ShardedWeights,
-    parameters: Sequence[ShardedParameter],
+    shards: Sequence[Shard],
     files: WeightFiles,
     directory: Path,
 ) -> None:
     low_bits = directory / LOW_BITS_DIRECTORY
-    weights.load(parameters, files, WeightFiles(low_bits) if low_bits.is_dir() else None)
+    weights.load(shards, files, WeightFiles(low_bits) if low_bits.is_dir() else None)

@@ -59,7 +59,7 @@ def write_snapshot(
     parameter at a time.
     """
     temporary = target.with_name(f".{target.name}.tmp")
-    dtype = str(weights.parameters[0].parameter.dtype).removeprefix("torch.")
+    dtype = str(weights.shards[0].dtype).removeprefix("torch.")
     attempt = _Attempt(is_wanted=distributed.rank() == 0)
 
     def prepare() -> None:
@@ -73,15 +73,15 @@ def write_snapshot(
     attempt.run(prepare)
     main = _TensorWriter(temporary, adapter.weights_file if adapter else None)
     prefix = adapter.stored_prefix if adapter else ""
-    for parameter in weights.stored_parameters:
-        full = parameter.gather()
-        attempt.run(lambda: main.add(prefix + parameter.name, full))  # noqa: B023  (runs at once)
+    for shard in weights.snapshot_shards:
+        full = shard.gather()
+        attempt.run(lambda: main.add(prefix + shard.name, full))  # noqa: B023  (runs at once)
     attempt.run(main.finish)
     low = _TensorWriter(temporary / LOW_BITS_DIRECTORY)
-    for parameter in weights.stored_parameters if low_bits else ():
-        rest = weights.gather_low_bits(parameter)
+    for shard in weights.snapshot_shards if low_bits else ():
+        rest = weights.gather_low_bits(shard)
         if rest is not None:
-            attempt.run(lambda: low.add(parameter.name, rest))  # noqa: B023
+            attempt.run(lambda: low.add(shard.name, rest))  # noqa: B023
     attempt.run(low.finish)
     attempt.run(lambda: _publish(temporary, target, facts, card))
     if attempt.problem:
@@ -125,7 +125,7 @@ class _TensorWriter:
         is_full = self._pending_bytes + tensor.nbytes > MAX_FILE_BYTES
         if self._pending and is_full and self._single is None:
             self._flush()
-        self._pending[name] = tensor.contiguous()
+        self._pending[name] = tensor.cpu().contiguous()
         self._pending_bytes += tensor.nbytes
 
     def finish(self) -> None:

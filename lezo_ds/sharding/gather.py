@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from lezo_ds.distributed import device
-from lezo_ds.sharding.parameters import OpenShard, is_on_device
+from lezo_ds.sharding.shards import OpenSlice, is_in_file, is_on_device
 
 
 class Bundle:
@@ -64,9 +64,10 @@ class Bundle:
             else:
                 slices = torch.split(mine, self._sizes)
                 for parameter, own_slice in zip(self._parameters, slices, strict=True):
-                    opened = OpenShard(parameter, own_slice.numel())
-                    with opened as shard:  # the buffer of a swapped shard is reused at once
-                        own_slice.copy_(shard, non_blocking=not opened.is_swapped)
+                    # The buffer of a slice that was read from a file is reused at once.
+                    is_asynchronous = not is_in_file(parameter)
+                    with OpenSlice(parameter, own_slice.numel()) as stored:
+                        own_slice.copy_(stored, non_blocking=is_asynchronous)
             work = comm.all_gather_into_tensor(
                 flat.view(-1), mine, group=self._group, async_op=True
             )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lezo_ds.noise import Region, UpdateTarget, noise_backend
 from lezo_ds.noise.reference import elements_of
-from lezo_ds.sharding.parameters import ShardedParameter
+from lezo_ds.sharding.shards import Shard
 from lezo_ds.zo.laws import PerturbationLaw
 from lezo_ds.zo.updates import StepUpdate, UpdatePrecision, updates_of_parameter
 
@@ -45,51 +45,60 @@ def shard_digest(shard: Tensor, region: Region, parameter_id: int) -> int:
 
 
 class _Sample(NamedTuple):
-    parameter: ShardedParameter
-    elements: slice
+    """A copy of some neighboring elements of a shard, which follows the steps by itself."""
+
+    shard: Shard
+    elements: slice  # of the shard
     copy: UpdateTarget  # of the elements and of their low bits
 
 
 class Witness:
-    """Samples of a rank's shards, at positions that depend on the parameters' ids."""
+    """Samples of a rank's shards, at positions that depend on the parameters' ids.
+
+    `follow` applies the updates of the journal to the samples, `unlike` compares them with the shards, to which
+    the steps have applied the same updates. A weight that something else has changed is then found, if it is
+    in a sample.
+    """
 
     def __init__(
-        self,
-        parameters: Sequence[ShardedParameter],
-        low_bits: Mapping[str, Tensor],
-        precision: UpdatePrecision,
+        self, shards: Sequence[Shard], low_bits: Mapping[str, Tensor], precision: UpdatePrecision
     ) -> None:
+        """Copy one sample of each shard; every shard has at least one element."""
         self._precision = precision
         self._samples = []
-        for parameter in parameters:
-            parameter_id, low = parameter.named.parameter_id, low_bits.get(parameter.name)
-            num_rows, width, stride = parameter.region.rows(parameter.count)
-            row = parameter_id % num_rows  # a sample is part of one row
+        for shard in shards:
+            parameter_id = shard.named.parameter_id
+            num_rows, width, stride = shard.region.rows(shard.count)
+            # A sample is part of one row, so that its elements are neighbors in the full parameter.
+            row = parameter_id % num_rows
             begin = parameter_id % max(1, width - _NUM_ELEMENTS)
-            elements = slice(row * width + begin, row * width + min(begin + _NUM_ELEMENTS, width))
-            low = None if low is None else low[elements].clone()
-            with parameter.shard() as shard:
-                region = Region(parameter.region.start + row * stride + begin)
-                copy = UpdateTarget(shard[elements].clone(), region, parameter_id, low)
-            self._samples.append(_Sample(parameter, elements, copy))
+            end = min(begin + _NUM_ELEMENTS, width)
+            elements = slice(row * width + begin, row * width + end)
+            low = low_bits.get(shard.name)
+            if low is not None:
+                low = low[elements].clone()
+            with shard.open() as stored:
+                region = Region(shard.region.start + row * stride + begin)
+                copy = UpdateTarget(stored[elements].clone(), region, parameter_id, low)
+            self._samples.append(_Sample(shard, elements, copy))
 
     def follow(self, updates: Sequence[StepUpdate], law: PerturbationLaw) -> None:
-        for parameter, _, copy in self._samples:
-            changes = updates_of_parameter(updates, parameter.named.block, decays=parameter.decays)
-            backend = noise_backend(copy.values.device, law)
-            backend.update_([copy], changes, self._precision)
+        """Apply the updates of steps to the samples."""
+        for shard, _, copy in self._samples:
+            changes = updates_of_parameter(updates, shard.named.block, decays=shard.decays)
+            noise = noise_backend(copy.values.device, law)
+            noise.update_([copy], changes, self._precision)
 
     def unlike(self, low_bits: Mapping[str, Tensor]) -> list[str]:
         """Return the names of the parameters whose shards or low bits differ from their samples."""
         names = []
-        for parameter, elements, copy in self._samples:
-            with parameter.shard() as shard:
+        for shard, elements, copy in self._samples:
+            with shard.open() as stored:
                 # As integers: -0.0 equals 0.0, and NaN does not equal itself.
-                is_equal = torch.equal(
-                    copy.values.view(torch.uint8), shard[elements].view(torch.uint8)
-                )
+                sampled = stored[elements].view(torch.uint8)
+                is_equal = torch.equal(copy.values.view(torch.uint8), sampled)
             if copy.low is not None:
-                is_equal &= torch.equal(copy.low, low_bits[parameter.name][elements])
+                is_equal &= torch.equal(copy.low, low_bits[shard.name][elements])
             if not is_equal:
-                names.append(parameter.name)
+                names.append(shard.name)
         return names

@@ -7,8 +7,8 @@ embedding and of the output head is split, too. All ranks have all of the rest, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import deepspeed
 import torch
@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 from lezo_ds.distributed import device
 from lezo_ds.errors import UserError, cut
-from lezo_ds.noise import ALL, Region
-from lezo_ds.sharding.parameters import NamedParameter, ShardedParameter, put_parameters
+from lezo_ds.noise import Region
+from lezo_ds.sharding.parameters import put_parameters
+from lezo_ds.sharding.shards import Rectangle, Split
 
 LINEAR_FORWARDS = (LinearLayer.forward, LinearAllreduce.forward)
 """Forward passes that are a matrix product, a sum over ranks if `sums_outputs`, and a bias."""
@@ -83,7 +84,7 @@ def shard_model(
     finally:
         del model.to
         groups.mpu = None  # or later engines of this process would take their groups from this one
-    if not any(split.parts for split in splits.values()):
+    if not any(split.rectangles for split in splits.values()):
         raise UserError(f"AutoTP splits no parameter of {type(model).__name__}", fix=_FIX)
     engine.eval()
     engine.first_dataloader_check.remove()  # the ranks prove that they work on the same batch at every step
@@ -136,70 +137,14 @@ def _split(name: str, parameter: nn.Parameter, group: Any) -> Split:
     whole = ParamAffineMap.from_dict(described) if described else None
     if whole is None or any(len(pieces) != 1 for pieces in whole.pieces_by_rank.values()):
         raise UserError(f"AutoTP splits {name} into parts that are no rectangles", fix=_FIX)
-    parts = []
+    rectangles = []
     for (piece,) in whole.pieces_by_rank.values():
         width, stride = piece.shape[-1], piece.source_strides[0]
         is_contiguous = len(piece.shape) == 1 or math.prod(piece.shape[1:]) == stride
         rows = (0, 0) if is_contiguous else (width, stride)
         region = Region(piece.source_offset, *rows)
-        parts.append((region, piece.numel))
-    return Split(whole.logical_shape, parts, group)
-
-
-_Part = tuple[Region, int]  # a region and its number of elements
-
-
-class Split(NamedTuple):
-    """How a parameter is split over the ranks of a tensor-parallel group."""
-
-    shape: tuple[int, ...]  # of the full parameter
-    parts: Sequence[_Part]  # of each rank; none if all ranks have all of the parameter
-    group: Any
-
-    @property
-    def region(self) -> Region:
-        """Region of this rank's part."""
-        return self.parts[comm.get_rank(self.group)][0] if self.parts else ALL
-
-
-class SplitParameter(ShardedParameter):
-    """A parameter of which this rank has a rectangle, or all of it. Modules compute with what is here."""
-
-    is_local = True
-
-    def __init__(self, parameter: nn.Parameter, named: NamedParameter, split: Split) -> None:
-        self.parameter = parameter
-        self.named = named
-        self.name = named.name
-        self.shape, self._parts, self.group = split
-        self.numel = math.prod(self.shape)
-        self.decays = len(self.shape) > 1
-        self.region, self.count = named.region, parameter.numel()
-        self.is_replicated = not self._parts
-
-    @property
-    def compute_shape(self) -> tuple[int, ...]:
-        return tuple(self.parameter.shape)
-
-    def own_part(self, values: Tensor) -> Tensor:
-        return values.reshape(-1)
-
-    def gather_like(self, mine: Tensor) -> Tensor:
-        if self.is_replicated:
-            return mine.view(self.shape).cpu()
-        size = max(count for _, count in self._parts)
-        padded = torch.zeros(size, dtype=mine.dtype, device=device())
-        padded[: self.count] = mine
-        by_rank = torch.empty(len(self._parts), size, dtype=mine.dtype, device=device())
-        comm.all_gather_into_tensor(
-            by_rank.view(-1).view(torch.uint8), padded.view(torch.uint8), group=self.group
-        )
-        full = torch.empty(self.numel, dtype=mine.dtype)
-        for values, (region, count) in zip(by_rank.cpu(), self._parts, strict=True):
-            num_rows, width, stride = region.rows(count)
-            rows = full.as_strided((num_rows, width), (stride, 1), region.start)
-            rows.copy_(values[:count].view(rows.shape))
-        return full.view(self.shape)
+        rectangles.append(Rectangle(region, piece.numel))
+    return Split(whole.logical_shape, rectangles, group)
 
 
 def vocabulary_modules(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:

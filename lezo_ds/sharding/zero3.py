@@ -18,7 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lezo_ds.distributed import device
 from lezo_ds.sharding.gather import GatherAhead, keep_in_step
-from lezo_ds.sharding.parameters import is_on_device, put_parameters
+from lezo_ds.sharding.parameters import put_parameters
+from lezo_ds.sharding.shards import is_on_device
 
 
 def shard_model(

@@ -183,9 +183,9 @@ def _fastest(clocks: list[_BlockClock], action: Callable[[], object]) -> _Second
 def _num_updated(engine: LezoEngine) -> tuple[int, int]:
     """Return the elements that a step updates on this rank: outside the blocks, in the kept one."""
     num_trained = [0, 0, 0, 0]  # of the dropped block, the kept one, embeddings, and the rest
-    for parameter in engine.weights.parameters:
-        if parameter.parameter.requires_grad:
-            num_trained[parameter.named.block] += parameter.count
+    for shard in engine.weights.shards:
+        if shard.is_trained:
+            num_trained[shard.named.block] += shard.count
     _, kept, embeddings, rest = num_trained
     return embeddings + rest, kept
 

@@ -100,9 +100,9 @@ def full_weights(engine):
     """Return all parameters whole, by name, and the low bits beside them as `name.low`. A
     collective."""
     weights = {}
-    for parameter in engine.weights.parameters:
-        weights[parameter.name] = parameter.gather()
-        low = engine.weights.gather_low_bits(parameter)
+    for shard in engine.weights.shards:
+        weights[shard.name] = shard.gather()
+        low = engine.weights.gather_low_bits(shard)
         if low is not None:
-            weights[parameter.name + ".low"] = low
+            weights[shard.name + ".low"] = low
     return weights

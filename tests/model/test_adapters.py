@@ -220,8 +220,8 @@ def _first_values_of_another_machine(directory, root, num_ranks):
     """Train from first values that this engine itself would not compute; return records and a
     digest."""
     engine = start_engine(directory, peft_config("prefix"), num_ranks=num_ranks)
-    for parameter in engine.weights.adapter_parameters:
-        with parameter.shard(write=True) as shard:
+    for parameter in engine.weights.adapter_shards:
+        with parameter.open(write=True) as shard:
             shard.mul_(1 + 2.0**-20)
     engine.save_checkpoint(root)
     return train(engine, 2), engine.weights.digest()

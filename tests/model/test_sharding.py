@@ -33,7 +33,8 @@ from lezo_ds.noise import noise_backend
 from lezo_ds.noise.reference import join_master
 from lezo_ds.sharding import zero3
 from lezo_ds.sharding.gather import Bundle, GatherAhead
-from lezo_ds.sharding.parameters import NamedParameter, ShardedParameter, parameter_ids, shard_range
+from lezo_ds.sharding.parameters import NamedParameter, parameter_ids
+from lezo_ds.sharding.shards import FlatShard, shard_range
 from lezo_ds.sharding.weights import ShardedWeights
 from lezo_ds.zo.laws import DenseLaw
 from lezo_ds.zo.records import StepRecord
@@ -69,15 +70,13 @@ def _describe_shards(num_ranks):
     zero3.shard_model(
         model, json.loads(DS_CONFIG.read_text()) | {"train_micro_batch_size_per_gpu": 1}
     )
-    parameters = [
-        ShardedParameter(p, NamedParameter(n, 0, 99)) for n, p in model.named_parameters()
-    ]
+    parameters = [FlatShard(p, NamedParameter(n, 0, 99)) for n, p in model.named_parameters()]
     for p in parameters:
         stored = p.parameter.ds_tensor
         stored.data.fill_(float("nan"))  # the padding keeps it
-        with p.shard(write=True) as shard:
+        with p.open(write=True) as shard:
             assert shard.shape == (p.count,)
-            shard.copy_(p.own_part(torch.arange(p.numel)))
+            shard.copy_(p.own_elements(torch.arange(p.numel)))
         assert (p.region.start, p.count) == shard_range(p.numel, distributed.rank(), num_ranks)
         assert stored.shape == (-(-p.numel // num_ranks),)  # flat
         assert stored.dtype == p.parameter.dtype
@@ -88,7 +87,7 @@ def _describe_shards(num_ranks):
             full = p.parameter.data.clone()
         assert torch.equal(full.float(), torch.arange(p.numel).view(p.shape).float())
         assert torch.equal(p.gather().float(), full.float())
-        int16 = p.own_part(torch.arange(p.numel, dtype=torch.int16)) - 3
+        int16 = p.own_elements(torch.arange(p.numel, dtype=torch.int16)) - 3
         assert torch.equal(
             p.gather_like(int16), torch.arange(p.numel, dtype=torch.int16).view(p.shape) - 3
         )
@@ -114,7 +113,7 @@ def _count_gathers(directory):
     def counted(self, *message):
         nonlocal most
         wait(self, *message)
-        most = max(most, sum(p.parameter.numel() for p in engine.weights.parameters))
+        most = max(most, sum(p.parameter.numel() for p in engine.weights.shards))
 
     Bundle.start = lambda self: (started.append(self.numel), start(self))[1]
     Bundle.wait = counted
@@ -129,8 +128,8 @@ def _count_gathers(directory):
         started.clear()
         waited.clear()
     hooks = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in engine.module.modules())
-    held = [p.name for p in engine.weights.parameters if p.parameter.numel()]
-    sizes = {p.name: p.numel for p in engine.weights.parameters}
+    held = [p.name for p in engine.weights.shards if p.parameter.numel()]
+    sizes = {p.name: p.numel for p in engine.weights.shards}
     return passes, hooks, held, most, sizes
 
 
@@ -233,7 +232,7 @@ def shard(directory, dtype, precision):
         model, json.loads(DS_CONFIG.read_text()) | {"train_micro_batch_size_per_gpu": 1}
     )
     parameters = [
-        ShardedParameter(parameter, NamedParameter(name, ids[name], layout.block_of(name)))
+        FlatShard(parameter, NamedParameter(name, ids[name], layout.block_of(name)))
         for name, parameter in model.named_parameters()
     ]
     weights = ShardedWeights(parameters, aliases=aliases, precision=precision)
@@ -243,12 +242,12 @@ def shard(directory, dtype, precision):
 
 def gather(weights):
     """Return the full values in float32 as stored, by name. A collective."""
-    return {p.name: join_master(p.gather(), weights.gather_low_bits(p)) for p in weights.parameters}
+    return {p.name: join_master(p.gather(), weights.gather_low_bits(p)) for p in weights.shards}
 
 
 def _load(directory, dtype, precision):
     weights = shard(directory, dtype, precision)
-    return gather(weights), {p.name: p.count for p in weights.parameters}
+    return gather(weights), {p.name: p.count for p in weights.shards}
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
@@ -279,7 +278,7 @@ def _peak_memory_of_loading(small, large):
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
     weights = start_engine(large, num_ranks=num_ranks).weights
     peak = _memory("VmHWM") - before
-    sizes = [parameter.numel * 4 for parameter in weights.parameters]
+    sizes = [parameter.numel * 4 for parameter in weights.shards]
     return peak, sum(sizes), max(sizes)
 
 
@@ -338,7 +337,7 @@ def _update(directory, dtype):
     noise = noise_backend(torch.device("cpu"), LAW)
     z = {
         p.name: noise.draw(records[0].key, p.named.parameter_id, 0, p.numel).view(p.shape)
-        for p in weights.parameters
+        for p in weights.shards
     }
     return digests, before, gather(weights), z
 

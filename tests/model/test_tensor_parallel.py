@@ -59,14 +59,12 @@ def _families(directories):
     (batch,), outputs = make_batch(0, 1, vocabulary=VOCABULARY), []
     for directory in directories:
         engine = start(directory, 2)
-        own = [(p.name, p.named.parameter_id, p.named.block) for p in engine.weights.parameters]
+        own = [(p.name, p.named.parameter_id, p.named.block) for p in engine.weights.shards]
         matrices = [
-            p for p in engine.weights.parameters if p.named.block < NUM_BLOCKS and len(p.shape) == 2
+            p for p in engine.weights.shards if p.named.block < NUM_BLOCKS and len(p.shape) == 2
         ]
         assert all(2 * p.count == p.numel for p in matrices)
-        tables = [
-            p for p in engine.weights.parameters if p.shape[0] in (VOCABULARY, VOCABULARY + 1)
-        ]
+        tables = [p for p in engine.weights.shards if p.shape[0] in (VOCABULARY, VOCABULARY + 1)]
         shares = {round(p.numel / p.count) for p in tables}
         assert shares == {1 if directory.endswith(WHOLE_VOCABULARY) else 2}
         change = Perturbation(PROBES, frozenset({DROPPED}), engine.noise)
@@ -187,9 +185,9 @@ def _spoil(directory, name, element):
     engine = start(directory, 2)
     engine.watch_weights()
     train(engine, 1, vocabulary=VOCABULARY)
-    (parameter,) = [p for p in engine.weights.parameters if p.name == name]
+    (parameter,) = [p for p in engine.weights.shards if p.name == name]
     if engine.global_rank == 1:
-        with parameter.shard(write=True) as shard:
+        with parameter.open(write=True) as shard:
             shard[element] += 1
     try:
         engine.check_weights()

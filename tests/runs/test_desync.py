@@ -37,7 +37,7 @@ def watched_engine(directory, journal=None, **changes):
 
 
 def shard_of(engine, name):
-    return next(p for p in engine.weights.parameters if p.name == name).parameter.ds_tensor
+    return next(p for p in engine.weights.shards if p.name == name).parameter.ds_tensor
 
 
 def flip(tensor, index, bit=0):
@@ -156,7 +156,7 @@ def test_the_last_steps_result_is_compared_before_its_weights_are_used(opt_direc
 
 
 def sample_of(engine, name):
-    return next(sample for sample in engine._witness._samples if sample.parameter.name == name)
+    return next(sample for sample in engine._witness._samples if sample.shard.name == name)
 
 
 def _flip_and_go_on(directory, journal, dtype, num_ranks, low, dropped):

@@ -42,7 +42,7 @@ def directory(tmp_path_factory):
 
 
 def gathered(engine):
-    return {parameter.name: parameter.gather() for parameter in engine.weights.parameters}
+    return {parameter.name: parameter.gather() for parameter in engine.weights.shards}
 
 
 def do_step(engine):

@@ -382,7 +382,7 @@ run.CHECK_EVERY = 5
 meet = elastic.ReplicaMembership.meet
 def flip_then_meet(self):
     if self._engine.global_steps == {step}:
-        tensor = self._engine.weights.parameters[0].parameter.ds_tensor
+        tensor = self._engine.weights.shards[0].parameter.ds_tensor
         tensor.data[-1] += 1
     meet(self)
 elastic.ReplicaMembership.meet = flip_then_meet

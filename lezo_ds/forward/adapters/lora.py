@@ -86,15 +86,15 @@ class LoraAdapter:
     def fill(self, weights: ShardedWeights, model: nn.Module, seed: int) -> None:
         """Set the initial values, which depend only on the seed."""
         key = adapter_key(seed)
-        for parameter in weights.adapter_parameters:
-            if parameter.name.endswith(".lora_B.weight"):
-                weights.fill(parameter, torch.zeros(parameter.count))
+        for shard in weights.adapter_shards:
+            if shard.name.endswith(".lora_B.weight"):
+                weights.fill(shard, torch.zeros(shard.count))
                 continue
             cpu = torch.device("cpu")
-            elements = elements_of(parameter.region, 0, parameter.count, cpu)
-            values = uniform(key, parameter.named.parameter_id, elements)
-            bound = parameter.shape[1] ** -0.5  # kaiming_uniform_ with a = sqrt(5)
-            weights.fill(parameter, values * bound)
+            elements = elements_of(shard.region, 0, shard.count, cpu)
+            values = uniform(key, shard.named.parameter_id, elements)
+            bound = shard.shape[1] ** -0.5  # kaiming_uniform_ with a = sqrt(5)
+            weights.fill(shard, values * bound)
 
     def write_config(self, directory: Path, base_model: str) -> None:
         """Write adapter_config.json, with which peft loads the adapter."""

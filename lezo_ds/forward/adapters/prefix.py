@@ -130,7 +130,7 @@ class PrefixAdapter:
     def fill(self, weights: ShardedWeights, model: nn.Module, seed: int) -> None:
         """Take the keys and values of random tokens, then switch the attention. A collective."""
         cache = self._run_random_tokens(weights, model, seed)
-        shards = {shard.parameter: shard for shard in weights.adapter_parameters}
+        shards = {shard.parameter: shard for shard in weights.adapter_shards}
         for module in model.modules():
             prefix = getattr(module, "prefix", None)
             if not isinstance(prefix, Prefix):
@@ -146,7 +146,7 @@ class PrefixAdapter:
         ids = initial_ids(seed, self._length, config.get_text_config().vocab_size)
         body: Any = model.base_model
         blocks = list(model.get_submodule(find_blocks(model).path).children())
-        gather = None if weights.parameters[0].is_local else GatherAhead(body, blocks)
+        gather = GatherAhead(body, blocks) if weights.shards[0].is_gathered else None
         with torch.no_grad():
             tokens = torch.tensor([ids], device=distributed.device())
             cache = body(input_ids=tokens, use_cache=True).past_key_values
@@ -162,7 +162,7 @@ class PrefixAdapter:
                 f"(heads, vectors, width), not {shard.compute_shape}",
                 fix=f"{_FIX}, or reduce peft.prefix_length",
             )
-        weights.fill(shard, shard.own_part(states))
+        weights.fill(shard, shard.own_elements(states))
 
     def write_config(self, directory: Path, base_model: str) -> None:
         """Write what `load_prefix` needs besides the vectors."""
