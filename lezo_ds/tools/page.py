@@ -71,26 +71,29 @@ def page(runs: pd.DataFrame) -> str:
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield the charts of runs: scores by step, and losses by minutes."""
     for (model, task, _, metric), group in read_curves(runs).groupby(_CHART_KEYS, sort=False):
-        factor = 1 if metric == REWARD else 100  # a reward is no share, so it has no percent
-        unit = "" if metric == REWARD else ", percent"
-        of_step_0 = group[group["step"] == 0]
+        factor = 100
+        title = f"Validation {metric}, percent"
+        if metric == REWARD:  # which has no limits, so a percentage says nothing
+            factor = 1
+            title = "Validation reward"
+        of_step_0 = group[group["step"] == 0][["loss", "score"]].mean()
         same = runs[(runs["model"] == model) & (runs["task"] == task) & (runs["metric"] == metric)]
         levels = {
-            "step 0": factor * of_step_0["score"].mean(),
+            "step 0": factor * of_step_0["score"],
             "zero-shot, test split": factor * same["zero_shot"].mean(),
             "majority class": factor * same["majority_class"].mean(),
         }
         scores = Chart(
-            title=f"Validation {metric}{unit}",
+            title=title,
             x_label="step",
             curves=_points(group.assign(score=factor * group["score"]), "step", "score"),
-            levels=_known(levels),
+            levels=pd.Series(levels).dropna().to_dict(),
         )
         losses = Chart(
             title="Validation loss",
             x_label="minutes",
             curves=_points(group, "minutes", "loss"),
-            levels=_known({"step 0": of_step_0["loss"].mean()}),
+            levels=pd.Series({"step 0": of_step_0["loss"]}).dropna().to_dict(),
         )
         yield Section(heading=f"{task}, {Path(model).name}", charts=(scores, losses))
 
@@ -101,10 +104,6 @@ def _points(curves: pd.DataFrame, x: str, y: str) -> dict[str, list[tuple[float,
     for name, curve in curves.dropna(subset=y).groupby("experiment", sort=False):
         points[name] = list(zip(curve[x].tolist(), curve[y].tolist(), strict=True))
     return points
-
-
-def _known(levels: Mapping[str, float]) -> dict[str, float]:
-    return {name: level for name, level in levels.items() if pd.notna(level)}
 
 
 def read_curves(runs: pd.DataFrame) -> pd.DataFrame:
