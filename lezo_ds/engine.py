@@ -338,7 +338,7 @@ class LezoEngine(ModelEngine):
         passes = passes_of_step(num_micro_batches, num_probes, self.config.probes_per_pass)
         if self.replicas is not None:
             worker = rank // self.tensor_parallel
-            return self.replicas.share(passes, worker)  # type: ignore[no-any-return]
+            return self.replicas.passes_of_worker(passes, worker)  # type: ignore[no-any-return]
         return [passes[index] for index in self.share_of_rank(rank, len(passes))]
 
     @torch.no_grad()

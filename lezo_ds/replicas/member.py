@@ -52,7 +52,7 @@ class Member:
         run: checksum of the journal's header, which tells runs apart.
         lines: number of records in the journal: how far the replica is.
         workers: number of its ranks that run passes; a group that splits the weights counts once.
-        news: evaluations that it has done while it was away, for all journals.
+        evaluations: what it has evaluated while it was away, for all journals.
         age: number of rounds that it has finished since it started.
         longest: seconds of its longest recent round. Before its first, the most that it waits.
         group: name of the group that it has joined, or "".
@@ -67,7 +67,7 @@ class Member:
     run: str
     lines: NonNegativeInt
     workers: PositiveInt
-    news: tuple[EvaluationRecord, ...]
+    evaluations: tuple[EvaluationRecord, ...]
     age: NonNegativeInt
     longest: NonNegativeFloat
     group: str

@@ -32,7 +32,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
 from lezo_ds import distributed
@@ -70,7 +70,7 @@ class Place(NamedTuple):
         first_worker: number of the workers of the members before this one.
         num_workers: number of the workers of all members.
         addresses: HOST:PORT of the members' journal transports.
-        news: evaluations that members bring along, as fields of `EvaluationRecord`.
+        evaluations: that members bring along.
         lines: to take over before anything else, or None.
         has_left: whether this replica is FAR and out of the quorum, and the others go on.
     """
@@ -79,7 +79,7 @@ class Place(NamedTuple):
     first_worker: int
     num_workers: int
     addresses: Sequence[str]
-    news: Sequence[Mapping[str, Any]]
+    evaluations: Sequence[EvaluationRecord]
     lines: Lines | None
     has_left: bool
 
@@ -90,7 +90,7 @@ class Replicas:
     Attributes:
         place: of this replica in the last round that it met for.
         journal: on rank 0, the run's journal. The run sets it before the first `meet`.
-        news: evaluations to bring along to the next round. The run fills and empties it.
+        evaluations: to bring along to the next round. The run fills and empties it.
         num_workers: workers of this replica. The run sets it.
         stops_all: whether this replica votes that all replicas stop.
         digest: of the weights, in a step that checks them, else "".
@@ -110,7 +110,7 @@ class Replicas:
         """
         self.place: Place | None = None
         self.journal: Journal | None = None
-        self.news: list[Mapping[str, Any]] = []
+        self.evaluations: list[EvaluationRecord] = []
         self.num_workers = 1
         self.stops_all = False
         self.digest = ""
@@ -142,7 +142,7 @@ class Replicas:
         replica_id = f"{number:04}@{self._transport.address}"
         self._lighthouse = Lighthouse(lighthouse, replica_id, self._seconds)
 
-    def share(self, passes: Sequence[Pass], worker: int) -> list[Pass]:
+    def passes_of_worker(self, passes: Sequence[Pass], worker: int) -> list[Pass]:
         """Return the passes of a worker of this replica: every n-th of all, for n workers.
 
         The workers of a replica gather weights together, so all run as many passes as the first.
@@ -221,7 +221,7 @@ class Replicas:
             first_worker=sum(workers[:position]),
             num_workers=sum(workers),
             addresses=[member.address for member in members],
-            news=[asdict(evaluation) for member in members for evaluation in member.news],
+            evaluations=[evaluation for member in members for evaluation in member.evaluations],
             lines=lines,
             has_left=is_far,
         )
@@ -232,7 +232,7 @@ class Replicas:
             run=self.journal.header_checksum,
             lines=len(self.journal.records),
             workers=self.num_workers,
-            news=tuple(EvaluationRecord(**evaluation) for evaluation in self.news),
+            evaluations=tuple(self.evaluations),
             age=self._patience.num_rounds,
             longest=self._patience.longest,
             group=self._group.name,

@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import suppress
-from dataclasses import asdict
 
 from lezo_ds import distributed
 from lezo_ds.files import write_atomically
@@ -158,16 +157,15 @@ class ReplicaMembership(Membership):
 
     def record(self, run: Run, evaluation: EvaluationRecord) -> None:
         """Bring the evaluation along: all replicas record it in the next round of this one."""
-        self._replicas.news.append(asdict(evaluation))
+        self._replicas.evaluations.append(evaluation)
 
     def _record_brought(self, run: Run) -> None:
         """Record the evaluations that the replicas of this round have brought along."""
         assert self._replicas.place is not None, "there was a round"
-        for values in self._replicas.place.news:
-            evaluation = EvaluationRecord(**values)
+        for evaluation in self._replicas.place.evaluations:
             if run.evaluation_of(evaluation.split, evaluation.step) is None:
                 self._method.record(evaluation)
-        self._replicas.news = []
+        self._replicas.evaluations = []
 
     def evaluate_and_save(self, run: Run) -> None:
         is_missing = ("dev", self._engine.global_steps) in self._missing(run)
@@ -214,11 +212,11 @@ class ReplicaMembership(Membership):
             best = records.best_evaluation(evaluations)
             if best is not None and due <= recorded:  # only then is the best step known
                 due = {("test", best.step)}
-        brought = {(values["split"], values["step"]) for values in self._replicas.news}
+        brought = {(evaluation.split, evaluation.step) for evaluation in self._replicas.evaluations}
         return sorted(due - recorded - brought, key=lambda split_and_step: -split_and_step[1])
 
     def finish(self, run: Run) -> None:
-        while self._missing(run) or self._replicas.news:
+        while self._missing(run) or self._replicas.evaluations:
             run.look_for_requests()
             if self._engine.agree_on_stop():
                 raise Stopped

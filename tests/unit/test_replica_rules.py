@@ -27,7 +27,7 @@ MEMBER = Member(
     run="0a1b2c3d",
     lines=7,
     workers=2,
-    news=(EvaluationRecord(4, "dev", 0.5, {"accuracy": 0.75}),),
+    evaluations=(EvaluationRecord(4, "dev", 0.5, {"accuracy": 0.75}),),
     age=3,
     longest=1.5,
     group="g",
@@ -44,7 +44,7 @@ def sent(member):
 
 
 def test_a_member_comes_back_from_json():
-    unmeasured = replace(MEMBER, news=(EvaluationRecord(4, "test", None, {}),), longest=1800)
+    unmeasured = replace(MEMBER, evaluations=(EvaluationRecord(4, "test", None, {}),), longest=1800)
     assert read_members([sent(MEMBER), sent(unmeasured)]) == [MEMBER, unmeasured]
 
 
@@ -61,11 +61,15 @@ FOREIGN = {
     "a fraction": sent(MEMBER) | {"workers": 1.5},
     "a truth value": sent(MEMBER) | {"age": True},
     "an infinite time": sent(MEMBER) | {"longest": math.inf},
-    "an evaluation without a split": sent(MEMBER) | {"news": [{"step": 4}]},
+    "an evaluation without a split": sent(MEMBER) | {"evaluations": [{"step": 4}]},
     "a score that is a word": sent(MEMBER)
-    | {"news": [{"step": 4, "split": "dev", "loss": None, "metrics": {"accuracy": "high"}}]},
+    | {"evaluations": [{"step": 4, "split": "dev", "loss": None, "metrics": {"accuracy": "high"}}]},
     "a score that is no number": sent(MEMBER)
-    | {"news": [{"step": 4, "split": "dev", "loss": None, "metrics": {"accuracy": math.nan}}]},
+    | {
+        "evaluations": [
+            {"step": 4, "split": "dev", "loss": None, "metrics": {"accuracy": math.nan}}
+        ]
+    },
 }
 
 
