@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 
+import numpy as np
 import pytest
+from assets import REPOSITORY
 from commands import assert_one_error, run_forked, run_forked_well
 from run_ends import results_of
 
@@ -15,6 +18,8 @@ from lezo_ds.checkpoints.snapshots import read_manifest, snapshot_steps
 pytestmark = pytest.mark.distributed
 
 MEASURED = {"seconds", "peak_memory_bytes"}
+FAILURE = "LEZO_TEST_METRIC"
+"""A variable of the environment: what a metric returns, or no number, to make it raise."""
 
 
 def train(recipe, run_dir, *keys, runner=run_forked_well, **options):
@@ -23,6 +28,36 @@ def train(recipe, run_dir, *keys, runner=run_forked_well, **options):
 
 def unmeasured(results):
     return {name: results[name] for name in results.keys() - MEASURED}
+
+
+def share_of_right(predicted, examples):
+    """Return a score as a user's metric does: NumPy's float, or a failure if an answer is wrong."""
+    share = sum(
+        answer == example.label for answer, example in zip(predicted, examples, strict=True)
+    )
+    share /= len(examples)
+    if share < 1 and FAILURE in os.environ:
+        return float(os.environ[FAILURE])
+    return np.float32(share)
+
+
+@pytest.mark.parametrize("failure", ["nan", "raises"])
+def test_a_metric_that_fails_ends_a_run_in_one_line_which_goes_on_when_it_is_corrected(
+    failure, recipe, tmp_path
+):
+    run_dir = tmp_path / "run"
+    path = f"{REPOSITORY}:{REPOSITORY}/tests/runs:{REPOSITORY}/tests/helpers"
+    own = {"num_ranks": 2, "PYTHONPATH": path}
+    key = "data.metric=test_options:share_of_right"
+    failed = train(recipe, run_dir, key, runner=run_forked, **own, **{FAILURE: failure})
+    assert_one_error(failed, 2, "data.metric=test_options:share_of_right")
+    assert not (run_dir / "results.json").exists()
+    train(recipe, run_dir, key, **own)
+    results = results_of(run_dir)
+    rows = (run_dir / "predictions" / "step-00000000.jsonl").read_text().splitlines()
+    is_right = [row["predicted"] in row["right"] for row in map(json.loads, rows)]
+    assert results["finished"]
+    assert results["zero_shot"] == pytest.approx(sum(is_right) / len(is_right))
 
 
 # With a learning rate of 0, no evaluation is better than those at steps 0 and 2.
