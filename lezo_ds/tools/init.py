@@ -67,7 +67,7 @@ zo:
 {zo}
 train:
 {objective}  steps: {steps}
-  batch_size: 16  # examples in a step, over all ranks
+  batch_size: {batch_size}  # examples in a step, over all ranks
   micro_batch_size: {micro_batch}
   eval_every: {eval_every}
 
@@ -235,6 +235,7 @@ def _recipe(
         objective=objective,
         steps=steps,
         eval_every=steps // 5,
+        batch_size=_BATCH_SIZE,
         micro_batch=micro_batch,
         deepspeed=machine.deepspeed,
     )

@@ -31,7 +31,7 @@ from lezo_ds.tools.tables import (
     shown_score,
 )
 
-# Runs that are drawn together have the same of these.
+# Runs with the same values of these are drawn together.
 _CHART_KEYS = ["model", "task", "train.objective", "metric"]
 _SHOWN_ANSWERS = 10  # of each run
 _SHOWN_CHARACTERS = 300  # of a prompt

@@ -58,7 +58,7 @@ _COLUMNS = [
     "finished",
     "problem",
 ]
-# Settings that change between the runs of an experiment without making another one of them.
+# Runs that differ in these settings only belong to the same experiment.
 _NO_DIFFERENCE = {*SEEDS, "train.micro_batch_size"}
 _NO_DIFFERENCE |= READER.may_differ - {"train.steps", "data.train", "data.path"}
 
