@@ -1,8 +1,14 @@
-"""Loads and writes a sharded model. No rank ever holds the whole model."""
+"""Loads and writes a sharded model. No rank ever holds the whole model.
+
+directory ──build_checked──► module on the meta device ──adapter──► + its parameters
+                             │ zero3.shard_model, or tensor_parallel.shard_model
+                             ▼
+          slices of files ──► shards of this rank (ShardedWeights) ──► digest: the base's identity
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,17 +39,36 @@ from lezo_ds.zo.updates import UpdatePrecision
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The model on disk that a run starts from."""
+    """The model on disk that a run starts from.
 
-    name: str  # hub id or directory, as the user wrote it
+    Attributes:
+        name: hub id or directory, as the user wrote it.
+        directory: with config.json and the weights.
+        fingerprint: digest of the base weights after loading. An adapter does not affect it.
+        table_hash: of all parameter names and shapes, including those of an adapter.
+    """
+
+    name: str
     directory: Path
-    fingerprint: str  # digest of the base weights after loading; an adapter does not affect it
-    table_hash: str  # of all parameter names and shapes, including those of an adapter
+    fingerprint: str
+    table_hash: str
 
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model after loading: its module has sharded parameters, and `weights` are this rank's shards."""
+    """A model after loading.
+
+    Attributes:
+        module: the transformers model. Its parameters are sharded.
+        weights: this rank's shards.
+        layout: its transformer blocks.
+        base: where it was loaded from.
+        ds_config: DeepSpeed's configuration, with the limits that follow from the model.
+        adapter: what a run trains instead of the weights, or None.
+        engine: DeepSpeed's engine, if there is one already: with tensor parallelism, it has split
+            the
+            model.
+    """
 
     module: nn.Module
     weights: ShardedWeights
@@ -52,7 +77,6 @@ class ShardedModel:
     ds_config: Mapping[str, Any]
     adapter: Adapter | None
     engine: Any = None
-    """DeepSpeed's engine, if it exists already: with tensor parallelism, it has split the model."""
 
     @property
     def is_on_disk(self) -> bool:
@@ -61,16 +85,26 @@ class ShardedModel:
         return bool(offload.get("device") == "nvme")
 
     def write(self, target: Path, facts: Mapping[str, Any], **options: Any) -> None:
-        """Write the model, or its adapter, to the directory `target` (see `write_snapshot`). A collective.
+        """Write the model, or its adapter, to the directory `target`. A collective.
 
-        `facts` for the manifest are `step`, the number of updates; on rank 0, `journal`, the checksum of the
-        run's records after this step (see `SnapshotOwner`); and of an export, the `recipe` of its task.
+        Args:
+            target: see `write_snapshot`.
+            facts: for the manifest: `step`, the number of updates; on rank 0, `journal`, the
+                checksum
+                of the run's records after this step (see `SnapshotOwner`); and of an export, the
+                `recipe` of its task. Those that are None are left out.
+            options: of `write_snapshot`.
         """
         known = {name: value for name, value in facts.items() if value is not None}
-        facts = {**known, "digest": self.weights.digest(), "base": self.base.fingerprint}
-        base, name = self.base.directory, self.base.name
+        digests = {"digest": self.weights.digest(), "base": self.base.fingerprint}
         write_snapshot(
-            self.weights, target, base, facts, adapter=self.adapter, base_model=name, **options
+            self.weights,
+            target,
+            self.base.directory,
+            known | digests,
+            adapter=self.adapter,
+            base_model=self.base.name,
+            **options,
         )
 
     def load_snapshot(self, directory: Path) -> None:
@@ -86,7 +120,8 @@ class ShardedModel:
         if digest != facts.get("digest"):
             raise LezoError(
                 f"the weights in {directory} have digest {digest}, not that of the manifest, "
-                f"{facts.get('digest')}; fix: move this directory elsewhere, then run the same command again"
+                f"{facts.get('digest')}; fix: move this directory elsewhere, then run the same "
+                "command again"
             )
 
     def load_initial(self) -> None:
@@ -108,14 +143,13 @@ def load_sharded_model(
     partition_size: int | None = None,
     only_blocks: bool = False,
 ) -> ShardedModel:
-    """Build a model, shard it and load the shards. A collective: each rank reads only its own slices.
+    """Build a model, shard it and load the shards. A collective: each rank reads only its slices.
 
-    See `lezo_ds.engine.initialize`. With `only_blocks`, parameters outside the blocks are not trained.
+    `lezo_ds.engine.initialize` describes the arguments. With `only_blocks`, parameters outside the
+    blocks are not trained. `precision` is how updates are stored; None if there are none.
     """
-    if (
-        distributed.local_rank() == 0
-    ):  # downloads the model; the other ranks of the node read the cache
-        resolve_model(model)
+    if distributed.local_rank() == 0:
+        resolve_model(model)  # downloads it; the other ranks of the node then read the cache
     distributed.barrier()
     directory = resolve_model(model)
     module, layout = build_checked(directory, dtype)
@@ -124,7 +158,6 @@ def load_sharded_model(
         adapter.attach(module, layout)
     own_name = adapter.own_name if adapter else str
     aliases = parameter_names(module, own_name)
-    ids = parameter_ids(aliases)
     if only_blocks:
         freeze_outside(module, layout)
     engine: Any = None
@@ -133,34 +166,19 @@ def load_sharded_model(
         restore = adapter.hide(module) if adapter else lambda: None
         engine, splits = tensor_parallel.shard_model(module, layout.path, ds_config, restore)
     else:
-        limits = gathering_limits(gather_sizes(module, layout))
-        # DeepSpeed's hooks (0.19.8), which first-order training uses, keep a weight that the pass uses again
-        # within this distance. It covers the full pass, so that a tied embedding is gathered once.
-        reuse = {
-            "stage3_max_reuse_distance": 2
-            * sum(parameter.numel() for parameter in module.parameters())
-        }
-        ds_config = {
-            **ds_config,
-            "zero_optimization": {**limits, **ds_config["zero_optimization"], **reuse},
-        }
+        ds_config = _with_gathering_limits(ds_config, module, layout)
         zero3.shard_model(module, ds_config, partition_size)
-    shards: list[Shard] = []
-    embeddings = {m.weight for m in module.modules() if isinstance(m, EMBEDDINGS)}
-    for module_name, parameter in module.named_parameters():
-        name, split = own_name(module_name), splits.get(parameter)
-        block = layout.block_of(name, is_embedding=parameter in embeddings)
-        named = NamedParameter(name, ids[name], block)
-        if split is None:
-            shards.append(FlatShard(parameter, named))
-        else:
-            shards.append(RectangleShard(parameter, named, split))
+    shards = _shards_of(module, layout, parameter_ids(aliases), own_name, splits)
     weights = ShardedWeights(
         shards, aliases=aliases, precision=precision, has_adapter=bool(adapter)
     )
     load_weights(weights, module, directory)
-    names_and_shapes = table_hash({shard.name: shard.shape for shard in shards})
-    base = BaseModel(model, directory, weights.digest(weights.base_shards), names_and_shapes)
+    base = BaseModel(
+        name=model,
+        directory=directory,
+        fingerprint=weights.digest(weights.base_shards),
+        table_hash=table_hash({shard.name: shard.shape for shard in shards}),
+    )
     if adapter is not None:
         adapter.fill(weights, module, seed)
         zero3.finish_updates()
@@ -168,8 +186,43 @@ def load_sharded_model(
     return ShardedModel(module, weights, layout, base, ds_config, adapter, engine)
 
 
+def _with_gathering_limits(
+    ds_config: Mapping[str, Any], module: nn.Module, layout: BlockLayout
+) -> dict[str, Any]:
+    """Return the configuration with limits for a model not sharded yet. A user's come first."""
+    limits = gathering_limits(gather_sizes(module, layout))
+    # DeepSpeed's hooks (0.19.8), which first-order training uses, keep a weight that the pass uses
+    # again within this distance. It covers the full pass, so that a tied embedding is gathered
+    # once.
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    reuse = {"stage3_max_reuse_distance": 2 * numel}
+    return {**ds_config, "zero_optimization": {**limits, **ds_config["zero_optimization"], **reuse}}
+
+
+def _shards_of(
+    module: nn.Module,
+    layout: BlockLayout,
+    ids: Mapping[str, int],
+    own_name: Callable[[str], str],
+    splits: Mapping[nn.Parameter, Split],
+) -> list[Shard]:
+    """Return this rank's shard of each parameter. Those in `splits` are split over ranks."""
+    shards: list[Shard] = []
+    embeddings = {m.weight for m in module.modules() if isinstance(m, EMBEDDINGS)}
+    for module_name, parameter in module.named_parameters():
+        name = own_name(module_name)
+        block = layout.block_of(name, is_embedding=parameter in embeddings)
+        named = NamedParameter(name, ids[name], block)
+        split = splits.get(parameter)
+        if split is None:
+            shards.append(FlatShard(parameter, named))
+        else:
+            shards.append(RectangleShard(parameter, named, split))
+    return shards
+
+
 def load_weights(weights: ShardedWeights, model: nn.Module, directory: Path) -> None:
-    """Load the model's own shards from a directory, and their low bits if it is a snapshot that has them."""
+    """Load the model's own shards from a directory, and low bits from a snapshot that has them."""
     _load(weights, weights.base_shards, open_weights(model, directory), directory)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,13 @@ from tiny_runs import full_weights, make_batch, start_engine, train
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.checkpoints import snapshots
-from lezo_ds.checkpoints.snapshots import MANIFEST, newest_snapshot, read_manifest, snapshot_path
+from lezo_ds.checkpoints.snapshots import (
+    MANIFEST,
+    newest_snapshot,
+    prune_snapshots,
+    read_manifest,
+    snapshot_path,
+)
 from lezo_ds.errors import LezoError
 from lezo_ds.files import sha256_file
 from lezo_ds.forward.batch import MicroBatch
@@ -132,6 +139,51 @@ def test_a_damaged_snapshot_is_passed_over_for_the_one_before(copied, damage):
     assert newest_snapshot(root, 5) == 2
     DAMAGES[damage](snapshot_path(root, 2))
     assert newest_snapshot(root, 5) is None
+
+
+def test_a_snapshot_is_hashed_once_unless_it_changes(copied, monkeypatch):
+    root, _ = copied
+    monkeypatch.setattr(snapshots, "_CLOCK_TICK_NS", 0, raising=False)
+    hashed = []
+
+    def count(path):
+        hashed.append(path)
+        return sha256_file(path)
+
+    monkeypatch.setattr(snapshots, "sha256_file", count)
+    assert newest_snapshot(root, 5) == 4
+    num_files = len(hashed)
+    assert num_files > 0
+    prune_snapshots(root, keep=1)
+    assert newest_snapshot(root, 5) == 4
+    assert len(hashed) == num_files
+    _flip_a_byte(snapshot_path(root, 4))
+    assert newest_snapshot(root, 5) is None
+
+
+def _fail_to_replace(model, root):
+    engine = start_engine(model)
+    engine.save_checkpoint(root, step=1)
+    rename = Path.replace
+
+    def fail(path, target):
+        if path.name == ".step-00000001.tmp":
+            raise OSError("the file system is read-only")
+        return rename(path, target)
+
+    Path.replace = fail
+    try:
+        engine.save_checkpoint(root, step=1)
+    except LezoError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_snapshot_that_cannot_be_replaced_stays(opt_directory, tmp_path):
+    (message,) = run_ranks(_fail_to_replace, 1, opt_directory, tmp_path)
+    assert "OSError: the file system is read-only; fix: " in message
+    assert read_manifest(snapshot_path(tmp_path, 1)) is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def _resume(model, root, records):
