@@ -201,7 +201,7 @@ def test_alike_parameters_take_one_launch_and_others_one_for_each_kind(monkeypat
 
 
 def test_a_gpu_on_which_triton_cannot_build_is_refused_before_weights_load(monkeypatch):
-    def fails(*_):
+    def fails(*_, **__):
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(gpu.TritonNoise, "draw", fails)
