@@ -1,17 +1,39 @@
-"""Tasks that a recipe describes: templates over the fields of a user's own records."""
+"""Tasks that a recipe describes: templates over the fields of a user's own records.
+
+The keys of the section `data` that are set decide the kind of the task:
+
+    prompt, label_field, labels                classification: one text a label, the same for all
+    prompt, label_field, choices[, labels]     multiple_choice: the record has the texts
+    prompt, completion                         generation: the record has the right answers
+    prompt                                     generation, judged by a reward
+    messages                                   chat: the record has a conversation
+
+For example, prompt "{body} It is about", label_field topic and labels [bug, billing] make
+
+    {"id": 7, "body": "It fails.", "topic": "bug"}
+
+an Example with the prompt "It fails. It is about", the candidates " bug" and " billing", and the
+label 0. With chat_template, the prompt is instead the turn of a user in the tokenizer's template.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from lezo_ds.errors import UserError, cut, did_you_mean
 from lezo_ds.tasks.base import Example, Message, Record, Task, TaskKind
 from lezo_ds.tasks.metrics import REWARD
 from lezo_ds.tasks.template import Template, field_text, field_value, parse_template, shown
 
-CUSTOM = "custom"  # the name of a task that a recipe describes
-SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
+CUSTOM = "custom"
+"""The name of a task that a recipe describes."""
+
+SYSTEM = "system"
+USER = "user"
+ASSISTANT = "assistant"
+TOOL = "tool"
 
 _ROLES = {
     "human": USER,
@@ -23,14 +45,24 @@ _ROLES = {
 """Roles by their names in ShareGPT's files and in OpenAI's earlier ones."""
 
 _METRICS: Mapping[TaskKind, str] = {
+    "classification": "accuracy",
+    "multiple_choice": "accuracy",
     "generation": "f1",
     "chat": "token_accuracy",
-}  # others: accuracy
+}
+"""The metric of a task with right answers, unless data.metric names one."""
+
+_OTHER_KEYS = ("name", "tool_call_id", "reasoning_content")
+"""Keys of a turn that go to the chat template as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """The keys of the section `data` that describe a task; lezo_ds/config/schema.py says what they mean."""
+    """The keys of the section `data` that describe a task (see lezo_ds/config/schema.py).
+
+    None is a key that is not set. `lezo_ds/config/run_config.py` copies them from the
+    configuration.
+    """
 
     prompt: str | None = None
     label_field: str | None = None
@@ -43,66 +75,90 @@ class Description:
     metric: str | None = None
 
     def keys_set(self, *names: str) -> list[str]:
+        """Return which of these keys are set, as a recipe names them."""
         return [f"data.{name}" for name in names if getattr(self, name) is not None]
 
 
-_Built = tuple[
-    TaskKind, tuple[str, ...], Callable[[Record, int], Example]
-]  # with the fields it reads
+class _Reading(NamedTuple):
+    """How a task reads its records.
+
+    Attributes:
+        kind: of the task.
+        prompt_fields: the fields that become the prompt, the choices or the conversation.
+        answer_fields: the fields with the right answer.
+        build_example: see `Task`.
+    """
+
+    kind: TaskKind
+    prompt_fields: tuple[str, ...]
+    answer_fields: tuple[str, ...]
+    build_example: Callable[[Record, int], Example]
 
 
 def make_task(described: Description) -> Task:
-    """Return the task that a recipe describes; its kind follows from the keys that are set."""
+    """Return the task that a recipe describes.
+
+    Raises:
+        UserError: keys are missing or exclude each other, or a template is wrong.
+    """
+    reading = _reading_of(described)
     has_answers = bool(described.keys_set("messages", "labels", "choices", "completion"))
-    kind, fields, build = (
-        _with_prompt(described) if described.messages is None else _chat(described)
-    )
-    asked = parse_template("data.prompt", described.prompt or "").fields
-    answer, labels = (
-        fields if described.completion else (described.label_field,),
-        described.labels or (),
-    )
+    metric = described.metric
+    if metric is None:
+        metric = _METRICS[reading.kind] if has_answers else REWARD
+    labels = described.labels or ()
+    if isinstance(labels, Mapping):
+        # A journal does not keep the order of a map, so the order of classes must not depend on it.
+        labels = sorted(labels)
     return Task(
         name=CUSTOM,
         hub_id=None,
         hub_config=None,
-        kind=kind,
-        fields=dict.fromkeys(fields, object),
-        build_example=build,
+        kind=reading.kind,
+        fields=dict.fromkeys((*reading.prompt_fields, *reading.answer_fields), object),
+        build_example=reading.build_example,
         has_answers=has_answers,
-        metric=described.metric or (_METRICS.get(kind, "accuracy") if has_answers else REWARD),
-        answer_fields=tuple(name for name in answer if name and name not in asked),
-        # A journal does not keep the order of a map, so the order of the classes must not depend on it.
-        labels=sorted(labels) if isinstance(labels, Mapping) else labels,
+        metric=metric,
+        answer_fields=tuple(
+            name for name in reading.answer_fields if name not in reading.prompt_fields
+        ),
+        labels=labels,
     )
 
 
 def _refuse_others(name: str, described: Description, *others: str) -> None:
-    if both := ", ".join(described.keys_set(*others)):
+    both = ", ".join(described.keys_set(*others))
+    if both:
         raise UserError(f"data.{name} and {both} cannot be set together", fix=f"remove {both}")
 
 
-def _with_prompt(described: Description) -> _Built:
+def _reading_of(described: Description) -> _Reading:
+    """Check which keys are set together, and return how the task reads its records."""
+    if described.messages is not None:
+        return _chat(described, described.messages)
     if described.system_prompt is not None and not described.chat_template:
-        fix = "add data.chat_template=true, or write the text into data.prompt"
         raise UserError(
-            "data.system_prompt needs data.chat_template=true or data.messages", fix=fix
+            "data.system_prompt needs data.chat_template=true or data.messages",
+            fix="add data.chat_template=true, or write the text into data.prompt",
         )
     assert described.prompt is not None
     prompt = parse_template("data.prompt", described.prompt)
     if not prompt.fields:
-        fix = "put the name of a field in braces, such as {text}"
-        raise UserError(f"data.prompt={described.prompt!r} names no field of the records", fix=fix)
+        raise UserError(
+            f"data.prompt={described.prompt!r} names no field of the records",
+            fix="put the name of a field in braces, such as {text}",
+        )
     if described.completion is not None:
         _refuse_others("completion", described, "label_field", "labels", "choices")
-        return _generation(
-            described, prompt, parse_template("data.completion", described.completion)
-        )
+        completion = parse_template("data.completion", described.completion)
+        return _generation(described, prompt, completion)
     if not described.keys_set("labels", "choices"):
         return _generation(described, prompt, None)
     if described.label_field is None:
-        fix = "set it to the field of the records that holds the label"
-        raise UserError("data.label_field is missing", fix=fix)
+        raise UserError(
+            "data.label_field is missing",
+            fix="set it to the field of the records that holds the label",
+        )
     if described.choices is not None:
         return _multiple_choice(prompt, described.label_field, described.choices, described.labels)
     assert described.labels is not None
@@ -110,165 +166,210 @@ def _with_prompt(described: Description) -> _Built:
 
 
 def _classification(
-    prompt: Template, field: str, labels: Sequence[str] | Mapping[str, str]
-) -> _Built:
-    words = (
-        dict(sorted(labels.items()))
-        if isinstance(labels, Mapping)
-        else {text: text for text in labels}
-    )
-    if len(words) < 2 or len(set(words.values())) < len(words) or not all(words.values()):
-        what = f"data.labels={labels} does not hold two or more labels, each with a text of its own"
+    prompt: Template, label_field: str, labels: Sequence[str] | Mapping[str, str]
+) -> _Reading:
+    """Return how a task reads records whose `label_field` has one of the labels.
+
+    A list has the labels, which are also the texts that the model gives. A map has texts by label.
+    """
+    if isinstance(labels, Mapping):
+        texts = dict(sorted(labels.items()))  # what the model writes, by label
+    else:
+        texts = {label: label for label in labels}
+    if len(texts) < 2 or len(set(texts.values())) < len(texts) or not all(texts.values()):
+        message = (
+            f"data.labels={labels} does not hold two or more labels, each with a text of its own"
+        )
         fix = "add records of another class, or give each label a text of its own"
-        raise UserError(cut(what, 300), fix=fix)
-    first: dict[str, str] = {}
-    for word in words.values():
-        if (other := first.setdefault(word.strip().casefold(), word)) != word:
-            fix = "write them alike in the records, or give each label a text of its own in a map"
+        raise UserError(cut(message, 300), fix=fix)
+    spellings: dict[str, str] = {}
+    for text in texts.values():
+        other = spellings.setdefault(text.strip().casefold(), text)
+        if other != text:
             raise UserError(
-                f"data.labels has {other!r} and {word!r}, which differ in case only", fix=fix
+                f"data.labels has {other!r} and {text!r}, which differ in case only",
+                fix="write them alike in the records, "
+                "or give each label a text of its own in a map",
             )
 
-    def build(record: Record, index: int) -> Example:
-        text = prompt.fill(record)
-        candidates = tuple(_after(text, word) for word in words.values())
-        label = _label(field, field_value(record, field), tuple(words))
-        return Example(text, candidates, label, index)
+    def build_example(record: Record, index: int) -> Example:
+        filled = prompt.fill(record)
+        candidates = tuple(_after(filled, text) for text in texts.values())
+        label = _label(label_field, field_value(record, label_field), tuple(texts))
+        return Example(filled, candidates, label, index)
 
-    return "classification", (*prompt.fields, field), build
+    return _Reading("classification", prompt.fields, (label_field,), build_example)
 
 
 def _multiple_choice(
     prompt: Template,
-    field: str,
+    label_field: str,
     choices: Sequence[str],
     labels: Sequence[str] | Mapping[str, str] | None,
-) -> _Built:
-    if isinstance(labels, Mapping):
-        fix = (
-            "list the values of data.label_field in the order of the choices, such as [A, B, C, D]"
-        )
-        raise UserError("data.labels of a task with data.choices is a map, not a list", fix=fix)
-    templates = [parse_template("data.choices", text) for text in choices]
+) -> _Reading:
+    """Return how a task reads records that hold the texts to choose from.
 
-    def build(record: Record, index: int) -> Example:
-        text = prompt.fill(record)
-        texts = [choice for template in templates for choice in template.texts(record)]
+    `choices` are templates of the texts, or one field with a list of them. `labels`, if given, are
+    what `label_field` holds for the first, second, ... choice.
+    """
+    if isinstance(labels, Mapping):
+        raise UserError(
+            "data.labels of a task with data.choices is a map, not a list",
+            fix="list the values of data.label_field in the order of the choices, "
+            "such as [A, B, C, D]",
+        )
+    templates = [parse_template("data.choices", choice) for choice in choices]
+    prompt_fields = prompt.fields
+    for template in templates:
+        prompt_fields += template.fields
+
+    def build_example(record: Record, index: int) -> Example:
+        filled = prompt.fill(record)
+        texts = []
+        for template in templates:
+            texts += template.texts(record)
         if len(texts) < 2 or not all(texts):
             fix = "correct the record, or data.choices"
             raise UserError(f"data.choices gives {shown(texts)}, not two or more texts", fix=fix)
-        candidates = tuple(_after(text, choice) for choice in texts)
-        label = _choice_label(field, field_value(record, field), texts, labels)
-        return Example(text, candidates, label, index)
+        candidates = tuple(_after(filled, text) for text in texts)
+        label = _choice_label(label_field, field_value(record, label_field), texts, labels)
+        return Example(filled, candidates, label, index)
 
-    fields = (*prompt.fields, field, *(name for template in templates for name in template.fields))
-    return "multiple_choice", fields, build
+    return _Reading("multiple_choice", prompt_fields, (label_field,), build_example)
 
 
 def _choice_label(
     field: str, value: object, texts: list[str], labels: Sequence[str] | None
 ) -> int | None:
     """Return the index of the right choice: from its label, its number from 0, or its text."""
-    if labels is None and type(value) is int:
+    if labels is not None:
+        return _label(field, value, labels)
+    if type(value) is int:
         return value
-    if labels is None and value in texts:
+    if value in texts:
         return texts.index(str(value))
-    # A table holds numbers as text.
-    return _label(
-        field, value, [str(number) for number in range(len(texts))] if labels is None else labels
-    )
+    numbers = [str(number) for number in range(len(texts))]  # a table holds numbers as text
+    return _label(field, value, numbers)
 
 
-def _generation(described: Description, prompt: Template, completion: Template | None) -> _Built:
-    def build(record: Record, index: int) -> Example:
-        text = prompt.fill(record)
+def _generation(described: Description, prompt: Template, completion: Template | None) -> _Reading:
+    """Return how a task reads records with right answers, or with none if a reward judges them."""
+
+    def build_example(record: Record, index: int) -> Example:
+        filled = prompt.fill(record)
         texts = [] if completion is None else completion.texts(record)
-        answers = tuple(answer for answer in map(str.strip, texts) if answer)
+        answers = tuple(text.strip() for text in texts if text.strip())
+        gold = answers[:1]  # the one to train on
         label = 0 if answers else None
         if not described.chat_template:
-            gold = tuple(f"{_after(text, answer)}\n" for answer in answers[:1])
-            return Example(text, gold, label, index, references=answers)
-        turns = (Message(USER, text), *(Message(ASSISTANT, answer) for answer in answers[:1]))
-        messages = with_system(turns, described.system_prompt)
-        return Example(text, answers[:1], label, index, references=answers, messages=messages)
+            gold = tuple(f"{_after(filled, text)}\n" for text in gold)
+            return Example(filled, gold, label, index, references=answers)
+        turns = [Message(USER, filled)]
+        turns += [Message(ASSISTANT, text) for text in gold]
+        messages = with_system(tuple(turns), described.system_prompt)
+        return Example(filled, gold, label, index, references=answers, messages=messages)
 
-    return (
-        "generation",
-        (*prompt.fields, *(completion.fields if completion is not None else ())),
-        build,
-    )
+    answer_fields = () if completion is None else completion.fields
+    return _Reading("generation", prompt.fields, answer_fields, build_example)
 
 
-def _chat(described: Description) -> _Built:
+def _chat(described: Description, field: str) -> _Reading:
+    """Return how a task reads conversations, each a list of turns in a field."""
     _refuse_others(
         "messages", described, "prompt", "label_field", "labels", "choices", "completion"
     )
-    field = str(described.messages)
 
-    def build(record: Record, index: int) -> Example:
+    def build_example(record: Record, index: int) -> Example:
         messages = read_messages(field, field_value(record, field))
-        last = max((row for row, turn in enumerate(messages) if turn.is_trained), default=None)
-        if last is None:
+        trained = [row for row, message in enumerate(messages) if message.is_trained]
+        if not trained:
             return Example(messages[-1].content, (), None, index)
-        asked = messages[last - 1].content if last else ""
+        last = trained[-1]  # what follows it has no use
+        asked = "" if last == 0 else messages[last - 1].content
         gold = (messages[last].content,)
         turns = with_system(messages[: last + 1], described.system_prompt)
         return Example(asked, gold, 0, index, references=gold, messages=turns)
 
-    return "chat", (field,), build
+    return _Reading("chat", (field,), (), build_example)
 
 
 def read_messages(field: str, value: object) -> tuple[Message, ...]:
+    """Return the turns of a conversation, of which there is at least one.
+
+    Args:
+        field: the name of the field, for messages.
+        value: what the record holds in it.
+
+    Raises:
+        UserError: it is not a list of turns.
+    """
     if not isinstance(value, list) or not value:
         raise UserError(
-            f'field {field} is {shown(value)}, not a list such as [{{"role": "user", "content": "Hello"}}]',
-            fix="use a .jsonl, .json or .parquet file, and name the field with the list in data.messages",
+            f"field {field} is {shown(value)}, "
+            'not a list such as [{"role": "user", "content": "Hello"}]',
+            fix="use a .jsonl, .json or .parquet file, "
+            "and name the field with the list in data.messages",
         )
     return tuple(
-        _read_turn(f"turn {number} of field {field}", turn) for number, turn in enumerate(value, 1)
+        _read_turn(f"turn {number} of field {field}", turn)
+        for number, turn in enumerate(value, start=1)
     )
 
 
 def _read_turn(where: str, turn: object) -> Message:
     """Return a turn {role, content}, as in OpenAI's files, or {from, value}, as in ShareGPT's."""
     keys = turn if isinstance(turn, Mapping) else {}
-    role, weight, calls = (
-        keys.get("role") or keys.get("from"),
-        keys.get("weight"),
-        keys.get("tool_calls"),
-    )
-    if call := keys.get("function_call"):  # OpenAI's earlier key
-        calls = [{"type": "function", "function": call}]
-    if not isinstance(role, str) or not (calls or {"content", "value"} & keys.keys()):
-        fix = "rename its keys to role and content, or to from and value"
-        raise UserError(f"{where} is {shown(turn)}, without role and content", fix=fix)
-    role, content = _ROLES.get(role, role), keys.get("content", keys.get("value"))
-    if isinstance(content, list) and all(
-        isinstance(part, Mapping) and "text" in part for part in content
-    ):
-        content = "".join(str(part["text"]) for part in content)
+    role = keys.get("role") or keys.get("from")
+    calls = keys.get("tool_calls")
+    if keys.get("function_call"):  # OpenAI's earlier key
+        calls = [{"type": "function", "function": keys["function_call"]}]
+    has_content = "content" in keys or "value" in keys
+    if not isinstance(role, str) or not (calls or has_content):
+        raise UserError(
+            f"{where} is {shown(turn)}, without role and content",
+            fix="rename its keys to role and content, or to from and value",
+        )
+    role = _ROLES.get(role, role)
+    content = _read_content(keys)
     if content is None and (calls or role == TOOL):
         content = ""  # a call needs no text, and a tool may return nothing
     if not isinstance(content, str):
-        fix = "correct or remove the record"
-        raise UserError(f"the content of {where} is {shown(content)}, not text", fix=fix)
+        raise UserError(
+            f"the content of {where} is {shown(content)}, not text",
+            fix="correct or remove the record",
+        )
+    weight = keys.get("weight")
     if weight not in (None, 0, 1):
         raise UserError(
             f"the weight of {where} is {shown(weight)}, not 0 or 1", fix="correct the record"
         )
-    others = {
-        name: keys[name] for name in ("name", "tool_call_id", "reasoning_content") if keys.get(name)
-    }
-    read = Message(
-        role, content, 0 if weight == 0 else 1, others | ({"tool_calls": calls} if calls else {})
-    )
-    if read.is_trained and not content.strip() and not calls:
-        fix = "fill it in, give it weight 0, or remove the record"
-        raise UserError(f"{where} is the assistant's and is empty", fix=fix)
-    return read
+    others = {name: keys[name] for name in _OTHER_KEYS if keys.get(name)}
+    if calls:
+        others["tool_calls"] = calls
+    message = Message(role, content, 0 if weight == 0 else 1, others)
+    if message.is_trained and not content.strip() and not calls:
+        raise UserError(
+            f"{where} is the assistant's and is empty",
+            fix="fill it in, give it weight 0, or remove the record",
+        )
+    return message
+
+
+def _read_content(keys: Mapping[str, Any]) -> object:
+    """Return the content of a turn. A list of {"type": "text", "text": ...} is joined to a text."""
+    content = keys.get("content", keys.get("value"))
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for item in content:
+        if not isinstance(item, Mapping) or "text" not in item:
+            return content
+        texts.append(str(item["text"]))
+    return "".join(texts)
 
 
 def with_system(messages: tuple[Message, ...], system_prompt: str | None) -> tuple[Message, ...]:
+    """Return a conversation with a system prompt before it, unless it begins with its own."""
     if system_prompt is None or messages[0].role in (SYSTEM, "developer"):
         return messages
     return (Message(SYSTEM, system_prompt), *messages)
@@ -279,15 +380,18 @@ def _label(field: str, value: object, values: Sequence[str]) -> int | None:
     if value is None or (isinstance(value, str) and not value.strip()):
         return None
     text = field_text(field, value)
-    for word in (text, text.strip()):  # spreadsheets hide spaces at the end of a cell
-        if word in values:
-            return values.index(word)
+    for spelling in (text, text.strip()):  # spreadsheets hide spaces at the end of a cell
+        if spelling in values:
+            return values.index(spelling)
+    known = cut(", ".join(values), 200)
     raise UserError(
-        f"field {field} is {shown(text)}, which is none of data.labels: {cut(', '.join(values), 200)}",
+        f"field {field} is {shown(text)}, which is none of data.labels: {known}",
         fix=did_you_mean(text, values, "correct the record, or add it to data.labels"),
     )
 
 
 def _after(prompt: str, text: str) -> str:
-    """Return a text as it continues a prompt: after a space, unless there is white space between them."""
-    return text if prompt[-1:].isspace() or text[:1].isspace() else f" {text}"
+    """Return a text as it continues a prompt: after a space, unless white space is between them."""
+    if prompt[-1:].isspace() or text[:1].isspace():
+        return text
+    return f" {text}"

@@ -1,4 +1,8 @@
-"""Scores of predictions: of chosen candidates, and of generated answers."""
+"""Scores of predictions: of chosen candidates, generated answers, and tokens in conversations.
+
+A prediction is an index into Example.candidates, a text, or `TokenCounts`, as the kind of the task
+has it. Every score is a mean over examples or tokens, 0 to 1. `REWARD` alone has no such score.
+"""
 
 from __future__ import annotations
 
@@ -17,55 +21,72 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 class TokenCounts(NamedTuple):
-    """Of the tokens in the assistant's turns of a conversation, how many are the model's first choice."""
+    """Of the tokens in the assistant's turns of a conversation, how many the model predicts.
+
+    Attributes:
+        right: number of tokens that are the model's first choice.
+        total: number of tokens.
+    """
 
     right: int
     total: int
 
 
 Prediction = int | str | TokenCounts
-"""What a model makes of an example: the index of a candidate, a generated answer, or counts of tokens."""
+"""What a model makes of an example: the index of a candidate, an answer, or counts of tokens."""
 
 Score = Callable[[Sequence[Any], Sequence[Example]], float]
 """(predictions, examples) -> score, 0 to 1."""
 
 
 def accuracy(predicted: Sequence[int], examples: Sequence[Example]) -> float:
-    """Return the share of examples whose predicted candidate is the label or a reference."""
-    pairs = zip(predicted, examples, strict=True)
-    num_right = sum(
-        choice == e.label or e.candidates[choice] in e.references for choice, e in pairs
-    )
+    """Return the fraction of examples whose predicted candidate is the label or a reference."""
+    num_right = 0
+    for choice, example in zip(predicted, examples, strict=True):
+        if choice == example.label or example.candidates[choice] in example.references:
+            num_right += 1
     return num_right / len(examples)
 
 
 def mean_f1(answers: Sequence[str], examples: Sequence[Example]) -> float:
+    """Return the mean F1 of answers, each with the reference that is nearest."""
     pairs = zip(answers, examples, strict=True)
-    return sum(best_f1(answer, e.references) for answer, e in pairs) / len(examples)
+    scores = [best_f1(answer, example.references) for answer, example in pairs]
+    return sum(scores) / len(scores)
 
 
 def macro_f1(predicted: Sequence[int], examples: Sequence[Example]) -> float:
-    """Return the mean F1 of the classes that are a label or were predicted, as scikit-learn's f1_score."""
+    """Return the mean F1 of the classes that are a label or were predicted.
+
+    This is scikit-learn's f1_score with average="macro".
+    """
     labels = [example.label for example in examples if example.label is not None]
-    num_predicted, num_labels = Counter(predicted), Counter(labels)
-    num_right = Counter(
-        label for choice, label in zip(predicted, labels, strict=True) if choice == label
-    )
-    classes = num_predicted.keys() | num_labels.keys()
-    scores = [2 * num_right[name] / (num_predicted[name] + num_labels[name]) for name in classes]
+    num_labels = Counter(labels)
+    num_predicted = Counter(predicted)
+    num_right: Counter[int] = Counter()
+    for choice, label in zip(predicted, labels, strict=True):
+        if choice == label:
+            num_right[label] += 1
+    scores = []
+    for name in num_predicted.keys() | num_labels.keys():
+        # The harmonic mean of right / predicted and right / labels.
+        scores.append(2 * num_right[name] / (num_predicted[name] + num_labels[name]))
     return sum(scores) / len(scores)
 
 
 def exact_match(answers: Sequence[str], examples: Sequence[Example]) -> float:
-    """Return the share of answers that equal a reference once both are normalized."""
-    pairs = zip(answers, examples, strict=True)
-    return sum(normalize(answer) in map(normalize, e.references) for answer, e in pairs) / len(
-        examples
-    )
+    """Return the fraction of answers that equal a reference once both are normalized."""
+    num_right = 0
+    for answer, example in zip(answers, examples, strict=True):
+        if normalize(answer) in map(normalize, example.references):
+            num_right += 1
+    return num_right / len(examples)
 
 
 def token_accuracy(predicted: Sequence[TokenCounts], examples: Sequence[Example]) -> float:
-    return sum(counts.right for counts in predicted) / sum(counts.total for counts in predicted)
+    """Return the fraction of all tokens that are the model's first choice."""
+    num_right = sum(counts.right for counts in predicted)
+    return num_right / sum(counts.total for counts in predicted)
 
 
 class Metric(NamedTuple):
@@ -76,7 +97,7 @@ class Metric(NamedTuple):
 
 
 REWARD = "reward"
-"""The metric that is the mean of the run's own reward, which may be any number. It scores no predictions."""
+"""The metric that is the mean of the run's own reward, which may be any number."""
 
 METRICS: Registry[Metric] = Registry("metric", "data.metric")
 METRICS.add("accuracy", Metric(accuracy, ("classification", "multiple_choice")))
@@ -88,43 +109,66 @@ METRICS.add(REWARD, Metric(None, get_args(TaskKind)))
 
 
 def find_score(name: str, kind: TaskKind) -> Score | None:
-    """Return the score of a metric, or the `Score` that package.module:function names; None for REWARD."""
+    """Return the score of a metric for a kind of task.
+
+    Args:
+        name: a name in `METRICS`, or package.module:function, which is imported and is a `Score`.
+        kind: of the task.
+
+    Returns:
+        The score, or None for `REWARD`.
+
+    Raises:
+        UserError: there is no such metric, or it does not fit the kind of task.
+    """
     metric: Any = METRICS.find(name)
     if names_code(name):
         return metric  # type: ignore[no-any-return]
     if kind not in metric.kinds:
-        fitting = ", ".join(other for other, entry in METRICS.items() if kind in entry.kinds)
-        fix = f"set data.metric to {fitting} or package.module:function"
+        fitting = [other for other, entry in METRICS.items() if kind in entry.kinds]
+        fix = f"set data.metric to {', '.join(fitting)} or package.module:function"
         raise UserError(f"data.metric={name} does not fit a task of the kind {kind}", fix=fix)
-    score: Score | None = metric.score
-    return score
+    return metric.score  # type: ignore[no-any-return]
 
 
 def majority_class_score(examples: Sequence[Example], score: Score | None) -> float | None:
     """Return the score of always predicting the most frequent label.
 
-    None if there are no classes, because examples list their own right answers, or no score of predictions.
+    Returns:
+        The score. None if there are no classes, because examples list their own right answers, or
+        if there is no score of predictions.
     """
-    if score is None or any(example.references or example.label is None for example in examples):
+    has_classes = all(example.label is not None and not example.references for example in examples)
+    if score is None or not has_classes:
         return None
     ((label, _),) = Counter(example.label for example in examples).most_common(1)
     return score([label] * len(examples), examples)
 
 
 def best_f1(answer: str, references: Sequence[str]) -> float:
+    """Return the F1 of an answer with the reference that is nearest."""
     return max(token_f1(answer, reference) for reference in references)
 
 
 def token_f1(answer: str, reference: str) -> float:
-    """Return the F1 of the words of two normalized texts; 0 if they have no word in common, even if empty.
+    """Return the F1 of the words of two normalized texts.
 
-    This is the score of SQuAD 1.1 (Rajpurkar et al. 2016), which MeZO also uses for DROP.
+    It is 0 if they have no word in common, even if both are empty. This is the score of SQuAD 1.1
+    (Rajpurkar et al. 2016), which MeZO also uses for DROP.
     """
-    answer_words, reference_words = normalize(answer).split(), normalize(reference).split()
+    answer_words = normalize(answer).split()
+    reference_words = normalize(reference).split()
     num_common = (Counter(answer_words) & Counter(reference_words)).total()
-    return 2 * num_common / (len(answer_words) + len(reference_words)) if num_common else 0.0
+    if num_common == 0:
+        return 0.0
+    return 2 * num_common / (len(answer_words) + len(reference_words))
 
 
 def normalize(text: str) -> str:
-    """Lower-case, drop ASCII punctuation, then articles, and leave single spaces (Rajpurkar et al. 2016)."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    """Lower-case, drop ASCII punctuation, then articles, and leave single spaces.
+
+    These are the steps of SQuAD's evaluation script (Rajpurkar et al. 2016), in its order.
+    """
+    without_punctuation = text.lower().translate(_PUNCTUATION)
+    words = _ARTICLES.sub(" ", without_punctuation).split()
+    return " ".join(words)

@@ -1,98 +1,148 @@
-"""The eleven tasks of the papers, with the prompts and verbalizers of MeZO (Malladi et al. 2023)."""
+"""The eleven tasks of the papers, with the prompts and verbalizers of MeZO (Malladi et al. 2023).
+
+The `fields` of a task are those of its data set on the Hugging Face hub. A file of the same task
+has the same fields. Texts follow MeZO's code to the character: what a prompt strips, what it adds,
+and where the space or newline before a candidate stands.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from lezo_ds.errors import UserError
 from lezo_ds.registry import Registry
-from lezo_ds.tasks.base import Example, Record, SplitSizes, Task, TaskKind
+from lezo_ds.tasks.base import Example, Record, SplitSizes, Task
 from lezo_ds.tasks.template import field_value, parse_template
 
 TASKS: Registry[Task] = Registry("task", "data.task", kind=Task)
 
+_SUPER_GLUE = "aps/super_glue"
 
-def _add(
-    name: str,
-    hub: tuple[str, str | None],
-    kind: TaskKind,
-    fields: Mapping[str, type],
-    build_example: Callable[[Record, int], Example],
-    **others: Any,
-) -> None:
-    TASKS.add(name, Task(name, *hub, kind, fields, build_example, **others))
+
+def _add(task: Task) -> None:
+    TASKS.add(task.name, task)
 
 
 def _classification(
     name: str,
-    hub: tuple[str, str | None],
+    hub_id: str,
+    hub_config: str,
     prompt: str,
     candidates: tuple[str, ...],
     *,
-    change: Callable[[Record], Record] = dict,
-    **sizes: SplitSizes,
+    change: Callable[[Record], Record] | None = None,
+    **sizes: Any,
 ) -> None:
-    """Register a task whose field "label" is the index of the right candidate."""
+    """Register a task whose field "label" is the index of the right candidate.
+
+    Args:
+        name: of the task.
+        hub_id: data set on the hub.
+        hub_config: configuration of the data set.
+        prompt: template of the prompt.
+        candidates: the texts of the labels 0, 1, ..., with the space before them.
+        change: prepares a record for the template; None changes nothing.
+        sizes: `sizes` and `mezo_sizes` of the task, where it has its own.
+    """
     template = parse_template(name, prompt)
 
     def build_example(record: Record, index: int) -> Example:
-        text = template.fill(change(record))
-        return Example(text, candidates, record["label"], index)
+        changed = record if change is None else change(record)
+        return Example(template.fill(changed), candidates, record["label"], index)
 
-    fields = dict.fromkeys(template.fields, str) | {"label": int}
-    _add(name, hub, "classification", fields, build_example, labels=range(len(candidates)), **sizes)
+    fields: dict[str, type] = dict.fromkeys(template.fields, str)
+    fields["label"] = int
+    task = Task(
+        name,
+        hub_id,
+        hub_config,
+        kind="classification",
+        fields=fields,
+        build_example=build_example,
+        labels=range(len(candidates)),
+        **sizes,
+    )
+    _add(task)
 
 
-def _generation(name: str, hub: tuple[str, str | None], prompt: str, answers: str) -> None:
-    """Register a task that trains on the first of a list of answers, and is scored against all."""
+def _generation(name: str, hub_id: str, prompt: str, answers: str) -> None:
+    """Register a task that trains on the first of a list of answers, and is scored against all.
+
+    `answers` is the field with this list.
+    """
     template = parse_template(name, prompt)
 
     def build_example(record: Record, index: int) -> Example:
-        text = template.fill({**record, "question": record["question"].strip()})
+        filled = template.fill({**record, "question": record["question"].strip()})
         right = tuple(field_value(record, answers))
-        gold = tuple(f" {answer}\n" for answer in right[:1])
-        return Example(text, gold, 0 if right else None, index, references=right)
+        if not right:
+            return Example(filled, (), None, index)
+        return Example(filled, (f" {right[0]}\n",), 0, index, references=right)
 
-    fields = dict.fromkeys(template.fields, str) | {answers: list[str]}
-    _add(name, hub, "generation", fields, build_example, metric="f1", answer_fields=(answers,))
+    fields: dict[str, Any] = dict.fromkeys(template.fields, str)
+    fields[answers] = list[str]
+    task = Task(
+        name,
+        hub_id,
+        None,
+        kind="generation",
+        fields=fields,
+        build_example=build_example,
+        metric="f1",
+        answer_fields=(answers,),
+    )
+    _add(task)
 
 
 def _build_boolq(record: Record, index: int) -> Example:
-    question = record["question"][:1].upper() + record["question"][1:].removesuffix("?") + "?"
+    """Return the example of a question, which the hub has in lower case and without its mark."""
+    question = record["question"]
+    question = question[:1].upper() + question[1:].removesuffix("?") + "?"
     label = 0 if record["answer"] else 1
     return Example(f"{record['passage']} {question}\n", ("Yes", "No"), label, index)
 
 
+_CONJUNCTIONS = {"effect": " so ", "cause": " because "}
+
+
 def _build_copa(record: Record, index: int) -> Example:
-    conjunction = {"effect": " so ", "cause": " because "}.get(record["question"])
-    if conjunction is None:
-        what = f"field question={record['question']} is neither effect nor cause"
-        raise UserError(what, fix="correct the record")
-
-    def choice(text: str) -> str:
-        first, *others = text.split(" ")
-        return " ".join([first if first == "I" else first.lower(), *others])
-
+    """Return the example of a premise with two choices, each its effect or its cause."""
+    if record["question"] not in _CONJUNCTIONS:
+        message = f"field question={record['question']} is neither effect nor cause"
+        raise UserError(message, fix="correct the record")
+    premise = record["premise"].rstrip().removesuffix(".")
     return Example(
-        prompt=record["premise"].rstrip().removesuffix(".") + conjunction,
-        candidates=(choice(record["choice1"]), choice(record["choice2"])),
+        prompt=premise + _CONJUNCTIONS[record["question"]],
+        candidates=(_continued(record["choice1"]), _continued(record["choice2"])),
         label=record["label"],
         index=index,
     )
 
 
+def _continued(choice: str) -> str:
+    """Return a choice as it follows a conjunction: its first word in lower case, but I stays."""
+    first, space, others = choice.partition(" ")
+    if first != "I":
+        first = first.lower()
+    return first + space + others
+
+
 def _build_record(record: Record, index: int) -> Example:
-    """Each candidate is the query with one entity in its blank. Training uses the first right answer."""
+    """Return the example of a query, whose candidates have one entity each in its blank."""
 
     def fill(entity: str) -> str:
         return f" {record['query'].replace('@placeholder', entity)}"
 
-    entities, answers = record["entities"], record["answers"]
+    entities = record["entities"]
+    answers = record["answers"]
+    label = None
+    if answers and answers[0] in entities:  # the one to train on; all count as right
+        label = entities.index(answers[0])
     return Example(
         prompt=record["passage"].replace("@highlight\n", "- ") + "\n-",
         candidates=tuple(fill(entity) for entity in entities),
-        label=entities.index(answers[0]) if answers and answers[0] in entities else None,
+        label=label,
         index=index,
         references=tuple(fill(answer) for answer in answers),
     )
@@ -100,81 +150,99 @@ def _build_record(record: Record, index: int) -> Example:
 
 _classification(
     "sst2",
-    ("nyu-mll/glue", "sst2"),
+    "nyu-mll/glue",
+    "sst2",
     "{sentence} It was",
     (" terrible", " great"),
     change=lambda record: {"sentence": record["sentence"].strip()},
 )
 _classification(
     "rte",
-    ("aps/super_glue", "rte"),
+    _SUPER_GLUE,
+    "rte",
     '{premise}\nDoes this mean that "{hypothesis}" is true? Yes or No?\n',
     ("Yes", "No"),
 )
 _classification(
     "cb",
-    ("aps/super_glue", "cb"),
+    _SUPER_GLUE,
+    "cb",
     'Suppose {premise} Can we infer that "{hypothesis}"? Yes, No, or Maybe?\n',
     ("Yes", "No", "Maybe"),
     sizes=SplitSizes(num_train=150, num_dev=100),
     mezo_sizes=SplitSizes(num_dev=100),
 )
 _add(
-    "boolq",
-    ("google/boolq", None),
-    "classification",
-    {"passage": str, "question": str, "answer": bool},
-    _build_boolq,
-    answer_fields=("answer",),
+    Task(
+        "boolq",
+        "google/boolq",
+        None,
+        kind="classification",
+        fields={"passage": str, "question": str, "answer": bool},
+        build_example=_build_boolq,
+        answer_fields=("answer",),
+    )
 )
 _classification(
     "wsc",
-    ("aps/super_glue", "wsc.fixed"),
-    '{text}\nIn the previous sentence, does the pronoun "{span2_text}" refer to {span1_text}? Yes or No?\n',
+    _SUPER_GLUE,
+    "wsc.fixed",
+    '{text}\nIn the previous sentence, does the pronoun "{span2_text}" refer to {span1_text}? '
+    "Yes or No?\n",
     ("No", "Yes"),
     change=lambda record: {**record, "span2_text": record["span2_text"].lower()},
-    # mezo_sizes keeps its default: MeZO's dev split takes 500 of the 554 records and leaves 54 to train on.
+    # mezo_sizes keeps its default: MeZO's dev split takes 500 of the 554 records and leaves 54 to
+    # train on.
     sizes=SplitSizes(num_train=454, num_dev=100),
 )
 _classification(
     "wic",
-    ("aps/super_glue", "wic"),
+    _SUPER_GLUE,
+    "wic",
     'Does the word "{word}" have the same meaning in these two sentences? Yes, No?\n'
     "{sentence1}\n{sentence2}\n",
     ("No", "Yes"),
 )
 _classification(
     "multirc",
-    ("aps/super_glue", "multirc"),
-    '{paragraph}\nQuestion: {question}\nI found this answer "{answer}". Is that correct? Yes or No?\n',
+    _SUPER_GLUE,
+    "multirc",
+    '{paragraph}\nQuestion: {question}\nI found this answer "{answer}". Is that correct? '
+    "Yes or No?\n",
     ("No", "Yes"),
 )
 _add(
-    "copa",
-    ("aps/super_glue", "copa"),
-    "multiple_choice",
-    {"premise": str, "choice1": str, "choice2": str, "question": str, "label": int},
-    _build_copa,
-    sizes=SplitSizes(num_train=300, num_dev=100),
-    mezo_sizes=SplitSizes(num_dev=100),
+    Task(
+        "copa",
+        _SUPER_GLUE,
+        "copa",
+        kind="multiple_choice",
+        fields={"premise": str, "choice1": str, "choice2": str, "question": str, "label": int},
+        build_example=_build_copa,
+        sizes=SplitSizes(num_train=300, num_dev=100),
+        mezo_sizes=SplitSizes(num_dev=100),
+    )
 )
 _add(
-    "record",
-    ("aps/super_glue", "record"),
-    "multiple_choice",
-    {"passage": str, "query": str, "entities": list[str], "answers": list[str]},
-    _build_record,
-    answer_fields=("answers",),
+    Task(
+        "record",
+        _SUPER_GLUE,
+        "record",
+        kind="multiple_choice",
+        fields={"passage": str, "query": str, "entities": list[str], "answers": list[str]},
+        build_example=_build_record,
+        answer_fields=("answers",),
+    )
 )
 _generation(
     "squad",
-    ("rajpurkar/squad", None),
+    "rajpurkar/squad",
     "Title: {title}\nContext: {context}\nQuestion: {question}\nAnswer:",
     answers="answers.text",
 )
 _generation(
     "drop",
-    ("ucinlp/drop", None),
+    "ucinlp/drop",
     "Passage: {passage}\nQuestion: {question}\nAnswer:",
     answers="answers_spans.spans",
 )

@@ -1,56 +1,83 @@
-r"""Templates: texts with the fields of a record in braces, such as "{text}\nThis ticket is about"."""
+r"""Templates: texts with the fields of a record in braces, such as "{text}\nThis ticket is about".
+
+A template becomes pieces, each a text and the field after it:
+
+    "{title}: {body.text} today"   ->   ("", title)  (": ", body.text)  (" today", None)
+"""
 
 from __future__ import annotations
 
 import string
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lezo_ds.errors import UserError, cut
 from lezo_ds.tasks.base import Record
 
+_SHOWN_CHARACTERS = 80
+
+
+class Piece(NamedTuple):
+    """A text, and the field after it, which is None at the end of a template."""
+
+    text: str
+    field: str | None
+
 
 @dataclass(frozen=True)
 class Template:
-    """A text with fields: {name} or {section.name}. Unlike `str.format`, it reads nothing but the record."""
+    """A text with fields: {name} or {section.name}.
 
-    parts: tuple[tuple[str, str | None], ...]
-    """Pairs of a text and the field after it, which is None at the end of the template."""
+    Unlike `str.format`, it reads nothing but the record: no attribute of a value, and no item.
+    """
+
+    pieces: tuple[Piece, ...]
 
     @property
     def fields(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(field for _, field in self.parts if field is not None))
+        """The names of its fields, each once."""
+        names = [piece.field for piece in self.pieces if piece.field is not None]
+        return tuple(dict.fromkeys(names))
 
     def fill(self, record: Record) -> str:
-        return "".join(
-            text + ("" if field is None else field_text(field, field_value(record, field)))
-            for text, field in self.parts
-        )
+        """Return the text of a record. UserError: a field has neither text nor a number."""
+        filled = ""
+        for text, field in self.pieces:
+            filled += text
+            if field is not None:
+                filled += field_text(field, field_value(record, field))
+        return filled
 
     def texts(self, record: Record) -> list[str]:
-        """Return the texts of a record: several if the template is just one field, which holds a list."""
-        if (
-            len(self.parts) == 1
-            and not self.parts[0][0]
-            and (field := self.parts[0][1]) is not None
-        ):
-            values = field_value(record, field)
-            if isinstance(values, list):
-                return [field_text(field, value) for value in values]
+        """Return the texts of a record: several if it is just one field, which holds a list."""
+        if len(self.pieces) == 1:
+            text, field = self.pieces[0]
+            if text == "" and field is not None:
+                values = field_value(record, field)
+                if isinstance(values, list):
+                    return [field_text(field, value) for value in values]
         return [self.fill(record)]
 
 
 def parse_template(key: str, text: str) -> Template:
-    """Return the template in the value of a recipe key."""
+    """Return the template in the value of a recipe key.
+
+    Raises:
+        UserError: braces hold more than the plain name of a field.
+    """
+    pieces = []
     try:
-        pieces = list(string.Formatter().parse(text))
-        for _, field, options, conversion in pieces:
+        for literal, field, options, conversion in string.Formatter().parse(text):
             if field is not None and (not field or field != field.strip() or options or conversion):
                 raise ValueError("braces without the plain name of a field")
+            pieces.append(Piece(literal, field))
     except ValueError as error:
-        fix = "write a field as {text}, and braces as {{ and }}; rename one with : or ! or outer spaces"
-        raise UserError(f"{key}={text!r} is not a template: {error}", fix=fix) from error
-    return Template(tuple((literal, field) for literal, field, _, _ in pieces))
+        raise UserError(
+            f"{key}={text!r} is not a template: {error}",
+            fix="write a field as {text}, and braces as {{ and }}; "
+            "rename one with : or ! or outer spaces",
+        ) from error
+    return Template(tuple(pieces))
 
 
 def field_path(record: Record, field: str) -> list[str]:
@@ -59,9 +86,10 @@ def field_path(record: Record, field: str) -> list[str]:
 
 
 def field_value(record: Record, field: str) -> Any:
+    """Return what a record holds in a field, whose presence was checked when it was read."""
     value: Any = record
-    for part in field_path(record, field):
-        value = value[part]
+    for name in field_path(record, field):
+        value = value[name]
     return value
 
 
@@ -71,10 +99,13 @@ def field_text(field: str, value: object) -> str:
         return str(value).lower()
     if isinstance(value, str | int | float):
         return str(value)
-    fix = "fill it in, or use another field"
-    raise UserError(f"field {field} is {shown(value)}, not text or a number", fix=fix)
+    raise UserError(
+        f"field {field} is {shown(value)}, not text or a number",
+        fix="fill it in, or use another field",
+    )
 
 
 def shown(value: object) -> str:
     """Return the value of a field as an error shows it."""
-    return cut("null" if value is None else repr(value), 80)
+    text = "null" if value is None else repr(value)
+    return cut(text, _SHOWN_CHARACTERS)
