@@ -108,7 +108,7 @@ class Run:
         self.has_stop_file = False
         self._writes = self.engine.global_rank == 0
         self._launchers = launchers()
-        self._seconds_before = 0.0  # of earlier processes of this run
+        self._seconds_before = 0.0  # that earlier processes of this run have taken
         self._started = time.monotonic()
 
     def execute(self) -> RunResults:
@@ -128,7 +128,7 @@ class Run:
             with on_stop_signals(lambda _: self.engine.request_stop()):
                 is_finished = self._run_to_end()
             results = self._results(is_finished=is_finished)
-            self.method.check()
+            self.method.check()  # before the digest of these weights is written
             if self._writes:
                 results.write(self.directory.results)
                 if is_finished and self.config.train.keep_snapshots == 0:
@@ -138,6 +138,7 @@ class Run:
             return results
 
     def _last_good_step(self) -> str:
+        """Return what the error says if another rank is lost."""
         if self.num_done == 0:
             return "last good step: none"
         return f"last good step: {self.num_done - 1}"
@@ -155,17 +156,20 @@ class Run:
             if best is not None:
                 self.method.restore(best.step)
                 self.evaluate("test", at=best.step)
-        except Stopped:
+        except Stopped:  # from the loop, or from inside an evaluation
             return False
         return True
 
     def _train(self, bar: tqdm[Any]) -> None:
+        """Do what is left of the steps, with evaluations and snapshots. It may raise Stopped."""
         while True:
             if self.num_done > 0 and self.is_check_due():
                 self.method.check()
             self.membership.evaluate_and_save(self)
             if self.num_done >= self.num_steps or self.has_lost_patience():
                 return
+            # The votes were part of the last step's all-reduce. The snapshot that they may ask for
+            # is written by now.
             if self.engine.stop_agreed:
                 raise Stopped
             self.look_for_requests()
@@ -175,6 +179,7 @@ class Run:
             self._show_progress(bar, metrics)
 
     def _show_progress(self, bar: tqdm[Any], metrics: StepMetrics) -> None:
+        """Show the loss of the last step and the newest score."""
         shown = {"loss": number(metrics["loss"])}
         if self.method.evaluations:
             newest = self.method.evaluations[-1]
@@ -245,12 +250,10 @@ class Run:
         encoded = self.data.dev if split == "dev" else self.data.test
         if self._writes and split == "test":  # this may take as long as many steps
             logger.info("scoring %d test examples", len(encoded.examples))
-        result = evaluate(
-            _InterruptibleModel(self),
-            self.data,
-            encoded,
-            batch_size=self.config.train.eval_batch_size,
-        )
+        model = _InterruptibleModel(self)
+        batch_size = self.config.train.eval_batch_size
+        result = evaluate(model, self.data, encoded, batch_size=batch_size)
+        # Predictions come first: an evaluation that is recorded is not done again.
         if self._writes and split == "test":
             rows = prediction_rows(encoded.examples, result.predicted)
             self.directory.write_predictions(at, rows)
@@ -262,6 +265,7 @@ class Run:
             logger.info("%s", evaluation_line(evaluation, metric))
 
     def _record_of(self, result: EvaluationResult, split: str, step: int) -> EvaluationRecord:
+        """Return what the records keep of an evaluation: all but the predictions."""
         metrics = {self.data.task.metric: result.score}
         if result.majority_class is not None:
             metrics[MAJORITY_CLASS] = result.majority_class
@@ -288,11 +292,13 @@ class Run:
                 self.directory.save_file.unlink(missing_ok=True)
 
     def _prune_snapshots(self) -> None:
+        """Remove all but the newest snapshots while the run goes on."""
         num_kept = max(1, self.config.train.keep_snapshots)  # a run resumes from the newest
         protected = self.method.protected_steps(is_finished=False)
         prune_snapshots(self.directory.snapshots, num_kept, protected)
 
     def _remove_snapshots(self) -> None:
+        """Remove the weights that a finished run with train.keep_snapshots=0 does not need."""
         remove_directory(self.directory.checkpoints)
         protected = self.method.protected_steps(is_finished=True)
         remove_snapshots(self.directory.snapshots, protected)
@@ -313,6 +319,7 @@ class Run:
             self.engine.monitor.write_events(events)
 
     def _seconds(self) -> float:
+        """Return the seconds that all processes of this run have taken so far."""
         return self._seconds_before + time.monotonic() - self._started
 
     # Results.
@@ -321,19 +328,17 @@ class Run:
         """Return the results. The engine has the best weights if the run finished. A collective."""
         config = self.config
         metric = self.data.task.metric
-        best_step = best_loss = trained_loss = zero_shot = early_stop_step = None
-        test_step = None if config.method in TRAINED else 0
+        # A run that only scores has no validations, so nothing is best.
+        best = trained = None
         if is_finished:
             best = records.best_evaluation(self.method.evaluations)
             trained = records.best_evaluation(self.method.evaluations, first_step=1)
-            if best is not None:
-                best_step = best.step
-                best_loss = best.loss
-                test_step = best.step
-            if trained is not None:
-                trained_loss = trained.loss
+        best_step = None if best is None else best.step
+        # In-context learning (icl) has examples in its prompts, so its score is not zero-shot.
+        zero_shot = None
         if config.method in {*TRAINED, "zero_shot"}:
             zero_shot = self._test_score(0, metric)
+        early_stop_step = None
         if self.num_done < self.num_steps and self.has_lost_patience():
             early_stop_step = self.num_done
         return RunResults(
@@ -344,11 +349,11 @@ class Run:
             protocol=config.data.protocol,
             finished=is_finished,
             zero_shot=zero_shot,
-            test=self._test_score(test_step, metric),
+            test=self._test_score(best_step if config.method in TRAINED else 0, metric),
             majority_class=self._test_score(0, MAJORITY_CLASS),
             best_step=best_step,
-            best_dev_loss=best_loss,
-            trained_dev_loss=trained_loss,
+            best_dev_loss=None if best is None else best.loss,
+            trained_dev_loss=None if trained is None else trained.loss,
             worse_than_base=is_finished and records.is_worse_than_base(self.method.evaluations),
             steps=self.num_done,
             early_stop_step=early_stop_step,
@@ -376,7 +381,7 @@ class Run:
             peak = torch.cuda.max_memory_allocated(self.engine.device)
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
-        # A process that resumes a finished run uses less than the one that trained it.
+        # A process that only resumes a finished run uses less than the one that trained it.
         earlier = RunResults.read(self.directory.results)
         if earlier is not None:
             peak = max(peak, earlier.peak_memory_bytes)
