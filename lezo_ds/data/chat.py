@@ -151,15 +151,8 @@ def _marked_turns(
 
 def _runs(mask: Sequence[int]) -> list[Span]:
     """Return the (start, stop) of each run of ones: [0, 1, 1, 0, 1] gives [(1, 3), (4, 5)]."""
-    runs = []
-    start = None
-    for position, is_marked in enumerate([*mask, 0]):
-        if is_marked and start is None:
-            start = position
-        elif not is_marked and start is not None:
-            runs.append((start, position))
-            start = None
-    return runs
+    written = "".join(map(str, mask))
+    return [run.span() for run in re.finditer("1+", written)]
 
 
 def _measured_turns(

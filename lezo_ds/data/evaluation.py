@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,8 +31,6 @@ from lezo_ds.data.task_data import EncodedSplit, TaskData
 from lezo_ds.forward.batch import MicroBatch, to_device
 from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.metrics import Prediction, TokenCounts
-
-T = TypeVar("T")
 
 _Scored = tuple[tuple[int, ...], int]
 """A sequence of tokens, and how many at its end are scored."""
@@ -170,19 +168,19 @@ class _Evaluation:
         if kind == "generation":
             assert tokens is not None
             return self._objective_loss(tokens), data.answers(tokens)
-        predicted: Sequence[Prediction]
+        # The task's own loss follows from the scores, so it needs no further passes.
+        is_own_loss = data.objective == training_objective(kind)
         if kind == "chat":
-            losses, predicted = self._token_scores()
-            own_loss = self._mean(losses)
-        else:
-            sums = self.log_probabilities()
-            scores = self.candidate_scores(sums)
-            predicted = scores.argmax(dim=1).tolist()  # the first one wins a tie
-            own_loss = self._own_loss(sums, scores)
-        # The task's own loss follows from the scores. Another objective needs further passes.
-        if data.objective == training_objective(kind):
-            return own_loss, predicted
-        return self._objective_loss(tokens), predicted
+            losses, counts = self._token_scores()
+            if is_own_loss:
+                return self._mean(losses), counts
+            return self._objective_loss(tokens), counts
+        sums = self.log_probabilities()
+        scores = self.candidate_scores(sums)
+        choices: list[int] = scores.argmax(dim=1).tolist()  # the first one wins a tie
+        if is_own_loss:
+            return self._own_loss(sums, scores), choices
+        return self._objective_loss(tokens), choices
 
     def candidate_scores(self, sums: Sequence[Tensor]) -> Tensor:
         """Return the mean log-probability of each candidate's tokens.
@@ -230,17 +228,16 @@ class _Evaluation:
             pairs = zip(example.sequences, example.option_lengths, strict=True)
             pairs_of.append(list(pairs))
         distinct = sorted(set().union(*pairs_of), key=_by_length)
-        groups = _groups_of_rows(distinct, self.batch_size)
 
-        def score(group: Sequence[int]) -> Tensor:
-            sequences = [distinct[index][0] for index in group]
-            lengths = [distinct[index][1] for index in group]
+        def score(items: Sequence[int]) -> Tensor:
+            sequences = [distinct[item][0] for item in items]
+            lengths = [distinct[item][1] for item in items]
             batch = scoring_batch(sequences, lengths, self.data.tokenizer.pad_id)
             batch = to_device(batch, distributed.device())
             losses = teacher_forcing_loss(self.engine.forward(batch), batch)
             return -losses.unsqueeze(1)
 
-        sums = self._spread(groups, 1, score).squeeze(1)
+        sums = self._spread(_rows_of_contexts(distinct), 1, score).squeeze(1)
         sum_of = dict(zip(distinct, sums, strict=True))
         return [torch.stack([sum_of[pair] for pair in pairs]) for pairs in pairs_of]
 
@@ -248,16 +245,16 @@ class _Evaluation:
         """Return the summed loss of each conversation, float64 [examples], and its right tokens."""
         encoded = self.split.encoded
 
-        def score(group: Sequence[int]) -> Tensor:
-            examples = [encoded[row] for row in group]
+        def score(items: Sequence[int]) -> Tensor:
+            examples = [encoded[item] for item in items]
             batch = teacher_forcing_batch(examples, self.data.tokenizer.pad_id)
             batch = to_device(batch, distributed.device())
             logits = self.engine.forward(batch)
             losses = teacher_forcing_loss(logits, batch)
             return torch.stack([losses, count_right_tokens(logits, batch)], dim=1)
 
-        groups = _groups([example.num_tokens for example in encoded], self.batch_size)
-        losses, right = self._spread(groups, 2, score).unbind(dim=1)
+        rows = _rows_by_length([example.num_tokens for example in encoded])
+        losses, right = self._spread(rows, 2, score).unbind(dim=1)
         counts = []
         for num_right, example in zip(right.tolist(), encoded, strict=True):
             counts.append(TokenCounts(int(num_right), example.num_gold_tokens()))
@@ -268,64 +265,61 @@ class _Evaluation:
         assert self.data.generation is not None
         width = self.data.generation.max_new_tokens
 
-        def write(group: Sequence[int]) -> Tensor:
-            batch = self.data.prompt_batch(self.split, group)
+        def write(items: Sequence[int]) -> Tensor:
+            batch = self.data.prompt_batch(self.split, items)
             tokens = self.engine.forward(batch)
             # Zeros after the end do no harm: a batch is shorter only if all its rows have ended.
             num_missing = width - tokens.shape[1]
             return F.pad(tokens, (0, num_missing))
 
-        lengths = [len(ids) for ids in self.split.prompts]
-        groups = _groups(lengths, self.batch_size)
-        return self._spread(groups, width, write).long()
+        rows = _rows_by_length([len(ids) for ids in self.split.prompts])
+        return self._spread(rows, width, write).long()
 
     def _objective_loss(self, tokens: Tensor | None) -> float:
         """Return the mean of the objective, with the generated `tokens` if it reads answers."""
         data = self.data
 
-        def run(group: Sequence[int]) -> Tensor:
-            batch = data.objective_batch(self.split, group)
+        def run(items: Sequence[int]) -> Tensor:
+            batch = data.objective_batch(self.split, items)
             batch = to_device(batch, distributed.device())
             if data.objective.reads_answers and tokens is not None:
-                outputs = tokens[group]
+                outputs = tokens[items]
             else:
                 outputs = self.engine.forward(batch)
             return data.loss(outputs, batch).unsqueeze(1)
 
-        lengths = [example.num_tokens for example in self.split.encoded]
-        groups = _groups(lengths, self.batch_size)
-        losses = self._spread(groups, 1, run).squeeze(1)
+        rows = _rows_by_length([example.num_tokens for example in self.split.encoded])
+        losses = self._spread(rows, 1, run).squeeze(1)
         return self._mean(losses)
 
     def _spread(
-        self,
-        groups: Sequence[Sequence[int]],
-        width: int,
-        run: Callable[[Sequence[int]], Tensor],
+        self, rows: Sequence[list[int]], width: int, run: Callable[[Sequence[int]], Tensor]
     ) -> Tensor:
-        """Run groups of items on the ranks (see the module's docstring).
+        """Run items on all ranks, in batches of `batch_size` rows (see the module's docstring).
 
         Args:
-            groups: the indices of the items in each batch. Each item is in one batch.
+            rows: the items, by number from 0, that share each row of a batch.
             width: number of values of an item.
-            run: the collective (group) -> values, [items of the group, width].
+            run: the collective (items of a batch) -> values, [items, width].
 
         Returns:
-            float64 [items, width], the same on all ranks.
+            float64 [all items, width], the same on every rank.
         """
-        num_items = sum(len(group) for group in groups)
-        values = torch.zeros(num_items, width, dtype=torch.float64)
+        batches = []
+        for begin in range(0, len(rows), self.batch_size):
+            of_batch = rows[begin : begin + self.batch_size]
+            batches.append([item for row in of_batch for item in row])
+        values = torch.zeros(sum(map(len, rows)), width, dtype=torch.float64)
         same_batches = self.engine.tensor_parallel  # ranks that run the same batches
         stride = distributed.world_size() // same_batches
         first = distributed.rank() // same_batches
         counts = distributed.rank() % same_batches == 0
-        num_rounds = -(-len(groups) // stride)
+        num_rounds = -(-len(batches) // stride)
         for index in range(first, num_rounds * stride, stride):
-            is_left = index < len(groups)
-            group = groups[index] if is_left else groups[-1]
-            rows = run(group)
-            if is_left and counts:
-                values[group] = rows.cpu().double()
+            items = batches[min(index, len(batches) - 1)]
+            result = run(items)
+            if index < len(batches) and counts:
+                values[items] = result.cpu().double()
         summed = distributed.sum_vector(values.flatten().to(distributed.device()))
         return torch.tensor(summed, dtype=torch.float64).view(values.shape)
 
@@ -334,31 +328,23 @@ def _by_length(scored: _Scored) -> tuple[int, _Scored]:
     return len(scored[0]), scored
 
 
-def _groups_of_rows(distinct: Sequence[_Scored], batch_size: int) -> list[list[int]]:
-    """Cut sequences, in the order of `_by_length`, into batches of `batch_size` rows.
+def _rows_of_contexts(distinct: Sequence[_Scored]) -> list[list[int]]:
+    """Return the items that share each row of a `scoring_batch`, if they are sorted `_by_length`.
 
-    Sequences that differ in their last token only share a row of a batch (see `scoring_batch`), and
-    are neighbors in this order.
+    They are sequences that differ in their last token only, which are neighbors in this order.
     """
     rows: list[list[int]] = []
     last_context = None
-    for index, (ids, _) in enumerate(distinct):
+    for item, (ids, _) in enumerate(distinct):
         context = ids[:-1]
         if context != last_context:
             rows.append([])
-        rows[-1].append(index)
+        rows[-1].append(item)
         last_context = context
-    groups = []
-    for batch_rows in _cut(rows, batch_size):
-        groups.append([index for row in batch_rows for index in row])
-    return groups
+    return rows
 
 
-def _groups(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Return the indices of items in order of their length, cut into batches."""
-    by_length = sorted(range(len(lengths)), key=lambda index: lengths[index])
-    return _cut(by_length, batch_size)
-
-
-def _cut(items: list[T], size: int) -> list[list[T]]:
-    return [items[begin : begin + size] for begin in range(0, len(items), size)]
+def _rows_by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Return a row for each item, in order of length."""
+    by_length = sorted(range(len(lengths)), key=lambda item: lengths[item])
+    return [[item] for item in by_length]

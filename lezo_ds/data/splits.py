@@ -243,22 +243,15 @@ def with_demonstrations(task: Task, data: DataConfig, splits: Splits) -> Splits:
         message = f"data.num_demonstrations={wanted} is more than the {available} examples"
         fix = f"set data.num_demonstrations={available}, or add training examples"
         raise UserError(message, fix=fix)
-    if not per_question:
-        demonstrations = splits.train[:wanted]
-        return replace(
-            splits,
-            dev=tuple(_after(question, demonstrations) for question in splits.dev),
-            test=tuple(_after(question, demonstrations) for question in splits.test),
-        )
 
-    def drawn_for(
-        questions: tuple[Example, ...], own_rows: Sequence[int] = ()
-    ) -> tuple[Example, ...]:
-        rows_by_question = draw_demonstrations(
+    def ask(questions: tuple[Example, ...], own_rows: Sequence[int] = ()) -> tuple[Example, ...]:
+        if not per_question:
+            return tuple(_after(question, splits.train[:wanted]) for question in questions)
+        drawn = draw_demonstrations(
             data.seed, len(questions), len(splits.records), wanted, own_rows
         )
         asked = []
-        for question, rows in zip(questions, rows_by_question, strict=True):
+        for question, rows in zip(questions, drawn, strict=True):
             demonstrations = [task.build_example(splits.records[row], row) for row in rows]
             asked.append(_after(question, demonstrations))
         return tuple(asked)
@@ -266,7 +259,7 @@ def with_demonstrations(task: Task, data: DataConfig, splits: Splits) -> Splits:
     own_rows: Sequence[int] = ()
     if data.train is None:
         own_rows = [question.index for question in splits.dev]
-    return replace(splits, dev=drawn_for(splits.dev, own_rows), test=drawn_for(splits.test))
+    return replace(splits, dev=ask(splits.dev, own_rows), test=ask(splits.test))
 
 
 def draw_demonstrations(
