@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lezo_ds.data.encoding import EncodedExample
+from lezo_ds.data.encoding import EncodedExample, TokenIds
 from lezo_ds.forward.batch import LogitSelection, MicroBatch
 
 PAD_MULTIPLE = 8
@@ -46,7 +46,8 @@ def batch_indices(seed: int, step: int, num_examples: int, batch_size: int) -> l
     indices = []
     for number in range(first, first + batch_size):
         epoch, position = divmod(number, num_examples)
-        indices.append(int(_permutation(seed, epoch, num_examples)[position]))
+        order = _permutation(seed, epoch, num_examples)
+        indices.append(int(order[position]))
     return indices
 
 
@@ -54,12 +55,16 @@ def batch_indices(seed: int, step: int, num_examples: int, batch_size: int) -> l
 def _permutation(seed: int, epoch: int, num_examples: int) -> np.ndarray:
     # NumPy guarantees the raw words of Philox4x64 (Salmon et al. 2011) across versions, but not the
     # result of Generator.permutation. Sorting the words gives a permutation that never changes.
-    words = np.random.Philox(key=seed + (epoch << 64)).random_raw(num_examples)
+    generator = np.random.Philox(key=seed + (epoch << 64))
+    words = generator.random_raw(num_examples)
     return np.argsort(words, kind="stable")
 
 
 def candidate_batch(
-    examples: Sequence[EncodedExample], pad_id: int, *, deduplicate: bool = True
+    examples: Sequence[EncodedExample],
+    pad_id: int,
+    *,
+    deduplicate: bool = True,
 ) -> MicroBatch:
     """Lay out every candidate of every labeled example, to train a classification task.
 
@@ -97,7 +102,7 @@ def candidate_batch(
         )
         inputs = {"input_ids": _pad(contexts, pad_id)}
         return MicroBatch(inputs, len(examples), labels, selection=selection)
-    sequences: list[tuple[int, ...]] = []
+    sequences: list[TokenIds] = []
     targets = []
     num_candidates = []
     for example in examples:
@@ -126,21 +131,16 @@ def teacher_forcing_batch(examples: Sequence[EncodedExample], pad_id: int) -> Mi
     return _token_batch(sequences, targets, pad_id)
 
 
-def scoring_batch(
-    sequences: Sequence[tuple[int, ...]], lengths: Sequence[int], pad_id: int
-) -> MicroBatch:
+def scoring_batch(sequences: Sequence[TokenIds], lengths: Sequence[int], pad_id: int) -> MicroBatch:
     """Lay out sequences to score the last `lengths[i]` tokens of sequence i.
 
     Sequences that differ in their last token only are fed alike, so they share a row of input_ids.
     The labels are those of `teacher_forcing_batch`, with a row of "token_slots" for each sequence.
     """
-    row_by_fed: dict[tuple[int, ...], int] = {}
-    row_of = []
     targets = []
     for ids, length in zip(sequences, lengths, strict=True):
-        row_of.append(row_by_fed.setdefault(ids[:-1], len(row_by_fed)))
         targets.append(range(len(ids) - length, len(ids)))
-    return _selected_batch(sequences, targets, list(row_by_fed), row_of, pad_id)
+    return _token_batch(sequences, targets, pad_id, share_rows=True)
 
 
 def _shared_candidates(examples: Sequence[EncodedExample]) -> list[int] | None:
@@ -149,41 +149,39 @@ def _shared_candidates(examples: Sequence[EncodedExample]) -> list[int] | None:
     for example in examples:
         context = example.sequences[0][:-1]
         expected = [(*context, candidate) for candidate in candidates]
-        if set(example.option_lengths) != {1} or list(example.sequences) != expected:
+        are_tokens = set(example.option_lengths) == {1}
+        if not are_tokens or list(example.sequences) != expected:
             return None
     return candidates
 
 
 def _token_batch(
-    sequences: Sequence[tuple[int, ...]], targets: Sequence[Sequence[int]], pad_id: int
-) -> MicroBatch:
-    """Return the batch of `_selected_batch` in which each sequence has a row of its own."""
-    fed = [ids[:-1] for ids in sequences]
-    return _selected_batch(sequences, targets, fed, range(len(fed)), pad_id)
-
-
-def _selected_batch(
-    sequences: Sequence[tuple[int, ...]],
+    sequences: Sequence[TokenIds],
     targets: Sequence[Sequence[int]],
-    fed: Sequence[tuple[int, ...]],
-    row_of: Sequence[int],
     pad_id: int,
+    *,
+    share_rows: bool = False,
 ) -> MicroBatch:
     """Return a batch that selects the logits before the targets; the weight is their number.
 
     Args:
         sequences: token ids.
         targets: the positions of each sequence whose tokens count.
-        fed: what the model runs, a row each.
-        row_of: the row in `fed` of each sequence.
         pad_id: token that fills rows.
+        share_rows: whether sequences that are fed alike are one row.
     """
+    fed: list[TokenIds] = []
+    row_of: dict[TokenIds, int] = {}
     rows = []
     positions = []
     target_ids = []
-    for ids, places, row in zip(sequences, targets, row_of, strict=True):
+    for ids, places in zip(sequences, targets, strict=True):
+        context = ids[:-1]
+        if not share_rows or context not in row_of:
+            row_of[context] = len(fed)
+            fed.append(context)
         for place in places:
-            rows.append(row)
+            rows.append(row_of[context])
             positions.append(place - 1)
             target_ids.append(ids[place])
     token_slots = _slots([len(places) for places in targets])
@@ -195,7 +193,7 @@ def _selected_batch(
     )
 
 
-def _pad(sequences: Sequence[tuple[int, ...]], pad_id: int) -> Tensor:
+def _pad(sequences: Sequence[TokenIds], pad_id: int) -> Tensor:
     """Return sequences as rows, int64 [sequences, a multiple of PAD_MULTIPLE]."""
     longest = max(len(ids) for ids in sequences)
     width = -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE

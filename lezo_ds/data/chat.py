@@ -22,12 +22,12 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lezo_ds.data.encoding import EncodedExample, PromptTokenizer, cut_left, cut_prompts
+from lezo_ds.data.encoding import EncodedExample, PromptTokenizer, TokenIds, cut_left, cut_prompts
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example, Message
 from lezo_ds.tasks.custom import ASSISTANT, SYSTEM, USER, with_system
@@ -42,7 +42,7 @@ _MOST_ROLES = 8  # that an error lists
 def ask_in_chat(tokenizer: PromptTokenizer, example: Example, system_prompt: str | None) -> Example:
     """Return an example with candidates whose prompt is the turn of a user in a conversation."""
     turns = with_system((Message(USER, example.prompt),), system_prompt)
-    prompt = _render(tokenizer.backend, example, turns, opened=True)
+    prompt = _Template(tokenizer.backend, example).write(turns, opened=True)
     if tokenizer.bos_id is not None:  # every sequence begins with it anyway
         prompt = prompt.removeprefix(str(tokenizer.backend.bos_token))
     space = "" if prompt[-1:].isspace() else " "
@@ -51,8 +51,11 @@ def ask_in_chat(tokenizer: PromptTokenizer, example: Example, system_prompt: str
 
 
 def encode_questions(
-    tokenizer: PromptTokenizer, examples: Sequence[Example], max_length: int, max_new_tokens: int
-) -> tuple[tuple[int, ...], ...]:
+    tokenizer: PromptTokenizer,
+    examples: Sequence[Example],
+    max_length: int,
+    max_new_tokens: int,
+) -> tuple[TokenIds, ...]:
     """Return the token ids of each conversation for the model to continue by an answer.
 
     The last turn is left out if it is the assistant's. Prompts that are too long are cut as by
@@ -63,14 +66,18 @@ def encode_questions(
         asked = example.messages
         if asked[-1].role == ASSISTANT:
             asked = asked[:-1]
-        text = _render(tokenizer.backend, example, asked, opened=True)
+        text = _Template(tokenizer.backend, example).write(asked, opened=True)
         encoded = tokenizer.backend(text, add_special_tokens=False, verbose=False)
         prompts.append(encoded["input_ids"])
     return cut_prompts(tokenizer, prompts, max_length, max_new_tokens)
 
 
 def encode_conversation(
-    tokenizer: PromptTokenizer, example: Example, max_length: int, *, keep_end: bool = False
+    tokenizer: PromptTokenizer,
+    example: Example,
+    max_length: int,
+    *,
+    keep_end: bool = False,
 ) -> EncodedExample:
     """Tokenize a conversation up to the end of its last turn of the assistant.
 
@@ -89,10 +96,12 @@ def encode_conversation(
         message = f"the tokenizer of {backend.name_or_path} does not map tokens to text"
         fix = "save it with a fast tokenizer (tokenizer.json), or do not use its chat template"
         raise UserError(message, fix=fix)
-    is_marked = _MARKED.search(str(backend.chat_template)) is not None
-    find_turns = _marked_turns if is_marked else _measured_turns
-    ids, spans = find_turns(backend, example)
-    _check_written(backend, example)
+    template = _Template(backend, example)
+    if _MARKED.search(str(backend.chat_template)):
+        ids, spans = template.marked_turns()
+    else:
+        ids, spans = template.measured_turns()
+    template.check_all_written()
     end = max((stop for _, stop in spans), default=0)
     ids = ids[:end]
     num_cut = max(len(ids) - max_length, 0)
@@ -123,30 +132,131 @@ def encode_conversation(
     )
 
 
-def _marked_turns(
-    backend: PreTrainedTokenizerBase, example: Example
-) -> tuple[list[int], list[Span]]:
-    """Return the token ids, and the spans (in tokens) of the trained turns that are marked."""
-    written = _apply(
-        backend,
-        example,
-        example.messages,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
-    spans = _runs(written["assistant_masks"])
-    is_trained = [turn.is_trained for turn in example.messages if turn.role == ASSISTANT]
-    if not all(is_trained):
+@dataclass(frozen=True)
+class _Template:
+    """The chat template of a tokenizer, as it writes the turns of one example."""
+
+    backend: PreTrainedTokenizerBase
+    example: Example
+
+    def write(self, turns: Sequence[Message], *, opened: bool = False) -> str:
+        """Return the text of turns; if `opened`, with the words that begin the assistant's turn."""
+        return str(self._apply(turns, tokenize=False, add_generation_prompt=opened))
+
+    def marked_turns(self) -> tuple[list[int], list[Span]]:
+        """Return the token ids, and the spans (in tokens) of the trained turns that are marked."""
+        written = self._apply(
+            self.example.messages, return_dict=True, return_assistant_tokens_mask=True
+        )
+        spans = _runs(written["assistant_masks"])
+        turns = [turn for turn in self.example.messages if turn.role == ASSISTANT]
+        if all(turn.is_trained for turn in turns):
+            return written["input_ids"], spans
         # Spans and turns must correspond, or there is no telling which spans are context.
-        if len(spans) != len(is_trained):
+        if len(spans) != len(turns):
             message = (
-                f"the chat template marks {len(spans)} of {len(is_trained)} turns "
-                f"in {example.where}"
+                f"the chat template marks {len(spans)} of {len(turns)} turns "
+                f"in {self.example.where}"
             )
             fix = "remove the turns of weight 0, or correct the template"
             raise UserError(message, fix=fix)
-        spans = [span for span, trained in zip(spans, is_trained, strict=True) if trained]
-    return written["input_ids"], spans
+        trained = [span for span, turn in zip(spans, turns, strict=True) if turn.is_trained]
+        return written["input_ids"], trained
+
+    def measured_turns(self) -> tuple[list[int], list[Span]]:
+        """Return the token ids, and the spans of the trained turns by their prefixes, in tokens."""
+        text = self.write(self.example.messages)
+        encoded = self.backend(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        spans = []
+        for number, turn in enumerate(self.example.messages):
+            if not turn.is_trained:
+                continue
+            start = self._prefix_length(text, number, opened=True)
+            stop = self._prefix_length(text, number + 1)
+            written = text[start:stop]
+            # The model does not learn the white space before the next turn, unless nothing else
+            # ends its turn: then the content is the last that stands before it.
+            content = turn.content.rstrip()
+            if not content or not written.rstrip().endswith(content):
+                stop = start + len(written.rstrip())
+            inside = []
+            for token, (begin, end) in enumerate(encoded["offset_mapping"]):
+                if begin < stop and start < end:
+                    inside.append(token)
+            if not inside:
+                message = f"the chat template omits turn {number + 1} of {self.example.where}"
+                fix = (
+                    "correct the record: some templates drop what stands between "
+                    "<think> and </think>"
+                )
+                raise UserError(message, fix=fix)
+            spans.append((inside[0], inside[-1] + 1))
+        return encoded["input_ids"], spans
+
+    def check_all_written(self) -> None:
+        """Refuse a turn that is left out without an error, as many templates do with unknown roles.
+
+        Such a turn is changed. If the text of the conversation stays the same, the template omits
+        it.
+        """
+        turns = self.example.messages
+        text = self.write(turns)
+        for number, turn in enumerate(turns):
+            if "tool_calls" in turn.others:
+                changed = turn._replace(others={})
+            elif turn.role not in (SYSTEM, USER, ASSISTANT):
+                changed = turn._replace(content=f"{turn.content}~")
+            else:
+                continue
+            try:
+                written = self.write((*turns[:number], changed, *turns[number + 1 :]))
+            except UserError:  # the template needs what was changed, so it does not omit the turn
+                continue
+            if written == text:
+                where = f"turn {number + 1} of {self.example.where}"
+                fix = f"remove its calls, or use another role than {turn.role}"
+                raise UserError(f"the chat template does not write {where}", fix=fix)
+
+    def _prefix_length(self, text: str, num_turns: int, *, opened: bool = False) -> int:
+        """Return the length of the first turns as the template writes them; they begin `text`."""
+        where = self.example.where
+        marks = "mark the assistant's turns in the template with {% generation %}"
+        if num_turns == 0:
+            message = f"the assistant speaks first in {where}, so its start is unknown"
+            raise UserError(message, fix=f"set data.system_prompt, or {marks}")
+        prefix = self.write(self.example.messages[:num_turns], opened=opened)
+        if not text.startswith(prefix):
+            message = f"the chat template changes the first turns of {where} if more turns follow"
+            raise UserError(message, fix=f"{marks}, or split the record")
+        return len(prefix)
+
+    def _apply(self, turns: Sequence[Message], **options: bool) -> Any:
+        """Return what apply_chat_template of the tokenizer returns for turns."""
+        backend = self.backend
+        if not backend.chat_template:
+            message = f"the tokenizer of {backend.name_or_path} has no chat template"
+            fix = (
+                "use a model that was trained for conversations, "
+                "or add its template as chat_template.jinja"
+            )
+            raise UserError(message, fix=fix)
+        messages = [_as_dict(turn) for turn in turns]
+        tools = self.example.record.get("tools")
+        if not isinstance(tools, list):
+            tools = None
+        try:
+            return backend.apply_chat_template(messages, tools, **options)
+        except Exception as error:  # a template raises errors of its own and of Jinja
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            roles = ", ".join(message["role"] for message in messages[:_MOST_ROLES])
+            problem = (
+                f"the chat template of {backend.name_or_path} cannot write "
+                f"{self.example.where} ({roles}): {reason}"
+            )
+            fix = "correct or remove the record, or remove data.system_prompt"
+            raise UserError(problem, fix=fix) from error
 
 
 def _runs(mask: Sequence[int]) -> list[Span]:
@@ -155,135 +265,13 @@ def _runs(mask: Sequence[int]) -> list[Span]:
     return [run.span() for run in re.finditer("1+", written)]
 
 
-def _measured_turns(
-    backend: PreTrainedTokenizerBase, example: Example
-) -> tuple[list[int], list[Span]]:
-    """Return the token ids, and the spans of the trained turns by their prefixes, in tokens."""
-    text = _render(backend, example, example.messages)
-    encoded = backend(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    spans = []
-    for number, turn in enumerate(example.messages):
-        if not turn.is_trained:
-            continue
-        start = _prefix_length(backend, example, text, number, opened=True)
-        stop = _prefix_length(backend, example, text, number + 1)
-        written = text[start:stop]
-        # The model does not learn the white space before the next turn, unless nothing else ends
-        # its turn: then the content is the last that stands before it.
-        content = turn.content.rstrip()
-        if not content or not written.rstrip().endswith(content):
-            stop = start + len(written.rstrip())
-        inside = []
-        for token, (begin, end) in enumerate(encoded["offset_mapping"]):
-            if begin < stop and start < end:
-                inside.append(token)
-        if not inside:
-            message = f"the chat template omits turn {number + 1} of {example.where}"
-            fix = "correct the record: some templates drop what stands between <think> and </think>"
-            raise UserError(message, fix=fix)
-        spans.append((inside[0], inside[-1] + 1))
-    return encoded["input_ids"], spans
-
-
-def _check_written(backend: PreTrainedTokenizerBase, example: Example) -> None:
-    """Refuse a turn that the template leaves out without an error, as many do with an unknown role.
-
-    Such a turn is changed. If the text of the conversation stays the same, the template omits it.
-    """
-    turns = example.messages
-    text = _render(backend, example, turns)
-    for number, turn in enumerate(turns):
-        has_calls = "tool_calls" in turn.others
-        if has_calls:
-            changed = turn._replace(others={})
-        elif turn.role not in (SYSTEM, USER, ASSISTANT):
-            changed = turn._replace(content=f"{turn.content}~")
-        else:
-            continue
-        others = (*turns[:number], changed, *turns[number + 1 :])
-        try:
-            written = _render(backend, example, others)
-        except UserError:  # the template needs what was changed, so it does not omit the turn
-            continue
-        if written == text:
-            message = f"the chat template does not write turn {number + 1} of {example.where}"
-            fix = f"remove its calls, or use another role than {turn.role}"
-            raise UserError(message, fix=fix)
-
-
-def _prefix_length(
-    backend: PreTrainedTokenizerBase,
-    example: Example,
-    text: str,
-    num_turns: int,
-    *,
-    opened: bool = False,
-) -> int:
-    """Return the length of the first turns as the template writes them, which must begin `text`."""
-    if num_turns == 0:
-        message = f"the assistant speaks first in {example.where}, so its start is unknown"
-        fix = (
-            "set data.system_prompt, or mark the assistant's turns in the template "
-            "with {% generation %}"
-        )
-        raise UserError(message, fix=fix)
-    prefix = _render(backend, example, example.messages[:num_turns], opened=opened)
-    if not text.startswith(prefix):
-        message = (
-            f"the chat template changes the first turns of {example.where} if more turns follow"
-        )
-        fix = (
-            "mark the assistant's turns in the template with {% generation %}, or split the record"
-        )
-        raise UserError(message, fix=fix)
-    return len(prefix)
-
-
-def _render(
-    backend: PreTrainedTokenizerBase,
-    example: Example,
-    turns: Sequence[Message],
-    *,
-    opened: bool = False,
-) -> str:
-    """Return the text of turns; if `opened`, with the words that begin the assistant's turn."""
-    return str(_apply(backend, example, turns, tokenize=False, add_generation_prompt=opened))
-
-
-def _apply(
-    backend: PreTrainedTokenizerBase, example: Example, turns: Sequence[Message], **options: bool
-) -> Any:
-    """Return what the tokenizer's apply_chat_template returns for turns of an example."""
-    if not backend.chat_template:
-        message = f"the tokenizer of {backend.name_or_path} has no chat template"
-        fix = (
-            "use a model that was trained for conversations, "
-            "or add its template as chat_template.jinja"
-        )
-        raise UserError(message, fix=fix)
-    messages = [_as_dict(turn) for turn in turns]
-    tools = example.record.get("tools")
-    if not isinstance(tools, list):
-        tools = None
-    try:
-        return backend.apply_chat_template(messages, tools, **options)
-    except Exception as error:  # a template raises errors of its own and of Jinja
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        roles = ", ".join(message["role"] for message in messages[:_MOST_ROLES])
-        message = (
-            f"the chat template of {backend.name_or_path} cannot write {example.where} "
-            f"({roles}): {reason}"
-        )
-        fix = "correct or remove the record, or remove data.system_prompt"
-        raise UserError(message, fix=fix) from error
-
-
 def _as_dict(message: Message) -> dict[str, Any]:
     """Return a turn as templates read it.
 
     OpenAI's files have the arguments of a call as a string of JSON, and templates want an object.
     """
-    turn = {"role": message.role, "content": message.content, **copy.deepcopy(dict(message.others))}
+    others = copy.deepcopy(dict(message.others))
+    turn = {"role": message.role, "content": message.content, **others}
     for call in turn.get("tool_calls", ()):
         with suppress(KeyError, TypeError, ValueError):
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])

@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 NEWLINE = "\n"
 
+TokenIds = tuple[int, ...]
+"""The tokens of one sequence."""
+
 
 @dataclass(frozen=True)
 class PromptTokenizer:
@@ -45,7 +48,7 @@ class PromptTokenizer:
     pad_id: int
     eos_id: int | None = None
 
-    def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    def encode(self, texts: Sequence[str]) -> list[TokenIds]:
         """Return the token ids of each text, BOS first."""
         # verbose=False silences a warning about long texts: they are cut, with a warning of our
         # own.
@@ -97,7 +100,7 @@ class EncodedExample:
             conversation, in tokens; otherwise empty.
     """
 
-    sequences: tuple[tuple[int, ...], ...]
+    sequences: tuple[TokenIds, ...]
     option_lengths: tuple[int, ...]
     label: int | None
     truncated: bool
@@ -211,8 +214,11 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
 
 
 def encode_prompts(
-    tokenizer: PromptTokenizer, examples: Sequence[Example], max_length: int, max_new_tokens: int
-) -> tuple[tuple[int, ...], ...]:
+    tokenizer: PromptTokenizer,
+    examples: Sequence[Example],
+    max_length: int,
+    max_new_tokens: int,
+) -> tuple[TokenIds, ...]:
     """Return the token ids of each prompt for the model to continue by up to `max_new_tokens`.
 
     A prompt that does not fit in `max_length` with them is cut on the left, after the BOS.
@@ -228,7 +234,7 @@ def cut_prompts(
     prompts: Sequence[Sequence[int]],
     max_length: int,
     max_new_tokens: int,
-) -> tuple[tuple[int, ...], ...]:
+) -> tuple[TokenIds, ...]:
     """Cut prompts on the left, after the BOS, so that `max_new_tokens` fit in `max_length`, too."""
     room = prompt_room(max_length, max_new_tokens)
     num_cut = sum(1 for ids in prompts if len(ids) > room)
@@ -253,7 +259,10 @@ def prompt_room(max_length: int, max_new_tokens: int) -> int:
 
 
 def warn_of_cuts(
-    num_cut: int, num_examples: int, max_length: int, where: str = "on the left"
+    num_cut: int,
+    num_examples: int,
+    max_length: int,
+    where: str = "on the left",
 ) -> None:
     """Log a warning if examples were cut, which says where."""
     if num_cut:
@@ -261,7 +270,7 @@ def warn_of_cuts(
         logger.warning(message, num_cut, num_examples, max_length, where)
 
 
-def cut_left(tokenizer: PromptTokenizer, ids: Sequence[int], max_length: int) -> tuple[int, ...]:
+def cut_left(tokenizer: PromptTokenizer, ids: Sequence[int], max_length: int) -> TokenIds:
     """Return the last `max_length` token ids. If the first token is a BOS, it takes one place."""
     num_over = max(len(ids) - max_length, 0)
     num_kept = 1 if tokenizer.bos_id in ids[:1] else 0

@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lezo_ds import distributed
 from lezo_ds.data.batches import scoring_batch, teacher_forcing_batch
+from lezo_ds.data.encoding import TokenIds
 from lezo_ds.data.metrics import load_score, majority_score
 from lezo_ds.data.objectives import count_right_tokens, teacher_forcing_loss, training_objective
 from lezo_ds.data.task_data import EncodedSplit, TaskData
@@ -32,7 +33,7 @@ from lezo_ds.forward.batch import MicroBatch, to_device
 from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.metrics import Prediction, TokenCounts
 
-_Scored = tuple[tuple[int, ...], int]
+_Scored = tuple[TokenIds, int]
 """A sequence of tokens, and how many at its end are scored."""
 
 PREDICTED = "predicted"
@@ -72,7 +73,10 @@ class Model(Protocol):
 
 
 def evaluate(
-    engine: Model, data: TaskData, split: EncodedSplit, batch_size: int
+    engine: Model,
+    data: TaskData,
+    split: EncodedSplit,
+    batch_size: int,
 ) -> EvaluationResult:
     """Return the loss and the score of a split. A collective.
 
@@ -89,7 +93,10 @@ def evaluate(
 
 
 def predict(
-    engine: Model, data: TaskData, split: EncodedSplit, batch_size: int
+    engine: Model,
+    data: TaskData,
+    split: EncodedSplit,
+    batch_size: int,
 ) -> list[dict[str, Any]]:
     """Return for each example what the model makes of it. A collective.
 
@@ -124,7 +131,8 @@ def answer_text(example: Example, predicted: Prediction) -> str:
 
 
 def prediction_rows(
-    examples: Sequence[Example], predicted: Sequence[Prediction]
+    examples: Sequence[Example],
+    predicted: Sequence[Prediction],
 ) -> list[dict[str, Any]]:
     """Return a JSON record for each example: its index, prompt, right answers and prediction."""
     rows = []
@@ -214,8 +222,8 @@ class _Evaluation:
         total = 0.0
         for begin in range(0, len(losses), self.data.loss_batch):
             batch = slice(begin, begin + self.data.loss_batch)
-            mean = float(losses[batch].sum() / num_terms[batch].sum())
-            total += len(losses[batch]) * mean
+            mean = losses[batch].sum() / num_terms[batch].sum()
+            total += len(losses[batch]) * float(mean)
         return total / len(losses)
 
     def log_probabilities(self) -> list[Tensor]:
@@ -233,9 +241,8 @@ class _Evaluation:
             sequences = [distinct[item][0] for item in items]
             lengths = [distinct[item][1] for item in items]
             batch = scoring_batch(sequences, lengths, self.data.tokenizer.pad_id)
-            batch = to_device(batch, distributed.device())
-            losses = teacher_forcing_loss(self.engine.forward(batch), batch)
-            return -losses.unsqueeze(1)
+            batch, logits = self._forward(batch)
+            return -teacher_forcing_loss(logits, batch).unsqueeze(1)
 
         sums = self._spread(_rows_of_contexts(distinct), 1, score).squeeze(1)
         sum_of = dict(zip(distinct, sums, strict=True))
@@ -248,13 +255,13 @@ class _Evaluation:
         def score(items: Sequence[int]) -> Tensor:
             examples = [encoded[item] for item in items]
             batch = teacher_forcing_batch(examples, self.data.tokenizer.pad_id)
-            batch = to_device(batch, distributed.device())
-            logits = self.engine.forward(batch)
+            batch, logits = self._forward(batch)
             losses = teacher_forcing_loss(logits, batch)
-            return torch.stack([losses, count_right_tokens(logits, batch)], dim=1)
+            right = count_right_tokens(logits, batch)
+            return torch.stack([losses, right], dim=1)
 
         rows = _rows_by_length([example.num_tokens for example in encoded])
-        losses, right = self._spread(rows, 2, score).unbind(dim=1)
+        losses, right = self._spread(rows, 2, score).T
         counts = []
         for num_right, example in zip(right.tolist(), encoded, strict=True):
             counts.append(TokenCounts(int(num_right), example.num_gold_tokens()))
@@ -281,19 +288,26 @@ class _Evaluation:
 
         def run(items: Sequence[int]) -> Tensor:
             batch = data.objective_batch(self.split, items)
-            batch = to_device(batch, distributed.device())
             if data.objective.reads_answers and tokens is not None:
                 outputs = tokens[items]
             else:
-                outputs = self.engine.forward(batch)
+                batch, outputs = self._forward(batch)
             return data.loss(outputs, batch).unsqueeze(1)
 
         rows = _rows_by_length([example.num_tokens for example in self.split.encoded])
         losses = self._spread(rows, 1, run).squeeze(1)
         return self._mean(losses)
 
+    def _forward(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor]:
+        """Return a batch on this rank's device, and its outputs."""
+        batch = to_device(batch, distributed.device())
+        return batch, self.engine.forward(batch)
+
     def _spread(
-        self, rows: Sequence[list[int]], width: int, run: Callable[[Sequence[int]], Tensor]
+        self,
+        rows: Sequence[list[int]],
+        width: int,
+        run: Callable[[Sequence[int]], Tensor],
     ) -> Tensor:
         """Run items on all ranks, in batches of `batch_size` rows (see the module's docstring).
 
@@ -309,7 +323,8 @@ class _Evaluation:
         for begin in range(0, len(rows), self.batch_size):
             of_batch = rows[begin : begin + self.batch_size]
             batches.append([item for row in of_batch for item in row])
-        values = torch.zeros(sum(map(len, rows)), width, dtype=torch.float64)
+        num_items = sum(map(len, rows))
+        values = torch.zeros(num_items, width, dtype=torch.float64)
         same_batches = self.engine.tensor_parallel  # ranks that run the same batches
         stride = distributed.world_size() // same_batches
         first = distributed.rank() // same_batches
@@ -320,7 +335,8 @@ class _Evaluation:
             result = run(items)
             if index < len(batches) and counts:
                 values[items] = result.cpu().double()
-        summed = distributed.sum_vector(values.flatten().to(distributed.device()))
+        on_device = values.flatten().to(distributed.device())
+        summed = distributed.sum_vector(on_device)
         return torch.tensor(summed, dtype=torch.float64).view(values.shape)
 
 

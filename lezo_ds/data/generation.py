@@ -39,7 +39,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from lezo_ds.data.encoding import NEWLINE, PromptTokenizer
+from lezo_ds.data.encoding import NEWLINE, PromptTokenizer, TokenIds
 from lezo_ds.forward.batch import GenerationSettings, MicroBatch, Sampling
 
 SAMPLE_KEYS = "sample_keys"
@@ -52,7 +52,9 @@ _HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 def generation_settings(
-    tokenizer: PromptTokenizer, max_new_tokens: int, stops: Sequence[str] = (NEWLINE,)
+    tokenizer: PromptTokenizer,
+    max_new_tokens: int,
+    stops: Sequence[str] = (NEWLINE,),
 ) -> GenerationSettings:
     """Return how answers are written that end at EOS or at one of `stops`."""
     # One ASCII character is always part of one token. Any other stop may spread over several.
@@ -67,7 +69,8 @@ def generation_settings(
 
 
 def _stop_finder(
-    tokenizer: PromptTokenizer, stops: Sequence[str]
+    tokenizer: PromptTokenizer,
+    stops: Sequence[str],
 ) -> Callable[[Sequence[int]], bool]:
     """Return the function (new tokens of a row) -> whether the last one completes one of `stops`.
 
@@ -91,7 +94,9 @@ def _stop_finder(
 
 
 def prompt_batch(
-    prompts: Sequence[tuple[int, ...]], settings: GenerationSettings, num_common: int = 0
+    prompts: Sequence[TokenIds],
+    settings: GenerationSettings,
+    num_common: int = 0,
 ) -> MicroBatch:
     """Lay out prompts to be continued, padded on the left (see the module's docstring).
 
@@ -211,7 +216,8 @@ def _after_common(model: Any, common_ids: Tensor, inputs: dict[str, Any]) -> dic
 
 
 def _stopping_criteria(
-    has_ended: Callable[[Sequence[int]], bool] | None, width: int
+    has_ended: Callable[[Sequence[int]], bool] | None,
+    width: int,
 ) -> StoppingCriteriaList:
     """Return what ends rows besides the stop tokens. New tokens begin in column `width`."""
     criteria = StoppingCriteriaList()
@@ -227,7 +233,9 @@ def _stopping_criteria(
 
 
 def _logits_processors(
-    sampling: Sampling | None, keys: Tensor | None, width: int
+    sampling: Sampling | None,
+    keys: Tensor | None,
+    width: int,
 ) -> LogitsProcessorList:
     """Return what changes logits [rows, vocabulary], so that the largest is the token to write."""
     processors = LogitsProcessorList()
@@ -276,13 +284,17 @@ def uniforms(key: int, position: int, count: int) -> np.ndarray:
     """
     # NumPy guarantees the raw words of Philox4x64 across versions (see lezo_ds/data/batches.py).
     num_words = -(-count // 2)
-    words = np.random.Philox(key=key + (position << 64)).random_raw(num_words)
+    generator = np.random.Philox(key=key + (position << 64))
+    words = generator.random_raw(num_words)
     halves = words.astype("<u8").view("<u4")[:count]
-    return ((halves >> 9).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
+    integers = (halves >> 9).astype(np.float32)  # below 2**23
+    return (integers + np.float32(0.5)) * np.float32(2.0**-23)
 
 
 def read_answers(
-    tokens: Tensor, settings: GenerationSettings, tokenizer: PromptTokenizer
+    tokens: Tensor,
+    settings: GenerationSettings,
+    tokenizer: PromptTokenizer,
 ) -> list[str]:
     """Return the answers in new tokens [rows, n]: their text up to the first stop, stripped."""
     answers = []

@@ -62,7 +62,8 @@ def candidate_scores(logits: Tensor, batch: MicroBatch) -> Tensor:
     if "target_ids" not in batch.labels:
         return logits.float()
     token_slots = batch.labels["token_slots"]  # [rows, longest candidate]
-    log_probabilities = _gather(-_token_losses(logits, batch), token_slots, fill=0.0)
+    of_tokens = -_token_losses(logits, batch)
+    log_probabilities = _gather(of_tokens, token_slots, fill=0.0)
     num_tokens = (token_slots >= 0).sum(dim=1)
     means = log_probabilities.sum(dim=1) / num_tokens  # [rows]
     return _gather(means, batch.labels["candidate_slots"], fill=float("-inf"))
@@ -70,19 +71,22 @@ def candidate_scores(logits: Tensor, batch: MicroBatch) -> Tensor:
 
 def classification_loss(logits: Tensor, batch: MicroBatch) -> Tensor:
     """Return the cross-entropy over the candidates' scores, float32 [E]; see `candidate_scores`."""
-    return F.cross_entropy(candidate_scores(logits, batch), batch.labels["label"], reduction="none")
+    scores = candidate_scores(logits, batch)
+    return F.cross_entropy(scores, batch.labels["label"], reduction="none")
 
 
 def teacher_forcing_loss(logits: Tensor, batch: MicroBatch) -> Tensor:
     """Return the cross-entropy of the gold tokens, summed over each example, float32 [E]."""
     losses = _token_losses(logits, batch)
-    return _gather(losses, batch.labels["token_slots"], fill=0.0).sum(dim=1)
+    by_example = _gather(losses, batch.labels["token_slots"], fill=0.0)
+    return by_example.sum(dim=1)
 
 
 def count_right_tokens(logits: Tensor, batch: MicroBatch) -> Tensor:
     """Return how many gold tokens of each example are the model's first choice, float32 [E]."""
     right = logits.argmax(dim=1) == batch.labels["target_ids"]
-    return _gather(right.float(), batch.labels["token_slots"], fill=0.0).sum(dim=1)
+    by_example = _gather(right.float(), batch.labels["token_slots"], fill=0.0)
+    return by_example.sum(dim=1)
 
 
 @dataclass(frozen=True)
@@ -195,7 +199,8 @@ def _reward_loss(name: str, function: RewardFunction) -> ObjectiveFunction:
             rewards = torch.as_tensor(values, dtype=torch.float64, device="cpu")
         except (TypeError, ValueError, RuntimeError):
             rewards = torch.empty(())
-        if rewards.shape != (len(answers),) or not rewards.isfinite().all():
+        expected_shape = (len(answers),)
+        if rewards.shape != expected_shape or not rewards.isfinite().all():
             message = (
                 f"train.objective={name} returned {str(values)[:80]}, "
                 "not one finite reward per answer"
@@ -215,7 +220,8 @@ def try_reward(objective: Objective, examples: Sequence[Example]) -> None:
         for answer in TRIED_ANSWERS:
             asked.append(example)
             answers.append(answer)
-    objective.loss(answers, MicroBatch({}, len(asked), examples=tuple(asked)))
+    batch = MicroBatch({}, len(asked), examples=tuple(asked))
+    objective.loss(answers, batch)
 
 
 def call_of_user(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -241,11 +247,13 @@ def call_of_user(name: str, function: Callable[..., Any], *arguments: Any) -> An
 
 def _token_losses(logits: Tensor, batch: MicroBatch) -> Tensor:
     """Return minus the log-probability of every target token, float32 [tokens]."""
-    return F.cross_entropy(logits.float(), batch.labels["target_ids"], reduction="none")
+    target_ids = batch.labels["target_ids"]
+    return F.cross_entropy(logits.float(), target_ids, reduction="none")
 
 
 def _gather(values: Tensor, slots: Tensor, *, fill: float) -> Tensor:
     """Return the values [N] at `slots` (see batches.py), with `fill` where a slot is -1."""
     # A gather and a sum are deterministic. index_add on a GPU is not: it adds in a different order
     # each time.
-    return torch.where(slots >= 0, values[slots.clamp(min=0)], fill)
+    found = values[slots.clamp(min=0)]
+    return torch.where(slots >= 0, found, fill)

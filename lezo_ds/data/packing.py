@@ -120,7 +120,8 @@ def deal(rows: np.ndarray, num_micro_batches: int) -> np.ndarray:
     >>> deal(np.array([10, 11, 12, 13, 14, 15]), 2).tolist()
     [15, 12, 11, 14, 13, 10]
     """
-    rounds = rows[::-1].reshape(-1, num_micro_batches).copy()  # [rounds, micro-batches]
+    longest_first = rows[::-1]
+    rounds = longest_first.reshape(-1, num_micro_batches).copy()  # [rounds, micro-batches]
     rounds[1::2] = rounds[1::2, ::-1]  # back and forth, as the first of a round gets the longest
     return rounds.T.reshape(-1)
 
@@ -133,7 +134,9 @@ def _first_fit(lengths: Sequence[int], width: int) -> tuple[list[int], list[int]
     rows = [0] * len(lengths)
     offsets = [0] * len(lengths)
     filled: list[int] = []  # tokens in each row
-    for sequence in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+    # The sort is stable: sequences of one length stay in their order.
+    longest_first = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    for sequence in longest_first:
         length = lengths[sequence]
         with_room = (row for row, used in enumerate(filled) if used + length <= width)
         row = next(with_room, len(filled))

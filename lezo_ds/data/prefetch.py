@@ -37,13 +37,15 @@ class StepBatches:
 
         An error of the thread is raised here, at the step whose batch it was laying out.
         """
-        indices = self._current.read if self._current is not None else set()
+        indices: frozenset[int] = frozenset()
+        if self._current is not None:
+            indices = frozenset(self._current.read)
         if self._next is not None and self._next_step == step:
             self._current = self._next.result()
         else:  # the first step here, or one that is repeated
             self._current = self._laid_out(step, ())
         self._next_step = step + 1
-        self._next = self._thread.submit(self._laid_out, step + 1, frozenset(indices))
+        self._next = self._thread.submit(self._laid_out, step + 1, indices)
         return self._current.batch
 
     def _laid_out(self, step: int, indices: Iterable[int]) -> _RecordedBatch:

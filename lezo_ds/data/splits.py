@@ -128,7 +128,8 @@ def _task_splits(task: Task, data: DataConfig) -> Splits:
     sizes = task.mezo_sizes if data.protocol == "mezo" else task.sizes
     num_dev = data.num_dev or sizes.num_dev
     num_test = data.num_test or sizes.num_test
-    num_train = _num_train(task, data, data.num_train or sizes.num_train, num_dev, len(train))
+    wanted = data.num_train or sizes.num_train
+    num_train = _num_train(task, data, wanted, num_dev, len(train))
     order = _permutation(data.seed, len(train))
     test_order = _permutation(data.seed, len(test))
     return Splits(
@@ -183,7 +184,9 @@ def _own_splits(task: Task, data: DataConfig) -> Splits:
     left = _permutation(data.seed, len(rows))
     test, left = _own_split(task, data, "test", data.test, rows, left)
     dev, left = _own_split(task, data, "validation", data.validation, rows, left)
-    if len(left) < (data.num_train or 1) or len(dev) < (data.num_dev or 0):
+    num_train = data.num_train or 1
+    num_dev = data.num_dev or 0
+    if len(left) < num_train or len(dev) < num_dev:
         message = f"{data.train} leaves {len(left)} records to train on and {len(dev)} for dev"
         fix = "set a smaller data.num_train, data.num_dev or data.num_test, or add records"
         raise UserError(message, fix=fix)
@@ -263,7 +266,11 @@ def with_demonstrations(task: Task, data: DataConfig, splits: Splits) -> Splits:
 
 
 def draw_demonstrations(
-    seed: int, num_questions: int, num_records: int, count: int, own_rows: Sequence[int] = ()
+    seed: int,
+    num_questions: int,
+    num_records: int,
+    count: int,
+    own_rows: Sequence[int] = (),
 ) -> list[list[int]]:
     """Draw the rows of the records to show before each question, as MeZO's icl.sh does.
 
@@ -313,7 +320,8 @@ def _build(task: Task, rows: Sequence[Row], order: Sequence[int]) -> tuple[Examp
 def _read_split(directory: Path, split: str) -> list[Row]:
     """Return the records of train.jsonl, or else of all files such as train-00000.parquet."""
     files = sorted(directory.glob(f"{split}*"))
-    chosen = [file for file in files if file.stem == split and kind_of(file) == ".jsonl"]
+    whole = [file for file in files if file.stem == split]
+    chosen = [file for file in whole if kind_of(file) == ".jsonl"]
     if not chosen:
         chosen = [file for file in files if kind_of(file) == ".parquet"]
     if not chosen:

@@ -52,7 +52,8 @@ def read_source(key: str, source: str) -> list[Row]:
     if colon and not path.exists() and num_slashes in (1, 2):
         owner, name, *config = hub_name.split("/")
         fix = f"set {key} to a file"
-        (rows,) = read_hub(f"{owner}/{name}", "".join(config) or None, [split], fix=fix)
+        hub_id = f"{owner}/{name}"
+        (rows,) = read_hub(hub_id, config[0] if config else None, [split], fix=fix)
     else:
         check_kind(f"{key}={source}", path)
         rows = list(read_file(path))
@@ -100,7 +101,11 @@ def read_file(path: Path) -> Iterator[Row]:
 
 
 def read_hub(
-    hub_id: str, config: str | None, splits: Sequence[str], *, fix: str
+    hub_id: str,
+    config: str | None,
+    splits: Sequence[str],
+    *,
+    fix: str,
 ) -> list[list[Row]]:
     """Return the records of splits on the hub, or in its cache if the hub cannot be reached.
 
@@ -170,7 +175,8 @@ def _read_json(path: Path) -> _Records:
         is_list = file.read(_SNIFFED_BYTES).lstrip().startswith(b"[")
         file.seek(0)
         if is_list:
-            for row, record in enumerate(json.loads(file.read()), start=1):
+            records = json.loads(file.read())
+            for row, record in enumerate(records, start=1):
                 yield "row", row, record
             return
         for number, line in enumerate(file, start=1):

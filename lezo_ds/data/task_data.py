@@ -34,6 +34,7 @@ from lezo_ds.data.encoding import (
     NEWLINE,
     EncodedExample,
     PromptTokenizer,
+    TokenIds,
     encode_example,
     encode_prompts,
     load_tokenizer,
@@ -72,7 +73,7 @@ class EncodedSplit:
 
     examples: tuple[Example, ...]
     encoded: tuple[EncodedExample, ...]
-    prompts: tuple[tuple[int, ...], ...] = ()
+    prompts: tuple[TokenIds, ...] = ()
     reads_records: bool = False
 
     @cached_property
@@ -152,13 +153,14 @@ class TaskData:
         shares_rows = self.packed and not self.objective.reads_answers
         if shares_rows and FEWEST_DEALT <= size < len(rows):
             rows = deal(rows, len(rows) // size)
-        first_rows = np.arange(0, len(rows), size)
-        weights = np.add.reduceat(self._num_terms[rows], first_rows)
+        num_terms = self._num_terms[rows]
+        weights = np.add.reduceat(num_terms, np.arange(0, len(rows), size))
         if self.objective.reads_answers:
             weights *= config.generation.num_samples
 
         def build(index: int) -> MicroBatch:
-            of_micro_batch: list[int] = rows[index * size : (index + 1) * size].tolist()
+            first = index * size
+            of_micro_batch: list[int] = rows[first : first + size].tolist()
             if self.objective.reads_answers:
                 return self._answer_batch(config, step, of_micro_batch)
             batch = self.objective_batch(self.train, of_micro_batch)
@@ -168,7 +170,8 @@ class TaskData:
 
     def step_rows(self, config: RunConfig, step: int) -> list[int]:
         """Return the indices in `train` of a step's examples, in the order of the stream."""
-        return batch_indices(config.seed, step, len(self.train.examples), config.train.batch_size)
+        num_examples = len(self.train.examples)
+        return batch_indices(config.seed, step, num_examples, config.train.batch_size)
 
     @cached_property
     def _lengths(self) -> np.ndarray:
@@ -180,7 +183,8 @@ class TaskData:
     @cached_property
     def _num_terms(self) -> np.ndarray:
         """int64 [training examples], the weight of each in its micro-batch."""
-        return np.array([self.objective.num_terms(example) for example in self.train.encoded])
+        num_terms = self.objective.num_terms
+        return np.array([num_terms(example) for example in self.train.encoded])
 
     def objective_batch(self, split: EncodedSplit, rows: Sequence[int]) -> MicroBatch:
         """Return the batch of some examples of a split whose outputs the objective reads."""
@@ -189,7 +193,8 @@ class TaskData:
         else:
             encoded = [split.encoded[row] for row in rows]
             batch = self.objective.build_batch(encoded, self.tokenizer.pad_id)
-        return replace(batch, examples=tuple(split.examples[row] for row in rows))
+        examples = tuple(split.examples[row] for row in rows)
+        return replace(batch, examples=examples)
 
     def prompt_batch(self, split: EncodedSplit, rows: Sequence[int]) -> MicroBatch:
         """Return the batch of the prompts of some examples, for the model to continue."""
@@ -292,10 +297,11 @@ class _Encoder:
             return EncodedSplit((), ())
         usable_examples = []
         encoded = []
-        for example, tokens in self._candidates([self._worded(example) for example in examples]):
+        worded = [self._worded(example) for example in examples]
+        for example, tokens in self._candidates(worded):
             usable_examples.append(example)
             encoded.append(tokens)
-        prompts: tuple[tuple[int, ...], ...] = ()
+        prompts: tuple[TokenIds, ...] = ()
         max_new_tokens = self.config.generation.max_new_tokens
         if has_prompts:
             encode = encode_questions if examples[0].messages else encode_prompts
@@ -367,7 +373,10 @@ def _check_objective(config: RunConfig, task: Task, objective: Objective) -> Non
 
 
 def _check_model(
-    split: EncodedSplit, tokenizer: PromptTokenizer, max_new_tokens: int, model_config: Any
+    split: EncodedSplit,
+    tokenizer: PromptTokenizer,
+    max_new_tokens: int,
+    model_config: Any,
 ) -> None:
     """Refuse inputs that are longer than the model's positions, or tokens that it does not know."""
     sequences = list(split.prompts)
