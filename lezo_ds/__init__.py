@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 __version__ = "0.5.0"
 __all__ = ["Estimator", "LayerPolicy", "LezoEngine", "Task", "initialize", "reward", "train"]
 
-# Huge pages for large CPU tensors: small pages cost a fifth of a step. torch reads this variable when
-# it makes its first tensor.
+# Huge pages for large CPU tensors: small pages cost a fifth of a step. torch reads this variable
+# when it makes its first tensor.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 # The module of each public name.

@@ -7,15 +7,20 @@ from lezo_ds.errors import launched_rank
 
 
 def main(command: str | None = None) -> None:
-    """Run a command. Ctrl-C ends it with one line; a run that trains stops after its step instead."""
+    """Run a command, by default the one that the first argument names.
+
+    Ctrl-C ends it with one line. A run that trains stops after its step instead.
+    """
     try:
-        from lezo_ds import cli  # this and what it imports later may take seconds
+        # Inside the try: this, and what it imports later, may take seconds.
+        from lezo_ds import cli
 
         cli.main(command)
     except KeyboardInterrupt:
         if launched_rank() == 0:
             print("interrupted; the same command starts again", file=sys.stderr, flush=True)
-        os._exit(130)  # a shell's code for SIGINT; sys.exit would wait for other ranks
+        # A shell's code for SIGINT. Not sys.exit, which would wait for other ranks.
+        os._exit(130)
 
 
 if __name__ == "__main__":

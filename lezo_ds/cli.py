@@ -1,6 +1,11 @@
 """The command line: `lezo-ds COMMAND`, which is also `python -m lezo_ds COMMAND`.
 
-A command imports torch and other large libraries only after its arguments have been parsed.
+Each command has two functions. `_train` adds the arguments of `train` to its parser, and its
+docstring is the description in `lezo-ds train --help`. `run_train` does the work. COMMANDS lists
+both.
+
+A command imports torch and other large libraries only after its arguments have been parsed, so that
+a mistake in them is refused at once.
 """
 
 from __future__ import annotations
@@ -15,16 +20,17 @@ import os
 import pkgutil
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 from lezo_ds import __version__
 from lezo_ds.config import config_to_dict, dump_yaml, load_config
 from lezo_ds.config.paths import expand, find_file
 from lezo_ds.config.schema import READER
 from lezo_ds.errors import LezoError, UserError, did_you_mean, end_with, launched_rank
+from lezo_ds.files import failures_named
 
 _RECIPE_HELP = (
     "a YAML file, the name of one in launch/recipes, or paper (with model= task= method= [peft=])"
@@ -41,9 +47,8 @@ class _Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        self.add_argument(
-            "--local_rank", type=int, help=argparse.SUPPRESS
-        )  # DeepSpeed's launcher adds it
+        # DeepSpeed's launcher adds it.
+        self.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
 
     def add_keys(self) -> None:
         self.add_argument(
@@ -51,14 +56,14 @@ class _Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        option = next((word for word in message.split() if word.startswith("--")), "").partition(
-            "="
-        )[0]
-        known = self._option_string_actions if "unrecognized" in message else ()
-        fix = did_you_mean(option, known, f"see {self.prog} --help")
-        name = option.removeprefix("--")
-        if "unrecognized" in message and (name in READER.keys or "." in name):
-            fix = f"write {name}=VALUE, without dashes"
+        fix = f"see {self.prog} --help"
+        if "unrecognized" in message:
+            options = [word for word in message.split() if word.startswith("--")]
+            option = options[0].partition("=")[0] if options else ""
+            key = option.removeprefix("--")
+            fix = did_you_mean(option, self._option_string_actions, fix)
+            if key in READER.keys or "." in key:
+                fix = f"write {key}=VALUE, without dashes"
         raise UserError(f"{self.prog}: {message}", fix=fix)
 
 
@@ -78,20 +83,22 @@ def _name(text: str) -> str:
 
 
 def _train(parser: _Parser) -> None:
-    """Fine-tune a model: deepspeed --num_gpus 2 --module lezo_ds train --config RECIPE key=value ...
+    """Fine-tune a model.
 
-    The same command resumes a run. In paths, ~ and $VAR are expanded. A path in a YAML file is relative to
-    the file's folder if it begins with ./ or ../ or, except for run_dir, exists there.
+    deepspeed --num_gpus 2 --module lezo_ds train --config RECIPE key=value ...
+
+    The same command resumes a run. In paths, ~ and $VAR are expanded. A path in a YAML file is
+    relative to the file's folder if it begins with ./ or ../ or, except for run_dir, exists there.
     """
     add = parser.add_argument
     add("--config", metavar="RECIPE", help=_RECIPE_HELP)
     add(
         "--dry-run",
         action="store_true",
-        help="check everything but the weights, and print the memory",
+        help="check everything but the weights, and print memory, disk and time",
     )
-    add("--gpus", type=_positive, metavar="N", help="with --dry-run: for this number of GPUs")
-    add("--gpu-memory", type=float, metavar="GIB", help="with --dry-run: what fits on such GPUs")
+    add("--gpus", type=_positive, metavar="N", help="with --dry-run: plan for this number of GPUs")
+    add("--gpu-memory", type=float, metavar="GIB", help="with --dry-run: say what fits such GPUs")
     add("--print-config", action="store_true", help="print the configuration as a YAML recipe")
     add("--json", action="store_true", help="print the results as JSON instead of a summary")
     parser.add_keys()
@@ -99,8 +106,10 @@ def _train(parser: _Parser) -> None:
 
 def run_train(arguments: argparse.Namespace) -> None:
     if arguments.config is None and not arguments.overrides:
-        fix = "lezo-ds train --config RECIPE; lezo-ds init MODEL DATA writes a recipe"
-        raise UserError("lezo-ds train needs a recipe", fix=fix)
+        raise UserError(
+            "lezo-ds train needs a recipe",
+            fix="lezo-ds train --config RECIPE; lezo-ds init MODEL DATA writes a recipe",
+        )
     config = load_config(arguments.config, arguments.overrides)
     if arguments.print_config:
         print(dump_yaml(config_to_dict(config)), end="")
@@ -132,13 +141,14 @@ def _evaluate(parser: _Parser) -> None:
     lezo-ds evaluate --model DIR --config RECIPE data.task=sst2
     """
     add = _add_weights(parser)
-    add("--split", choices=("test", "dev"), default="test", help="examples to score")
+    add("--split", choices=("test", "dev"), default="test", help="score these examples")
     add("--predictions", type=_path, metavar="FILE", help="write all predictions as JSON")
     add("--json", action="store_true", help="print the scores as JSON instead of a line")
     parser.add_keys()
 
 
 def _add_weights(parser: _Parser) -> Callable[..., Any]:
+    """Add the options that say which weights are opened, and return what adds more options."""
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=_path, metavar="DIR", help="directory of a run")
@@ -155,6 +165,10 @@ def _add_weights(parser: _Parser) -> Callable[..., Any]:
 
 
 def _open_weights(arguments: argparse.Namespace, *keys: str) -> Any:
+    """Open the weights of a run or a model, with `key=value` overrides before those of the user.
+
+    With `keys`, the task may be that of an exported model.
+    """
     if arguments.run is not None and arguments.config is not None:
         raise UserError(
             "a run has its own configuration: --config goes with --model", fix="remove --config"
@@ -164,11 +178,10 @@ def _open_weights(arguments: argparse.Namespace, *keys: str) -> Any:
         raise UserError(f"{model} is a run, not a model", fix=f"use --run {model}")
     from lezo_ds.runs.scoring import open_model, open_run
 
+    overrides = [*keys, *arguments.overrides]
     if arguments.run is not None:
-        return open_run(arguments.run, arguments.step, [*keys, *arguments.overrides])
-    return open_model(
-        arguments.model, [*keys, *arguments.overrides], arguments.config, has_task=bool(keys)
-    )
+        return open_run(arguments.run, arguments.step, overrides)
+    return open_model(arguments.model, overrides, arguments.config, has_task=bool(keys))
 
 
 def run_evaluate(arguments: argparse.Namespace) -> None:
@@ -177,18 +190,24 @@ def run_evaluate(arguments: argparse.Namespace) -> None:
     from lezo_ds.runs.screen import scores_summary
 
     scores = score(opened, arguments.split)
-    if launched_rank() == 0:
-        if arguments.predictions is not None:
+    if launched_rank() > 0:
+        return
+    if arguments.predictions is not None:
+        with failures_named(arguments.predictions):
             arguments.predictions.write_text(json.dumps(scores, indent=1) + "\n")
-        del scores["predictions"]
-        print(json.dumps(scores, indent=1) if arguments.json else scores_summary(scores))
+    del scores["predictions"]
+    if arguments.json:
+        print(json.dumps(scores, indent=1))
+    else:
+        print(scores_summary(scores))
 
 
 def _predict(parser: _Parser) -> None:
     """Label the records of a file, as in lezo-ds predict --model EXPORT new.csv --out labels.csv.
 
-    The output also has `predicted`, the label, choice or answer, and the `probability` of a label or choice.
-    The task is that of the run or export, or of a recipe or keys. The same command continues a killed one.
+    The output also has `predicted`, the label, choice or answer, and the `probability` of a label
+    or choice. The task is that of the run or export, or of a recipe or keys. The same command
+    continues one that was killed.
     """
     add = _add_weights(parser)
     add(
@@ -203,8 +222,11 @@ def _predict(parser: _Parser) -> None:
 
 
 def run_predict(arguments: argparse.Namespace) -> None:
-    keys = [f"data.{key}=null" for key in ("path", "validation", "test", "metric")]
-    opened = _open_weights(arguments, "train.objective=task", f"data.train={arguments.data}", *keys)
+    # The task of the run, but neither its files nor a module that scores or rewards answers.
+    unset = [f"data.{key}=null" for key in ("path", "validation", "test", "metric")]
+    opened = _open_weights(
+        arguments, "train.objective=task", f"data.train={arguments.data}", *unset
+    )
     from lezo_ds.runs.predict import predict_file
 
     num_records = predict_file(opened, arguments.data, arguments.out)
@@ -233,21 +255,26 @@ def _export(parser: _Parser) -> None:
 
 
 def run_export(arguments: argparse.Namespace) -> None:
-    run, journal, out = arguments.run, arguments.journal, arguments.out
-    if [run, journal, out].count(None) != 1:
+    if [arguments.run, arguments.journal, arguments.out].count(None) != 1:
         raise UserError(
             "export needs two of --run, --journal and --out", fix="see lezo-ds export --help"
         )
     from lezo_ds.runs.export import export_run, write_journal
 
-    if out is None:
-        print(f"{run}: {journal}, {write_journal(run, journal):,} bytes")
+    if arguments.out is None:
+        num_bytes = write_journal(arguments.run, arguments.journal)
+        print(f"{arguments.run}: {arguments.journal}, {num_bytes:,} bytes")
         return
+    source = arguments.run or arguments.journal
     step = export_run(
-        run or journal, arguments.step, out, arguments.overrides, low_bits=arguments.low_bits
+        source,
+        arguments.step,
+        arguments.out,
+        arguments.overrides,
+        low_bits=arguments.low_bits,
     )
     if launched_rank() == 0:
-        print(f"step {step} of {run or journal}: {out}")
+        print(f"step {step} of {source}: {arguments.out}")
 
 
 def _sweep(parser: _Parser) -> None:
@@ -257,9 +284,10 @@ def _sweep(parser: _Parser) -> None:
         --grid zo.learning_rate=1e-6,7e-7 zo.sparsity=0.5,0.75 seed,data.seed=0,1,2,3,4
     lezo-ds sweep --config demo --out runs/tuned --tune zo.learning_rate --grid seed=0,1,2
 
-    The same command skips finished runs and resumes the others. It writes results.csv to DIR and prints means
-    over seeds. Keys that are separated by commas change together. key=value before --grid changes all runs.
-    A finished run of lezo keeps no weights unless train.keep_snapshots is set: its journal gives them back.
+    The same command skips finished runs and resumes the others. It writes results.csv to DIR and
+    prints means over seeds. Keys that are separated by commas change together. key=value before
+    --grid changes all runs. A finished run of lezo keeps no weights unless train.keep_snapshots is
+    set: its journal gives them back.
     """
     add = parser.add_argument
     add("--config", required=True, metavar="RECIPE", help=_RECIPE_HELP)
@@ -267,16 +295,21 @@ def _sweep(parser: _Parser) -> None:
     add("--grid", nargs="+", default=[], metavar="KEY=VALUE,...", help="a key and its values")
     add("--tune", metavar="KEY", help="first search its best value, with the grid's first values")
     add("--launcher", default=shlex.quote(sys.executable), help='such as "deepspeed --num_gpus 2"')
-    one = parser.add_mutually_exclusive_group()
-    one.add_argument(
+    scope = parser.add_mutually_exclusive_group()
+    scope.add_argument(
         "--index", type=int, metavar="N", help="start only this run, and write no table"
     )
-    one.add_argument("--list", action="store_true", help="only list the runs and write the tables")
+    scope.add_argument(
+        "--list", action="store_true", help="only list the runs and write the tables"
+    )
     parser.add_keys()
 
 
 def _report(parser: _Parser) -> None:
-    """Print the results of runs as a table, averaged over seeds, or write a page with table and curves."""
+    """Print the results of runs as a table, averaged over seeds, or write them as a page.
+
+    The page has the table, curves and wrong answers.
+    """
     add = parser.add_argument
     add(
         "runs",
@@ -294,8 +327,9 @@ def _init(parser: _Parser) -> None:
     lezo-ds init models/smollm2 tickets.csv --text body --label topic --out recipe.yaml
     lezo-ds init models/smollm2 prompts.jsonl --reward rewards:brevity
 
-    DATA is a .csv, .tsv, .json, .jsonl or .parquet file, or OWNER/NAME:SPLIT on the hub. By default, a model
-    reads the only column of texts and learns the only one with few values, an instruct model in its template.
+    DATA is a .csv, .tsv, .json, .jsonl or .parquet file, or OWNER/NAME:SPLIT on the hub. By
+    default, a model reads the only column of texts and learns the only one with few values, and an
+    instruct model does so in its chat template.
     """
     add = parser.add_argument
     add("model", type=_name, metavar="MODEL", help="directory of a model, or its hub id")
@@ -324,63 +358,67 @@ def _init(parser: _Parser) -> None:
     add("--skip-unusable", action="store_true", help="leave out records that cannot be used")
 
 
-COMMANDS: dict[str, tuple[Callable[[_Parser], None], str, str]] = {
-    "init": (
-        _init,
-        "lezo_ds.tools.init:main",
-        "write a recipe for a model and a file of your own data",
+class _Command(NamedTuple):
+    """A command of the program.
+
+    Attributes:
+        add_arguments: Adds its arguments to a parser. The docstring is its description in the help.
+        function: The function that takes the parsed arguments, as `module:name`. The module is
+            imported when the command runs.
+        summary: What the command does, in the help of the program.
+    """
+
+    add_arguments: Callable[[_Parser], None]
+    function: str
+    summary: str
+
+
+COMMANDS = {
+    "init": _Command(
+        _init, "lezo_ds.tools.init:main", "write a recipe for a model and a file of your own data"
     ),
-    "train": (
-        _train,
-        "lezo_ds.cli:run_train",
-        "fine-tune a model, or check a recipe and print its memory",
+    "train": _Command(
+        _train, "lezo_ds.cli:run_train", "fine-tune a model, or check a recipe and print its memory"
     ),
-    "evaluate": (
-        _evaluate,
-        "lezo_ds.cli:run_evaluate",
-        "score a model, or the weights of a run at any step",
+    "evaluate": _Command(
+        _evaluate, "lezo_ds.cli:run_evaluate", "score a model, or the weights of a run at any step"
     ),
-    "predict": (_predict, "lezo_ds.cli:run_predict", "label the records of a file, or answer them"),
-    "export": (
+    "predict": _Command(
+        _predict, "lezo_ds.cli:run_predict", "label the records of a file, or answer them"
+    ),
+    "export": _Command(
         _export,
         "lezo_ds.cli:run_export",
         "write the model of a step of a run, or a run as one file",
     ),
-    "report": (
-        _report,
-        "lezo_ds.tools.report:main",
-        "show runs as a table, or as a page with curves",
+    "report": _Command(
+        _report, "lezo_ds.tools.report:main", "show runs as a table, or as a page with curves"
     ),
-    "sweep": (_sweep, "lezo_ds.tools.sweep:main", "run every combination of a grid, or tune a key"),
+    "sweep": _Command(
+        _sweep, "lezo_ds.tools.sweep:main", "run every combination of a grid, or tune a key"
+    ),
 }
-"""By its name: what adds a command's arguments, the function that takes them, and what the command does."""
 
 
-def run_command(name: str) -> None:
-    """Run a command on the arguments in `sys.argv`."""
-    add_arguments, function, _ = COMMANDS[name]
-    keys = f"\n\nKeys:\n{READER.describe()}" if name == "train" else ""
-    parser = _Parser(name, (inspect.getdoc(add_arguments) or "") + keys)
-    add_arguments(parser)
-    arguments = parser.parse_intermixed_args()  # options and words may alternate
+def run_command(name: str, words: Sequence[str] | None = None) -> None:
+    """Run a command on the words of its command line, by default those in `sys.argv`."""
+    command = COMMANDS[name]
+    description = inspect.getdoc(command.add_arguments) or ""
+    if name == "train":
+        description += f"\n\nKeys:\n{READER.describe()}"
+    parser = _Parser(name, description)
+    command.add_arguments(parser)
+    arguments = parser.parse_intermixed_args(words)  # options and keys may alternate
     for word in getattr(arguments, "overrides", ()):
         if word.endswith((".yaml", ".yml")) and "=" not in word:
             raise UserError(f"{word} is not key=value", fix=f"lezo-ds {name} --config {word}")
-    pkgutil.resolve_name(function)(arguments)
+    run = pkgutil.resolve_name(command.function)
+    run(arguments)
 
 
 def main(command: str | None = None) -> None:
     """Run a command, by default the one that the first argument names, and end the process."""
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # a lost rank is not 30 lines of a C++ stack
-    os.environ.setdefault("RUST_LOG", "error")  # torchft reads it once
-    sys.stdout, sys.stderr = _without_broken_pipe(sys.stdout), _without_broken_pipe(sys.stderr)
-    logging.basicConfig(
-        level=logging.INFO if launched_rank() == 0 else logging.ERROR, format="%(message)s"
-    )
-    for noisy in ("DeepSpeed", "httpx", "datasets", "torch.distributed"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
+    _prepare_process()
     try:
         if command is None:
             _run_program()
@@ -389,12 +427,12 @@ def main(command: str | None = None) -> None:
     except LezoError as error:
         end_with(error)
     except RuntimeError as error:
+        # A command that did not need torch has not imported this module.
         distributed = sys.modules.get("lezo_ds.distributed")
         lost = distributed.lost_rank(error) if distributed else None
         if lost is None:
             raise
         end_with(lost)
-    # A command that did not need torch has not imported this module.
     if "lezo_ds.distributed" in sys.modules:
         sys.modules["lezo_ds.distributed"].shut_down()
     # At a normal exit, a thread of gloo may abort (torch 2.13, PyTorch pull request 179291).
@@ -404,8 +442,21 @@ def main(command: str | None = None) -> None:
     os._exit(0)
 
 
+def _prepare_process() -> None:
+    """Let the libraries print no more than what concerns the user."""
+    # Otherwise a lost rank is 30 lines of a C++ stack.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("RUST_LOG", "error")  # torchft reads it once
+    sys.stdout = _without_broken_pipe(sys.stdout)
+    sys.stderr = _without_broken_pipe(sys.stderr)
+    level = logging.INFO if launched_rank() == 0 else logging.ERROR
+    logging.basicConfig(level=level, format="%(message)s")
+    for noisy in ("DeepSpeed", "httpx", "datasets", "torch.distributed"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+
+
 def _run_program() -> None:
-    lines = [f"  {name:10} {summary}" for name, (_, _, summary) in COMMANDS.items()]
+    lines = [f"  {name:10} {command.summary}" for name, command in COMMANDS.items()]
     title = (
         "Fine-tune language models without gradients, on DeepSpeed. Commands (each has a --help):"
     )
@@ -420,20 +471,21 @@ def _run_program() -> None:
     add("command", nargs="?", metavar="COMMAND", help="one of the commands above")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="the arguments of the command")
     arguments = parser.parse_args()
+    name = arguments.command
     if arguments.path is not None:
         path = find_file(arguments.path)
         if not path.exists():
             raise UserError(f"{arguments.path} is no shipped file", fix="see lezo-ds --path launch")
         print(path.resolve())
-    elif arguments.command in COMMANDS:
-        # A run records the same command line as of the script.
-        sys.argv = [f"launch/{arguments.command}.py", *arguments.arguments]
-        run_command(arguments.command)
+    elif name is None:
+        parser.print_help()
+    elif name in COMMANDS:
+        # A run records `sys.argv`: without the path of this program, and as a command that works.
+        sys.argv = ["-m", "lezo_ds", name, *arguments.arguments]
+        run_command(name, arguments.arguments)
     else:
-        fix = did_you_mean(arguments.command or "", COMMANDS, "see lezo-ds --help")
-        raise UserError(
-            f"{arguments.command or 'nothing'} is not one of {', '.join(COMMANDS)}", fix=fix
-        )
+        fix = did_you_mean(name, COMMANDS, "see lezo-ds --help")
+        raise UserError(f"{name} is not one of {', '.join(COMMANDS)}", fix=fix)
 
 
 class _Output(io.FileIO):

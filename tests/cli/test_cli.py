@@ -54,7 +54,7 @@ def test_a_script_the_package_and_the_program_are_the_same_and_print_a_recipe(tm
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("", "nothing is not one of init, train,"),
+        ("trian", "trian is not one of init, train, .*; fix: did you mean train?"),
         ("train --config demo --zo.sparsity 0.5", "fix: write zo.sparsity=VALUE, without dashes"),
         (
             "train --config demo --dry-rn",
@@ -93,6 +93,13 @@ def test_shipped_files_are_found_by_their_path(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit):
         in_process(monkeypatch, "--version")
     assert capsys.readouterr().out.strip() == f"lezo_ds {__version__}"
+
+
+def test_the_program_without_a_command_prints_its_help(monkeypatch, capsys):
+    in_process(monkeypatch)
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: lezo-ds ")
+    assert [name for name in cli.COMMANDS if f"\n  {name} " not in printed] == []
 
 
 def test_an_error_is_one_line_and_exit_code_2():
