@@ -50,7 +50,7 @@ class ZerothOrderMethod(TrainingMethod):
         self.engine.attach_journal(self.journal)
         self.engine.watch_weights()
         if self._starts_from_snapshot() and self.engine.global_steps == 0:
-            self.save()
+            self.save()  # unless it is there
 
     def _open_journal(self) -> list[EvaluationRecord]:
         """Open the journal, or start one, and return its evaluations. For rank 0."""
@@ -103,7 +103,7 @@ class ZerothOrderMethod(TrainingMethod):
 
         if distributed.on_rank_zero(is_saved):
             return
-        self.check()
+        self.check()  # wrong weights would come back from a snapshot after every restart
         checksum = None
         if self.journal is not None:
             checksum = self._owner().checksum(step)
@@ -123,6 +123,7 @@ class ZerothOrderMethod(TrainingMethod):
         return ()
 
     def _starts_from_snapshot(self) -> bool:
+        """Return whether the weights before the first step are restored from a snapshot."""
         # A prefix starts from activations of the base model. Another machine rounds these
         # differently, so a replay there needs their exact bits.
         return self.config.method in TRAINED and self.config.peft.kind == "prefix"
@@ -159,10 +160,10 @@ class ZerothOrderMethod(TrainingMethod):
             The number of lines.
         """
         new = distributed.on_rank_zero(lambda: self._journal_of_rank_zero().extend(lines))
-        self.evaluations += records.evaluations_of(new)
         self.engine.records += records.steps_of(new)
         self.engine.apply(self.engine.global_steps, len(self.engine.records))
         self.engine.global_steps = len(self.engine.records)
+        self.evaluations += records.evaluations_of(new)
         return len(new)
 
     def replace_journal(self, lines: bytes) -> None:
@@ -183,5 +184,6 @@ class ZerothOrderMethod(TrainingMethod):
         records.assert_same_run(header, journal.header, may_differ_on_resume(self.config))
         logger.warning("the other replicas have another journal; this one is now %s.left", path)
         journal.close()
+        # A crash between the two renames leaves no journal, and the next start takes over lines.
         path.replace(path.with_name(f"{path.name}.left"))
         other.replace(path)
