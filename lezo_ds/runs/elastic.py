@@ -61,14 +61,16 @@ class ReplicaMembership(Membership):
 
     def _begin_with_lines_of_others(self) -> None:
         """Take over the journal of another replica, if this one has none. For rank 0."""
-        method = self._method
         if self._directory.journal.exists():
             return
         lines = self._newer_lines()
-        if lines is not None:
-            write_atomically(self._directory.journal, lines.data)
-            num_ranks = self._engine.world_size
-            records.check_records(method.config, method.data, self._directory, num_ranks)
+        if lines is None:  # this is the first replica
+            return
+        write_atomically(self._directory.journal, lines.data)
+        # `train` has checked the records of this directory, when there were none.
+        method = self._method
+        num_ranks = self._engine.world_size
+        records.check_records(method.config, method.data, self._directory, num_ranks)
 
     def begin(self, run: Run) -> None:
         if self._directory.number == 0:  # before it joins, so that no other replica waits
@@ -91,6 +93,7 @@ class ReplicaMembership(Membership):
             self._do_empty_round(run)
             return self._method.metrics_of_last_step()
         self._replicas.stops_all = run.has_stop_file
+        # A digest of all weights takes a while, and with it replicas notice any flipped bit.
         self._replicas.digest = self._engine.weights.digest() if run.is_check_due() else ""
         metrics = self._method.step()
         self._record_brought(run)
@@ -111,6 +114,7 @@ class ReplicaMembership(Membership):
         """Take part in a round after the last step, for evaluations that others bring along."""
         self._replicas.stops_all = run.has_stop_file
         self._replicas.digest = ""
+        # Two votes and no losses. Replicas that do a step or wait after another one disagree.
         self._replicas.sum([0.0, 0.0], {"waits after": str(self._engine.global_steps)})
         self._record_brought(run)
 
@@ -170,11 +174,15 @@ class ReplicaMembership(Membership):
     def evaluate_and_save(self, run: Run) -> None:
         is_missing = ("dev", self._engine.global_steps) in self._missing(run)
         is_due = is_missing or run.is_snapshot_due()
+        # Before the first round, nobody knows who is the first of the replicas.
         if self._replicas.place is not None and is_due:
             self._evaluate_in_turn(run)
 
     def _evaluate_in_turn(self, run: Run) -> bool:
-        """Leave, evaluate and catch up, if this replica is the first. Return whether it is."""
+        """Leave, evaluate and catch up, if it is the turn of this replica. Return whether it was.
+
+        It is the turn of the first one in the last round. All others note who that is.
+        """
         place = self._replicas.place
         assert place is not None, "there was a round"
         is_over = self._is_over(run)
@@ -197,12 +205,16 @@ class ReplicaMembership(Membership):
             run.evaluate(split, at=step)
         if self._engine.global_steps != head:
             self._method.restore(head)
-        run.save_if_due()
+        run.save_if_due()  # the snapshot is of the newest step
         self._catch_up()
         return True
 
     def _missing(self, run: Run) -> list[tuple[str, int]]:
-        """Return the splits and steps that must be evaluated by now and are not. Newest first."""
+        """Return the splits and steps that must be evaluated by now and are not.
+
+        The newest come first: the weights of that step are in memory. The order is the same on all
+        ranks, for which these evaluations are collectives.
+        """
         step = self._engine.global_steps
         evaluations = self._method.evaluations
         recorded = {(evaluation.split, evaluation.step) for evaluation in evaluations}
@@ -213,7 +225,8 @@ class ReplicaMembership(Membership):
             if best is not None and due <= recorded:  # only then is the best step known
                 due = {("test", best.step)}
         brought = {(evaluation.split, evaluation.step) for evaluation in self._replicas.evaluations}
-        return sorted(due - recorded - brought, key=lambda split_and_step: -split_and_step[1])
+        missing = due - recorded - brought
+        return sorted(missing, key=lambda split_and_step: (-split_and_step[1], split_and_step[0]))
 
     def finish(self, run: Run) -> None:
         while self._missing(run) or self._replicas.evaluations:
@@ -222,6 +235,7 @@ class ReplicaMembership(Membership):
                 raise Stopped
             with suppress(StepLostError):
                 self.meet()
-                if not (self._missing(run) and self._evaluate_in_turn(run)):
+                has_left = bool(self._missing(run)) and self._evaluate_in_turn(run)
+                if not has_left:
                     self._do_empty_round(run)
             time.sleep(_PAUSE_SECONDS)

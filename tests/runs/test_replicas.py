@@ -35,6 +35,7 @@ from lezo_ds.replicas import Replicas, StepLostError, quorum, whole_lines  # noq
 from lezo_ds.replicas import transport as transport_module  # noqa: E402
 from lezo_ds.replicas.lighthouse import Lighthouse  # noqa: E402
 from lezo_ds.replicas.transport import JournalTransport  # noqa: E402
+from lezo_ds.runs.elastic import ReplicaMembership  # noqa: E402
 
 HEADER = Header(
     noise_version=1, model_fingerprint="f", parameter_table_hash="t", config={}, libraries={}
@@ -353,6 +354,16 @@ def lab(recipe, tmp_path):
     for rank in made.ranks:
         rank.kill()
         rank.join()
+
+
+def test_all_ranks_of_a_replica_do_missing_evaluations_in_one_order():
+    engine = SimpleNamespace(global_steps=4, world_size=2, tensor_parallel=1, replicas=None)
+    method = SimpleNamespace(engine=engine, directory=None, evaluations=[])
+    replicas = SimpleNamespace(evaluations=[], num_workers=0)
+    membership = ReplicaMembership(replicas, method)
+    run = SimpleNamespace(num_steps=4, eval_every=2, has_lost_patience=lambda: False)
+    # A set of strings has another order in each process.
+    assert membership._missing(run) == [("dev", 4), ("dev", 2), ("dev", 0), ("test", 0)]
 
 
 LONG = ("train.steps=40", "train.eval_every=20", "zo.directions=3")
