@@ -9,11 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from torch import nn
-
-from lezo_ds.distributed import device
 from lezo_ds.noise import ALL, Region
 
 
@@ -61,15 +57,3 @@ def table_hash(shapes: Mapping[str, tuple[int, ...]]) -> str:
     for name in sorted(shapes):
         digest.update(f"{name}{list(shapes[name])};".encode())
     return digest.hexdigest()
-
-
-def put_parameters(model: nn.Module, replacements: Mapping[nn.Parameter, Any]) -> None:
-    """Replace all parameters of a model, tied ones too, and move its buffers to this rank's device."""
-    for module in model.modules():
-        # nn.Module.__setattr__ would check types and names again, for each of them.
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = replacements[parameter]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device())

@@ -103,7 +103,10 @@ class Shard(ABC):
     @property
     @abstractmethod
     def is_in_memory(self) -> bool:
-        """Whether the tensor that `open` gives stays valid, and writes to it count, after the context."""
+        """Whether the elements are in memory while the shard is not open.
+
+        If so, the tensor that `open` gives stays valid after the context, and later writes to it count.
+        """
 
     @abstractmethod
     def open(self, *, write: bool = False) -> AbstractContextManager[Tensor]:

@@ -1,19 +1,29 @@
-"""Tensor parallelism: shards that stay. DeepSpeed's AutoTP splits the linear layers of the blocks over ranks.
+"""Tensor parallelism: shards that stay where they are, while activations travel.
 
-Each rank multiplies by its own part of a weight, and only activations travel. The vocabulary of the input
-embedding and of the output head is split, too. All ranks have all of the rest, such as norms and positions.
+DeepSpeed's AutoTP splits the linear layers of the blocks. Each rank multiplies by its own part:
+
+    LinearLayer (q, k, v, fc1)                   LinearAllreduce (out_proj, fc2)
+    rank r has some of the output features       rank r has some of the input features
+    no message                                   one all-reduce sums the products of all ranks
+
+This file also splits the rows of the input embedding and of the output head, if both are plain:
+the vocabulary. Each rank has all of the rest, such as norms and positions.
+
+docs/deepspeed.md lists the facts about DeepSpeed that this relies on.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed import comm
-from deepspeed.checkpoint.affine import ParamAffineMap, contiguous_split_map
+from deepspeed.checkpoint.affine import AffinePiece, ParamAffineMap, contiguous_split_map
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.module_inject.layers import (
     GatherFromTensorParallelRegion,
@@ -28,8 +38,8 @@ from torch import Tensor, nn
 from lezo_ds.distributed import device
 from lezo_ds.errors import UserError, cut
 from lezo_ds.noise import Region
-from lezo_ds.sharding.parameters import put_parameters
 from lezo_ds.sharding.shards import Rectangle, Split
+from lezo_ds.sharding.surgery import put_parameters, run_without_engine_hooks
 
 LINEAR_FORWARDS = (LinearLayer.forward, LinearAllreduce.forward)
 """Forward passes that are a matrix product, a sum over ranks if `sums_outputs`, and a bias."""
@@ -39,142 +49,223 @@ LOOKUP_FORWARDS = (nn.Embedding.forward, VocabParallelEmbedding.forward)
 """Forward passes that read rows of a table and do nothing else."""
 
 _FIX = "remove tensor_parallel, which shards the weights by ZeRO-3 instead"
+_VOCABULARY_KEY = "vocab_parallel_lm_head"
+
+# What torch 2.13 says of a view or a product whose sizes do not fit.
+_SHAPE_ERROR = re.compile(
+    r"shape '.*' is invalid|[Ss]izes? of (the )?tensors?|expanded size|shapes cannot be multiplied"
+)
 
 
 def shard_model(
     model: nn.Module, blocks_path: str, ds_config: Mapping[str, Any], restore: Callable[[], None]
 ) -> tuple[Any, dict[nn.Parameter, Split]]:
-    """Split a model on the meta device in place; return DeepSpeed's engine, and how parameters are split.
+    """Split a model in place. A collective.
 
-    The values of the parts are undefined until they are loaded. `restore` puts back what was hidden from
-    DeepSpeed, and runs before the parts have memory.
+    Args:
+        model: a causal language model on the meta device.
+        blocks_path: name of the list of its transformer blocks.
+        ds_config: with `tensor_parallel.autotp_size`, the number of ranks that split each weight.
+        restore: puts back what was hidden from DeepSpeed, such as an adapter. It is called when
+            the weights are split, before they have memory.
+
+    Returns:
+        DeepSpeed's engine, which runs the model, and how each parameter is split. The parameters
+        are on this rank's device, and their values are undefined until they are loaded.
+
+    Raises:
+        UserError: AutoTP cannot split this model over so many ranks, or not as ds_config says.
     """
-    size = int(ds_config["tensor_parallel"]["autotp_size"])
+    section = ds_config["tensor_parallel"]
     config: Any = model.config
-    _refuse_uneven_heads(config.get_text_config(), size)
-    blocks = set(model.get_submodule(blocks_path).modules())
-    outside = {name: m for name, m in model.named_modules() if m not in blocks and m._parameters}
+    _refuse_uneven_heads(config.get_text_config(), int(section["autotp_size"]))
+    _refuse_other_vocabulary(model, section)
+    outside = _modules_outside(model, blocks_path)
     shapes = {parameter: parameter.shape for parameter in model.parameters()}
     splits: dict[nn.Parameter, Split] = {}
 
     def materialize(*_: object, **__: object) -> nn.Module:
-        for name, module in outside.items():
-            model.set_submodule(name, module)
-            for own in module._parameters.values():
-                if own is not None:
-                    own.data = torch.empty(shapes[own], dtype=own.dtype, device="meta")
-                    vars(own).pop(DS_AUTOTP_UC_META, None)
+        _put_back(model, outside, shapes)
         restore()
         _split_vocabulary(model)
-        splits.update(_materialized(model))
+        splits.update(_give_memory(model))
         return model
 
-    whole_head = {**ds_config["tensor_parallel"], "vocab_parallel_lm_head": False}
-    # DeepSpeed moves a model to its device after it has split it, and calls nothing in between.
+    # DeepSpeed would split the vocabulary of models with a tied head only.
+    only_blocks = {**ds_config, "tensor_parallel": {**section, _VOCABULARY_KEY: False}}
+    # DeepSpeed moves a model to its device when it has split it, and calls nothing in between.
     model.to = materialize  # type: ignore[method-assign]
     try:
-        engine, *_ = deepspeed.initialize(
-            model=model, config={**ds_config, "tensor_parallel": whole_head}
-        )
-    except (AssertionError, ValueError, NotImplementedError) as error:  # AutoTP's (0.19.8)
-        text = cut(" ".join(str(error).split()), 200)
+        engine, *_ = deepspeed.initialize(model=model, config=only_blocks)
+    except (AssertionError, ValueError, NotImplementedError) as error:  # how AutoTP refuses a model
+        reason = cut(" ".join(str(error).split()), 200)
         raise UserError(
-            f"AutoTP does not support {type(model).__name__}: {text}", fix=_FIX
+            f"AutoTP does not support {type(model).__name__}: {reason}", fix=_FIX
         ) from error
     finally:
         del model.to
         groups.mpu = None  # or later engines of this process would take their groups from this one
     if not any(split.rectangles for split in splits.values()):
         raise UserError(f"AutoTP splits no parameter of {type(model).__name__}", fix=_FIX)
-    engine.eval()
-    engine.first_dataloader_check.remove()  # the ranks prove that they work on the same batch at every step
-    engine.module_forward_pre_hook.remove()  # they start timers that only a training engine reads
-    engine.module_forward_post_hook.remove()
-    engine.forward = model.__call__
-    _try(model)
+    # It broadcasts the first batch to compare it. The ranks compare their batches at every step.
+    engine.first_dataloader_check.remove()
+    run_without_engine_hooks(engine, model)
+    check_that_it_runs(model)
     return engine, splits
 
 
 @torch.no_grad()
-def _try(model: nn.Module) -> None:
-    """Run two tokens: Falcon and Bloom keep the number of heads where AutoTP (0.19.8) does not change it."""
+def check_that_it_runs(model: nn.Module) -> None:
+    """Run two tokens, because AutoTP splits some models whose number of heads it does not change.
+
+    Falcon and Bloom keep that number in an attribute that DeepSpeed 0.19.8 does not know.
+
+    Raises:
+        UserError: the shapes of two tensors do not fit. Any other error, such as a lack of memory
+            or a lost rank, passes through.
+    """
     try:
         model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device()))
     except RuntimeError as error:
-        text = (
-            f"{type(model).__name__} does not run after AutoTP has split it: {cut(str(error), 100)}"
-        )
-        raise UserError(text, fix=_FIX) from error
+        if not _SHAPE_ERROR.search(str(error)):
+            raise
+        reason = cut(str(error), 100)
+        raise UserError(
+            f"{type(model).__name__} does not run after AutoTP has split it: {reason}", fix=_FIX
+        ) from error
 
 
 def _refuse_uneven_heads(config: Any, size: int) -> None:
-    num_heads, num_shared = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    num_shared = num_shared or num_heads
+    num_heads = config.num_attention_heads
+    num_shared = getattr(config, "num_key_value_heads", None) or num_heads
     if num_heads % size or num_shared % size:
-        what = f"tensor_parallel={size} does not divide {num_heads} heads and {num_shared} of keys and values"
-        raise UserError(what, fix=f"use a divisor of {math.gcd(num_heads, num_shared)}, or {_FIX}")
+        raise UserError(
+            f"tensor_parallel={size} does not divide {num_heads} heads and {num_shared} of keys "
+            "and values",
+            fix=f"use a divisor of {math.gcd(num_heads, num_shared)}, or {_FIX}",
+        )
 
 
-def _materialized(model: nn.Module) -> dict[nn.Parameter, Split]:
-    """Give each parameter and buffer memory on this rank's device; return how parameters are split."""
-    group, real, splits = groups.get_tensor_model_parallel_group(), {}, {}
+def _refuse_other_vocabulary(model: nn.Module, section: Mapping[str, Any]) -> None:
+    """Refuse a user's wish to split the vocabulary, or not to, if it is not what happens."""
+    wish = section.get(_VOCABULARY_KEY)
+    is_split = vocabulary_modules(model) is not None
+    if wish is not None and wish != is_split:
+        happens = "is always split" if is_split else "cannot be split"
+        raise UserError(
+            f"tensor_parallel.{_VOCABULARY_KEY}={json.dumps(wish)} in the DeepSpeed JSON, and the "
+            f"vocabulary of {type(model).__name__} {happens}",
+            fix=f"remove {_VOCABULARY_KEY}",
+        )
+
+
+def _modules_outside(model: nn.Module, blocks_path: str) -> dict[str, nn.Module]:
+    """Return the modules with parameters outside the blocks, by name."""
+    inside = set(model.get_submodule(blocks_path).modules())
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if module._parameters and module not in inside
+    }
+
+
+def _put_back(
+    model: nn.Module,
+    outside: Mapping[str, nn.Module],
+    shapes: Mapping[nn.Parameter, torch.Size],
+) -> None:
+    """Undo what AutoTP did to modules outside the blocks, of which it splits a different set each.
+
+    It replaces such a module, cuts the data of its parameters, and notes on them how.
+    """
+    for name, module in outside.items():
+        model.set_submodule(name, module)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                shape = shapes[parameter]
+                parameter.data = torch.empty(shape, dtype=parameter.dtype, device="meta")
+                vars(parameter).pop(DS_AUTOTP_UC_META, None)
+
+
+def _give_memory(model: nn.Module) -> dict[nn.Parameter, Split]:
+    """Put each parameter and buffer on this rank's device; return how the parameters are split."""
+    group = groups.get_tensor_model_parallel_group()
+    replacements: dict[nn.Parameter, nn.Parameter] = {}
+    splits = {}
     for name, parameter in model.named_parameters():
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device())
-        real[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        splits[real[parameter]] = _split(name, parameter, group)
-    put_parameters(model, real)
+        replacement = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        replacements[parameter] = replacement
+        splits[replacement] = _split_of(name, parameter, group)
+    put_parameters(model, replacements)
     return splits
 
 
-def _split(name: str, parameter: nn.Parameter, group: Any) -> Split:
-    """Return how a parameter is split, from what DeepSpeed (0.19.8) notes of it."""
-    facts: Mapping[str, Any] = getattr(
-        parameter, DS_AUTOTP_UC_META, {"conversion": {"replicated": True}}
-    )
-    if facts["conversion"].get("replicated"):
+def _split_of(name: str, parameter: nn.Parameter, group: Any) -> Split:
+    """Return how a parameter is split, from the description that DeepSpeed attaches to it."""
+    description = getattr(parameter, DS_AUTOTP_UC_META, None)
+    if description is None or description["conversion"].get("replicated"):
         return Split(tuple(parameter.shape), [], group)
-    described = facts["conversion"].get("affine_map")
-    whole = ParamAffineMap.from_dict(described) if described else None
-    if whole is None or any(len(pieces) != 1 for pieces in whole.pieces_by_rank.values()):
-        raise UserError(f"AutoTP splits {name} into parts that are no rectangles", fix=_FIX)
+    problem = UserError(f"AutoTP splits {name} into parts that are no rectangles", fix=_FIX)
+    stored_map = description["conversion"].get("affine_map")
+    if not stored_map:
+        raise problem
+    affine_map = ParamAffineMap.from_dict(stored_map)
     rectangles = []
-    for (piece,) in whole.pieces_by_rank.values():
-        width, stride = piece.shape[-1], piece.source_strides[0]
-        is_contiguous = len(piece.shape) == 1 or math.prod(piece.shape[1:]) == stride
-        rows = (0, 0) if is_contiguous else (width, stride)
-        region = Region(piece.source_offset, *rows)
-        rectangles.append(Rectangle(region, piece.numel))
-    return Split(whole.logical_shape, rectangles, group)
+    for pieces in affine_map.pieces_by_rank.values():
+        if len(pieces) != 1:
+            raise problem
+        rectangles.append(_rectangle_of(pieces[0]))
+    return Split(affine_map.logical_shape, rectangles, group)
+
+
+def _rectangle_of(piece: AffinePiece) -> Rectangle:
+    """Return the elements of one rank, a view of the full parameter with an offset and strides."""
+    width = piece.shape[-1]
+    stride = piece.source_strides[0]
+    if len(piece.shape) == 1 or math.prod(piece.shape[1:]) == stride:
+        region = Region(piece.source_offset)  # full rows: one run of elements
+    else:
+        region = Region(piece.source_offset, width, stride)
+    return Rectangle(region, piece.numel)
 
 
 def vocabulary_modules(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
-    """Return the embedding and the output head of a model if their vocabulary can be split, else None."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    is_plain = (
-        isinstance(head, nn.Linear)
-        and type(head).forward is nn.Linear.forward
-        and head.bias is None
-    )
-    return (
-        (embedding, head) if is_plain and type(embedding).forward is nn.Embedding.forward else None
-    )
+    """Return the embedding and the output head of a model if their vocabulary can be split."""
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        return None
+    if head.bias is not None or type(embedding).forward is not nn.Embedding.forward:
+        return None
+    return embedding, head
 
 
 def _split_vocabulary(model: nn.Module) -> None:
-    """Split the rows of the embedding and the head. AutoTP (0.19.8) splits embeddings of tied heads only."""
-    if modules := vocabulary_modules(model):
-        (embedding, head), names = modules, {module: name for name, module in model.named_modules()}
-        group = groups.get_tensor_model_parallel_group()
-        split_head = VocabParallelLinear(head, group, name="lm_head")
-        tied = split_head if embedding.weight is split_head.weight else None
-        model.set_submodule(names[head], split_head)
-        model.set_submodule(names[embedding], VocabParallelEmbedding(embedding, group, tied))
+    """Split the rows of the embedding and of the head, which may be one tied parameter."""
+    modules = vocabulary_modules(model)
+    if modules is None:
+        return
+    embedding, head = modules
+    names = {module: name for name, module in model.named_modules()}
+    group = groups.get_tensor_model_parallel_group()
+    is_tied = embedding.weight is head.weight
+    split_head = VocabParallelLinear(head, group, name="lm_head")
+    model.set_submodule(names[head], split_head)
+    split_embedding = VocabParallelEmbedding(embedding, group, split_head if is_tied else None)
+    model.set_submodule(names[embedding], split_embedding)
 
 
 def look_up(module: nn.Module, rows: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return some rows of a table: [*rows.shape, width]. `read` takes their indexes on this rank.
+    """Return some rows of a table: [*rows.shape, width].
 
-    If the vocabulary is split, each rank reads the rows that it has, and one all-reduce joins them exactly.
+    If the vocabulary is split, each rank reads the rows that it has, and zeros for the others. One
+    all-reduce joins them exactly.
+
+    Args:
+        module: an embedding or an output head.
+        rows: int64, indexes of entries of the vocabulary.
+        read: function (int64 indexes of rows on this rank) -> rows.
     """
     if not isinstance(module, VocabParallelEmbedding | VocabParallelLinear):
         return read(rows)
@@ -186,7 +277,10 @@ def look_up(module: nn.Module, rows: Tensor, read: Callable[[Tensor], Tensor]) -
 
 
 def whole_logits(head: nn.Module, logits: Tensor) -> Tensor:
-    """Return the logits of the full vocabulary, of which a split head has computed this rank's part."""
+    """Return the logits of the full vocabulary: [..., vocabulary].
+
+    A split head has computed those of this rank's entries only. The other ranks send theirs.
+    """
     if not isinstance(head, VocabParallelLinear):
         return logits
     full: Tensor = GatherFromTensorParallelRegion.apply(
@@ -206,19 +300,22 @@ def sum_outputs(module: nn.Module, products: Tensor) -> None:
 
 
 def split_pair(base: nn.Module, first: nn.Linear, second: nn.Linear) -> tuple[nn.Module, nn.Module]:
-    """Split the two matrices of a low-rank adapter, B A, as the linear layer that they belong to."""
-    options: dict[str, Any] = {"mp_group": getattr(base, "mp_group", None)}
+    """Split the two matrices of a low-rank adapter as the linear layer that they belong to.
+
+    The adapter adds second(first(x)). Of these, only the one that has a dimension in common with
+    the layer's split dimension is split: `first` has its inputs, `second` its outputs.
+    """
     if isinstance(base, LinearAllreduce):
-        return LinearAllreduce(first, name=base.name, tp_meta=base.tp_meta, **options), second
-    if isinstance(base, LinearLayer):
-        return first, LinearLayer(second, name=base.name, tp_meta=base.tp_meta, **options)
+        first = LinearAllreduce(first, base.mp_group, name=base.name, tp_meta=base.tp_meta)
+    elif isinstance(base, LinearLayer):
+        second = LinearLayer(second, base.mp_group, name=base.name, tp_meta=base.tp_meta)
     return first, second
 
 
 def split_heads(parameter: nn.Parameter) -> None:
-    """Split the first dimension of a parameter on the meta device evenly over the tensor-parallel group."""
+    """Split the first dimension of a parameter on the meta device evenly over the ranks."""
     size = groups.get_tensor_model_parallel_world_size()
     num_heads = parameter.shape[0] // size
-    described = contiguous_split_map(parameter.shape, [num_heads] * size, partition_dim=0)
-    setattr(parameter, DS_AUTOTP_UC_META, {"conversion": {"affine_map": described.to_dict()}})
+    affine_map = contiguous_split_map(parameter.shape, [num_heads] * size, partition_dim=0)
+    setattr(parameter, DS_AUTOTP_UC_META, {"conversion": {"affine_map": affine_map.to_dict()}})
     parameter.data = parameter.data[:num_heads]

@@ -149,9 +149,10 @@ class ShardedWeights:
         in_memory: dict[torch.device, list[UpdateTarget]] = {}
         for shard in shards:
             low = self.low_bits.get(shard.name)
+            stays_in_memory = shard.is_in_memory
             with shard.open(write=True) as stored:
                 target = UpdateTarget(stored, shard.region, shard.named.parameter_id, low)
-                if shard.is_in_memory:
+                if stays_in_memory:
                     in_memory.setdefault(stored.device, []).append(target)
                 else:
                     noise = noise_backend(stored.device, law)

@@ -16,6 +16,7 @@ from run_ends import num_steps, results_of
 from tiny_adapters import peft_config
 from tiny_models import FAMILIES, NUM_BLOCKS, VOCABULARY
 from tiny_runs import make_batch, start_engine, train, write_model
+from torch import nn
 from transformers import AutoModelForCausalLM, BloomConfig, OPTConfig
 
 from lezo_ds import distributed
@@ -25,6 +26,7 @@ from lezo_ds.errors import DesyncError, UserError
 from lezo_ds.forward.probes import KeyedProbe, Perturbation
 from lezo_ds.journal import read_journal
 from lezo_ds.noise.reference import draw
+from lezo_ds.sharding.tensor_parallel import check_that_it_runs
 
 pytestmark = pytest.mark.distributed
 
@@ -48,9 +50,10 @@ DROPPED = 1
 CPU = torch.device("cpu")
 
 
-def start(directory, size, dtype="fp32", num_ranks=2, **changes):
+def start(directory, size, dtype="fp32", num_ranks=2, options=(), **changes):
     """Return an engine whose weights `size` ranks split, or ZeRO-3 shards (0)."""
-    split = {"tensor_parallel": {"autotp_size": size}, "zero_optimization": {"stage": 0}}
+    section = {"autotp_size": size} | dict(options)
+    split = {"tensor_parallel": section, "zero_optimization": {"stage": 0}}
     return start_engine(directory, dtype, num_ranks, ds_changes=split if size else (), **changes)
 
 
@@ -203,9 +206,9 @@ def test_a_changed_weight_is_found_split_or_not(name, tmp_path):
         assert f"on rank 1 {name}" in text
 
 
-def _refusal(directory, size, num_ranks):
+def _refusal(directory, size, num_ranks, options=()):
     with pytest.raises(UserError) as caught:
-        start(directory, size, num_ranks=num_ranks)
+        start(directory, size, num_ranks=num_ranks, options=options)
     return str(caught.value)
 
 
@@ -231,6 +234,60 @@ def test_what_cannot_be_split_is_refused_and_zero_3_is_named(config, size, text,
     for message in run_ranks(_refusal, size, directory, size, size):
         assert text in message
         assert "ZeRO-3" in message
+
+
+@pytest.mark.parametrize(
+    ("family", "wish", "text"),
+    [
+        ("opt", False, "vocab_parallel_lm_head=false .* OPTForCausalLM is always split"),
+        ("phi", True, "vocab_parallel_lm_head=true .* PhiForCausalLM cannot be split"),
+    ],
+)
+def test_a_vocabulary_that_is_split_against_the_users_wish_is_refused(family, wish, text, tmp_path):
+    directory = str(write_model(FAMILIES[family][0], tmp_path))
+    options = {"vocab_parallel_lm_head": wish}
+    for message in run_ranks(_refusal, 2, directory, 2, 2, options):
+        assert re.search(text, message)
+
+
+class _Failing(nn.Module):
+    """A model whose forward pass raises an error."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def forward(self, input_ids):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        RuntimeError("[gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.1]"),
+    ],
+    ids=["GPU memory", "CPU memory", "lost rank"],
+)
+def test_a_lack_of_memory_or_a_lost_rank_is_not_blamed_on_tensor_parallelism(error):
+    with pytest.raises(RuntimeError) as caught:
+        check_that_it_runs(_Failing(error))
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "shape '[1, 2, 4, 4]' is invalid for input of size 24",  # of Falcon
+        "The expanded size of the tensor (2) must match the existing size (4)",  # of Bloom
+        "The size of tensor a (4) must match the size of tensor b (2)",
+        "mat1 and mat2 shapes cannot be multiplied (2x16 and 8x16)",
+    ],
+)
+def test_heads_that_are_not_split_are_blamed_on_tensor_parallelism(message):
+    with pytest.raises(UserError, match=r"_Failing does not run .*; fix: remove tensor_parallel"):
+        check_that_it_runs(_Failing(RuntimeError(message)))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,32 @@
+"""What both ways of sharding change in a model and in DeepSpeed's engine. docs/deepspeed.md says why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lezo_ds.distributed import device
+
+
+def put_parameters(model: nn.Module, replacements: Mapping[nn.Parameter, Any]) -> None:
+    """Replace all parameters of a model, tied ones too; move its buffers to this rank's device."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = replacements[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device())
+
+
+def run_without_engine_hooks(engine: Any, model: nn.Module) -> None:
+    """Make an engine of DeepSpeed run its model in eval mode, without the engine's own hooks.
+
+    They start timers that only a training engine reads, and let sharded parameters gather themselves.
+    """
+    engine.eval()
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    engine.forward = model.__call__

@@ -1,0 +1,160 @@
+"""Shards that are not in memory, and shards of a class that the package does not have."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
+from ranks import run_ranks
+from safetensors.torch import save_file
+
+from lezo_ds import distributed
+from lezo_ds.noise import ALL
+from lezo_ds.sharding.files import WeightFiles
+from lezo_ds.sharding.parameters import NamedParameter
+from lezo_ds.sharding.shards import FlatShard, Shard
+from lezo_ds.sharding.weights import ShardedWeights
+from lezo_ds.zo.laws import DenseLaw
+from lezo_ds.zo.records import StepRecord
+from lezo_ds.zo.updates import step_updates
+
+NUMEL = 10
+RECORDS = [StepRecord(0, 7, (), (0.5,), 1e-2, 1e-3, 1.0, True)]
+
+
+class _Files:
+    """What FlatShard uses of DeepSpeed's swapper to NVMe."""
+
+    def __init__(self, values):
+        self.stored = values.clone()
+
+    def swap_in(self, parameters, async_op):
+        (parameter,) = parameters
+        assert not async_op
+        assert parameter.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE
+        parameter.ds_tensor.data = self.stored.clone()
+        parameter.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+
+    def swap_out_and_release(self, parameters):
+        self.stored = parameters[0].ds_tensor.data.clone()
+        self.remove_partition_and_release_buffers(parameters)
+
+    def remove_partition_and_release_buffers(self, parameters):
+        (parameter,) = parameters
+        # Whoever still has the tensor must not be able to use it.
+        parameter.ds_tensor.data.fill_(float("nan"))
+        parameter.ds_tensor.data = torch.ones(1)
+        parameter.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
+
+
+def flat_shard(values, *, in_file):
+    """Return the shard of a vector [NUMEL] that one rank stores alone, as DeepSpeed would make it."""
+    stored = values.clone()
+    stored.status = PartitionedParamStatus.AVAILABLE
+    files = _Files(values)
+    parameter = SimpleNamespace(
+        ds_tensor=stored,
+        ds_shape=torch.Size([NUMEL]),
+        ds_numel=NUMEL,
+        ds_process_group=None,
+        ds_zero_partition_rank=0,
+        ds_zero_partition_world_size=1,
+        dtype=torch.float32,
+        requires_grad=True,
+        nvme_swapper=files,
+    )
+    if in_file:
+        files.remove_partition_and_release_buffers([parameter])
+    return FlatShard(parameter, NamedParameter("vector", 3, block=0))
+
+
+def elements_of(shard):
+    with shard.open() as stored:
+        return stored.clone()
+
+
+def sharded(shard):
+    names = {shard.name: (shard.name,)}
+    return ShardedWeights([shard], aliases=names, precision="stochastic")
+
+
+def test_a_shard_in_a_file_is_read_for_each_use_and_written_back_if_it_changes():
+    values = torch.arange(float(NUMEL))
+    shard = flat_shard(values, in_file=True)
+    assert not shard.is_in_memory
+    assert torch.equal(elements_of(shard), values)
+    with shard.open() as stored:
+        stored += 1
+    assert torch.equal(elements_of(shard), values)
+    with shard.open(write=True) as stored:
+        stored += 1
+    assert torch.equal(elements_of(shard), values + 1)
+    shard.fill(values.double())
+    assert torch.equal(elements_of(shard), values)
+    assert not shard.is_in_memory
+
+
+def test_an_update_gives_the_same_bits_in_a_file_and_in_memory():
+    values = torch.arange(float(NUMEL))
+    after = []
+    for in_file in (False, True):
+        shard = flat_shard(values, in_file=in_file)
+        sharded(shard).apply(step_updates(RECORDS, 0, 1), DenseLaw())
+        after.append(elements_of(shard))
+    assert torch.equal(*after)
+    assert not torch.equal(after[0], values)
+
+
+class _CodedShard(Shard):
+    """A frozen parameter in codes of 8 bits and a scale: a storage with elements of its own kind."""
+
+    def __init__(self, named):
+        parameter = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+        super().__init__(parameter, named, shape=(2, 5), region=ALL, count=NUMEL, group=None)
+        self.codes = torch.zeros(NUMEL, dtype=torch.int8)
+        self.scale = 1.0
+
+    device = torch.device("cpu")
+    compute_shape = (2, 5)
+    is_gathered = True
+    is_replicated = False
+    is_in_memory = True
+
+    @contextmanager
+    def open(self, *, write=False):
+        assert not write
+        yield self.codes * self.scale
+
+    def fill(self, values):
+        self.scale = float(values.abs().max()) / 127
+        self.codes = (values / self.scale).round().to(torch.int8)
+
+    def own_elements(self, values):
+        return values.reshape(-1)
+
+    def gather_like(self, stored):
+        return stored.view(self.shape)
+
+
+def _use_codes(directory):
+    distributed.init_distributed()
+    shard = _CodedShard(NamedParameter("matrix", 3, block=0))
+    weights = sharded(shard)
+    weights.load([shard], WeightFiles(directory), low_files=None)
+    before = weights.digest()
+    weights.apply(step_updates(RECORDS, 0, 1), DenseLaw())
+    return shard.gather(), before, weights.digest(), weights.unlike_replicas()
+
+
+@pytest.mark.distributed
+def test_a_shard_of_another_class_is_loaded_compared_and_gathered_by_its_interface(tmp_path):
+    matrix = torch.linspace(-1, 1, NUMEL).view(2, 5)
+    save_file({"matrix": matrix}, tmp_path / "model.safetensors")
+    ((gathered, before, after, unlike),) = run_ranks(_use_codes, 1, tmp_path)
+    torch.testing.assert_close(gathered, matrix, rtol=0, atol=1 / 127)
+    assert not torch.equal(gathered, matrix)
+    assert before == after
+    assert unlike == []
