@@ -27,7 +27,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lezo_ds.data.encoding import EncodedExample, PromptTokenizer, TokenIds, cut_left, cut_prompts
+from lezo_ds.data.encoding import EncodedExample, PromptTokenizer, TokenIds, cut_left
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example, Message
 from lezo_ds.tasks.custom import ASSISTANT, SYSTEM, USER, with_system
@@ -50,26 +50,17 @@ def ask_in_chat(tokenizer: PromptTokenizer, example: Example, system_prompt: str
     return replace(example, prompt=prompt, candidates=candidates)
 
 
-def encode_questions(
-    tokenizer: PromptTokenizer,
-    examples: Sequence[Example],
-    max_length: int,
-    max_new_tokens: int,
-) -> tuple[TokenIds, ...]:
-    """Return the token ids of each conversation for the model to continue by an answer.
+def encode_question(tokenizer: PromptTokenizer, example: Example) -> TokenIds:
+    """Return the token ids of a conversation for the model to continue by an answer.
 
-    The last turn is left out if it is the assistant's. Prompts that are too long are cut as by
-    `encode_prompts`.
+    The last turn is left out if it is the assistant's.
     """
-    prompts = []
-    for example in examples:
-        asked = example.messages
-        if asked[-1].role == ASSISTANT:
-            asked = asked[:-1]
-        text = _Template(tokenizer.backend, example).write(asked, opened=True)
-        encoded = tokenizer.backend(text, add_special_tokens=False, verbose=False)
-        prompts.append(encoded["input_ids"])
-    return cut_prompts(tokenizer, prompts, max_length, max_new_tokens)
+    asked = example.messages
+    if asked[-1].role == ASSISTANT:
+        asked = asked[:-1]
+    text = _Template(tokenizer.backend, example).write(asked, opened=True)
+    encoded = tokenizer.backend(text, add_special_tokens=False, verbose=False)
+    return tuple(encoded["input_ids"])
 
 
 def encode_conversation(

@@ -213,25 +213,15 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
     return EncodedExample(sequences, option_lengths, example.label, truncated=truncated)
 
 
-def encode_prompts(
-    tokenizer: PromptTokenizer,
-    examples: Sequence[Example],
-    max_length: int,
-    max_new_tokens: int,
-) -> tuple[TokenIds, ...]:
-    """Return the token ids of each prompt for the model to continue by up to `max_new_tokens`.
-
-    A prompt that does not fit in `max_length` with them is cut on the left, after the BOS.
-    """
-    prompts = []
-    for example in examples:
-        prompts += tokenizer.encode([example.demonstrations + example.prompt.strip(" ")])
-    return cut_prompts(tokenizer, prompts, max_length, max_new_tokens)
+def encode_prompt(tokenizer: PromptTokenizer, example: Example) -> TokenIds:
+    """Return the token ids of an example's prompt for the model to continue."""
+    (ids,) = tokenizer.encode([example.demonstrations + example.prompt.strip(" ")])
+    return ids
 
 
 def cut_prompts(
     tokenizer: PromptTokenizer,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[TokenIds],
     max_length: int,
     max_new_tokens: int,
 ) -> tuple[TokenIds, ...]:

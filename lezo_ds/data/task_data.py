@@ -29,14 +29,15 @@ from torch import Tensor
 from lezo_ds.checkpoints.checkpoint import load_model_config, resolve_model
 from lezo_ds.config import RunConfig, find_task
 from lezo_ds.data.batches import batch_indices
-from lezo_ds.data.chat import ask_in_chat, encode_conversation, encode_questions
+from lezo_ds.data.chat import ask_in_chat, encode_conversation, encode_question
 from lezo_ds.data.encoding import (
     NEWLINE,
     EncodedExample,
     PromptTokenizer,
     TokenIds,
+    cut_prompts,
     encode_example,
-    encode_prompts,
+    encode_prompt,
     load_tokenizer,
     prompt_room,
     warn_of_cuts,
@@ -304,9 +305,10 @@ class _Encoder:
         prompts: tuple[TokenIds, ...] = ()
         max_new_tokens = self.config.generation.max_new_tokens
         if has_prompts:
-            encode = encode_questions if examples[0].messages else encode_prompts
+            encode = encode_question if examples[0].messages else encode_prompt
+            asked = [encode(self.tokenizer, example) for example in usable_examples]
             max_length = self.config.data.max_length
-            prompts = encode(self.tokenizer, usable_examples, max_length, max_new_tokens)
+            prompts = cut_prompts(self.tokenizer, asked, max_length, max_new_tokens)
         split = EncodedSplit(
             examples=tuple(usable_examples),
             encoded=tuple(encoded),

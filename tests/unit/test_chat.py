@@ -8,8 +8,8 @@ from own_data import MARKED, PLAIN, THINKING, WITHOUT_SYSTEM, write_chat_model
 from transformers import AutoModelForCausalLM
 
 from lezo_ds.data.batches import teacher_forcing_batch
-from lezo_ds.data.chat import ask_in_chat, encode_conversation, encode_questions
-from lezo_ds.data.encoding import load_tokenizer
+from lezo_ds.data.chat import ask_in_chat, encode_conversation, encode_question
+from lezo_ds.data.encoding import cut_prompts, load_tokenizer
 from lezo_ds.data.objectives import count_right_tokens, teacher_forcing_loss
 from lezo_ds.data.packing import pack
 from lezo_ds.errors import UserError
@@ -171,10 +171,10 @@ def test_a_long_question_is_cut_on_the_left_and_keeps_its_answer(tokenizers):
 
 def test_a_question_ends_where_the_assistant_begins(tokenizers):
     tokenizer, example = tokenizers["plain"], example_of(*TURNS)
-    (whole,) = encode_questions(tokenizer, [example], max_length=256, max_new_tokens=50)
+    whole = encode_question(tokenizer, example)
     encoded = encode(tokenizer)
     assert whole == encoded.sequences[0][: encoded.spans[-1][0]]
-    (cut,) = encode_questions(tokenizer, [example], max_length=60, max_new_tokens=50)
+    (cut,) = cut_prompts(tokenizer, [whole], max_length=60, max_new_tokens=50)
     assert (
         tokenizer.backend.decode(cut) == "<s>ssistant\n"
     )  # 10 tokens, the first of which is the BOS

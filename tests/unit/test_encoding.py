@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GPT2Config, LlamaConfig, OPTConfig, PreTrainedTokenizerFast
 
-from lezo_ds.data.encoding import encode_example, encode_prompts, load_tokenizer
+from lezo_ds.data.encoding import cut_prompts, encode_example, encode_prompt, load_tokenizer
 from lezo_ds.errors import UserError
 from lezo_ds.tasks.base import Example
 
@@ -93,17 +93,17 @@ def test_a_candidate_without_tokens_or_context_is_refused(opt, candidate, max_le
 
 
 def test_a_prompt_leaves_room_for_what_will_be_generated(opt, caplog):
-    example = Example("  a joy It was ", (" Paris\n",), 0, 0)
-    assert encode_prompts(opt, [example], 8, 3) == ((0, 4, 5, 6, 7),)
+    prompts = [encode_prompt(opt, Example("  a joy It was ", (" Paris\n",), 0, 0))]
+    assert cut_prompts(opt, prompts, 8, 3) == ((0, 4, 5, 6, 7),)
     assert caplog.messages == []
-    assert encode_prompts(opt, [example], 8, 6) == ((0, 7),)
+    assert cut_prompts(opt, prompts, 8, 6) == ((0, 7),)
     assert caplog.messages == [
         "1 of 1 examples are longer than max_length 2 tokens and were cut on the left"
     ]
     with pytest.raises(
         UserError, match=r"max_length=8 leaves no room .* 7 new tokens; .* at least 9"
     ):
-        encode_prompts(opt, [example], 8, 7)
+        cut_prompts(opt, prompts, 8, 7)
 
 
 def test_answers_end_at_eos_and_at_every_token_with_a_newline(tmp_path):

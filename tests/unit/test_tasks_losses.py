@@ -12,7 +12,7 @@ from golden_tasks import GOLDEN
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
-from lezo_ds.data.encoding import PromptTokenizer, encode_example, encode_prompts
+from lezo_ds.data.encoding import PromptTokenizer, encode_example, encode_prompt
 from lezo_ds.data.generation import generation_settings, read_answers
 from lezo_ds.data.objectives import training_objective
 from lezo_ds.tasks import TASKS
@@ -105,7 +105,7 @@ def test_demonstrations_stand_before_prompts_and_are_no_part_of_a_candidate(toke
     plain, encoded = (encode_example(tokenizer, e, MAX_LENGTH) for e in (build(task)[0], asked))
     assert encoded.sequences == sequences(golden, golden.prompt, before)
     assert encoded.option_lengths == plain.option_lengths
-    (prompt,) = encode_prompts(tokenizer, [asked], MAX_LENGTH, 50)
+    prompt = encode_prompt(tokenizer, asked)
     assert prompt == ids_of(before + golden.prompt.strip(" "))
     if TASKS[golden.task].kind == "generation":  # what follows the prompt is read as the answer
         answer = torch.tensor([encoded.sequences[0][len(prompt) :]])
