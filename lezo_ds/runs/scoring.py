@@ -1,11 +1,22 @@
-"""Open a model, or a run at any step, without training, and score it: lezo-ds evaluate and predict."""
+"""Open a model, or a run at any step, without training: lezo-ds evaluate and predict.
+
+What they need to know besides weights, such as the task, comes from one of these, and from
+overrides:
+
+    --run DIR                  the configuration of the run
+    --model DIR --config R     the recipe R
+    --model DIR                the recipe in DIR/lezo_manifest.json, if DIR is an export
+
+A run and an export may come from anyone. Of an export's recipe, only the keys in `_RECIPE` count. A
+module that a run or an export names is imported only if the command line names it, too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from lezo_ds import distributed
 from lezo_ds.checkpoints.checkpoint import DTYPES, load_model_config, resolve_model
@@ -34,58 +45,105 @@ _RECIPE = (
     *(f"data.{name}" for name in DESCRIBING_KEYS),
     "data.metric",
     "data.max_length",
+    "generation.max_new_tokens",
+    "generation.stop",
 )
-_RECIPE += ("generation.max_new_tokens", "generation.stop")
-_TASK = ("data.task=", "data.prompt=", "data.messages=")
+"""The keys that say how an exported model reads a record."""
 
-Opened = tuple[dict[str, Any], RunConfig, Callable[[], LezoEngine]]
-"""What was opened, how its records become inputs, and a collective that loads the weights."""
+_TASK_OVERRIDES = ("data.task=", "data.prompt=", "data.messages=")
+"""How an override begins that names or describes a task."""
+
+
+class Opened(NamedTuple):
+    """Weights that can be loaded, and how their records become inputs.
+
+    Attributes:
+        source: what was opened: {"run": directory, "step": number}, or {"model": name}.
+        config: the configuration to read records with.
+        load_engine: loads the weights. A collective.
+    """
+
+    source: dict[str, Any]
+    config: RunConfig
+    load_engine: Callable[[], LezoEngine]
 
 
 def open_run(path: Path, step: str, overrides: Sequence[str] = ()) -> Opened:
-    """Open the weights of a run at a step ("best", "last" or a number). A collective."""
+    """Open the weights of a run. A collective.
+
+    Args:
+        path: the directory of the run.
+        step: "best", "last" or a number.
+        overrides: `key=value` changes of its configuration.
+
+    Raises:
+        UserError: the run or the step is not there, or the run names code (see the module).
+    """
     distributed.init_distributed()
     run = distributed.on_rank_zero(lambda: read_run(path, overrides))
     number = run.find_step(step)
     _refuse_recorded_code(run.config, overrides)
-    return {"run": str(path), "step": number}, run.config, lambda: restore(run, number)
+    source = {"run": str(path), "step": number}
+    return Opened(source, run.config, lambda: restore(run, number))
 
 
 def open_model(
     model: str, overrides: Sequence[str] = (), recipe: str | None = None, *, has_task: bool = False
 ) -> Opened:
-    """Open a model (directory or hub id) as it is. A collective.
+    """Open a model as it is. A collective.
 
-    The task and so on come from a recipe (name or path), or else from the model's own export, and from
-    `key=value` overrides. With `has_task`, one of them must name the task.
+    Args:
+        model: directory or hub id.
+        overrides: `key=value` changes of the configuration.
+        recipe: name or path of a recipe. None takes the keys that the model's own export has.
+        has_task: whether the recipe, the export or an override must name the task. If not, the task
+            may be the default one.
+
+    Raises:
+        UserError: the model is not there, names no task, or names code (see the module).
     """
     distributed.init_distributed()
     directory = resolve_model(model)
-    dtype = _stored_dtype(directory)
-    if recipe is None:
-        is_named = any(text.startswith(_TASK) for text in overrides)
-        found = {} if is_named else (read_facts(directory) or {}).get("recipe")
-        # A directory may come from anyone: no other key that may be there counts.
-        exported = (
-            {key: found[key] for key in _RECIPE if key in found} if isinstance(found, dict) else {}
-        )
-        if has_task and not (is_named or exported):
-            raise UserError(f"{model} names no task", fix="add --config RECIPE, or data.prompt=...")
-        values = {
-            "method": "zero_shot",
-            "run_dir": "",
-            "model": {"path": model, "dtype": dtype},
-            **exported,
-        }
-        config = config_from_dict(values, f"model {model}", overrides, recorded=has_task)
-        _refuse_recorded_code(config, overrides)
-    else:
+    if recipe is not None:
         config = load_config(recipe, ("run_dir=none", *overrides))
+        # The model is scored as it is, not as the recipe would train it.
         method: Method = "zero_shot" if config.method in TRAINED else config.method
-        config = replace(
-            config, method=method, model=ModelConfig(path=model, dtype=dtype), peft=PeftConfig()
-        )
-    return {"model": model}, config, lambda: make_engine(config)
+        of_model = ModelConfig(path=model, dtype=_stored_dtype(directory))
+        config = replace(config, method=method, model=of_model, peft=PeftConfig())
+    else:
+        config = _config_of_export(model, directory, overrides, has_task=has_task)
+    return Opened({"model": model}, config, lambda: make_engine(config))
+
+
+def _config_of_export(
+    model: str, directory: Path, overrides: Sequence[str], *, has_task: bool
+) -> RunConfig:
+    """Return the configuration of a model that brings its recipe along, or has none."""
+    is_named = any(override.startswith(_TASK_OVERRIDES) for override in overrides)
+    exported = {}
+    if not is_named:  # another task needs other keys
+        exported = _exported_recipe(directory)
+    if has_task and not is_named and not exported:
+        raise UserError(f"{model} names no task", fix="add --config RECIPE, or data.prompt=...")
+    values = {
+        "method": "zero_shot",
+        "run_dir": "",
+        "model": {"path": model, "dtype": _stored_dtype(directory)},
+        **exported,
+    }
+    config = config_from_dict(values, f"model {model}", overrides, recorded=has_task)
+    _refuse_recorded_code(config, overrides)
+    return config
+
+
+def _exported_recipe(directory: Path) -> dict[str, Any]:
+    """Return the keys of the recipe in a model's manifest; none if it has no recipe."""
+    manifest = read_facts(directory) or {}
+    recipe = manifest.get("recipe")
+    if not isinstance(recipe, dict):
+        return {}
+    # A directory may come from anyone: no other key that may be there counts.
+    return {key: recipe[key] for key in _RECIPE if key in recipe}
 
 
 def recipe_of(config: RunConfig) -> dict[str, Any]:
@@ -95,31 +153,38 @@ def recipe_of(config: RunConfig) -> dict[str, Any]:
 
 
 def _refuse_recorded_code(config: RunConfig, overrides: Sequence[str]) -> None:
-    """Refuse to import a module that only the run names: a run may come from anyone."""
-    data = {"data.task": config.data.task, "data.metric": config.data.metric or ""}
-    named = {override.partition("=")[0] for override in overrides}
-    for key, value in {**data, "train.objective": config.train.objective}.items():
+    """Refuse to import a module that only the run or the export names."""
+    named = [override.partition("=")[0] for override in overrides]
+    values = {
+        "data.task": config.data.task,
+        "data.metric": config.data.metric or "",
+        "train.objective": config.train.objective,
+    }
+    for key, value in values.items():
         if names_code(value) and key not in named:
-            text = f"{key}={value} of the run is in a module, which is imported only if the command names it"
-            raise UserError(text, fix=f"if you trust this module, add {key}={value}")
+            raise UserError(
+                f"{key}={value} of the run is in a module, "
+                "which is imported only if the command names it",
+                fix=f"if you trust this module, add {key}={value}",
+            )
 
 
 def score(opened: Opened, split: str) -> dict[str, Any]:
-    """Score weights on "dev" or "test", with the predictions of each example. A collective."""
-    facts, config, load = opened
-    if (
-        "model" in facts
-        and split == "test"
-        and config.method == "zero_shot"
-        and not config.data.train
-    ):
-        # No training or validation example is used here, and a directory may have only a few.
+    """Score weights on a split, "dev" or "test". A collective.
+
+    Returns:
+        What --json prints, and "predictions" of each example.
+    """
+    source, config, load_engine = opened
+    needs_no_training_data = "model" in source and config.method == "zero_shot"
+    if needs_no_training_data and split == "test" and not config.data.train:
+        # A directory may have only a few training and validation examples.
         config = replace(config, data=replace(config.data, num_train=1, num_dev=1))
     data = load_task_data(config)
     chosen = data.dev if split == "dev" else data.test
-    result = evaluate(load(), data, chosen, batch_size=config.train.eval_batch_size)
+    result = evaluate(load_engine(), data, chosen, batch_size=config.train.eval_batch_size)
     return {
-        **facts,
+        **source,
         "task": data.task.name,
         "method": config.method,
         "protocol": config.data.protocol,
@@ -138,4 +203,7 @@ def _stored_dtype(directory: Path) -> Dtype:
     """Return the dtype in the model's config if the engine supports it, and fp32 otherwise."""
     stored = getattr(load_model_config(directory), "dtype", None)
     dtypes: tuple[Dtype, ...] = get_args(Dtype)
-    return next((name for name in dtypes if DTYPES[name] == stored), "fp32")
+    for name in dtypes:
+        if DTYPES[name] == stored:
+            return name
+    return "fp32"
