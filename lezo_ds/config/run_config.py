@@ -96,7 +96,7 @@ def config_from_dict(
     flat |= resolve_paths(changes, None)
     if flat.get("data.prompt") is not None or flat.get("data.messages") is not None:
         flat.setdefault("data.task", CUSTOM)
-    if overrides:
+    if overrides and values:
         where += " and the command line"
     config: RunConfig = READER.read(flat, where)
     return config if recorded else checked(config)

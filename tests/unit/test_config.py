@@ -101,6 +101,32 @@ def test_a_string_on_the_command_line_needs_no_quotes_but_those_of_the_shell(tex
     assert (data.prompt, data.task, data.labels) == (expected, "custom", ["a", "7"])
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("no", "no"),
+        ("On", "On"),
+        ("1:30", "1:30"),
+        ("true", True),
+        ("~", None),
+        ("1e-3", 1e-3),
+        ("+1.E-6", 1e-6),
+        ("0o17", 15),
+        ("017", 17),
+        ("1_000", 1000),
+    ],
+)
+def test_yaml_is_of_version_1_2(text, value):
+    """In YAML 1.1, no is false, 1:30 is 90, 1e-3 is a string, and 017 is 15."""
+    found = load_yaml(text)
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_labels_may_be_yes_and_no_without_quotes():
+    keys = ("data.train=t.csv", "data.prompt={text}", "data.label_field=c", "data.labels=[yes, no]")
+    assert config_with(*keys).data.labels == ["yes", "no"]
+
+
 # Refusals.
 
 
@@ -168,6 +194,8 @@ def test_values_that_contradict_each_other_are_refused(overrides, expected):
         ("seed: " + "[" * 250 + "]" * 250, "is nested too deeply"),
         ("seed: 0x" + "f" * 5000, "Exceeds the limit"),
         ("a: " + "x" * 2**18, "has more than 262144 characters"),
+        ("data.labels: {? [a, b] : c}", "cannot be read: keys must be str"),
+        ("a: !!set {b, c}\nd: !unknown e", "line 2: could not determine a constructor for the tag"),
         ("zo.estimator_options: 1\nzo.estimator_options.x: 1", "missing in"),
         ("", "holds no keys"),
         (
@@ -194,6 +222,11 @@ def test_a_recorded_run_with_calibrated_scores_is_refused(method):
         config_from_dict(recorded, "run runs/old", recorded=True)
     expected = f'method="{method}" in run runs/old is not one of lezo, adamw, zero_shot, icl; fix: '
     assert expected in str(caught.value)
+
+
+def test_a_refusal_without_a_recipe_names_the_command_line_once():
+    with pytest.raises(UserError, match=r"^seed=-1 in the command line is not an integer"):
+        load_config(None, ["run_dir=x", "model.path=m", "model.dtype=fp32", "seed=-1"])
 
 
 def test_every_integer_of_a_recipe_has_an_upper_limit():
