@@ -33,9 +33,6 @@ from lezo_ds.forward.batch import MicroBatch, to_device
 from lezo_ds.tasks.base import Example
 from lezo_ds.tasks.metrics import Prediction, TokenCounts
 
-_Scored = tuple[TokenIds, int]
-"""A sequence of tokens, and how many at its end are scored."""
-
 PREDICTED = "predicted"
 """Key of `predict`'s records: the answer, or the label or text of the best candidate."""
 PROBABILITY = "probability"
@@ -229,24 +226,27 @@ class _Evaluation:
     def log_probabilities(self) -> list[Tensor]:
         """Return the summed log-probability of the tokens of each candidate.
 
-        The result has float64 [candidates] for each example. Equal sequences run once.
+        The result has float64 [candidates] for each example.
         """
-        pairs_of: list[list[_Scored]] = []
+        sequences: list[TokenIds] = []
+        lengths: list[int] = []
+        num_candidates = []
         for example in self.split.encoded:
-            pairs = zip(example.sequences, example.option_lengths, strict=True)
-            pairs_of.append(list(pairs))
-        distinct = sorted(set().union(*pairs_of), key=_by_length)
+            sequences += example.sequences
+            lengths += example.option_lengths
+            num_candidates.append(len(example.sequences))
 
         def score(items: Sequence[int]) -> Tensor:
-            sequences = [distinct[item][0] for item in items]
-            lengths = [distinct[item][1] for item in items]
-            batch = scoring_batch(sequences, lengths, self.data.tokenizer.pad_id)
+            batch = scoring_batch(
+                sequences=[sequences[item] for item in items],
+                lengths=[lengths[item] for item in items],
+                pad_id=self.data.tokenizer.pad_id,
+            )
             batch, logits = self._forward(batch)
             return -teacher_forcing_loss(logits, batch).unsqueeze(1)
 
-        sums = self._spread(_rows_of_contexts(distinct), 1, score).squeeze(1)
-        sum_of = dict(zip(distinct, sums, strict=True))
-        return [torch.stack([sum_of[pair] for pair in pairs]) for pairs in pairs_of]
+        sums = self._spread(_rows_by_context(sequences), 1, score).squeeze(1)
+        return list(torch.split(sums, num_candidates))
 
     def _token_scores(self) -> tuple[Tensor, list[TokenCounts]]:
         """Return the summed loss of each conversation, float64 [examples], and its right tokens."""
@@ -340,19 +340,16 @@ class _Evaluation:
         return torch.tensor(summed, dtype=torch.float64).view(values.shape)
 
 
-def _by_length(scored: _Scored) -> tuple[int, _Scored]:
-    return len(scored[0]), scored
+def _rows_by_context(sequences: Sequence[TokenIds]) -> list[list[int]]:
+    """Return the items that share each row of a `scoring_batch`, in order of length.
 
-
-def _rows_of_contexts(distinct: Sequence[_Scored]) -> list[list[int]]:
-    """Return the items that share each row of a `scoring_batch`, if they are sorted `_by_length`.
-
-    They are sequences that differ in their last token only, which are neighbors in this order.
+    Sequences that differ in their last token only are neighbors in this order.
     """
+    order = sorted(range(len(sequences)), key=lambda item: (len(sequences[item]), sequences[item]))
     rows: list[list[int]] = []
     last_context = None
-    for item, (ids, _) in enumerate(distinct):
-        context = ids[:-1]
+    for item in order:
+        context = sequences[item][:-1]
         if context != last_context:
             rows.append([])
         rows[-1].append(item)
