@@ -14,7 +14,6 @@ ranks:
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -37,7 +36,7 @@ from lezo_ds.forward.batch import LossFunction, MicroBatch, StepBatch, to_device
 from lezo_ds.forward.perturbed_forward import PerturbedForward
 from lezo_ds.forward.probes import Perturbation
 from lezo_ds.journal import EvaluationRecord
-from lezo_ds.runs.method import StepMetrics, TrainingMethod, set_foreign_snapshots_aside
+from lezo_ds.runs.method import StepMetrics, TrainingMethod
 from lezo_ds.runs.records import (
     TrainingState,
     assert_same_base,
@@ -47,8 +46,6 @@ from lezo_ds.runs.records import (
 )
 from lezo_ds.sharding import zero3
 from lezo_ds.zo.keys import dropout_key
-
-logger = logging.getLogger(__name__)
 
 MAX_GRADIENT_NORM = 1.0
 """Norm to which gradients are clipped: the default of transformers' Trainer."""
@@ -263,9 +260,7 @@ class FirstOrderMethod(TrainingMethod):
             state = replace(
                 recorded, world_size=self.engine.world_size, evaluations=tuple(evaluations)
             )
-            if state.step > 0:  # loading it may take a while
-                logger.info("resuming at step %d of %d", state.step, self.config.train.steps)
-            set_foreign_snapshots_aside(self.directory, owner_of(state.header))
+            self.prepare_resumption(state.step, owner_of(state.header))
         else:
             header = make_header(self.config, self.data, base.fingerprint, base.table_hash)
             state = TrainingState(header, self.engine.world_size)

@@ -13,6 +13,7 @@ are the same for all methods, and `Run` has them.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 
 from lezo_ds.checkpoints.snapshots import SnapshotOwner, own_snapshots, snapshot_path
@@ -22,6 +23,8 @@ from lezo_ds.data.task_data import TaskData
 from lezo_ds.engine import ModelEngine
 from lezo_ds.journal import EvaluationRecord
 from lezo_ds.runs.directory import RunDirectory
+
+logger = logging.getLogger(__name__)
 
 StepMetrics = dict[str, float | bool | None]
 """Numbers of a step, by the names that they have in metrics.jsonl, such as `loss` and `applied`."""
@@ -103,11 +106,13 @@ class TrainingMethod(ABC):
     def close(self) -> None:
         """Close the run's records. Nothing can be recorded afterwards."""
 
-
-def set_foreign_snapshots_aside(directory: RunDirectory, owner: SnapshotOwner) -> None:
-    """Move snapshots of other runs, and of steps that are not recorded, out of the way."""
-    _, foreign_steps = own_snapshots(directory.snapshots, owner)
-    directory.set_aside(
-        [snapshot_path(directory.snapshots, step) for step in foreign_steps],
-        "of another run, or of steps that are no longer recorded:",
-    )
+    def prepare_resumption(self, num_steps: int, owner: SnapshotOwner) -> None:
+        """Announce it. Move snapshots of other runs or of unrecorded steps aside. For rank 0."""
+        if num_steps > 0:  # loading or replaying them may take a while
+            logger.info("resuming at step %d of %d", num_steps, self.config.train.steps)
+        root = self.directory.snapshots
+        _, foreign_steps = own_snapshots(root, owner)
+        self.directory.set_aside(
+            [snapshot_path(root, step) for step in foreign_steps],
+            "of another run, or of steps that are no longer recorded:",
+        )

@@ -9,10 +9,12 @@ anyone.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self, get_args, get_type_hints
+from typing import Self
+
+from pydantic import TypeAdapter
 
 from lezo_ds.files import DAMAGE, failures_named, write_atomically
 
@@ -78,39 +80,22 @@ class RunResults:
             return self.best_step or 0
         return self.steps
 
-    @classmethod
-    def read(cls, path: Path) -> Self | None:
-        """Return the content of a results.json, or None if it is missing or damaged."""
-        try:
-            return cls._from_json(json.loads(path.read_text(encoding="utf-8")))
-        except DAMAGE:
-            return None
+    def __post_init__(self) -> None:
+        if self.finished and (self.test is None or not math.isfinite(self.test)):
+            raise ValueError("a finished run has a finite score")
 
     @classmethod
-    def _from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return results from a file's content, whose types are checked. Other keys are ignored."""
-        types = get_type_hints(cls)
-        known = {
-            field.name: _checked(values[field.name], types[field.name])
-            for field in fields(cls)
-            if field.name in values
-        }
-        results = cls(**known)
-        if results.finished and results.test is None:
-            raise ValueError("a finished run has no score")
-        return results
+    def read(cls, path: Path) -> Self | None:
+        """Return the content of a results.json, or None if it is missing or damaged.
+
+        The types of all values are checked. Other keys, as of a younger version, are ignored.
+        """
+        try:
+            return TypeAdapter(cls).validate_json(path.read_bytes(), strict=True)
+        except DAMAGE:  # pydantic's error is a ValueError
+            return None
 
     def write(self, path: Path) -> None:
         """Replace a results.json. LezoError: it cannot be written."""
         with failures_named(path):
             write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
-
-
-def _checked(value: Any, expected: Any) -> Any:
-    """Return a value of JSON as the expected type, such as `float | None`, or raise TypeError."""
-    accepted = get_args(expected) or (expected,)
-    if float in accepted and type(value) is int:
-        return float(value)
-    if type(value) not in accepted:  # not isinstance: true is no number of steps
-        raise TypeError(f"{value!r} is not of the type {expected}")
-    return value

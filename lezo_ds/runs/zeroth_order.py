@@ -26,7 +26,7 @@ from lezo_ds.engine import LezoEngine
 from lezo_ds.files import write_atomically
 from lezo_ds.journal import EvaluationRecord, Journal, read_journal
 from lezo_ds.runs import records
-from lezo_ds.runs.method import StepMetrics, TrainingMethod, set_foreign_snapshots_aside
+from lezo_ds.runs.method import StepMetrics, TrainingMethod
 from lezo_ds.runs.screen import number
 from lezo_ds.zo.records import StepRecord
 
@@ -63,10 +63,7 @@ class ZerothOrderMethod(TrainingMethod):
             return []
         self.journal = Journal.open(path)
         records.assert_same_base(self.journal.header, base)
-        num_steps = len(self._recorded_steps())
-        if num_steps > 0:  # a replay of them may take a while
-            logger.info("resuming at step %d of %d", num_steps, self.config.train.steps)
-        set_foreign_snapshots_aside(self.directory, self._owner())
+        self.prepare_resumption(len(self._recorded_steps()), self._owner())
         return records.evaluations_of(self.journal.records)
 
     def step(self) -> StepMetrics:
