@@ -46,7 +46,7 @@ def ask_in_chat(tokenizer: PromptTokenizer, example: Example, system_prompt: str
     if tokenizer.bos_id is not None:  # every sequence begins with it anyway
         prompt = prompt.removeprefix(str(tokenizer.backend.bos_token))
     space = "" if prompt[-1:].isspace() else " "
-    candidates = tuple(space + text.strip() for text in example.candidates)
+    candidates = tuple(space + candidate.strip() for candidate in example.candidates)
     return replace(example, prompt=prompt, candidates=candidates)
 
 
@@ -58,8 +58,8 @@ def encode_question(tokenizer: PromptTokenizer, example: Example) -> TokenIds:
     asked = example.messages
     if asked[-1].role == ASSISTANT:
         asked = asked[:-1]
-    text = _Template(tokenizer.backend, example).write(asked, opened=True)
-    encoded = tokenizer.backend(text, add_special_tokens=False, verbose=False)
+    question = _Template(tokenizer.backend, example).write(asked, opened=True)
+    encoded = tokenizer.backend(question, add_special_tokens=False, verbose=False)
     return tuple(encoded["input_ids"])
 
 
@@ -156,17 +156,17 @@ class _Template:
 
     def measured_turns(self) -> tuple[list[int], list[Span]]:
         """Return the token ids, and the spans of the trained turns by their prefixes, in tokens."""
-        text = self.write(self.example.messages)
+        conversation = self.write(self.example.messages)
         encoded = self.backend(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            conversation, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
         spans = []
         for number, turn in enumerate(self.example.messages):
             if not turn.is_trained:
                 continue
-            start = self._prefix_length(text, number, opened=True)
-            stop = self._prefix_length(text, number + 1)
-            written = text[start:stop]
+            start = self._prefix_length(conversation, number, opened=True)
+            stop = self._prefix_length(conversation, number + 1)
+            written = conversation[start:stop]
             # The model does not learn the white space before the next turn, unless nothing else
             # ends its turn: then the content is the last that stands before it.
             content = turn.content.rstrip()
@@ -193,7 +193,7 @@ class _Template:
         it.
         """
         turns = self.example.messages
-        text = self.write(turns)
+        conversation = self.write(turns)
         for number, turn in enumerate(turns):
             if "tool_calls" in turn.others:
                 changed = turn._replace(others={})
@@ -205,20 +205,20 @@ class _Template:
                 written = self.write((*turns[:number], changed, *turns[number + 1 :]))
             except UserError:  # the template needs what was changed, so it does not omit the turn
                 continue
-            if written == text:
+            if written == conversation:
                 where = f"turn {number + 1} of {self.example.where}"
                 fix = f"remove its calls, or use another role than {turn.role}"
                 raise UserError(f"the chat template does not write {where}", fix=fix)
 
-    def _prefix_length(self, text: str, num_turns: int, *, opened: bool = False) -> int:
-        """Return the length of the first turns as the template writes them; they begin `text`."""
+    def _prefix_length(self, conversation: str, num_turns: int, *, opened: bool = False) -> int:
+        """Return the length of the first turns as they are written, which begin `conversation`."""
         where = self.example.where
         marks = "mark the assistant's turns in the template with {% generation %}"
         if num_turns == 0:
             message = f"the assistant speaks first in {where}, so its start is unknown"
             raise UserError(message, fix=f"set data.system_prompt, or {marks}")
         prefix = self.write(self.example.messages[:num_turns], opened=opened)
-        if not text.startswith(prefix):
+        if not conversation.startswith(prefix):
             message = f"the chat template changes the first turns of {where} if more turns follow"
             raise UserError(message, fix=f"{marks}, or split the record")
         return len(prefix)

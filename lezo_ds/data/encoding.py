@@ -58,10 +58,10 @@ class PromptTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids as the model generated it, without special tokens."""
-        text = self.backend.decode(
+        decoded = self.backend.decode(
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        return str(text)
+        return str(decoded)
 
     def stop_ids(self, stops: Sequence[str] = (NEWLINE,)) -> tuple[int, ...]:
         """Return the ids that end an answer: EOS, and all tokens with one of `stops` in their text.
@@ -76,8 +76,8 @@ class PromptTokenizer:
         ids = set()
         if stops:
             for token in range(len(self.backend)):
-                text = self.backend.decode([token])
-                if any(stop in text for stop in stops):
+                decoded = self.backend.decode([token])
+                if any(stop in decoded for stop in stops):
                     ids.add(token)
         if not ids and NEWLINE in stops:
             message = "the tokenizer has no token with a newline, which ends answers"
@@ -188,13 +188,13 @@ def encode_example(tokenizer: PromptTokenizer, example: Example, max_length: int
     Raises:
         UserError: a candidate adds no token to the prompt, or leaves none before it.
     """
-    texts = [(example.prompt + candidate).strip(" ") for candidate in example.candidates]
-    prompt_ids, *full = tokenizer.encode([example.prompt.strip(" "), *texts])
+    inputs = [(example.prompt + candidate).strip(" ") for candidate in example.candidates]
+    prompt_ids, *full = tokenizer.encode([example.prompt.strip(" "), *inputs])
     # MeZO counts by difference, too, and without demonstrations. Tokens may merge across the
     # boundary, so the tokens of the candidate alone would be another number.
     option_lengths = tuple(len(ids) - len(prompt_ids) for ids in full)
     if example.demonstrations:
-        full = tokenizer.encode([example.demonstrations + text for text in texts])
+        full = tokenizer.encode([example.demonstrations + each for each in inputs])
     sequences = tuple(cut_left(tokenizer, ids, max_length) for ids in full)
     for candidate, ids, length in zip(example.candidates, sequences, option_lengths, strict=True):
         if length < 1:

@@ -138,7 +138,7 @@ def prediction_rows(
         row = {
             "index": example.index,
             "prompt": example.prompt,
-            "right": [text.strip() for text in right],
+            "right": [answer.strip() for answer in right],
             "predicted": answer_text(example, prediction),
         }
         rows.append(row)

@@ -80,8 +80,8 @@ def _stop_finder(
     num_last = 1 + max(len(stop.encode()) for stop in stops)
 
     def has_stop(ids: Sequence[int]) -> bool:
-        text = tokenizer.decode(ids)
-        return any(stop in text for stop in stops)
+        written = tokenizer.decode(ids)
+        return any(stop in written for stop in stops)
 
     def has_ended(ids: Sequence[int]) -> bool:
         last = tokenizer.decode(ids[-num_last:])
@@ -304,11 +304,11 @@ def read_answers(
             num_written += 1
             if token in settings.stop_ids:  # it counts, because it may hold text before a newline
                 break
-        text = tokenizer.decode(ids[:num_written])
-        end = len(text)
+        written = tokenizer.decode(ids[:num_written])
+        end = len(written)
         for stop in settings.stops:
-            position = text.find(stop)
+            position = written.find(stop)
             if 0 <= position < end:
                 end = position
-        answers.append(text[:end].strip())
+        answers.append(written[:end].strip())
     return answers

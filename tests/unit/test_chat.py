@@ -187,17 +187,17 @@ def test_the_loss_is_that_of_transformers_with_the_other_tokens_masked(packed, m
     encoded = [encode(tokenizer, turns) for turns in conversations]
     model = AutoModelForCausalLM.from_pretrained(models["plain"], dtype=torch.float32).eval()
     expected, right = [], []
-    for one in encoded:
-        ids = torch.tensor([one.sequences[0]])
+    for conversation in encoded:
+        ids = torch.tensor([conversation.sequences[0]])
         labels = torch.full_like(ids, -100)
-        labels[0, one.targets(0)] = ids[0, one.targets(0)]
+        labels[0, conversation.targets(0)] = ids[0, conversation.targets(0)]
         with torch.no_grad():
             found = model(input_ids=ids, labels=labels)
-        expected.append(float(found.loss) * len(one.targets(0)))
-        places = torch.tensor(one.targets(0))
+        expected.append(float(found.loss) * len(conversation.targets(0)))
+        places = torch.tensor(conversation.targets(0))
         right.append(int((found.logits[0, places - 1].argmax(dim=1) == ids[0, places]).sum()))
     batch = teacher_forcing_batch(encoded, tokenizer.pad_id)
-    assert batch.weight == sum(len(one.targets(0)) for one in encoded)
+    assert batch.weight == sum(len(conversation.targets(0)) for conversation in encoded)
     laid_out = pack(batch) if packed else batch
     with torch.no_grad():
         logits = model(**laid_out.inputs).logits
