@@ -66,8 +66,7 @@ class ShardedModel:
         ds_config: DeepSpeed's configuration, with the limits that follow from the model.
         adapter: what a run trains instead of the weights, or None.
         engine: DeepSpeed's engine, if there is one already: with tensor parallelism, it has split
-            the
-            model.
+            the model.
     """
 
     module: nn.Module
@@ -90,9 +89,8 @@ class ShardedModel:
         Args:
             target: see `write_snapshot`.
             facts: for the manifest: `step`, the number of updates; on rank 0, `journal`, the
-                checksum
-                of the run's records after this step (see `SnapshotOwner`); and of an export, the
-                `recipe` of its task. Those that are None are left out.
+                checksum of the run's records after this step (see `SnapshotOwner`); and of an
+                export, the `recipe` of its task. Those that are None are left out.
             options: of `write_snapshot`.
         """
         known = {name: value for name, value in facts.items() if value is not None}

@@ -1,4 +1,8 @@
-"""Checks of weights: digests that are the same for any sharding, and samples that are replayed."""
+"""Checks of weights: digests that are the same for any sharding, and samples that are replayed.
+
+digest      of all elements    after loading, at snapshots and at the end; between replicas
+Witness     of a few elements  between snapshots: on each rank, against a replay of the journal
+"""
 
 from __future__ import annotations
 
@@ -23,19 +27,23 @@ _NUM_ELEMENTS = 64  # of a sample
 
 
 def shard_digest(shard: Tensor, region: Region, parameter_id: int) -> int:
-    """Return the digest of a part of a parameter: a signed 64-bit integer.
+    """Return the digest of a slice or rectangle of a parameter: a signed 64-bit integer.
 
-    The digest is the sum of (bit pattern) * (odd pseudo-random number of the element's index) modulo 2**64.
-    So the digests of parts add up to that of the parameter, and a change of one element always changes it.
-    It detects faults, but does not resist an adversary. `shard` [n] has 32- or 16-bit elements.
+    The digest is the sum of (bit pattern) * (odd pseudo-random number of the element's index)
+    modulo 2**64. So the digests of slices add up to that of the parameter, and a change of one
+    element always changes it. It detects faults, but does not resist an adversary.
+
+    Args:
+        shard: [n], of 32- or 16-bit elements.
+        region: where the elements lie in the full parameter.
+        parameter_id: gives equal parameters of different names different digests.
     """
     total = torch.zeros((), dtype=torch.int64, device=shard.device)
     chunk = _CHUNK_ON_CPU if shard.device.type == "cpu" else _CHUNK
+    bits_dtype = torch.int32 if shard.element_size() == 4 else torch.int16
     for begin in range(0, shard.numel(), chunk):
         values = shard[begin : begin + chunk]
-        bits = values.view(torch.int32 if values.element_size() == 4 else torch.int16).to(
-            torch.int64
-        )
+        bits = values.view(bits_dtype).to(torch.int64)
         index = elements_of(region, begin, begin + values.numel(), shard.device)
         # A finalizer like SplitMix64's: neighboring indices get unrelated numbers. Products wrap.
         number = (index + 1) * _INDEX_FACTOR + parameter_id * _STREAM_FACTOR % (1 << 63)
@@ -55,9 +63,9 @@ class _Sample(NamedTuple):
 class Witness:
     """Samples of a rank's shards, at positions that depend on the parameters' ids.
 
-    `follow` applies the updates of the journal to the samples, `unlike` compares them with the shards, to which
-    the steps have applied the same updates. A weight that something else has changed is then found, if it is
-    in a sample.
+    `follow` applies the updates of the journal to the samples, `unlike` compares them with the
+    shards, to which the steps have applied the same updates. A weight that something else has
+    changed is then found, if it is in a sample.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""What identifies a parameter on any number of ranks: its name, its id, and the block it belongs to.
+"""What identifies a parameter on any number of ranks: its name, its id and its block.
 
-Noise is a function of (key, parameter id, element), and the journal's header has the hash of all names and
-shapes. So all of these are functions of the unsharded model alone.
+Noise is a function of (key, parameter id, element), and the journal's header has the hash of all
+names and shapes. So all of these are functions of the unsharded model alone.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ class NamedParameter:
     Attributes:
         name: its name in the unsharded model, an adapter's wrappers left out.
         parameter_id: unsigned 32-bit, from `parameter_ids`; it selects the parameter's noise.
-        block: index of its transformer block, or of its group outside the blocks (`BlockLayout.block_of`).
-        region: the elements of the full parameter that modules compute with on this rank. These are all of
-            them, except of a weight that tensor parallelism splits.
+        block: index of its transformer block, or of its group outside the blocks
+            (`BlockLayout.block_of`).
+        region: the elements of the full parameter that modules compute with on this rank. These are
+            all of them, except of a weight that tensor parallelism splits.
     """
 
     name: str
@@ -52,7 +53,10 @@ def _hash32(name: str) -> int:
 
 
 def table_hash(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return a hash of all names and shapes, 32 hex digits. Models with the same hash get the same noise."""
+    """Return a hash of all names and shapes, 32 hex digits.
+
+    Models with the same hash get the same noise.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(shapes):
         digest.update(f"{name}{list(shapes[name])};".encode())

@@ -1,7 +1,7 @@
 """Shards: what one rank stores of each parameter.
 
-The elements of a parameter are counted in row-major order. A rank stores those of one `Region`, and the ranks
-of a group store the parameter together. An example is a parameter [3, 4]:
+The elements of a parameter are counted in row-major order. A rank stores those of one `Region`, and
+the ranks of a group store the parameter together. An example is a parameter [3, 4]:
 
     FlatShard (ZeRO-3), 3 ranks          RectangleShard (tensor parallelism), 2 ranks
 
@@ -10,9 +10,9 @@ of a group store the parameter together. An example is a parameter [3, 4]:
     rank 2   8   9  10  11               8   9 | 10  11
                                         rank 0 | rank 1
 
-Everything that loads, updates, compares or writes weights (`weights`, `integrity`, the checkpoints) uses the
-interface of `Shard` and does not ask for its class. To store weights in another form, write another subclass,
-and make it where `load_sharded_model` makes the shards.
+Everything that loads, updates, compares or writes weights (`weights`, `integrity`, the checkpoints)
+uses the interface of `Shard` and does not ask for its class. To store weights in another form,
+write another subclass, and make it where `load_sharded_model` makes the shards.
 
 The facts about DeepSpeed that these classes rely on are in docs/deepspeed.md.
 """
@@ -23,7 +23,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,43 +36,50 @@ from lezo_ds.noise import ALL, Region
 from lezo_ds.sharding.parameters import NamedParameter
 
 
+@dataclass(eq=False)
 class Shard(ABC):
     """What one rank stores of one parameter.
 
     Attributes:
-        parameter: the parameter in the module tree. Between passes its `data` is empty if it is gathered.
+        parameter: the parameter in the module tree. Between passes its `data` is empty if it is
+            gathered.
         named: its identity, and the elements that modules compute with.
-        name: `named.name`.
         shape: of the full parameter.
-        numel: number of elements of the full parameter.
         region: the elements of the full parameter that this rank stores.
-        count: number of these elements. It is 0 if the parameter is too small for all ranks to have some.
+        count: number of these elements. It is 0 if the parameter is too small for all ranks to have
+            some.
         group: the ranks that store the full parameter together.
-        decays: whether weight decay applies: to matrices, but not to biases and norms, as in MeZO's code.
+        compute_shape: of what modules compute with on this rank.
+        is_gathered: whether that is the full parameter, which is gathered before a module runs.
+            Otherwise modules compute with what is stored here.
+        is_replicated: whether each rank of the group stores the full parameter.
+        name: `named.name`.
+        numel: number of elements of the full parameter.
+        decays: whether weight decay applies: to matrices, but not to biases and norms, as in MeZO's
+            code.
     """
 
-    def __init__(
-        self,
-        parameter: Any,
-        named: NamedParameter,
-        *,
-        shape: tuple[int, ...],
-        region: Region,
-        count: int,
-        group: Any,
-    ) -> None:
-        self.parameter = parameter
-        self.named = named
-        self.name = named.name
-        self.shape = shape
-        self.numel = math.prod(shape)
-        self.region = region
-        self.count = count
-        self.group = group
-        self.decays = len(shape) > 1
+    parameter: Any
+    named: NamedParameter
+    shape: tuple[int, ...]
+    region: Region
+    count: int
+    group: Any
+    compute_shape: tuple[int, ...]
+    is_gathered: bool
+    is_replicated: bool
+    name: str = field(init=False)
+    numel: int = field(init=False)
+    decays: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.named.name
+        self.numel = math.prod(self.shape)
+        self.decays = len(self.shape) > 1
 
     @property
     def is_trained(self) -> bool:
+        """Whether updates change the parameter."""
         return bool(self.parameter.requires_grad)
 
     @property
@@ -87,32 +94,19 @@ class Shard(ABC):
 
     @property
     @abstractmethod
-    def compute_shape(self) -> tuple[int, ...]:
-        """Shape of what modules compute with on this rank: of the full parameter, or of a part of it."""
-
-    @property
-    @abstractmethod
-    def is_gathered(self) -> bool:
-        """Whether modules need the full parameter, which is gathered before they run."""
-
-    @property
-    @abstractmethod
-    def is_replicated(self) -> bool:
-        """Whether each rank of the group stores the full parameter."""
-
-    @property
-    @abstractmethod
     def is_in_memory(self) -> bool:
         """Whether the elements are in memory while the shard is not open.
 
-        If so, the tensor that `open` gives stays valid after the context, and later writes to it count.
+        If so, the tensor that `open` gives stays valid after the context, and later writes to it
+        count.
         """
 
     @abstractmethod
     def open(self, *, write: bool = False) -> AbstractContextManager[Tensor]:
         """Open the stored elements: a tensor [count] in the order of `region`, without any padding.
 
-        Changes to the tensor are stored only with `write`. Only a parameter that is trained must support it.
+        Changes to the tensor are stored only with `write`. Only a parameter that is trained must
+        support it.
         """
 
     def fill(self, values: Tensor) -> None:
@@ -133,47 +127,38 @@ class Shard(ABC):
     def gather_like(self, stored: Tensor) -> Tensor:
         """Return a full tensor [*shape] of which each rank has the elements [count] that it stores.
 
-        `stored` has any dtype, such as int16 for low bits. The result is on this rank's device. A collective
-        of `group`.
+        `stored` has any dtype, such as int16 for low bits. The result is on this rank's device. A
+        collective of `group`.
         """
 
 
 class FlatShard(Shard):
-    """ZeRO-3: a slice of the flattened parameter, in the tensor that DeepSpeed made for it (`ds_tensor`).
+    """ZeRO-3: a slice of the flattened parameter, in the tensor that DeepSpeed made for it.
 
-    Rank r of n stores ceil(numel / n) elements from r * ceil(numel / n) on. Past the parameter's end, DeepSpeed
-    pads the slice with uninitialized memory, which is never read.
+    Rank r of n stores ceil(numel / n) elements from r * ceil(numel / n) on. Past the parameter's
+    end, DeepSpeed pads the slice with uninitialized memory, which is never read.
     """
 
     def __init__(self, parameter: Any, named: NamedParameter) -> None:
+        rank = parameter.ds_zero_partition_rank
         self._num_ranks = parameter.ds_zero_partition_world_size
-        start, count = shard_range(
-            parameter.ds_numel, parameter.ds_zero_partition_rank, self._num_ranks
-        )
+        start, count = shard_range(parameter.ds_numel, rank, self._num_ranks)
+        shape = tuple(parameter.ds_shape)
         super().__init__(
             parameter,
             named,
-            shape=tuple(parameter.ds_shape),
+            shape=shape,
             region=Region(start),
             count=count,
             group=parameter.ds_process_group,
+            compute_shape=shape,
+            is_gathered=True,
+            is_replicated=False,
         )
 
     @property
     def device(self) -> torch.device:
         return self.parameter.ds_tensor.device  # type: ignore[no-any-return]
-
-    @property
-    def compute_shape(self) -> tuple[int, ...]:
-        return self.shape
-
-    @property
-    def is_gathered(self) -> bool:
-        return True
-
-    @property
-    def is_replicated(self) -> bool:
-        return False
 
     @property
     def is_in_memory(self) -> bool:
@@ -240,7 +225,10 @@ class Split:
 
 
 class RectangleShard(Shard):
-    """Tensor parallelism: a rectangle of the parameter, or all of it. Modules compute with what is here."""
+    """Tensor parallelism: a rectangle of the parameter, or all of it.
+
+    Modules compute with what is here, and nothing is gathered.
+    """
 
     def __init__(self, parameter: Any, named: NamedParameter, split: Split) -> None:
         region = ALL
@@ -254,23 +242,14 @@ class RectangleShard(Shard):
             region=region,
             count=parameter.numel(),
             group=split.group,
+            compute_shape=tuple(parameter.shape),
+            is_gathered=False,
+            is_replicated=not split.rectangles,
         )
 
     @property
     def device(self) -> torch.device:
         return self.parameter.device  # type: ignore[no-any-return]
-
-    @property
-    def compute_shape(self) -> tuple[int, ...]:
-        return tuple(self.parameter.shape)
-
-    @property
-    def is_gathered(self) -> bool:
-        return False
-
-    @property
-    def is_replicated(self) -> bool:
-        return not self._rectangles
 
     @property
     def is_in_memory(self) -> bool:
@@ -308,7 +287,7 @@ def _gather_padded(stored: Tensor, size: int, num_ranks: int, group: Any) -> Ten
 
 
 def is_in_file(parameter: Any) -> bool:
-    """Return whether DeepSpeed has put a sharded parameter's slice into a file (offload to NVMe)."""
+    """Return whether a sharded parameter's slice is in a file (DeepSpeed's offload to NVMe)."""
     return parameter.ds_tensor.status is PartitionedParamStatus.NOT_AVAILABLE
 
 

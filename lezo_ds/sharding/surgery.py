@@ -1,4 +1,7 @@
-"""What both ways of sharding change in a model and in DeepSpeed's engine. docs/deepspeed.md says why."""
+"""What both ways of sharding change in a model and in DeepSpeed's engine.
+
+docs/deepspeed.md lists the facts about DeepSpeed that this relies on.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ def put_parameters(model: nn.Module, replacements: Mapping[nn.Parameter, Any]) -
 def run_without_engine_hooks(engine: Any, model: nn.Module) -> None:
     """Make an engine of DeepSpeed run its model in eval mode, without the engine's own hooks.
 
-    They start timers that only a training engine reads, and let sharded parameters gather themselves.
+    They start timers that only a training engine reads, and let sharded parameters gather
+    themselves.
     """
     engine.eval()
     engine.module_forward_pre_hook.remove()

@@ -1,4 +1,4 @@
-"""The shards of one rank: loading, updating, replaying and comparing them without gathering them."""
+"""The shards of one rank: they are loaded, updated, replayed and compared without a gather."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ class _Initial(NamedTuple):
 class ShardedWeights:
     """The shards of one rank, and their low bits.
 
-    With `fp32_master`, a trained weight is stored as 16 bits, which modules compute with, and 16 low bits,
-    which only updates read (`noise.reference.split_master`).
+    With `fp32_master`, a trained weight is stored as 16 bits, which modules compute with, and 16
+    low bits, which only updates read (`noise.reference.split_master`).
 
     Attributes:
         shards: of all parameters, in the order of the module tree, the same on all ranks.
-        adapter_shards: of the adapter's parameters, which are the trained ones; empty without an adapter.
+        adapter_shards: of the adapter's parameters, which are the trained ones; empty without an
+            adapter.
         base_shards: of all others, which checkpoints of the model have.
         snapshot_shards: of the parameters that a snapshot stores: the adapter's, or all.
         low_bits: int16 [count] of each shard that has low bits, by name.
@@ -58,12 +59,18 @@ class ShardedWeights:
         Args:
             shards: of all parameters.
             aliases: all names of each parameter, by its first name. Tied weights have several.
-            precision: how `apply` stores updates; None if an optimizer of torch updates the weights instead.
+            precision: how `apply` stores updates; None if an optimizer of torch updates the weights
+                instead.
             has_adapter: whether the trained parameters are those of an adapter.
         """
         self.shards = shards
-        self.adapter_shards = [shard for shard in shards if has_adapter and shard.is_trained]
-        self.base_shards = [shard for shard in shards if not (has_adapter and shard.is_trained)]
+        self.adapter_shards: list[Shard] = []
+        self.base_shards: list[Shard] = []
+        for shard in shards:
+            if has_adapter and shard.is_trained:
+                self.adapter_shards.append(shard)
+            else:
+                self.base_shards.append(shard)
         self.snapshot_shards = self.adapter_shards or shards
         self.low_bits: dict[str, Tensor] = {}
         self._initial: list[_Initial] = []
@@ -82,23 +89,28 @@ class ShardedWeights:
         Args:
             shards: some of `self.shards`.
             files: the weights of a checkpoint.
-            low_files: the low bits of a snapshot. Without them, the bits of `files` that 16-bit shards cannot
-                store become low bits.
+            low_files: the low bits of a snapshot. Without them, the bits of `files` that 16-bit
+                shards cannot store become low bits.
         """
-        names = {shard.name: self._aliases[shard.name] for shard in shards}
-        stored = files.find(names, {shard.name: shard.shape for shard in shards})
+        aliases = {shard.name: self._aliases[shard.name] for shard in shards}
+        shapes = {shard.name: shard.shape for shard in shards}
+        tensors = files.find(aliases, shapes)
         for shard in shards:
             low = None
             if low_files is not None and self._has_low_bits(shard):
                 low = low_files.read((shard.name,), shard.region, shard.count)
-            values = files.read(stored[shard.name], shard.region, shard.count)
+            values = files.read(tensors[shard.name], shard.region, shard.count)
             self.fill(shard, values, low)
         finish_updates()
 
     def fill(self, shard: Shard, values: Tensor, low: Tensor | None = None) -> None:
-        """Fill one shard with values [count] of any dtype, and its low bits with `low`, int16 [count].
+        """Fill one shard, and its low bits if it has some.
 
-        Without `low`, the bits of `values` that a 16-bit shard cannot store become its low bits.
+        Args:
+            shard: one of `self.shards`.
+            values: [count], of any dtype.
+            low: its low bits, int16 [count]. Without them, the bits of `values` that a 16-bit shard
+                cannot store become its low bits.
         """
         if self._has_low_bits(shard):
             if low is None:
@@ -127,7 +139,10 @@ class ShardedWeights:
         return self._precision == "fp32_master" and is_16_bit and shard.is_trained
 
     def apply(self, updates: Sequence[StepUpdate], law: PerturbationLaw) -> None:
-        """Apply the updates of steps, in order. One step at a time gives the same bits as many at once."""
+        """Apply the updates of steps, in order.
+
+        One step at a time gives the same bits as many at once.
+        """
         for block, shards in self._trained_by_block.items():
             # The parameters of a block have the same updates, apart from the decay.
             of_matrices = updates_of_parameter(updates, block, decays=True)
@@ -135,21 +150,23 @@ class ShardedWeights:
             if of_matrices == of_vectors:
                 self._update(shards, of_matrices, law)
             else:
-                self._update([shard for shard in shards if shard.decays], of_matrices, law)
-                self._update([shard for shard in shards if not shard.decays], of_vectors, law)
+                matrices = [shard for shard in shards if shard.decays]
+                vectors = [shard for shard in shards if not shard.decays]
+                self._update(matrices, of_matrices, law)
+                self._update(vectors, of_vectors, law)
         finish_updates()
 
     def _update(
         self, shards: Sequence[Shard], updates: Sequence[Update], law: PerturbationLaw
     ) -> None:
-        """Apply the same updates to shards, with one call for all that are in the memory of a device."""
+        """Apply the same updates to shards, with one call for all in the memory of a device."""
         assert self._precision is not None
         if not updates:
             return
         in_memory: dict[torch.device, list[UpdateTarget]] = {}
         for shard in shards:
             low = self.low_bits.get(shard.name)
-            stays_in_memory = shard.is_in_memory
+            stays_in_memory = shard.is_in_memory  # in the context, every shard is in memory
             with shard.open(write=True) as stored:
                 target = UpdateTarget(stored, shard.region, shard.named.parameter_id, low)
                 if stays_in_memory:
@@ -164,14 +181,16 @@ class ShardedWeights:
     def witness(self) -> Witness:
         """Return samples of the trained shards as they are now."""
         assert self._precision is not None
-        trained = [shard for shards in self._trained_by_block.values() for shard in shards]
+        trained: list[Shard] = []
+        for shards in self._trained_by_block.values():
+            trained += shards
         return Witness(trained, self.low_bits, self._precision)
 
     def unlike_replicas(self) -> list[tuple[int, str]]:
         """Return (rank, name) of each shard that differs from its first replica. A collective.
 
-        Ranks at the same position of different groups store the same elements. Of a parameter that is
-        replicated, all ranks do.
+        Ranks at the same position of different groups store the same elements. Of a parameter that
+        is replicated, all ranks do.
         """
         group_size = distributed.world_size(self.shards[0].group)
         has_groups = group_size < distributed.world_size()
@@ -188,7 +207,9 @@ class ShardedWeights:
         return unlike
 
     def digests(self, shards: Sequence[Shard] | None = None) -> dict[str, int]:
-        """Return a digest of each full parameter and its low bits, for any sharding, by name. A collective.
+        """Return a digest of each full parameter and its low bits, by name. A collective.
+
+        The digests are the same for any sharding (`shard_digest`).
 
         Args:
             shards: of the parameters; None for all.
@@ -203,7 +224,8 @@ class ShardedWeights:
                 if shard.is_replicated:
                     counted[index] = 0
         sums = distributed.sum_integers(counted, group)
-        return {shard.name: total for shard, total in zip(shards, sums, strict=True)}
+        names = [shard.name for shard in shards]
+        return dict(zip(names, sums, strict=True))
 
     def _shard_digests(self, shards: Sequence[Shard]) -> list[int]:
         """Return the digest of each shard and its low bits: signed 64-bit integers."""
@@ -225,7 +247,7 @@ class ShardedWeights:
         return hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
 
     def gather_low_bits(self, shard: Shard) -> Tensor | None:
-        """Return all low bits of a parameter, int16 [*shape], or None if it has none. A collective."""
+        """Return all low bits of a parameter, int16 [*shape], or None. A collective."""
         if not self._has_low_bits(shard):
             return None
         return shard.gather_like(self.low_bits[shard.name])

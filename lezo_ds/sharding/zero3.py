@@ -1,8 +1,13 @@
 """ZeRO-3: makes the shards of a model, and the engines that run it.
 
-    model on the meta device --shard_model--> shards without values --(ShardedWeights.load)--> shards
-    --start_forward_engine--> forward passes at perturbed weights (zeroth-order training)
-    --start_training_engine--> backward passes and an optimizer (AdamW)
+    model on the meta device
+      | shard_model                shards without values; ShardedWeights.load fills them
+      v
+    sharded model
+      | start_forward_engine       forward passes only, at perturbed weights
+      | start_training_engine      backward passes and an optimizer, for AdamW
+      v
+    DeepSpeed's engine
 
 docs/deepspeed.md lists the facts about DeepSpeed that this relies on.
 """

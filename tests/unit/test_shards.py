@@ -51,7 +51,7 @@ class _Files:
 
 
 def flat_shard(values, *, in_file):
-    """Return the shard of a vector [NUMEL] that one rank stores alone, as DeepSpeed would make it."""
+    """Return the shard of a vector [NUMEL] that one rank stores alone, as DeepSpeed makes it."""
     stored = values.clone()
     stored.status = PartitionedParamStatus.AVAILABLE
     files = _Files(values)
@@ -109,18 +109,25 @@ def test_an_update_gives_the_same_bits_in_a_file_and_in_memory():
 
 
 class _CodedShard(Shard):
-    """A frozen parameter in codes of 8 bits and a scale: a storage with elements of its own kind."""
+    """A frozen parameter in codes of 8 bits and a scale."""
 
     def __init__(self, named):
         parameter = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-        super().__init__(parameter, named, shape=(2, 5), region=ALL, count=NUMEL, group=None)
+        super().__init__(
+            parameter,
+            named,
+            shape=(2, 5),
+            region=ALL,
+            count=NUMEL,
+            group=None,
+            compute_shape=(2, 5),
+            is_gathered=True,
+            is_replicated=False,
+        )
         self.codes = torch.zeros(NUMEL, dtype=torch.int8)
         self.scale = 1.0
 
     device = torch.device("cpu")
-    compute_shape = (2, 5)
-    is_gathered = True
-    is_replicated = False
     is_in_memory = True
 
     @contextmanager
