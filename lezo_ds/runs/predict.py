@@ -85,7 +85,7 @@ def predict_file(opened: Opened, source: Path, out: Path) -> int:
         finished = distributed.on_rank_zero(lambda: chunks.finished(settings))
         num_done = sum(finished.values())
         is_shown = distributed.rank() == 0
-        with progress_bar(num_records, num_done, is_shown=is_shown, what="record") as bar:
+        with progress_bar(num_records, num_done, is_shown=is_shown, unit="record") as bar:
             for number, examples in enumerate(chunks.examples()):
                 if number not in finished:
                     rows = predict(engine, data, data.encode(examples), batch_size)

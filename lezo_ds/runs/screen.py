@@ -22,21 +22,21 @@ _LINE_FORMAT = "{unit} {n_fmt}/{total_fmt}:{rate_fmt}, {remaining} left{postfix}
 _LINE_SECONDS = 20
 
 
-def progress_bar(num_total: int, num_done: int, *, is_shown: bool, what: str = "step") -> tqdm[Any]:
+def progress_bar(num_total: int, num_done: int, *, is_shown: bool, unit: str = "step") -> tqdm[Any]:
     """Return a bar on a terminal; elsewhere, it writes a line every 20 seconds.
 
     Args:
         num_total: number of steps, or other units.
         num_done: number of those that earlier processes have done.
         is_shown: whether this rank shows anything.
-        what: the unit that is counted.
+        unit: what is counted.
     """
     is_terminal = sys.stderr.isatty()
     return tqdm(
         total=num_total,
         initial=num_done,
         disable=not is_shown,
-        unit=what,
+        unit=unit,
         smoothing=0.05,
         bar_format=None if is_terminal else _LINE_FORMAT,
         mininterval=0.1 if is_terminal else _LINE_SECONDS,
